@@ -1,0 +1,40 @@
+# The two commands: `make run` and `make test`. Everything they need is installed into .venv from the lock file.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: run test setup lint types unit trials lock clean
+
+run: setup
+	$(BIN)/linnet quickstart
+
+test: lint types unit
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Linnet needs Python 3.11 or newer, this is %d.%d: use make PYTHON=python3.11" % v[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/basedpyright
+
+unit: setup
+	$(BIN)/pytest -n 2 -q
+
+trials: setup
+	$(BIN)/pytest -q -m trial
+
+# Rewrites the lock file from pyproject.toml (needs uv; not needed to run or to test).
+lock:
+	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --quiet --output-file requirements.lock
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

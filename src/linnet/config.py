@@ -1,0 +1,237 @@
+"""What a run is: one frozen config, checked when made, written to `config.json` and read back whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from linnet.errors import UserError, refuse
+from linnet.families.vq.config import VQConfig
+
+EMBEDDED_CORPUS = "python-stdlib"
+CONFIG_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    source: str = EMBEDDED_CORPUS
+    """A text file, a folder, a glob, or `python-stdlib`: the source text of the running Python's standard library."""
+    validation_files: tuple[str, ...] = ()
+    """Files or globs held out for validation; with none, `validation_fraction` of the source."""
+    test_files: tuple[str, ...] = ()
+    validation_fraction: float = 0.05
+    test_fraction: float = 0.05
+    sequence_len: int = 2048
+    """Tokens of one training sequence; the state is carried through it and reset after it."""
+    update_len: int = 2048
+    """Tokens of a sequence in one optimiser update."""
+    batch_size: int = 8
+    """Sequences in one update, over all devices."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_len", "update_len", "batch_size"):
+            if getattr(self, name) < 1:
+                raise refuse(f"data.{name}", getattr(self, name), "at least 1", f"set --data.{name.replace('_', '-')}")
+        if self.sequence_len % self.update_len:
+            raise refuse(
+                "data.sequence_len",
+                self.sequence_len,
+                f"a multiple of data.update_len ({self.update_len})",
+                f"use {_round_up(self.sequence_len, self.update_len)}, or an update_len that divides {self.sequence_len}",
+            )
+        if not (0 <= self.validation_fraction < 1 and 0 <= self.test_fraction < 1):
+            raise refuse(
+                "data.validation_fraction / data.test_fraction",
+                (self.validation_fraction, self.test_fraction),
+                "at least 0 and below 1",
+                "use 0.05 and 0.05",
+            )
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise refuse(
+                "data.validation_fraction + data.test_fraction",
+                self.validation_fraction + self.test_fraction,
+                "below 1, so that something is left to train on",
+                "use 0.05 and 0.05",
+            )
+
+    @property
+    def updates_per_sequence(self) -> int:
+        return self.sequence_len // self.update_len
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
+    lr: float = 4e-4
+    """Learning rate at the top of the schedule."""
+    schedule: Literal["cosine", "linear", "inv_sqrt", "constant"] = "cosine"
+    warmup_steps: int = 100
+    steps: int = 1000
+    """Updates until the schedule ends (warm-up included)."""
+    extra_steps: int = 0
+    """Further updates at the schedule's final value."""
+    clip: float | None = 0.1
+    """Largest global norm of the gradient; none: no clipping."""
+    decay: float = 0.0
+    """Fraction of each weight (vectors excepted) taken away by every update, whatever the learning rate."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise refuse("optim.lr", self.lr, "above 0", "use 4e-4")
+        if self.steps < 1:
+            raise refuse("optim.steps", self.steps, "at least 1", "set --optim.steps")
+        if self.warmup_steps < 0 or self.extra_steps < 0:
+            raise refuse(
+                "optim.warmup_steps / optim.extra_steps", (self.warmup_steps, self.extra_steps), "0 or more", "use 0"
+            )
+        if self.warmup_steps >= self.steps:
+            raise refuse(
+                "optim.warmup_steps",
+                self.warmup_steps,
+                f"below optim.steps ({self.steps})",
+                f"use {self.steps // 10}, or more steps",
+            )
+        if self.clip is not None and not self.clip > 0:
+            raise refuse("optim.clip", self.clip, "above 0, or none", "use --optim.clip None for no clipping")
+        if not 0 <= self.decay < 1:
+            raise refuse("optim.decay", self.decay, "at least 0 and below 1", "use 0 for none")
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps + self.extra_steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    accumulate: int = 1
+    """Micro-batches summed into one update: the same result in a fraction of the memory."""
+    ema_decay: float | None = None
+    """Keep a moving average of the parameters with this decay, and evaluate, sample and export it."""
+    log_every: int = 20
+    eval_every: int = 200
+    """0: only at the end."""
+    eval_sequences: int | None = None
+    """Validation sequences used during training; none: all of them. `linnet eval` always uses all."""
+    checkpoint_every: int = 200
+    checkpoint_minutes: float = 10.0
+    keep: int = 3
+    """Latest checkpoints kept (the best by validation loss is kept besides)."""
+    max_bad_steps: int = 10
+    """Stop after so many updates in a row whose loss or gradient was not finite."""
+    collapse_alarm: float = 0.1
+    """Warn when a codebook's usage perplexity falls below this share of its codes."""
+    sample_tokens: int = 512
+    """Length of the sample written at each evaluation; 0: none."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("accumulate", "log_every", "keep", "max_bad_steps"):
+            if getattr(self, name) < 1:
+                raise refuse(
+                    f"train.{name}", getattr(self, name), "at least 1", f"set --train.{name.replace('_', '-')}"
+                )
+        for name in ("eval_every", "checkpoint_every", "sample_tokens", "checkpoint_minutes"):
+            if getattr(self, name) < 0:
+                raise refuse(f"train.{name}", getattr(self, name), "0 or more", "use 0 for never")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise refuse("train.ema_decay", self.ema_decay, "between 0 and 1, or none", "use 0.999")
+        if self.eval_sequences is not None and self.eval_sequences < 1:
+            raise refuse("train.eval_sequences", self.eval_sequences, "at least 1, or none for all", "use None")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    preset: str = "custom"
+    family: Literal["vq"] = "vq"
+    seed: int = 0
+    model: VQConfig = dataclasses.field(default_factory=VQConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if self.data.update_len % self.model.block_len:
+            raise refuse(
+                "data.update_len",
+                self.data.update_len,
+                f"a multiple of model.block_len ({self.model.block_len})",
+                f"use {_round_up(self.data.update_len, self.model.block_len)}, or a block_len that divides it",
+            )
+        if self.data.batch_size % self.train.accumulate:
+            raise refuse(
+                "data.batch_size",
+                self.data.batch_size,
+                f"a multiple of train.accumulate ({self.train.accumulate})",
+                f"use {_round_up(self.data.batch_size, self.train.accumulate)}",
+            )
+        if not 0 <= self.seed < 2**32:
+            raise refuse("seed", self.seed, "between 0 and 2**32 - 1", "use 0")
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def to_json(cfg: Any) -> dict[str, Any]:
+    return {"version": CONFIG_VERSION, **dataclasses.asdict(cfg)}
+
+
+def save(cfg: RunConfig, path: Path) -> None:
+    path.write_text(json.dumps(to_json(cfg), indent=2) + "\n")
+
+
+def load(path: Path) -> RunConfig:
+    """The config of a run. Every field must be known and of its type: a run is repeated exactly or not at all."""
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} does not exist, so this is not a run. Fix: name a folder made by `linnet train`."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON ({error}). Fix: restore it, or train again.") from None
+    version = values.pop("version", None) if isinstance(values, dict) else None
+    if version != CONFIG_VERSION:
+        raise refuse(f"version of {path}", version, str(CONFIG_VERSION), "use the Linnet that made this run")
+    return from_dict(RunConfig, values, "")
+
+
+def from_dict(cls: type, values: Any, where: str) -> Any:
+    """A frozen config from plain JSON values; unknown names are refused with the nearest known one."""
+    if not isinstance(values, dict):
+        raise refuse(where or "the config", values, "an object of settings", "see config.json of any run")
+    hints = typing.get_type_hints(cls)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], hints, n=1)
+        did_you_mean = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(hints)}"
+        raise UserError(f"unknown setting {where}{unknown[0]!r}; {did_you_mean}")
+    return cls(**{name: _coerce(hints[name], value, f"{where}{name}") for name, value in values.items()})
+
+
+def _coerce(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_dict(hint, value, f"{where}.")
+    if origin is Literal:
+        if value not in args:
+            raise refuse(where, value, f"one of {', '.join(map(repr, args))}", "choose one of them")
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        return _coerce(next(a for a in args if a is not type(None)), value, where)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise refuse(where, value, "a list", "write it as [..]")
+        return tuple(_coerce(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise refuse(where, value, f"of type {hint.__name__}", "correct its value")
+    return value

@@ -1,0 +1,82 @@
+"""A batch, and the one thing a source must offer to become batches: fixed windows of tokens, read at random."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Array, Float32, Int32
+
+from linnet.pytree import pytree
+
+PAD, END, UNKNOWN = 0, 1, 2
+FIRST_BYTE = 3
+N_BYTE_IDS = FIRST_BYTE + 256
+NO_DOCUMENT = -1
+
+
+@pytree
+class Batch:
+    """B sequences, or the same stretch of T positions of B sequences. `doc_ids` is -1 where there is only padding."""
+
+    inputs: Int32[Array | np.ndarray, "B T"]
+    targets: Int32[Array | np.ndarray, "B T"]
+    doc_ids: Int32[Array | np.ndarray, "B T"]
+    loss_mask: Float32[Array | np.ndarray, "B T"]
+
+
+class Window(NamedTuple):
+    targets: Int32[np.ndarray, " T"]
+    doc_ids: Int32[np.ndarray, " T"]
+    mask: Float32[np.ndarray, " T"]
+
+
+class Split(Protocol):
+    """Windows of one length that hold every token of a split once. Token shards and images can be this as well."""
+
+    @property
+    def n_documents(self) -> int: ...
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of content; end ids are not counted."""
+        ...
+
+    @property
+    def n_tokens(self) -> int:
+        """Targets that count: end ids are counted, padding is not."""
+        ...
+
+    @property
+    def n_windows(self) -> int: ...
+    def window(self, i: int) -> Window: ...
+    def stretch(self, i: int, start: int, stop: int) -> Window:
+        """Positions start to stop of window i."""
+        ...
+
+    def raw(self) -> bytes:
+        """The content as the user had it, for comparison with other compressors."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A hash of the content and of where its documents end."""
+        ...
+
+
+def cut(split: Split, windows: Sequence[int], start: int, stop: int, n_rows: int) -> Batch:
+    """Positions start to stop of these windows, then rows of nothing but padding up to `n_rows`."""
+    assert len(windows) <= n_rows, f"{len(windows)} windows do not fit into {n_rows} rows"
+    shape = (n_rows, stop - start)
+    inputs, targets = np.full(shape, PAD, np.int32), np.full(shape, PAD, np.int32)
+    doc_ids, mask = np.full(shape, NO_DOCUMENT, np.int32), np.zeros(shape, np.float32)
+    # A stretch that starts in mid-window is read from one position earlier: that token is its first input.
+    before = min(start, 1)
+    for row, window in enumerate(windows):
+        part = split.stretch(window, start - before, stop)
+        targets[row], doc_ids[row], mask[row] = (values[before:] for values in part)
+        if before:
+            inputs[row, 0] = part.targets[0]
+    if not before:
+        inputs[:, 0] = END
+    inputs[:, 1:] = targets[:, :-1]
+    return Batch(inputs=inputs, targets=targets, doc_ids=doc_ids, loss_mask=mask)

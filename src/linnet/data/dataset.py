@@ -1,0 +1,127 @@
+"""`Data`: the splits of a run. A training batch is a pure function of the step; evaluation counts every token once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+from linnet.config import DataConfig
+from linnet.data import order
+from linnet.data.batch import N_BYTE_IDS, Batch, Split, cut
+from linnet.data.holdout import SPLITS, divide
+from linnet.data.source import find
+from linnet.data.text import open_text
+from linnet.errors import UserError, refuse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """Knows windows and their order, not what they are made of: any `Split` will do."""
+
+    cfg: DataConfig
+    seed: int
+    n_vocab: int
+    train: Split
+    validation: Split
+    test: Split
+    origin: dict[str, Any]
+    """Where the splits came from, for `describe`."""
+
+    def batch(self, step: int) -> Batch:
+        """Update `step` of training. Sequences follow each other in the order of (seed, epoch), and each is read in
+        `updates_per_sequence` updates; an epoch may end in mid-batch."""
+        assert step >= 0
+        sequence, update = divmod(step, self.cfg.updates_per_sequence)
+        size, length = self.cfg.batch_size, self.cfg.update_len
+        windows = order.windows_at(self.seed, sequence * size, size, self.train.n_windows)
+        return cut(self.train, windows, update * length, (update + 1) * length, size)
+
+    def evaluation(self, split: str, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
+        """Whole sequences [batch_size, sequence_len] in the split's order, the last batch filled up with masked rows:
+        every target counts once. `limit` takes so many sequences, spread evenly over the split."""
+        chosen = self.split(split)
+        if batch_size < 1:
+            raise refuse("batch size of the evaluation", batch_size, "at least 1", f"use {self.cfg.batch_size}")
+        if limit is not None and limit < 1:
+            raise refuse("limit of the evaluation", limit, "at least 1, or none for all", "use None")
+        if not chosen.n_windows:
+            raise _empty(split, self.cfg)
+        n = chosen.n_windows if limit is None else min(limit, chosen.n_windows)
+        windows = [i * chosen.n_windows // n for i in range(n)]
+        # The checks above run now; only the reading waits for the loop.
+        return (
+            cut(chosen, windows[at : at + batch_size], 0, self.cfg.sequence_len, batch_size)
+            for at in range(0, n, batch_size)
+        )
+
+    def split(self, name: str) -> Split:
+        if name not in SPLITS:
+            raise refuse("split", name, f"one of {', '.join(SPLITS)}", "choose one of them")
+        return {"train": self.train, "validation": self.validation, "test": self.test}[name]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the content of all splits: a resumed run compares it and so notices that its data changed."""
+        return hashlib.sha256("".join(self.split(name).fingerprint() for name in SPLITS).encode()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for logs, reports and `config.json`'s neighbours; `warnings` are sentences for the user."""
+        return {
+            **self.origin,
+            "n_vocab": self.n_vocab,
+            "sequence_len": self.cfg.sequence_len,
+            "splits": {
+                name: {
+                    "files": split.n_documents,
+                    "bytes": split.n_bytes,
+                    "tokens": split.n_tokens,
+                    "windows": split.n_windows,
+                    "fingerprint": split.fingerprint(),
+                }
+                for name, split in ((name, self.split(name)) for name in SPLITS)
+            },
+            "fingerprint": self.fingerprint,
+            "warnings": self.warnings(),
+        }
+
+    def warnings(self) -> list[str]:
+        found: list[str] = []
+        if self.train.n_tokens < self.cfg.sequence_len:
+            found.append(
+                f"The training text has {self.train.n_tokens} tokens, fewer than one sequence of "
+                f"{self.cfg.sequence_len}: the rest of a sequence is padding. A smaller --data.sequence-len is faster."
+            )
+        for name, fraction in (("validation", self.cfg.validation_fraction), ("test", self.cfg.test_fraction)):
+            if fraction and not self.split(name).n_tokens:
+                found.append(f"The {name} split is empty: {fraction:g} of this source is less than one byte.")
+        for where, reasons in self.origin["left_out"].items():
+            # Empty files lose nothing, so they are counted in `left_out` and not worth a warning.
+            words = [f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(reasons.items()) if reason != "empty"]
+            if words:
+                found.append(f"Files left out of the {where}: {', '.join(words)}.")
+        return found
+
+
+def open_data(cfg: DataConfig, seed: int) -> Data:
+    """Finds, divides and opens the files of a run, or says what is wrong with them before anything starts."""
+    source = find(cfg.source)
+    division = divide(source, cfg)
+    train, validation, test = (open_text(division.pieces[name], cfg.sequence_len) for name in SPLITS)
+    if not train.n_tokens:
+        raise refuse("data.source", cfg.source, "large enough to leave something to train on", "name a larger source")
+    origin = {"source": cfg.source, "root": str(source.root), "left_out": division.left_out, "held_out": division.how}
+    return Data(cfg=cfg, seed=seed, n_vocab=N_BYTE_IDS, train=train, validation=validation, test=test, origin=origin)
+
+
+def _empty(split: str, cfg: DataConfig) -> UserError:
+    if split == "train":
+        return UserError("the train split is empty. Fix: name a source with text in it.")
+    fraction = cfg.validation_fraction if split == "validation" else cfg.test_fraction
+    why = f"data.{split}_fraction is {fraction:g}" + (", less than one byte of this source" if fraction else "")
+    return UserError(
+        f"the {split} split is empty ({why}). Fix: set --data.{split}-fraction 0.05, or name files with "
+        f"--data.{split}-files" + (", or use a larger source." if fraction else ".")
+    )

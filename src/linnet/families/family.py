@@ -1,0 +1,60 @@
+"""What a family of models gives to the trainer and the engine: data and pure functions, nothing else."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from linnet.pytree import pytree
+
+
+@pytree
+class Aux:
+    """What a loss tells besides its value."""
+
+    metrics: dict[str, Array]  # scalars and per-unit rows, averaged over micro-batches
+    statistics: Any  # what the buffers learn from, merged over micro-batches
+    carry: Any  # the state after the batch
+
+
+@pytree
+class Keys:
+    """The randomness of one update: drawn anew for every update, or held for a whole sequence."""
+
+    update: PRNGKeyArray
+    sequence: PRNGKeyArray
+
+
+class Family(Protocol):
+    """`cfg` is the family's own config. `batch` has inputs, targets, doc_ids and loss_mask, each B x T."""
+
+    name: str
+
+    def param_specs(self, cfg: Any) -> Any: ...
+
+    def buffer_specs(self, cfg: Any) -> Any: ...
+
+    def empty_carry(self, cfg: Any, batch_size: int) -> Any: ...
+
+    def loss(
+        self, params: Any, buffers: Any, carry: Any, batch: Any, keys: Keys | None, first_row: Any, cfg: Any
+    ) -> tuple[Float[Array, ""], Aux]:
+        """Without keys nothing is dropped. `first_row`: where the batch's first row stands in the whole batch."""
+        ...
+
+    def merge_statistics(self, a: Any, b: Any) -> Any: ...
+
+    def update_buffers(self, buffers: Any, statistics: Any, cfg: Any) -> Any: ...
+
+    def nats(self, params: Any, buffers: Any, carry: Any, batch: Any, cfg: Any) -> tuple[Float[Array, "B T"], Any]:
+        """-log p of every target (masked or not), and the carry after the batch: what evaluation needs."""
+        ...
+
+    def diagnostics(self, buffers: Any, metrics: Any, cfg: Any) -> dict[str, Any]:
+        """Figures about the model's insides; computed only on steps that log them."""
+        ...
+
+    def flops_per_token(self, cfg: Any) -> int:
+        """Of a forward pass; training takes three times that."""
+        ...

@@ -1,0 +1,84 @@
+"""What a `vq` model is: its sizes and switches, checked when made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from linnet.errors import refuse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VQConfig:
+    n_vocab: int = 259
+    """Symbols the model reads and writes. Bytes: 256 + pad, end and unknown."""
+    d_model: int = 256
+    d_k: int = 64
+    """Key width per head."""
+    d_v: int = 512
+    """Value width per head."""
+    n_head: int = 1
+    n_code: int = 256
+    """Codes per head."""
+    n_layer: int = 4
+    """A layer is two gated attention units."""
+    block_len: int = 128
+    """Tokens computed together. Changes speed, never the result."""
+    mem_len: int = 128
+    """The window: how far back positions count. Older tokens count by their code alone."""
+    agg_cache: bool = True
+    """False: forget everything older than the window."""
+    grad_thru_cache: bool = True
+    """False: no gradient into earlier blocks."""
+    pe_abs: bool = False
+    """Add scaled absolute positions to the embeddings."""
+    pe_lam: float = 100_000.0
+    """Longest wavelength of the sinusoids."""
+    p_dropemb: float = 0.0
+    p_dropsin: float = 0.0
+    """Dropout on the sinusoids, held for a whole sequence."""
+    p_dropres: float = 0.0
+    p_droplyr: float = 0.0
+    """LayerDrop: one draw per unit and example, held for a whole sequence."""
+    e_tie: bool = False
+    """Output weights are the embeddings."""
+    e_preln: bool = False
+    """Normalise before the output."""
+    e_scale: float = 1.0
+    c_beta: float = 1e-4
+    """Weight of the commitment loss."""
+    c_gamma: float = 0.99
+    """Decay of the codebook's moving averages."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations. Parameters, codebooks, norms and logits are float32 always."""
+    reset_at_documents: bool = False
+    """Forget the state where a new document begins."""
+    restart_dead_codes: bool = False
+    """Move codes that nothing uses onto keys of the current batch."""
+    dead_code_below: float = 0.01
+    """A code whose moving count is below this is dead."""
+    remat: bool = False
+    """Recompute each unit in the backward pass: less memory, a third more work."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_vocab", "d_model", "d_k", "d_v", "n_head", "n_code", "n_layer", "block_len", "mem_len"):
+            if getattr(self, name) < 1:
+                raise refuse(
+                    f"model.{name}", getattr(self, name), "at least 1", f"set --model.{name.replace('_', '-')}"
+                )
+        if self.d_model % 2:
+            raise refuse("model.d_model", self.d_model, "even (half sines, half cosines)", f"use {self.d_model + 1}")
+        for name in ("p_dropemb", "p_dropsin", "p_dropres", "p_droplyr"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise refuse(f"model.{name}", getattr(self, name), "at least 0 and below 1", "use 0 for none")
+        if not 0.0 < self.c_gamma < 1.0:
+            raise refuse("model.c_gamma", self.c_gamma, "between 0 and 1", "use 0.99")
+        if not self.pe_lam > 1.0:
+            raise refuse("model.pe_lam", self.pe_lam, "above 1", "use 100000")
+        if self.c_beta < 0.0:
+            raise refuse("model.c_beta", self.c_beta, "0 or more", "use 0.0001")
+
+    @property
+    def n_unit(self) -> int:
+        """Gated attention units: two a layer."""
+        return 2 * self.n_layer

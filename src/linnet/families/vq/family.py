@@ -1,0 +1,120 @@
+"""The `vq` family as the trainer sees it: loss, codebook updates, evaluation, diagnostics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from linnet import rng
+from linnet.families.family import Aux, Keys
+from linnet.families.vq import model
+from linnet.families.vq.config import VQConfig
+from linnet.families.vq.diagnostics import codebook_figures
+from linnet.families.vq.params import VQBuffers, VQParams, buffer_specs, param_specs
+from linnet.nn import codebook
+from linnet.pytree import pytree
+
+name = "vq"
+
+
+@pytree
+class Statistics:
+    seen: codebook.CodeStatistics  # G H S (K)
+    candidates: Any  # G H S K, or None when dead codes stay dead
+
+
+def empty_carry(cfg: VQConfig, batch_size: int) -> model.VQCarry:
+    return model.empty_carry(cfg, batch_size)
+
+
+def loss(
+    params: VQParams,
+    buffers: VQBuffers,
+    carry: model.VQCarry,
+    batch: Any,
+    keys: Keys | None,
+    first_row: int | Int[Array, ""],
+    cfg: VQConfig,
+) -> tuple[Float[Array, ""], Aux]:
+    """Mean over B x T of `mask * nll`, plus the commitment loss. The mask is not renormalised here, but it is in the metrics."""
+    mask = batch.loss_mask.astype(jnp.float32)
+    x, carry, aux = model.forward(
+        params,
+        buffers,
+        batch.inputs,
+        carry,
+        cfg,
+        documents=batch.doc_ids,
+        mask=mask,
+        dropout=None if keys is None else _dropout(keys, first_row, batch.inputs.shape[0]),
+    )
+    nll = jnp.mean(mask * model.nats(params, x, batch.targets, cfg))
+    commitment = jnp.sum(aux.commitment)
+    metrics = {
+        "loss_lm_per_token_unscaled": nll,
+        "loss_mask_per_token": jnp.mean(mask),
+        "loss_commit_per_token": commitment,
+        "vec_norm_mean": jnp.mean(aux.key_norm),
+        "vec_hat_norm_mean": jnp.mean(aux.quantised_norm),
+        "relative_err_min": jnp.mean(aux.error[:, 0]),
+        "relative_err_mean": jnp.mean(aux.error[:, 1]),
+        "relative_err_max": jnp.mean(aux.error[:, 2]),
+        "unit_relative_err": aux.error[:, 1],
+        "unit_usage": jnp.mean(aux.seen.count > 0, axis=(1, 2)),
+    }
+    statistics = Statistics(seen=aux.seen, candidates=aux.candidates)
+    return nll + cfg.c_beta * commitment, Aux(metrics=metrics, statistics=statistics, carry=carry)
+
+
+def merge_statistics(a: Statistics, b: Statistics) -> Statistics:
+    """Counts add up. Candidates of one micro-batch are as good as another's."""
+    return Statistics(seen=jax.tree.map(jnp.add, a.seen, b.seen), candidates=a.candidates)
+
+
+def update_buffers(buffers: VQBuffers, statistics: Statistics, cfg: VQConfig) -> VQBuffers:
+    count, total = codebook.moving_average(buffers.code_count, buffers.code_total, statistics.seen, cfg.c_gamma)
+    if statistics.candidates is not None:
+        count, total = codebook.restart_dead(count, total, statistics.candidates, cfg.dead_code_below)
+    return VQBuffers(code_count=count, code_total=total)
+
+
+def nats(
+    params: VQParams, buffers: VQBuffers, carry: model.VQCarry, batch: Any, cfg: VQConfig
+) -> tuple[Float[Array, "B T"], model.VQCarry]:
+    x, carry, _ = model.forward(params, buffers, batch.inputs, carry, cfg, documents=batch.doc_ids)
+    return model.nats(params, x, batch.targets, cfg), carry
+
+
+def diagnostics(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfig) -> dict[str, Any]:
+    return codebook_figures(buffers, metrics, cfg)
+
+
+def flops_per_token(cfg: VQConfig) -> int:
+    return model.n_flops_per_token(cfg)
+
+
+def _dropout(keys: Keys, first_row: int | Int[Array, ""], batch_size: int) -> model.Dropout:
+    rows = first_row + jnp.arange(batch_size)
+    per_row = jax.vmap(lambda key, row: rng.at(rng.stream(key, "row"), row), in_axes=(None, 0))
+    return model.Dropout(
+        update=per_row(keys.update, rows),
+        sequence=per_row(keys.sequence, rows),
+        shared=rng.stream(keys.sequence, "shared"),
+    )
+
+
+__all__ = [
+    "buffer_specs",
+    "diagnostics",
+    "empty_carry",
+    "flops_per_token",
+    "loss",
+    "merge_statistics",
+    "name",
+    "nats",
+    "param_specs",
+    "update_buffers",
+]

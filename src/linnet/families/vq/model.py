@@ -1,0 +1,262 @@
+"""The `vq` model: embedding, gated attention units run by scan, logits; and its training loss.
+
+Letters: B batch, T tokens, D model width, G units, H heads, K key width, V value width per head, S codes, A vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from linnet import rng
+from linnet.families.vq.config import VQConfig
+from linnet.families.vq.params import UnitParams, VQBuffers, VQParams
+from linnet.nn import codebook
+from linnet.nn.attention import AttentionState, Queries, attention, empty_state
+from linnet.nn.attention_dense import attention_dense
+from linnet.nn.norm import rms_norm, rms_norm_affine
+from linnet.nn.position import sinusoid
+from linnet.pytree import pytree
+
+
+@pytree
+class VQCarry:
+    """What a sequence leaves behind for its next tokens: of one size, however long the sequence."""
+
+    attention: AttentionState  # stacked over units
+    position: Int[Array, " B"]  # tokens read so far
+
+
+@pytree
+class Dropout:
+    """The random keys of one update: drawn anew for every update, or held for a whole sequence. One per row where rows differ,
+    so that a row's draws do not depend on the batch it is in."""
+
+    update: PRNGKeyArray  # B
+    sequence: PRNGKeyArray  # B
+    shared: PRNGKeyArray  # the sinusoids', the same for all rows
+
+
+@pytree
+class UnitAux:
+    """What a unit tells besides its output, stacked over units."""
+
+    seen: codebook.CodeStatistics
+    candidates: Any  # H S K: keys onto which dead codes may move, or None
+    commitment: Float[Array, "*G"]
+    key_norm: Float[Array, "*G"]
+    quantised_norm: Float[Array, "*G"]
+    error: Float[Array, "*G 3"]  # relative quantisation error: least, mean, largest
+    codes: Int[Array, "*G B H T"]
+    output: Any  # B T D, or None unless asked for
+
+
+def empty_carry(cfg: VQConfig, batch: int) -> VQCarry:
+    return VQCarry(
+        attention=empty_state(
+            batch, cfg.n_head, cfg.mem_len, cfg.n_code, cfg.d_v, jnp.dtype(cfg.dtype), leading=(cfg.n_unit,)
+        ),
+        position=jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def forward(
+    params: VQParams,
+    buffers: VQBuffers,
+    tokens: Int[Array, "B T"],
+    carry: VQCarry,
+    cfg: VQConfig,
+    *,
+    documents: Int[Array, "B T"] | None = None,
+    mask: Float[Array, "B T"] | None = None,
+    length: Int[Array, " B"] | None = None,
+    dropout: Dropout | None = None,
+    block_len: int | None = None,
+    dense: bool = False,
+    keep_outputs: bool = False,
+) -> tuple[Float[Array, "B T D"], VQCarry, UnitAux]:
+    """The last hidden vectors of T tokens read after `carry`, and the carry after them (after `length` of them, where given)."""
+    dtype = jnp.dtype(cfg.dtype)
+    documents = jnp.zeros_like(tokens) if documents is None else documents
+    mask = jnp.ones(tokens.shape, jnp.float32) if mask is None else mask
+    x = params.embed[tokens].astype(dtype)
+    if cfg.pe_abs:
+        position = carry.position[:, None] + jnp.arange(tokens.shape[1])
+        x = x + (params.position_scale * sinusoid(position, cfg.d_model, cfg.pe_lam)).astype(dtype)
+    if dropout is not None and cfg.p_dropemb:
+        x = _drop_rows(x, cfg.p_dropemb, _row_stream(dropout.update, "embedding"))
+    codes = codebook.code_vectors(buffers.code_count, buffers.code_total)
+
+    def unit(x: Array, inputs: tuple[Any, ...]) -> tuple[Array, tuple[AttentionState, UnitAux]]:
+        p, unit_codes, state, index = inputs
+        drop = None if dropout is None else jax.tree.map(lambda k: _fold_rows(k, index), dropout)
+        y, state, aux = _unit(
+            x, p, unit_codes, state, cfg, documents, mask, length, drop, block_len or cfg.block_len, dense, keep_outputs
+        )
+        if drop is not None and cfg.p_droplyr:
+            y = _drop_rows(y, cfg.p_droplyr, _row_stream(drop.sequence, "layer"), whole=True)
+        return x + y, (state, aux)
+
+    if cfg.remat:
+        unit = jax.checkpoint(unit)
+    inputs = (params.units, codes, carry.attention, jnp.arange(cfg.n_unit))
+    x, (attention_after, aux) = jax.lax.scan(unit, x, inputs)
+    read = tokens.shape[1] if length is None else length.astype(jnp.int32)
+    return x, VQCarry(attention=attention_after, position=carry.position + read), aux
+
+
+def logits(params: VQParams, x: Float[Array, "*B D"], cfg: VQConfig) -> Float[Array, "*B A"]:
+    if cfg.e_preln:
+        x = rms_norm_affine(x, params.out_gain, params.out_norm_bias)
+    weights = params.embed.T if cfg.e_tie else params.w_out
+    return cfg.e_scale * (x.astype(jnp.float32) @ weights + params.out_bias)
+
+
+def unit_projections(
+    x: Float[Array, "B T D"], p: UnitParams, cfg: VQConfig
+) -> tuple[Array, Float[Array, "B H T K"], Float[Array, "B H T V"], Float[Array, "B T HV"]]:
+    """Normed queries (u and w not yet added), keys, values and gates."""
+    hk, hv = cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
+    scale = key_scale(cfg)
+    h = rms_norm_affine(x, p.norm_gain, p.norm_bias)
+    q = rms_norm(heads(h @ p.w_q.astype(h.dtype), cfg.n_head)) * scale
+    k, v, g = jnp.split(h @ p.w_kvg.astype(h.dtype), [hk, hk + hv], axis=-1)
+    return q, rms_norm(heads(k, cfg.n_head)) * scale, heads(jax.nn.silu(v), cfg.n_head), jax.nn.silu(g)
+
+
+def key_scale(cfg: VQConfig) -> float:
+    """tau ** -1/2 on both sides of a product divides it by tau = sqrt(K)."""
+    return cfg.d_k**-0.25
+
+
+def heads(x: Float[Array, "B T HE"], n_head: int) -> Float[Array, "B H T E"]:
+    batch, length, width = x.shape
+    return x.reshape(batch, length, n_head, width // n_head).swapaxes(1, 2)
+
+
+def distance_vectors(p: UnitParams, cfg: VQConfig, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "H R K"]:
+    """r_0 .. r_M of one unit."""
+    waves = sinusoid(jnp.arange(cfg.mem_len + 1), cfg.d_model, cfg.pe_lam)
+    if dropout_key is not None and cfg.p_dropsin:
+        waves = _drop(waves, cfg.p_dropsin, dropout_key)
+    r = waves.astype(cfg.dtype) @ p.w_r.astype(cfg.dtype) * key_scale(cfg)
+    return r.reshape(-1, cfg.n_head, cfg.d_k).swapaxes(0, 1)
+
+
+def query_pair(q: Float[Array, "B H T K"], p: UnitParams, cfg: VQConfig) -> Queries:
+    u, w = (x.reshape(cfg.n_head, 1, cfg.d_k).astype(q.dtype) * key_scale(cfg) for x in (p.u, p.w))
+    return Queries(content=q + u, position=q + w)
+
+
+def _unit(
+    x: Float[Array, "B T D"],
+    p: UnitParams,
+    codes: Float[Array, "H S K"],
+    state: AttentionState,
+    cfg: VQConfig,
+    documents: Int[Array, "B T"],
+    mask: Float[Array, "B T"],
+    length: Int[Array, " B"] | None,
+    dropout: Dropout | None,
+    block_len: int,
+    dense: bool,
+    keep_outputs: bool,
+) -> tuple[Float[Array, "B T D"], AttentionState, UnitAux]:
+    q, k, v, gate = unit_projections(x, p, cfg)
+    chosen = codebook.nearest(jax.lax.stop_gradient(k), codes)
+    quantised = codebook.lookup(codes, chosen)
+    keys = codebook.straight_through(k, quantised.astype(k.dtype))
+    r = distance_vectors(p, cfg, None if dropout is None else rng.stream(dropout.shared, "sinusoid"))
+    options = {
+        "block_len": block_len,
+        "agg_cache": cfg.agg_cache,
+        "grad_thru_cache": cfg.grad_thru_cache,
+        "reset": cfg.reset_at_documents,
+    }
+    queries = query_pair(q, p, cfg)
+    if dense:
+        mixed = attention_dense(queries, keys, v, r, documents, **options)
+    else:
+        mixed, state = attention(queries, keys, chosen, v, codes, r, state, documents, length=length, **options)
+    mixed = mixed.swapaxes(1, 2).reshape(*x.shape[:2], cfg.n_head * cfg.d_v)
+    y = (mixed * gate) @ p.w_res.astype(x.dtype)
+    if dropout is not None and cfg.p_dropres:
+        y = _drop_rows(y, cfg.p_dropres, _row_stream(dropout.update, "residual"))
+    candidates = None
+    if cfg.restart_dead_codes and dropout is not None:
+        candidates = codebook.draw_keys(k, mask, cfg.n_code, rng.stream(dropout.shared, "restart"))
+    return y, state, _unit_aux(k, quantised, chosen, mask, cfg, candidates, y if keep_outputs else None)
+
+
+def _unit_aux(
+    k: Float[Array, "B H T K"],
+    quantised: Float[Array, "B H T K"],
+    chosen: Int[Array, "B H T"],
+    mask: Float[Array, "B T"],
+    cfg: VQConfig,
+    candidates: Array | None,
+    output: Array | None,
+) -> UnitAux:
+    wide = k.astype(jnp.float32)
+    square_error = jnp.sum((wide - quantised) ** 2, axis=-1)  # B H T
+    key_norm = jnp.linalg.norm(jax.lax.stop_gradient(wide), axis=-1)
+    relative = jax.lax.stop_gradient(jnp.sqrt(square_error)) / key_norm
+    return UnitAux(
+        seen=codebook.statistics(jax.lax.stop_gradient(k), chosen, mask, cfg.n_code),
+        candidates=candidates,
+        commitment=jnp.mean(mask * jnp.sum(square_error, axis=1)),
+        key_norm=jnp.mean(key_norm),
+        quantised_norm=jnp.mean(jnp.linalg.norm(quantised, axis=-1)),
+        error=_spread_by_block(relative, cfg.block_len),
+        codes=chosen,
+        output=output,
+    )
+
+
+def _spread_by_block(x: Float[Array, "B H T"], block_len: int) -> Float[Array, " 3"]:
+    """Least and largest of each block, averaged over blocks (as the reference logs them), and the mean."""
+    short = -x.shape[-1] % block_len
+    blocks = jnp.pad(x, ((0, 0), (0, 0), (0, short)), mode="edge").reshape(*x.shape[:2], -1, block_len)
+    return jnp.stack([jnp.mean(jnp.min(blocks, axis=-1)), jnp.mean(x), jnp.mean(jnp.max(blocks, axis=-1))])
+
+
+def _drop(x: Array, p: float, key: PRNGKeyArray, shape: tuple[int, ...] | None = None) -> Array:
+    keep = jax.random.bernoulli(key, 1.0 - p, x.shape if shape is None else shape)
+    return jnp.where(keep, x / (1.0 - p), jnp.zeros((), x.dtype)).astype(x.dtype)
+
+
+def _drop_rows(x: Float[Array, "B T D"], p: float, keys: PRNGKeyArray, whole: bool = False) -> Float[Array, "B T D"]:
+    """Dropout with a key per row; `whole` keeps or drops a row altogether."""
+    return jax.vmap(lambda row, key: _drop(row, p, key, (1,) * row.ndim if whole else None))(x, keys)
+
+
+def _row_stream(keys: PRNGKeyArray, name: str) -> PRNGKeyArray:
+    return jax.vmap(lambda key: rng.stream(key, name))(keys)
+
+
+def _fold_rows(keys: PRNGKeyArray, index: Array) -> PRNGKeyArray:
+    fold = jax.random.fold_in
+    return jax.vmap(lambda key: fold(key, index))(keys) if keys.ndim else fold(keys, index)
+
+
+def nats(params: VQParams, x: Float[Array, "B T D"], targets: Int[Array, "B T"], cfg: VQConfig) -> Float[Array, "B T"]:
+    """-log p(target), in float32."""
+    scores = logits(params, x, cfg)
+    chosen = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(scores, axis=-1) - chosen
+
+
+def n_flops_per_token(cfg: VQConfig, block_len: int | None = None) -> int:
+    """Multiply-adds of the forward pass as written here, times two: the floor that MFU is measured against."""
+    block = block_len or cfg.block_len
+    columns = math.ceil(cfg.mem_len / block) * block + block
+    hk, hv, s = cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v, cfg.n_code
+    project = cfg.d_model * (2 * hk + 2 * hv) + hv * cfg.d_model
+    quantise = hk * s
+    near = columns * (hk + hv) + (cfg.mem_len + 1) * hk
+    far = s * (hk + hv) if cfg.agg_cache else 0
+    return 2 * (cfg.n_unit * (project + quantise + near + far) + cfg.d_model * cfg.n_vocab)

@@ -1,0 +1,82 @@
+"""Codebooks: vectors learned by moving averages of the keys they stand for, never by gradient.
+
+Letters: B batch, H heads, T tokens, S codes, K key width.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from linnet.pytree import pytree
+
+LEAST_COUNT = 0.01  # below this a code's sum is no longer divided by its count
+
+
+@pytree
+class CodeStatistics:
+    """How many keys chose each code in a batch, and their sum: what the codebook learns from."""
+
+    count: Float[Array, "*G H S"]
+    total: Float[Array, "*G H S K"]
+
+
+def code_vectors(count: Float[Array, "*G H S"], total: Float[Array, "*G H S K"]) -> Float[Array, "*G H S K"]:
+    return jax.lax.stop_gradient(total / jnp.maximum(count, LEAST_COUNT)[..., None])
+
+
+def nearest(keys: Float[Array, "B H T K"], codes: Float[Array, "H S K"]) -> Int[Array, "B H T"]:
+    """The index of the nearest code. |k|^2 is the same for every code and left out; the first of equals wins."""
+    wide = codes.astype(jnp.float32)
+    half_square = 0.5 * jnp.sum(wide * wide, axis=-1)
+    closeness = jnp.einsum("bhtk,hsk->bhts", keys.astype(jnp.float32), wide) - half_square[:, None]
+    return jnp.argmax(closeness, axis=-1).astype(jnp.int32)
+
+
+def lookup(codes: Float[Array, "H S K"], chosen: Int[Array, "B H T"]) -> Float[Array, "B H T K"]:
+    heads = jnp.arange(codes.shape[0], dtype=chosen.dtype)[:, None]
+    return codes[heads, chosen]
+
+
+def straight_through(keys: Float[Array, "B H T K"], quantised: Float[Array, "B H T K"]) -> Float[Array, "B H T K"]:
+    """The quantised keys in value, the keys in gradient."""
+    return quantised + (keys - jax.lax.stop_gradient(keys))
+
+
+def statistics(
+    keys: Float[Array, "B H T K"], chosen: Int[Array, "B H T"], mask: Float[Array, "B T"], n_code: int
+) -> CodeStatistics:
+    """Counts and sums of the unmasked keys by code. One scatter of rows: ten times cheaper here than a one-hot matmul."""
+    batch, n_head, length, width = keys.shape
+    weight = jnp.broadcast_to(mask[:, None, :, None], (batch, n_head, length, 1)).astype(jnp.float32)
+    rows = jnp.concatenate([keys.astype(jnp.float32) * weight, weight], axis=-1)
+    segment = chosen + n_code * jnp.arange(n_head, dtype=chosen.dtype)[:, None]
+    sums = jax.ops.segment_sum(rows.reshape(-1, width + 1), segment.reshape(-1), n_head * n_code)
+    sums = jax.lax.stop_gradient(sums.reshape(n_head, n_code, width + 1))
+    return CodeStatistics(count=sums[..., width], total=sums[..., :width])
+
+
+def moving_average(
+    count: Float[Array, "*G H S"], total: Float[Array, "*G H S K"], seen: CodeStatistics, gamma: float
+) -> tuple[Float[Array, "*G H S"], Float[Array, "*G H S K"]]:
+    return gamma * count + (1 - gamma) * seen.count, gamma * total + (1 - gamma) * seen.total
+
+
+def draw_keys(
+    keys: Float[Array, "B H T K"], mask: Float[Array, "B T"], n: int, key: PRNGKeyArray
+) -> Float[Array, "H n K"]:
+    """`n` unmasked keys of each head, drawn at random: rank r of the unmasked positions, found in their running count."""
+    running = jnp.cumsum(mask.reshape(-1) > 0)
+    rank = jnp.floor(jax.random.uniform(key, (n,)) * running[-1]).astype(running.dtype)
+    position = jnp.minimum(jnp.searchsorted(running, rank, side="right"), running.size - 1)
+    rows = keys.swapaxes(0, 1).reshape(keys.shape[1], -1, keys.shape[-1])
+    return jax.lax.stop_gradient(rows[:, position].astype(jnp.float32))
+
+
+def restart_dead(
+    count: Float[Array, "*G H S"], total: Float[Array, "*G H S K"], candidates: Float[Array, "*G H S K"], below: float
+) -> tuple[Float[Array, "*G H S"], Float[Array, "*G H S K"]]:
+    """Dead codes move onto keys of this batch, with a count of one, so that they win some keys again."""
+    dead = count < below
+    return jnp.where(dead, 1.0, count), jnp.where(dead[..., None], candidates, total)

@@ -1,0 +1,78 @@
+"""`Spec`: each weight is declared once. Init, abstract shapes, counts, shardings and restore targets all come from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from linnet import rng
+from linnet.pytree import leaf_name
+
+Init = Literal["zeros", "ones", "normal", "fan_in"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One weight. `axes` names each dimension; the name "layers" marks a stack of layers, which init and decay see
+    one by one. `fan_in` is a normal of variance 1 / (all dimensions but the last)."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Init = "fan_in"
+    dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), f"shape {self.shape} and axes {self.axes} differ in length"
+
+    @property
+    def stacked(self) -> bool:
+        return bool(self.axes) and self.axes[0] == "layers"
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """The shape of one layer's weight: what a reference without stacking would hold."""
+        return self.shape[1:] if self.stacked else self.shape
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def is_spec(x: Any) -> bool:
+    return isinstance(x, Spec)
+
+
+def map_specs(f: Callable[[Spec], Any], specs: Any) -> Any:
+    return jax.tree.map(f, specs, is_leaf=is_spec)
+
+
+def init(specs: Any, key: PRNGKeyArray) -> Any:
+    """Fresh weights. Each leaf draws from the stream of its own name, so adding one changes no other."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, spec: _draw(spec, rng.stream(key, leaf_name(path))), specs, is_leaf=is_spec
+    )
+
+
+def abstract(specs: Any) -> Any:
+    return map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
+
+
+def count(specs: Any) -> int:
+    return sum(s.size for s in jax.tree.leaves(specs, is_leaf=is_spec))
+
+
+def _draw(spec: Spec, key: PRNGKeyArray) -> Array:
+    if spec.init == "zeros":
+        return jnp.zeros(spec.shape, spec.dtype)
+    if spec.init == "ones":
+        return jnp.ones(spec.shape, spec.dtype)
+    values = jax.random.normal(key, spec.shape, jnp.float32)
+    if spec.init == "fan_in":
+        values = values / math.sqrt(max(1, math.prod(spec.layer_shape[:-1])))
+    return values.astype(spec.dtype)

@@ -1,0 +1,47 @@
+"""Frozen dataclasses that JAX sees through: how Linnet writes parameters, states and batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+
+T = TypeVar("T")
+
+
+def static(**kwargs: Any) -> Any:
+    """A field that is part of the structure, not a leaf."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def pytree(cls: type[T]) -> type[T]:
+    """Makes `cls` a frozen keyword-only dataclass and registers it as a pytree; leaves carry their field names."""
+    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    fields = dataclasses.fields(made)  # pyright: ignore[reportArgumentType]
+    meta = [f.name for f in fields if f.metadata.get("static")]
+    data = [f.name for f in fields if not f.metadata.get("static")]
+    return jax.tree_util.register_dataclass(made, data_fields=data, meta_fields=meta)
+
+
+def replace(tree: T, **changes: Any) -> T:
+    return dataclasses.replace(tree, **changes)  # pyright: ignore[reportType]
+
+
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any]]:
+    """Every leaf with its '/'-joined path: the names used in files, messages and reports."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+        yield leaf_name(path), leaf
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    return "/".join(_key_name(key) for key in path)
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)

@@ -1,0 +1,21 @@
+"""Named random streams: a draw depends on the seed, its name and its step, never on what was drawn before it."""
+
+from __future__ import annotations
+
+import zlib
+
+import jax
+from jaxtyping import Array, Int, PRNGKeyArray
+
+
+def root(seed: int) -> PRNGKeyArray:
+    return jax.random.key(seed)
+
+
+def stream(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
+    """The stream called `name` below `key`. CRC32, not hash(): Python's own hash changes from process to process."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def at(key: PRNGKeyArray, step: int | Int[Array, ""]) -> PRNGKeyArray:
+    return jax.random.fold_in(key, step)

@@ -1,0 +1,104 @@
+"""What a run ran on: versions, processor, memory and devices. Nothing that names a machine, a person or a place."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("linnet", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
+
+
+def describe() -> dict[str, Any]:
+    """Everything a reader needs to judge a figure of this run, as plain JSON."""
+    import jax
+
+    devices = jax.devices()
+    kinds = sorted({device.device_kind for device in devices})
+    return {
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "git_commit": git_commit(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": cpu_model(),
+        "cores_usable": cores_usable(),
+        "memory_bytes": memory_bytes(),
+        "devices": {"backend": jax.default_backend(), "count": len(devices), "kinds": kinds},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout this package runs from, with `+changes` when files differ; none when installed."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
+        return None
+    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+changes" if changed else commit
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def cpu_model() -> str | None:
+    if sys.platform == "darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Processor")))
+    return next(names, None) or platform.processor() or None
+
+
+def cores_usable() -> int:
+    """The cores this process may run on, which on a shared machine is fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    """The memory this process may use: the machine's, or less where a container sets a limit."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        limit = "max"
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def rss_bytes() -> int:
+    """Memory this process holds now (where the system does not tell: the most it ever held)."""
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return peak_rss_bytes()
+    return resident * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process ever held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,278 @@
+"""The figures of a run, from the lines of its metrics file: what the report shows and what `linnet eval` draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from linnet.train.charts import Series, columns, heat_map, line_chart, rows
+from linnet.train.svg import compact, standalone
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Record = dict[str, Any]
+
+BITS = 1.0 / math.log(2.0)
+LARGEST, LEAST = 1e15, 1e-30  # of numbers worth drawing; what is beyond comes from a damaged file, what is below is 0
+
+
+def finite(value: Any) -> float | None:
+    """A number that can be drawn, or none: a file may hold anything."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
+        return None
+    return float(value) if abs(value) > LEAST else 0.0
+
+
+def curve(records: Sequence[Record], kind: str, name: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
+    """Steps and values of one measurement, in the order of steps, gaps left out."""
+    found = ((finite(r.get("step")), finite(r.get(name))) for r in records if r.get("kind") == kind)
+    pairs = sorted(((s, v * scale) for s, v in found if s is not None and v is not None), key=lambda pair: pair[0])
+    return [s for s, _ in pairs], [v for _, v in pairs]
+
+
+def smooth(values: Sequence[float], half: int) -> list[float]:
+    """The mean of `half` neighbours either side; fewer near the ends, evenly, so that neither end is pulled."""
+    n = len(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+    reach = [min(half, i, n - 1 - i) for i in range(n)]
+    return [float(sums[i + r + 1] - sums[i - r]) / (2 * r + 1) for i, r in enumerate(reach)]
+
+
+def decimals(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 100 else compact(value)
+
+
+def loss_figure(
+    records: Sequence[Record], levels: Sequence[tuple[str, float]], width: float, height: float
+) -> str | None:
+    """Training and validation over steps, in bits per byte where the run counts bytes, else in nats per token."""
+    bits = any(finite(r.get("bits_per_byte")) is not None for r in records)
+    name, unit = ("bits_per_byte", "bits per byte") if bits else ("loss", "nats per token")
+    x, y = curve(records, "train", name)
+    ex, ey = curve(records, "eval", name)
+    if not x and not ex:
+        return None
+    series: list[Series] = []
+    if x:
+        smoothed = smooth(y, max(1, len(y) // 60))
+        series += [Series(name="raw", x=x, y=y, kind="faint"), Series(name="training", x=x, y=smoothed)]
+    if ex:
+        series.append(Series(name="validation", x=ex, y=ey, colour=2, kind="dots"))
+    return line_chart(
+        series,
+        label=f"Training and validation loss in {unit} over steps",
+        x_label="step",
+        y_label=unit,
+        width=width,
+        height=height,
+        y_top=_top(y or ey),
+        levels=levels if bits else (),
+        y_text=decimals,
+        points=500,
+    )
+
+
+def _top(values: Sequence[float]) -> float:
+    """The first steps fall from so high that the rest would be a flat line: cut the axis where the fall is over."""
+    ordered = sorted(values)
+    return max(ordered[int(0.93 * (len(ordered) - 1))], ordered[0]) * 1.02
+
+
+Draw = Callable[[float, float], str | None]
+"""A figure, drawn at a width and a height."""
+
+
+def small_figures(records: Sequence[Record]) -> Iterator[tuple[str, Draw]]:
+    """Title and figure of each scalar that the run measured: raw and smoothed, from zero or logarithmic."""
+    wanted = (
+        ("Learning rate", "lr", 1.0, "", 4, False),
+        ("Gradient norm", "grad_norm", 1.0, "global norm, before clipping", 5, True),
+        ("Throughput", "tokens_per_second", 1.0, "tokens per second", 3, False),
+        ("Memory", "rss_bytes", 1e-9, "GB resident", 1, False),
+        ("Commitment loss", "loss_commit", 1.0, "squared distance of keys to codes", 2, True),
+        ("Waiting for data", "wait_share", 100.0, "% of a step", 6, False),
+    )
+    for title, name, scale, unit, colour, log in wanted:
+        x, y = curve(records, "train", name, scale)
+        if log:
+            kept = [(a, b) for a, b in zip(x, y, strict=True) if b > 0]
+            x, y = [a for a, _ in kept], [b for _, b in kept]
+        if x:
+            yield title, _scalar_figure(title, x, y, unit, colour, log)
+
+
+def _scalar_figure(title: str, x: list[float], y: list[float], unit: str, colour: int, log: bool) -> Draw:
+    exact = not unit  # the learning rate is a rule, not a measurement: nothing to smooth
+    series = [Series(name=title.lower(), x=x, y=y if exact else smooth(y, max(1, len(y) // 60)), colour=colour)]
+    if not exact:
+        series.insert(0, Series(name="raw", x=x, y=y, colour=colour, kind="faint"))
+
+    def draw(width: float, height: float) -> str:
+        return line_chart(
+            series,
+            label=f"{title} over steps",
+            x_label="step",
+            y_label=unit,
+            log_y=log,
+            from_zero=not log,
+            width=width,
+            height=height,
+        )
+
+    return draw
+
+
+def per_unit(record: Record, name: str) -> list[float | None]:
+    """One codebook measurement of a line, a number a unit; empty where there is none."""
+    book = record.get("codebook")
+    values = book.get(name) if isinstance(book, dict) else None
+    return [finite(v) for v in values[:512]] if isinstance(values, list) else []
+
+
+def usage_figure(records: Sequence[Record], width: float) -> str | None:
+    """Share of codes in use: a row a unit, a column a moment; fewer moments for many units, to keep the page light."""
+    lines = sorted((r for r in records if r.get("kind") == "train" and per_unit(r, "usage")), key=lambda r: r["step"])
+    if not lines:
+        return None
+    units = max(len(per_unit(r, "usage")) for r in lines)
+    most = min(int(width / 17), max(4, 1200 // units), len(lines))
+    chosen = [lines[round(i)] for i in np.linspace(0, len(lines) - 1, most)]
+    cells = [[(per_unit(r, "usage") + [None] * units)[u] for r in chosen] for u in range(units)]
+    return heat_map(
+        cells,
+        [float(r["step"]) for r in chosen],
+        label="Share of codes used in a batch, per unit, over steps",
+        x_label="step",
+        y_label="unit",
+        low=0.0,
+        high=1.0,
+        width=width,
+        y_text=lambda v: f"{100 * v:.0f}%",
+    )
+
+
+def spread_figure(records: Sequence[Record], name: str, unit: str, width: float, height: float) -> str | None:
+    """Least, mean and greatest over the units of one codebook measurement."""
+    rows_: list[tuple[float, float, float, float]] = []
+    for record in records:
+        values = [v for v in per_unit(record, name) if v is not None]
+        if record.get("kind") == "train" and values:
+            rows_.append((float(record["step"]), min(values), sum(values) / len(values), max(values)))
+    if not rows_:
+        return None
+    x, low, mean, high = (list(column) for column in zip(*sorted(rows_), strict=True))
+    series = [
+        Series(name="greatest", x=x, y=high, colour=3),
+        Series(name="mean", x=x, y=mean, colour=1),
+        Series(name="least", x=x, y=low, colour=5),
+    ]
+    words = f"{unit} of the codebooks over steps"
+    return line_chart(series, label=words, x_label="step", y_label=unit, width=width, height=height)
+
+
+def perplexity_bars(record: Record, n_code: float | None, width: float, height: float) -> str | None:
+    """How many codes each unit uses in effect, against how many it has."""
+    values = [0.0 if v is None else max(v, 0.0) for v in per_unit(record, "perplexity")]
+    if not values:
+        return None
+    return columns(
+        [str(u) for u in range(len(values))],
+        values,
+        label="Perplexity of code use per unit",
+        x_label="unit",
+        y_label="perplexity",
+        ceiling=("all codes:", n_code) if n_code is not None and n_code > 0 else None,
+        width=width,
+        height=height,
+    )
+
+
+def compressor_figure(model: float, others: Sequence[tuple[str, float]], width: float) -> str:
+    entries = [("this model", model, 1), *((name, value, 6) for name, value in sorted(others, key=lambda o: -o[1]))]
+    return rows(entries, label="Bits per byte of this model and of compressors", width=width, y_text=decimals)
+
+
+# Does longer context help? The loss by how much a token could look back on.
+
+
+def buckets(edges: Sequence[Any], losses: Sequence[Any]) -> list[tuple[int, int | None, float]]:
+    """(first position, one past the last or none, loss) of each bucket that holds a number."""
+    found: list[tuple[int, int | None, float]] = []
+    for i, raw in enumerate(losses):
+        start = finite(edges[i]) if i < len(edges) else None
+        end = finite(edges[i + 1]) if i + 1 < len(edges) else None
+        loss = finite(raw)
+        if start is not None and start >= 0 and loss is not None:
+            found.append((int(start), None if end is None else int(end), loss))
+    return found
+
+
+def position_words(edges: Sequence[Any], losses: Sequence[Any]) -> str:
+    """One sentence: from an early bucket (a sixteenth of the way) to the last, does the loss still fall?"""
+    found = buckets(edges, losses)
+    if len(found) < 2:
+        return "Too few positions to tell whether longer context helps."
+    last = found[-1]
+    early = next(b for b in found if b[0] >= last[0] / 16)
+    if early is last:
+        early = found[-2]
+    gain = (early[2] - last[2]) * BITS
+    where = f"From position {early[0]:,} to position {last[0]:,} and beyond the loss"
+    if abs(gain) < 0.005:
+        return f"{where} stays the same (within 0.005 bits per token): longer context neither helps nor harms."
+    if gain > 0:
+        return f"{where} falls by {gain:.3f} bits per token: longer context helps."
+    return f"{where} rises by {-gain:.3f} bits per token: longer context does not help."
+
+
+def position_table(edges: Sequence[Any], losses: Sequence[Any]) -> Table:
+    """Loss per bucket of positions, for a terminal."""
+    from rich.table import Table
+
+    table = Table(title="Loss by position", caption=position_words(edges, losses))
+    table.add_column("positions", justify="right")
+    table.add_column("nats per token", justify="right")
+    table.add_column("bits per token", justify="right")
+    table.add_column("")
+    found = buckets(edges, losses)
+    most = max((loss for _, _, loss in found), default=0.0)
+    for start, end, loss in found:
+        bar = "█" * round(24 * loss / most) if most > 0 else ""
+        table.add_row(bucket_name(start, end), f"{loss:.4f}", f"{loss * BITS:.4f}", bar)
+    return table
+
+
+def bucket_name(start: int, end: int | None) -> str:
+    if end is None:
+        return f"{start:,}+"
+    return f"{start:,}" if end - start <= 1 else f"{start:,}–{end - 1:,}"
+
+
+def position_chart(edges: Sequence[Any], losses: Sequence[Any], width: float = 420, height: float = 230) -> str | None:
+    """The loss over the position in the sequence, counted from 1 on a logarithmic axis."""
+    found = buckets(edges, losses)
+    if not found:
+        return None
+    middles = [math.sqrt((a + 1) * max(b if b is not None else a + 1, a + 1)) for a, b, _ in found]
+    shown = Series(name="loss", x=middles, y=[loss * BITS for _, _, loss in found], kind="dots")
+    return line_chart(
+        [shown],
+        label="Loss by position in the sequence",
+        x_label="position",
+        y_label="bits per token",
+        log_x=middles[-1] / middles[0] >= 16,
+        y_text=decimals,
+        width=width,
+        height=height,
+    )
+
+
+def position_svg(edges: Sequence[Any], losses: Sequence[Any]) -> str:
+    """The same chart as a file of its own."""
+    chart = position_chart(edges, losses, width=640, height=340)
+    assert chart is not None, "no bucket holds a number"
+    return standalone(chart, "Loss by position in the sequence")

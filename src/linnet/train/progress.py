@@ -1,0 +1,210 @@
+"""What a person sees while a run works: a bar on a terminal, a line now and then in a log file, nothing when quiet.
+
+Between two drawings `update` only stores numbers, so a loop may call it at every step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+Item = TypeVar("Item")
+
+BAR_SECONDS = 0.25
+LINE_SECONDS = 10.0
+
+
+class Progress:
+    """`with Progress(1000) as progress: ... progress.update(step, loss=1.2, tokens_per_second=5e3)`.
+
+    `start` is the step a resumed run begins at; `bytes_per_token` turns nats per token into bits per byte.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        start: int = 0,
+        label: str = "training",
+        quiet: bool = False,
+        bytes_per_token: float = 1.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total, self.step, self.label = total, start, label
+        self._bits_per_nat = 1.0 / (math.log(2.0) * bytes_per_token)
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._quiet = quiet
+        self._every = BAR_SECONDS if is_terminal(self._stream) else LINE_SECONDS
+        self._loss: float | None = None
+        self._speed: float | None = None
+        self._first: tuple[int, float] | None = None
+        self._next = math.inf if quiet else clock() + self._every
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Progress:
+        if not self._quiet and is_terminal(self._stream):
+            self._bar = _rich_bar(self._stream)
+            self._task = self._bar.add_task(self.label, total=self.total, completed=self.step, note="starting")
+            self._bar.start()
+            self._bar.refresh()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._draw(self._clock())
+            self._bar.stop()
+            self._bar = None
+        elif not self._quiet and self._first is not None:
+            self._print(self.line())
+
+    def update(self, step: int, loss: float | None = None, tokens_per_second: float | None = None) -> None:
+        self.step = step
+        if loss is not None:
+            self._loss = loss
+        if tokens_per_second is not None:
+            self._speed = tokens_per_second
+        now = self._clock()
+        if self._first is None:  # the first step holds the compilation, which says nothing of the others
+            self._first = (step, now)
+        if now >= self._next:
+            self._draw(now)
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif not self._quiet:
+            self._print(text)
+
+    def track(self, items: Iterable[Item], label: str, total: int | None = None) -> Iterator[Item]:
+        """Goes through `items` with a second bar below this one (an evaluation inside a run)."""
+        if self._bar is None:
+            return track(items, label, total, quiet=self._quiet, stream=self._stream, clock=self._clock)
+        return _with_task(self._bar, items, label, total, self._clock)
+
+    def seconds_left(self, now: float) -> float | None:
+        if self._first is None or self.step <= self._first[0]:
+            return None
+        return (self.total - self.step) * (now - self._first[1]) / (self.step - self._first[0])
+
+    def line(self) -> str:
+        """The state in words: what the bar shows beside itself, and the whole of a plain line."""
+        return f"step {self.step:,}/{self.total:,}{self._note(self._clock())}"
+
+    def _note(self, now: float) -> str:
+        parts: list[str] = []
+        if self._loss is not None:
+            parts += [f"loss {self._loss:.3f}", f"{self._loss * self._bits_per_nat:.3f} bits/byte"]
+        if self._speed is not None:
+            parts.append(f"{self._speed:,.0f} tok/s" if self._speed < 1e5 else f"{self._speed / 1e3:,.0f}k tok/s")
+        left = self.seconds_left(now)
+        if left is not None and self.step < self.total:
+            parts.append(f"{duration(left)} left")
+        return "".join(f"  {part}" for part in parts)
+
+    def _draw(self, now: float) -> None:
+        self._next = now + self._every
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self.step, note=self._note(now).strip())
+            self._bar.refresh()
+        elif not self._quiet:
+            self._print(self.line())
+
+    def _print(self, text: str) -> None:
+        try:
+            print(text, file=self._stream, flush=True)
+        except OSError:  # whoever read our words is gone; the run is not
+            self._quiet, self._next = True, math.inf
+
+
+def track(
+    items: Iterable[Item],
+    label: str,
+    total: int | None = None,
+    *,
+    quiet: bool = False,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Item]:
+    """Goes through `items` showing how far it is: a bar on a terminal, a line every ten seconds elsewhere."""
+    out = sys.stderr if stream is None else stream
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    if quiet:
+        yield from items
+    elif is_terminal(out):
+        with _rich_bar(out) as bar:
+            yield from _with_task(bar, items, label, total, clock)
+    else:
+        shown = clock()
+        for done, item in enumerate(items):
+            if clock() - shown >= LINE_SECONDS:
+                shown = clock()
+                print(f"{label} {done:,}" + (f"/{total:,}" if total else ""), file=out, flush=True)
+            yield item
+
+
+def _with_task(
+    bar: RichProgress, items: Iterable[Item], label: str, total: int | None, clock: Callable[[], float]
+) -> Iterator[Item]:
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    task = bar.add_task(label, total=total, note="")
+    drawn = begun = clock()
+    try:
+        bar.refresh()
+        for done, item in enumerate(items):
+            now = clock()
+            if now - drawn >= BAR_SECONDS:
+                drawn = now
+                left = f"{duration((total - done) * (now - begun) / done)} left" if total and done else ""
+                bar.update(task, completed=done, note=left)
+                bar.refresh()
+            yield item
+    finally:
+        bar.remove_task(task)
+        bar.refresh()
+
+
+def is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _rich_bar(stream: TextIO) -> RichProgress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+    from rich.table import Column
+
+    return Bar(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=Console(file=stream),
+        auto_refresh=False,  # no thread of its own: the cores belong to the training
+        expand=True,
+    )
+
+
+def duration(seconds: float) -> str:
+    """`0:07`, `3:25`, `2:03:25`, `4 d 2:03`: as short as it can be read."""
+    whole = max(0, round(seconds))
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days} d {hours % 24}:{minutes % 60:02d}"
+    if hours:
+        return f"{hours}:{minutes % 60:02d}:{whole % 60:02d}"
+    return f"{minutes}:{whole % 60:02d}"

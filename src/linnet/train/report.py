@@ -1,0 +1,331 @@
+"""`report.html`: one page that tells a run, complete in itself, for a screen, a phone or paper.
+
+It shows what the folder holds and leaves out what it does not. Nothing read from a file is trusted to be HTML.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from linnet.train import plots
+from linnet.train.metrics import read_metrics, replace_text
+from linnet.train.page import card, clean, document, facts, half, none, section, table, two_widths, words
+from linnet.train.plots import Record, finite
+from linnet.train.progress import duration
+from linnet.train.svg import compact
+
+MOST_SAMPLES, SAMPLE_LETTERS, MOST_EVENTS, MOST_EVALS = 3, 4000, 100, 4
+GOOD, WARN = {"finished"}, {"interrupted", "skipped", "alarm", "restart_codes", "failed", "stopped"}
+ROUTINE = {"checkpoint"}
+MARK = (
+    '<svg class="mark chart" viewBox="0 0 48 48" aria-hidden="true"><rect class="f1" width="48" height="48" rx="12"/>'
+    '<path fill="#fff" d="M8 17c5-1 8-5 14-5 8 0 13 6 13 13l6 9-10-3c-3 3-7 5-12 5-7 0-11-5-11-11 0-3 1-4 1-6z"/>'
+    '<path class="s1" fill="none" stroke-width="2.6" stroke-linecap="round" d="M18 24c6-1 11 1 15 7"/>'
+    '<circle class="f1" cx="17.5" cy="18.5" r="1.9"/></svg>'
+)
+
+
+def write_report(run: Path) -> Path:
+    """Writes `<run>/report.html` from whatever the run's folder holds, and returns its path."""
+    page = run / "report.html"
+    replace_text(page, render(run))
+    return page
+
+
+def render(run: Path) -> str:
+    name, records = run.resolve().name, read_metrics(run)
+    config = _read_object(run / "config.json")
+    compressors, quick_model = _compressors(_read_object(run / "quickstart.json"))
+    sections = [
+        _header(name, config, records),
+        _headlines(records, config),
+        _comparison(compressors, quick_model, records),
+        _loss(records, compressors),
+        _training(records),
+        _codebooks(records, config),
+        _evaluations(run),
+        _samples(run),
+        _events(records),
+        _config(config),
+        _environment(_read_object(run / "environment.json")),
+    ]
+    return document(f"{name} – Linnet report", [part for part in sections if part])
+
+
+# Reading
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _compressors(quick: dict[str, Any]) -> tuple[list[tuple[str, float]], float | None]:
+    found, model = quick.get("compressors"), quick.get("model")
+    pairs = [(str(k), finite(v)) for k, v in found.items()] if isinstance(found, dict) else []
+    levels = [(name, value) for name, value in pairs if value is not None and value > 0]
+    return levels, finite(model.get("bits_per_byte")) if isinstance(model, dict) else None
+
+
+def _dig(config: dict[str, Any], *names: str) -> float | None:
+    value: Any = config
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return finite(value)
+
+
+def wall_seconds(records: Sequence[Record]) -> float:
+    """Time at work: the gap before a start or a resume is time away."""
+    total, before = 0.0, None
+    for record in records:
+        now = finite(record.get("time"))
+        if now is None:
+            continue
+        away = record["kind"] == "event" and record.get("event") in ("start", "resume")
+        if before is not None and not away:
+            total += max(0.0, now - before)
+        before = now
+    return total
+
+
+# The sections
+
+
+def _header(name: str, config: dict[str, Any], records: Sequence[Record]) -> str:
+    told = [str(r.get("event")) for r in records if r["kind"] == "event" and str(r.get("event")) not in ROUTINE]
+    last = told[-1] if told else ""
+    status = (
+        last if last in GOOD | {"interrupted", "failed", "stopped"} else "in progress" if records else "not started"
+    )
+    tone = "good" if status in GOOD else "warn" if status in WARN else ""
+    about = [f"preset {config['preset']}"] if isinstance(config.get("preset"), str) else []
+    about += [f"family {config['family']}"] if isinstance(config.get("family"), str) else []
+    about += [date for r in records[:1] if (date := _date(r.get("time")))]
+    return (
+        f'<header>{MARK}<div class="name"><h1>{clean(name)}</h1><p class="sub">{escape(" · ".join(about))}</p></div>'
+        f'<span class="badge {tone}">{escape(status)}</span></header>'
+    )
+
+
+def _date(seconds: Any) -> str | None:
+    try:
+        return f"{datetime.fromtimestamp(float(seconds), UTC):%-d %B %Y, %H:%M} UTC"
+    except (TypeError, ValueError, OverflowError, OSError):
+        return None
+
+
+def _headlines(records: Sequence[Record], config: dict[str, Any]) -> str:
+    if not records:
+        return none("This run has no metrics yet.")
+    tiles: list[tuple[str, str, str]] = []
+    for name, title in (("bits_per_byte", "Bits per byte"), ("loss", "Nats per token")):
+        steps, values = plots.curve(records, "eval", name)
+        if values:
+            best = min(range(len(values)), key=values.__getitem__)
+            note = "its best" if values[best] == values[-1] else f"best {values[best]:.3f} at {steps[best]:,.0f}"
+            tiles.append((title, f"{values[-1]:.3f}", f"validation; {note}"))
+            break
+    step = max(int(r["step"]) for r in records)
+    total = sum(_dig(config, "optim", name) or 0.0 for name in ("steps", "extra_steps"))
+    tiles.append(("Steps", f"{step:,}", f"of {total:,.0f}" if total else ""))
+    batch, length = _dig(config, "data", "batch_size"), _dig(config, "data", "update_len")
+    if batch and length:
+        tiles.append(("Tokens seen", compact(step * batch * length), f"{compact(batch * length)} a step"))
+    speeds, shares = (plots.curve(records, "train", name)[1] for name in ("tokens_per_second", "mfu"))
+    if speeds:
+        use = f"{100 * statistics.median(shares):.0f}% of peak FLOP/s" if shares else "median"
+        tiles.append(("Tokens per second", compact(statistics.median(speeds)), use))
+    resumed = sum(r.get("event") == "resume" for r in records)
+    tiles.append(
+        (
+            "Time at work",
+            duration(wall_seconds(records)),
+            f"resumed {'once' if resumed == 1 else f'{resumed} times'}" if resumed else "",
+        )
+    )
+    memory = plots.curve(records, "train", "rss_bytes")[1]
+    if memory:
+        tiles.append(("Memory", f"{max(memory) / 1e9:.2f} GB", "largest seen"))
+    body = "".join(
+        f'<div class="tile{"" if i else " first"}"><dt>{escape(title)}</dt><dd><span class="big">{escape(value)}</span>'
+        f'<span class="small">{escape(note)}</span></dd></div>'
+        for i, (title, value, note) in enumerate(tiles)
+    )
+    return f'<dl class="tiles">{body}</dl>'
+
+
+def _comparison(compressors: list[tuple[str, float]], model: float | None, records: Sequence[Record]) -> str:
+    values = plots.curve(records, "eval", "bits_per_byte")[1]
+    ours = model if model is not None else values[-1] if values else None
+    if not compressors or ours is None or ours <= 0:
+        return ""
+    beaten = [name for name, value in compressors if ours < value]
+    missed = [name for name, value in compressors if ours >= value]
+    verdict = f"The model needs fewer bits than {', '.join(beaten)}." if beaten else "No compressor is beaten yet."
+    verdict += f" It still needs more than {', '.join(missed)}." if beaten and missed else ""
+    chart = two_widths(lambda width, _: plots.compressor_figure(ours, compressors, width), 0)
+    lead = f"Bits per byte of the same held-out text; shorter is better. {verdict}"
+    return section("Against general compressors", card("", chart), lead=lead)
+
+
+def _loss(records: Sequence[Record], compressors: list[tuple[str, float]]) -> str:
+    chart = two_widths(lambda width, height: plots.loss_figure(records, compressors, width, height), 360)
+    if not chart:
+        return section("Loss", none("No losses recorded yet.")) if records else ""
+    return section("Loss", card("", chart), lead="Training (thin: raw, thick: smoothed) and validation.")
+
+
+def _training(records: Sequence[Record]) -> str:
+    cards = "".join(card(title, half(draw)) for title, draw in plots.small_figures(records))
+    return section("Training", f'<div class="pair">{cards}</div>') if cards else ""
+
+
+def _codebooks(records: Sequence[Record], config: dict[str, Any]) -> str:
+    lines = [r for r in records if r["kind"] == "train" and isinstance(r.get("codebook"), dict)]
+    if not lines:
+        return section("Codebooks", none("No codebook diagnostics recorded.")) if records else ""
+    latest = max(lines, key=lambda r: r["step"])
+    heat = two_widths(lambda width, _: plots.usage_figure(lines, width), 0)
+    codes = _dig(config, "model", "n_code")
+    figures: tuple[tuple[str, plots.Draw], ...] = (
+        ("Codes in effective use over time", lambda w, h: plots.spread_figure(lines, "perplexity", "perplexity", w, h)),
+        (f"Codes in effective use at step {latest['step']:,}", lambda w, h: plots.perplexity_bars(latest, codes, w, h)),
+        ("Entropy over time", lambda w, h: plots.spread_figure(lines, "entropy", "nats", w, h)),
+        (
+            "Quantisation error over time",
+            lambda w, h: plots.spread_figure(lines, "relative_err", "relative error", w, h),
+        ),
+    )
+    drawn = ((title, half(draw)) for title, draw in figures)
+    cards = "".join(card(title, chart) for title, chart in drawn if chart)
+    return section(
+        "Codebooks",
+        card("Share of codes used, per unit over time", heat) if heat else "",
+        f'<div class="pair" style="margin-top:16px">{cards}</div>' if cards else "",
+        _unit_table(latest),
+        lead="Each unit names its keys by a code of its own codebook. Few codes in use, or many dead, is a collapse.",
+    )
+
+
+def _unit_table(record: Record) -> str:
+    kinds: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+        ("entropy", "entropy (nats)", lambda v: f"{v:.3f}"),
+        ("perplexity", "perplexity", lambda v: f"{v:.1f}"),
+        ("usage", "used in a batch", lambda v: f"{100 * v:.0f}%"),
+        ("dead", "dead codes", compact),
+        ("relative_err", "relative error", lambda v: f"{v:.4f}"),
+    )
+    found = [(title, form, plots.per_unit(record, name)) for name, title, form in kinds if plots.per_unit(record, name)]
+    units = max((len(values) for _, _, values in found), default=0)
+    if not units:
+        return ""
+
+    def cell(values: list[float | None], unit: int, form: Callable[[float], str]) -> str:
+        value = values[unit] if unit < len(values) else None
+        return "–" if value is None else escape(form(value))
+
+    body = [[str(u), *(cell(values, u, form) for _, form, values in found)] for u in range(units)]
+    grid = table(["unit", *(title for title, _, _ in found)], body, range(1, len(found) + 1))
+    return f'<div class="card" style="margin-top:16px"><h3>Every unit at step {record["step"]:,}</h3>{grid}</div>'
+
+
+def _evaluations(run: Path) -> str:
+    files = sorted(run.glob("eval_*.json"))[:MOST_EVALS]
+    results = [(str(data.get("split") or path.stem), data) for path in files if (data := _read_object(path))]
+    if not results:
+        return ""
+
+    def cell(value: Any, form: str) -> str:
+        number = finite(value)
+        return "–" if number is None else format(number, form)
+
+    kinds = (("bits_per_byte", ".4f"), ("loss", ".4f"), ("perplexity", ".3f"), ("tokens", ",.0f"))
+    body = [[escape(split), *(cell(data.get(name), form) for name, form in kinds)] for split, data in results]
+    head = ["split", "bits per byte", "nats per token", "perplexity", "tokens"]
+    parts = [f'<div class="card">{table(head, body, range(1, 5))}</div>']
+    for split, data in results:
+        by = data.get("per_position")
+        edges, losses = (by.get("edges"), by.get("loss")) if isinstance(by, dict) else (None, None)
+        if not isinstance(edges, list) or not isinstance(losses, list):
+            continue
+        chart = two_widths(lambda width, height, e=edges, v=losses: plots.position_chart(e, v, width, height), 300)
+        if chart:
+            verdict = f'<p class="lead" style="margin:0 0 10px">{escape(plots.position_words(edges, losses))}</p>'
+            parts.append(card(f"Loss by position, {split}", verdict + chart))
+    return section("Evaluation", *parts)
+
+
+def _samples(run: Path) -> str:
+    def newest(path: Path) -> tuple[list[int], str]:
+        return [int(n) for n in re.findall(r"\d{1,18}", path.stem)], path.name
+
+    files = sorted(filter(Path.is_file, (run / "samples").glob("*.txt")), key=newest, reverse=True)
+    if not files:
+        return section("Samples", none("No samples written yet."))
+    parts: list[str] = []
+    for i, path in enumerate(files[:MOST_SAMPLES]):
+        with path.open("rb") as file:
+            whole = file.read(4 * SAMPLE_LETTERS).decode("utf-8", errors="replace")
+        short = whole[:SAMPLE_LETTERS] + (" …" if len(whole) > SAMPLE_LETTERS else "")
+        opened = "" if i else " open"
+        parts.append(f"<details{opened}><summary>{clean(path.stem)}</summary><pre>{clean(short)}</pre></details>")
+    lead = f"What the model writes; the newest {len(parts)} of {len(files)}."
+    return section("Samples", f'<div class="card">{"".join(parts)}</div>', lead=lead)
+
+
+def _events(records: Sequence[Record]) -> str:
+    events = [r for r in records if r["kind"] == "event"]
+    told = [r for r in events if str(r.get("event")) not in ROUTINE]
+    if not told:
+        return ""
+    begin = next((t for r in records if (t := finite(r.get("time"))) is not None), 0.0)
+    body: list[list[str]] = []
+    for record in told[-MOST_EVENTS:]:
+        name, at = str(record.get("event")), finite(record.get("time"))
+        tone = " good" if name in GOOD else " warn" if name in WARN else ""
+        when = "–" if at is None else f"+{duration(at - begin)}"
+        tag = f'<span class="tag{tone}">{clean(name.replace("_", " "))}</span>'
+        body.append([escape(when), f"{record['step']:,}", tag, clean(str(record.get("message") or ""))])
+    notes = [f"Checkpoints saved: {len(events) - len(told):,}."] if len(events) > len(told) else []
+    if len(told) > MOST_EVENTS:
+        notes.append(f"The last {MOST_EVENTS} of {len(told):,} events; metrics.jsonl has all.")
+    grid = table(["time", "step", "event", ""], body, [1])
+    return section("Events", f'<div class="card">{grid}</div>', lead=" ".join(notes))
+
+
+def _config(config: dict[str, Any]) -> str:
+    if not config:
+        return section("Config", none("No config.json in this run."))
+    plain = [(name, value) for name, value in config.items() if not isinstance(value, dict)]
+    groups = [("run", plain), *((name, list(v.items())) for name, v in config.items() if isinstance(v, dict))]
+    parts = [
+        f"<details><summary>{escape(name)}<span>{len(pairs)} settings</span></summary>{facts(pairs)}</details>"
+        for name, pairs in groups
+        if pairs
+    ]
+    return section("Config", f'<div class="card">{"".join(parts)}</div>', lead="All that repeats this run.")
+
+
+def _environment(environment: dict[str, Any]) -> str:
+    if not environment:
+        return ""
+    pairs: list[tuple[str, Any]] = []
+    for name, value in environment.items():
+        title, amount = name.replace("_", " "), finite(value)
+        if isinstance(value, dict):
+            pairs.append((title, ", ".join(f"{k} {words(v)}" for k, v in value.items())))
+        elif name.endswith("_bytes") and amount is not None:
+            pairs.append((title.removesuffix(" bytes"), f"{amount / 1e9:.1f} GB"))
+        else:
+            pairs.append((title, value))
+    return section("Environment", f'<div class="card">{facts(pairs)}</div>')

@@ -1,0 +1,185 @@
+"""What a source names, and what is said about bad ones before anything starts."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from linnet.config import DataConfig
+from linnet.data import open_data
+from linnet.data import source as source_module
+from linnet.data import text as text_module
+from linnet.data.source import find
+from linnet.errors import UserError
+
+
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+def names(source: Path | str) -> list[str]:
+    return [f.name for f in find(str(source)).files]
+
+
+def refused(source: Path | str, **settings: object) -> str:
+    with pytest.raises(UserError) as caught:
+        open_data(DataConfig(source=str(source), **settings), 0)  # pyright: ignore[reportArgumentType]
+    return str(caught.value)
+
+
+def test_a_folder_is_walked_in_the_order_of_names(tmp_path: Path) -> None:
+    write(tmp_path, {"b.txt": b"b", "a/z.md": b"z", "a/deep/er/c": b"c", "a.txt": b"a"})
+    assert names(tmp_path) == ["a.txt", "a/deep/er/c", "a/z.md", "b.txt"]
+
+
+def test_hidden_binary_and_empty_files_are_left_out_and_counted(tmp_path: Path) -> None:
+    late_nul = b"x" * 9000 + b"\0"
+    write(tmp_path, {".hidden": b"h", ".git/config": b"g", "image": b"PNG\0", "late": late_nul, "none": b"", "t": b"t"})
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    found = find(str(tmp_path))
+    assert [f.name for f in found.files] == ["late", "t"]
+    assert found.left_out == {"binary": 1, "empty": 1, "not_regular": 2}
+    described = open_data(DataConfig(source=str(tmp_path)), 0).describe()
+    assert described["left_out"]["source"] == found.left_out
+    assert "Files left out of the source: 1 binary, 2 not regular." in described["warnings"]
+
+
+def test_links_are_followed_once(tmp_path: Path) -> None:
+    write(tmp_path, {"data/a.txt": b"a", "elsewhere/b.txt": b"b"})
+    (tmp_path / "data/again.txt").symlink_to(tmp_path / "data/a.txt")
+    (tmp_path / "data/loop").symlink_to(tmp_path / "data")
+    (tmp_path / "data/other").symlink_to(tmp_path / "elsewhere")
+    assert names(tmp_path / "data") == ["a.txt", "other/b.txt"]
+
+
+def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"x/a.txt": b"a", "x/y/b.txt": b"b", "x/y/c.md": b"c", "x/.h/d.txt": b"d", "x/[1].txt": b"1"})
+    assert names(tmp_path / "x/*.txt") == ["[1].txt", "a.txt"]
+    assert names(tmp_path / "x/**/*.txt") == ["[1].txt", "a.txt", "y/b.txt"]
+    assert names(tmp_path / "**") == ["x/[1].txt", "x/a.txt", "x/y/b.txt", "x/y/c.md"]
+    assert names(tmp_path / "x/[1].txt") == ["[1].txt"], "a name that exists is no pattern"
+    monkeypatch.chdir(tmp_path)
+    assert names("x/?.txt") == ["a.txt"]
+    monkeypatch.setenv("HOME", str(tmp_path / "x"))
+    assert names("~/y") == ["b.txt", "c.md"]
+    assert names("~/y/*.md") == ["c.md"]
+
+
+def test_bytes_are_bytes(tmp_path: Path) -> None:
+    content = bytes(range(1, 256)) + b"\xff\xfe\xc3("
+    write(tmp_path, {"latin.txt": content})
+    data = open_data(DataConfig(source=str(tmp_path / "latin.txt"), validation_fraction=0, test_fraction=0), 0)
+    assert data.train.raw() == content
+    assert data.train.n_tokens == len(content), "a single file has no end id"
+
+
+def test_a_large_file_is_mapped_and_means_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"big.txt": bytes(np.random.default_rng(0).integers(1, 256, 5000, np.uint8))})
+    cfg = DataConfig(source=str(tmp_path / "big.txt"), sequence_len=64, update_len=64)
+    read = open_data(cfg, 0)
+    monkeypatch.setattr(text_module, "MAP_FROM_BYTES", 1)
+    mapped = open_data(cfg, 0)
+    assert isinstance(mapped.validation._text, np.memmap)  # pyright: ignore[reportAttributeAccessIssue]
+    assert not isinstance(read.validation._text, np.memmap)  # pyright: ignore[reportAttributeAccessIssue]
+    assert mapped.describe() == read.describe()
+    np.testing.assert_array_equal(mapped.batch(5).targets, read.batch(5).targets)
+    (tmp_path / "big.txt").write_bytes(b"changed")
+    assert open_data(cfg, 0).fingerprint != read.fingerprint
+
+
+def test_the_standard_library_is_a_corpus() -> None:
+    found = find("python-stdlib")
+    assert found.n_bytes > 5_000_000
+    assert [f.name for f in found.files] == sorted(f.name for f in found.files)
+    folders = {part for f in found.files for part in Path(f.name).parts[:-1]}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    assert {"json/decoder.py", "asyncio/tasks.py"} <= {f.name for f in found.files}
+    data = open_data(DataConfig(), 0)
+    for split in (data.validation, data.test):
+        assert 0.04 < split.n_bytes / found.n_bytes < 0.06
+        assert split.n_documents > 5
+    assert data.n_vocab == 259
+    assert data.train.n_documents + data.validation.n_documents + data.test.n_documents == len(found.files)
+    assert data.describe()["warnings"] == []
+
+
+def test_a_python_without_source_text_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    assert "comes with its source text" in refused("python-stdlib")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("corpsu.txt", "did you mean '{root}/corpus.txt'?"),
+        ("nowhere/deeper/x.txt", "look in '{root}', the nearest folder that exists"),
+        ("python_stdlib", "did you mean 'python-stdlib'?"),
+        ("corpus.txt/inside", "an existing file, folder or glob"),
+        ("void", "matches at least one file"),
+        ("*.nothing", "matches at least one file"),
+        ("v*", "it matches folders only; use {root}/v*/**"),
+        ("empty", "left out: 2 empty"),
+        ("binary", "left out: 1 binary"),
+        ("binary/archive.gz", "unpack an archive"),
+        ("nul\0character", "an existing file"),
+    ],
+)
+def test_bad_sources_are_refused_with_the_way_out(tmp_path: Path, source: str, says: str) -> None:
+    write(tmp_path, {"corpus.txt": b"text", "empty/a": b"", "empty/b": b"", "binary/archive.gz": b"\x1f\x8b\0"})
+    (tmp_path / "void").mkdir()
+    message = refused(tmp_path / source)
+    assert says.format(root=tmp_path) in message
+    assert message.startswith("data.source is ")
+    assert "Fix: " in message
+
+
+def test_an_empty_name_and_a_device_are_refused(tmp_path: Path) -> None:
+    assert "data.source is ''" in refused("")
+    assert "neither a file nor a folder" in refused("/dev/null")
+    write(tmp_path, {"a": b"a", "b": b"b"})
+    assert "data.validation_files is ''" in refused(tmp_path, validation_files=("",))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"open.txt": b"a", "locked.txt": b"b", "locked/c.txt": b"c"})
+
+    def no_entry(path: object, *rest: object) -> object:
+        if Path(str(path)).name == "locked.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return open(path, *rest)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    monkeypatch.setattr(source_module, "open", no_entry, raising=False)
+    assert f"{tmp_path}/locked.txt cannot be read (Permission denied)" in refused(tmp_path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become someone else for a moment")
+def test_a_folder_that_cannot_be_entered_is_named() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = write(Path(folder), {"locked/c.txt": b"c", "open.txt": b"o"})
+        root.chmod(0o755)
+        (root / "locked").chmod(0o700)
+        os.seteuid(65534)
+        try:
+            assert f"{root}/locked cannot be read (Permission denied)" in refused(root)
+            assert f"{root}/locked/c.txt cannot be read" in refused(root / "locked/c.txt")
+        finally:
+            os.seteuid(0)
+
+
+def test_a_file_that_shrinks_between_looking_and_reading_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, {"a.txt": b"long enough"})
+    found = find(str(tmp_path / "a.txt"))
+    write(tmp_path, {"a.txt": b"short"})
+    monkeypatch.setattr("linnet.data.dataset.find", lambda source: found)
+    assert "a.txt shrank" in refused(tmp_path / "a.txt")

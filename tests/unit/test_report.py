@@ -1,0 +1,366 @@
+"""The report: complete, self-contained, safe and light, whatever the run's folder holds."""
+
+from __future__ import annotations
+
+import getpass
+import io
+import json
+import math
+import os
+import re
+import socket
+import tempfile
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from linnet import config
+from linnet.train import charts, environment, plots, svg
+from linnet.train.report import render, wall_seconds, write_report
+
+EVIL = "<script>alert('x')</script>&\"'"
+EDGES = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256]
+LOSSES = [3.0, 2.5, 2.2, 2.0, 1.8, 1.6, 1.5, 1.4, 1.3]
+
+
+class Checker(HTMLParser):
+    """Every tag is closed where it should be; what would load or run something is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("script", "link", "img", "iframe", "object", "embed", "form", "base"):
+            self.loads.append(tag)
+        self.loads += [
+            f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "xlink:href") or name.startswith("on")
+        ]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def checked(page: str) -> str:
+    """The words of a page that is well formed, loads nothing, and weighs less than a megabyte."""
+    checker = Checker()
+    checker.feed(page)
+    checker.close()
+    assert checker.open == []
+    assert checker.loads == []
+    assert "url(" not in page
+    assert "@import" not in page
+    assert re.findall(r"https?://[^\"<\s]*", page.replace("http://www.w3.org/2000/svg", "")) == []
+    assert len(page.encode()) < 1_000_000
+    for number in re.findall(r'(?:\b(?:x|y|cx|cy|d|width|height)|viewBox)="([^"]*)"', page):
+        assert "nan" not in number
+        assert "inf" not in number
+    return " ".join(checker.texts)
+
+
+def train_line(step: int, units: int = 4) -> dict[str, Any]:
+    loss = 1.2 + 3 * math.exp(-step / 50)
+    book = {
+        "entropy": [4.0 - 0.1 * u for u in range(units)],
+        "perplexity": [50.0 - u for u in range(units)],
+        "usage": [0.9] * units,
+        "dead": list(range(units)),
+        "relative_err": [0.4] * units,
+    }
+    return {
+        "kind": "train", "step": step, "time": 1e9 + step, "loss": loss, "bits_per_byte": loss / math.log(2), "lr": 1e-4,
+        "grad_norm": 0.5, "tokens_per_second": 1000.0, "mfu": 0.4, "rss_bytes": 900_000_000, "codebook": book,
+    }  # fmt: skip
+
+
+def eval_line(step: int, bits: float) -> dict[str, Any]:
+    return {
+        "kind": "eval",
+        "step": step,
+        "time": 1e9 + step,
+        "split": "validation",
+        "loss": bits,
+        "bits_per_byte": bits,
+    }
+
+
+def event(step: int, name: str, message: str = "", time: float | None = None) -> dict[str, Any]:
+    return {
+        "kind": "event",
+        "step": step,
+        "time": 1e9 + step if time is None else time,
+        "event": name,
+        "message": message,
+    }
+
+
+def write_lines(run: Path, *records: Any) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+@pytest.fixture
+def full_run(tmp_path: Path) -> Path:
+    run = tmp_path / "my-run"
+    (run / "samples").mkdir(parents=True)
+    config.save(config.RunConfig(preset="quickstart"), run / "config.json")
+    lines = [
+        event(0, "start", "fresh"),
+        *(train_line(s) for s in range(5, 405, 5)),
+        eval_line(200, 1.9),
+        eval_line(400, 1.75),
+    ]
+    lines += [event(100, "checkpoint"), event(150, "skipped", "loss is not finite"), event(400, "finished", "done")]
+    write_lines(run, *lines)
+    for step in (50, 900, 1000, 20000):
+        (run / "samples" / f"step-{step}.txt").write_text(f"sample of step {step}\n")
+    result = {"split": "test", "loss": 1.3, "bits_per_byte": 1.8765, "perplexity": 3.6, "tokens": 123456}
+    (run / "eval_test.json").write_text(json.dumps({**result, "per_position": {"edges": EDGES, "loss": LOSSES}}))
+    quick = {"compressors": {"gzip": 1.96, "bzip2": 1.62, "xz": 1.63}, "model": {"bits_per_byte": 1.75}}
+    (run / "quickstart.json").write_text(json.dumps(quick))
+    (run / "environment.json").write_text(json.dumps({"cpu": "A processor", "memory_bytes": 8_000_000_000}))
+    return run
+
+
+def test_a_full_run_tells_everything(full_run: Path) -> None:
+    path = write_report(full_run)
+    assert path == full_run / "report.html"
+    page = path.read_text()
+    assert "<h1>my-run</h1>" in page
+    words = checked(page)
+    for expected in (
+        "my-run", "finished", "preset quickstart", "1.750", "its best", "Tokens seen", "6.55M", "40% of peak FLOP/s", "0.90 GB",
+        "fewer bits than gzip.", "more than bzip2, xz.", "xz 1.630, bzip2 1.620", "Learning rate", "Gradient norm", "Throughput",
+        "Share of codes used", "Every unit at step 400", "Loss by position, test", "longer context helps", "1.8765", "123,456",
+        "sample of step 20000", "sample of step 1000", "skipped", "loss is not finite", "Checkpoints saved: 1.",
+        "block_len", "A processor", "8.0 GB",
+    ):  # fmt: skip
+        assert expected in words, expected
+    assert words.index("sample of step 20000") < words.index("sample of step 1000") < words.index("sample of step 900")
+    assert "sample of step 50" not in words
+    assert [p.name for p in full_run.iterdir() if p.name.startswith(".")] == []
+
+
+def test_the_same_run_gives_the_same_bytes(full_run: Path) -> None:
+    assert render(full_run) == render(full_run)
+
+
+def test_light_dark_phone_and_paper_are_styled(full_run: Path) -> None:
+    page = render(full_run)
+    for rule in ("prefers-color-scheme:dark", "@media print", "@media(max-width", "width=device-width"):
+        assert rule in page
+    used = set(re.findall(r"var\(--(\w+)\)", page))
+    assert used <= set(svg.LIGHT)
+    assert set(svg.LIGHT) == set(svg.DARK)
+
+
+def test_nothing_at_all(tmp_path: Path) -> None:
+    words = checked(render(tmp_path))
+    assert "no metrics yet" in words
+    assert "not started" in words
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"kind": "train", "step": 0, "time": 0, "loss": 5.5},
+        {"kind": "train", "step": 0, "time": 0, "loss": None},
+        train_line(1, units=1),
+        eval_line(1, 2.0),
+        event(0, "start"),
+        {"kind": "strange", "step": 3},
+    ],
+)
+def test_a_single_line(tmp_path: Path, line: dict[str, Any]) -> None:
+    write_lines(tmp_path, line)
+    assert "Steps" in checked(render(tmp_path))
+
+
+def test_words_from_files_are_never_html(full_run: Path) -> None:
+    run = full_run.parent / "a&b"
+    full_run.rename(run)
+    (run / "samples" / "step-99999.txt").write_bytes(EVIL.encode() + b"\x00\x07\xff")
+    write_lines(
+        run, {**train_line(1), "loss": EVIL, "lr": EVIL}, {**eval_line(2, 1.0), "split": EVIL}, event(3, EVIL, EVIL)
+    )
+    (run / "config.json").write_text(json.dumps({"preset": EVIL, EVIL: {EVIL: [EVIL]}}))
+    (run / "environment.json").write_text(json.dumps({EVIL: EVIL, "versions": {EVIL: EVIL}}))
+    (run / "quickstart.json").write_text(
+        json.dumps({"compressors": {EVIL: 1.9, "b": EVIL}, "model": {"bits_per_byte": 1.5}})
+    )
+    (run / "eval_x.json").write_text(
+        json.dumps({"split": EVIL, "loss": EVIL, "per_position": {"edges": EVIL, "loss": [1]}})
+    )
+    page = render(run)
+    words = checked(page)
+    assert "<script" not in page
+    assert "\x00" not in page
+    assert words.count("alert('x')") >= 9
+
+
+def test_half_a_character_is_written_as_a_question(tmp_path: Path) -> None:
+    write_lines(tmp_path, event(1, "alarm", "broken \ud800 here"))
+    assert "broken ? here" in checked(write_report(tmp_path).read_text())
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["usage", "perplexity", "edges", "loss", "q"]), inner)
+    ),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(
+    [
+        "time",
+        "loss",
+        "bits_per_byte",
+        "lr",
+        "grad_norm",
+        "rss_bytes",
+        "codebook",
+        "event",
+        "message",
+        "mfu",
+        "tokens_per_second",
+    ]
+)
+LINES = st.builds(
+    lambda kind, step, rest: {**rest, "kind": kind, "step": step},
+    st.sampled_from(["train", "eval", "event"]),
+    st.integers(-(10**20), 10**20) | st.integers(0, 5),
+    st.dictionaries(NAMES, JUNK, max_size=6),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(LINES, max_size=5), JUNK, JUNK)
+def test_damaged_files_never_stop_a_report(lines: list[dict[str, Any]], quick: Any, by_position: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder)
+        write_lines(run, *lines)
+        for name in ("config", "environment"):
+            (run / f"{name}.json").write_text(json.dumps(quick))
+        (run / "quickstart.json").write_text(json.dumps({"compressors": quick, "model": by_position}))
+        (run / "eval_a.json").write_text(json.dumps({"split": quick, "per_position": by_position}))
+        (run / "eval_b.json").write_text("{not json")
+        checked(render(run))
+
+
+def test_a_long_and_deep_run_stays_light(tmp_path: Path) -> None:
+    write_lines(
+        tmp_path, *(train_line(s, units=96) for s in range(1, 3000, 2)), *(event(s, "skipped") for s in range(500))
+    )
+    words = checked(render(tmp_path))
+    assert "The last 100 of 500 events" in words
+
+
+def test_time_away_is_not_time_at_work() -> None:
+    lines = [event(0, "start", time=0.0), event(5, "interrupted", time=60.0), event(5, "resume", time=5000.0)]
+    assert wall_seconds([*lines, event(9, "finished", time=5030.0)]) == 90.0
+    assert wall_seconds([]) == 0.0
+
+
+def test_smoothing_keeps_straight_lines_straight() -> None:
+    line = [0.5 * i for i in range(40)]
+    assert plots.smooth(line, 7) == pytest.approx(line)
+    assert plots.smooth([0.0, 3.0, 0.0], 1) == [0.0, 1.0, 0.0]
+
+
+def test_thinning_keeps_ends_and_peaks() -> None:
+    y = [0.0] * 5000
+    y[1234], y[4321] = 9.0, -9.0
+    xs, ys = charts.thin(list(range(5000)), y, 200)
+    assert len(xs) <= 204
+    assert (xs[0], xs[-1]) == (0, 4999)
+    assert max(ys) == 9.0
+    assert min(ys) == -9.0
+
+
+@given(st.floats(-1e12, 1e12), st.floats(1e-9, 1e12), st.integers(1, 12))
+def test_ticks_are_few_ordered_and_inside(low: float, span: float, count: int) -> None:
+    high = low + span
+    if high - low < abs(low) * 1e-9:
+        return
+    ticks = svg.linear_ticks(low, high, count)
+    assert ticks == sorted(ticks)
+    assert len(ticks) <= 3 * max(count, 2)
+    assert all(low - span * 1e-6 <= t <= high + span * 1e-6 for t in ticks)
+
+
+def test_numbers_are_short() -> None:
+    values = (0, 4e-4, 1.5e-5, 0.0123, 1.2345, 1234, 12345, 999_999, 3.14e6, 2.5e9)
+    assert [svg.compact(v) for v in values] == [
+        "0",
+        "4e-4",
+        "1.5e-5",
+        "0.0123",
+        "1.234",
+        "1,234",
+        "12.3k",
+        "1M",
+        "3.14M",
+        "2.5G",
+    ]
+    assert svg.tick_words([1.5, 2.0]) == ["1.5", "2.0"]
+
+
+def test_positions_as_a_table_and_a_picture() -> None:
+    out = io.StringIO()
+    Console(file=out, width=100).print(plots.position_table(EDGES, LOSSES))
+    text = out.getvalue()
+    assert "128–255" in text
+    assert "1.3000" in text
+    assert f"{1.3 / math.log(2):.4f}" in text
+    assert "longer context helps" in text
+    picture = plots.position_svg(EDGES, LOSSES)
+    root = ET.fromstring(picture)
+    assert root.tag.endswith("svg")
+    assert "var(" not in picture
+    assert len(root.findall(".//{*}circle")) == len(LOSSES)
+
+
+def test_what_positions_say() -> None:
+    assert "falls by" in plots.position_words([0, 8, 64, 128], [3.0, 2.0, 1.0])
+    assert "rises by" in plots.position_words([0, 8, 64, 128], [3.0, 2.0, 2.5])
+    assert "stays the same" in plots.position_words([0, 8, 64, 128], [3.0, 2.0, 2.001])
+    assert "Too few" in plots.position_words([0, 8], [3.0])
+
+
+def test_the_environment_names_no_one() -> None:
+    found = environment.describe()
+    text = json.dumps(found, allow_nan=False)
+    assert found["versions"]["python"].startswith("3.")
+    assert found["versions"]["jax"]
+    assert found["cores_usable"] >= 1
+    assert found["devices"]["count"] >= 1
+    words = set(re.split(r"[^\w.-]+", text))
+    assert socket.gethostname() not in words
+    assert getpass.getuser() not in words
+    assert str(Path.home()) not in text
+    assert os.getcwd() not in text
+
+
+def test_memory_is_measured() -> None:
+    before = environment.rss_bytes()
+    held = bytearray(os.urandom(1 << 20) * 64)
+    assert environment.rss_bytes() - before > 32 << 20
+    assert environment.peak_rss_bytes() >= environment.rss_bytes() - (8 << 20)
+    assert environment.memory_bytes() is None or environment.memory_bytes() > len(held)  # pyright: ignore[reportOptionalOperand]
