@@ -37,6 +37,10 @@ class Family(Protocol):
 
     def empty_carry(self, cfg: Any, batch_size: int) -> Any: ...
 
+    def carry_axes(self, carry: Any) -> Any:
+        """Which axis of each leaf of a carry counts the batch's rows."""
+        ...
+
     def loss(
         self, params: Any, buffers: Any, carry: Any, batch: Any, keys: Keys | None, first_row: Any, cfg: Any
     ) -> tuple[Float[Array, ""], Aux]:

@@ -35,7 +35,11 @@ class CheckpointError(UserError):
 
 
 class Checkpoints:
-    """The checkpoints of one run: the `keep` latest ones, and the best."""
+    """The checkpoints of one run: the `keep` latest ones, and the best.
+
+    Who saves must `close`, best by `with Checkpoints(...) as checkpoints`: a save in flight is lost if Python ends
+    before it.
+    """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         if keep < 1:
@@ -157,6 +161,12 @@ class Checkpoints:
                 self._writer.close()
                 self._writer = None
 
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # The files.
 
     def _path(self, step: int) -> Path:
@@ -232,8 +242,8 @@ class Checkpoints:
         intact = f"Earlier checkpoints are intact: {self.steps() or 'there are none yet'}."
         if not _is_full(error):
             return CheckpointError(
-                f"The checkpoint of step {step} could not be written to {self.folder} ({snapshot.short(error)}). {intact} "
-                f"Fix: see that the folder can be written, then resume."
+                f"The checkpoint of step {step} could not be written to {self.folder} ({snapshot.short(error)}). "
+                f"{intact} Fix: see that the folder can be written, then resume."
             )
         free = _free_bytes(self.folder)
         return CheckpointError(

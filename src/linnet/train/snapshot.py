@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +76,7 @@ class _ManifestSave(ocp.args.CheckpointArgs):
 class _ManifestHandler(ocp.AsyncCheckpointHandler):
     """Writes the manifest beside the arrays. The checksums are computed here, in Orbax's thread."""
 
-    async def async_save(self, directory: Any, args: _ManifestSave) -> list[ocp.Future]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def async_save(self, directory: Any, args: _ManifestSave) -> list[ocp.Future]:  # pyright: ignore
         return [future.CommitFutureAwaitingContractedSignals(self._write(Path(directory), args), name=MANIFEST)]
 
     async def _write(self, directory: Path, args: _ManifestSave) -> None:
@@ -108,7 +109,11 @@ def new_writer() -> ocp.AsyncCheckpointer:
         (np.ndarray, types.NumpyHandler(deepcopy_host_arrays=False)), (jax.Array, types.ArrayHandler())
     )
     arrays = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
-    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(state=arrays, manifest=_ManifestHandler()))
+    # Folders are made at once: in the background, a process that ends without `close` would wait for them five minutes.
+    now = ocp.AsyncOptions(create_directories_asynchronously=False)
+    options = ocp.CompositeOptions(async_options=now)
+    both = ocp.CompositeCheckpointHandler(state=arrays, manifest=_ManifestHandler(), composite_options=options)
+    return ocp.AsyncCheckpointer(both, async_options=now)
 
 
 def read(path: Path, target: Any) -> Restored:
@@ -232,18 +237,33 @@ class _NotOrbax(logging.Filter):
     """What Orbax logs is for its authors; what a user must know is raised or logged by Linnet."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return "orbax" not in Path(record.pathname).parts
+        error = record.exc_info[1] if record.exc_info else None
+        return "orbax" not in Path(record.pathname).parts and not _from_orbax(error)
 
 
 @functools.cache
 def hush_orbax() -> None:
-    """Keeps Orbax's own words off the terminal, once for the process. Other libraries are heard as before."""
+    """Keeps Orbax's own words off the terminal, once for the process. Other libraries are heard as before.
+
+    When one array of many fails, Orbax raises that error and abandons the other arrays: closes the event loop under
+    them, and leaves their tasks to the garbage collector. Their complaints come later, through these three ways.
+    """
     logging.getLogger("absl").addFilter(_NotOrbax())
+    logging.getLogger("asyncio").addFilter(_NotOrbax())
     sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
 
 
 def _report_unraisable(otherwise: Callable[[Any], None], unraisable: Any) -> None:
-    # When one array fails, Orbax closes its event loop under the others; TensorStore's threads then complain.
-    if unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed":
-        return
-    otherwise(unraisable)
+    error = unraisable.exc_value
+    abandoned = unraisable.object is None and str(error) == "Event loop is closed"
+    if not abandoned and not _from_orbax(error):
+        otherwise(unraisable)
+
+
+def _from_orbax(error: BaseException | None) -> bool:
+    """Whether an error was raised in Orbax or by TensorStore, whose errors have no frames but always name the store."""
+    if error is None:
+        return False
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    named = any(words in str(error) for words in ("tensorstore", "OCDBT database", "local file"))
+    return named or any("orbax" in Path(file).parts for file in files)

@@ -1,8 +1,10 @@
-"""The official Transformer-VQ checkpoint tree, as '/'-joined names, to Linnet's weights and back."""
+"""The official Transformer-VQ's checkpoint tree (as '/'-joined names) and settings, to Linnet's and back."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +32,12 @@ UNIT_NAMES = {
 }
 CODE_NAMES = {"code_count": "quantizer/c_count", "code_total": "quantizer/c_sum"}
 EMBED, TIED_BIAS, SCALE = "token_embedder/embs", "token_embedder/bias_out", "position_embedder/scale"
+# The reference's settings that say nothing about what the model computes: data, sampling, notes of whoever wrote the file.
+NOT_THE_MODEL = frozenset(
+    "global_batch_size sequence_len update_len d_ff p_nucleus is_train eos_id opt params_file note perturb_seed "
+    "min_shortcode_margin".split()
+)
+NEEDED = ("n_vocab", "d_model", "d_k", "d_v", "n_head", "n_code", "n_layer", "block_len", "mem_len")
 OUT_GAIN, OUT_NORM_BIAS, W_OUT, OUT_BIAS = "out_ln/g", "out_ln/b", "out_proj/kernel", "out_proj/bias"
 
 
@@ -117,6 +125,41 @@ def infer_config(tree: Tree) -> dict[str, Any]:
         "e_tie": W_OUT not in tree,
         "e_preln": OUT_GAIN in tree,
     }
+
+
+def config_from_reference(settings: Mapping[str, Any], *, ignore_unknown: bool = False) -> VQConfig:
+    """The reference writes switches as 0 and 1. A setting that we do not know may change the result, so it is refused
+    (a caller who checks the results may ignore it)."""
+    fields = {f.name for f in dataclasses.fields(VQConfig)}
+    unknown = unknown_settings(settings)
+    if unknown and not ignore_unknown:
+        raise refuse("the settings of the model", f"also {_some(unknown)}", "those of the reference", "remove them")
+    missing = [name for name in NEEDED if name not in settings]
+    if missing:
+        raise refuse("the settings of the model", f"missing {_some(missing)}", "whole", "write them to the file")
+    if settings.get("param_dtype", "float32") != "float32":
+        raise refuse("param_dtype", settings["param_dtype"], "float32", "convert the weights")
+    hints = typing.get_type_hints(VQConfig)
+    return VQConfig(**{name: _setting(name, hints[name], settings[name]) for name in fields & set(settings)})
+
+
+def unknown_settings(settings: Mapping[str, Any]) -> list[str]:
+    fields = {f.name for f in dataclasses.fields(VQConfig)}
+    return sorted(set(settings) - fields - NOT_THE_MODEL - {"param_dtype"})
+
+
+def _setting(name: str, hint: Any, value: Any) -> Any:
+    number = isinstance(value, int | float)
+    if hint is bool and number and value in (0, 1):
+        return bool(value)
+    if hint is int and number and not isinstance(value, bool) and value == int(value):
+        return int(value)
+    if hint is float and number and not isinstance(value, bool):
+        return float(value)
+    if typing.get_origin(hint) is typing.Literal and value in typing.get_args(hint):
+        return value
+    needs = {bool: "0 or 1", int: "a whole number", float: "a number"}.get(hint, f"one of {typing.get_args(hint)}")
+    raise refuse(f"the setting {name}", value, needs, "correct it in the file")
 
 
 def _reference_specs(cfg: VQConfig) -> dict[str, Spec]:

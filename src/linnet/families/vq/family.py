@@ -30,6 +30,12 @@ def empty_carry(cfg: VQConfig, batch_size: int) -> model.VQCarry:
     return model.empty_carry(cfg, batch_size)
 
 
+def carry_axes(carry: model.VQCarry) -> model.VQCarry:
+    return model.VQCarry(
+        attention=jax.tree.map(lambda _: 1, carry.attention), position=jax.tree.map(lambda _: 0, carry.position)
+    )
+
+
 def loss(
     params: VQParams,
     buffers: VQBuffers,
@@ -108,6 +114,7 @@ def _dropout(keys: Keys, first_row: int | Int[Array, ""], batch_size: int) -> mo
 
 __all__ = [
     "buffer_specs",
+    "carry_axes",
     "diagnostics",
     "empty_carry",
     "flops_per_token",

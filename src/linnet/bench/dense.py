@@ -1,0 +1,203 @@
+"""The baseline: the same attention in O(T^2), as fast and as small as we can make it, so that comparing with it is fair.
+
+Queries go by chunks of C. A chunk sees the keys of its own chunk and of the window before it at once (with positions and a
+causal mask), then all older keys chunk by chunk with a running softmax: no key after a query's chunk is touched, and no T x T
+matrix is ever held. The backward pass recomputes the weights.
+
+Letters: B batch, H heads, T tokens, K key width, V value width, M window, R = M + 1 distances, C chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.lax import dynamic_slice_in_dim as cut
+from jax.lax import dynamic_update_slice_in_dim as put
+from jaxtyping import Array, Float, Int
+
+from linnet.nn.attention import Queries
+
+LARGEST_CHUNK = 512
+
+
+class Cuts(NamedTuple):
+    chunk: int
+    block_len: int
+    window: int
+
+
+class Saved(NamedTuple):
+    """What the backward pass needs of the forward pass; `log_sum` is the logarithm of each softmax's denominator."""
+
+    content: Float[Array, "T K"]
+    position: Float[Array, "T K"]
+    keys: Float[Array, "T K"]
+    values: Float[Array, "T V"]
+    distances: Float[Array, "R K"]
+    out: Float[Array, "T V"]
+    log_sum: Float[Array, " T"]
+
+
+def chunk_len(n_token: int, block_len: int) -> int:
+    """The largest multiple of the block length that divides T and is no longer than `LARGEST_CHUNK`."""
+    n_block, rest = divmod(n_token, block_len)
+    assert not rest, f"{n_token} tokens are no multiple of the block length {block_len}"
+    fits = [n for n in range(1, n_block + 1) if n_block % n == 0 and n * block_len <= LARGEST_CHUNK]
+    return max(fits, default=1) * block_len
+
+
+def dense_attention(
+    queries: Queries,
+    keys: Float[Array, "B H T K"],
+    values: Float[Array, "B H T V"],
+    distances: Float[Array, "H R K"],
+    *,
+    block_len: int,
+) -> Float[Array, "B H T V"]:
+    """What `attention_dense` computes with `agg_cache` and `grad_thru_cache` and without `reset`, gradients included."""
+    cuts = Cuts(chunk_len(values.shape[2], block_len), block_len, distances.shape[1] - 1)
+    one_head = functools.partial(_attend, cuts)
+    heads = jax.vmap(one_head)
+    rows = jax.vmap(heads, in_axes=(0, 0, 0, 0, None))
+    return rows(queries.content, queries.position, keys, values, distances)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    cuts: Cuts,
+    content: Float[Array, "T K"],
+    position: Float[Array, "T K"],
+    keys: Float[Array, "T K"],
+    values: Float[Array, "T V"],
+    distances: Float[Array, "R K"],
+) -> Float[Array, "T V"]:
+    return _forward(cuts, content, position, keys, values, distances)[0]
+
+
+def _forward(
+    cuts: Cuts,
+    content: Float[Array, "T K"],
+    position: Float[Array, "T K"],
+    keys: Float[Array, "T K"],
+    values: Float[Array, "T V"],
+    distances: Float[Array, "R K"],
+) -> tuple[Float[Array, "T V"], Saved]:
+    c, m = cuts.chunk, cuts.window
+    all_keys, all_values = _pad_front(keys, m), _pad_front(values, m)
+
+    def chunk_of_queries(i: Int[Array, ""]) -> tuple[Float[Array, "C V"], Float[Array, " C"]]:
+        q, q_position = cut(content, i * c, c), cut(position, i * c, c)
+        scores = _near_scores(cuts, i, q, q_position, cut(all_keys, i * c, c + m), distances)
+        top = jnp.max(scores, axis=-1)  # finite: a query always sees itself
+        weight = jnp.exp(scores - top[:, None])
+        near = (top, jnp.sum(weight, axis=-1), _product(weight, cut(all_values, i * c, c + m)))
+
+        def chunk_of_keys(j: Int[Array, ""], seen: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            top, total, mixed = seen
+            scores = _far_scores(cuts, j, q, cut(all_keys, j * c, c))
+            new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+            weight, shrink = jnp.exp(scores - new_top[:, None]), jnp.exp(top - new_top)
+            mixed = mixed * shrink[:, None] + _product(weight, cut(all_values, j * c, c))
+            return new_top, total * shrink + jnp.sum(weight, axis=-1), mixed
+
+        top, total, mixed = jax.lax.fori_loop(0, i, chunk_of_keys, near)
+        return mixed / total[:, None], top + jnp.log(total)
+
+    out, log_sum = jax.lax.map(chunk_of_queries, jnp.arange(values.shape[0] // c))
+    out, log_sum = out.reshape(values.shape).astype(values.dtype), log_sum.reshape(-1)
+    return out, Saved(content, position, keys, values, distances, out, log_sum)
+
+
+def _backward(cuts: Cuts, saved: Saved, d_out: Float[Array, "T V"]) -> tuple[Array, Array, Array, Array, Array]:
+    c, m = cuts.chunk, cuts.window
+    all_keys, all_values = _pad_front(saved.keys, m), _pad_front(saved.values, m)
+    # A softmax's gradient is weight * (d_weight - sum of weight * d_weight), and that sum is out . d_out.
+    mean = jnp.sum(saved.out.astype(jnp.float32) * d_out, axis=-1)
+    row, column = jnp.arange(c)[:, None], jnp.arange(c + m)[None, :]
+    learns = (
+        column >= row // cuts.block_len * cuts.block_len
+    )  # keys older than the block's window learn nothing by scores
+
+    def chunk_of_queries(
+        grads: tuple[Array, Array, Array], i: Int[Array, ""]
+    ) -> tuple[tuple[Array, ...], tuple[Array, Array]]:
+        d_keys, d_values, d_distances = grads
+        q, q_position, d = (cut(x, i * c, c) for x in (saved.content, saved.position, d_out))
+        log_sum, chunk_mean = cut(saved.log_sum, i * c, c)[:, None], cut(mean, i * c, c)[:, None]
+        near_keys = cut(all_keys, i * c, c + m)
+        near = functools.partial(_near_scores, cuts, i)
+        weight = jnp.exp(near(q, q_position, near_keys, saved.distances) - log_sum)
+        d_scores = weight * (_product(d, cut(all_values, i * c, c + m).T) - chunk_mean)
+        d_values = _add(d_values, i * c, _product(weight.T, d))
+        d_keys = _add(d_keys, i * c, _product(jnp.where(learns, d_scores, 0.0).T, q))
+        by_place = functools.partial(_by_place, cuts)
+        d_position, more = jax.vjp(by_place, q_position, saved.distances)[1](d_scores)
+
+        def chunk_of_keys(j: Int[Array, ""], so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+            d_content, d_values = so_far
+            far_keys = cut(all_keys, j * c, c)
+            weight = jnp.exp(_far_scores(cuts, j, q, far_keys) - log_sum)
+            d_scores = weight * (_product(d, cut(all_values, j * c, c).T) - chunk_mean)
+            return d_content + _product(d_scores, far_keys), _add(d_values, j * c, _product(weight.T, d))
+
+        d_content, d_values = jax.lax.fori_loop(0, i, chunk_of_keys, (_product(d_scores, near_keys), d_values))
+        return (d_keys, d_values, d_distances + more), (d_content, d_position)
+
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (all_keys, all_values, saved.distances))
+    n_chunk = jnp.arange(d_out.shape[0] // c)
+    (d_keys, d_values, d_distances), (d_content, d_position) = jax.lax.scan(chunk_of_queries, zeros, n_chunk)
+    return (
+        d_content.reshape(saved.content.shape).astype(saved.content.dtype),
+        d_position.reshape(saved.position.shape).astype(saved.position.dtype),
+        d_keys[m:].astype(saved.keys.dtype),
+        d_values[m:].astype(saved.values.dtype),
+        d_distances.astype(saved.distances.dtype),
+    )
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _near_scores(
+    cuts: Cuts,
+    i: Int[Array, ""],
+    q: Float[Array, "C K"],
+    q_position: Float[Array, "C K"],
+    keys: Float[Array, "W K"],
+    distances: Float[Array, "R K"],
+) -> Float[Array, "C W"]:
+    """Chunk i against the M keys before it and its own: column c is M - c keys before the chunk's first query."""
+    row, column = jnp.arange(cuts.chunk)[:, None], jnp.arange(cuts.chunk + cuts.window)[None, :]
+    seen = (column <= row + cuts.window) & (i * cuts.chunk + column >= cuts.window)
+    return jnp.where(seen, _product(q, keys.T) + _by_place(cuts, q_position, distances), -jnp.inf)
+
+
+def _by_place(cuts: Cuts, q_position: Float[Array, "C K"], distances: Float[Array, "R K"]) -> Float[Array, "C W"]:
+    """The position term: row a has its M + 1 values at columns a to a + M, the farthest first, and zeros elsewhere."""
+    c, m = cuts.chunk, cuts.window
+    by_distance = _product(q_position, distances[::-1].T)
+    # Rows one longer than wanted, read as rows of the right length: each starts one place later than the row above.
+    return jnp.pad(by_distance, ((0, 0), (0, c))).reshape(-1)[: c * (c + m)].reshape(c, c + m)
+
+
+def _far_scores(
+    cuts: Cuts, j: Int[Array, ""], q: Float[Array, "C K"], keys: Float[Array, "C K"]
+) -> Float[Array, "C C"]:
+    """Against chunk j of the padded keys, all of them older than the window; the padding itself is never seen."""
+    real = j * cuts.chunk + jnp.arange(cuts.chunk) >= cuts.window
+    return jnp.where(real, _product(q, keys.T), -jnp.inf)
+
+
+def _product(a: Float[Array, "I J"], b: Float[Array, "J E"]) -> Float[Array, "I E"]:
+    return jnp.matmul(a.astype(b.dtype), b, preferred_element_type=jnp.float32)
+
+
+def _add(total: Float[Array, "T E"], start: Int[Array, ""], part: Float[Array, "C E"]) -> Float[Array, "T E"]:
+    return put(total, cut(total, start, part.shape[0]) + part, start, 0)
+
+
+def _pad_front(x: Float[Array, "T E"], n: int) -> Float[Array, "T2 E"]:
+    return jnp.pad(x, ((n, 0), (0, 0)))

@@ -1,0 +1,149 @@
+"""Clocks and rulers: compile cold, warm up, then repeat a job with a matrix product before, between and after."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from linnet.train.environment import memory_bytes, peak_rss_bytes
+
+GEMM_SIZE = 2048
+LEAST_REPETITIONS = 5
+LEAST_SECONDS = 0.25
+"""Of one repetition: shorter jobs are run several times in a row, so that clocks and cold caches do not count."""
+MEMORY_SHARE = 0.8
+"""Of the memory this process may use: a job that needs more is not started."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """How long something took: on the clock on the wall, and added up over all threads of this process."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One thing to measure. `run` executes the compiled program once and waits for it."""
+
+    tokens: int
+    flops_per_token: float
+    compile: Callable[[], Any]
+    run: Callable[[], None]
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class TooLarge(Exception):
+    """The compiled program says that it needs more memory than there is."""
+
+
+def timed(run: Callable[[], Any]) -> Span:
+    cpu, wall = time.process_time(), time.perf_counter()
+    run()
+    return Span(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+class Gemm:
+    """The yardstick: a float32 matrix product, compiled before anything is measured."""
+
+    def __init__(self, size: int = GEMM_SIZE) -> None:
+        self._flops = 2.0 * size**3
+        self._matrix = jax.random.normal(jax.random.key(0), (size, size), jnp.float32)
+        self._product = jax.jit(lambda x: x @ x)
+        self._spans: list[Span] = []
+        self._product(self._matrix).block_until_ready()
+
+    def measure(self) -> None:
+        self._spans.append(timed(lambda: self._product(self._matrix).block_until_ready()))
+
+    def figures(self) -> dict[str, float]:
+        wall = statistics.median(span.seconds for span in self._spans)
+        cpu = statistics.median(max(span.cpu_seconds, 1e-9) for span in self._spans)
+        return {
+            "gemm_gflops_per_second": self._flops / wall / 1e9,
+            "gemm_gflops_per_cpu_second": self._flops / cpu / 1e9,
+        }
+
+
+def measure(job: Job, *, seconds: float, gemm_size: int = GEMM_SIZE) -> dict[str, Any]:
+    """All figures of a job. A job that takes longer than `seconds` is run once, and that run counts."""
+    gemm = Gemm(gemm_size)
+    compiled: list[Any] = []
+    compile_span = timed(lambda: compiled.append(job.compile()))
+    _refuse_too_large(compiled[0])
+    gemm.measure()
+    warm_up = timed(job.run)
+    gemm.measure()
+    spans = [warm_up]
+    if warm_up.seconds < seconds:
+        times = max(1, math.ceil(LEAST_SECONDS / max(warm_up.seconds, 1e-9)))
+        spans = _repeat(job.run, times, seconds, gemm)
+    rate, cpu_rate = (
+        _median_rate(job.tokens, [getattr(s, unit) for s in spans]) for unit in ("seconds", "cpu_seconds")
+    )
+    cpu_rates = [job.tokens / span.cpu_seconds for span in spans]
+    figures = gemm.figures()
+    return {
+        "tokens_per_second": rate,
+        "tokens_per_cpu_second": cpu_rate,
+        "spread": (max(cpu_rates) - min(cpu_rates)) / cpu_rate,
+        "repetitions": len(spans),
+        "seconds_per_run": job.tokens / rate,
+        "compile_seconds": compile_span.seconds,
+        "compile_cpu_seconds": compile_span.cpu_seconds,
+        "peak_rss_bytes": own_peak_bytes(),
+        "flops_per_token": job.flops_per_token,
+        **figures,
+        "mfu": job.flops_per_token * rate / (figures["gemm_gflops_per_second"] * 1e9),
+        **job.extra,
+    }
+
+
+def _repeat(run: Callable[[], None], times: int, seconds: float, gemm: Gemm) -> list[Span]:
+    """Means over `times` runs each, until there are enough of them and enough time went by."""
+
+    def several() -> None:
+        for _ in range(times):
+            run()
+
+    spans: list[Span] = []
+    spent = 0.0
+    while len(spans) < LEAST_REPETITIONS or spent < seconds:
+        span = timed(several)
+        gemm.measure()
+        spent += span.seconds
+        spans.append(Span(span.seconds / times, span.cpu_seconds / times))
+    return spans
+
+
+def _median_rate(tokens: int, seconds: list[float]) -> float:
+    return tokens / statistics.median(max(s, 1e-9) for s in seconds)
+
+
+def _refuse_too_large(compiled: Any) -> None:
+    """XLA knows what a program will hold at once: better to say so than to be killed."""
+    memory, limit = compiled.memory_analysis(), memory_bytes()
+    if memory is None or limit is None:
+        return
+    needs = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    if needs > MEMORY_SHARE * limit:
+        raise TooLarge(f"it needs {needs / 1e9:.1f} GB of memory, more than {MEMORY_SHARE:.0%} of {limit / 1e9:.1f} GB")
+
+
+def own_peak_bytes() -> int:
+    """The most memory this process held. Not `ru_maxrss` where that can be helped: Linux starts it at the parent's."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return peak_rss_bytes()
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    return found[0] if found else peak_rss_bytes()

@@ -1,0 +1,43 @@
+"""The process of one measurement: a task as JSON comes in, its figures as JSON go out (`python -m linnet.bench.worker`).
+
+A process of its own makes peak memory and compile time the job's alone. Nothing of JAX is loaded before the cores are chosen,
+for its thread pool is as large as they are many.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    if task["cores"] is not None:
+        os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: task["cores"]]))
+    print(json.dumps(run_task(task)))
+
+
+def run_task(task: dict[str, Any]) -> dict[str, Any]:
+    """`{"stopped": why}` in place of figures when the job does not fit into memory."""
+    import jax
+
+    from linnet.bench.jobs import JOBS
+    from linnet.bench.measure import GEMM_SIZE, TooLarge, measure
+    from linnet.config import RunConfig, from_dict
+    from linnet.train.environment import describe
+
+    jax.config.update("jax_enable_compilation_cache", False)  # compile time is measured cold
+    cfg = from_dict(RunConfig, task["config"], "")
+    environment = describe()
+    where = {"cores": environment["cores_usable"], "commit": environment.pop("git_commit"), "machine": environment}
+    try:
+        figures = measure(JOBS[task["job"]](cfg), seconds=task["seconds"], gemm_size=task.get("gemm_size", GEMM_SIZE))
+    except TooLarge as stop:
+        return {"stopped": str(stop), **where}
+    return {**figures, **where}
+
+
+if __name__ == "__main__":
+    main()

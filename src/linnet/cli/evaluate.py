@@ -1,0 +1,100 @@
+"""`linnet eval`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from linnet.cli.parse import parse
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    run: Annotated[Path, tyro.conf.Positional]
+    """The run's folder."""
+    split: Literal["train", "validation", "test"] = "validation"
+    checkpoint: str = "best"
+    """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
+    source: str | None = None
+    """Another text to evaluate on: a file, folder or glob, read whole."""
+    batch_size: int | None = None
+    limit: int | None = None
+    """Only so many sequences, spread over the split."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def eval_command(argv: list[str]) -> int:
+    flags = parse(
+        Flags,
+        argv,
+        "eval",
+        "Evaluates a run: every token of the split counts once, the state carried through each sequence.",
+    )
+    from linnet.cli.startup import prepare_jax
+    from linnet.data import open_data
+    from linnet.train.environment import peak_rss_bytes
+    from linnet.train.evaluate import evaluate
+    from linnet.train.plots import position_svg, position_table, position_words
+    from linnet.train.progress import track
+    from linnet.train.runs import open_run
+
+    prepare_jax()
+    run = open_run(flags.run, flags.checkpoint)
+    cfg = run.cfg
+    data_cfg, split = cfg.data, flags.split
+    if flags.source is not None:  # all of it is evaluated, so nothing is held out
+        split = "train"
+        data_cfg = dataclasses.replace(
+            data_cfg,
+            source=flags.source,
+            validation_files=(),
+            test_files=(),
+            validation_fraction=0.0,
+            test_fraction=0.0,
+        )
+    data = open_data(data_cfg, cfg.seed)
+    size = flags.batch_size or cfg.data.batch_size
+    n_batch = -(-min(data.split(split).n_windows, flags.limit or 10**12) // size)
+    result = evaluate(
+        run.family,
+        cfg,
+        run.params,
+        run.buffers,
+        data,
+        split,
+        batch_size=size,
+        limit=flags.limit,
+        progress=lambda batches: track(batches, "evaluating", n_batch, quiet=flags.json),
+    )
+    name = split if flags.source is None else "source"
+    record = result.to_json() | {
+        "split": name,
+        "step": run.step,
+        "run": str(flags.run),
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+    if flags.source is not None:
+        record["source"] = flags.source
+    (flags.run / f"eval_{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    figure = flags.run / f"eval_{name}.svg"
+    figure.write_text(position_svg(result.position_edges, result.position_nats))
+    if flags.json:
+        print(json.dumps(record))
+        return 0
+    from rich.console import Console
+
+    console = Console()
+    console.print(
+        f"{name} at step {run.step}: {record['bits_per_byte']:.4f} bits per byte, {record['nats_per_token']:.4f} nats "
+        f"({record['bits_per_token']:.4f} bits) per token, perplexity {record['perplexity']:.3f}; "
+        f"{result.tokens:,} tokens, {result.bytes:,} bytes."
+    )
+    console.print(position_table(result.position_edges, result.position_nats))
+    console.print(position_words(result.position_edges, result.position_nats))
+    console.print(f"The plot is in {figure}.")
+    return 0

@@ -1,0 +1,76 @@
+"""The entry point: finds the subcommand, and turns errors into a sentence and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+
+from linnet.errors import UserError
+
+EXIT_OK, EXIT_FAILED, EXIT_USER, EXIT_NOT_FINITE = 0, 1, 2, 3
+
+# command -> (module that has a function of that name, what it is for)
+COMMANDS = {
+    "quickstart": (
+        "quickstart",
+        "train a small model on this Python's own source, evaluate it, and read what it writes",
+    ),
+    "train": ("train", "train a preset (or a config.json), or go on with a run"),
+    "eval": ("evaluate", "bits per byte, perplexity and loss by position of a run on any split"),
+    "sample": ("sample", "write text with a run"),
+    "bench": ("bench", "measure speed, compile time and memory"),
+    "verify": ("verify", "check this implementation against reference files"),
+    "report": ("report", "one self-contained HTML page about a run"),
+    "import": ("interchange", "make a run of weights from elsewhere"),
+    "export": ("interchange", "write a run's weights for elsewhere"),
+    "presets": ("presets", "list the presets"),
+}
+
+EXIT_CODES = """Exit codes: 0 done; 1 a check failed (verify); 2 something asked for cannot be done; 3 the loss stayed not finite;
+75 interrupted and saved: run the same command again to go on; 128 + n ended at once by signal n."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if arguments is None else arguments
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        sys.exit(EXIT_OK if argv else EXIT_USER)
+    if argv[0] == "--version":
+        from linnet import __version__
+
+        print(f"linnet {__version__}")
+        return
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        print(f"linnet: there is no command {name!r}.\n\n{_overview()}", file=sys.stderr)
+        sys.exit(EXIT_USER)
+    command = getattr(importlib.import_module(f"linnet.cli.{COMMANDS[name][0]}"), f"{name.replace('-', '_')}_command")
+    try:
+        code = command(rest)
+    except UserError as error:
+        print(f"linnet {name}: {error}", file=sys.stderr)
+        code = getattr(error, "exit_code", EXIT_USER)
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        sys.stderr.close()
+        code = EXIT_OK
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code or EXIT_OK)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {words}" for name, (_, words) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Linnet: sequence models whose cost per token does not grow with what they have read.",
+            "",
+            "usage: linnet COMMAND [--help] ...",
+            "",
+            *lines,
+            "",
+            EXIT_CODES,
+        ]
+    )

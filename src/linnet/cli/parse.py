@@ -1,0 +1,56 @@
+"""Flags to dataclasses, by tyro: unknown or malformed flags are refused with the nearest known one and exit code 2."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import tyro
+
+from linnet import config as configs
+from linnet import presets
+from linnet.config import RunConfig
+from linnet.errors import UserError
+
+T = TypeVar("T")
+
+
+def parse(arguments: type[T], argv: list[str], command: str, words: str, default: T | None = None) -> T:
+    kwargs = {} if default is None else {"default": default}
+    return tyro.cli(arguments, args=argv, prog=f"linnet {command}", description=words, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFlags:
+    """Flags of a command that trains: where to, and any setting of the run."""
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    out: Path | None = None
+    """The run's folder; runs/PRESET if not given. A run that is there already is continued."""
+    quiet: bool = False
+    """No progress."""
+
+
+def parse_run(argv: list[str], command: str, words: str) -> RunFlags:
+    """`PRESET [flags]`: the preset (or the path of a config.json, or of a run) comes first, flags change it."""
+    if not argv or argv[0].startswith("-"):
+        if argv and argv[0] not in ("-h", "--help"):
+            raise UserError(f"name a preset first, as in `linnet {command} quickstart {' '.join(argv)}`. {_known()}")
+        words += f"\n\nPRESET comes first. {_known()} The defaults below are those of quickstart."
+        parse(RunFlags, ["--help"], f"{command} PRESET", words, RunFlags(config=presets.get("quickstart")))
+    config = base_config(argv[0])
+    return parse(RunFlags, argv[1:], f"{command} {argv[0]}", words, RunFlags(config=config))
+
+
+def base_config(name: str) -> RunConfig:
+    path = Path(name)
+    if path.suffix == ".json":
+        return configs.load(path)
+    if (path / "config.json").is_file():
+        return configs.load(path / "config.json")
+    return presets.get(name)
+
+
+def _known() -> str:
+    return f"Presets: {', '.join(presets.PRESETS)}; or the path of a config.json, which repeats its run."

@@ -1,0 +1,35 @@
+"""`linnet presets`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from linnet import config as configs
+from linnet import presets
+from linnet.cli.parse import parse
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    json: bool = False
+    """The whole configs, machine-readable."""
+
+
+def presets_command(argv: list[str]) -> int:
+    flags = parse(Flags, argv, "presets", "Lists the presets.")
+    if flags.json:
+        print(json.dumps({name: configs.to_json(make()) for name, (_, make) in presets.PRESETS.items()}, indent=2))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    from linnet import params
+    from linnet.families.vq.params import param_specs
+
+    table = Table("preset", "parameters", "data", "what it is", box=None)
+    for name, (words, make) in presets.PRESETS.items():
+        cfg = make()
+        table.add_row(name, f"{params.count(param_specs(cfg.model)) / 1e6:,.1f}M", cfg.data.source, words)
+    Console().print(table)
+    return 0

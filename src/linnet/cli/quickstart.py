@@ -1,0 +1,133 @@
+"""`linnet quickstart`: from nothing to a trained model, its figures, its text and its report, in minutes."""
+
+from __future__ import annotations
+
+import bz2
+import dataclasses
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+from linnet import config as configs
+from linnet import presets
+from linnet.cli.parse import parse
+from linnet.config import RunConfig
+from linnet.errors import refuse
+
+# The share of the matrix-product rate that training this preset reaches (measured on two cores). It only sets how many steps
+# fit into the minutes asked for.
+EXPECTED_MFU = 0.30
+SECONDS_BESIDES = 20  # compiling, evaluating, sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    minutes: float = 3.0
+    """About how long to train on this machine."""
+    out: Path = Path("runs/quickstart")
+    """The run's folder. A quickstart that is there already is continued."""
+    seed: int = 0
+    quiet: bool = False
+    """No progress."""
+
+
+def quickstart_command(argv: list[str]) -> int:
+    flags = parse(
+        Flags,
+        argv,
+        "quickstart",
+        "Trains a small linear-time language model on the source text of this Python's standard library.",
+    )
+    if not 0 < flags.minutes < 10_000:
+        raise refuse("--minutes", flags.minutes, "above 0", "use 3")
+    from linnet.cli.startup import prepare_jax
+    from linnet.train.folder import RunFolder
+    from linnet.train.interrupt import EXIT_INTERRUPTED
+    from linnet.train.loop import train
+
+    prepare_jax()
+    folder = RunFolder(flags.out)
+    cfg = configs.load(folder.config) if folder.config.exists() else sized(flags.minutes, flags.seed)
+    outcome = train(cfg, folder, quiet=flags.quiet)
+    if not outcome.finished:
+        return EXIT_INTERRUPTED
+    conclude(cfg, flags.out, flags.quiet)
+    return 0
+
+
+def sized(minutes: float, seed: int) -> RunConfig:
+    """The preset with as many steps as this machine makes in the time, so that the schedule ends when the time does."""
+    from linnet.families import registry
+    from linnet.train.throughput import matmul_flops
+
+    cfg = presets.get("quickstart")
+    work = 3 * registry.get(cfg.family).flops_per_token(cfg.model) * cfg.data.batch_size * cfg.data.update_len
+    seconds = max(minutes * 60 - SECONDS_BESIDES, minutes * 30)
+    steps = max(20, int(seconds * matmul_flops()[0] * EXPECTED_MFU / work))
+    every = max(10, steps // 4)
+    return dataclasses.replace(
+        cfg,
+        seed=seed,
+        optim=dataclasses.replace(cfg.optim, steps=steps, warmup_steps=min(cfg.optim.warmup_steps, steps // 10)),
+        train=dataclasses.replace(cfg.train, eval_every=every, checkpoint_every=every),
+    )
+
+
+def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
+    """Held-out text: the model's bits per byte beside those of three compressors, a sample, the report, what to do next."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from linnet.data import open_data
+    from linnet.train.evaluate import evaluate
+    from linnet.train.progress import track
+    from linnet.train.report import write_report
+    from linnet.train.runs import open_run
+    from linnet.train.samples import sample_text
+
+    run = open_run(out)
+    data = open_data(cfg.data, cfg.seed)
+    n_batch = -(-data.test.n_windows // cfg.data.batch_size)
+    result = evaluate(
+        run.family,
+        cfg,
+        run.params,
+        run.buffers,
+        data,
+        "test",
+        progress=lambda batches: track(batches, "held-out text", n_batch, quiet=quiet),
+    )
+    (out / "eval_test.json").write_text(json.dumps(result.to_json() | {"step": run.step}, indent=2) + "\n")
+    compressors = compressed_bits_per_byte(data.test.raw())
+    (out / "quickstart.json").write_text(
+        json.dumps({"model": result.to_json(), "compressors": compressors}, indent=2) + "\n"
+    )
+    text = sample_text(run.family, cfg, run.params, run.buffers, prompt="def ", n_tokens=400, seed=cfg.seed)
+    (out / "samples" / "quickstart.txt").write_text(text)
+    report = write_report(out)
+
+    console = Console()
+    table = Table("on text it has never seen", "bits per byte", box=None)
+    rows = {**compressors, "this model": result.bits_per_byte}
+    for name, bits in sorted(rows.items(), key=lambda row: -row[1]):
+        table.add_row(name, f"{bits:.3f}", style="bold" if name == "this model" else None)
+    console.print(table)
+    console.print("\nWhat it writes:\n", style="bold")
+    print(text)
+    console.print("\nNext:", style="bold")
+    print(
+        f"  open {report}\n"
+        f"  linnet sample {out} --prompt 'class ' --temperature 0.8\n"
+        f"  linnet quickstart --minutes 15 --out runs/longer\n"
+        "  linnet train quickstart --data.source YOUR_FOLDER --out runs/mine"
+    )
+
+
+def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
+    packed = {
+        "gzip": gzip.compress(text, 9),
+        "bzip2": bz2.compress(text, 9),
+        "xz": lzma.compress(text, preset=9 | lzma.PRESET_EXTREME),
+    }
+    return {name: 8 * len(data) / len(text) for name, data in packed.items()}

@@ -1,0 +1,106 @@
+"""Named runs. `linnet train NAME` starts one; flags change it."""
+
+from __future__ import annotations
+
+from linnet.config import DataConfig, OptimConfig, RunConfig, TrainConfig
+from linnet.errors import UserError
+from linnet.families.vq.config import VQConfig
+
+# The paper's models differ in size, data and regularisation; codes, window and the carried state are the same.
+_PAPER_STEPS = TrainConfig(log_every=100, eval_every=5000, checkpoint_every=1000, checkpoint_minutes=20, keep=5)
+
+
+def _quickstart() -> RunConfig:
+    return RunConfig(
+        preset="quickstart",
+        model=VQConfig(d_model=128, d_k=32, d_v=256, n_code=64, n_layer=2, block_len=64, mem_len=64),
+        data=DataConfig(sequence_len=512, update_len=512, batch_size=8),
+        optim=OptimConfig(name="adamw", lr=2e-3, warmup_steps=50, steps=1000, clip=1.0),
+        train=TrainConfig(log_every=10, eval_every=250, eval_sequences=64, checkpoint_every=250),
+    )
+
+
+def _bench_s() -> RunConfig:
+    return RunConfig(
+        preset="bench-s",
+        model=VQConfig(),
+        data=DataConfig(sequence_len=2048, update_len=2048, batch_size=2),
+        optim=OptimConfig(name="adamw", lr=4e-4, warmup_steps=100, steps=1000),
+    )
+
+
+def _enwik8() -> RunConfig:
+    return RunConfig(
+        preset="enwik8",
+        model=VQConfig(
+            d_model=768,
+            d_k=128,
+            d_v=1536,
+            n_code=512,
+            n_layer=24,
+            block_len=512,
+            mem_len=512,
+            p_dropsin=0.2,
+            p_dropres=0.5,
+            p_droplyr=0.3,
+            remat=True,
+        ),
+        data=DataConfig(source="enwik8", sequence_len=8192, update_len=2048, batch_size=128),
+        optim=OptimConfig(name="adamw", lr=4e-4, warmup_steps=10_000, steps=125_000, clip=0.1, decay=2e-4),
+        train=_PAPER_STEPS,
+    )
+
+
+def _large(preset: str, n_vocab: int, pe_abs: bool, data: DataConfig, dropres: float, droplyr: float) -> RunConfig:
+    return RunConfig(
+        preset=preset,
+        model=VQConfig(
+            n_vocab=n_vocab,
+            d_model=2048,
+            d_k=128,
+            d_v=4096,
+            n_code=512,
+            n_layer=24,
+            block_len=512,
+            mem_len=512,
+            pe_abs=pe_abs,
+            p_dropsin=0.1,
+            p_dropres=dropres,
+            p_droplyr=droplyr,
+            e_tie=True,
+            e_preln=True,
+            e_scale=0.005,
+            dtype="bfloat16",
+            remat=True,
+        ),
+        data=data,
+        optim=OptimConfig(name="adafactor", lr=0.01, warmup_steps=10_000, steps=500_000, clip=None),
+        train=_PAPER_STEPS,
+    )
+
+
+def _pg19() -> RunConfig:
+    data = DataConfig(source="pg19", sequence_len=8192, update_len=2048, batch_size=128)
+    return _large("pg19", 32_000, False, data, dropres=0.1, droplyr=0.1)
+
+
+def _imagenet64() -> RunConfig:
+    data = DataConfig(source="imagenet64", sequence_len=12_288, update_len=1536, batch_size=128)
+    return _large("imagenet64", 259, True, data, dropres=0.0, droplyr=0.0)
+
+
+PRESETS = {
+    "quickstart": ("a small model of the embedded corpus: minutes on two cores", _quickstart),
+    "bench-s": ("the model that the benchmarks measure", _bench_s),
+    "enwik8": ("Transformer-VQ of the paper on enwik8 (0.99 bits per byte there)", _enwik8),
+    "pg19": ("Transformer-VQ of the paper on PG-19 (26.6 word-level perplexity there)", _pg19),
+    "imagenet64": ("Transformer-VQ of the paper on ImageNet64 (3.16 bits per byte there)", _imagenet64),
+}
+
+
+def get(name: str) -> RunConfig:
+    if name not in PRESETS:
+        raise UserError(
+            f"there is no preset {name!r}. Fix: use one of {', '.join(PRESETS)}, or the path of a config.json."
+        )
+    return PRESETS[name][1]()

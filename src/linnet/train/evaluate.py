@@ -1,0 +1,110 @@
+"""Evaluation: the state carried through each sequence, every token counted exactly once, sums in float64 on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from linnet.config import RunConfig
+from linnet.data import Batch, Data
+from linnet.data.batch import FIRST_BYTE
+from linnet.families.family import Family
+
+N_POSITION_BINS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    split: str
+    tokens: int
+    bytes: int
+    nats: float
+    """Sum over all tokens."""
+    position_edges: list[int]
+    position_nats: list[float]
+    """Mean nats per token between two edges; NaN where there was no token."""
+
+    @property
+    def loss(self) -> float:
+        return self.nats / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "split": self.split,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "loss": self.loss,
+            "nats_per_token": self.loss,
+            "nats_per_byte": self.nats / self.bytes if self.bytes else None,
+            "bits_per_token": self.loss / math.log(2),
+            "bits_per_byte": self.bits_per_byte if self.bytes else None,
+            "perplexity": math.exp(min(self.loss, 700.0)),
+            "per_position": {
+                "edges": self.position_edges,
+                "loss": [None if math.isnan(x) else x for x in self.position_nats],
+            },
+        }
+
+
+def make_nats(family: Family, cfg: RunConfig) -> Callable[..., Any]:
+    """The compiled reader of one stretch of sequences."""
+    return jax.jit(lambda params, buffers, carry, batch: family.nats(params, buffers, carry, batch, cfg.model))
+
+
+def evaluate(
+    family: Family,
+    cfg: RunConfig,
+    params: Any,
+    buffers: Any,
+    data: Data,
+    split: str,
+    *,
+    nats: Callable[..., Any] | None = None,
+    batch_size: int | None = None,
+    limit: int | None = None,
+    progress: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
+) -> Evaluation:
+    """Reads whole sequences stretch by stretch, so that memory does not follow their length."""
+    nats = nats or make_nats(family, cfg)
+    size = batch_size or cfg.data.batch_size
+    length, stretch = cfg.data.sequence_len, cfg.data.update_len
+    total, count, n_bytes = np.zeros(length), np.zeros(length), 0
+    for batch in progress(data.evaluation(split, size, limit)):
+        carry = family.empty_carry(cfg.model, size)
+        for start in range(0, length, stretch):
+            part = jax.tree.map(lambda x, a=start: np.asarray(x[:, a : a + stretch]), batch)
+            values, carry = nats(params, buffers, carry, part)
+            counted = np.asarray(part.loss_mask, np.float64)
+            total[start : start + stretch] += (np.asarray(values, np.float64) * counted).sum(axis=0)
+            count[start : start + stretch] += counted.sum(axis=0)
+            n_bytes += int(counted[np.asarray(part.targets) >= FIRST_BYTE].sum())
+    edges = position_edges(length)
+    means = [_mean(total[a:b], count[a:b]) for a, b in itertools.pairwise(edges)]
+    return Evaluation(
+        split=split,
+        tokens=int(count.sum()),
+        bytes=n_bytes,
+        nats=float(total.sum()),
+        position_edges=edges,
+        position_nats=means,
+    )
+
+
+def position_edges(length: int) -> list[int]:
+    """0, 1, 2, 4, .. up to the length: context helps most at first, so bins grow."""
+    edges = [0, *(2**i for i in range(length.bit_length()) if 2**i < length), length]
+    return edges if len(edges) <= N_POSITION_BINS + 1 else [0, *edges[-N_POSITION_BINS:]]
+
+
+def _mean(total: np.ndarray, count: np.ndarray) -> float:
+    return float(total.sum() / count.sum()) if count.sum() else math.nan

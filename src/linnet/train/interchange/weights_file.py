@@ -1,0 +1,103 @@
+"""A trained model as one safetensors file: weights by name, the run's config and a fingerprint of both in its header."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from linnet.config import CONFIG_VERSION, RunConfig, from_dict
+from linnet.errors import UserError, refuse
+from linnet.families import registry
+from linnet.params import abstract
+from linnet.pytree import leaf_name, named_leaves
+
+FORMAT = "linnet"
+
+
+def export_safetensors(params: Any, buffers: Any, cfg_json: dict[str, Any], path: Path) -> str:
+    """Writes the file whole or not at all. `cfg_json` is what `config.to_json` gives. Returns the fingerprint."""
+    arrays = {name: np.ascontiguousarray(leaf) for name, leaf in named_leaves({"params": params, "buffers": buffers})}
+    config = json.dumps(cfg_json, sort_keys=True)
+    mark = fingerprint(arrays, config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        save_file(arrays, temporary, metadata={"format": FORMAT, "config": config, "fingerprint": mark})
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return mark
+
+
+def import_safetensors(path: Path) -> tuple[Any, Any, dict[str, Any]]:
+    """Parameters, buffers and the config as JSON, bit for bit as exported. A changed file is refused."""
+    arrays, metadata = _read(path)
+    if metadata.get("format") != FORMAT or not {"config", "fingerprint"} <= set(metadata):
+        raise UserError(f"{path} was not written by Linnet. Fix: name a file made by `linnet export`.")
+    if fingerprint(arrays, metadata["config"]) != metadata["fingerprint"]:
+        raise UserError(f"{path} does not match its own fingerprint: it was changed or damaged. Fix: export it again.")
+    cfg_json = json.loads(metadata["config"])
+    cfg = _run_config(cfg_json, path)
+    family = registry.get(cfg.family)
+    wanted = {"params": abstract(family.param_specs(cfg.model)), "buffers": abstract(family.buffer_specs(cfg.model))}
+    tree = _fill(wanted, arrays, path)
+    return tree["params"], tree["buffers"], cfg_json
+
+
+def fingerprint(arrays: dict[str, np.ndarray], config: str) -> str:
+    """SHA-256 over the config and every array's name, type, shape and bytes."""
+    digest = hashlib.sha256(config.encode())
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist. Fix: check the path.") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a whole safetensors file ({error}). Fix: export it again.") from None
+
+
+def _run_config(values: Any, path: Path) -> RunConfig:
+    version = values.get("version") if isinstance(values, dict) else None
+    if version != CONFIG_VERSION:
+        raise refuse(f"version of the config in {path}", version, str(CONFIG_VERSION), "use the Linnet that wrote it")
+    return from_dict(RunConfig, {name: value for name, value in values.items() if name != "version"}, "")
+
+
+def _fill(wanted: Any, arrays: dict[str, np.ndarray], path: Path) -> Any:
+    names = {name for name, _ in named_leaves(wanted)}
+    if names != set(arrays):
+        odd = sorted(names ^ set(arrays))[0]
+        raise UserError(f"{path} and its config disagree about {odd!r}. Fix: export it again.")
+
+    def leaf(key: tuple[Any, ...], want: jax.ShapeDtypeStruct) -> jax.Array:
+        name = leaf_name(key)
+        got = arrays[name]
+        if got.shape != want.shape or got.dtype != want.dtype:
+            raise refuse(
+                f"{name} in {path}", (got.shape, str(got.dtype)), f"{want.shape} {want.dtype}", "export it again"
+            )
+        return jnp.asarray(got)
+
+    return jax.tree_util.tree_map_with_path(leaf, wanted)

@@ -1,0 +1,153 @@
+"""From gradients to updates: clip, one of four rules, learning rate and schedule, then decay that neither of them scales.
+
+Layers are stacked on a leading axis; rules that look at a whole matrix see each layer by itself, as if nothing were stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from linnet.config import OptimConfig
+from linnet.params import Spec, is_spec
+from linnet.pytree import named_leaves
+
+FINAL = 0.1  # where cosine and linear end, as a share of the top
+MUON_RMS = 0.2  # the size of Adam's usual update, so that one learning rate suits both of Muon's halves
+
+Step = int | Int[Array, "*N"]
+Schedule = Callable[[Step], Float[Array, "*N"]]
+
+
+def schedule(cfg: OptimConfig) -> Schedule:
+    """The learning rate's multiplier at a step (from 0): up from 0 to 1, down until `cfg.steps`, then held."""
+    warmup, span = cfg.warmup_steps, cfg.steps - cfg.warmup_steps
+
+    def multiplier(step: Step) -> Float[Array, "*N"]:
+        now = jnp.minimum(jnp.asarray(step, jnp.float32), cfg.steps)
+        share = jnp.maximum(now - warmup, 0.0) / span
+        if cfg.schedule == "cosine":
+            after = FINAL + (1.0 - FINAL) * 0.5 * (1.0 + jnp.cos(jnp.pi * share))
+        elif cfg.schedule == "linear":
+            after = 1.0 - (1.0 - FINAL) * share
+        elif cfg.schedule == "inv_sqrt":
+            after = jnp.sqrt(max(warmup, 1) / jnp.maximum(now, max(warmup, 1)))
+        else:
+            after = jnp.ones_like(now)
+        return jnp.where(now < warmup, now / max(warmup, 1), after)
+
+    return multiplier
+
+
+def optimizer(cfg: OptimConfig, specs: Any) -> optax.GradientTransformation:
+    """`specs` is the tree of the parameters' Specs. The state is arrays only, the update a pure function."""
+    multiplier = schedule(cfg)
+    return optax.chain(
+        optax.identity() if cfg.clip is None else optax.clip_by_global_norm(cfg.clip),
+        _rule(cfg, specs),
+        optax.scale_by_schedule(lambda step: -cfg.lr * multiplier(step)),
+        _decay(cfg.decay, specs),
+    )
+
+
+def _rule(cfg: OptimConfig, specs: Any) -> optax.GradientTransformation:
+    if cfg.name == "adamw":
+        return _adam()
+    if cfg.name == "lion":
+        return optax.scale_by_lion(b1=0.95, b2=0.98)
+    if cfg.name == "adafactor":
+        return _grouped(specs, lambda spec: _Group("all", _stack(spec)), {"all": _adafactor()})
+    groups = {"matrices": _muon(), "rest": _adam()}
+    # Embeddings and output weights are rows looked up, not maps between layers: Adam suits them better.
+    return _grouped(
+        specs,
+        lambda spec: (
+            _Group("matrices", _stack(spec))
+            if len(spec.layer_shape) == 2 and "vocab" not in spec.axes
+            else _Group("rest", None)
+        ),
+        groups,
+    )
+
+
+def _adam() -> optax.GradientTransformation:
+    return optax.scale_by_adam(b1=0.9, b2=0.98, eps=1e-9)
+
+
+def _adafactor() -> optax.GradientTransformation:
+    return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms())
+
+
+def _muon() -> optax.GradientTransformation:
+    return optax.chain(
+        optax.contrib.scale_by_muon(),
+        optax.stateless(
+            lambda updates, params: jax.tree.map(lambda u: MUON_RMS * max(u.shape) ** 0.5 * u, updates),
+        ),
+    )
+
+
+def _decay(decay: float, specs: Any) -> optax.GradientTransformation:
+    """Takes `decay` of every parameter that is not a vector (within its layer)."""
+
+    def subtract(update: Array, param: Array, spec: Spec) -> Array:
+        return update if len(spec.layer_shape) == 1 else update - decay * param
+
+    return optax.stateless(lambda updates, params: jax.tree.map(subtract, updates, params, specs) if decay else updates)
+
+
+class _Group(NamedTuple):
+    """Parameters that one rule updates together: `stack` layers each, or none when they are seen as they are."""
+
+    rule: str
+    stack: int | None
+
+    @property
+    def name(self) -> str:
+        return self.rule if self.stack is None else f"{self.rule}_in_{self.stack}_layers"
+
+
+def _stack(spec: Spec) -> int | None:
+    return spec.shape[0] if spec.stacked else None
+
+
+def _grouped(
+    specs: Any, group_of: Callable[[Spec], _Group], rules: dict[str, optax.GradientTransformation]
+) -> optax.GradientTransformation:
+    """Each group of parameters by its own rule; groups of stacked layers under vmap."""
+    groups = {name: group_of(spec) for name, spec in named_leaves(specs, is_spec)}
+    transforms = {
+        group.name: rules[group.rule] if group.stack is None else _each_layer(rules[group.rule])
+        for group in groups.values()
+    }
+
+    def split(tree: Any) -> dict[str, dict[str, Array]]:
+        parts: dict[str, dict[str, Array]] = {name: {} for name in transforms}
+        for name, leaf in named_leaves(tree):
+            parts[groups[name].name][name] = leaf
+        return parts
+
+    def init(params: Any) -> dict[str, Any]:
+        return {name: transforms[name].init(part) for name, part in split(params).items()}
+
+    def update(updates: Any, state: dict[str, Any], params: Any = None) -> tuple[Any, dict[str, Any]]:
+        gradients, weights = split(updates), split(params)
+        done = {name: t.update(gradients[name], state[name], weights[name]) for name, t in transforms.items()}
+        leaves = {name: leaf for part, _ in done.values() for name, leaf in part.items()}
+        structure = jax.tree.structure(updates)
+        merged = jax.tree.unflatten(structure, [leaves[name] for name, _ in named_leaves(updates)])
+        return merged, {name: after for name, (_, after) in done.items()}
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _each_layer(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.vmap(lambda u, s, p: rule.update(u, s, p))(updates, state, params)
+
+    return optax.GradientTransformation(jax.vmap(rule.init), update)

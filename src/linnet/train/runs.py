@@ -1,0 +1,54 @@
+"""Opening a trained run: to evaluate, sample or export it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+from linnet import config as configs
+from linnet.config import RunConfig
+from linnet.errors import refuse
+from linnet.families import registry
+from linnet.families.family import Family
+from linnet.train.checkpoint import Checkpoints
+from linnet.train.folder import RunFolder
+from linnet.train.optim import optimizer
+from linnet.train.state import TrainState, abstract_state, model_weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    cfg: RunConfig
+    family: Family
+    params: Any
+    """The moving average where the run keeps one."""
+    buffers: Any
+    step: int
+
+
+def open_run(path: Path, which: str = "best") -> Run:
+    """The weights of a checkpoint: `best` by validation loss (the latest if none was evaluated), `latest`, or a step."""
+    cfg, state, step = open_state(path, which)
+    params, buffers = model_weights(state)
+    return Run(cfg=cfg, family=registry.get(cfg.family), params=params, buffers=buffers, step=step)
+
+
+def open_state(path: Path, which: str) -> tuple[RunConfig, TrainState, int]:
+    folder = RunFolder(path)
+    cfg = configs.load(folder.config)
+    family = registry.get(cfg.family)
+    target = abstract_state(family, cfg, optimizer(cfg.optim, family.param_specs(cfg.model)))
+    with Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
+        restored = checkpoints.restore(target, _chosen(checkpoints, which))
+    return cfg, restored.state, restored.step
+
+
+def _chosen(checkpoints: Checkpoints, which: str) -> int | Literal["latest", "best"]:
+    if which.isdecimal():
+        return int(which)
+    if which == "best":
+        return "latest" if checkpoints.best() is None else "best"
+    if which == "latest":
+        return "latest"
+    raise refuse("--checkpoint", which, "best, latest or a step", "use latest")

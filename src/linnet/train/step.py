@@ -1,0 +1,123 @@
+"""One update: loss and gradient (over micro-batches), optimiser, codebooks, moving average; skipped whole if not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from linnet import rng
+from linnet.config import RunConfig
+from linnet.data import Batch
+from linnet.families.family import Aux, Family, Keys
+from linnet.pytree import replace
+from linnet.train.state import TrainState
+
+Metrics = dict[str, Array]
+
+
+def make_step(
+    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The compiled update. The state given is consumed: its memory becomes the new one's."""
+    return jax.jit(lambda state, batch: update(family, cfg, optimizer, state, batch), donate_argnums=0)
+
+
+def update(
+    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch
+) -> tuple[TrainState, Metrics]:
+    keys = _keys(state, cfg)
+    loss, aux, gradient = _loss_and_gradient(family, cfg, state, batch, keys)
+    norm = optax.tree.norm(gradient)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    buffers = family.update_buffers(state.buffers, aux.statistics, cfg.model)
+    ema = state.ema
+    if ema is not None:
+        decay = cfg.train.ema_decay
+        ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
+
+    def if_finite(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+    carry = state.carry
+    if carry is not None:  # a poisoned carry would spoil the next update too
+        carry = if_finite(aux.carry, family.empty_carry(cfg.model, cfg.data.batch_size))
+    skipped = 1 - finite.astype(jnp.int32)
+    after = replace(
+        state,
+        step=state.step + 1,
+        params=if_finite(params, state.params),
+        buffers=if_finite(buffers, state.buffers),
+        carry=carry,
+        opt_state=if_finite(opt_state, state.opt_state),
+        ema=None if ema is None else if_finite(ema, state.ema),
+        skipped=state.skipped + skipped,
+        bad_run=(state.bad_run + 1) * skipped,
+    )
+    return after, {**aux.metrics, "loss": loss, "grad_norm": norm, "skipped": after.skipped, "bad_run": after.bad_run}
+
+
+def _keys(state: TrainState, cfg: RunConfig) -> Keys:
+    root = jax.random.wrap_key_data(state.key)
+    sequence = state.step // cfg.data.updates_per_sequence
+    return Keys(
+        update=rng.at(rng.stream(root, "update"), state.step), sequence=rng.at(rng.stream(root, "sequence"), sequence)
+    )
+
+
+def _loss_and_gradient(
+    family: Family, cfg: RunConfig, state: TrainState, batch: Batch, keys: Keys
+) -> tuple[Array, Aux, Any]:
+    """Mean over micro-batches. Rows draw their randomness by their place in the whole batch, so cutting it changes nothing."""
+    n = cfg.train.accumulate
+    carry = _sequence_carry(family, cfg, state)
+    gradient_of = jax.value_and_grad(family.loss, has_aux=True)
+    if n == 1:
+        (loss, aux), gradient = gradient_of(state.params, state.buffers, carry, batch, keys, 0, cfg.model)
+        return loss, aux, gradient
+    rows = cfg.data.batch_size // n
+    axes = family.carry_axes(carry)
+
+    def one(i: Array) -> tuple[Array, Aux, Any]:
+        part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * rows, rows), batch)
+        part_carry = jax.tree.map(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, i * rows, rows, axis), carry, axes)
+        (loss, aux), gradient = gradient_of(state.params, state.buffers, part_carry, part, keys, i * rows, cfg.model)
+        return loss, aux, gradient
+
+    def add(total: tuple[Array, Aux, Any], i: Array) -> tuple[tuple[Array, Aux, Any], Any]:
+        loss, aux, gradient = one(i)
+        merged = Aux(
+            metrics=jax.tree.map(jnp.add, total[1].metrics, aux.metrics),
+            statistics=family.merge_statistics(total[1].statistics, aux.statistics),
+            carry=None,
+        )
+        return (total[0] + loss, merged, jax.tree.map(jnp.add, total[2], gradient)), aux.carry
+
+    loss, aux, gradient = one(jnp.zeros((), jnp.int32))
+    start = (loss, replace(aux, carry=None), gradient)
+    (loss, total, gradient), carries = jax.lax.scan(add, start, jnp.arange(1, n))
+    carry = jax.tree.map(lambda first, rest, axis: _join_rows(first, rest, axis), aux.carry, carries, axes)
+    loss, metrics, gradient = jax.tree.map(lambda x: x / n, (loss, total.metrics, gradient))
+    return loss, Aux(metrics=metrics, statistics=total.statistics, carry=carry), gradient
+
+
+def _join_rows(first: Array, rest: Array, axis: int) -> Array:
+    """Rows of the first micro-batch and of the others, which scan stacked on a leading axis."""
+    rest = jnp.moveaxis(rest, 0, axis)
+    rest = rest.reshape(*rest.shape[:axis], -1, *rest.shape[axis + 2 :])
+    return jnp.concatenate([first, rest], axis=axis)
+
+
+def _sequence_carry(family: Family, cfg: RunConfig, state: TrainState) -> Any:
+    """What the sequence has left so far; nothing at its first update."""
+    empty = family.empty_carry(cfg.model, cfg.data.batch_size)
+    if state.carry is None:
+        return empty
+    first = state.step % cfg.data.updates_per_sequence == 0
+    return jax.tree.map(lambda new, old: jnp.where(first, new, old), empty, state.carry)

@@ -1,0 +1,94 @@
+"""`linnet verify`: runs this implementation on a reference file and tells the largest error of every tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from linnet.errors import refuse
+from linnet.families.vq.convert import unknown_settings
+from linnet.train.verify.compare import Check, Skipped, Verification, compare
+from linnet.train.verify.golden import Golden, read_golden
+from linnet.train.verify.replay import (
+    Replay,
+    replay_carry,
+    replay_decode,
+    replay_eval,
+    replay_forward,
+    replay_grads,
+    replay_sample,
+)
+from linnet.train.verify.replay_rules import replay_nucleus, replay_schedule, replay_train
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+REPLAYS = {
+    "forward": replay_forward,
+    "carry": replay_carry,
+    "decode": replay_decode,
+    "sample": replay_sample,
+    "eval": replay_eval,
+    "grads": replay_grads,
+    "train": replay_train,
+    "schedule": replay_schedule,
+    "nucleus": replay_nucleus,
+}
+UNKNOWN = "not an output that Linnet knows"
+
+
+def verify_file(path: Path | str, tolerance: float = 1e-5) -> Verification:
+    """Passes when every known tensor is within `tolerance`, relative to its largest value. Unknown ones are listed."""
+    if not tolerance > 0:
+        raise refuse("tolerance", tolerance, "above 0", "use 1e-5")
+    golden = read_golden(Path(path))
+    replay = REPLAYS[golden.kind](golden)
+    wanted = {**golden.outputs, **replay.expected}
+    checks = tuple(
+        compare(name, replay.values[name], want, tolerance, replay.scales.get(name, 0.0))
+        for name, want in wanted.items()
+        if name in replay.values
+    )
+    not_checked = tuple(
+        Skipped(name, replay.skipped.get(name, UNKNOWN)) for name in golden.outputs if name not in replay.values
+    )
+    return Verification(
+        file=str(path),
+        kind=golden.kind,
+        tolerance=tolerance,
+        checks=checks,
+        not_checked=not_checked,
+        notes=_notes(golden),
+    )
+
+
+def render(verification: Verification) -> Table:
+    """A table for the terminal: failures first, then by size of error."""
+    from rich.table import Table
+    from rich.text import Text
+
+    v = verification
+    word = "passed" if v.passed else "FAILED"
+    title = f"{v.file} ({v.kind}): {word}, {len(v.checks)} tensors within {v.tolerance:g}"
+    if not v.passed:
+        n_bad = sum(not check.passed for check in v.checks)
+        title = f"{v.file} ({v.kind}): {word}, {n_bad} of {len(v.checks)} tensors beyond {v.tolerance:g}"
+    table = Table(title=Text(title), title_justify="left")
+    for column in ("tensor", "largest relative error", "", "note"):
+        table.add_column(column, justify="right" if column.startswith("largest") else "left")
+    for check in sorted(v.checks, key=lambda c: (c.passed, -c.error)):
+        table.add_row(Text(check.name), f"{check.error:.2e}", "ok" if check.passed else "FAIL", Text(check.note))
+    for skipped in v.not_checked:
+        table.add_row(Text(f"not checked: {skipped.name}"), "", "-", Text(skipped.reason))
+    table.caption = "; ".join(v.notes) or None
+    return table
+
+
+def _notes(golden: Golden) -> tuple[str, ...]:
+    if not golden.params:
+        return ()
+    unknown = unknown_settings(golden.settings)
+    return (f"settings not understood and not used: {', '.join(unknown)}",) if unknown else ()
+
+
+__all__ = ["Check", "Golden", "Replay", "Skipped", "Verification", "render", "verify_file"]

@@ -1,0 +1,92 @@
+"""How near two arrays are, and what a whole file's comparison says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+ZERO_TOLERANCE = 1e-6  # where the expected value is zero throughout there is nothing to be relative to
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    name: str
+    error: float
+    """Largest error, relative to the largest expected value; whole numbers: how many differ."""
+    passed: bool
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    name: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verification:
+    file: str
+    kind: str
+    tolerance: float
+    checks: tuple[Check, ...]
+    not_checked: tuple[Skipped, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """A file of which nothing could be checked has not passed."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    @property
+    def worst(self) -> float:
+        errors = [check.error for check in self.checks]
+        return math.nan if any(math.isnan(e) for e in errors) else max(errors, default=math.nan)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "file": self.file,
+            "kind": self.kind,
+            "passed": self.passed,
+            "tolerance": self.tolerance,
+            "worst": _number(self.worst),
+            "tensors": [
+                {"name": c.name, "max_relative_error": _number(c.error), "passed": c.passed, "note": c.note}
+                for c in self.checks
+            ],
+            "not_checked": [{"name": s.name, "reason": s.reason} for s in self.not_checked],
+            "notes": list(self.notes),
+        }
+
+
+def compare(name: str, got: Any, expected: np.ndarray, tolerance: float, scale: float = 0.0) -> Check:
+    """`scale`: what a mean that nearly cancels is measured against, instead of its own small value."""
+    got = np.asarray(got)
+    if got.shape != expected.shape:
+        return Check(name, math.inf, False, f"shape {got.shape}, expected {expected.shape}")
+    if expected.dtype.kind in "iub":
+        differ = int(np.sum(got != expected))
+        return Check(name, float(differ), differ == 0, f"{differ} of {expected.size} differ" if differ else "equal")
+    wide, want = got.astype(np.float64), expected.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(wide == want, 0.0, np.abs(wide - want))
+    error = float(np.max(difference, initial=0.0))
+    size = max(float(np.max(np.abs(want), initial=0.0)), scale)
+    if size == 0.0:
+        return Check(name, error, error <= ZERO_TOLERANCE, "expected 0 throughout: absolute error")
+    error = error / size
+    return Check(name, error, error <= tolerance, _where(difference) if error > tolerance else "")
+
+
+def _where(difference: np.ndarray) -> str:
+    if difference.ndim == 0:
+        return ""
+    worst = np.unravel_index(int(np.argmax(np.nan_to_num(difference, nan=np.inf))), difference.shape)
+    return f"worst at {tuple(int(i) for i in worst)}"
+
+
+def _number(value: float) -> float | str:
+    """JSON has no infinity and no NaN."""
+    return value if math.isfinite(value) else str(value)

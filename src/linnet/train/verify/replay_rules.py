@@ -1,0 +1,117 @@
+"""Computes with this implementation what a reference file says: whole updates, the schedule, the nucleus filter."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from linnet.config import DataConfig, OptimConfig, RunConfig
+from linnet.errors import UserError
+from linnet.families import registry
+from linnet.families.vq.convert import TIED_BIAS, to_reference
+from linnet.pytree import replace
+from linnet.train.optim import optimizer, schedule
+from linnet.train.state import start_from
+from linnet.train.step import make_step
+from linnet.train.verify.golden import Golden
+from linnet.train.verify.replay import Replay, all_metrics, load_model, metric_scales, read_batch, refuse_dropout
+
+MASKED = -1e10
+OPTIMISER_SETTINGS = frozenset(
+    "optimizer lr_max lr_schedule wd_lam grad_clip n_warmup_step n_max_step n_extra_step".split()
+)
+
+
+def replay_train(golden: Golden) -> Replay:
+    """The trainer's own step, call after call. A call is one sequence: the state is carried within it, never between."""
+    m = load_model(golden)
+    refuse_dropout(golden, m.cfg)
+    calls = sorted(int(c[1]) for name in golden.inputs if (c := re.fullmatch(r"batch(\d+)/inputs", name)))
+    if not calls or calls != list(range(1, len(calls) + 1)):
+        raise UserError(
+            f"{golden.path} has the batches {calls}, but it needs in/batch1/.., in/batch2/.. without a gap."
+        )
+    batches = {call: read_batch(golden, f"batch{call}/") for call in calls}
+    rows, length = batches[1].inputs.shape
+    cfg = RunConfig(
+        model=m.cfg,
+        data=DataConfig(sequence_len=length, update_len=golden.setting("update_len"), batch_size=rows),
+        optim=optimiser_config(golden),
+    )
+    family = registry.get("vq")
+    rule = optimizer(cfg.optim, family.param_specs(m.cfg))
+    state = start_from(family, cfg, rule, m.params, m.buffers)
+    step = make_step(family, cfg, rule)
+    values: dict[str, Any] = {}
+    scales: dict[str, float] = {}
+    for call, batch in batches.items():
+        if batch.inputs.shape != (rows, length):
+            raise UserError(f"{golden.path}: in/batch{call} has another shape than in/batch1.")
+        figures = []
+        for start in range(0, length, cfg.data.update_len):
+            part = replace(
+                batch, **{name: x[:, start : start + cfg.data.update_len] for name, x in vars(batch).items()}
+            )
+            before = np.asarray(state.buffers.code_count), np.asarray(state.buffers.code_total)
+            buffers = replace(state.buffers, code_count=before[0].copy(), code_total=before[1].copy())
+            state, metrics = step(state, part)
+            figures.append(all_metrics(buffers, metrics, m.cfg))
+        values |= {f"metrics{call}/{name}": np.mean([f[name] for f in figures]) for name in figures[0]}
+        after = to_reference(state.params, state.buffers, m.cfg)
+        if not m.cfg.e_tie and TIED_BIAS in golden.params:
+            after[TIED_BIAS] = golden.params[TIED_BIAS]  # an untied model has it and never uses it
+        values |= {f"after{call}/{name}": value for name, value in after.items()}
+        scales |= metric_scales(golden, f"metrics{call}")
+    return Replay(values=values, scales=scales)
+
+
+def optimiser_config(golden: Golden) -> OptimConfig:
+    settings = golden.setting("opt")
+    odd = sorted(set(settings) - OPTIMISER_SETTINGS)
+    missing = sorted({"optimizer", "lr_max", "lr_schedule", "n_warmup_step", "n_max_step"} - set(settings))
+    if odd or missing:
+        what = f"has {odd[0]!r}, which is unknown" if odd else f"lacks {missing[0]!r}"
+        raise UserError(f"{golden.path}: its optimiser {what}. It may have {', '.join(sorted(OPTIMISER_SETTINGS))}.")
+    return OptimConfig(
+        name=settings["optimizer"],
+        lr=settings["lr_max"],
+        schedule=settings["lr_schedule"],
+        warmup_steps=settings["n_warmup_step"],
+        steps=settings["n_max_step"],
+        extra_steps=settings.get("n_extra_step", 0),
+        clip=settings.get("grad_clip") or None,
+        decay=settings.get("wd_lam", 0.0),
+    )
+
+
+def replay_schedule(golden: Golden) -> Replay:
+    steps = golden.output("steps")
+    warmup, most = golden.setting("n_warmup_step"), golden.setting("n_max_step")
+    values = {
+        name: schedule(OptimConfig(schedule=name, warmup_steps=warmup, steps=most))(steps)
+        for name in ("cosine", "linear", "constant")
+    }
+    skipped = {
+        "steps": "where the multipliers are taken, not a result",
+        "inv_sqrt": "the reference's rises to infinity; ours is a true inverse square root",
+    }
+    return Replay(values=values, skipped=skipped)
+
+
+def replay_nucleus(golden: Golden) -> Replay:
+    """Kept logits are compared apart from the mask: next to -1e10 every error would look small."""
+    from linnet.nn.sampling import nucleus
+
+    values: dict[str, Any] = {}
+    expected: dict[str, np.ndarray] = {}
+    for name, want in golden.outputs.items():
+        parts = re.fullmatch(r"(?:(\w+)_)?out_p([0-9.]+)", name)
+        if parts is None:
+            continue
+        got = np.asarray(nucleus(golden.input(parts[1] or "logits"), float(parts[2])))
+        kept = want > MASKED / 2
+        values |= {f"{name}: mask": got > MASKED / 2, name: np.where(kept, got, 0.0)}
+        expected |= {f"{name}: mask": kept, name: np.where(kept, want, 0.0)}
+    return Replay(values=values, expected=expected)

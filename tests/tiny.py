@@ -1,0 +1,62 @@
+"""A run so small that training it takes a second: every option on, so that nothing is left out of what must be exact."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from linnet.config import DataConfig, OptimConfig, RunConfig, TrainConfig
+from linnet.families.vq.config import VQConfig
+
+MODEL = VQConfig(
+    d_model=16,
+    d_k=8,
+    d_v=16,
+    n_head=2,
+    n_code=8,
+    n_layer=1,
+    block_len=8,
+    mem_len=8,
+    p_dropemb=0.1,
+    p_dropsin=0.1,
+    p_dropres=0.1,
+    p_droplyr=0.1,
+    restart_dead_codes=True,
+    dead_code_below=0.5,
+)
+
+
+def corpus(folder: Path, n_bytes: int = 6000) -> Path:
+    """Words in an order that never repeats exactly, and never changes."""
+    path = folder / "corpus.txt"
+    words = ["linear", "time", "attention", "codes", "window", "table", "exact"]
+    text = " ".join(words[(i * i + i // 3) % len(words)] for i in range(n_bytes // 5))
+    path.write_text(text[:n_bytes])
+    return path
+
+
+def config(source: Path, **changes: Any) -> RunConfig:
+    """`changes` are keyed by dotted names: `config(p, **{"optim.steps": 10})`."""
+    cfg = RunConfig(
+        preset="tiny",
+        model=MODEL,
+        data=DataConfig(source=str(source), sequence_len=32, update_len=16, batch_size=4),
+        optim=OptimConfig(lr=3e-3, warmup_steps=4, steps=40, clip=1.0, decay=1e-3),
+        train=TrainConfig(
+            ema_decay=0.9,
+            log_every=5,
+            eval_every=10,
+            eval_sequences=4,
+            checkpoint_every=10,
+            checkpoint_minutes=0,
+            sample_tokens=0,
+        ),
+    )
+    for name, value in changes.items():
+        part, _, field = name.partition(".")
+        if field:
+            cfg = dataclasses.replace(cfg, **{part: dataclasses.replace(getattr(cfg, part), **{field: value})})
+        else:
+            cfg = dataclasses.replace(cfg, **{part: value})
+    return cfg

@@ -1,0 +1,167 @@
+"""The trainer: resumed equals uninterrupted bit for bit, accumulation changes nothing, bad updates touch nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from linnet.data import open_data
+from linnet.errors import UserError
+from linnet.families import registry
+from linnet.pytree import named_leaves, replace
+from linnet.train.folder import RunFolder
+from linnet.train.loop import NotFinite, train
+from linnet.train.metrics import read_metrics
+from linnet.train.optim import optimizer
+from linnet.train.runs import open_state
+from linnet.train.state import TrainState, fresh_state
+from linnet.train.step import make_step, update
+
+
+def assert_same_bits(a: Any, b: Any) -> None:
+    left, right = dict(named_leaves(a)), dict(named_leaves(b))
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert np.asarray(value).tobytes() == np.asarray(right[name]).tobytes(), f"{name} differs"
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """Metrics without what depends on the clock or the machine."""
+    clock = {"time", "tokens_per_second", "mfu", "wait_share", "rss_bytes"}
+    return [{k: v for k, v in r.items() if k not in clock} for r in read_metrics(run) if r["kind"] != "event"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One uninterrupted run, several epochs long (46 sequences, 4 a batch, 2 updates each)."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    outcome = train(tiny.config(source), RunFolder(run), quiet=True)
+    assert outcome.finished
+    return run
+
+
+@pytest.mark.parametrize("stops", [(20,), (7, 8, 31)], ids=str)
+def test_resumed_equals_uninterrupted(source: Path, whole: Path, stops: tuple[int, ...], tmp_path: Path) -> None:
+    """Also in the middle of a sequence (odd steps), where the carry counts, and across the ends of epochs."""
+    cfg = tiny.config(source)
+    for stop in stops:
+        outcome = train(cfg, RunFolder(tmp_path), quiet=True, stop_at=stop)
+        assert (outcome.step, outcome.finished) == (stop, False)
+    assert train(cfg, RunFolder(tmp_path), quiet=True).finished
+    assert_same_bits(open_state(tmp_path, "latest")[1], open_state(whole, "latest")[1])
+    assert lines(tmp_path) == lines(whole)
+
+
+def test_it_learns(whole: Path) -> None:
+    losses = [r["loss"] for r in read_metrics(whole) if r["kind"] == "train"]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_a_finished_run_stays_finished(source: Path, whole: Path) -> None:
+    before = open_state(whole, "latest")[1]
+    outcome = train(tiny.config(source), RunFolder(whole), quiet=True)
+    assert outcome.finished
+    assert_same_bits(open_state(whole, "latest")[1], before)
+
+
+def test_another_config_is_refused(source: Path, whole: Path) -> None:
+    with pytest.raises(UserError, match=r"holds a run with optim.lr = 0.003, but you ask for 0.1 .and seed."):
+        train(tiny.config(source, **{"optim.lr": 0.1, "seed": 3}), RunFolder(whole), quiet=True)
+
+
+def test_changed_data_is_refused(tmp_path: Path) -> None:
+    path = tiny.corpus(tmp_path)
+    cfg = tiny.config(path)
+    train(cfg, RunFolder(tmp_path / "run"), quiet=True, stop_at=2)
+    path.write_bytes(path.read_bytes().replace(b"exact", b"wrong"))
+    with pytest.raises(UserError, match="not what this run was trained on"):
+        train(cfg, RunFolder(tmp_path / "run"), quiet=True)
+
+
+def test_a_vocabulary_too_small_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="model.n_vocab is 100, but it must be at least the data's 259"):
+        train(tiny.config(source, **{"model.n_vocab": 100}), RunFolder(tmp_path / "run"), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_checkpoint_costs_only_itself(source: Path, whole: Path, tmp_path: Path) -> None:
+    cfg = tiny.config(source)
+    train(cfg, RunFolder(tmp_path), quiet=True, stop_at=25)
+    for file in (tmp_path / "checkpoints" / "000000025").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert train(cfg, RunFolder(tmp_path), quiet=True).finished
+    assert_same_bits(open_state(tmp_path, "latest")[1], open_state(whole, "latest")[1])
+
+
+def _state_and_batch(source: Path, **changes: Any) -> tuple[Any, Any, Any, TrainState, Any]:
+    cfg = tiny.config(source, **changes)
+    family = registry.get("vq")
+    tx = optimizer(cfg.optim, family.param_specs(cfg.model))
+    return cfg, family, tx, fresh_state(family, cfg, tx), open_data(cfg.data, 0).batch(0)
+
+
+def test_accumulation_changes_nothing(source: Path) -> None:
+    """Dropout included: a row draws by its place in the whole batch. Only candidates for dead codes may differ."""
+    results = []
+    for n in (1, 2, 4):
+        changes = {"train.accumulate": n, "model.restart_dead_codes": False}
+        cfg, family, tx, state, batch = _state_and_batch(source, **changes)
+        after, metrics = jax.jit(lambda s, b, f=family, c=cfg, t=tx: update(f, c, t, s, b))(state, batch)
+        results.append((after.params, after.buffers, after.carry, metrics["loss"]))
+    for other in results[1:]:
+        for (name, a), (_, b) in zip(named_leaves(results[0]), named_leaves(other), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_a_bad_update_touches_nothing(source: Path) -> None:
+    cfg, family, tx, state, batch = _state_and_batch(source)
+    step = make_step(family, cfg, tx)
+    state, _ = step(state, batch)
+    good = jax.tree.map(np.array, state)
+    poisoned = replace(state, params=replace(state.params, out_bias=state.params.out_bias.at[5].set(jnp.nan)))
+    kept = jax.tree.map(np.array, poisoned)
+    after, metrics = step(poisoned, batch)
+    assert int(metrics["bad_run"]) == 1
+    assert int(after.skipped) == 1
+    assert int(after.step) == int(good.step) + 1
+    for part in ("params", "buffers", "opt_state", "ema"):
+        assert_same_bits(getattr(after, part), getattr(kept, part))
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(after.carry))
+
+
+def test_too_many_bad_updates_stop_the_run(source: Path, tmp_path: Path) -> None:
+    """A learning rate beyond all bounds makes weights that overflow; the run ends with its last good weights saved."""
+    changes = {"optim.lr": 1e30, "optim.clip": None, "optim.warmup_steps": 0, "train.max_bad_steps": 3}
+    with pytest.raises(NotFinite, match="3 updates in a row"):
+        train(tiny.config(source, **changes), RunFolder(tmp_path), quiet=True)
+    state = open_state(tmp_path, "latest")[1]
+    assert int(state.skipped) >= 3
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(state.opt_state))
+    events = [r["event"] for r in read_metrics(tmp_path) if r["kind"] == "event"]
+    assert events.count("skipped") >= 3
+    assert events[-1] == "failed"
+
+
+def test_validation_marks_the_best_and_comes_after_the_save(whole: Path) -> None:
+    evals = {r["step"]: r["loss"] for r in read_metrics(whole) if r["kind"] == "eval"}
+    assert sorted(evals) == [10, 20, 30, 40]
+    best = min(evals, key=lambda step: evals[step])
+    assert open_state(whole, "best")[2] == best
+
+
+def test_environment_and_data_are_told(whole: Path) -> None:
+    assert json.loads((whole / "environment.json").read_text())["versions"]["jax"]
+    assert json.loads((whole / "data.json").read_text())["splits"]["train"]["windows"] > 0
