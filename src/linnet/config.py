@@ -232,6 +232,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         return tuple(_coerce(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    assert isinstance(hint, type), f"{where}: configs hold no {hint}"
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise refuse(where, value, f"of type {hint.__name__}", "correct its value")
     return value

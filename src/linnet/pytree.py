@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, cast, dataclass_transform
 
 import jax
 
@@ -20,14 +20,14 @@ def static(**kwargs: Any) -> Any:
 def pytree(cls: type[T]) -> type[T]:
     """Makes `cls` a frozen keyword-only dataclass and registers it as a pytree; leaves carry their field names."""
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    fields = dataclasses.fields(made)  # pyright: ignore[reportArgumentType]
+    fields = dataclasses.fields(cast(Any, made))
     meta = [f.name for f in fields if f.metadata.get("static")]
     data = [f.name for f in fields if not f.metadata.get("static")]
     return jax.tree_util.register_dataclass(made, data_fields=data, meta_fields=meta)
 
 
 def replace(tree: T, **changes: Any) -> T:
-    return dataclasses.replace(tree, **changes)  # pyright: ignore[reportType]
+    return dataclasses.replace(cast(Any, tree), **changes)
 
 
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any]]:

@@ -117,13 +117,12 @@ def _backward(cuts: Cuts, saved: Saved, d_out: Float[Array, "T V"]) -> tuple[Arr
     # A softmax's gradient is weight * (d_weight - sum of weight * d_weight), and that sum is out . d_out.
     mean = jnp.sum(saved.out.astype(jnp.float32) * d_out, axis=-1)
     row, column = jnp.arange(c)[:, None], jnp.arange(c + m)[None, :]
-    learns = (
-        column >= row // cuts.block_len * cuts.block_len
-    )  # keys older than the block's window learn nothing by scores
+    # Keys older than their block's window learn nothing by scores.
+    learns = column >= row // cuts.block_len * cuts.block_len
 
     def chunk_of_queries(
         grads: tuple[Array, Array, Array], i: Int[Array, ""]
-    ) -> tuple[tuple[Array, ...], tuple[Array, Array]]:
+    ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
         d_keys, d_values, d_distances = grads
         q, q_position, d = (cut(x, i * c, c) for x in (saved.content, saved.position, d_out))
         log_sum, chunk_mean = cut(saved.log_sum, i * c, c)[:, None], cut(mean, i * c, c)[:, None]
@@ -146,7 +145,8 @@ def _backward(cuts: Cuts, saved: Saved, d_out: Float[Array, "T V"]) -> tuple[Arr
         d_content, d_values = jax.lax.fori_loop(0, i, chunk_of_keys, (_product(d_scores, near_keys), d_values))
         return (d_keys, d_values, d_distances + more), (d_content, d_position)
 
-    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (all_keys, all_values, saved.distances))
+    like = (all_keys, all_values, saved.distances)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
     n_chunk = jnp.arange(d_out.shape[0] // c)
     (d_keys, d_values, d_distances), (d_content, d_position) = jax.lax.scan(chunk_of_queries, zeros, n_chunk)
     return (

@@ -74,8 +74,9 @@ class Gemm:
         }
 
 
-def measure(job: Job, *, seconds: float, gemm_size: int = GEMM_SIZE) -> dict[str, Any]:
-    """All figures of a job. A job that takes longer than `seconds` is run once, and that run counts."""
+def measure(job: Job, *, seconds: float, least: int = LEAST_REPETITIONS, gemm_size: int = GEMM_SIZE) -> dict[str, Any]:
+    """All figures of a job: medians over at least `least` repetitions and `seconds`. With `least` 1, a job that takes longer
+    than `seconds` is run but once, and that run counts."""
     gemm = Gemm(gemm_size)
     compiled: list[Any] = []
     compile_span = timed(lambda: compiled.append(job.compile()))
@@ -84,9 +85,9 @@ def measure(job: Job, *, seconds: float, gemm_size: int = GEMM_SIZE) -> dict[str
     warm_up = timed(job.run)
     gemm.measure()
     spans = [warm_up]
-    if warm_up.seconds < seconds:
+    if least > 1 or warm_up.seconds < seconds:
         times = max(1, math.ceil(LEAST_SECONDS / max(warm_up.seconds, 1e-9)))
-        spans = _repeat(job.run, times, seconds, gemm)
+        spans = _repeat(job.run, times, seconds, least, gemm)
     rate, cpu_rate = (
         _median_rate(job.tokens, [getattr(s, unit) for s in spans]) for unit in ("seconds", "cpu_seconds")
     )
@@ -108,7 +109,7 @@ def measure(job: Job, *, seconds: float, gemm_size: int = GEMM_SIZE) -> dict[str
     }
 
 
-def _repeat(run: Callable[[], None], times: int, seconds: float, gemm: Gemm) -> list[Span]:
+def _repeat(run: Callable[[], None], times: int, seconds: float, least: int, gemm: Gemm) -> list[Span]:
     """Means over `times` runs each, until there are enough of them and enough time went by."""
 
     def several() -> None:
@@ -117,7 +118,7 @@ def _repeat(run: Callable[[], None], times: int, seconds: float, gemm: Gemm) -> 
 
     spans: list[Span] = []
     spent = 0.0
-    while len(spans) < LEAST_REPETITIONS or spent < seconds:
+    while len(spans) < least or spent < seconds:
         span = timed(several)
         gemm.measure()
         spent += span.seconds

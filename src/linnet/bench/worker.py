@@ -24,7 +24,7 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
     import jax
 
     from linnet.bench.jobs import JOBS
-    from linnet.bench.measure import GEMM_SIZE, TooLarge, measure
+    from linnet.bench.measure import TooLarge, measure
     from linnet.config import RunConfig, from_dict
     from linnet.train.environment import describe
 
@@ -33,7 +33,9 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
     environment = describe()
     where = {"cores": environment["cores_usable"], "commit": environment.pop("git_commit"), "machine": environment}
     try:
-        figures = measure(JOBS[task["job"]](cfg), seconds=task["seconds"], gemm_size=task.get("gemm_size", GEMM_SIZE))
+        figures = measure(
+            JOBS[task["job"]](cfg), seconds=task["seconds"], least=task["least"], gemm_size=task["gemm_size"]
+        )
     except TooLarge as stop:
         return {"stopped": str(stop), **where}
     return {**figures, **where}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def parse(arguments: type[T], argv: list[str], command: str, words: str, default: T | None = None) -> T:
-    kwargs = {} if default is None else {"default": default}
+    kwargs: dict[str, Any] = {} if default is None else {"default": default}
     return tyro.cli(arguments, args=argv, prog=f"linnet {command}", description=words, **kwargs)
 
 

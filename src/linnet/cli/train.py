@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from linnet.cli.parse import parse_run
+from linnet.config import RunConfig
 
 
 def train_command(argv: list[str]) -> int:
@@ -18,7 +19,7 @@ def default_folder(name: str, preset: str) -> Path:
     return Path(name) if (Path(name) / "config.json").is_file() else Path("runs") / preset
 
 
-def run_training(config, out: Path, quiet: bool) -> int:
+def run_training(config: RunConfig, out: Path, quiet: bool) -> int:
     from linnet.cli.startup import prepare_jax
     from linnet.train.folder import RunFolder
     from linnet.train.interrupt import EXIT_INTERRUPTED

@@ -26,6 +26,7 @@ class AttentionState:
     """
 
     codes: Int[Array, "*G B H M"]
+    keys: Float[Array, "*G B H M K"]  # as quantised when read: the codebook may have moved since
     values: Float[Array, "*G B H M V"]
     documents: Int[Array, "*G B M"]
     count: Float[Array, "*G B H S"]
@@ -46,12 +47,14 @@ def empty_state(
     n_head: int,
     window: int,
     n_code: int,
+    key_width: int,
     width: int,
     dtype: jnp.dtype | type,
     leading: tuple[int, ...] = (),
 ) -> AttentionState:
     return AttentionState(
         codes=jnp.zeros((*leading, batch, n_head, window), jnp.int32),
+        keys=jnp.zeros((*leading, batch, n_head, window, key_width), dtype),
         values=jnp.zeros((*leading, batch, n_head, window, width), dtype),
         documents=jnp.full((*leading, batch, window), EMPTY, jnp.int32),
         count=jnp.zeros((*leading, batch, n_head, n_code), jnp.float32),
@@ -97,7 +100,7 @@ def attention(
     codebook = codebook.astype(values.dtype)
     # The state's window becomes the P blocks before the first one; what does not fill a block is empty.
     start = Carry(
-        keys=_pad(codebook[jnp.arange(codebook.shape[0])[:, None], state.codes], 2, margin, 0),
+        keys=_pad(state.keys, 2, margin, 0),
         values=_pad(state.values, 2, margin, 0),
         codes=_pad(state.codes, 2, margin, 0),
         documents=_pad(state.documents, 1, margin, 0, EMPTY),
@@ -126,6 +129,7 @@ def attention(
     if length is None and not padding and not margin:
         after = AttentionState(
             codes=end.codes,
+            keys=end.keys,
             values=end.values,
             documents=end.documents,
             count=end.count,
@@ -133,13 +137,14 @@ def attention(
             table_document=end.table_document,
         )
     else:
-        after = _advance(state, chosen, values, documents, length, last_document)
+        after = _advance(state, chosen, keys, values, documents, length, last_document)
     return out, jax.lax.stop_gradient(after)
 
 
 def _advance(
     state: AttentionState,
     chosen: Int[Array, "B H T"],
+    keys: Float[Array, "B H T K"],
     values: Float[Array, "B H T V"],
     documents: Int[Array, "B T"],
     length: Int[Array, " B"] | None,
@@ -149,6 +154,7 @@ def _advance(
     batch, _, n_token, _ = values.shape
     window = state.codes.shape[-1]
     codes = jnp.concatenate([state.codes, chosen], axis=2)
+    keys = jnp.concatenate([state.keys, keys], axis=2)
     values = jnp.concatenate([state.values, values], axis=2)
     documents = jnp.concatenate([state.documents, documents], axis=1)
     gone = jnp.full((batch,), n_token, jnp.int32) if length is None else length.astype(jnp.int32)
@@ -168,6 +174,7 @@ def _advance(
 
     return AttentionState(
         codes=last_window(codes, 2),
+        keys=last_window(keys, 2),
         values=last_window(values, 2),
         documents=last_window(documents, 1),
         count=count,

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
 
 from linnet.config import OptimConfig
 from linnet.params import Spec, is_spec
@@ -20,15 +21,14 @@ from linnet.pytree import named_leaves
 FINAL = 0.1  # where cosine and linear end, as a share of the top
 MUON_RMS = 0.2  # the size of Adam's usual update, so that one learning rate suits both of Muon's halves
 
-Step = int | Int[Array, "*N"]
-Schedule = Callable[[Step], Float[Array, "*N"]]
+Schedule = Callable[[ArrayLike], Float[Array, "*N"]]
 
 
 def schedule(cfg: OptimConfig) -> Schedule:
     """The learning rate's multiplier at a step (from 0): up from 0 to 1, down until `cfg.steps`, then held."""
     warmup, span = cfg.warmup_steps, cfg.steps - cfg.warmup_steps
 
-    def multiplier(step: Step) -> Float[Array, "*N"]:
+    def multiplier(step: ArrayLike) -> Float[Array, "*N"]:
         now = jnp.minimum(jnp.asarray(step, jnp.float32), cfg.steps)
         share = jnp.maximum(now - warmup, 0.0) / span
         if cfg.schedule == "cosine":
@@ -62,17 +62,14 @@ def _rule(cfg: OptimConfig, specs: Any) -> optax.GradientTransformation:
         return optax.scale_by_lion(b1=0.95, b2=0.98)
     if cfg.name == "adafactor":
         return _grouped(specs, lambda spec: _Group("all", _stack(spec)), {"all": _adafactor()})
-    groups = {"matrices": _muon(), "rest": _adam()}
-    # Embeddings and output weights are rows looked up, not maps between layers: Adam suits them better.
-    return _grouped(
-        specs,
-        lambda spec: (
-            _Group("matrices", _stack(spec))
-            if len(spec.layer_shape) == 2 and "vocab" not in spec.axes
-            else _Group("rest", None)
-        ),
-        groups,
-    )
+    return _grouped(specs, _muon_group, {"matrices": _muon(), "rest": _adam()})
+
+
+def _muon_group(spec: Spec) -> _Group:
+    """Embeddings and output weights are rows looked up, not maps between layers: Adam suits them better."""
+    if len(spec.layer_shape) == 2 and "vocab" not in spec.axes:
+        return _Group("matrices", _stack(spec))
+    return _Group("rest", None)
 
 
 def _adam() -> optax.GradientTransformation:
@@ -84,12 +81,14 @@ def _adafactor() -> optax.GradientTransformation:
 
 
 def _muon() -> optax.GradientTransformation:
-    return optax.chain(
-        optax.contrib.scale_by_muon(),
-        optax.stateless(
-            lambda updates, params: jax.tree.map(lambda u: MUON_RMS * max(u.shape) ** 0.5 * u, updates),
-        ),
-    )
+    def plain(matrices: Any) -> Any:
+        """Nothing is reshaped: rows and columns are what they seem."""
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), matrices)
+
+    def scale(updates: Any, _: Any) -> Any:
+        return jax.tree.map(lambda update: MUON_RMS * max(update.shape) ** 0.5 * update, updates)
+
+    return optax.chain(optax.contrib.scale_by_muon(weight_dimension_numbers=plain), optax.stateless(scale))
 
 
 def _decay(decay: float, specs: Any) -> optax.GradientTransformation:
@@ -137,7 +136,9 @@ def _grouped(
 
     def update(updates: Any, state: dict[str, Any], params: Any = None) -> tuple[Any, dict[str, Any]]:
         gradients, weights = split(updates), split(params)
-        done = {name: t.update(gradients[name], state[name], weights[name]) for name, t in transforms.items()}
+        done: dict[str, tuple[Any, Any]] = {
+            name: t.update(gradients[name], state[name], weights[name]) for name, t in transforms.items()
+        }
         leaves = {name: leaf for part, _ in done.values() for name, leaf in part.items()}
         structure = jax.tree.structure(updates)
         merged = jax.tree.unflatten(structure, [leaves[name] for name, _ in named_leaves(updates)])

@@ -14,7 +14,7 @@ from linnet.families.family import Family
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.folder import RunFolder
 from linnet.train.optim import optimizer
-from linnet.train.state import TrainState, abstract_state, model_weights
+from linnet.train.state import TrainState, abstract_state, model_weights, start_from
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,3 +52,13 @@ def _chosen(checkpoints: Checkpoints, which: str) -> int | Literal["latest", "be
     if which == "latest":
         return "latest"
     raise refuse("--checkpoint", which, "best, latest or a step", "use latest")
+
+
+def write_run(path: Path, cfg: RunConfig, params: Any, buffers: Any) -> None:
+    """A run at step 0 with given weights: imported models are evaluated, sampled and trained like any other."""
+    family = registry.get(cfg.family)
+    state = start_from(family, cfg, optimizer(cfg.optim, family.param_specs(cfg.model)), params, buffers)
+    folder = RunFolder(path).create()
+    with folder.lock(), Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
+        checkpoints.save(0, state, extra={}, wait=True)
+        configs.save(cfg, folder.config)  # last: a folder without it is not a run

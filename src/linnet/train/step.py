@@ -37,9 +37,8 @@ def update(
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     buffers = family.update_buffers(state.buffers, aux.statistics, cfg.model)
-    ema = state.ema
-    if ema is not None:
-        decay = cfg.train.ema_decay
+    ema, decay = state.ema, cfg.train.ema_decay
+    if decay is not None:
         ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
 
     def if_finite(new: Any, old: Any) -> Any:

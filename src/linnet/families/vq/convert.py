@@ -34,8 +34,20 @@ CODE_NAMES = {"code_count": "quantizer/c_count", "code_total": "quantizer/c_sum"
 EMBED, TIED_BIAS, SCALE = "token_embedder/embs", "token_embedder/bias_out", "position_embedder/scale"
 # The reference's settings that say nothing about what the model computes: data, sampling, notes of whoever wrote the file.
 NOT_THE_MODEL = frozenset(
-    "global_batch_size sequence_len update_len d_ff p_nucleus is_train eos_id opt params_file note perturb_seed "
-    "min_shortcode_margin".split()
+    [
+        "global_batch_size",
+        "sequence_len",
+        "update_len",
+        "d_ff",
+        "p_nucleus",
+        "is_train",
+        "eos_id",
+        "opt",
+        "params_file",
+        "note",
+        "perturb_seed",
+        "min_shortcode_margin",
+    ]
 )
 NEEDED = ("n_vocab", "d_model", "d_k", "d_v", "n_head", "n_code", "n_layer", "block_len", "mem_len")
 OUT_GAIN, OUT_NORM_BIAS, W_OUT, OUT_BIAS = "out_ln/g", "out_ln/b", "out_proj/kernel", "out_proj/bias"

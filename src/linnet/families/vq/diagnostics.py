@@ -13,7 +13,7 @@ from linnet.families.vq.config import VQConfig
 from linnet.families.vq.params import VQBuffers
 from linnet.nn.codebook import LEAST_COUNT, code_vectors
 
-MOST_COUNT = 1e6  # beyond this a count is out of range as well
+FEWEST, MOST = 1.0, 1e6  # a count outside is out of range
 
 
 def codebook_figures(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfig) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _figures(buffers: VQBuffers, dead_below: float) -> tuple[dict[str, Array], d
     distance = jnp.sqrt(jnp.maximum(square[..., :, None] + square[..., None, :] - 2 * distance, 0.0))
     share = usage / jnp.sum(usage, axis=-1, keepdims=True)
     entropy = -jnp.sum(share * jnp.log(share), axis=-1)  # G H
-    out_of_range = jnp.sum((buffers.code_count < LEAST_COUNT) | (buffers.code_count > MOST_COUNT), axis=-1)
+    out_of_range = jnp.sum((buffers.code_count < FEWEST) | (buffers.code_count > MOST), axis=-1)
     scalars = {
         **_spread("c_sim", similarity, others),
         **_spread("c_dist", distance, others),

@@ -58,7 +58,7 @@ class UnitAux:
 def empty_carry(cfg: VQConfig, batch: int) -> VQCarry:
     return VQCarry(
         attention=empty_state(
-            batch, cfg.n_head, cfg.mem_len, cfg.n_code, cfg.d_v, jnp.dtype(cfg.dtype), leading=(cfg.n_unit,)
+            batch, cfg.n_head, cfg.mem_len, cfg.n_code, cfg.d_k, cfg.d_v, jnp.dtype(cfg.dtype), leading=(cfg.n_unit,)
         ),
         position=jnp.zeros((batch,), jnp.int32),
     )

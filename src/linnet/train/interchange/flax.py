@@ -17,7 +17,22 @@ CHUNKED = "__msgpack_chunked_array__"
 # bfloat16 is no type of numpy's own. Others (objects, text) are never weights.
 DTYPES = {
     name: np.dtype(name)
-    for name in "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
+    for name in [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
 } | {"bfloat16": np.dtype(jnp.bfloat16)}
 
 
@@ -34,7 +49,7 @@ def read_flax(path: Path) -> dict[str, Any]:
     try:
         tree = msgpack.unpackb(data, ext_hook=_extension, raw=False, strict_map_key=True)
         tree = _join_chunks(tree, "")
-    except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
+    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise UserError(f"{path} is not a whole Flax msgpack file ({error}). Fix: copy it again.") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds {type(tree).__name__}, not a tree of weights. Fix: name the checkpoint file.")
@@ -67,7 +82,7 @@ def _array(data: bytes) -> np.ndarray:
     if not (isinstance(parts, list) and len(parts) == 3):
         raise ValueError("an array is not (shape, dtype, bytes)")
     shape, name, body = parts
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"an array of type {name!r}")
     if not (isinstance(shape, list) and all(isinstance(n, int) and n >= 0 for n in shape) and isinstance(body, bytes)):
         raise ValueError("an array whose shape is not a list of sizes")

@@ -26,7 +26,7 @@ FORMAT = "linnet"
 
 def export_safetensors(params: Any, buffers: Any, cfg_json: dict[str, Any], path: Path) -> str:
     """Writes the file whole or not at all. `cfg_json` is what `config.to_json` gives. Returns the fingerprint."""
-    arrays = {name: np.ascontiguousarray(leaf) for name, leaf in named_leaves({"params": params, "buffers": buffers})}
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in named_leaves({"params": params, "buffers": buffers})}
     config = json.dumps(cfg_json, sort_keys=True)
     mark = fingerprint(arrays, config)
     path.parent.mkdir(parents=True, exist_ok=True)

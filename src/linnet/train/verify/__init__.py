@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,9 +75,11 @@ def render(verification: Verification) -> Table:
         n_bad = sum(not check.passed for check in v.checks)
         title = f"{v.file} ({v.kind}): {word}, {n_bad} of {len(v.checks)} tensors beyond {v.tolerance:g}"
     table = Table(title=Text(title), title_justify="left")
-    for column in ("tensor", "largest relative error", "", "note"):
-        table.add_column(column, justify="right" if column.startswith("largest") else "left")
-    for check in sorted(v.checks, key=lambda c: (c.passed, -c.error)):
+    table.add_column("tensor", overflow="fold")
+    table.add_column("largest relative error", justify="right")
+    table.add_column("")
+    table.add_column("note")
+    for check in sorted(v.checks, key=lambda c: (c.passed, -c.error if c.error == c.error else -math.inf)):
         table.add_row(Text(check.name), f"{check.error:.2e}", "ok" if check.passed else "FAIL", Text(check.note))
     for skipped in v.not_checked:
         table.add_row(Text(f"not checked: {skipped.name}"), "", "-", Text(skipped.reason))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from linnet.config import DataConfig, OptimConfig, RunConfig
+from linnet.config import DataConfig, OptimConfig, RunConfig, from_dict
 from linnet.errors import UserError
 from linnet.families import registry
 from linnet.families.vq.convert import TIED_BIAS, to_reference
@@ -20,7 +22,7 @@ from linnet.train.verify.replay import Replay, all_metrics, load_model, metric_s
 
 MASKED = -1e10
 OPTIMISER_SETTINGS = frozenset(
-    "optimizer lr_max lr_schedule wd_lam grad_clip n_warmup_step n_max_step n_extra_step".split()
+    ["optimizer", "lr_max", "lr_schedule", "wd_lam", "grad_clip", "n_warmup_step", "n_max_step", "n_extra_step"]
 )
 
 
@@ -54,8 +56,7 @@ def replay_train(golden: Golden) -> Replay:
             part = replace(
                 batch, **{name: x[:, start : start + cfg.data.update_len] for name, x in vars(batch).items()}
             )
-            before = np.asarray(state.buffers.code_count), np.asarray(state.buffers.code_total)
-            buffers = replace(state.buffers, code_count=before[0].copy(), code_total=before[1].copy())
+            buffers = jax.tree.map(jnp.copy, state.buffers)  # the step consumes the state it is given
             state, metrics = step(state, part)
             figures.append(all_metrics(buffers, metrics, m.cfg))
         values |= {f"metrics{call}/{name}": np.mean([f[name] for f in figures]) for name in figures[0]}
@@ -69,21 +70,24 @@ def replay_train(golden: Golden) -> Replay:
 
 def optimiser_config(golden: Golden) -> OptimConfig:
     settings = golden.setting("opt")
+    if not isinstance(settings, dict):
+        raise UserError(f"{golden.path}: its config's 'opt' is not an object of settings. Fix: write it again.")
     odd = sorted(set(settings) - OPTIMISER_SETTINGS)
     missing = sorted({"optimizer", "lr_max", "lr_schedule", "n_warmup_step", "n_max_step"} - set(settings))
     if odd or missing:
         what = f"has {odd[0]!r}, which is unknown" if odd else f"lacks {missing[0]!r}"
         raise UserError(f"{golden.path}: its optimiser {what}. It may have {', '.join(sorted(OPTIMISER_SETTINGS))}.")
-    return OptimConfig(
-        name=settings["optimizer"],
-        lr=settings["lr_max"],
-        schedule=settings["lr_schedule"],
-        warmup_steps=settings["n_warmup_step"],
-        steps=settings["n_max_step"],
-        extra_steps=settings.get("n_extra_step", 0),
-        clip=settings.get("grad_clip") or None,
-        decay=settings.get("wd_lam", 0.0),
-    )
+    values = {
+        "name": settings["optimizer"],
+        "lr": settings["lr_max"],
+        "schedule": settings["lr_schedule"],
+        "warmup_steps": settings["n_warmup_step"],
+        "steps": settings["n_max_step"],
+        "extra_steps": settings.get("n_extra_step", 0),
+        "clip": settings.get("grad_clip") or None,
+        "decay": settings.get("wd_lam", 0.0),
+    }
+    return from_dict(OptimConfig, values, f"{golden.path}: opt.")
 
 
 def replay_schedule(golden: Golden) -> Replay:

@@ -1,0 +1,151 @@
+"""`linnet bench JOB`: checks the request, then measures in a fresh process and compares with the targets."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from linnet import config as configs
+from linnet import presets
+from linnet.bench.targets import PRESET, TARGETS, compare
+from linnet.config import DataConfig, RunConfig
+from linnet.errors import UserError, refuse
+from linnet.train.environment import cores_usable
+
+JOBS = ("train", "eval", "prefill", "decode")
+CONTEXT = 1024
+"""Tokens read before decode is measured, and the prompt of prefill, when none is asked for."""
+GEMM_SIZE = 2048
+
+
+def run_bench(
+    job: str,
+    preset: str | RunConfig = PRESET,
+    *,
+    sequence_len: int | None = None,
+    batch: int | None = None,
+    seconds: float = 10.0,
+    cores: int | None = None,
+    compare_cores: bool = False,
+    gemm_size: int = GEMM_SIZE,
+) -> dict[str, Any]:
+    """All figures of one job as plain JSON. `compare_cores` measures again on one core."""
+    cfg = job_config(job, preset, sequence_len, batch)
+    _check_time_and_cores(seconds, cores)
+    if compare_cores and (cores or cores_usable()) < 2:
+        raise refuse(
+            "--compare-cores", cores or cores_usable(), "asked for with two cores or more", "leave --cores out"
+        )
+    result = measure_apart(job, cfg, seconds=seconds, cores=cores, gemm_size=gemm_size)
+    if "stopped" in result:
+        raise UserError(f"{job} cannot be measured: {result['stopped']}. Fix: a smaller --sequence-len or --batch.")
+    result |= compare(result)
+    if compare_cores:
+        alone = measure_apart(job, cfg, seconds=seconds, cores=1, gemm_size=gemm_size)
+        result["one_core_tokens_per_second"] = alone["tokens_per_second"]
+        result["speedup_over_one_core"] = result["tokens_per_second"] / alone["tokens_per_second"]
+    return result
+
+
+def run_table(*, seconds: float = 10.0, say: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    """Every row of the targets' table, the first (training) on one core as well: what docs/benchmarks.md shows."""
+    results: list[dict[str, Any]] = []
+    for target in TARGETS:
+        say(
+            f"{target.job}, sequence length {target.sequence_len or CONTEXT:,}, batch {target.batch or 'of the preset'}"
+        )
+        compare_cores = not results and cores_usable() > 1 and hasattr(os, "sched_setaffinity")
+        results.append(
+            run_bench(
+                target.job,
+                sequence_len=target.sequence_len,
+                batch=target.batch,
+                seconds=seconds,
+                compare_cores=compare_cores,
+            )
+        )
+    return results
+
+
+def job_config(job: str, preset: str | RunConfig, sequence_len: int | None, batch: int | None) -> RunConfig:
+    """The preset with the length and batch asked for, on the embedded corpus; or a refusal before any work."""
+    if job not in JOBS:
+        raise refuse("the job", job, f"one of {', '.join(JOBS)}", "choose one of them, or `linnet bench scaling`")
+    cfg = presets.get(preset) if isinstance(preset, str) else preset
+    serving = job in ("prefill", "decode")
+    length, size = (CONTEXT, 1) if serving else (cfg.data.update_len, cfg.data.batch_size)
+    return sized(cfg, length if sequence_len is None else sequence_len, size if batch is None else batch)
+
+
+def sized(cfg: RunConfig, length: int, batch: int) -> RunConfig:
+    block = cfg.model.block_len
+    if batch < 1:
+        raise refuse("--batch", batch, "at least 1", "use 1")
+    if length < 1 or length % block:
+        near = max(1, round(length / block)) * block
+        raise refuse("--sequence-len", length, f"a positive multiple of model.block_len ({block})", f"use {near}")
+    data = DataConfig(sequence_len=length, update_len=length, batch_size=batch)
+    return dataclasses.replace(cfg, data=data, train=dataclasses.replace(cfg.train, accumulate=1))
+
+
+def _check_time_and_cores(seconds: float, cores: int | None) -> None:
+    if not seconds > 0:
+        raise refuse("--seconds", seconds, "above 0", "use 10")
+    if cores is None:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise UserError("--cores needs Linux: this system cannot bind a process to cores. Fix: leave --cores out.")
+    if not 1 <= cores <= cores_usable():
+        raise refuse(
+            "--cores", cores, f"between 1 and {cores_usable()}, the cores usable here", f"use {cores_usable()}"
+        )
+
+
+def measure_apart(
+    job: str,
+    cfg: RunConfig,
+    *,
+    seconds: float,
+    cores: int | None = None,
+    least: int = 5,
+    gemm_size: int = GEMM_SIZE,
+) -> dict[str, Any]:
+    """One measurement in a process of its own, with what was measured, where and when."""
+    settings = configs.to_json(cfg)
+    settings.pop("version")
+    task = {
+        "job": job,
+        "config": settings,
+        "seconds": seconds,
+        "cores": cores,
+        "least": least,
+        "gemm_size": gemm_size,
+    }
+    command = [sys.executable, "-m", "linnet.bench.worker"]
+    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise _failure(job, cfg, done)
+    return {
+        "job": job,
+        "preset": cfg.preset,
+        "sequence_len": cfg.data.sequence_len,
+        "batch": cfg.data.batch_size,
+        **json.loads(done.stdout.splitlines()[-1]),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _failure(job: str, cfg: RunConfig, done: subprocess.CompletedProcess[str]) -> Exception:
+    what = f"{job} of {cfg.preset} at sequence length {cfg.data.sequence_len}, batch {cfg.data.batch_size}"
+    if done.returncode < 0:
+        return UserError(
+            f"the measurement of {what} was killed by signal {-done.returncode}, most likely for lack of memory. "
+            "Fix: a smaller --sequence-len or --batch."
+        )
+    return RuntimeError(f"the measurement of {what} failed:\n{done.stderr.strip()}")

@@ -1,0 +1,137 @@
+"""`linnet bench scaling`: tokens a second as sequences grow, beside dense attention in the same model. Measured points only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from linnet import presets
+from linnet.bench.run import GEMM_SIZE, measure_apart, sized
+from linnet.bench.targets import DENSE_RATIOS, LEAST_SHARE, PRESET
+from linnet.config import RunConfig
+from linnet.errors import refuse
+from linnet.train.charts import Series, line_chart
+from linnet.train.svg import standalone
+
+SHORTEST, LONGEST = 512, 65_536
+BASE_LEN = 2048
+"""The length that others are compared with."""
+
+
+def lengths_up_to(longest: int = LONGEST) -> list[int]:
+    if longest < SHORTEST:
+        raise refuse("--max-sequence-len", longest, f"at least {SHORTEST}", f"use {LONGEST}")
+    return [SHORTEST << i for i in range((longest // SHORTEST).bit_length())]
+
+
+def run_scaling(
+    preset: str | RunConfig = PRESET,
+    lengths: Sequence[int] | None = None,
+    *,
+    job: str = "train",
+    seconds: float = 5.0,
+    time_limit: float = 300.0,
+    out: Path,
+    gemm_size: int = GEMM_SIZE,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Every length with both kinds of attention, batch 1, one process each; the plot goes to `out`. A length at which one run
+    would take longer than `time_limit` seconds, or more memory than there is, ends its curve, and the result says why."""
+    from linnet.bench import dense_model
+
+    cfg = presets.get(preset) if isinstance(preset, str) else preset
+    if job not in ("train", "eval"):
+        raise refuse("the job of scaling", job, "train or eval", "use train")
+    if out.suffix != ".svg" or not out.parent.is_dir():
+        raise refuse("--out", str(out), "an .svg file in a folder that exists", "use scaling.svg")
+    dense_model.check(cfg.model)
+    cfg = _without_dropout(cfg)
+    configs = {length: sized(cfg, length, 1) for length in sorted(lengths or lengths_up_to())}
+    curves: dict[str, list[dict[str, Any]]] = {}
+    stops: dict[str, str] = {}
+    for kind, name, growth in (("linear", job, 1.0), ("dense", f"{job}-dense", 2.0)):
+
+        def measure(length: int, kind: str = kind, name: str = name) -> dict[str, Any]:
+            say(f"{kind} attention, {length:,} tokens")
+            return measure_apart(name, configs[length], seconds=seconds, least=1, gemm_size=gemm_size)
+
+        curves[kind], why = _curve(measure, list(configs), growth, time_limit)
+        if why is not None:
+            stops[kind] = why
+            say(f"{kind} attention: {why}")
+    result = summarise(job, cfg.preset, curves, stops)
+    out.write_text(plot(result))
+    return {**result, "plot": str(out)}
+
+
+def _without_dropout(cfg: RunConfig) -> RunConfig:
+    names = ("p_dropemb", "p_dropsin", "p_dropres", "p_droplyr")
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, **dict.fromkeys(names, 0.0)))
+
+
+def _curve(
+    measure: Callable[[int], dict[str, Any]], lengths: Sequence[int], growth: float, limit: float
+) -> tuple[list[dict[str, Any]], str | None]:
+    """The points that could be measured, and why there are no more."""
+    points: list[dict[str, Any]] = []
+    for length in lengths:
+        # A guess decides whether a point is worth starting; it is never reported as a figure.
+        last = points[-1] if points else {"seconds_per_run": 0.0, "sequence_len": length}
+        if last["seconds_per_run"] * (length / last["sequence_len"]) ** growth > limit:
+            return (
+                points,
+                f"not measured from {length:,} tokens on, for one run would take longer than {limit:g} seconds",
+            )
+        point = measure(length)
+        if "stopped" in point:
+            return points, f"not measured from {length:,} tokens on, for {point['stopped']}"
+        points.append(point)
+    return points, None
+
+
+def summarise(job: str, preset: str, curves: dict[str, list[dict[str, Any]]], stops: dict[str, str]) -> dict[str, Any]:
+    """One row a length; the ratios of rates per CPU-second, which a busy machine disturbs least."""
+    by_length = {kind: {point["sequence_len"]: point for point in points} for kind, points in curves.items()}
+    base = by_length["linear"].get(BASE_LEN)
+    rows: list[dict[str, Any]] = []
+    for length in sorted(set().union(*by_length.values())):
+        linear, dense = (by_length[kind].get(length) for kind in ("linear", "dense"))
+        row = {"sequence_len": length, "linear": linear, "dense": dense}
+        if linear and dense:
+            row["linear_over_dense"] = _rate(linear) / _rate(dense)
+            row["linear_over_dense_wall"] = linear["tokens_per_second"] / dense["tokens_per_second"]
+            row["target_linear_over_dense"] = DENSE_RATIOS.get(length) if preset == PRESET else None
+        if linear and base:
+            row[f"over_{BASE_LEN}"] = _rate(linear) / _rate(base)
+            row[f"target_over_{BASE_LEN}"] = LEAST_SHARE if preset == PRESET and length == LONGEST else None
+        rows.append(row)
+    latest = curves["linear"][-1] if curves["linear"] else {}
+    where = {name: latest.get(name) for name in ("date", "commit", "machine", "cores", "gemm_gflops_per_cpu_second")}
+    return {"job": f"scaling {job}", "preset": preset, "batch": 1, "points": rows, "stopped": stops, **where}
+
+
+def _rate(point: dict[str, Any]) -> float:
+    return point["tokens_per_cpu_second"]
+
+
+def plot(result: dict[str, Any]) -> str:
+    """Both curves, both axes logarithmic, as an SVG file."""
+    series: list[Series] = []
+    for colour, kind in ((1, "linear"), (2, "dense")):
+        points = [row[kind] for row in result["points"] if row[kind]]
+        x, y = [p["sequence_len"] for p in points], [_rate(p) for p in points]
+        series.append(Series(name=f"{kind} attention", x=x, y=y, colour=colour, kind="dots"))
+    title = f"{result['preset']}: {result['job'].split()[-1]}, tokens a CPU-second by sequence length"
+    chart = line_chart(
+        series,
+        label=title,
+        x_label="sequence length",
+        y_label="tokens / CPU-s",
+        width=720,
+        height=400,
+        log_x=True,
+        log_y=True,
+    )
+    return standalone(chart, title)

@@ -1,0 +1,92 @@
+"""What `bench-s` should reach, as measured with the reference on two cores where a matrix product ran at 85 GFLOP a CPU-second.
+
+A slower machine has a lower bar: rates are scaled by the matrix product of the same run. Compile time and memory are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+PRESET = "bench-s"
+REFERENCE_GEMM = 85.0
+"""GFLOP a CPU-second of the machine that the targets stand for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    job: str
+    sequence_len: int | None
+    """None: whatever the context."""
+    batch: int | None
+    reference: float
+    """Tokens a CPU-second of the reference."""
+    tokens_per_cpu_second: float
+    compile_cpu_seconds: float | None = None
+    peak_rss_bytes: float | None = None
+
+
+TARGETS = (
+    Target(
+        job="train",
+        sequence_len=2048,
+        batch=2,
+        reference=820,
+        tokens_per_cpu_second=1400,
+        compile_cpu_seconds=20,
+        peak_rss_bytes=1.0e9,
+    ),
+    Target(
+        job="train",
+        sequence_len=8192,
+        batch=1,
+        reference=769,
+        tokens_per_cpu_second=1400,
+        compile_cpu_seconds=20,
+        peak_rss_bytes=1.5e9,
+    ),
+    Target(job="eval", sequence_len=2048, batch=None, reference=4080, tokens_per_cpu_second=6000),
+    Target(job="decode", sequence_len=None, batch=1, reference=299, tokens_per_cpu_second=1000),
+    Target(job="decode", sequence_len=None, batch=8, reference=432, tokens_per_cpu_second=1300),
+)
+CORES_SPEEDUP = 1.7
+"""Training on two cores over training on one."""
+DENSE_RATIOS = {8192: 3.0, 32768: 12.0}
+"""Linear over dense, by sequence length."""
+LEAST_SHARE = 0.9
+"""Tokens a second at 65,536 over those at 2,048."""
+
+
+def compare(result: dict[str, Any]) -> dict[str, Any]:
+    """The target of a result and how near it comes; nothing when its shape is not one of the targets'."""
+    target = find(result)
+    if target is None:
+        return {}
+    scaled = target.tokens_per_cpu_second * result["gemm_gflops_per_cpu_second"] / REFERENCE_GEMM
+    limits = {
+        name: {"limit": limit, "reached": result[name] <= limit}
+        for name in ("compile_cpu_seconds", "peak_rss_bytes")
+        if (limit := getattr(target, name)) is not None
+    }
+    reached = result["tokens_per_cpu_second"] >= scaled
+    return {
+        "reference": target.reference,
+        "target": target.tokens_per_cpu_second,
+        "target_scaled": scaled,
+        "target_ratio": result["tokens_per_cpu_second"] / scaled,
+        "limits": limits,
+        "reached": reached and all(limit["reached"] for limit in limits.values()),
+    }
+
+
+def find(result: dict[str, Any]) -> Target | None:
+    if result["preset"] != PRESET:
+        return None
+    fits = (
+        t
+        for t in TARGETS
+        if t.job == result["job"]
+        and t.sequence_len in (None, result["sequence_len"])
+        and t.batch in (None, result["batch"])
+    )
+    return next(fits, None)

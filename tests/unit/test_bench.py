@@ -1,0 +1,326 @@
+"""`linnet bench`: what is measured and how, what is refused, and how results are told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from linnet import presets
+from linnet.bench import measure, run, scaling, table, targets, worker
+from linnet.bench.measure import Job, Span, TooLarge
+from linnet.config import DataConfig, OptimConfig, RunConfig, to_json
+from linnet.errors import UserError
+from linnet.families.vq.config import VQConfig
+
+TINY = RunConfig(
+    preset="tiny",
+    model=VQConfig(d_model=8, d_k=4, d_v=8, n_code=4, n_layer=1, block_len=8, mem_len=8),
+    data=DataConfig(sequence_len=16, update_len=16, batch_size=2),
+    optim=OptimConfig(name="lion", warmup_steps=0),
+)
+FIGURES = {
+    "job", "preset", "sequence_len", "batch", "tokens_per_second", "tokens_per_cpu_second", "compile_cpu_seconds",
+    "compile_seconds", "peak_rss_bytes", "flops_per_token", "gemm_gflops_per_cpu_second", "gemm_gflops_per_second", "mfu",
+    "cores", "repetitions", "date", "commit", "machine",
+}  # fmt: skip
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    """A result as `run_bench` gives it."""
+    figures = {
+        "job": "train", "preset": "bench-s", "sequence_len": 2048, "batch": 2, "tokens_per_second": 2000.0,
+        "tokens_per_cpu_second": 1000.0, "spread": 0.02, "repetitions": 5, "seconds_per_run": 2.0, "compile_seconds": 8.0,
+        "compile_cpu_seconds": 12.0, "peak_rss_bytes": 900_000_000, "flops_per_token": 3.6e7,
+        "gemm_gflops_per_second": 150.0, "gemm_gflops_per_cpu_second": 85.0, "mfu": 0.5, "cores": 2, "commit": "a" * 40,
+        "machine": {"cpu": "A processor", "cores_usable": 2, "memory_bytes": 2**34, "versions": {"jax": "0.10.2"}},
+        "date": "2030-01-02 03:04 UTC",
+    }  # fmt: skip
+    return {**figures, **changes}
+
+
+def text_of(renderable: Any) -> str:
+    console = Console(width=200, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
+    console.print(renderable)
+    console.file.close()
+    return console.export_text()
+
+
+class TestRefusals:
+    @pytest.fixture(autouse=True)
+    def no_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("work began"))
+
+    @pytest.mark.parametrize(
+        ("job", "options", "message"),
+        [
+            ("trian", {}, "the job is 'trian'.*train, eval, prefill, decode"),
+            ("train", {"preset": "bench-xl"}, "no preset 'bench-xl'.*bench-s"),
+            ("train", {"sequence_len": 2000}, r"--sequence-len is 2000.*multiple of model.block_len \(128\).*use 2048"),
+            ("decode", {"sequence_len": 0}, "--sequence-len is 0.*use 128"),
+            ("decode", {"batch": 0}, "--batch is 0.*at least 1"),
+            ("train", {"seconds": 0.0}, "--seconds is 0.0.*above 0"),
+            ("train", {"cores": 10_000}, "--cores is 10000.*between 1 and"),
+            ("train", {"cores": 1, "compare_cores": True}, "--compare-cores.*leave --cores out"),
+        ],
+    )
+    def test_a_mistake_is_refused_with_its_fix(self, job: str, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            run.run_bench(job, **options)
+
+    def test_scaling(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="train or eval"):
+            scaling.run_scaling("bench-s", [512], job="decode", out=tmp_path / "a.svg")
+        with pytest.raises(UserError, match=r"\.svg file in a folder"):
+            scaling.run_scaling("bench-s", [512], out=tmp_path / "none" / "a.svg")
+        with pytest.raises(UserError, match="use 512"):
+            scaling.run_scaling("bench-s", [500], out=tmp_path / "a.svg")
+        with pytest.raises(UserError, match="at least 512"):
+            scaling.lengths_up_to(100)
+
+
+def test_a_preset_is_measured_on_the_embedded_corpus_at_its_own_size() -> None:
+    cfg = run.job_config("train", "enwik8", None, None)
+    assert (cfg.data.source, cfg.data.sequence_len, cfg.data.batch_size) == ("python-stdlib", 2048, 128)
+    assert cfg.data.updates_per_sequence == 1
+    cfg = run.job_config("decode", "bench-s", None, None)
+    assert (cfg.data.sequence_len, cfg.data.batch_size) == (run.CONTEXT, 1)
+
+
+class Script:
+    """Stands for `timed`: runs what it is given, remembers the order, and tells scripted times."""
+
+    def __init__(self, run_seconds: list[float]) -> None:
+        self.run_seconds, self.order = list(run_seconds), []
+
+    def __call__(self, thing: Any) -> Span:
+        before = len(self.order)
+        thing()
+        if len(self.order) == before:  # neither compile nor run: the matrix product
+            self.order.append("gemm")
+            return Span(0.5, 1.0)
+        if self.order[-1] == "compile":
+            return Span(3.0, 4.0)
+        seconds = self.run_seconds.pop(0)
+        return Span(seconds, 2 * seconds)
+
+    def job(self) -> Job:
+        def compile_() -> Any:
+            self.order.append("compile")
+
+            class Compiled:
+                def memory_analysis(self) -> None:
+                    return None
+
+            return Compiled()
+
+        return Job(
+            tokens=100, flops_per_token=1e3, compile=compile_, run=lambda: self.order.append("run"), extra={"more": 1}
+        )
+
+
+class TestMeasure:
+    def figures(
+        self, monkeypatch: pytest.MonkeyPatch, times: list[float], **options: Any
+    ) -> tuple[dict[str, Any], list[str]]:
+        script = Script(times)
+        monkeypatch.setattr(measure, "timed", script)
+        return measure.measure(script.job(), gemm_size=100, **options), script.order
+
+    def test_medians_after_a_warm_up_with_the_matrix_product_in_between(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        figures, order = self.figures(monkeypatch, [9.0, 1.0, 2.0, 4.0, 3.0, 2.0], seconds=1.0)
+        assert order == ["compile", "gemm", "run", *["gemm", "run"] * 5, "gemm"]
+        assert figures["repetitions"] == 5
+        assert figures["tokens_per_second"] == 100 / 2.0
+        assert figures["tokens_per_cpu_second"] == 100 / 4.0
+        assert (figures["compile_seconds"], figures["compile_cpu_seconds"]) == (3.0, 4.0)
+        assert figures["gemm_gflops_per_second"] == pytest.approx(2 * 100**3 / 0.5 / 1e9)
+        assert figures["gemm_gflops_per_cpu_second"] == pytest.approx(2 * 100**3 / 1.0 / 1e9)
+        assert figures["mfu"] == pytest.approx(1e3 * 50 / (2 * 100**3 / 0.5))
+        assert figures["more"] == 1
+
+    def test_goes_on_until_the_time_is_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        figures, _ = self.figures(monkeypatch, [1.0] * 9, seconds=8.0)
+        assert figures["repetitions"] == 8
+
+    def test_a_short_job_is_run_several_times_in_a_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        figures, order = self.figures(monkeypatch, [0.1, *[0.3] * 5], seconds=1.0)
+        assert order[4:8] == ["run", "run", "run", "gemm"]
+        assert figures["tokens_per_second"] == pytest.approx(100 / 0.1)
+
+    def test_one_long_run_is_enough_where_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        figures, order = self.figures(monkeypatch, [60.0], seconds=5.0, least=1)
+        assert order == ["compile", "gemm", "run", "gemm"]
+        assert (figures["repetitions"], figures["seconds_per_run"]) == (1, 60.0)
+
+    def test_a_program_that_does_not_fit_is_not_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Memory:
+            temp_size_in_bytes, argument_size_in_bytes, output_size_in_bytes = 700, 100, 100
+
+        class Compiled:
+            def memory_analysis(self) -> Memory:
+                return Memory()
+
+        job = Job(tokens=1, flops_per_token=1, compile=Compiled, run=lambda: pytest.fail("started"))
+        monkeypatch.setattr(measure, "memory_bytes", lambda: 1000)
+        with pytest.raises(TooLarge, match="80%"):
+            measure.measure(job, seconds=1.0, gemm_size=8)
+
+    def test_peak_memory_is_not_inherited(self) -> None:
+        held = np.ones(600_000_000 // 8)
+        code = "from linnet.bench.measure import own_peak_bytes; print(own_peak_bytes())"
+        peak = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        assert 20e6 < peak < 500e6, f"a process that did nothing held {peak:,} bytes ({held.nbytes:,} are its parent's)"
+
+
+def test_train_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    got = run.run_bench("train", TINY, seconds=0.1, cores=1, gemm_size=64)
+    assert got.keys() >= FIGURES
+    assert json.loads(json.dumps(got)) == got
+    assert (got["job"], got["preset"], got["sequence_len"], got["batch"], got["cores"]) == ("train", "tiny", 16, 2, 1)
+    assert got["repetitions"] >= 5
+    assert got["compile_cpu_seconds"] > 0.05
+    assert got["tokens_per_second"] > 0
+    assert "target" not in got
+    assert not list(tmp_path.iterdir()), "compile time must be measured cold, and leave nothing behind"
+    assert "tokens / CPU-second" in text_of(table.render(got))
+
+
+def test_a_failed_measurement_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(code: int) -> Any:
+        return lambda *a, **k: subprocess.CompletedProcess(a, code, stdout="", stderr="Traceback: it broke")
+
+    monkeypatch.setattr(subprocess, "run", fake(-9))
+    with pytest.raises(UserError, match=r"train of tiny at sequence length 16, batch 2 was killed by signal 9.*memory"):
+        run.run_bench("train", TINY)
+    monkeypatch.setattr(subprocess, "run", fake(1))
+    with pytest.raises(RuntimeError, match="it broke"):
+        run.run_bench("train", TINY)
+
+
+@pytest.mark.parametrize("job", ["eval", "train-dense"])
+def test_the_other_jobs_run(job: str) -> None:
+    settings = json.loads(json.dumps(to_json(run.sized(TINY, 16, 2))))
+    settings.pop("version")
+    task = {"job": job, "config": settings, "seconds": 0.01, "cores": None, "least": 1, "gemm_size": 32}
+    got = worker.run_task(task)
+    assert got["tokens_per_cpu_second"] > 0
+
+
+class TestTargets:
+    def test_are_scaled_by_the_matrix_product(self) -> None:
+        got = targets.compare(result(gemm_gflops_per_cpu_second=42.5))
+        assert (got["target"], got["target_scaled"]) == (1400, 700)
+        assert got["target_ratio"] == pytest.approx(1000 / 700)
+        assert got["reached"] is True
+
+    def test_a_limit_counts_as_well(self) -> None:
+        got = targets.compare(result(tokens_per_cpu_second=9999.0, peak_rss_bytes=1_100_000_000))
+        assert got["limits"]["peak_rss_bytes"]["reached"] is False
+        assert got["reached"] is False
+
+    def test_only_their_own_shapes(self) -> None:
+        assert targets.compare(result(sequence_len=4096)) == {}
+        assert targets.compare(result(preset="quickstart")) == {}
+        assert targets.compare(result(job="decode", batch=8, sequence_len=1024))["target"] == 1300
+
+
+def test_comparing_cores_measures_again_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+
+    def fake(job: str, cfg: RunConfig, *, cores: int | None, **_: Any) -> dict[str, Any]:
+        asked.append(cores)
+        return result(cores=cores or 2, tokens_per_second=1000.0 if cores == 1 else 1800.0)
+
+    monkeypatch.setattr(run, "measure_apart", fake)
+    monkeypatch.setattr(run, "cores_usable", lambda: 2)
+    got = run.run_bench("train", compare_cores=True)
+    assert asked == [None, 1]
+    assert got["speedup_over_one_core"] == 1.8
+    assert "1.80x" in text_of(table.render(got))
+    assert "1.80 times as fast as one" in table.markdown([got])
+
+
+def test_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
+        return result(job=job, sequence_len=cfg.data.sequence_len, batch=cfg.data.batch_size)
+
+    monkeypatch.setattr(run, "measure_apart", fake)
+    rows = run.run_table()
+    assert [(r["job"], r["sequence_len"], r["batch"]) for r in rows] == [
+        ("train", 2048, 2),
+        ("train", 8192, 1),
+        ("eval", 2048, 2),
+        ("decode", 1024, 1),
+        ("decode", 1024, 8),
+    ]
+    assert all("target" in r for r in rows)
+
+
+class TestScaling:
+    def run(self, monkeypatch: pytest.MonkeyPatch, out: Path, **options: Any) -> dict[str, Any]:
+        """Linear: 1,000 tokens a CPU-second always. Dense: half of that at 2,048, falling with the length."""
+
+        def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
+            n = cfg.data.sequence_len
+            assert cfg.data.batch_size == 1
+            rate = 1000.0 if job == "train" else 500.0 * 2048 / n
+            if job == "train" and n > 8192:
+                return {"stopped": "it needs 99 GB"}
+            return result(
+                job=job, sequence_len=n, tokens_per_cpu_second=rate, tokens_per_second=rate, seconds_per_run=n / rate
+            )
+
+        monkeypatch.setattr(scaling, "measure_apart", fake)
+        return scaling.run_scaling("bench-s", [8192, 2048, 4096, 16384], out=out, **options)
+
+    def test_measured_points_only_and_why_there_are_no_more(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        got = self.run(monkeypatch, tmp_path / "s.svg", time_limit=20.0)
+        assert [row["sequence_len"] for row in got["points"]] == [2048, 4096, 8192]
+        assert [bool(row["dense"]) for row in got["points"]] == [True, True, False]
+        assert got["stopped"]["linear"] == "not measured from 16,384 tokens on, for it needs 99 GB"
+        assert got["stopped"]["dense"].startswith(
+            "not measured from 8,192 tokens on, for one run would take longer than 20"
+        )
+        assert [row.get("linear_over_dense") for row in got["points"]] == [2.0, 4.0, None]
+        assert [row["over_2048"] for row in got["points"]] == [1.0, 1.0, 1.0]
+
+    def test_is_told_and_drawn(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        out = tmp_path / "s.svg"
+        got = self.run(monkeypatch, out)
+        drawing = ElementTree.fromstring(out.read_text())
+        assert sum(e.tag.endswith("circle") for e in drawing.iter()) >= 3 + 4  # linear to 8,192, dense to 16,384
+        words = text_of(table.render_scaling(got))
+        assert "8.00x (target 3)" in words
+        assert "99 GB" in words
+        page = table.markdown_scaling(got)
+        assert "| 8,192 | 1,000 | 125 | 8.00x (target 3) |" in page
+        assert "commit aaaaaaaaaaaa, A processor, 2 cores usable, 16 GiB, jax 0.10.2" in page
+
+    def test_lengths_double(self) -> None:
+        assert scaling.lengths_up_to(3000) == [512, 1024, 2048]
+        assert scaling.lengths_up_to()[-1] == 65_536
+
+    def test_dropout_is_left_out(self) -> None:
+        cfg = scaling._without_dropout(presets.get("enwik8"))
+        assert (cfg.model.p_dropsin, cfg.model.p_dropres, cfg.model.p_droplyr) == (0.0, 0.0, 0.0)
+
+
+def test_markdown_has_a_row_a_result() -> None:
+    plain, aimed = result(job="prefill"), result()
+    aimed |= targets.compare(aimed)
+    page = table.markdown([plain, aimed])
+    assert "| prefill, T 2,048, batch 2, 2 cores | 1,000 | - | 2,000 | 12.0 | 0.90 | 50% | 85.0 | - |" in page
+    assert "| 1,400, 1,400 |" in page
+    assert "measured 2030-01-02 03:04 UTC" in page
