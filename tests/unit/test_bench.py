@@ -122,7 +122,11 @@ class Script:
             return Compiled()
 
         return Job(
-            tokens=100, flops_per_token=1e3, compile=compile_, run=lambda: self.order.append("run"), extra={"more": 1}
+            tokens=100,
+            flops_per_token=1e3,
+            compile=compile_,
+            run=lambda: self.order.append("run"),
+            extra=lambda seconds: {"more": seconds},
         )
 
 
@@ -144,7 +148,7 @@ class TestMeasure:
         assert figures["gemm_gflops_per_second"] == pytest.approx(2 * 100**3 / 0.5 / 1e9)
         assert figures["gemm_gflops_per_cpu_second"] == pytest.approx(2 * 100**3 / 1.0 / 1e9)
         assert figures["mfu"] == pytest.approx(1e3 * 50 / (2 * 100**3 / 0.5))
-        assert figures["more"] == 1
+        assert figures["more"] == 2.0
 
     def test_goes_on_until_the_time_is_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         figures, _ = self.figures(monkeypatch, [1.0] * 9, seconds=8.0)
@@ -156,7 +160,7 @@ class TestMeasure:
         assert figures["tokens_per_second"] == pytest.approx(100 / 0.1)
 
     def test_one_long_run_is_enough_where_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        figures, order = self.figures(monkeypatch, [60.0], seconds=5.0, least=1)
+        figures, order = self.figures(monkeypatch, [60.0], seconds=5.0, long_once=True)
         assert order == ["compile", "gemm", "run", "gemm"]
         assert (figures["repetitions"], figures["seconds_per_run"]) == (1, 60.0)
 
@@ -207,13 +211,19 @@ def test_a_failed_measurement_says_what_failed(monkeypatch: pytest.MonkeyPatch) 
         run.run_bench("train", TINY)
 
 
-@pytest.mark.parametrize("job", ["eval", "train-dense"])
+@pytest.mark.parametrize("job", ["eval", "train-dense", "prefill", "decode"])
 def test_the_other_jobs_run(job: str) -> None:
     settings = json.loads(json.dumps(to_json(run.sized(TINY, 16, 2))))
     settings.pop("version")
-    task = {"job": job, "config": settings, "seconds": 0.01, "cores": None, "least": 1, "gemm_size": 32}
+    task = {"job": job, "config": settings, "seconds": 0.01, "cores": None, "long_once": True, "gemm_size": 32}
     got = worker.run_task(task)
     assert got["tokens_per_cpu_second"] > 0
+    if job == "prefill":
+        assert got["time_to_first_token"] == pytest.approx(got["seconds_per_run"] / 2)
+    if job == "decode":
+        assert got["context"] == 16
+        columns = TINY.model.n_code + TINY.model.mem_len + 1
+        assert got["state_bytes"] >= TINY.model.n_unit * columns * TINY.model.d_v * 4
 
 
 class TestTargets:

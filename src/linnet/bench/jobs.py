@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array
 
+from linnet import rng
 from linnet.bench import dense_model
 from linnet.bench.measure import Job
 from linnet.config import RunConfig
 from linnet.data import open_data
 from linnet.families import registry
 from linnet.families.family import Family
+from linnet.families.vq import slots
+from linnet.nn import sampling
 from linnet.train.evaluate import evaluate, make_nats
 from linnet.train.optim import optimizer as make_optimizer
 from linnet.train.state import fresh_state, model_weights
 from linnet.train.step import make_step
 
+TICKS = 64
+"""Tokens a slot writes in one call."""
 BACKWARD = 3
 """Flops of a training step over those of its forward pass."""
 
@@ -68,7 +76,7 @@ def _train(cfg: RunConfig, family: Family, flops: float) -> Job:
 def _evaluation(cfg: RunConfig, family: Family, flops: float) -> Job:
     """One batch of whole sequences by `evaluate` itself, reading and adding up included."""
     data = open_data(cfg.data, cfg.seed)
-    params, buffers = model_weights(fresh_state(family, cfg, make_optimizer(cfg.optim, family.param_specs(cfg.model))))
+    params, buffers = _weights(cfg)
     size = cfg.data.batch_size
     nats: Callable[..., Any] | None = None
 
@@ -84,9 +92,85 @@ def _evaluation(cfg: RunConfig, family: Family, flops: float) -> Job:
     return Job(tokens=size * cfg.data.sequence_len, flops_per_token=flops, compile=compile_, run=run)
 
 
+def prefill(cfg: RunConfig) -> Job:
+    """Prompts one after another, each from its first token read to the first token written. Compiling is all programs of that."""
+    params, buffers = _weights(cfg)
+    prompts, model = _prompts(cfg), cfg.model
+    prepared = slots.prepare(params, buffers, cfg=model)
+
+    def answer(prompt: list[int]) -> None:
+        one = slots.insert(slots.init_slots(model, 1), slots.admit(params, buffers, prompt[:-1], model), 0)
+        drawn = slots.decode(prepared, one, *_draws(cfg, [prompt]), cfg=model, n_ticks=1)[2]
+        drawn.block_until_ready()
+
+    def run() -> None:
+        for prompt in prompts:
+            answer(prompt)
+
+    return Job(
+        tokens=len(prompts) * cfg.data.sequence_len,
+        flops_per_token=registry.get(cfg.family).flops_per_token(model),
+        compile=lambda: answer(prompts[0][:2]),
+        run=run,
+        extra=lambda seconds: {"time_to_first_token": seconds / len(prompts)},
+    )
+
+
+def decode(cfg: RunConfig) -> Job:
+    """All slots write `TICKS` tokens a run, after a prompt each."""
+    params, buffers = _weights(cfg)
+    prompts, model = _prompts(cfg), cfg.model
+    prepared = slots.prepare(params, buffers, cfg=model)
+    state = slots.init_slots(model, len(prompts))
+    for i, prompt in enumerate(prompts):
+        state = slots.insert(state, slots.admit(params, buffers, prompt[:-1], model), i)
+    size = slots.state_bytes(state) // len(prompts)
+    tokens, settings, keys, seen = _draws(cfg, prompts)
+    ticks: Callable[..., Any] | None = None
+
+    def compile_() -> Any:
+        nonlocal ticks
+        arguments = (prepared, state, tokens, settings, keys, seen)
+        ticks = slots.decode.lower(*arguments, cfg=model, n_ticks=TICKS).compile()
+        return ticks
+
+    def run() -> None:
+        nonlocal state, tokens, seen
+        assert ticks is not None
+        state, seen, drawn, _ = ticks(prepared, state, tokens, settings, keys, seen)
+        tokens = drawn[-1].block_until_ready()
+
+    return Job(
+        tokens=TICKS * len(prompts),
+        flops_per_token=registry.get(cfg.family).flops_per_token(dataclasses.replace(model, block_len=1)),
+        compile=compile_,
+        run=run,
+        extra=lambda _: {"context": cfg.data.sequence_len, "state_bytes": size},
+    )
+
+
+def _weights(cfg: RunConfig) -> tuple[Any, Any]:
+    family = registry.get(cfg.family)
+    return model_weights(fresh_state(family, cfg, make_optimizer(cfg.optim, family.param_specs(cfg.model))))
+
+
+def _prompts(cfg: RunConfig) -> list[list[int]]:
+    return open_data(cfg.data, cfg.seed).batch(0).inputs.tolist()
+
+
+def _draws(cfg: RunConfig, prompts: list[list[int]]) -> tuple[Array, sampling.SamplingSettings, Array, Array]:
+    """What `decode` takes besides the state: last tokens, settings, random keys, and counts of tokens seen."""
+    n = len(prompts)
+    seen = jnp.zeros((n, cfg.model.n_vocab), jnp.int32)
+    last = jnp.asarray([prompt[-1] for prompt in prompts], jnp.int32)
+    return last, sampling.sampling_settings(n), jax.random.split(rng.root(cfg.seed), n), seen
+
+
 JOBS: dict[str, Callable[[RunConfig], Job]] = {
     "train": train,
     "train-dense": train_dense,
     "eval": evaluation,
     "eval-dense": evaluation_dense,
+    "prefill": prefill,
+    "decode": decode,
 }

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from linnet.bench.targets import GEMM_SIZE
 from linnet.train.environment import memory_bytes, peak_rss_bytes
 
-GEMM_SIZE = 2048
 LEAST_REPETITIONS = 5
 LEAST_SECONDS = 0.25
 """Of one repetition: shorter jobs are run several times in a row, so that clocks and cold caches do not count."""
@@ -33,13 +33,14 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One thing to measure. `run` executes the compiled program once and waits for it."""
+    """One thing to measure. `compile` may give the compiled program, to ask it for its memory. `run` executes it once and waits."""
 
     tokens: int
     flops_per_token: float
     compile: Callable[[], Any]
     run: Callable[[], None]
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    extra: Callable[[float], dict[str, Any]] = lambda _: {}
+    """More figures, from the seconds that one run took."""
 
 
 class TooLarge(Exception):
@@ -74,9 +75,8 @@ class Gemm:
         }
 
 
-def measure(job: Job, *, seconds: float, least: int = LEAST_REPETITIONS, gemm_size: int = GEMM_SIZE) -> dict[str, Any]:
-    """All figures of a job: medians over at least `least` repetitions and `seconds`. With `least` 1, a job that takes longer
-    than `seconds` is run but once, and that run counts."""
+def measure(job: Job, *, seconds: float, long_once: bool = False, gemm_size: int = GEMM_SIZE) -> dict[str, Any]:
+    """All figures of a job. With `long_once`, a job that takes longer than `seconds` is run but once, and that run counts."""
     gemm = Gemm(gemm_size)
     compiled: list[Any] = []
     compile_span = timed(lambda: compiled.append(job.compile()))
@@ -85,9 +85,9 @@ def measure(job: Job, *, seconds: float, least: int = LEAST_REPETITIONS, gemm_si
     warm_up = timed(job.run)
     gemm.measure()
     spans = [warm_up]
-    if least > 1 or warm_up.seconds < seconds:
+    if not long_once or warm_up.seconds < seconds:
         times = max(1, math.ceil(LEAST_SECONDS / max(warm_up.seconds, 1e-9)))
-        spans = _repeat(job.run, times, seconds, least, gemm)
+        spans = _repeat(job.run, times, seconds, gemm)
     rate, cpu_rate = (
         _median_rate(job.tokens, [getattr(s, unit) for s in spans]) for unit in ("seconds", "cpu_seconds")
     )
@@ -105,11 +105,11 @@ def measure(job: Job, *, seconds: float, least: int = LEAST_REPETITIONS, gemm_si
         "flops_per_token": job.flops_per_token,
         **figures,
         "mfu": job.flops_per_token * rate / (figures["gemm_gflops_per_second"] * 1e9),
-        **job.extra,
+        **job.extra(job.tokens / rate),
     }
 
 
-def _repeat(run: Callable[[], None], times: int, seconds: float, least: int, gemm: Gemm) -> list[Span]:
+def _repeat(run: Callable[[], None], times: int, seconds: float, gemm: Gemm) -> list[Span]:
     """Means over `times` runs each, until there are enough of them and enough time went by."""
 
     def several() -> None:
@@ -118,7 +118,7 @@ def _repeat(run: Callable[[], None], times: int, seconds: float, least: int, gem
 
     spans: list[Span] = []
     spent = 0.0
-    while len(spans) < least or spent < seconds:
+    while len(spans) < LEAST_REPETITIONS or spent < seconds:
         span = timed(several)
         gemm.measure()
         spent += span.seconds
@@ -132,7 +132,7 @@ def _median_rate(tokens: int, seconds: list[float]) -> float:
 
 def _refuse_too_large(compiled: Any) -> None:
     """XLA knows what a program will hold at once: better to say so than to be killed."""
-    memory, limit = compiled.memory_analysis(), memory_bytes()
+    memory, limit = compiled and compiled.memory_analysis(), memory_bytes()
     if memory is None or limit is None:
         return
     needs = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes

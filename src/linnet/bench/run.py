@@ -13,7 +13,7 @@ from typing import Any
 
 from linnet import config as configs
 from linnet import presets
-from linnet.bench.targets import PRESET, TARGETS, compare
+from linnet.bench.targets import GEMM_SIZE, PRESET, TARGETS, compare
 from linnet.config import DataConfig, RunConfig
 from linnet.errors import UserError, refuse
 from linnet.train.environment import cores_usable
@@ -21,7 +21,6 @@ from linnet.train.environment import cores_usable
 JOBS = ("train", "eval", "prefill", "decode")
 CONTEXT = 1024
 """Tokens read before decode is measured, and the prompt of prefill, when none is asked for."""
-GEMM_SIZE = 2048
 
 
 def run_bench(
@@ -113,7 +112,7 @@ def measure_apart(
     *,
     seconds: float,
     cores: int | None = None,
-    least: int = 5,
+    long_once: bool = False,
     gemm_size: int = GEMM_SIZE,
 ) -> dict[str, Any]:
     """One measurement in a process of its own, with what was measured, where and when."""
@@ -124,7 +123,7 @@ def measure_apart(
         "config": settings,
         "seconds": seconds,
         "cores": cores,
-        "least": least,
+        "long_once": long_once,
         "gemm_size": gemm_size,
     }
     command = [sys.executable, "-m", "linnet.bench.worker"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from linnet import presets
-from linnet.bench.run import GEMM_SIZE, measure_apart, sized
-from linnet.bench.targets import DENSE_RATIOS, LEAST_SHARE, PRESET
+from linnet.bench.run import measure_apart, sized
+from linnet.bench.targets import DENSE_RATIOS, GEMM_SIZE, LEAST_SHARE, PRESET
 from linnet.config import RunConfig
 from linnet.errors import refuse
 from linnet.train.charts import Series, line_chart
@@ -55,7 +55,7 @@ def run_scaling(
 
         def measure(length: int, kind: str = kind, name: str = name) -> dict[str, Any]:
             say(f"{kind} attention, {length:,} tokens")
-            return measure_apart(name, configs[length], seconds=seconds, least=1, gemm_size=gemm_size)
+            return measure_apart(name, configs[length], seconds=seconds, long_once=True, gemm_size=gemm_size)
 
         curves[kind], why = _curve(measure, list(configs), growth, time_limit)
         if why is not None:

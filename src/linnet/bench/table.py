@@ -33,7 +33,7 @@ def render_scaling(result: dict[str, Any]) -> Table:
     for row in result["points"]:
         table.add_row(*_scaling_cells(row))
     notes = [f"{kind} attention: {why}" for kind, why in result["stopped"].items()]
-    table.caption = "\n".join([*notes, f"plot: {result['plot']}"] if "plot" in result else notes) or None
+    table.caption = "\n".join(notes) or None
     return table
 
 

@@ -9,6 +9,8 @@ import dataclasses
 from typing import Any
 
 PRESET = "bench-s"
+GEMM_SIZE = 2048
+"""Rows and columns of the float32 matrix product that machines are compared by."""
 REFERENCE_GEMM = 85.0
 """GFLOP a CPU-second of the machine that the targets stand for."""
 

@@ -34,7 +34,7 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
     where = {"cores": environment["cores_usable"], "commit": environment.pop("git_commit"), "machine": environment}
     try:
         figures = measure(
-            JOBS[task["job"]](cfg), seconds=task["seconds"], least=task["least"], gemm_size=task["gemm_size"]
+            JOBS[task["job"]](cfg), seconds=task["seconds"], long_once=task["long_once"], gemm_size=task["gemm_size"]
         )
     except TooLarge as stop:
         return {"stopped": str(stop), **where}

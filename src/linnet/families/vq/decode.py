@@ -1,0 +1,277 @@
+"""One token a slot: the fast path of `vq`. Reading the state is the cost, so nothing is copied and every update is in place.
+
+Letters as in `slots`: B slots, H heads, R = B H rows, S codes, M window, W = M + 1 ring columns, N = S + W columns, K key width,
+V value width, P = scores padded, A vocabulary. `prepare` computes once all that does not depend on the token.
+
+Bits: a row's result is the same beside any neighbours, in any slot, and for any number of slots but 2 and 3. Three things see to it:
+matmuls cut into short sums that the kernels for one row and for many add up in the same order, columns padded so that no kernel
+takes its special path for the last few, and rows of memory that each have their own product. Tests hold us to it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from linnet.families.vq.config import VQConfig
+from linnet.families.vq.model import distance_vectors, key_scale
+from linnet.families.vq.params import VQBuffers, VQParams
+from linnet.nn import codebook
+from linnet.nn.norm import rms_norm, rms_norm_affine
+from linnet.nn.position import sinusoid
+from linnet.nn.sampling import SamplingSettings, sample, uniforms
+from linnet.pytree import pytree, replace
+
+END = 1  # the id that begins a new document
+SHORT_SUM, WIDE = 128, 2048  # longest sum inside one matmul; half of it where there are more columns than WIDE
+LANES = 64  # columns of a matmul are padded to a multiple of this
+# XLA's newer matmul kernels split sums by rules of their own, different for one row and for many.
+COMPILER_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
+
+Cut = tuple[Float[Array, "C E"], ...]  # a matrix cut along its sum
+
+
+@pytree
+class UnitMemory:
+    """What one unit remembers of every slot."""
+
+    total: Float[Array, "R N V"]
+    codes: Int[Array, "R W"]
+    count: Float[Array, "R N"]  # 0 where a column holds nothing; then its total may be anything finite
+
+
+@pytree
+class Slots:
+    units: tuple[UnitMemory, ...]  # not stacked: a stack would be copied where one unit is read
+    position: Int[Array, " B"]  # tokens read so far
+
+
+@pytree
+class UnitWeights:
+    gain: Float[Array, " D"]
+    bias: Float[Array, " D"]
+    project: Cut  # D x (HK + HK + HV + HV): queries, keys, values, gates
+    scores: tuple[Cut, ...]  # per head K x P: the code vectors, then r_0 .. r_M
+    offset: Float[Array, "H P"]  # u . C, then w . r
+    half_square: Float[Array, "H S"]  # |C|^2 / 2
+    out: Cut  # HV x D
+
+
+@pytree
+class Prepared:
+    """The weights as decoding wants them: one unit after the other, all constants computed."""
+
+    embed: Float[Array, "A D"]
+    position_scale: Any
+    units: tuple[UnitWeights, ...]
+    out_gain: Any
+    out_norm_bias: Any
+    logits: Cut  # D x A, padded
+    logits_bias: Float[Array, " A"]
+
+
+@partial(jax.jit, static_argnames="cfg")
+def prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
+    vectors = codebook.code_vectors(buffers.code_count, buffers.code_total)
+    dtype = jnp.dtype(cfg.dtype)
+
+    def unit(g: int) -> UnitWeights:
+        p = jax.tree.map(lambda x: x[g], params.units)
+        u, w = (x.reshape(cfg.n_head, 1, cfg.d_k) * key_scale(cfg) for x in (p.u, p.w))
+        distances = distance_vectors(p, cfg).astype(jnp.float32)
+        scores = jnp.concatenate([vectors[g], distances], axis=1)  # H S+R K
+        offset = jnp.concatenate([jnp.sum(u * vectors[g], -1), jnp.sum(w * distances, -1)], axis=1)
+        return UnitWeights(
+            gain=p.norm_gain,
+            bias=p.norm_bias,
+            project=_cut(jnp.concatenate([p.w_q, p.w_kvg], axis=1).astype(dtype)),
+            scores=tuple(_cut(head.T) for head in scores),
+            offset=jnp.pad(offset, [(0, 0), (0, -offset.shape[1] % LANES)]),
+            half_square=0.5 * jnp.sum(vectors[g] ** 2, axis=-1),
+            out=_cut(p.w_res.astype(dtype)),
+        )
+
+    return Prepared(
+        embed=params.embed,
+        position_scale=params.position_scale,
+        units=tuple(unit(g) for g in range(cfg.n_unit)),
+        out_gain=params.out_gain,
+        out_norm_bias=params.out_norm_bias,
+        logits=_cut(params.embed.T if cfg.e_tie else params.w_out),
+        logits_bias=params.out_bias,
+    )
+
+
+def code_vectors(weights: UnitWeights, cfg: VQConfig) -> Float[Array, "H S K"]:
+    return jnp.stack([jnp.concatenate(head)[:, : cfg.n_code].T for head in weights.scores])
+
+
+def table_size(cfg: VQConfig) -> int:
+    return cfg.n_code if cfg.agg_cache else 0
+
+
+@partial(jax.jit, static_argnames="cfg", donate_argnames="slots", compiler_options=COMPILER_OPTIONS)
+def tick(
+    prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig
+) -> tuple[Slots, Float[Array, "B A"]]:
+    """Every slot reads one token; the logits of its next."""
+    return _tick(prepared, slots, tokens, cfg)
+
+
+@partial(
+    jax.jit, static_argnames=("cfg", "n_ticks"), donate_argnames=("slots", "seen"), compiler_options=COMPILER_OPTIONS
+)
+def decode(
+    prepared: Prepared,
+    slots: Slots,
+    tokens: Int[Array, " B"],
+    settings: SamplingSettings,
+    keys: PRNGKeyArray,
+    seen: Int[Array, "B A"],
+    *,
+    cfg: VQConfig,
+    n_ticks: int,
+) -> tuple[Slots, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"]]:
+    """`n_ticks` ticks in one program: reads `tokens`, then each token it draws. `seen` counts each row's tokens so far. The draw of
+    a row's p-th token takes its key at p, so the number of ticks a call makes no difference. Feed the last row of tokens next."""
+    rows = jnp.arange(tokens.shape[0])
+    # All random numbers at once, outside the loop: there each draw would cost a tenth of a tick.
+    chances = jax.vmap(lambda after: uniforms(keys, slots.position + after))(1 + jnp.arange(n_ticks))
+
+    def step(
+        state: tuple[Slots, Array, Array], chance: Float[Array, " B"]
+    ) -> tuple[tuple[Slots, Array, Array], tuple[Array, Array]]:
+        slots, seen, tokens = state
+        slots, logits = _tick(prepared, slots, tokens, cfg)
+        tokens, logprobs = sample(logits, settings, chance, seen)
+        return (slots, seen.at[rows, tokens].add(1), tokens), (tokens, logprobs)
+
+    (slots, seen, _), (drawn, logprobs) = jax.lax.scan(step, (slots, seen, tokens), chances)
+    return slots, seen, drawn, logprobs
+
+
+def _tick(prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig) -> tuple[Slots, Array]:
+    dtype = jnp.dtype(cfg.dtype)
+    x = prepared.embed[tokens].astype(dtype)
+    if cfg.pe_abs:
+        wave = sinusoid(slots.position, cfg.d_model, cfg.pe_lam)
+        x = x + (prepared.position_scale * wave).astype(dtype)
+    ring = cfg.mem_len + 1
+    column = jnp.repeat(slots.position % ring, cfg.n_head)
+    distance = (column[:, None] - jnp.arange(ring)) % ring
+    begins = jnp.repeat(tokens == END, cfg.n_head) if cfg.reset_at_documents else None
+    units = []
+    for weights, memory in zip(prepared.units, slots.units, strict=True):
+        y, memory = _unit(x, weights, memory, column, distance, begins, cfg)
+        x = x + y
+        units.append(memory)
+    x = x.astype(jnp.float32)
+    if cfg.e_preln:
+        x = rms_norm_affine(x, prepared.out_gain, prepared.out_norm_bias)
+    logits = _dot(x, prepared.logits)[:, : cfg.n_vocab] + prepared.logits_bias
+    return Slots(units=tuple(units), position=slots.position + 1), cfg.e_scale * logits
+
+
+def _unit(
+    x: Float[Array, "B D"],
+    weights: UnitWeights,
+    memory: UnitMemory,
+    column: Int[Array, " R"],
+    distance: Int[Array, "R W"],
+    begins: Array | None,
+    cfg: VQConfig,
+) -> tuple[Float[Array, "B D"], UnitMemory]:
+    batch, n_head, rows = x.shape[0], cfg.n_head, column.shape[0]
+    hk, hv, n_code = n_head * cfg.d_k, n_head * cfg.d_v, cfg.n_code
+    h = rms_norm_affine(x, weights.gain, weights.bias)
+    projected = _dot(h, weights.project)[:, : 2 * (hk + hv)]
+    qk = rms_norm(projected[:, : 2 * hk].reshape(batch, 2, n_head, cfg.d_k)) * key_scale(cfg)
+    qk = qk.astype(jnp.float32)
+    value = jax.nn.silu(projected[:, 2 * hk : 2 * hk + hv]).reshape(rows, cfg.d_v).astype(jnp.float32)
+    gate = jax.nn.silu(projected[:, 2 * hk + hv :])
+    # q and k apart: one row each is a matrix-vector product, the fastest there is.
+    by_query = jnp.stack([_dot(qk[:, 0, i], head) for i, head in enumerate(weights.scores)], axis=1) + weights.offset
+    by_key = jnp.stack([_dot(qk[:, 1, i], head) for i, head in enumerate(weights.scores)], axis=1)
+    by_query = by_query.reshape(rows, -1)
+    code = jnp.argmax(by_key[..., :n_code] - weights.half_square, axis=-1).reshape(rows).astype(jnp.int32)
+
+    if begins is not None:
+        memory = replace(memory, count=jnp.where(begins[:, None], 0.0, memory.count))
+    memory = _write(memory, column, code, value)
+
+    n_table = table_size(cfg)
+    near = jnp.take_along_axis(by_query, memory.codes, axis=1)
+    near = near + jnp.take_along_axis(by_query, n_code + distance, axis=1)
+    score = jnp.concatenate([by_query[:, :n_table], near], axis=1)
+    score = jnp.where(memory.count > 0, score, -jnp.inf)
+    weight = jnp.exp(score - jnp.max(score, axis=-1, keepdims=True))
+    norm = jnp.sum(weight * memory.count, axis=-1, keepdims=True)
+    mixed = jnp.einsum("rn,rnv->rv", weight, memory.total) / norm
+    mixed = mixed.astype(x.dtype).reshape(batch, hv)
+    return _dot(mixed * gate, weights.out)[:, : cfg.d_model], memory
+
+
+def _write(
+    memory: UnitMemory, column: Int[Array, " R"], code: Int[Array, " R"], value: Float[Array, "R V"]
+) -> UnitMemory:
+    """The key whose ring column is due moves to the table; the new key takes its place. One scatter for both: XLA does it in
+    place, while two updates one after the other are each fused with the matmul that reads them, and copy everything."""
+    n_row, ring = memory.codes.shape
+    n_table = memory.count.shape[1] - ring
+    here = n_table + column
+    rows = jnp.arange(n_row)
+    if n_table:
+        memory, (old_code, old_total) = leave_ring(memory, column, write=False)
+        place = jnp.stack([old_code, here], axis=1)
+        new = jnp.stack([old_total, value], axis=1)
+    else:
+        place, new = here[:, None], value[:, None]
+    total = memory.total.at[rows[:, None], place].set(new, unique_indices=True, mode="promise_in_bounds")
+    return UnitMemory(
+        total=jax.lax.optimization_barrier(total),
+        codes=jnp.where(jnp.arange(ring) == column[:, None], code[:, None], memory.codes),
+        count=jnp.where(jnp.arange(n_table + ring) == here[:, None], 1.0, memory.count),
+    )
+
+
+def leave_ring(
+    memory: UnitMemory, column: Int[Array, " R"], *, write: bool = True
+) -> tuple[UnitMemory, tuple[Int[Array, " R"], Float[Array, "R V"]]]:
+    """Moves each row's key in ring column `column` (if there is one) to its place in the table: the counts, and with `write` the
+    totals. Also which column of the table changes, and to what."""
+    n_row, ring = memory.codes.shape
+    n_table = memory.count.shape[1] - ring
+    rows = jnp.arange(n_row)
+    code = memory.codes[rows, column]
+    if not n_table:
+        return memory, (code, memory.total[rows, code])
+    moving = memory.count[rows, n_table + column][:, None]
+    held = jnp.where(memory.count[rows, code][:, None] > 0, memory.total[rows, code], 0.0)
+    total = held + jnp.where(moving > 0, memory.total[rows, n_table + column], 0.0)
+    places = jnp.arange(memory.count.shape[1])
+    count = memory.count + jnp.where(places == code[:, None], moving, 0.0)
+    count = jnp.where(places == n_table + column[:, None], 0.0, count)
+    memory = replace(memory, count=count)
+    if write:
+        memory = replace(memory, total=memory.total.at[rows, code].set(total))
+    return memory, (code, total)
+
+
+def _cut(matrix: Float[Array, "C E"]) -> Cut:
+    matrix = jnp.pad(matrix, [(0, 0), (0, -matrix.shape[1] % LANES)])
+    short = SHORT_SUM if matrix.shape[1] <= WIDE else SHORT_SUM // 2
+    return tuple(matrix[start : start + short] for start in range(0, matrix.shape[0], short))
+
+
+def _dot(x: Float[Array, "B C"], cut: Cut) -> Float[Array, "B E"]:
+    start, y = 0, None
+    for part in cut:
+        piece = x[:, start : start + part.shape[0]] @ part
+        y = piece if y is None else y + piece
+        start += part.shape[0]
+    assert y is not None
+    return y

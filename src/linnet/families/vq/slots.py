@@ -1,0 +1,200 @@
+"""The state of `vq` sequences while they decode: a fixed number of slots, each of one size however long its sequence.
+
+Letters: B slots, H heads, R = B H rows, S codes, M window, W = M + 1 ring columns, N = S + W columns, V value width, G units.
+
+A row's memory is N columns. Each has a code, a count of keys and the sum of their values: the first S are the table (column s
+holds all old keys of code s), the other W are a ring of single keys. The token at position p sits in ring column p mod W; when
+its turn comes again, the old key moves to the table. So a slot's contents depend on its own tokens alone, bit for bit: not on its
+neighbours, its index, or when it was admitted; and taking a slot out and putting it back changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from linnet.families.vq.config import VQConfig
+from linnet.families.vq.decode import (
+    END,
+    Prepared,
+    Slots,
+    UnitMemory,
+    UnitWeights,
+    code_vectors,
+    decode,
+    leave_ring,
+    prepare,
+    table_size,
+    tick,
+)
+from linnet.families.vq.model import VQCarry, empty_carry, forward
+from linnet.families.vq.params import VQBuffers, VQParams
+from linnet.nn import codebook
+from linnet.nn.attention import AttentionState
+from linnet.nn.attention_blocks import EMPTY
+from linnet.pytree import replace
+
+CHUNK = 128  # the least number of prompt tokens read at once
+DOCUMENT = 0  # what a slot calls its current document; older documents are forgotten
+
+
+def init_slots(cfg: VQConfig, n: int) -> Slots:
+    """`n` empty slots."""
+    rows, ring, columns = n * cfg.n_head, cfg.mem_len + 1, table_size(cfg) + cfg.mem_len + 1
+    return Slots(
+        units=tuple(
+            UnitMemory(
+                total=jnp.zeros((rows, columns, cfg.d_v), jnp.float32),
+                codes=jnp.zeros((rows, ring), jnp.int32),
+                count=jnp.zeros((rows, columns), jnp.float32),
+            )
+            for _ in range(cfg.n_unit)
+        ),
+        position=jnp.zeros((n,), jnp.int32),
+    )
+
+
+def admit(
+    params: VQParams, buffers: VQBuffers, prompt: Sequence[int], cfg: VQConfig, carry: VQCarry | None = None
+) -> VQCarry:
+    """Reads a prompt of any length (after `carry`, where given) in chunks of one size, so that one program does for all."""
+    carry = empty_carry(cfg, 1) if carry is None else carry
+    size = chunk_len(cfg)
+    for start in range(0, len(prompt), size):
+        carry = admit_chunk(params, buffers, carry, prompt[start : start + size], cfg)
+    return carry
+
+
+def admit_chunk(
+    params: VQParams, buffers: VQBuffers, carry: VQCarry, tokens: Sequence[int], cfg: VQConfig
+) -> VQCarry:
+    """Reads at most `chunk_len(cfg)` tokens: what an engine does between ticks."""
+    size = chunk_len(cfg)
+    assert 0 < len(tokens) <= size, f"a chunk has 1 to {size} tokens, got {len(tokens)}"
+    padded = np.zeros((1, size), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return _read(params, buffers, carry, padded, np.asarray([len(tokens)], np.int32), cfg=cfg)
+
+
+def chunk_len(cfg: VQConfig) -> int:
+    return max(cfg.block_len, CHUNK // cfg.block_len * cfg.block_len)
+
+
+@partial(jax.jit, static_argnames="cfg")
+def _read(
+    params: VQParams,
+    buffers: VQBuffers,
+    carry: VQCarry,
+    tokens: Int[Array, "1 C"],
+    length: Int[Array, " 1"],
+    *,
+    cfg: VQConfig,
+) -> VQCarry:
+    begun = jnp.maximum(carry.attention.table_document[0], DOCUMENT)  # the first unit's; all units agree
+    documents = begun[:, None] + jnp.cumsum(tokens == END, axis=1)
+    return forward(params, buffers, tokens, carry, cfg, documents=documents, length=length)[1]
+
+
+@partial(jax.jit, donate_argnums=0)
+def insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
+    """Puts a sequence into slot `i`; the other slots are not touched."""
+    n_slot = slots.position.shape[0]
+    position = one.position[0]
+
+    def put(memory: UnitMemory, state: AttentionState) -> UnitMemory:
+        ring = memory.codes.shape[1]
+        window, n_head = ring - 1, memory.codes.shape[0] // n_slot
+        column = (jnp.arange(ring) - (position - window)) % ring  # of the window; its last + 1 is the free one
+        real = (state.documents[0] != EMPTY) & (state.documents[0] == state.table_document[0])
+        real = jnp.broadcast_to(real.astype(jnp.float32), (n_head, window))
+        n_table = memory.count.shape[1] - ring  # none without the cache
+
+        def ringed(x: Array) -> Array:
+            return jnp.pad(x, [(0, 0), (0, 1)] + [(0, 0)] * (x.ndim - 2))[:, column]
+
+        total = jnp.concatenate([state.total[0, :, :n_table], ringed(state.values[0]).astype(jnp.float32)], axis=1)
+        count = jnp.concatenate([state.count[0, :, :n_table], ringed(real)], axis=1)
+        row = i * n_head
+        return UnitMemory(
+            total=jax.lax.dynamic_update_slice(memory.total, total, (row, 0, 0)),
+            codes=jax.lax.dynamic_update_slice(memory.codes, ringed(state.codes[0]), (row, 0)),
+            count=jax.lax.dynamic_update_slice(memory.count, count, (row, 0)),
+        )
+
+    units = tuple(
+        put(memory, jax.tree.map(lambda x, g=g: x[g], one.attention)) for g, memory in enumerate(slots.units)
+    )
+    return Slots(units=units, position=slots.position.at[i].set(position))
+
+
+@partial(jax.jit, static_argnames="cfg")
+def extract(prepared: Prepared, slots: Slots, i: int | Int[Array, ""], cfg: VQConfig) -> VQCarry:
+    """The sequence in slot `i` as a state of its own; inserting it again gives the same bits as never having taken it out."""
+    position = slots.position[i]
+    window, n_table = cfg.mem_len, table_size(cfg)
+    ring = window + 1
+    column = (position - window + jnp.arange(window)) % ring
+
+    def take(weights: UnitWeights, memory: UnitMemory) -> AttentionState:
+        memory = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * cfg.n_head, cfg.n_head), memory)
+        memory, _ = leave_ring(memory, jnp.broadcast_to(position % ring, (cfg.n_head,)))
+        count = jnp.pad(memory.count[:, :n_table], [(0, 0), (0, cfg.n_code - n_table)])
+        total = jnp.pad(memory.total[:, :n_table], [(0, 0), (0, cfg.n_code - n_table), (0, 0)])
+        real = memory.count[0, n_table + column] > 0  # the same for every head
+        codes = memory.codes[None, :, column]
+
+        def only_real(x: Float[Array, "1 H M E"]) -> Array:
+            return jnp.where(real[:, None], x, 0).astype(cfg.dtype)
+
+        return AttentionState(
+            codes=codes,
+            keys=only_real(codebook.lookup(code_vectors(weights, cfg), codes)),
+            values=only_real(memory.total[None, :, n_table + column]),
+            documents=jnp.where(real, DOCUMENT, EMPTY)[None],
+            count=count[None],
+            total=jnp.where(count[..., None] > 0, total, 0)[None],
+            table_document=jnp.where(jnp.any(real), DOCUMENT, EMPTY)[None],
+        )
+
+    units = [take(weights, memory) for weights, memory in zip(prepared.units, slots.units, strict=True)]
+    return VQCarry(attention=jax.tree.map(lambda *x: jnp.stack(x), *units), position=position[None])
+
+
+@partial(jax.jit, donate_argnums=0)
+def clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
+    """Empties slot `i`. Counts of zero hide whatever the columns hold."""
+    n_slot = slots.position.shape[0]
+
+    def empty(memory: UnitMemory) -> UnitMemory:
+        n_head = memory.count.shape[0] // n_slot
+        zeros = jnp.zeros((n_head, memory.count.shape[1]), jnp.float32)
+        return replace(memory, count=jax.lax.dynamic_update_slice(memory.count, zeros, (i * n_head, 0)))
+
+    return Slots(units=tuple(map(empty, slots.units)), position=slots.position.at[i].set(0))
+
+
+def state_bytes(slots: Slots) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(slots))
+
+
+__all__ = [
+    "Prepared",
+    "Slots",
+    "UnitMemory",
+    "admit",
+    "admit_chunk",
+    "chunk_len",
+    "clear",
+    "decode",
+    "extract",
+    "init_slots",
+    "insert",
+    "prepare",
+    "state_bytes",
+    "tick",
+]

@@ -1,0 +1,133 @@
+"""From logits to a token, each row by its own settings and its own randomness: what shares the batch never changes a row.
+
+Letters: B rows, A vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from linnet.errors import refuse
+from linnet.pytree import pytree
+
+MASKED = -1e10  # what the reference writes where a token is ruled out
+NUCLEUS_SLACK = 1e-4  # the reference's nucleus is this much smaller than asked for
+
+
+@pytree
+class SamplingSettings:
+    """One value a row."""
+
+    temperature: Float[Array, " B"]  # 0: greedy
+    top_p: Float[Array, " B"]  # 1: off
+    top_k: Int[Array, " B"]  # 0: off
+    min_p: Float[Array, " B"]  # 0: off
+    repetition_penalty: Float[Array, " B"]  # 1: off
+
+
+def sampling_settings(
+    n: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+) -> SamplingSettings:
+    """The same settings for `n` rows, checked."""
+    if not 0.0 <= temperature < float("inf"):
+        raise refuse("temperature", temperature, "0 (greedy) or more, and finite", "use 1.0")
+    if not 0.0 < top_p <= 1.0:
+        raise refuse("top_p", top_p, "above 0 and at most 1", "use 1.0 to keep all tokens, 0.9 for the likely ones")
+    if top_k < 0:
+        raise refuse("top_k", top_k, "0 (off) or more", "use 0 to keep all tokens")
+    if not 0.0 <= min_p <= 1.0:
+        raise refuse("min_p", min_p, "between 0 (off) and 1", "use 0.0 to keep all tokens")
+    if not 0.0 < repetition_penalty < float("inf"):
+        raise refuse("repetition_penalty", repetition_penalty, "above 0 and finite", "use 1.0 for none")
+
+    def rows(value: float) -> Float[Array, " B"]:
+        return jnp.full((n,), value, jnp.float32)
+
+    return SamplingSettings(
+        temperature=rows(temperature),
+        top_p=rows(top_p),
+        top_k=jnp.full((n,), min(top_k, jnp.iinfo(jnp.int32).max), jnp.int32),
+        min_p=rows(min_p),
+        repetition_penalty=rows(repetition_penalty),
+    )
+
+
+def uniforms(keys: PRNGKeyArray, position: Int[Array, " B"]) -> Float[Array, " B"]:
+    """One number in [0, 1) for each row: it depends on the row's key and the position it is for, and on nothing else."""
+    return jax.vmap(lambda key, at: jax.random.uniform(jax.random.fold_in(key, at)))(keys, position)
+
+
+def sample(
+    logits: Float[Array, "B A"],
+    settings: SamplingSettings,
+    chance: Float[Array, " B"],
+    seen: Int[Array, "B A"] | None = None,
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """A token for each row, and its log-probability in the model's own distribution (before any setting). `chance` is the row's
+    number from `uniforms`; `seen` counts the row's tokens so far. A greedy row takes the first of equals."""
+    scores = logits if seen is None else penalise_repetition(logits, seen, settings.repetition_penalty)
+    greedy = settings.temperature <= 0.0
+    warm = scores / jnp.where(greedy, 1.0, settings.temperature)[:, None]
+    weight = jnp.exp(warm - jnp.max(warm, axis=-1, keepdims=True))
+    upto = jnp.cumsum(jnp.where(allowed(warm, settings), weight, 0.0), axis=-1)
+    # The first token whose running sum passes the chosen share of the whole: never one of weight zero.
+    drawn = jnp.sum(upto <= chance[:, None] * upto[:, -1:], axis=-1)
+    tokens = jnp.where(greedy, jnp.argmax(scores, axis=-1), drawn).astype(jnp.int32)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def allowed(scores: Float[Array, "B A"], settings: SamplingSettings) -> Bool[Array, "B A"]:
+    """Which tokens top-k, then top-p among those, then min-p leave. Sorting is skipped while no row asks for it; a row that does
+    not ask keeps everything either way."""
+
+    def by_rank(scores: Float[Array, "B A"]) -> Bool[Array, "B A"]:
+        keep = top_k_mask(scores, settings.top_k)
+        inside = nucleus_mask(jnp.where(keep, scores, -jnp.inf), settings.top_p)
+        return keep & (inside | (settings.top_p >= 1.0)[:, None])
+
+    asked = jnp.any((settings.top_k > 0) | (settings.top_p < 1.0))
+    keep = jax.lax.cond(asked, by_rank, lambda scores: jnp.ones(scores.shape, bool), scores)
+    return keep & (scores >= jnp.max(scores, axis=-1, keepdims=True) + jnp.log(settings.min_p)[:, None])
+
+
+def nucleus(logits: Float[Array, "B A"], p: float | Float[Array, " B"]) -> Float[Array, "B A"]:
+    """The likeliest tokens that hold probability p together; the others become MASKED."""
+    return jnp.where(nucleus_mask(logits, p), logits, MASKED)
+
+
+def nucleus_mask(logits: Float[Array, "B A"], p: float | Float[Array, " B"]) -> Bool[Array, "B A"]:
+    """A token stays if it and all less likely ones together exceed 1 - p, by the reference's slack; the likeliest always stays.
+    Of equals the last counts as the likeliest, as in the reference."""
+    beyond = jnp.asarray(1.0 - (p - NUCLEUS_SLACK), jnp.float32)[..., None]
+    probability = jax.nn.softmax(logits, axis=-1)
+    place = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)
+    rising, place = jax.lax.sort((probability, place), dimension=-1, is_stable=True, num_keys=1)
+    keep = jnp.cumsum(rising, axis=-1) > beyond
+    keep = keep.at[:, -1].set(True)
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return jnp.zeros(logits.shape, bool).at[rows, place].set(keep)
+
+
+def top_k_mask(scores: Float[Array, "B A"], k: Int[Array, " B"]) -> Bool[Array, "B A"]:
+    """The k highest scores, and what equals the k-th. Zero keeps all."""
+    size = scores.shape[-1]
+    rank = jnp.where(k > 0, jnp.clip(size - k, 0, size - 1), 0)
+    least = jnp.take_along_axis(jnp.sort(scores, axis=-1), rank[:, None], axis=-1)
+    return scores >= least
+
+
+def penalise_repetition(
+    logits: Float[Array, "B A"], seen: Int[Array, "B A"], penalty: Float[Array, " B"]
+) -> Float[Array, "B A"]:
+    """A token that occurred has its logit divided by the penalty where positive, multiplied where negative."""
+    penalty = penalty[:, None]
+    return jnp.where(seen > 0, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
