@@ -14,9 +14,9 @@ def _quickstart() -> RunConfig:
     return RunConfig(
         preset="quickstart",
         model=VQConfig(d_model=128, d_k=32, d_v=256, n_code=64, n_layer=2, block_len=64, mem_len=64),
-        data=DataConfig(sequence_len=512, update_len=512, batch_size=8),
-        optim=OptimConfig(name="adamw", lr=2e-3, warmup_steps=50, steps=1000, clip=1.0),
-        train=TrainConfig(log_every=10, eval_every=250, eval_sequences=64, checkpoint_every=250),
+        data=DataConfig(sequence_len=2048, update_len=512, batch_size=4),
+        optim=OptimConfig(name="muon", lr=0.01, warmup_steps=30, steps=1000, clip=1.0),
+        train=TrainConfig(log_every=10, eval_every=250, eval_sequences=32, checkpoint_every=250),
     )
 
 

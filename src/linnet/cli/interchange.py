@@ -90,8 +90,8 @@ class ExportFlags:
     out: Path | None = None
     """The file; RUN.safetensors or RUN.npz beside the run if not given."""
     format: Literal["safetensors", "transformer-vq"] = "safetensors"
-    """`safetensors`: weights, codebooks and config, which `linnet import safetensors` reads back bit for bit; `transformer-vq`: the official
-    tree as .npz."""
+    """`safetensors`: weights, codebooks and config, read back bit for bit by `linnet import safetensors`; `transformer-vq`: the
+    official tree as .npz."""
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from linnet.families.generate import Decoder
 from linnet.pytree import pytree
 
 
@@ -30,6 +31,11 @@ class Family(Protocol):
     """`cfg` is the family's own config. `batch` has inputs, targets, doc_ids and loss_mask, each B x T."""
 
     name: str
+
+    @property
+    def decoder(self) -> Decoder:
+        """How it writes, token by token."""
+        ...
 
     def param_specs(self, cfg: Any) -> Any: ...
 

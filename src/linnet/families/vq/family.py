@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from linnet import rng
 from linnet.families.family import Aux, Keys
 from linnet.families.vq import model
+from linnet.families.vq import slots as decoder
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.diagnostics import codebook_figures
 from linnet.families.vq.params import VQBuffers, VQParams, buffer_specs, param_specs
@@ -115,6 +116,7 @@ def _dropout(keys: Keys, first_row: int | Int[Array, ""], batch_size: int) -> mo
 __all__ = [
     "buffer_specs",
     "carry_axes",
+    "decoder",
     "diagnostics",
     "empty_carry",
     "flops_per_token",

@@ -70,9 +70,7 @@ def admit(
     return carry
 
 
-def admit_chunk(
-    params: VQParams, buffers: VQBuffers, carry: VQCarry, tokens: Sequence[int], cfg: VQConfig
-) -> VQCarry:
+def admit_chunk(params: VQParams, buffers: VQBuffers, carry: VQCarry, tokens: Sequence[int], cfg: VQConfig) -> VQCarry:
     """Reads at most `chunk_len(cfg)` tokens: what an engine does between ticks."""
     size = chunk_len(cfg)
     assert 0 < len(tokens) <= size, f"a chunk has 1 to {size} tokens, got {len(tokens)}"
@@ -126,9 +124,7 @@ def insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
             count=jax.lax.dynamic_update_slice(memory.count, count, (row, 0)),
         )
 
-    units = tuple(
-        put(memory, jax.tree.map(lambda x, g=g: x[g], one.attention)) for g, memory in enumerate(slots.units)
-    )
+    units = tuple(put(memory, jax.tree.map(lambda x, g=g: x[g], one.attention)) for g, memory in enumerate(slots.units))
     return Slots(units=units, position=slots.position.at[i].set(position))
 
 

@@ -1,12 +1,13 @@
-"""Reads an `.npz` without trusting it: no pickles, every size checked against the bytes that are really there."""
+"""Reads (and writes) an `.npz` without trusting it: no pickles, every size checked against the bytes that are really there."""
 
 from __future__ import annotations
 
 import math
+import os
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, cast
 
 import numpy as np
 
@@ -55,3 +56,16 @@ def _read_array(file: IO[bytes], member: zipfile.ZipInfo, path: Path) -> np.ndar
             f"{math.prod(shape) * dtype.itemsize}. Fix: copy the file again."
         )
     return np.frombuffer(body, dtype).reshape(shape, order="F" if fortran else "C")
+
+
+def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Writes the file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            np.savez(file, **cast(Any, arrays))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

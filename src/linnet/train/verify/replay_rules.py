@@ -114,7 +114,7 @@ def replay_nucleus(golden: Golden) -> Replay:
         parts = re.fullmatch(r"(?:(\w+)_)?out_p([0-9.]+)", name)
         if parts is None:
             continue
-        got = np.asarray(nucleus(golden.input(parts[1] or "logits"), float(parts[2])))
+        got = np.asarray(nucleus(jnp.asarray(golden.input(parts[1] or "logits")), float(parts[2])))
         kept = want > MASKED / 2
         values |= {f"{name}: mask": got > MASKED / 2, name: np.where(kept, got, 0.0)}
         expected |= {f"{name}: mask": kept, name: np.where(kept, want, 0.0)}

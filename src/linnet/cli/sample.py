@@ -1,0 +1,143 @@
+"""`linnet sample`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from linnet.cli.parse import parse
+from linnet.errors import refuse
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    run: Annotated[Path, tyro.conf.Positional]
+    """The run's folder."""
+    prompt: str = ""
+    """What the text begins with."""
+    prompt_file: Path | None = None
+    """A file to take the prompt from."""
+    n: int = 1
+    """How many samples. The first is the same whatever their number."""
+    max_tokens: int = 512
+    """The longest a sample may get; memory stays the same however long."""
+    temperature: float = 1.0
+    """0 takes the likeliest token always."""
+    top_p: float = 0.9
+    """Only the likeliest tokens that hold this probability together."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0: all."""
+    min_p: float = 0.0
+    """Only tokens at least so likely, relative to the likeliest."""
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    """Sample i is drawn by seed + i."""
+    stop: tuple[str, ...] = ()
+    """End before any of these strings."""
+    ignore_end: bool = False
+    """Go on after the end of a document."""
+    checkpoint: str = "best"
+    """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
+    json: bool = False
+    """Print one JSON object when all is done, instead of streaming."""
+
+
+def sample_command(argv: list[str]) -> int:
+    flags = parse(
+        Flags, argv, "sample", "Writes text with a run, streaming as it goes. The same seed gives the same text."
+    )
+    if flags.n < 1:
+        raise refuse("--n", flags.n, "at least 1", "use 1")
+    if flags.max_tokens < 1:
+        raise refuse("--max-tokens", flags.max_tokens, "at least 1", "use 512")
+    if not 0 <= flags.seed < 2**32:
+        raise refuse("--seed", flags.seed, "between 0 and 2**32 - 1", "use 0")
+    from linnet.cli.startup import prepare_jax
+    from linnet.families.generate import byte_ids, generate
+    from linnet.nn.sampling import sampling_settings
+    from linnet.train.runs import open_run
+
+    settings = sampling_settings(
+        flags.n,
+        temperature=flags.temperature,
+        top_p=flags.top_p,
+        top_k=flags.top_k,
+        min_p=flags.min_p,
+        repetition_penalty=flags.repetition_penalty,
+    )
+    prompt = flags.prompt.encode() if flags.prompt_file is None else _read(flags.prompt_file)
+    prepare_jax()
+    run = open_run(flags.run, flags.checkpoint)
+    stream = generate(
+        run.family.decoder,
+        run.params,
+        run.buffers,
+        run.cfg.model,
+        [byte_ids(prompt)] * flags.n,
+        max_tokens=flags.max_tokens,
+        settings=settings,
+        seeds=[(flags.seed + i) % 2**32 for i in range(flags.n)],
+        stop=flags.stop,
+        ignore_end=flags.ignore_end,
+    )
+    begin = prompt.decode(errors="replace")
+    if flags.json:
+        _print_json(stream, begin, flags)
+    elif flags.n == 1:
+        sys.stdout.write(begin)
+        for (piece,) in stream:
+            if piece is not None:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+        sys.stdout.write("\n")
+    else:
+        _print_many(stream, begin, flags.n)
+    return 0
+
+
+def _print_many(stream, begin: str, n: int) -> None:
+    """The first sample streams; the others follow whole."""
+    texts: list[list[str]] = [[] for _ in range(n)]
+    print(f"--- 1 of {n} ---")
+    sys.stdout.write(begin)
+    for pieces in stream:
+        for i, piece in enumerate(pieces):
+            if piece is None:
+                continue
+            if i == 0:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+            else:
+                texts[i].append(piece.text)
+    sys.stdout.write("\n")
+    for i, parts in enumerate(texts[1:], start=2):
+        print(f"--- {i} of {n} ---")
+        print(begin + "".join(parts))
+
+
+def _print_json(stream, begin: str, flags: Flags) -> None:
+    samples = [
+        {"text": begin, "seed": flags.seed + i, "tokens": 0, "logprob": 0.0, "finish": None} for i in range(flags.n)
+    ]
+    for pieces in stream:
+        for sample, piece in zip(samples, pieces, strict=True):
+            if piece is not None:
+                sample["text"] += piece.text
+                sample["tokens"] += len(piece.tokens)
+                sample["logprob"] += sum(piece.logprobs)
+                sample["finish"] = piece.finish
+    print(json.dumps({"run": str(flags.run), "prompt": begin, "samples": samples}))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise refuse(
+            "--prompt-file", str(path), f"a file that can be read ({error.strerror})", "check the path"
+        ) from None

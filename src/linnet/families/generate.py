@@ -1,0 +1,245 @@
+"""Plain generation: a batch of prompts in, pieces of text out as they are drawn. What `linnet sample` and the trainer's samples use.
+
+A row's text depends on its prompt, settings and seed alone: not on the other rows, nor on how many tokens a dispatch makes.
+Memory is constant however long it runs: nothing is kept but the slots and what the reader of the stream keeps.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from linnet import rng
+from linnet.errors import refuse
+from linnet.nn.sampling import SamplingSettings
+
+END = 1  # ends a document; also prompts every sequence
+FIRST_BYTE = 3  # byte b is id b + 3
+N_TICKS = 32  # tokens a dispatch
+
+Finish = Literal["end", "stop", "length"]
+
+
+class Decoder(Protocol):
+    """The part of a family that generation needs; `linnet.families.vq.slots` is one."""
+
+    def prepare(self, params: Any, buffers: Any, cfg: Any) -> Any: ...
+
+    def init_slots(self, cfg: Any, n: int) -> Any: ...
+
+    def admit(self, params: Any, buffers: Any, prompt: Sequence[int], cfg: Any) -> Any: ...
+
+    def insert(self, slots: Any, one: Any, i: int) -> Any: ...
+
+    def decode(
+        self,
+        prepared: Any,
+        slots: Any,
+        tokens: Any,
+        settings: SamplingSettings,
+        keys: Any,
+        seen: Any,
+        *,
+        cfg: Any,
+        n_ticks: int,
+    ) -> tuple[Any, Any, Any, Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What one dispatch added to one row."""
+
+    tokens: list[int]  # as drawn, an end id included
+    logprobs: list[float]
+    text: str  # whole characters only, no part of a stop string
+    finish: Finish | None  # why the row ended, in its last piece
+
+
+def byte_of(token: int) -> bytes:
+    """Ids 0 to 2 stand for no text."""
+    return bytes((token - FIRST_BYTE,)) if token >= FIRST_BYTE else b""
+
+
+def byte_ids(text: str | bytes) -> list[int]:
+    data = text.encode() if isinstance(text, str) else text
+    return [byte + FIRST_BYTE for byte in data]
+
+
+def generate(
+    decoder: Decoder,
+    params: Any,
+    buffers: Any,
+    cfg: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    settings: SamplingSettings,
+    seeds: Sequence[int],
+    stop: Sequence[str] = (),
+    ignore_end: bool = False,
+    n_ticks: int = N_TICKS,
+    token_bytes: Callable[[int], bytes] = byte_of,
+) -> Iterator[list[Piece | None]]:
+    """Yields after each dispatch one piece a row; None for a row that ended earlier. Prompts are ids without the leading end id,
+    which every sequence gets as in training. Rows with the same prompt are read once."""
+    _check(prompts, settings, seeds, stop, max_tokens, n_ticks, cfg.n_vocab)
+    return _stream(
+        decoder,
+        params,
+        buffers,
+        cfg,
+        [[END, *prompt] for prompt in prompts],
+        [_Row(max_tokens, stop, ignore_end, token_bytes) for _ in prompts],
+        settings,
+        seeds,
+        n_ticks,
+    )
+
+
+def _stream(
+    decoder: Decoder,
+    params: Any,
+    buffers: Any,
+    cfg: Any,
+    prompts: list[list[int]],
+    rows: list[_Row],
+    settings: SamplingSettings,
+    seeds: Sequence[int],
+    n_ticks: int,
+) -> Iterator[list[Piece | None]]:
+    n_slot = n_slots(len(rows))
+    prepared = decoder.prepare(params, buffers, cfg)
+    slots = decoder.init_slots(cfg, n_slot)
+    first = np.full((n_slot,), END, np.int32)
+    seen = np.zeros((n_slot, cfg.n_vocab), np.int32)
+    rows_of: dict[tuple[int, ...], list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        rows_of.setdefault(tuple(prompt), []).append(i)
+    for prompt, places in rows_of.items():
+        *read, last = prompt
+        one = decoder.admit(params, buffers, read, cfg) if read else None
+        for i in places:
+            slots = slots if one is None else decoder.insert(slots, one, i)
+            first[i] = last
+            np.add.at(seen[i], np.asarray(prompt[1:], np.int32), 1)  # the leading end id is ours, no repetition
+    spare = n_slot - len(rows)
+    settings = jax.tree.map(lambda x: jnp.pad(x, (0, spare), constant_values=1), settings)
+    keys = jnp.stack([rng.stream(rng.root(seed), "sample") for seed in [*seeds, *[0] * spare]])
+    tokens, seen = jnp.asarray(first), jnp.asarray(seen)
+    while not all(row.finish for row in rows):
+        slots, seen, drawn, logprobs = decoder.decode(
+            prepared, slots, tokens, settings, keys, seen, cfg=cfg, n_ticks=n_ticks
+        )
+        tokens = drawn[-1]
+        drawn_here, logprobs_here = np.asarray(drawn), np.asarray(logprobs)
+        yield [
+            None if row.finish else row.take(drawn_here[:, i].tolist(), logprobs_here[:, i].tolist())
+            for i, row in enumerate(rows)
+        ]
+
+
+def n_slots(n_row: int) -> int:
+    """How many slots to run. XLA's kernels for two and three rows add up in another order than those for one and for many; with
+    idle slots beside them, a row draws the same tokens in every batch."""
+    return n_row if n_row == 1 else max(n_row, 4)
+
+
+class _Row:
+    """Where a row stands: what it has drawn, and whether it has ended."""
+
+    def __init__(
+        self, max_tokens: int, stop: Sequence[str], ignore_end: bool, token_bytes: Callable[[int], bytes]
+    ) -> None:
+        self.left = max_tokens
+        self.finish: Finish | None = None
+        self._ignore_end = ignore_end
+        self._token_bytes = token_bytes
+        self._text = TextStream(stop)
+
+    def take(self, tokens: list[int], logprobs: list[float]) -> Piece:
+        """Takes what was drawn, up to where the row ends."""
+        text, n = [], 0
+        for token in tokens:
+            n += 1
+            self.left -= 1
+            if token == END and not self._ignore_end:
+                self.finish = "end"
+                break
+            text.append(self._text.feed(self._token_bytes(token)))
+            if self._text.stopped:
+                self.finish = "stop"
+                break
+            if not self.left:
+                self.finish = "length"
+                break
+        if self.finish:
+            text.append(self._text.close())
+        return Piece(tokens=tokens[:n], logprobs=logprobs[:n], text="".join(text), finish=self.finish)
+
+
+class TextStream:
+    """Bytes in, text out: never half a character, and nothing of a stop string, however its bytes are cut."""
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self._stops = [s.encode() for s in stop]
+        self._held = b""  # bytes that may yet turn out to begin a stop string
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, data: bytes) -> str:
+        if self.stopped:
+            return ""
+        self._held += data
+        found = [at for at in (self._held.find(s) for s in self._stops) if at >= 0]
+        if found:
+            self.stopped = True
+            ready, self._held = self._held[: min(found)], b""
+        else:
+            keep = max((_overlap(self._held, s) for s in self._stops), default=0)
+            cut = len(self._held) - keep
+            ready, self._held = self._held[:cut], self._held[cut:]
+        return self._decoder.decode(ready)
+
+    def close(self) -> str:
+        """What was held back, when no more can come. A character that never became whole is shown as U+FFFD."""
+        ready, self._held = self._held, b""
+        return self._decoder.decode(ready, final=True)
+
+
+def _overlap(data: bytes, stop: bytes) -> int:
+    """How many of the last bytes of `data` begin `stop`."""
+    return next((n for n in range(min(len(data), len(stop) - 1), 0, -1) if data.endswith(stop[:n])), 0)
+
+
+def _check(
+    prompts: Sequence[Sequence[int]],
+    settings: SamplingSettings,
+    seeds: Sequence[int],
+    stop: Sequence[str],
+    max_tokens: int,
+    n_ticks: int,
+    n_vocab: int,
+) -> None:
+    if not prompts:
+        raise refuse("prompts", 0, "at least one", "give an empty prompt to start from nothing")
+    for field, got in (("seeds", len(seeds)), ("settings", settings.temperature.shape[0])):
+        if got != len(prompts):
+            raise refuse(f"the number of {field}", got, f"one for each of the {len(prompts)} prompts", "give as many")
+    if max_tokens < 1:
+        raise refuse("max_tokens", max_tokens, "at least 1", "ask for one token or more")
+    if n_ticks < 1:
+        raise refuse("n_ticks", n_ticks, "at least 1", f"use {N_TICKS}")
+    if "" in stop:
+        raise refuse("stop", "", "a string of at least one character", "leave it out")
+    for prompt in prompts:
+        for token in prompt:
+            if not 0 <= token < n_vocab:
+                raise refuse(
+                    "a prompt token", token, f"an id of the model, 0 to {n_vocab - 1}", "use the model's tokenizer"
+                )
