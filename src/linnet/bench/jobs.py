@@ -18,6 +18,7 @@ from linnet.data import open_data
 from linnet.families import registry
 from linnet.families.family import Family
 from linnet.families.vq import slots
+from linnet.families.vq.family import reading_block_len
 from linnet.nn import sampling
 from linnet.train.evaluate import evaluate, make_nats
 from linnet.train.optim import optimizer as make_optimizer
@@ -41,7 +42,8 @@ def train_dense(cfg: RunConfig) -> Job:
 
 def evaluation(cfg: RunConfig) -> Job:
     family = registry.get(cfg.family)
-    return _evaluation(cfg, family, family.flops_per_token(cfg.model))
+    model = dataclasses.replace(cfg.model, block_len=reading_block_len(cfg.model))
+    return _evaluation(cfg, family, family.flops_per_token(model))
 
 
 def evaluation_dense(cfg: RunConfig) -> Job:

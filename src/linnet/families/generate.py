@@ -22,6 +22,7 @@ from linnet.nn.sampling import SamplingSettings
 END = 1  # ends a document; also prompts every sequence
 FIRST_BYTE = 3  # byte b is id b + 3
 N_TICKS = 32  # tokens a dispatch
+MANY = 8  # slots that always run together, when there is more than one row
 
 Finish = Literal["end", "stop", "length"]
 
@@ -145,9 +146,9 @@ def _stream(
 
 
 def n_slots(n_row: int) -> int:
-    """How many slots to run. XLA's kernels for two and three rows add up in another order than those for one and for many; with
-    idle slots beside them, a row draws the same tokens in every batch."""
-    return n_row if n_row == 1 else max(n_row, 4)
+    """How many slots to run. XLA's kernels for a few rows add up in another order than those for one and for many; with idle slots
+    beside them, a row draws the same tokens in every batch."""
+    return n_row if n_row == 1 else max(n_row, MANY)
 
 
 class _Row:

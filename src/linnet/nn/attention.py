@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from linnet.nn.attention_blocks import EMPTY, Carry, Given, Learned, Leaving, Options, attend_blocks, fold
+from linnet.nn.attention_blocks import EMPTY, Columns, Given, Learned, Options, Table, attend_blocks, fold
 from linnet.pytree import pytree
 
 
@@ -38,8 +38,8 @@ class AttentionState:
 class Queries:
     """What the queries need besides the state: q + u against codes, q + w against distances."""
 
-    content: Float[Array, "B H T K"]
-    position: Float[Array, "B H T K"]
+    content: Float[Array, "*N B H T K"]
+    position: Float[Array, "*N B H T K"]
 
 
 def empty_state(
@@ -63,81 +63,104 @@ def empty_state(
     )
 
 
+def into_blocks(x: Shaped[Array, "B T *F"], block_len: int, fill: int = 0) -> Shaped[Array, "N B L *F"]:
+    """Cuts tokens into blocks, the last one filled up. Blocks come first, as the scan over them wants it: a model that stays in
+    this layout never transposes its wide arrays."""
+    batch, n_token = x.shape[:2]
+    n_block = -(-n_token // block_len)
+    x = _pad(x, 1, 0, n_block * block_len - n_token, fill)
+    return x.reshape(batch, n_block, block_len, *x.shape[2:]).swapaxes(0, 1)
+
+
+def out_of_blocks(x: Shaped[Array, "N *B L F"], n_token: int) -> Shaped[Array, "*B T F"]:
+    """Joins the blocks of the last axis but one."""
+    x = jnp.moveaxis(x, 0, -3)
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])[..., :n_token, :]
+
+
 def attention(
     queries: Queries,
-    keys: Float[Array, "B H T K"],
-    chosen: Int[Array, "B H T"],
-    values: Float[Array, "B H T V"],
+    keys: Float[Array, "N B H L K"],
+    chosen: Int[Array, "N B H L"],
+    values: Float[Array, "N B H L V"],
     codebook: Float[Array, "H S K"],
     distances: Float[Array, "H R K"],
     state: AttentionState,
-    documents: Int[Array, "B T"],
+    documents: Int[Array, "N B L"],
     *,
-    block_len: int,
+    n_token: int,
     agg_cache: bool,
     grad_thru_cache: bool,
     reset: bool,
     length: Int[Array, " B"] | None = None,
-) -> tuple[Float[Array, "B H T V"], AttentionState]:
-    """Attends T tokens after `state`. `keys` are the quantised keys (straight-through). With `reset`, tokens see only their own
-    document. With `length`, only so many tokens of each row are real; outputs beyond are meaningless and the state ignores them.
+) -> tuple[Float[Array, "N B H L V"], AttentionState]:
+    """Attends `n_token` tokens, cut into blocks, after `state`. `keys` are the quantised keys (straight-through). With `reset`,
+    tokens see only their own document. Tokens whose document is EMPTY are not real: with `length`, all but the first so many of
+    each row. Outputs there are meaningless and the state ignores them.
     """
-    n_token, window = values.shape[2], state.codes.shape[-1]
+    n_block, batch, n_head, block_len, _ = values.shape
+    window = state.codes.shape[-1]
     if not reset:  # one document: from here on `documents` only tells real tokens from EMPTY ones
-        documents = jnp.zeros_like(documents)
-    if length is not None:
-        documents = jnp.where(jnp.arange(n_token) < length[:, None], documents, EMPTY)
-    n_block, n_earlier = -(-n_token // block_len), -(-window // block_len)
-    padding, margin = n_block * block_len - n_token, n_earlier * block_len - window
-    last_document = _last_document(documents, length)
+        documents = jnp.where(documents == EMPTY, EMPTY, 0)
+    n_earlier = -(-window // block_len)
+    margin = n_earlier * block_len - window
+    last_document = _last_document(out_of_blocks(documents[..., None], n_token)[..., 0], length)
+    row_documents = jnp.repeat(documents, n_head, axis=1)
 
-    def blocks(x: Array, axis: int, fill: int = 0) -> Array:
-        """Cuts `axis` into blocks and brings them to the front, for scan."""
-        x = _pad(x, axis, 0, padding, fill)
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], n_block, block_len, *x.shape[axis + 1 :]), axis, 0)
+    def rows(x: Array) -> Array:
+        return x.reshape(n_block, batch * n_head, *x.shape[3:])
 
-    block_documents = blocks(documents, 1, EMPTY)
+    def state_blocks(x: Array, fill: int = 0) -> Array:
+        """The state's window becomes the P blocks before the first one; what does not fill a block is empty."""
+        x = _pad(x.reshape(batch * n_head, window, *x.shape[3:]), 1, margin, 0, fill)
+        return into_blocks(x, block_len)
+
     codebook = codebook.astype(values.dtype)
-    # The state's window becomes the P blocks before the first one; what does not fill a block is empty.
-    start = Carry(
-        keys=_pad(state.keys, 2, margin, 0),
-        values=_pad(state.values, 2, margin, 0),
-        codes=_pad(state.codes, 2, margin, 0),
-        documents=_pad(state.documents, 1, margin, 0, EMPTY),
-        count=state.count,
-        total=state.total,
-        table_document=state.table_document,
+    earlier = Columns(
+        keys=state_blocks(state.keys),
+        values=state_blocks(state.values),
+        codes=state_blocks(state.codes),
+        documents=state_blocks(jnp.repeat(state.documents[:, None], n_head, axis=1), EMPTY),
     )
-    out, end = attend_blocks(
+    table = Table(
+        count=state.count.reshape(batch * n_head, -1),
+        total=state.total.reshape(batch * n_head, *state.total.shape[2:]),
+        document=jnp.repeat(state.table_document, n_head),
+    )
+    out, table = attend_blocks(
         Options(window=window, agg_cache=agg_cache, grad_thru_cache=grad_thru_cache, reset=reset),
-        Learned(
-            content=blocks(queries.content, 2),
-            position=blocks(queries.position, 2),
-            keys=blocks(keys, 2),
-            values=blocks(values, 2),
-        ),
-        distances[:, ::-1],
-        codebook,
+        Learned(content=rows(queries.content), position=rows(queries.position), keys=rows(keys), values=rows(values)),
+        jnp.tile(distances[:, ::-1], (batch, 1, 1)),
+        jnp.tile(codebook, (batch, 1, 1)),
         Given(
-            codes=blocks(chosen, 2),
-            documents=block_documents,
-            table_document=jnp.concatenate([block_documents[1:, :, 0], last_document[None]]),
+            codes=rows(chosen),
+            documents=row_documents,
+            table_document=jnp.concatenate([row_documents[1:, :, 0], jnp.repeat(last_document, n_head)[None]]),
         ),
-        jax.lax.stop_gradient(start),
+        jax.lax.stop_gradient(earlier),
+        jax.lax.stop_gradient(table),
     )
-    out = jnp.moveaxis(out, 0, 2).reshape(*values.shape[:2], n_block * block_len, values.shape[3])[:, :, :n_token]
-    if length is None and not padding and not margin:
+    out = out.reshape(values.shape)
+    if length is None and n_token == n_block * block_len and not margin and n_block >= n_earlier:
         after = AttentionState(
-            codes=end.codes,
-            keys=end.keys,
-            values=end.values,
-            documents=end.documents,
-            count=end.count,
-            total=end.total,
-            table_document=end.table_document,
+            codes=out_of_blocks(chosen[-n_earlier:, ..., None], window)[..., 0],
+            keys=out_of_blocks(keys[-n_earlier:], window),
+            values=out_of_blocks(values[-n_earlier:], window),
+            documents=out_of_blocks(documents[-n_earlier:, ..., None], window)[..., 0],
+            count=table.count.reshape(state.count.shape),
+            total=table.total.reshape(state.total.shape),
+            table_document=last_document,
         )
     else:
-        after = _advance(state, chosen, keys, values, documents, length, last_document)
+        after = _advance(
+            state,
+            out_of_blocks(chosen[..., None], n_token)[..., 0],
+            out_of_blocks(keys, n_token),
+            out_of_blocks(values, n_token),
+            out_of_blocks(documents[..., None], n_token)[..., 0],
+            length,
+            last_document,
+        )
     return out, jax.lax.stop_gradient(after)
 
 
@@ -163,8 +186,13 @@ def _advance(
     keep = (state.table_document == last_document)[:, None, None]
     leaving = (jnp.arange(window + n_token) < gone[:, None]) & (documents == last_document[:, None])
     leaving = leaving & (documents != EMPTY)
+    n_head = codes.shape[1]
     count, total = fold(
-        state.count * keep, state.total * keep[..., None], Leaving(codes=codes, values=values, real=leaving)
+        (state.count * keep).reshape(batch * n_head, -1),
+        (state.total * keep[..., None]).reshape(batch * n_head, *state.total.shape[2:]),
+        codes.reshape(batch * n_head, -1),
+        values.reshape(batch * n_head, *values.shape[2:]),
+        jnp.repeat(leaving, n_head, axis=0),
     )
 
     def last_window(x: Array, axis: int) -> Array:
@@ -177,8 +205,8 @@ def _advance(
         keys=last_window(keys, 2),
         values=last_window(values, 2),
         documents=last_window(documents, 1),
-        count=count,
-        total=total,
+        count=count.reshape(state.count.shape),
+        total=total.reshape(state.total.shape),
         table_document=last_document,
     )
 

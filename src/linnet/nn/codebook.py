@@ -26,20 +26,20 @@ def code_vectors(count: Float[Array, "*G H S"], total: Float[Array, "*G H S K"])
     return jax.lax.stop_gradient(total / jnp.maximum(count, LEAST_COUNT)[..., None])
 
 
-def nearest(keys: Float[Array, "B H T K"], codes: Float[Array, "H S K"]) -> Int[Array, "B H T"]:
+def nearest(keys: Float[Array, "*B H T K"], codes: Float[Array, "H S K"]) -> Int[Array, "*B H T"]:
     """The index of the nearest code. |k|^2 is the same for every code and left out; the first of equals wins."""
     wide = codes.astype(jnp.float32)
     half_square = 0.5 * jnp.sum(wide * wide, axis=-1)
-    closeness = jnp.einsum("bhtk,hsk->bhts", keys.astype(jnp.float32), wide) - half_square[:, None]
+    closeness = jnp.einsum("...htk,hsk->...hts", keys.astype(jnp.float32), wide) - half_square[:, None]
     return jnp.argmax(closeness, axis=-1).astype(jnp.int32)
 
 
-def lookup(codes: Float[Array, "H S K"], chosen: Int[Array, "B H T"]) -> Float[Array, "B H T K"]:
+def lookup(codes: Float[Array, "H S K"], chosen: Int[Array, "*B H T"]) -> Float[Array, "*B H T K"]:
     heads = jnp.arange(codes.shape[0], dtype=chosen.dtype)[:, None]
     return codes[heads, chosen]
 
 
-def straight_through(keys: Float[Array, "B H T K"], quantised: Float[Array, "B H T K"]) -> Float[Array, "B H T K"]:
+def straight_through(keys: Float[Array, "*B H T K"], quantised: Float[Array, "*B H T K"]) -> Float[Array, "*B H T K"]:
     """The quantised keys in value, the keys in gradient."""
     return quantised + (keys - jax.lax.stop_gradient(keys))
 

@@ -3,9 +3,9 @@
 Letters as in `slots`: B slots, H heads, R = B H rows, S codes, M window, W = M + 1 ring columns, N = S + W columns, K key width,
 V value width, P = scores padded, A vocabulary. `prepare` computes once all that does not depend on the token.
 
-Bits: a row's result is the same beside any neighbours, in any slot, and for any number of slots but 2 and 3. Three things see to it:
-matmuls cut into short sums that the kernels for one row and for many add up in the same order, columns padded so that no kernel
-takes its special path for the last few, and rows of memory that each have their own product. Tests hold us to it.
+Bits: a row's result is the same beside any neighbours, in any slot, and with 1 slot or any number from `MANY`. Three things see to
+it: matmuls cut into short sums that the kernels for one row and for many add up in the same order, columns padded so that no
+kernel takes its special path for the last few, and rows of memory that each have their own product. Tests hold us to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from linnet.nn.sampling import SamplingSettings, sample, uniforms
 from linnet.pytree import pytree, replace
 
 END = 1  # the id that begins a new document
-SHORT_SUM, WIDE = 128, 2048  # longest sum inside one matmul; half of it where there are more columns than WIDE
+MANY = 8  # from this many slots on, a row's bits are those it has alone
+SHORT_SUM = 256  # longest sum inside one matmul
 LANES = 64  # columns of a matmul are padded to a multiple of this
 # XLA's newer matmul kernels split sums by rules of their own, different for one row and for many.
 COMPILER_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
@@ -263,8 +264,7 @@ def leave_ring(
 
 def _cut(matrix: Float[Array, "C E"]) -> Cut:
     matrix = jnp.pad(matrix, [(0, 0), (0, -matrix.shape[1] % LANES)])
-    short = SHORT_SUM if matrix.shape[1] <= WIDE else SHORT_SUM // 2
-    return tuple(matrix[start : start + short] for start in range(0, matrix.shape[0], short))
+    return tuple(matrix[start : start + SHORT_SUM] for start in range(0, matrix.shape[0], SHORT_SUM))
 
 
 def _dot(x: Float[Array, "B C"], cut: Cut) -> Float[Array, "B E"]:

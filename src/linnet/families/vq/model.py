@@ -10,17 +10,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from linnet import rng
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.params import UnitParams, VQBuffers, VQParams
-from linnet.nn import codebook
-from linnet.nn.attention import AttentionState, Queries, attention, empty_state
+from linnet.nn import attention_blocks, codebook
+from linnet.nn.attention import AttentionState, Queries, attention, empty_state, into_blocks, out_of_blocks
 from linnet.nn.attention_dense import attention_dense
+from linnet.nn.linear import linear
 from linnet.nn.norm import rms_norm, rms_norm_affine
 from linnet.nn.position import sinusoid
 from linnet.pytree import pytree
+
+PROJECTED = "projected"
 
 
 @pytree
@@ -81,11 +85,16 @@ def forward(
 ) -> tuple[Float[Array, "B T D"], VQCarry, UnitAux]:
     """The last hidden vectors of T tokens read after `carry`, and the carry after them (after `length` of them, where given)."""
     dtype = jnp.dtype(cfg.dtype)
+    n_token = tokens.shape[1]
+    block_len = n_token if dense else block_len or cfg.block_len
     documents = jnp.zeros_like(tokens) if documents is None else documents
+    if length is not None:
+        documents = jnp.where(jnp.arange(n_token) < length[:, None], documents, attention_blocks.EMPTY)
+    documents = into_blocks(documents, block_len, attention_blocks.EMPTY)
     mask = jnp.ones(tokens.shape, jnp.float32) if mask is None else mask
-    x = params.embed[tokens].astype(dtype)
+    x = params.embed[into_blocks(tokens, block_len)].astype(dtype)
     if cfg.pe_abs:
-        position = carry.position[:, None] + jnp.arange(tokens.shape[1])
+        position = into_blocks(carry.position[:, None] + jnp.arange(n_token), block_len)
         x = x + (params.position_scale * sinusoid(position, cfg.d_model, cfg.pe_lam)).astype(dtype)
     if dropout is not None and cfg.p_dropemb:
         x = _drop_rows(x, cfg.p_dropemb, _row_stream(dropout.update, "embedding"))
@@ -94,18 +103,18 @@ def forward(
     def unit(x: Array, inputs: tuple[Any, ...]) -> tuple[Array, tuple[AttentionState, UnitAux]]:
         p, unit_codes, state, index = inputs
         drop = None if dropout is None else jax.tree.map(lambda k: _fold_rows(k, index), dropout)
-        y, state, aux = _unit(
-            x, p, unit_codes, state, cfg, documents, mask, length, drop, block_len or cfg.block_len, dense, keep_outputs
-        )
+        y, state, aux = _unit(x, p, unit_codes, state, cfg, documents, mask, length, drop, dense, keep_outputs)
         if drop is not None and cfg.p_droplyr:
             y = _drop_rows(y, cfg.p_droplyr, _row_stream(drop.sequence, "layer"), whole=True)
         return x + y, (state, aux)
 
-    if cfg.remat:
-        unit = jax.checkpoint(unit)
+    # Norms, silu and the like are cheaper to compute again than to keep.
+    keep = () if cfg.remat else (PROJECTED, *attention_blocks.KEPT)
+    unit = jax.checkpoint(unit, policy=jax.checkpoint_policies.save_only_these_names(*keep), prevent_cse=False)
     inputs = (params.units, codes, carry.attention, jnp.arange(cfg.n_unit))
     x, (attention_after, aux) = jax.lax.scan(unit, x, inputs)
-    read = tokens.shape[1] if length is None else length.astype(jnp.int32)
+    x = out_of_blocks(x, n_token)
+    read = n_token if length is None else length.astype(jnp.int32)
     return x, VQCarry(attention=attention_after, position=carry.position + read), aux
 
 
@@ -113,7 +122,7 @@ def logits(params: VQParams, x: Float[Array, "*B D"], cfg: VQConfig) -> Float[Ar
     if cfg.e_preln:
         x = rms_norm_affine(x, params.out_gain, params.out_norm_bias)
     weights = params.embed.T if cfg.e_tie else params.w_out
-    return cfg.e_scale * (x.astype(jnp.float32) @ weights + params.out_bias)
+    return cfg.e_scale * (linear(x.astype(jnp.float32), weights) + params.out_bias)
 
 
 def unit_projections(
@@ -123,8 +132,9 @@ def unit_projections(
     hk, hv = cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
     scale = key_scale(cfg)
     h = rms_norm_affine(x, p.norm_gain, p.norm_bias)
-    q = rms_norm(heads(h @ p.w_q.astype(h.dtype), cfg.n_head)) * scale
-    k, v, g = jnp.split(h @ p.w_kvg.astype(h.dtype), [hk, hk + hv], axis=-1)
+    weights = jnp.concatenate([p.w_q, p.w_kvg], axis=1)
+    q, k, v, g = jnp.split(checkpoint_name(linear(h, weights), PROJECTED), [hk, 2 * hk, 2 * hk + hv], axis=-1)
+    q = rms_norm(heads(q, cfg.n_head)) * scale
     return q, rms_norm(heads(k, cfg.n_head)) * scale, heads(jax.nn.silu(v), cfg.n_head), jax.nn.silu(g)
 
 
@@ -133,9 +143,8 @@ def key_scale(cfg: VQConfig) -> float:
     return cfg.d_k**-0.25
 
 
-def heads(x: Float[Array, "B T HE"], n_head: int) -> Float[Array, "B H T E"]:
-    batch, length, width = x.shape
-    return x.reshape(batch, length, n_head, width // n_head).swapaxes(1, 2)
+def heads(x: Float[Array, "*B T HE"], n_head: int) -> Float[Array, "*B H T E"]:
+    return x.reshape(*x.shape[:-1], n_head, -1).swapaxes(-2, -3)
 
 
 def distance_vectors(p: UnitParams, cfg: VQConfig, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "H R K"]:
@@ -153,7 +162,7 @@ def query_pair(q: Float[Array, "B H T K"], p: UnitParams, cfg: VQConfig) -> Quer
 
 
 def _unit(
-    x: Float[Array, "B T D"],
+    x: Float[Array, "N B L D"],
     p: UnitParams,
     codes: Float[Array, "H S K"],
     state: AttentionState,
@@ -162,34 +171,42 @@ def _unit(
     mask: Float[Array, "B T"],
     length: Int[Array, " B"] | None,
     dropout: Dropout | None,
-    block_len: int,
     dense: bool,
     keep_outputs: bool,
 ) -> tuple[Float[Array, "B T D"], AttentionState, UnitAux]:
     q, k, v, gate = unit_projections(x, p, cfg)
-    chosen = codebook.nearest(jax.lax.stop_gradient(k), codes)
+    chosen = checkpoint_name(codebook.nearest(jax.lax.stop_gradient(k), codes), PROJECTED)
     quantised = codebook.lookup(codes, chosen)
     keys = codebook.straight_through(k, quantised.astype(k.dtype))
     r = distance_vectors(p, cfg, None if dropout is None else rng.stream(dropout.shared, "sinusoid"))
     options = {
-        "block_len": block_len,
         "agg_cache": cfg.agg_cache,
         "grad_thru_cache": cfg.grad_thru_cache,
         "reset": cfg.reset_at_documents,
     }
     queries = query_pair(q, p, cfg)
-    if dense:
-        mixed = attention_dense(queries, keys, v, r, documents, **options)
+    n_token = mask.shape[1]
+    if dense:  # one block
+        queries = jax.tree.map(lambda a: a[0], queries)
+        mixed = attention_dense(queries, keys[0], v[0], r, documents[0], block_len=cfg.block_len, **options)[None]
     else:
-        mixed, state = attention(queries, keys, chosen, v, codes, r, state, documents, length=length, **options)
-    mixed = mixed.swapaxes(1, 2).reshape(*x.shape[:2], cfg.n_head * cfg.d_v)
-    y = (mixed * gate) @ p.w_res.astype(x.dtype)
+        mixed, state = attention(
+            queries, keys, chosen, v, codes, r, state, documents, n_token=n_token, length=length, **options
+        )
+    mixed = mixed.swapaxes(-2, -3).reshape(gate.shape)
+    y = linear(mixed * gate, p.w_res)
     if dropout is not None and cfg.p_dropres:
         y = _drop_rows(y, cfg.p_dropres, _row_stream(dropout.update, "residual"))
+    k, quantised = out_of_blocks(k, n_token), out_of_blocks(quantised, n_token)
+    chosen = out_of_blocks(chosen[..., None], n_token)[..., 0]
     candidates = None
     if cfg.restart_dead_codes and dropout is not None:
         candidates = codebook.draw_keys(k, mask, cfg.n_code, rng.stream(dropout.shared, "restart"))
-    return y, state, _unit_aux(k, quantised, chosen, mask, cfg, candidates, y if keep_outputs else None)
+    return (
+        y,
+        state,
+        _unit_aux(k, quantised, chosen, mask, cfg, candidates, out_of_blocks(y, n_token) if keep_outputs else None),
+    )
 
 
 def _unit_aux(
@@ -229,9 +246,11 @@ def _drop(x: Array, p: float, key: PRNGKeyArray, shape: tuple[int, ...] | None =
     return jnp.where(keep, x / (1.0 - p), jnp.zeros((), x.dtype)).astype(x.dtype)
 
 
-def _drop_rows(x: Float[Array, "B T D"], p: float, keys: PRNGKeyArray, whole: bool = False) -> Float[Array, "B T D"]:
+def _drop_rows(
+    x: Float[Array, "N B L D"], p: float, keys: PRNGKeyArray, whole: bool = False
+) -> Float[Array, "N B L D"]:
     """Dropout with a key per row; `whole` keeps or drops a row altogether."""
-    return jax.vmap(lambda row, key: _drop(row, p, key, (1,) * row.ndim if whole else None))(x, keys)
+    return jax.vmap(lambda row, key: _drop(row, p, key, (1,) * row.ndim if whole else None), (1, 0), 1)(x, keys)
 
 
 def _row_stream(keys: PRNGKeyArray, name: str) -> PRNGKeyArray:
