@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,7 +21,6 @@ from linnet.nn.sampling import SamplingSettings
 END = 1  # ends a document; also prompts every sequence
 FIRST_BYTE = 3  # byte b is id b + 3
 N_TICKS = 32  # tokens a dispatch
-MANY = 8  # slots that always run together, when there is more than one row
 
 Finish = Literal["end", "stop", "length"]
 
@@ -114,7 +112,7 @@ def _stream(
     seeds: Sequence[int],
     n_ticks: int,
 ) -> Iterator[list[Piece | None]]:
-    n_slot = n_slots(len(rows))
+    n_slot = len(rows)
     prepared = decoder.prepare(params, buffers, cfg)
     slots = decoder.init_slots(cfg, n_slot)
     first = np.full((n_slot,), END, np.int32)
@@ -129,9 +127,7 @@ def _stream(
             slots = slots if one is None else decoder.insert(slots, one, i)
             first[i] = last
             np.add.at(seen[i], np.asarray(prompt[1:], np.int32), 1)  # the leading end id is ours, no repetition
-    spare = n_slot - len(rows)
-    settings = jax.tree.map(lambda x: jnp.pad(x, (0, spare), constant_values=1), settings)
-    keys = jnp.stack([rng.stream(rng.root(seed), "sample") for seed in [*seeds, *[0] * spare]])
+    keys = jnp.stack([rng.stream(rng.root(seed), "sample") for seed in seeds])
     tokens, seen = jnp.asarray(first), jnp.asarray(seen)
     while not all(row.finish for row in rows):
         slots, seen, drawn, logprobs = decoder.decode(
@@ -143,12 +139,6 @@ def _stream(
             None if row.finish else row.take(drawn_here[:, i].tolist(), logprobs_here[:, i].tolist())
             for i, row in enumerate(rows)
         ]
-
-
-def n_slots(n_row: int) -> int:
-    """How many slots to run. XLA's kernels for a few rows add up in another order than those for one and for many; with idle slots
-    beside them, a row draws the same tokens in every batch."""
-    return n_row if n_row == 1 else max(n_row, MANY)
 
 
 class _Row:

@@ -3,9 +3,9 @@
 Letters as in `slots`: B slots, H heads, R = B H rows, S codes, M window, W = M + 1 ring columns, N = S + W columns, K key width,
 V value width, P = scores padded, A vocabulary. `prepare` computes once all that does not depend on the token.
 
-Bits: a row's result is the same beside any neighbours, in any slot, and with 1 slot or any number from `MANY`. Three things see to
-it: matmuls cut into short sums that the kernels for one row and for many add up in the same order, columns padded so that no
-kernel takes its special path for the last few, and rows of memory that each have their own product. Tests hold us to it.
+Bits: a row's result is the same beside any neighbours, in any slot, with any number of slots. Rows of memory each have their own
+product; the matmuls with weights are shaped so that XLA's kernels for one row and for many add up in the same order: short sums,
+full groups of rows, no odd columns (see the constants). Tests hold us to it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from linnet.nn.sampling import SamplingSettings, sample, uniforms
 from linnet.pytree import pytree, replace
 
 END = 1  # the id that begins a new document
-MANY = 8  # from this many slots on, a row's bits are those it has alone
-SHORT_SUM = 256  # longest sum inside one matmul
-LANES = 64  # columns of a matmul are padded to a multiple of this
+SHORT_SUM = 256  # longest sum inside one matmul: longer ones are split, differently for one row and for many
+ROWS = 12  # more than one row is padded to a multiple of this: Eigen takes rows by 6 or 4, and the last few another way
+LANES = 64  # columns are padded to a multiple of this: the last few would be added up another way
 # XLA's newer matmul kernels split sums by rules of their own, different for one row and for many.
 COMPILER_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
@@ -268,10 +268,13 @@ def _cut(matrix: Float[Array, "C E"]) -> Cut:
 
 
 def _dot(x: Float[Array, "B C"], cut: Cut) -> Float[Array, "B E"]:
+    n_row = x.shape[0]
+    if n_row > 1:
+        x = jnp.pad(x, [(0, -n_row % ROWS), (0, 0)])
     start, y = 0, None
     for part in cut:
         piece = x[:, start : start + part.shape[0]] @ part
         y = piece if y is None else y + piece
         start += part.shape[0]
     assert y is not None
-    return y
+    return y[:n_row]

@@ -1,0 +1,105 @@
+"""Specs, random streams, pytrees and the mesh: what every family stands on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from linnet import params, rng
+from linnet.errors import UserError
+from linnet.params import Spec
+from linnet.pytree import named_leaves, pytree, replace, static
+from linnet.sharding import make_mesh, partition, shardings
+
+
+@pytree
+class Toy:
+    weight: object
+    bias: object
+    size: int = static(default=3)
+
+
+def specs() -> Toy:
+    return Toy(weight=Spec((4, 8, 64), ("layers", "model", "heads")), bias=Spec((8,), ("model",), "zeros"))
+
+
+def test_leaves_have_names_and_static_fields_are_structure() -> None:
+    toy = Toy(weight=1.0, bias={"a": 2.0, "b": (3.0,)})
+    assert dict(named_leaves(toy)) == {"weight": 1.0, "bias/a": 2.0, "bias/b/0": 3.0}
+    assert jax.tree.structure(toy) != jax.tree.structure(replace(toy, size=4))
+
+
+def test_init_abstract_and_count_agree() -> None:
+    made = params.init(specs(), rng.root(0))
+    shapes = params.abstract(specs())
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(lambda s: s.shape, shapes)
+    assert params.count(specs()) == 4 * 8 * 64 + 8
+
+
+def test_fan_in_is_of_one_layer() -> None:
+    made = params.init(specs(), rng.root(0))
+    assert float(jnp.std(made.weight)) == pytest.approx(8**-0.5, rel=0.05)
+    assert not np.any(made.bias)
+
+
+def test_a_leaf_does_not_depend_on_the_others() -> None:
+    alone = params.init({"weight": specs().weight}, rng.root(0))["weight"]
+    assert np.array_equal(alone, params.init(specs(), rng.root(0)).weight)
+
+
+def test_streams_differ_by_name_step_and_seed() -> None:
+    keys = [
+        rng.stream(rng.root(0), "a"),
+        rng.stream(rng.root(0), "b"),
+        rng.stream(rng.root(1), "a"),
+        rng.at(rng.stream(rng.root(0), "a"), 1),
+    ]
+    assert len({tuple(np.asarray(jax.random.key_data(k)).tolist()) for k in keys}) == 4
+
+
+def test_streams_are_the_same_in_every_process() -> None:
+    """Python's own hash is not: a resumed run would draw other numbers."""
+    code = "import jax; from linnet import rng; print(jax.random.key_data(rng.stream(rng.root(7), 'params')).tolist())"
+    told = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    }
+    assert len(told) == 1
+
+
+def test_an_axis_that_does_not_divide_stays_whole() -> None:
+    code = """
+import jax
+from linnet.params import Spec
+from linnet.sharding import make_mesh, partition, shardings
+mesh = make_mesh({"fsdp": 2, "model": 4})
+assert partition(Spec((4, 8, 64), ("layers", "model", "heads")), mesh) == jax.sharding.PartitionSpec(None, "fsdp", "model")
+assert partition(Spec((259, 8), ("vocab", "model")), mesh) == jax.sharding.PartitionSpec(None, "fsdp")
+placed = jax.device_put(jax.numpy.ones((4, 8, 64)), shardings(Spec((4, 8, 64), ("layers", "model", "heads")), mesh))
+assert {s.data.shape for s in placed.addressable_shards} == {(4, 4, 16)}
+print("fits")
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=flags, check=False)
+    assert done.stdout.strip() == "fits", done.stderr
+
+
+def test_a_mesh_of_one_device_cuts_nothing() -> None:
+    mesh = make_mesh()
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "model": 1, "expert": 1}
+    placed = jax.device_put(params.init(specs(), rng.root(0)), shardings(specs(), mesh))
+    assert placed.weight.shape == (4, 8, 64)
+    assert len(partition(specs().weight, mesh)) == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"), [({"rows": 2}, "one of data"), ({"data": 0}, "at least 1"), ({"data": 4096}, "devices")]
+)
+def test_an_impossible_mesh_is_refused(sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        make_mesh(sizes)
