@@ -21,6 +21,7 @@ from linnet.nn.attention_blocks import EMPTY
 from linnet.params import Spec, map_specs
 
 N_VOCAB = 30
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is all the time these tests take
 TOLERANCE = 1e-5  # of the largest value of a tensor
 
 
@@ -46,7 +47,7 @@ def documents_of(tokens: np.ndarray) -> np.ndarray:
     return np.cumsum(tokens < N_VOCAB // 6, axis=1).astype(np.int32)
 
 
-@partial(jax.jit, static_argnames=("cfg", "dense", "block_len"))
+@partial(jax.jit, static_argnames=("cfg", "dense", "block_len"), compiler_options=QUICK)
 def run(
     params: Any,
     buffers: Any,
@@ -64,7 +65,7 @@ def run(
     return x, carry, aux.codes
 
 
-@partial(jax.jit, static_argnames=("cfg", "dense"))
+@partial(jax.jit, static_argnames=("cfg", "dense"), compiler_options=QUICK)
 def loss_and_gradient(
     params: Any, buffers: Any, tokens: Any, documents: Any, cfg: VQConfig, dense: bool
 ) -> tuple[Any, Any]:
@@ -91,7 +92,7 @@ def assert_close(got: Any, want: Any, tolerance: float = TOLERANCE) -> None:
     jax.tree_util.tree_map_with_path(check, got, want)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     n_head=st.integers(1, 2),
     window=st.sampled_from([3, 8, 13]),
@@ -240,7 +241,7 @@ def test_gradient_through_the_table(grad_thru_cache: bool) -> None:
         )
         return jnp.sum(out_of_blocks(out, n_token)[0, 0, -1])
 
-    got = jax.jit(jax.grad(last_output))(values)[0, 0]
+    got = jax.jit(jax.grad(last_output), compiler_options=QUICK)(values)[0, 0]
     score = keys[0, 0] @ content[0, 0, -1]
     score = score.at[-window - 1 :].add(distances[0, ::-1] @ position[0, 0, -1])
     weight = jax.nn.softmax(score)
@@ -258,5 +259,4 @@ def test_blocks_run_once_forward_and_once_back() -> None:
 
 def _count_scans(jaxpr: Any) -> int:
     inner = [x for e in jaxpr.eqns for x in jax.tree.leaves(list(e.params.values())) if hasattr(x, "eqns")]
-    closed = [x.jaxpr for e in jaxpr.eqns for x in jax.tree.leaves(list(e.params.values())) if hasattr(x, "jaxpr")]
-    return sum(e.primitive.name == "scan" for e in jaxpr.eqns) + sum(map(_count_scans, inner + closed))
+    return sum(e.primitive.name == "scan" for e in jaxpr.eqns) + sum(map(_count_scans, inner))

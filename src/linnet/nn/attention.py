@@ -10,6 +10,8 @@ values), the P blocks before it, and itself. A key moves into the table when it 
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -127,7 +129,7 @@ def attention(
         total=state.total.reshape(batch * n_head, *state.total.shape[2:]),
         document=jnp.repeat(state.table_document, n_head),
     )
-    out, table = attend_blocks(
+    attended = attend_blocks(
         Options(window=window, agg_cache=agg_cache, grad_thru_cache=grad_thru_cache, reset=reset),
         Learned(content=rows(queries.content), position=rows(queries.position), keys=rows(keys), values=rows(values)),
         jnp.tile(distances[:, ::-1], (batch, 1, 1)),
@@ -140,6 +142,7 @@ def attention(
         jax.lax.stop_gradient(earlier),
         jax.lax.stop_gradient(table),
     )
+    out, table = cast(tuple[Array, Table], attended)  # custom_vjp hides the types
     out = out.reshape(values.shape)
     if length is None and n_token == n_block * block_len and not margin and n_block >= n_earlier:
         after = AttentionState(
