@@ -10,8 +10,11 @@ import pytest
 import tiny
 
 from linnet import config as configs
+from linnet import params, rng
 from linnet.cli import main
 from linnet.cli.main import COMMANDS
+from linnet.families import registry
+from linnet.train.runs import write_run
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -194,3 +197,15 @@ def test_transformer_vq_tree_becomes_a_run(trained: Path, tmp_path: Path, capsys
 def test_presets_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert "enwik8" in run(capsys, "presets")[1]
     assert json.loads(run(capsys, "presets", "--json")[1])["enwik8"]["model"]["n_layer"] == 24
+
+
+def test_a_text_the_model_has_no_ids_for_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model of 100 ids cannot be evaluated on bytes: ids beyond would be read as others."""
+    cfg = tiny.config(tiny.corpus(tmp_path), **{"model.n_vocab": 100})
+    family = registry.get("vq")
+    key = rng.root(0)
+    weights = (params.init(specs(cfg.model), key) for specs in (family.param_specs, family.buffer_specs))
+    write_run(tmp_path / "run", cfg, *weights)
+    code, _, err = run(capsys, "eval", str(tmp_path / "run"))
+    assert code == 2
+    assert "at least the data's 259 ids" in err

@@ -92,7 +92,7 @@ def assert_close(got: Any, want: Any, tolerance: float = TOLERANCE) -> None:
     jax.tree_util.tree_map_with_path(check, got, want)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     n_head=st.integers(1, 2),
     window=st.sampled_from([3, 8, 13]),
@@ -131,9 +131,8 @@ def test_linear_equals_dense(
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(want[1]) if g.ndim > 1)  # else nothing was compared
 
 
-@pytest.mark.parametrize("changes", [{}, {"n_head": 2, "mem_len": 13, "reset_at_documents": True}], ids=str)
-def test_block_length_does_not_matter(changes: dict[str, Any]) -> None:
-    cfg, params, buffers = make(**changes)
+def test_block_length_does_not_matter() -> None:
+    cfg, params, buffers = make(n_head=2, mem_len=13, reset_at_documents=True)
     tokens = tokens_of(2, 45)
     start = model.empty_carry(cfg, 2)
     each = [
@@ -144,7 +143,7 @@ def test_block_length_does_not_matter(changes: dict[str, Any]) -> None:
         assert_close(one, each[0])
 
 
-@pytest.mark.parametrize(("split", "changes"), [(1, {}), (13, {"mem_len": 5, "n_head": 2}), (24, {"agg_cache": False})])
+@pytest.mark.parametrize(("split", "changes"), [(1, {}), (23, {"mem_len": 5, "n_head": 2, "agg_cache": False})])
 def test_two_halves_equal_one_pass(split: int, changes: dict[str, Any]) -> None:
     cfg, params, buffers = make(**changes)
     tokens = tokens_of(2, 37)
@@ -176,9 +175,8 @@ def _row(carry: model.VQCarry, i: int) -> model.VQCarry:
     )
 
 
-@pytest.mark.parametrize("agg_cache", [True, False])
-def test_a_document_does_not_see_the_one_before(agg_cache: bool) -> None:
-    cfg, params, buffers = make(reset_at_documents=True, mem_len=6, agg_cache=agg_cache)
+def test_a_document_does_not_see_the_one_before() -> None:
+    cfg, params, buffers = make(reset_at_documents=True, mem_len=6)
     lengths = np.array([3, 17, 1, 9])
     starts = np.cumsum(lengths) - lengths
     tokens = tokens_of(1, int(lengths.sum()))
@@ -253,10 +251,14 @@ def test_blocks_run_once_forward_and_once_back() -> None:
     """Keeping too little for the backward pass would silently run the forward scan again."""
     cfg, params, buffers = make()
     tokens = tokens_of(1, 16)
-    traced = jax.make_jaxpr(lambda p: loss_and_gradient(p, buffers, tokens, np.zeros_like(tokens), cfg, False))(params)
+    traced = loss_and_gradient.trace(params, buffers, tokens, np.zeros_like(tokens), cfg, False)
     assert _count_scans(traced.jaxpr) == 5  # units and blocks, forward; units, tables and blocks, back
 
 
 def _count_scans(jaxpr: Any) -> int:
+    """Of floats: JAX may take out a scan of the mere indices."""
     inner = [x for e in jaxpr.eqns for x in jax.tree.leaves(list(e.params.values())) if hasattr(x, "eqns")]
-    return sum(e.primitive.name == "scan" for e in jaxpr.eqns) + sum(map(_count_scans, inner))
+    scans = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+    return sum(any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in e.outvars) for e in scans) + sum(
+        map(_count_scans, inner)
+    )

@@ -121,7 +121,7 @@ def test_a_python_without_source_text_is_said(tmp_path: Path, monkeypatch: pytes
     ("source", "says"),
     [
         ("corpsu.txt", "did you mean '{root}/corpus.txt'?"),
-        ("nowhere/deeper/x.txt", "look in '{root}', the nearest folder that exists"),
+        ("nowhere/deeper/x.txt", "give its path with --data.source ('{root}' is the nearest folder"),
         ("python_stdlib", "did you mean 'python-stdlib'?"),
         ("corpus.txt/inside", "an existing file, folder or glob"),
         ("void", "matches at least one file"),

@@ -64,8 +64,8 @@ def sized(minutes: float, seed: int) -> RunConfig:
     cfg = presets.get("quickstart")
     work = 3 * registry.get(cfg.family).flops_per_token(cfg.model) * cfg.data.batch_size * cfg.data.update_len
     seconds = max(minutes * 60 - SECONDS_BESIDES, minutes * 30)
-    steps = max(20, int(seconds * matmul_flops()[0] * EXPECTED_MFU / work))
-    every = max(10, steps // 4)
+    every = max(5, int(seconds * matmul_flops()[0] * EXPECTED_MFU / work) // 4)
+    steps = 4 * every  # so that the last evaluation is the end
     return dataclasses.replace(
         cfg,
         seed=seed,

@@ -62,6 +62,11 @@ class Data:
             raise refuse("split", name, f"one of {', '.join(SPLITS)}", "choose one of them")
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
 
+    def must_fit(self, n_vocab: int) -> None:
+        """A model must know every id: one beyond its vocabulary would be read as another."""
+        if self.n_vocab > n_vocab:
+            raise refuse("model.n_vocab", n_vocab, f"at least the data's {self.n_vocab} ids", f"use {self.n_vocab}")
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Of the content of all splits: a resumed run compares it and so notices that its data changed."""

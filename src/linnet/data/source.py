@@ -200,7 +200,7 @@ def _nearest(name: str) -> str:
         beside = sorted(os.listdir(parent))
     near = difflib.get_close_matches(wanted, [*beside, EMBEDDED_CORPUS], n=1, cutoff=0.7)
     if not near:
-        return f"look in {str(parent.absolute())!r}, the nearest folder that exists"
+        return f"give its path with --data.source ({str(parent.absolute())!r} is the nearest folder that exists)"
     if near[0] == EMBEDDED_CORPUS:
         return f"did you mean {EMBEDDED_CORPUS!r}?"
     return f"did you mean {str(parent / near[0])!r}?"

@@ -75,6 +75,7 @@ def evaluate(
     progress: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
 ) -> Evaluation:
     """Reads whole sequences stretch by stretch, so that memory does not follow their length."""
+    data.must_fit(cfg.model.n_vocab)
     nats = nats or make_nats(family, cfg)
     size = batch_size or cfg.data.batch_size
     length, stretch = cfg.data.sequence_len, cfg.data.update_len

@@ -17,7 +17,7 @@ from linnet import config as configs
 from linnet import params as weights
 from linnet.config import RunConfig
 from linnet.data import Batch, Data, open_data
-from linnet.errors import UserError, refuse
+from linnet.errors import UserError
 from linnet.families import registry
 from linnet.families.family import Family
 from linnet.train import environment
@@ -72,10 +72,7 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
     """Trains a run to its end, from its last checkpoint if it has one. `stop_at` ends this part early, saved, as if interrupted."""
     require_trackers(cfg.train.trackers)
     data = open_data(cfg.data, cfg.seed)
-    if data.n_vocab > cfg.model.n_vocab:
-        raise refuse(
-            "model.n_vocab", cfg.model.n_vocab, f"at least the data's {data.n_vocab} ids", f"use {data.n_vocab}"
-        )
+    data.must_fit(cfg.model.n_vocab)
     old = check_folder(cfg, folder)
     folder.create()
     with folder.lock(), watch() as interrupt:
