@@ -16,6 +16,7 @@ import tiny
 
 from linnet import config as configs
 from linnet.pytree import named_leaves
+from linnet.train.checkpoint import Checkpoints
 from linnet.train.metrics import read_metrics
 from linnet.train.runs import open_state
 
@@ -78,6 +79,10 @@ def test_first_signal_saves_second_run_is_refused_and_resuming_is_exact(tmp_path
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:
     process = start(write_config(tmp_path, steps=100_000), tmp_path / "run")
     wait_for_step(tmp_path / "run", 5, process)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=3)
+    while not checkpoints.steps():  # saved in the background: what is not committed yet is rightly lost
+        assert process.poll() is None
+        time.sleep(0.02)
     process.send_signal(signal.SIGSTOP)  # both signals are there before the process can act on the first
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
