@@ -23,7 +23,7 @@ from linnet.nn import sampling
 from linnet.train.evaluate import evaluate, make_nats
 from linnet.train.optim import optimizer as make_optimizer
 from linnet.train.state import fresh_state, model_weights
-from linnet.train.step import make_step
+from linnet.train.step import compile_step
 
 TICKS = 64
 """Tokens a slot writes in one call."""
@@ -60,7 +60,7 @@ def _train(cfg: RunConfig, family: Family, flops: float) -> Job:
 
     def compile_() -> Any:
         nonlocal update
-        update = make_step(family, cfg, optimizer).lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        update = compile_step(family, cfg, optimizer, state, batch)
         return update
 
     def run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
@@ -102,3 +103,10 @@ def peak_rss_bytes() -> int:
     """The most memory this process ever held."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def give_back_memory() -> None:
+    """Hands freed memory back to the system, where the C library can (glibc). Compiling leaves some 200 MB behind."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

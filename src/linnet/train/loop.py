@@ -31,7 +31,7 @@ from linnet.train.optim import schedule
 from linnet.train.progress import Progress
 from linnet.train.samples import write_sample
 from linnet.train.state import TrainState, abstract_state, fresh_state, model_weights
-from linnet.train.step import make_step
+from linnet.train.step import compile_step
 from linnet.train.throughput import Meter, matmul_flops
 
 log = logging.getLogger("linnet")
@@ -189,10 +189,10 @@ class _Run:
         cfg, evaluation, step = self.cfg, None, start
         if start >= end:
             return state, start, None
-        update = make_step(self.family, cfg, self.optimizer)
         tokens = cfg.data.batch_size * cfg.data.update_len
         meter = Meter(tokens, 3 * self.family.flops_per_token(cfg.model), matmul_flops()[0])
         batch = jax.device_put(self.data.batch(start))
+        update = compile_step(self.family, cfg, self.optimizer, state, batch)
         last_metrics: dict[str, jax.Array] | None = None
         while step < end and not self.interrupt.requested:
             state, metrics = update(state, batch)
@@ -206,7 +206,7 @@ class _Run:
                 self._check_finite(step - 1, last_metrics, state)
             last_metrics = metrics
             if step == start + 1:
-                jax.block_until_ready(state.step)  # compiled and run once: from here on there is something to save
+                jax.block_until_ready(state.step)  # run once: from here on there is something to save
                 meter.read()
                 self.interrupt.may_save()
             if step % cfg.train.log_every == 0 or step == cfg.optim.total_steps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,16 +14,25 @@ from linnet.config import RunConfig
 from linnet.data import Batch
 from linnet.families.family import Aux, Family, Keys
 from linnet.pytree import replace
+from linnet.train import environment
 from linnet.train.state import TrainState
 
 Metrics = dict[str, Array]
 
 
-def make_step(
-    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The compiled update. The state given is consumed: its memory becomes the new one's."""
+def make_step(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation) -> Any:
+    """The update as a jitted function. The state given is consumed: its memory becomes the new one's."""
     return jax.jit(lambda state, batch: update(family, cfg, optimizer, state, batch), donate_argnums=0)
+
+
+def compile_step(
+    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch
+) -> Any:
+    """The update compiled for this state and batch, before it runs: what the compiler leaves behind is given back first, so that
+    it does not add to the peak."""
+    compiled = make_step(family, cfg, optimizer).lower(state, batch).compile()
+    environment.give_back_memory()
+    return compiled
 
 
 def update(
