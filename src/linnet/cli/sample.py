@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from linnet.cli.parse import parse
 from linnet.errors import refuse
+
+if TYPE_CHECKING:
+    from linnet.families.generate import Piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +104,7 @@ def sample_command(argv: list[str]) -> int:
     return 0
 
 
-def _print_many(stream, begin: str, n: int) -> None:
+def _print_many(stream: Iterator[list[Piece | None]], begin: str, n: int) -> None:
     """The first sample streams; the others follow whole."""
     texts: list[list[str]] = [[] for _ in range(n)]
     print(f"--- 1 of {n} ---")
@@ -120,7 +124,7 @@ def _print_many(stream, begin: str, n: int) -> None:
         print(begin + "".join(parts))
 
 
-def _print_json(stream, begin: str, flags: Flags) -> None:
+def _print_json(stream: Iterator[list[Piece | None]], begin: str, flags: Flags) -> None:
     samples = [
         {"text": begin, "seed": flags.seed + i, "tokens": 0, "logprob": 0.0, "finish": None} for i in range(flags.n)
     ]
