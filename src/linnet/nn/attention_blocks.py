@@ -12,6 +12,7 @@ query), because the products with the wide values then need no transposed operan
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -93,9 +94,14 @@ def _forward(
 ) -> tuple[Array, Float[Array, "N A L"], Table]:
     columns, codebook = _join(earlier, learned, given), _far(options, codebook)
     n_near = earlier.codes.shape[0] + 1
+    distances = _widen(distances, given.codes.shape[-1])
 
     def step(table: Table, block: tuple[Array, ...]) -> tuple[Table, tuple[Array, Array]]:
         index, content, position, documents, table_document = block
+        # Fold first, then read: the other way round the table is copied before it is written to, twice a block.
+        leaving = _take(columns, jnp.maximum(index - 1, 0), 1)
+        leaving = dataclasses.replace(leaving, documents=jnp.where(index > 0, leaving.documents, EMPTY))
+        table = _fold_oldest(options, table, leaving, table_document)
         near = _take(columns, index, n_near)
         bias = _near_bias(options, position, distances, documents, near.documents)
         near_score = _dot("alk,awk->alw", content, near.keys) + bias
@@ -111,16 +117,13 @@ def _forward(
         mixed = _dot("alw,awv->alv", near_weight.astype(dtype), near.values)
         mixed = mixed + _dot("als,asv->alv", far_weight.astype(dtype), far.total.astype(dtype))
         out = (mixed / norm[..., None]).astype(dtype)
-        return _fold_oldest(options, table, _oldest(near, n_near), table_document), (out, top[..., 0] + jnp.log(norm))
+        return table, (out, top[..., 0] + jnp.log(norm))
 
-    blocks = (
-        jnp.arange(given.codes.shape[0]),
-        learned.content,
-        learned.position,
-        given.documents,
-        given.table_document,
-    )
+    before = jnp.concatenate([table.document[None], given.table_document[:-1]])
+    n_block = given.codes.shape[0]
+    blocks = (jnp.arange(n_block), learned.content, learned.position, given.documents, before)
     end, (out, log_sum) = jax.lax.scan(step, table, blocks)
+    end = _fold_oldest(options, end, _take(columns, jnp.array(n_block - 1), 1), given.table_document[-1])
     return out, log_sum, end
 
 
@@ -147,6 +150,7 @@ def _backward(options: Options, kept: tuple[Any, ...], cotangents: tuple[Array, 
     n_earlier, n_row, block_len, key_width = earlier.keys.shape
     n_column = n_earlier * block_len
     margin = n_column - options.window
+    wide_distances = _widen(distances, block_len)
 
     def step(carry: tuple[_Pending, Array], block: Any) -> tuple[tuple[_Pending, Array], Learned]:
         pending, d_distances = carry
@@ -154,7 +158,7 @@ def _backward(options: Options, kept: tuple[Any, ...], cotangents: tuple[Array, 
         far = _far(options, table)
         near = _take(columns, index, n_earlier + 1)
         dtype, log_sum = d_out.dtype, log_sum[:, None]
-        bias = _near_bias(options, position, distances, documents, near.documents)
+        bias = _near_bias(options, position, wide_distances, documents, near.documents)
         near_t = jnp.exp(_dot("awk,alk->awl", near.keys, content) + bias.swapaxes(1, 2) - log_sum)
         far_bias = _far_bias(options, documents, far)
         far_t = jnp.exp(_dot("ask,alk->asl", codebook, content) + far_bias.swapaxes(1, 2) - log_sum)
@@ -162,7 +166,7 @@ def _backward(options: Options, kept: tuple[Any, ...], cotangents: tuple[Array, 
         d_near_t = (near_t * (_dot("awv,alv->awl", near.values, d_out) - centre)).astype(dtype)
         d_far_t = _dot("asv,alv->asl", far.total.astype(dtype), d_out) - far.count[..., None] * centre
         d_far_t = (far_t * d_far_t).astype(dtype)
-        d_by_distance = _unshift(d_near_t.swapaxes(1, 2), options.window, margin)
+        d_by_distance = _unshift(d_near_t.swapaxes(1, 2))
         d_content = _dot("awl,awk->alk", d_near_t, near.keys) + _dot("asl,ask->alk", d_far_t, codebook)
         d_keys = _dot("awl,alk->awk", d_near_t, content)
         d_values = _dot("awl,alv->awv", near_t.astype(dtype), d_out)
@@ -185,7 +189,7 @@ def _backward(options: Options, kept: tuple[Any, ...], cotangents: tuple[Array, 
         d_distances = d_distances + _dot("alr,alk->ark", d_by_distance, position)
         gradient = Learned(
             content=d_content,
-            position=_dot("alr,ark->alk", d_by_distance, distances),
+            position=_dot("alr,ark->alk", d_by_distance, wide_distances),
             keys=d_keys[:, n_column:],
             values=d_values[:, n_column:],
         )
@@ -207,7 +211,8 @@ def _backward(options: Options, kept: tuple[Any, ...], cotangents: tuple[Array, 
         log_sum,
         cotangents[0],
     )
-    (_, d_distances), gradient = jax.lax.scan(step, (last, jnp.zeros(distances.shape)), blocks, reverse=True)
+    (_, d_distances), gradient = jax.lax.scan(step, (last, jnp.zeros(wide_distances.shape)), blocks, reverse=True)
+    d_distances = d_distances[:, margin : margin + distances.shape[1]]
     gradient = jax.tree.map(lambda g, x: g.astype(x.dtype), gradient, learned)
     return gradient, d_distances.astype(distances.dtype), None, None, None, None
 
@@ -307,7 +312,7 @@ def _near_bias(
     if options.reset:
         seen = seen & (columns[:, None, :] == documents[:, :, None])
     by_distance = _dot("alk,ark->alr", position, distances)
-    return jnp.where(seen, _shift(by_distance, earlier - options.window), -jnp.inf)
+    return jnp.where(seen, _shift(by_distance), -jnp.inf)
 
 
 def _far_bias(options: Options, documents: Int[Array, "A L"], table: Table) -> Float[Array, "A 1|L S"]:
@@ -318,21 +323,25 @@ def _far_bias(options: Options, documents: Int[Array, "A L"], table: Table) -> F
     return jnp.where(seen, 0.0, -jnp.inf)
 
 
-def _shift(by_distance: Float[Array, "A L R"], margin: int) -> Float[Array, "A L W"]:
-    """Position terms by distance to position terms by column: row a moves a places to the right. Padding every row to one more
-    than its length and reading the whole as rows of that length does it without a gather."""
-    n_row, block_len, n_distance = by_distance.shape
-    n_column = margin + n_distance - 1 + block_len
-    padded = jnp.pad(by_distance, [(0, 0), (0, 0), (margin, block_len)])
-    flat = padded.reshape(n_row, block_len * (n_column + 1))[:, : block_len * n_column]
-    return flat.reshape(n_row, block_len, n_column)
+def _widen(distances: Float[Array, "A R K"], block_len: int) -> Float[Array, "A W+1 K"]:
+    """Distances with zeros around them, so that their product with the queries comes out ready for `_shift`."""
+    margin = -(distances.shape[1] - 1) % block_len
+    return jnp.pad(distances, [(0, 0), (margin, block_len), (0, 0)])
 
 
-def _unshift(by_column: Float[Array, "A L W"], window: int, margin: int) -> Float[Array, "A L R"]:
-    """The transpose of `_shift`."""
+def _shift(by_distance: Float[Array, "A L W+1"]) -> Float[Array, "A L W"]:
+    """Position terms by distance to position terms by column: row a moves a places to the right. Rows that are one longer than
+    they should be, read as rows of that length, do it without a gather."""
+    n_row, block_len, wide = by_distance.shape
+    flat = by_distance.reshape(n_row, block_len * wide)[:, : block_len * (wide - 1)]
+    return flat.reshape(n_row, block_len, wide - 1)
+
+
+def _unshift(by_column: Float[Array, "A L W"]) -> Float[Array, "A L W+1"]:
+    """The transpose of `_shift`; what falls on the zeros of `_widen` means nothing."""
     n_row, block_len, n_column = by_column.shape
     flat = jnp.pad(by_column.reshape(n_row, block_len * n_column), [(0, 0), (0, block_len)])
-    return flat.reshape(n_row, block_len, n_column + 1)[..., margin : margin + window + 1]
+    return flat.reshape(n_row, block_len, n_column + 1)
 
 
 def _dot(equation: str, a: Array, b: Array) -> Array:
