@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linnet.config import DataConfig
-from linnet.data import END, Data, open_data
+from linnet.data import Data, open_data
 from linnet.errors import UserError
+from linnet.tokens import END
 
 SPLITS = ("train", "validation", "test")
 
@@ -30,7 +31,7 @@ def write(root: Path, files: dict[str, bytes]) -> Path:
 
 
 def raws(data: Data) -> dict[str, bytes]:
-    return {name: data.split(name).raw() for name in SPLITS}
+    return {name: data.raw(name) for name in SPLITS}
 
 
 @settings(deadline=None, max_examples=60)

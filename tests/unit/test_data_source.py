@@ -78,7 +78,7 @@ def test_bytes_are_bytes(tmp_path: Path) -> None:
     content = bytes(range(1, 256)) + b"\xff\xfe\xc3("
     write(tmp_path, {"latin.txt": content})
     data = open_data(DataConfig(source=str(tmp_path / "latin.txt"), validation_fraction=0, test_fraction=0), 0)
-    assert data.train.raw() == content
+    assert data.raw("train") == content
     assert data.train.n_tokens == len(content), "a single file has no end id"
 
 
@@ -88,8 +88,8 @@ def test_a_large_file_is_mapped_and_means_the_same(tmp_path: Path, monkeypatch: 
     read = open_data(cfg, 0)
     monkeypatch.setattr(text_module, "MAP_FROM_BYTES", 1)
     mapped = open_data(cfg, 0)
-    assert isinstance(mapped.validation._text, np.memmap)  # pyright: ignore[reportAttributeAccessIssue]
-    assert not isinstance(read.validation._text, np.memmap)  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(mapped.validation._content, np.memmap)  # pyright: ignore[reportAttributeAccessIssue]
+    assert not isinstance(read.validation._content, np.memmap)  # pyright: ignore[reportAttributeAccessIssue]
     assert mapped.describe() == read.describe()
     np.testing.assert_array_equal(mapped.batch(5).targets, read.batch(5).targets)
     (tmp_path / "big.txt").write_bytes(b"changed")
@@ -181,5 +181,5 @@ def test_a_file_that_shrinks_between_looking_and_reading_is_noticed(
     write(tmp_path, {"a.txt": b"long enough"})
     found = find(str(tmp_path / "a.txt"))
     write(tmp_path, {"a.txt": b"short"})
-    monkeypatch.setattr("linnet.data.dataset.find", lambda source: found)
+    monkeypatch.setattr("linnet.data.opening.find", lambda source: found)
     assert "a.txt shrank" in refused(tmp_path / "a.txt")

@@ -12,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linnet.config import DataConfig
-from linnet.data import END, FIRST_BYTE, PAD, Batch, Data, open_data
+from linnet.data import Batch, Data, open_data
 from linnet.data.batch import cut
 from linnet.data.order import permutation, windows_at
-from linnet.data.text import TextSplit
+from linnet.data.packed import PackedSplit
+from linnet.tokens import END, FIRST_BYTE, PAD
 
 documents = st.lists(st.tuples(st.binary(max_size=30), st.booleans()), max_size=12)
 
 
-def pack(docs: list[tuple[bytes, bool]], sequence_len: int) -> TextSplit:
-    return TextSplit(
+def pack(docs: list[tuple[bytes, bool]], sequence_len: int) -> PackedSplit:
+    return PackedSplit(
         np.frombuffer(b"".join(text for text, _ in docs), np.uint8),
         np.array([len(text) for text, _ in docs], np.int64),
         np.array([ends for _, ends in docs], bool),
@@ -65,8 +66,8 @@ def test_windows_hold_every_token_of_every_document_once(docs: list[tuple[bytes,
     assert all(p == (PAD, -1, 0) for p in padding)
     assert len(padding) < sequence_len, "only the last window may be padded"
     assert split.n_tokens == len(expected)
-    assert split.n_bytes == len(split.raw()) == sum(len(text) for text, _ in docs)
-    assert split.raw() == b"".join(text for text, _ in docs)
+    assert split.n_bytes == sum(len(text) for text, _ in docs)
+    assert split.content(0, split.n_bytes).tobytes() == b"".join(text for text, _ in docs)
     assert split.n_documents == len(docs)
 
 

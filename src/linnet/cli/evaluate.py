@@ -20,7 +20,7 @@ class Flags:
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
     source: str | None = None
-    """Another text to evaluate on: a file, folder or glob, read whole."""
+    """Other data to evaluate on: prepared data (its `split`), or a text file, folder or glob, read whole."""
     batch_size: int | None = None
     limit: int | None = None
     """Only so many sequences, spread over the split."""
@@ -36,28 +36,34 @@ def eval_command(argv: list[str]) -> int:
         "Evaluates a run: every token of the split counts once, the state carried through each sequence.",
     )
     from linnet.cli.startup import prepare_jax
+    from linnet.config import DataConfig
     from linnet.data import open_data
+    from linnet.data.opening import is_divided
     from linnet.train.environment import peak_rss_bytes
     from linnet.train.evaluate import evaluate
     from linnet.train.plots import position_svg, position_table, position_words
     from linnet.train.progress import track
     from linnet.train.runs import open_run
+    from linnet.train.vocabulary import must_match
 
     prepare_jax()
     run = open_run(flags.run, flags.checkpoint)
     cfg = run.cfg
     data_cfg, split = cfg.data, flags.split
-    if flags.source is not None:  # all of it is evaluated, so nothing is held out
-        split = "train"
+    if flags.source is not None:
+        nothing_held_out = {"validation_fraction": 0.0, "test_fraction": 0.0}
+        as_it_is_divided = DataConfig(source=flags.source)
+        divided = is_divided(flags.source)
+        split = split if divided else "train"  # all of a plain text is evaluated
         data_cfg = dataclasses.replace(
             data_cfg,
             source=flags.source,
             validation_files=(),
             test_files=(),
-            validation_fraction=0.0,
-            test_fraction=0.0,
+            **({name: getattr(as_it_is_divided, name) for name in nothing_held_out} if divided else nothing_held_out),
         )
     data = open_data(data_cfg, cfg.seed)
+    must_match(flags.run, data, run.vocabulary.tokenizer)
     size = flags.batch_size or cfg.data.batch_size
     n_batch = -(-min(data.split(split).n_windows, flags.limit or 10**12) // size)
     result = evaluate(
@@ -90,10 +96,12 @@ def eval_command(argv: list[str]) -> int:
 
     console = Console()
     console.print(
-        f"{name} at step {run.step}: {record['bits_per_byte']:.4f} bits per byte, {record['nats_per_token']:.4f} nats "
+        f"{name} at step {run.step}: {record['bits_per_byte']:.4f} bits per {result.unit}, {record['nats_per_token']:.4f} nats "
         f"({record['bits_per_token']:.4f} bits) per token, perplexity {record['perplexity']:.3f}; "
-        f"{result.tokens:,} tokens, {result.bytes:,} bytes."
+        f"{result.tokens:,} tokens, {result.bytes:,} {'bytes' if result.unit == 'byte' else 'dimensions'}."
     )
+    if result.words:
+        console.print(f"By word: perplexity {result.word_perplexity:.3f}, {result.words:,} words.")
     console.print(position_table(result.position_edges, result.position_nats))
     console.print(position_words(result.position_edges, result.position_nats))
     console.print(f"The plot is in {figure}.")

@@ -11,7 +11,7 @@ import tyro
 
 from linnet.cli.parse import parse
 from linnet.config import RunConfig
-from linnet.errors import UserError
+from linnet.errors import UserError, refuse
 from linnet.families.vq.config import VQConfig
 
 
@@ -31,6 +31,8 @@ class ImportFlags:
     agg_cache: bool | None = None
     source: str | None = None
     """Text to evaluate the run on; this Python's standard library if not given."""
+    tokenizer: str | None = None
+    """What the model's ids mean, kept with the run: a sentencepiece .model, a tokenizer.json, or a folder with one."""
 
 
 def import_command(argv: list[str]) -> int:
@@ -41,9 +43,11 @@ def import_command(argv: list[str]) -> int:
         "Makes a run of weights from elsewhere: it can be evaluated, sampled and trained further.",
     )
     from linnet.cli.startup import prepare_jax
+    from linnet.data.tokenizer import open_tokenizer
     from linnet.train.interchange.weights_file import import_safetensors
     from linnet.train.runs import write_run
 
+    tokenizer = None if flags.tokenizer is None else open_tokenizer(flags.tokenizer)
     if (flags.out / "config.json").exists():
         raise UserError(f"{flags.out} holds a run already, and nothing is overwritten. Fix: choose another --out.")
     prepare_jax()
@@ -57,7 +61,14 @@ def import_command(argv: list[str]) -> int:
         cfg, params, buffers = _transformer_vq(flags)
     if flags.source is not None:
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, source=flags.source))
+    if tokenizer is not None:
+        if tokenizer.n_vocab > cfg.model.n_vocab:
+            needs = f"at most the model's {cfg.model.n_vocab} ids (it has {tokenizer.n_vocab})"
+            raise refuse("--tokenizer", flags.tokenizer, needs, "name the one that the model was trained with")
+        cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, end_id=tokenizer.end_id))
     write_run(flags.out, cfg, params, buffers)
+    if tokenizer is not None:
+        tokenizer.save(flags.out)
     print(f"The run is in {flags.out}. Next: linnet eval {flags.out}; linnet sample {flags.out}")
     return 0
 

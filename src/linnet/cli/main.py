@@ -18,7 +18,9 @@ COMMANDS = {
     ),
     "train": ("train", "train a preset (or a config.json), or go on with a run"),
     "eval": ("evaluate", "bits per byte, perplexity and loss by position of a run on any split"),
-    "sample": ("sample", "write text with a run"),
+    "sample": ("sample", "write text or paint pictures with a run"),
+    "data": ("data", "prepare data for training, look at it, check it"),
+    "tokenizer": ("tokenizer", "train a tokenizer, or see what one makes of a text"),
     "bench": ("bench", "measure speed, compile time and memory"),
     "verify": ("verify", "check this implementation against reference files"),
     "report": ("report", "one self-contained HTML page about a run"),
@@ -27,8 +29,8 @@ COMMANDS = {
     "presets": ("presets", "list the presets"),
 }
 
-EXIT_CODES = """Exit codes: 0 done; 1 a check failed (verify); 2 something asked for cannot be done; 3 the loss stayed not finite;
-75 interrupted and saved: run the same command again to go on; 128 + n ended at once by signal n."""
+EXIT_CODES = """Exit codes: 0 done; 1 a check failed (verify, data check); 2 something asked for cannot be done; 3 the loss stayed not
+finite; 75 interrupted and saved: run the same command again to go on; 128 + n ended at once by signal n."""
 
 
 def main(arguments: list[str] | None = None) -> None:

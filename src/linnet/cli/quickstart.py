@@ -99,11 +99,13 @@ def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
         progress=lambda batches: track(batches, "held-out text", n_batch, quiet=quiet),
     )
     (out / "eval_test.json").write_text(json.dumps(result.to_json() | {"step": run.step}, indent=2) + "\n")
-    compressors = compressed_bits_per_byte(data.test.raw())
+    compressors = compressed_bits_per_byte(data.raw("test"))
     (out / "quickstart.json").write_text(
         json.dumps({"model": result.to_json(), "compressors": compressors}, indent=2) + "\n"
     )
-    text = sample_text(run.family, cfg, run.params, run.buffers, prompt="def ", n_tokens=400, seed=cfg.seed)
+    text = sample_text(
+        run.family, cfg, run.params, run.buffers, run.vocabulary, prompt="def ", n_tokens=400, seed=cfg.seed
+    )
     (out / "samples" / "quickstart.txt").write_text(text)
     report = write_report(out)
 

@@ -16,6 +16,10 @@ from linnet.errors import refuse
 
 if TYPE_CHECKING:
     from linnet.families.generate import Piece
+    from linnet.nn.sampling import SamplingSettings
+
+MAX_TOKENS = 512
+TEXT_TOP_P = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +32,12 @@ class Flags:
     """A file to take the prompt from."""
     n: int = 1
     """How many samples. The first is the same whatever their number."""
-    max_tokens: int = 512
-    """The longest a sample may get; memory stays the same however long."""
+    max_tokens: int | None = None
+    """The longest a text may get (512); memory stays the same however long. A picture is always whole."""
     temperature: float = 1.0
     """0 takes the likeliest token always."""
-    top_p: float = 0.9
-    """Only the likeliest tokens that hold this probability together."""
+    top_p: float | None = None
+    """Only the likeliest tokens that hold this probability together: 0.9 for text, 1 for pictures."""
     top_k: int = 0
     """Only the k likeliest tokens; 0: all."""
     min_p: float = 0.0
@@ -45,6 +49,12 @@ class Flags:
     """End before any of these strings."""
     ignore_end: bool = False
     """Go on after the end of a document."""
+    out: Path | None = None
+    """Pictures: the folder for the PNGs and the sheet; RUN/samples/pictures if not given."""
+    complete: tuple[Path, ...] = ()
+    """Pictures: go on from the upper part of each of these (`--n` times each), which stays as it is."""
+    keep: float = 0.5
+    """Pictures: the share of the rows of `--complete` that is seen."""
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
     json: bool = False
@@ -53,41 +63,44 @@ class Flags:
 
 def sample_command(argv: list[str]) -> int:
     flags = parse(
-        Flags, argv, "sample", "Writes text with a run, streaming as it goes. The same seed gives the same text."
+        Flags,
+        argv,
+        "sample",
+        "Writes text or paints pictures with a run. The same seed gives the same, whatever the batch.",
     )
     if flags.n < 1:
         raise refuse("--n", flags.n, "at least 1", "use 1")
-    if flags.max_tokens < 1:
+    if flags.max_tokens is not None and flags.max_tokens < 1:
         raise refuse("--max-tokens", flags.max_tokens, "at least 1", "use 512")
     if not 0 <= flags.seed < 2**32:
         raise refuse("--seed", flags.seed, "between 0 and 2**32 - 1", "use 0")
     from linnet.cli.startup import prepare_jax
-    from linnet.families.generate import byte_ids, generate
-    from linnet.nn.sampling import sampling_settings
+    from linnet.families.generate import generate
     from linnet.train.runs import open_run
 
-    settings = sampling_settings(
-        flags.n,
-        temperature=flags.temperature,
-        top_p=flags.top_p,
-        top_k=flags.top_k,
-        min_p=flags.min_p,
-        repetition_penalty=flags.repetition_penalty,
-    )
+    drawing_settings(flags, 1, 1.0)  # refuses what makes no sense before the run is opened
     prompt = flags.prompt.encode() if flags.prompt_file is None else _read(flags.prompt_file)
     prepare_jax()
     run = open_run(flags.run, flags.checkpoint)
+    if run.vocabulary.shape is not None:
+        from linnet.cli.sample_pictures import paint
+
+        return paint(flags, run, run.vocabulary.shape)
+    if flags.complete or flags.out is not None:
+        raise refuse("--complete / --out", str(flags.run), "a run that paints pictures", "leave them out")
+    tokenizer = run.vocabulary.tokenizer
     stream = generate(
         run.family.decoder,
         run.params,
         run.buffers,
         run.cfg.model,
-        [byte_ids(prompt)] * flags.n,
-        max_tokens=flags.max_tokens,
-        settings=settings,
+        [tokenizer.encode(prompt).tolist()] * flags.n,
+        max_tokens=flags.max_tokens or MAX_TOKENS,
+        settings=drawing_settings(flags, flags.n, TEXT_TOP_P),
         seeds=[(flags.seed + i) % 2**32 for i in range(flags.n)],
         stop=flags.stop,
         ignore_end=flags.ignore_end,
+        token_bytes=tokenizer.id_bytes,
     )
     begin = prompt.decode(errors="replace")
     if flags.json:
@@ -102,6 +115,19 @@ def sample_command(argv: list[str]) -> int:
     else:
         _print_many(stream, begin, flags.n)
     return 0
+
+
+def drawing_settings(flags: Flags, n: int, top_p: float) -> SamplingSettings:
+    from linnet.nn.sampling import sampling_settings
+
+    return sampling_settings(
+        n,
+        temperature=flags.temperature,
+        top_p=top_p if flags.top_p is None else flags.top_p,
+        top_k=flags.top_k,
+        min_p=flags.min_p,
+        repetition_penalty=flags.repetition_penalty,
+    )
 
 
 def _print_many(stream: Iterator[list[Piece | None]], begin: str, n: int) -> None:

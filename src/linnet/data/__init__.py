@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from linnet.data.batch import END, FIRST_BYTE, NO_DOCUMENT, PAD, UNKNOWN, Batch, Split, Window
-from linnet.data.dataset import Data, open_data
+from linnet.data.batch import NO_DOCUMENT, Batch, Split, Window
+from linnet.data.dataset import Data
+from linnet.data.opening import open_data
 
-__all__ = ["END", "FIRST_BYTE", "NO_DOCUMENT", "PAD", "UNKNOWN", "Batch", "Data", "Split", "Window", "open_data"]
+__all__ = ["NO_DOCUMENT", "Batch", "Data", "Split", "Window", "open_data"]

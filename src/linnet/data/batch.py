@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32, Int32, Shaped
 
 from linnet.pytree import pytree
+from linnet.tokens import PAD
 
-PAD, END, UNKNOWN = 0, 1, 2
-FIRST_BYTE = 3
-N_BYTE_IDS = FIRST_BYTE + 256
 NO_DOCUMENT = -1
 
 
@@ -54,8 +52,15 @@ class Split(Protocol):
         """Positions start to stop of window i."""
         ...
 
-    def raw(self) -> bytes:
-        """The content as the user had it, for comparison with other compressors."""
+    @property
+    def n_words(self) -> int | None:
+        """Words of the text as its author set them, for perplexity by word; None where nobody counted."""
+        ...
+
+    @property
+    def end_id(self) -> int: ...
+    def content(self, start: int, stop: int) -> Shaped[np.ndarray, " n"]:
+        """What lies between two positions of the content as it is stored: end ids are no content."""
         ...
 
     def fingerprint(self) -> str:
@@ -77,6 +82,6 @@ def cut(split: Split, windows: Sequence[int], start: int, stop: int, n_rows: int
         if before:
             inputs[row, 0] = part.targets[0]
     if not before:
-        inputs[:, 0] = END
+        inputs[:, 0] = split.end_id
     inputs[:, 1:] = targets[:, :-1]
     return Batch(inputs=inputs, targets=targets, doc_ids=doc_ids, loss_mask=mask)

@@ -8,12 +8,13 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from linnet.config import DataConfig
 from linnet.data import order
-from linnet.data.batch import N_BYTE_IDS, Batch, Split, cut
-from linnet.data.holdout import SPLITS, divide
-from linnet.data.source import find
-from linnet.data.text import open_text
+from linnet.data.batch import Batch, Split, cut
+from linnet.data.holdout import SPLITS
+from linnet.data.tokenizer import Tokenizer
 from linnet.errors import UserError, refuse
 
 
@@ -23,21 +24,26 @@ class Data:
 
     cfg: DataConfig
     seed: int
-    n_vocab: int
+    tokenizer: Tokenizer
+    shape: tuple[int, int, int] | None
+    """Of a picture, where the data is pictures: height, width, channels."""
     train: Split
     validation: Split
     test: Split
     origin: dict[str, Any]
     """Where the splits came from, for `describe`."""
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int, host: int = 0, n_hosts: int = 1) -> Batch:
         """Update `step` of training. Sequences follow each other in the order of (seed, epoch), and each is read in
-        `updates_per_sequence` updates; an epoch may end in mid-batch."""
+        `updates_per_sequence` updates; an epoch may end in mid-batch. Of several hosts each reads its own rows: together they
+        read the same batch, however many they are."""
         assert step >= 0
         sequence, update = divmod(step, self.cfg.updates_per_sequence)
-        size, length = self.cfg.batch_size, self.cfg.update_len
-        windows = order.windows_at(self.seed, sequence * size, size, self.train.n_windows)
-        return cut(self.train, windows, update * length, (update + 1) * length, size)
+        length = self.cfg.update_len
+        rows = order.share(self.cfg.batch_size, host, n_hosts)
+        first = sequence * self.cfg.batch_size + rows.start
+        windows = order.windows_at(self.seed, first, len(rows), self.train.n_windows)
+        return cut(self.train, windows, update * length, (update + 1) * length, len(rows))
 
     def evaluation(self, split: str, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
         """Whole sequences [batch_size, sequence_len] in the split's order, the last batch filled up with masked rows:
@@ -62,10 +68,27 @@ class Data:
             raise refuse("split", name, f"one of {', '.join(SPLITS)}", "choose one of them")
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
 
-    def must_fit(self, n_vocab: int) -> None:
+    @property
+    def n_vocab(self) -> int:
+        return self.tokenizer.n_vocab
+
+    @property
+    def kind(self) -> str:
+        return "text" if self.shape is None else "pixels"
+
+    def raw(self, split: str) -> bytes:
+        """The content as the user had it, for comparison with other compressors."""
+        chosen = self.split(split)
+        content = chosen.content(0, chosen.n_tokens)
+        return content.tobytes() if content.dtype == np.uint8 else self.tokenizer.decode(content.tolist())
+
+    def must_fit(self, n_vocab: int, end_id: int) -> None:
         """A model must know every id: one beyond its vocabulary would be read as another."""
         if self.n_vocab > n_vocab:
             raise refuse("model.n_vocab", n_vocab, f"at least the data's {self.n_vocab} ids", f"use {self.n_vocab}")
+        if self.tokenizer.end_id != end_id:
+            end = self.tokenizer.end_id
+            raise refuse("model.end_id", end_id, f"the id that ends a document in the data, {end}", f"use {end}")
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -76,12 +99,16 @@ class Data:
         """Plain values for logs, reports and `config.json`'s neighbours; `warnings` are sentences for the user."""
         return {
             **self.origin,
+            "kind": self.kind,
+            "shape": self.shape,
+            "tokenizer": {"kind": self.tokenizer.kind, "fingerprint": self.tokenizer.fingerprint},
             "n_vocab": self.n_vocab,
             "sequence_len": self.cfg.sequence_len,
             "splits": {
                 name: {
                     "files": split.n_documents,
                     "bytes": split.n_bytes,
+                    "words": split.n_words,
                     "tokens": split.n_tokens,
                     "windows": split.n_windows,
                     "fingerprint": split.fingerprint(),
@@ -108,17 +135,6 @@ class Data:
             if words:
                 found.append(f"Files left out of the {where}: {', '.join(words)}.")
         return found
-
-
-def open_data(cfg: DataConfig, seed: int) -> Data:
-    """Finds, divides and opens the files of a run, or says what is wrong with them before anything starts."""
-    source = find(cfg.source)
-    division = divide(source, cfg)
-    train, validation, test = (open_text(division.pieces[name], cfg.sequence_len) for name in SPLITS)
-    if not train.n_tokens:
-        raise refuse("data.source", cfg.source, "large enough to leave something to train on", "name a larger source")
-    origin = {"source": cfg.source, "root": str(source.root), "left_out": division.left_out, "held_out": division.how}
-    return Data(cfg=cfg, seed=seed, n_vocab=N_BYTE_IDS, train=train, validation=validation, test=test, origin=origin)
 
 
 def _empty(split: str, cfg: DataConfig) -> UserError:

@@ -26,3 +26,9 @@ def windows_at(seed: int, first: int, count: int, n: int) -> list[int]:
         epoch, offset = divmod(first + len(chosen), n)
         chosen += permutation(seed, epoch, n)[offset : offset + count - len(chosen)].tolist()
     return chosen
+
+
+def share(n_rows: int, host: int, n_hosts: int) -> range:
+    """The rows of a batch that one of several hosts reads: every row falls to one host, and their numbers differ by one at most."""
+    assert 0 <= host < n_hosts
+    return range(n_rows * host // n_hosts, n_rows * (host + 1) // n_hosts)

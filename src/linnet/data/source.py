@@ -47,24 +47,26 @@ class Found:
         return sum(f.size for f in self.files)
 
 
-def find(source: str, field: str = "data.source") -> Found:
+def find(source: str, field: str = "data.source", packed: tuple[str, ...] = ()) -> Found:
+    """`packed`: endings (in small letters) of names whose content the caller unpacks, so that a NUL byte is no fault."""
     if source == EMBEDDED_CORPUS:
         return _python_stdlib()
-    paths = _named(source)
+    paths = named_files(source)
     if paths is None:
-        raise refuse(field, source, f"an existing file, folder or glob, or {EMBEDDED_CORPUS!r}", _nearest(source))
-    return _with_content(_sift(*paths), field, source)
+        needs = f"an existing file, folder or glob, or {EMBEDDED_CORPUS!r}"
+        raise refuse(field, source, needs, _nearest(source, field))
+    return _with_content(_sift(*paths, packed), field, source)
 
 
 def find_held_out(patterns: Sequence[str], below: Path, field: str) -> Found:
     """The files of several names, each once. A name is looked for as given, then below the root of the source."""
     parts: list[Found] = []
     for pattern in patterns:
-        paths = _named(pattern)
+        paths = named_files(pattern)
         if paths is None or not paths[1]:
-            paths = _named(pattern, below) or paths
+            paths = named_files(pattern, below) or paths
         if paths is None:
-            raise refuse(field, pattern, "existing files, folders or globs", _nearest(pattern))
+            raise refuse(field, pattern, "existing files, folders or globs", _nearest(pattern, "data.source"))
         parts.append(_with_content(_sift(*paths), field, pattern))
     files = {f.identity: f for part in parts for f in part.files}
     left_out = sum((Counter(part.left_out) for part in parts), Counter[str]())
@@ -100,7 +102,7 @@ def _python_stdlib() -> Found:
     return found
 
 
-def _named(pattern: str, below: Path = Path()) -> tuple[Path, list[Path]] | None:
+def named_files(pattern: str, below: Path = Path()) -> tuple[Path, list[Path]] | None:
     """The root and the files of a path or glob; None when there is nothing of that name."""
     pattern = os.path.expanduser(pattern)
     path = below / pattern
@@ -149,7 +151,7 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def _sift(root: Path, paths: Iterable[Path]) -> Found:
+def _sift(root: Path, paths: Iterable[Path], packed: tuple[str, ...] = ()) -> Found:
     """Regular files with text in them, once each, sorted by name."""
     named = sorted((Path(os.path.relpath(path, root)).as_posix(), path) for path in paths)
     files: dict[FileId, SourceFile] = {}
@@ -161,7 +163,7 @@ def _sift(root: Path, paths: Iterable[Path]) -> Found:
             continue
         with reading(path), open(path, "rb") as file:
             info, head = os.fstat(file.fileno()), file.read(SNIFF_BYTES)
-        if b"\0" in head:
+        if b"\0" in head and not name.lower().endswith(packed):
             left_out["binary"] += 1
         elif not info.st_size:
             left_out["empty"] += 1
@@ -191,7 +193,7 @@ def _nothing_matched(source: str) -> str:
     return "correct the pattern (** reaches into folders), or put files there (hidden ones are left out)"
 
 
-def _nearest(name: str) -> str:
+def _nearest(name: str, field: str) -> str:
     """What the user may have meant: a similar name beside it, or the last folder of the path that exists."""
     path = Path(os.path.expanduser(name)) if name else Path("?")
     parent = next(p for p in (*path.parents, Path()) if os.path.isdir(p))
@@ -200,7 +202,8 @@ def _nearest(name: str) -> str:
         beside = sorted(os.listdir(parent))
     near = difflib.get_close_matches(wanted, [*beside, EMBEDDED_CORPUS], n=1, cutoff=0.7)
     if not near:
-        return f"give its path with --data.source ({str(parent.absolute())!r} is the nearest folder that exists)"
+        how = f"with --{field}" if "." in field else f"as {field}"
+        return f"give its path {how} ({str(parent.absolute())!r} is the nearest folder that exists)"
     if near[0] == EMBEDDED_CORPUS:
         return f"did you mean {EMBEDDED_CORPUS!r}?"
     return f"did you mean {str(parent / near[0])!r}?"

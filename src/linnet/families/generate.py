@@ -17,9 +17,8 @@ import numpy as np
 from linnet import rng
 from linnet.errors import refuse
 from linnet.nn.sampling import SamplingSettings
+from linnet.tokens import FIRST_BYTE
 
-END = 1  # ends a document; also prompts every sequence
-FIRST_BYTE = 3  # byte b is id b + 3
 N_TICKS = 32  # tokens a dispatch
 
 Finish = Literal["end", "stop", "length"]
@@ -93,8 +92,8 @@ def generate(
         params,
         buffers,
         cfg,
-        [[END, *prompt] for prompt in prompts],
-        [_Row(max_tokens, stop, ignore_end, token_bytes) for _ in prompts],
+        [[cfg.end_id, *prompt] for prompt in prompts],
+        [_Row(max_tokens, stop, None if ignore_end else cfg.end_id, token_bytes) for _ in prompts],
         settings,
         seeds,
         n_ticks,
@@ -115,7 +114,7 @@ def _stream(
     n_slot = len(rows)
     prepared = decoder.prepare(params, buffers, cfg)
     slots = decoder.init_slots(cfg, n_slot)
-    first = np.full((n_slot,), END, np.int32)
+    first = np.full((n_slot,), cfg.end_id, np.int32)
     seen = np.zeros((n_slot, cfg.n_vocab), np.int32)
     rows_of: dict[tuple[int, ...], list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -145,11 +144,11 @@ class _Row:
     """Where a row stands: what it has drawn, and whether it has ended."""
 
     def __init__(
-        self, max_tokens: int, stop: Sequence[str], ignore_end: bool, token_bytes: Callable[[int], bytes]
+        self, max_tokens: int, stop: Sequence[str], end: int | None, token_bytes: Callable[[int], bytes]
     ) -> None:
         self.left = max_tokens
         self.finish: Finish | None = None
-        self._ignore_end = ignore_end
+        self._end = end
         self._token_bytes = token_bytes
         self._text = TextStream(stop)
 
@@ -159,7 +158,7 @@ class _Row:
         for token in tokens:
             n += 1
             self.left -= 1
-            if token == END and not self._ignore_end:
+            if token == self._end:
                 self.finish = "end"
                 break
             text.append(self._text.feed(self._token_bytes(token)))

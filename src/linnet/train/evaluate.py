@@ -13,7 +13,6 @@ import numpy as np
 
 from linnet.config import RunConfig
 from linnet.data import Batch, Data
-from linnet.data.batch import FIRST_BYTE
 from linnet.families.family import Family
 
 N_POSITION_BINS = 16
@@ -24,6 +23,10 @@ class Evaluation:
     split: str
     tokens: int
     bytes: int
+    words: int | None
+    """Of the text, where the whole split was read and its words were counted."""
+    unit: str
+    """What a byte of the data is: a byte of text, or a dimension of a picture."""
     nats: float
     """Sum over all tokens."""
     position_edges: list[int]
@@ -38,6 +41,11 @@ class Evaluation:
     def bits_per_byte(self) -> float:
         return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
 
+    @property
+    def word_perplexity(self) -> float:
+        """As in the papers on books: the likelihood of all tokens, shared among the words of the text."""
+        return math.exp(min(self.nats / self.words, 700.0)) if self.words else math.nan
+
     def to_json(self) -> dict[str, Any]:
         return {
             "split": self.split,
@@ -49,6 +57,8 @@ class Evaluation:
             "bits_per_token": self.loss / math.log(2),
             "bits_per_byte": self.bits_per_byte if self.bytes else None,
             "perplexity": math.exp(min(self.loss, 700.0)),
+            **({"bits_per_dim": self.bits_per_byte} if self.unit == "dimension" else {}),
+            **({"words": self.words, "word_perplexity": self.word_perplexity} if self.words else {}),
             "per_position": {
                 "edges": self.position_edges,
                 "loss": [None if math.isnan(x) else x for x in self.position_nats],
@@ -75,11 +85,12 @@ def evaluate(
     progress: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
 ) -> Evaluation:
     """Reads whole sequences stretch by stretch, so that memory does not follow their length."""
-    data.must_fit(cfg.model.n_vocab)
+    data.must_fit(cfg.model.n_vocab, cfg.model.end_id)
     nats = nats or make_nats(family, cfg)
     size = batch_size or cfg.data.batch_size
     length, stretch = cfg.data.sequence_len, cfg.data.update_len
     total, count, n_bytes = np.zeros(length), np.zeros(length), 0
+    lengths = data.tokenizer.lengths()
     for batch in progress(data.evaluation(split, size, limit)):
         carry = family.empty_carry(cfg.model, size)
         for start in range(0, length, stretch):
@@ -88,13 +99,17 @@ def evaluate(
             counted = np.asarray(part.loss_mask, np.float64)
             total[start : start + stretch] += (np.asarray(values, np.float64) * counted).sum(axis=0)
             count[start : start + stretch] += counted.sum(axis=0)
-            n_bytes += int(counted[np.asarray(part.targets) >= FIRST_BYTE].sum())
+            n_bytes += int((counted * lengths[np.asarray(part.targets)]).sum())
     edges = position_edges(length)
     means = [_mean(total[a:b], count[a:b]) for a, b in itertools.pairwise(edges)]
+    chosen = data.split(split)
+    whole = int(count.sum()) == chosen.n_tokens
     return Evaluation(
         split=split,
         tokens=int(count.sum()),
-        bytes=n_bytes,
+        bytes=chosen.n_bytes if whole else n_bytes,
+        words=chosen.n_words if whole else None,
+        unit="byte" if data.shape is None else "dimension",
         nats=float(total.sum()),
         position_edges=edges,
         position_nats=means,

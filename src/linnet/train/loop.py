@@ -20,7 +20,7 @@ from linnet.data import Batch, Data, open_data
 from linnet.errors import UserError
 from linnet.families import registry
 from linnet.families.family import Family
-from linnet.train import environment
+from linnet.train import environment, vocabulary
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.evaluate import Evaluation, evaluate, make_nats
 from linnet.train.folder import RunFolder
@@ -33,6 +33,7 @@ from linnet.train.samples import write_sample
 from linnet.train.state import TrainState, abstract_state, fresh_state, model_weights
 from linnet.train.step import compile_step
 from linnet.train.throughput import Meter, matmul_flops
+from linnet.train.vocabulary import Vocabulary
 
 log = logging.getLogger("linnet")
 
@@ -72,10 +73,11 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
     """Trains a run to its end, from its last checkpoint if it has one. `stop_at` ends this part early, saved, as if interrupted."""
     require_trackers(cfg.train.trackers)
     data = open_data(cfg.data, cfg.seed)
-    data.must_fit(cfg.model.n_vocab)
+    data.must_fit(cfg.model.n_vocab, cfg.model.end_id)
     old = check_folder(cfg, folder)
     folder.create()
     with folder.lock(), watch() as interrupt:
+        vocabulary.keep(folder.path, data)
         if old is None or old != cfg:
             configs.save(cfg, folder.config)
         (folder.path / "environment.json").write_text(json.dumps(environment.describe(), indent=2) + "\n")
@@ -273,10 +275,11 @@ class _Run:
         self.metrics.write("eval", step, **{k: v for k, v in result.to_json().items() if k != "per_position"})
         self.checkpoints.mark_best(step, result.loss)
         self.progress.say(
-            f"step {step}: validation {result.bits_per_byte:.4f} bits per byte ({result.loss:.4f} nats per token)"
+            f"step {step}: validation {result.bits_per_byte:.4f} bits per {result.unit} ({result.loss:.4f} nats per token)"
         )
         if train.sample_tokens and not self.interrupt.requested:
-            write_sample(self.family, self.cfg, params, buffers, self.folder.samples, step, train.sample_tokens)
+            writes = Vocabulary(tokenizer=self.data.tokenizer, shape=self.data.shape)
+            write_sample(self.family, self.cfg, params, buffers, writes, self.folder.samples, step, train.sample_tokens)
         return result
 
     def _log(self, step: int, state: TrainState, metrics: dict[str, jax.Array], meter: Meter) -> None:

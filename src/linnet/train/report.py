@@ -5,6 +5,7 @@ It shows what the folder holds and leaves out what it does not. Nothing read fro
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import statistics
@@ -22,6 +23,7 @@ from linnet.train.progress import duration
 from linnet.train.svg import compact
 
 MOST_SAMPLES, SAMPLE_LETTERS, MOST_EVENTS, MOST_EVALS = 3, 4000, 100, 4
+MOST_SHEETS, MOST_SHEET_BYTES = 8, 4 << 20
 GOOD, WARN = {"finished"}, {"interrupted", "skipped", "alarm", "restart_codes", "failed", "stopped"}
 ROUTINE = {"checkpoint"}
 MARK = (
@@ -265,13 +267,36 @@ def _evaluations(run: Path) -> str:
     return section("Evaluation", *parts)
 
 
-def _samples(run: Path) -> str:
-    def newest(path: Path) -> tuple[list[int], str]:
+def _newest(folder: Path, pattern: str) -> list[Path]:
+    def order(path: Path) -> tuple[list[int], str]:
         return [int(n) for n in re.findall(r"\d{1,18}", path.stem)], path.name
 
-    files = sorted(filter(Path.is_file, (run / "samples").glob("*.txt")), key=newest, reverse=True)
+    return sorted(filter(Path.is_file, folder.glob(pattern)), key=order, reverse=True)
+
+
+def _pictures(run: Path) -> str:
+    """Sheets painted during training, the newest first, and the last that `linnet sample` painted."""
+    files = _newest(run / "samples", "*.png")
+    shown = [*_newest(run / "samples" / "pictures", "sheet.png"), *files[:MOST_SHEETS]]
+    if not shown:
+        return ""
+    parts: list[str] = []
+    for path in shown:
+        content = path.read_bytes()
+        if len(content) > MOST_SHEET_BYTES or not content.startswith(b"\x89PNG"):
+            continue
+        name = "linnet sample" if path.name == "sheet.png" else path.stem
+        image = f'<img alt="{clean(name)}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
+        parts.append(f"<details open><summary>{clean(name)}</summary>{image}</details>")
+    lead = f"What the model paints, with the same seeds at every step; the newest of {len(files)}."
+    return section("Pictures", f'<div class="card">{"".join(parts)}</div>', lead=lead)
+
+
+def _samples(run: Path) -> str:
+    pictures = _pictures(run)
+    files = _newest(run / "samples", "*.txt")
     if not files:
-        return section("Samples", none("No samples written yet."))
+        return pictures or section("Samples", none("No samples written yet."))
     parts: list[str] = []
     for i, path in enumerate(files[:MOST_SAMPLES]):
         with path.open("rb") as file:

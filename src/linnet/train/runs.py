@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from linnet.train.checkpoint import Checkpoints
 from linnet.train.folder import RunFolder
 from linnet.train.optim import optimizer
 from linnet.train.state import TrainState, abstract_state, model_weights, start_from
+from linnet.train.vocabulary import Vocabulary, read_vocabulary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,13 +27,26 @@ class Run:
     """The moving average where the run keeps one."""
     buffers: Any
     step: int
+    folder: Path
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Read only when asked for: weights can be exported without it."""
+        return read_vocabulary(self.folder, self.cfg.model.n_vocab)
 
 
 def open_run(path: Path, which: str = "best") -> Run:
     """The weights of a checkpoint: `best` by validation loss (the latest if none was evaluated), `latest`, or a step."""
     cfg, state, step = open_state(path, which)
     params, buffers = model_weights(state)
-    return Run(cfg=cfg, family=registry.get(cfg.family), params=params, buffers=buffers, step=step)
+    return Run(
+        cfg=cfg,
+        family=registry.get(cfg.family),
+        params=params,
+        buffers=buffers,
+        step=step,
+        folder=path,
+    )
 
 
 def open_state(path: Path, which: str) -> tuple[RunConfig, TrainState, int]:

@@ -1,41 +1,110 @@
-"""Samples of a run: what a model writes while it learns, kept beside its checkpoints."""
+"""Samples of a run: what a model writes or paints while it learns, kept beside its checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import UInt8
+
 from linnet.config import RunConfig
+from linnet.data.pixels import contact_sheet, pixels_of_ids
 from linnet.families.family import Family
-from linnet.families.generate import byte_ids, generate
-from linnet.nn.sampling import sampling_settings
+from linnet.families.generate import generate
+from linnet.nn.sampling import SamplingSettings, sampling_settings
+from linnet.tokens import FIRST_BYTE
+from linnet.train.vocabulary import Vocabulary
 
 TOP_P = 0.9
+N_PICTURES, SHEET_COLUMNS, SHEET_SIDE = 8, 8, 64
+"""Pictures of a sample; each is drawn about this many points wide."""
 
 
 def write_sample(
-    family: Family, cfg: RunConfig, params: Any, buffers: Any, folder: Path, step: int, n_tokens: int
+    family: Family,
+    cfg: RunConfig,
+    params: Any,
+    buffers: Any,
+    vocabulary: Vocabulary,
+    folder: Path,
+    step: int,
+    n_tokens: int,
 ) -> Path:
-    """The run's seed draws it at every step, so that samples of different steps can be compared."""
-    text = sample_text(family, cfg, params, buffers, prompt="", n_tokens=n_tokens, seed=cfg.seed)
+    """The run's seed draws it at every step, so that samples of different steps can be compared. Pictures are always whole."""
     folder.mkdir(exist_ok=True)
+    if vocabulary.shape is not None:
+        seeds = [(cfg.seed + i) % 2**32 for i in range(N_PICTURES)]
+        settings = sampling_settings(N_PICTURES)
+        pictures, _ = sample_pictures(
+            family, cfg, params, buffers, vocabulary.shape, [b""] * N_PICTURES, settings, seeds
+        )
+        path = folder / f"step_{step:08d}.png"
+        path.write_bytes(contact_sheet(pictures, SHEET_COLUMNS, sheet_scale(vocabulary.shape)))
+        return path
+    text = sample_text(family, cfg, params, buffers, vocabulary, prompt="", n_tokens=n_tokens, seed=cfg.seed)
     path = folder / f"step_{step:08d}.txt"
     path.write_text(text)
     return path
 
 
 def sample_text(
-    family: Family, cfg: RunConfig, params: Any, buffers: Any, *, prompt: str, n_tokens: int, seed: int
+    family: Family,
+    cfg: RunConfig,
+    params: Any,
+    buffers: Any,
+    vocabulary: Vocabulary,
+    *,
+    prompt: str,
+    n_tokens: int,
+    seed: int,
 ) -> str:
     pieces = generate(
         family.decoder,
         params,
         buffers,
         cfg.model,
-        [byte_ids(prompt)],
+        [vocabulary.tokenizer.encode(prompt.encode()).tolist()],
         max_tokens=n_tokens,
         settings=sampling_settings(1, top_p=TOP_P),
         seeds=[seed],
         ignore_end=True,
+        token_bytes=vocabulary.tokenizer.id_bytes,
     )
     return prompt + "".join(piece.text for row in pieces for piece in row if piece is not None)
+
+
+def sample_pictures(
+    family: Family,
+    cfg: RunConfig,
+    params: Any,
+    buffers: Any,
+    shape: tuple[int, int, int],
+    seen: Sequence[bytes],
+    settings: SamplingSettings,
+    seeds: Sequence[int],
+) -> tuple[UInt8[np.ndarray, "n h w 3"], int]:
+    """Pictures that begin with the values given, equally many for each, and how many ids drawn were no value: those are black."""
+    size, n_seen = int(np.prod(shape)), len(seen[0])
+    ids = [[value + FIRST_BYTE for value in values] for values in seen]
+    if n_seen < size:
+        pieces = generate(
+            family.decoder,
+            params,
+            buffers,
+            cfg.model,
+            [list(prompt) for prompt in ids],
+            max_tokens=size - n_seen,
+            settings=settings,
+            seeds=seeds,
+            ignore_end=True,
+        )
+        for row in pieces:
+            for i, piece in enumerate(row):
+                ids[i] += [] if piece is None else piece.tokens
+    return pixels_of_ids(np.array(ids, np.int32), (len(ids), *shape))
+
+
+def sheet_scale(shape: tuple[int, int, int]) -> int:
+    return max(1, SHEET_SIDE // shape[1])

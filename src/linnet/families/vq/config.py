@@ -6,12 +6,15 @@ import dataclasses
 from typing import Literal
 
 from linnet.errors import refuse
+from linnet.tokens import END
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VQConfig:
     n_vocab: int = 259
     """Symbols the model reads and writes. Bytes: 256 + pad, end and unknown."""
+    end_id: int = END
+    """The symbol that ends a document and begins every sequence: the tokenizer's."""
     d_model: int = 256
     d_k: int = 64
     """Key width per head."""
@@ -66,6 +69,10 @@ class VQConfig:
                 raise refuse(
                     f"model.{name}", getattr(self, name), "at least 1", f"set --model.{name.replace('_', '-')}"
                 )
+        if not 0 <= self.end_id < self.n_vocab:
+            raise refuse(
+                "model.end_id", self.end_id, f"an id below model.n_vocab ({self.n_vocab})", "use the tokenizer's"
+            )
         if self.d_model % 2:
             raise refuse("model.d_model", self.d_model, "even (half sines, half cosines)", f"use {self.d_model + 1}")
         for name in ("p_dropemb", "p_dropsin", "p_dropres", "p_droplyr"):

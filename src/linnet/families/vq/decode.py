@@ -26,7 +26,6 @@ from linnet.nn.position import sinusoid
 from linnet.nn.sampling import SamplingSettings, sample, uniforms
 from linnet.pytree import pytree, replace
 
-END = 1  # the id that begins a new document
 SHORT_SUM = 256  # longest sum inside one matmul: longer ones are split, differently for one row and for many
 ROWS = 12  # more than one row is padded to a multiple of this: Eigen takes rows by 6 or 4, and the last few another way
 LANES = 64  # columns are padded to a multiple of this: the last few would be added up another way
@@ -164,7 +163,7 @@ def _tick(prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQCon
     ring = cfg.mem_len + 1
     column = jnp.repeat(slots.position % ring, cfg.n_head)
     distance = (column[:, None] - jnp.arange(ring)) % ring
-    begins = jnp.repeat(tokens == END, cfg.n_head) if cfg.reset_at_documents else None
+    begins = jnp.repeat(tokens == cfg.end_id, cfg.n_head) if cfg.reset_at_documents else None
     units = []
     for weights, memory in zip(prepared.units, slots.units, strict=True):
         y, memory = _unit(x, weights, memory, column, distance, begins, cfg)

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.decode import (
-    END,
     Prepared,
     Slots,
     UnitMemory,
@@ -94,7 +93,7 @@ def _read(
     cfg: VQConfig,
 ) -> VQCarry:
     begun = jnp.maximum(carry.attention.table_document[0], DOCUMENT)  # the first unit's; all units agree
-    documents = begun[:, None] + jnp.cumsum(tokens == END, axis=1)
+    documents = begun[:, None] + jnp.cumsum(tokens == cfg.end_id, axis=1)
     return forward(params, buffers, tokens, carry, cfg, documents=documents, length=length)[1]
 
 

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from linnet.data.batch import END, Batch
+from linnet.data.batch import Batch
 from linnet.errors import UserError
 from linnet.families.vq import family, model
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.convert import config_from_reference, from_reference, to_reference
 from linnet.families.vq.params import VQBuffers, VQParams
+from linnet.tokens import END
 from linnet.train.verify.golden import Golden
 
 RANDOM = "depends on the reference's random stream"

@@ -1,0 +1,305 @@
+"""`linnet data prepare | show | check`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from linnet.cli.parse import parse
+from linnet.errors import UserError, refuse
+
+if TYPE_CHECKING:
+    from linnet.data.documents import Documents
+    from linnet.data.index import Index
+    from linnet.data.pictures import Pictures
+    from linnet.data.prepare import Task
+
+WORDS = """usage: linnet data COMMAND [--help] ...
+
+  prepare  turn a source into memory-mapped shards with an index: once, in parallel, restartable
+  show     what a model sees at a step, as text or pictures, with the boundaries of documents
+  check    verify the checksums and counts of prepared data"""
+
+
+def data_command(argv: list[str]) -> int:
+    commands = {"prepare": _prepare, "show": _show, "check": _check}
+    if argv and argv[0] in commands:
+        return commands[argv[0]](argv[1:])
+    asked = bool(argv) and argv[0] in ("-h", "--help")
+    print(WORDS, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareFlags:
+    source: Annotated[str, tyro.conf.Positional]
+    """A text file, folder or glob; .gz .bz2 .xz .zst .zip; .jsonl or .parquet; hf:OWNER/NAME; a folder, zip, tar or parquet of
+    pictures; or enwik8, pg19, imagenet64."""
+    out: Path
+    """The folder to make."""
+    tokenizer: str = "bytes"
+    """`bytes`, a sentencepiece .model, a tokenizer.json, or a folder (prepared data or a run) whose tokenizer is to be used."""
+    end_token: str | None = None
+    """The name of the token that ends a document, where the tokenizer does not say."""
+    column: str | None = None
+    """Of JSONL, parquet and Hugging Face sets: which field holds the text or picture (`text`, `image`)."""
+    size: int = 64
+    """Pictures: pixels of a side."""
+    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """A named set that you have already: its file or folder."""
+    validation_fraction: float = 0.05
+    test_fraction: float = 0.05
+    max_broken: float = 0.01
+    """Pictures: the largest share that may be broken; those are skipped and counted."""
+    workers: int | None = None
+    """Processes; as many as there are cores if not given."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def _prepare(argv: list[str]) -> int:
+    words = "Turns a source into token shards that training maps into memory. Run it again after a kill: it goes on."
+    flags = parse(PrepareFlags, argv, "data prepare", words)
+    _refuse_flags(flags)
+    from linnet.data.prepare import prepare
+
+    task = _task(flags)
+    start = time.perf_counter()
+    with _bar("preparing", task.source.n_bytes, quiet=flags.json) as progress:
+        index = prepare(task, flags.out, workers=flags.workers, progress=progress)
+    seconds = time.perf_counter() - start
+    if flags.json:
+        print(json.dumps({"out": str(flags.out), "seconds": seconds, **_summary(index)}))
+        return 0
+    _print_summary(index, flags.out, seconds)
+    return 0
+
+
+def _refuse_flags(flags: PrepareFlags) -> None:
+    for name in ("validation_fraction", "test_fraction", "max_broken"):
+        if not 0 <= getattr(flags, name) <= 1:
+            raise refuse(f"--{name.replace('_', '-')}", getattr(flags, name), "between 0 and 1", "use 0.05")
+    if flags.validation_fraction + flags.test_fraction >= 1:
+        raise refuse(
+            "--validation-fraction + --test-fraction",
+            flags.validation_fraction + flags.test_fraction,
+            "below 1, so that something is left to train on",
+            "use 0.05 and 0.05",
+        )
+    if flags.size < 1:
+        raise refuse("--size", flags.size, "at least 1", "use 64")
+    if flags.workers is not None and flags.workers < 1:
+        raise refuse("--workers", flags.workers, "at least 1", "leave it out")
+
+
+def _task(flags: PrepareFlags) -> Task:
+    from linnet.data.chunks import Shares
+    from linnet.data.prepare import Task
+    from linnet.data.tokenizer import open_tokenizer
+
+    source, pixels = _open(flags)
+    if pixels and flags.tokenizer != "bytes":
+        raise refuse("--tokenizer", flags.tokenizer, "bytes: pictures are read value by value", "leave it out")
+    return Task(
+        source=source,
+        tokenizer=open_tokenizer(flags.tokenizer, end_token=flags.end_token),
+        shares=Shares(validation=flags.validation_fraction, test=flags.test_fraction),
+        size=flags.size if pixels else None,
+        max_broken=flags.max_broken,
+    )
+
+
+def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
+    from linnet.data.documents import open_documents
+    from linnet.data.named import NAMED, open_named
+    from linnet.data.pictures import looks_like_pictures, open_pictures
+
+    if flags.source in NAMED and (flags.from_ is not None or not Path(flags.source).exists()):
+        # The size of a download is not known before it begins.
+        with _bar("fetching", None, quiet=flags.json) as fetched:
+            found = open_named(flags.source, flags.from_, _cache(), lambda done, _: fetched(done))
+        return found, NAMED[flags.source].kind == "pictures"
+    if flags.from_ is not None:
+        raise refuse(
+            "--from", str(flags.from_), f"a named set as SOURCE ({', '.join(NAMED)})", "give the path as SOURCE"
+        )
+    if looks_like_pictures(flags.source):
+        return open_pictures(flags.source, column=flags.column), True
+    return open_documents(flags.source, column=flags.column), False
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "linnet"
+
+
+@contextmanager
+def _bar(label: str, total: int | None, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes on a terminal, nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda position: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda position: bar.update(task, completed=position)
+
+
+def _summary(index: Index) -> dict[str, Any]:
+    return {
+        "kind": index.kind,
+        "shape": index.shape,
+        "dtype": index.dtype,
+        "tokenizer": index.tokenizer,
+        "shards": len(index.shards),
+        "splits": {
+            name: {"documents": s.n_documents, "tokens": s.tokens, "bytes": s.bytes, "words": s.words}
+            for name, s in index.splits.items()
+        },
+        "held_out": index.held_out,
+        "left_out": index.left_out,
+        "lossy_documents": index.lossy_documents,
+    }
+
+
+def _print_summary(index: Index, out: Path, seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    what = "pictures" if index.kind == "pixels" else "documents"
+    table = Table("split", what, "tokens", "bytes", "words", box=None)
+    for name, split in index.splits.items():
+        words = "" if split.words is None else f"{split.words:,}"
+        table.add_row(name, f"{split.n_documents:,}", f"{split.tokens:,}", f"{split.bytes:,}", words)
+    console = Console()
+    console.print(table)
+    if index.left_out:
+        reasons = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in sorted(index.left_out.items()))
+        console.print(f"Left out: {reasons}.")
+    if index.lossy_documents:
+        console.print(
+            f"{index.lossy_documents:,} parts of documents cannot be given back byte for byte: this tokenizer has no pieces for bytes."
+        )
+    n_bytes = sum(split.bytes for split in index.splits.values())
+    console.print(
+        f"Held out: {index.held_out}. {n_bytes / 1e6:,.1f} MB in {seconds:.1f} s, {len(index.shards)} shards in {out}."
+    )
+    length = math.prod(index.shape) if index.shape else None
+    size = f" --data.sequence-len {length} --data.update-len {length}" if length else ""
+    vocabulary = index.tokenizer["n_vocab"]
+    ids = (
+        ""
+        if index.tokenizer["kind"] == "bytes"
+        else f" --model.n-vocab {vocabulary} --model.end-id {index.tokenizer['end_id']}"
+    )
+    console.print(f"Train on it: linnet train quickstart --data.source {out}{size}{ids} --out RUN", soft_wrap=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShowFlags:
+    what: Annotated[Path, tyro.conf.Positional]
+    """Prepared data, or a run."""
+    step: int = 0
+    """Of training."""
+    batch_size: int | None = None
+    sequence_len: int | None = None
+    seed: int | None = None
+    out: Path = Path("step.png")
+    """Pictures: where the sheet goes."""
+    json: bool = False
+    """Print ids, documents and mask as one JSON object."""
+
+
+def _show(argv: list[str]) -> int:
+    flags = parse(ShowFlags, argv, "data show", "Shows what the model sees at a step.")
+    if flags.step < 0:
+        raise refuse("--step", flags.step, "0 or more", "use 0")
+    import numpy as np
+
+    from linnet.data import open_data
+    from linnet.data.pixels import contact_sheet, pixels_of_ids
+    from linnet.data.show import rows_as_text
+
+    cfg, seed = _data_of(flags)
+    data = open_data(cfg, seed if flags.seed is None else flags.seed)
+    batch = data.batch(flags.step)
+    if flags.json:
+        names = ("inputs", "targets", "doc_ids", "loss_mask")
+        print(json.dumps({"step": flags.step, **{name: getattr(batch, name).tolist() for name in names}}))
+        return 0
+    if data.shape is not None and cfg.update_len == cfg.sequence_len:
+        pictures, _ = pixels_of_ids(np.asarray(batch.targets), (len(batch.targets), *data.shape))
+        flags.out.write_bytes(contact_sheet(pictures, 8, max(1, 64 // data.shape[1])))
+        print(f"The {len(pictures)} pictures of step {flags.step} are in {flags.out}.")
+        return 0
+    for row, text in enumerate(rows_as_text(batch, data.tokenizer)):
+        print(f"--- step {flags.step}, row {row} ---\n{text}")
+    return 0
+
+
+def _data_of(flags: ShowFlags) -> tuple[Any, int]:
+    from linnet import config as configs
+    from linnet.config import DataConfig
+    from linnet.data import index as indexes
+
+    if (flags.what / "config.json").is_file():
+        run = configs.load(flags.what / "config.json")
+        cfg, seed = run.data, run.seed
+    elif indexes.is_prepared(flags.what):
+        shape = indexes.load(flags.what).shape
+        length = math.prod(shape) if shape else 512
+        cfg, seed = DataConfig(source=str(flags.what), sequence_len=length, update_len=length, batch_size=4), 0
+    else:
+        raise refuse("DIR|RUN", str(flags.what), "prepared data or a run", "prepare data with `linnet data prepare`")
+    length = flags.sequence_len
+    changes: dict[str, Any] = {} if length is None else {"sequence_len": length, "update_len": length}
+    changes |= {} if flags.batch_size is None else {"batch_size": flags.batch_size}
+    return dataclasses.replace(cfg, **changes), seed
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckFlags:
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Prepared data."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def _check(argv: list[str]) -> int:
+    flags = parse(CheckFlags, argv, "data check", "Verifies checksums and counts. Exit code 1 if something is wrong.")
+    from linnet.data import index as indexes
+
+    if not indexes.is_prepared(flags.folder):
+        raise refuse("DIR", str(flags.folder), "prepared data", "prepare it with `linnet data prepare`")
+    index = indexes.load(flags.folder)
+    found = indexes.problems(flags.folder, index, checksums=True)
+    try:
+        indexes.the_tokenizer(flags.folder, index)
+    except UserError as error:
+        found.append(str(error))
+    if flags.json:
+        print(json.dumps({"folder": str(flags.folder), "ok": not found, "problems": found}))
+    else:
+        for problem in found:
+            print(problem)
+        n_tokens = sum(shard.tokens for shard in index.shards)
+        print(f"{flags.folder}: {'damaged' if found else 'good'}, {len(index.shards)} shards, {n_tokens:,} tokens.")
+    return 1 if found else 0

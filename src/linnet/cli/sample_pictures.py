@@ -1,0 +1,92 @@
+"""`linnet sample` for a run that paints: PNGs, a contact sheet, and pictures completed from their upper part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from linnet.cli.sample import Flags, drawing_settings
+from linnet.data.pixels import BrokenPicture, contact_sheet, decode_pixels, to_image
+from linnet.errors import refuse
+from linnet.train.runs import Run
+from linnet.train.samples import SHEET_COLUMNS, sample_pictures, sheet_scale
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt8
+
+AT_ONCE = 16
+"""Pictures painted together: more would not be faster, and memory stays bounded however many are asked for."""
+
+
+def paint(flags: Flags, run: Run, shape: tuple[int, int, int]) -> int:
+    _refuse_text_flags(flags)
+    given = [_given(path, shape[0]) for path in flags.complete]
+    n_rows = int(shape[0] * flags.keep) if given else 0
+    seen = [picture[:n_rows].tobytes() for picture in given for _ in range(flags.n)] or [b""] * flags.n
+    seeds = [(flags.seed + i % flags.n) % 2**32 for i in range(len(seen))]
+    painted, n_special = [], 0
+    for at in range(0, len(seen), AT_ONCE):
+        part = seen[at : at + AT_ONCE]
+        settings = drawing_settings(flags, len(part), 1.0)
+        pictures, special = sample_pictures(
+            run.family, run.cfg, run.params, run.buffers, shape, part, settings, seeds[at : at + AT_ONCE]
+        )
+        painted.append(pictures)
+        n_special += special
+    pictures = np.concatenate(painted)
+    files = _write(flags, pictures, given, shape)
+    if flags.json:
+        record = {"run": str(flags.run), "pictures": [str(file) for file in files[:-1]], "sheet": str(files[-1])}
+        print(json.dumps(record | {"special_ids": n_special, "seen_rows": n_rows, "shape": shape}))
+        return 0
+    print(f"{len(pictures)} pictures are in {files[-1].parent}, all of them on {files[-1].name}.")
+    if n_special:
+        print(f"{n_special} values were special ids, which are no colour: they are painted black.")
+    return 0
+
+
+def _write(
+    flags: Flags, pictures: UInt8[np.ndarray, "n h w 3"], given: list[np.ndarray], shape: tuple[int, int, int]
+) -> list[Path]:
+    """A PNG each, and a sheet; completed pictures stand in rows, each behind the one it was begun from."""
+    folder = flags.out or flags.run / "samples" / "pictures"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [folder / f"picture_{i:04d}.png" for i in range(len(pictures))]
+        for file, picture in zip(files, pictures, strict=True):
+            file.write_bytes(to_image(picture))
+        rows = [[original, *pictures[i * flags.n : (i + 1) * flags.n]] for i, original in enumerate(given)]
+        all_in_rows = np.stack([picture for row in rows for picture in row]) if rows else pictures
+        sheet = folder / "sheet.png"
+        sheet.write_bytes(contact_sheet(all_in_rows, flags.n + 1 if rows else SHEET_COLUMNS, sheet_scale(shape)))
+    except OSError as error:
+        raise refuse(
+            "--out", str(folder), f"a folder that can be written ({error.strerror})", "choose another"
+        ) from None
+    return [*files, sheet]
+
+
+def _refuse_text_flags(flags: Flags) -> None:
+    if flags.prompt or flags.prompt_file is not None or flags.stop or flags.max_tokens is not None or flags.ignore_end:
+        raise refuse(
+            "--prompt / --prompt-file / --stop / --max-tokens / --ignore-end",
+            "given",
+            "left out: this run paints pictures",
+            "use --complete PICTURE to begin with one",
+        )
+    if not 0 <= flags.keep <= 1:
+        raise refuse("--keep", flags.keep, "between 0 and 1", "use 0.5")
+
+
+def _given(path: Path, size: int) -> UInt8[np.ndarray, "h w 3"]:
+    try:
+        return decode_pixels(path.read_bytes(), size)
+    except OSError as error:
+        raise refuse("--complete", str(path), f"a file that can be read ({error.strerror})", "check the path") from None
+    except BrokenPicture as error:
+        raise refuse(
+            "--complete", str(path), f"a picture that can be read ({error.reason})", "choose another"
+        ) from None

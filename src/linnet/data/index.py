@@ -1,0 +1,204 @@
+"""Prepared data on disk: shards of content, a table of documents for each split, and `index.json` that says what they are.
+
+The index is written last and at once, so a folder with one is whole; checksums tell whether it still is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64, Shaped
+
+from linnet.data.packed import Joined, PackedSplit
+from linnet.data.source import reading
+from linnet.data.tokenizer import Tokenizer, open_tokenizer
+from linnet.errors import UserError
+
+FORMAT, VERSION = "linnet-data", 1
+INDEX = "index.json"
+CHECKED_AT_OPENING = 256 << 20
+"""Data up to so many bytes has its checksums verified whenever it is opened; `linnet data check` verifies any."""
+HASH_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    file: str
+    tokens: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitIndex:
+    segments: list[list[int]]
+    """[shard, first token, token after the last], one after another."""
+    documents: str
+    """A .npy of [size in tokens, 1 if an end id follows], one row a document."""
+    documents_sha256: str
+    n_documents: int
+    tokens: int
+    """Of content: end ids are not stored and not counted."""
+    bytes: int
+    words: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Index:
+    kind: str
+    """text or pixels."""
+    dtype: str
+    first_id: int
+    """What is added to a stored value to make it an id."""
+    shape: list[int] | None
+    """Of a picture: height, width, channels."""
+    tokenizer: dict[str, Any]
+    source: dict[str, Any]
+    shards: list[Shard]
+    splits: dict[str, SplitIndex]
+    held_out: str
+    """How validation and test were chosen, in words."""
+    left_out: dict[str, int]
+    lossy_documents: int
+    """Documents that the tokenizer cannot give back byte for byte."""
+
+    def save(self, folder: Path) -> None:
+        text = json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"
+        unfinished = folder / f".{INDEX}"
+        unfinished.write_text(text)
+        os.replace(unfinished, folder / INDEX)
+
+    @property
+    def n_bytes_on_disk(self) -> int:
+        return sum(shard.tokens for shard in self.shards) * np.dtype(self.dtype).itemsize
+
+
+def is_prepared(folder: Path) -> bool:
+    try:
+        return (folder / INDEX).is_file()
+    except (OSError, ValueError):  # a folder that cannot be entered, a NUL character: others say what is wrong with it
+        return False
+
+
+def load(folder: Path) -> Index:
+    path = folder / INDEX
+    with reading(path):
+        text = path.read_text(errors="replace")
+    try:
+        fields = json.loads(text)
+        if fields.pop("format") != FORMAT:
+            raise KeyError("format")
+        version = fields.pop("version")
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise UserError(
+            f"{path} is not an index of prepared data. Fix: prepare it again with `linnet data prepare`."
+        ) from None
+    if version != VERSION:
+        raise UserError(
+            f"{path} has version {version}, and this Linnet reads version {VERSION}. Fix: prepare the data again with "
+            "`linnet data prepare`, or use the Linnet that made it."
+        )
+    try:
+        shards = [Shard(**shard) for shard in fields.pop("shards")]
+        splits = {name: SplitIndex(**split) for name, split in fields.pop("splits").items()}
+        return Index(shards=shards, splits=splits, **fields)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{path} is damaged ({error}). Fix: prepare the data again with `linnet data prepare`."
+        ) from None
+
+
+def open_split(folder: Path, index: Index, name: str, sequence_len: int) -> PackedSplit:
+    split = index.splits[name]
+    table = _documents(folder, split)
+    return PackedSplit(
+        Joined([_map(folder, index, shard)[start:stop] for shard, start, stop in split.segments]),
+        table[:, 0],
+        table[:, 1].astype(bool),
+        sequence_len,
+        first_id=index.first_id,
+        end_id=index.tokenizer["end_id"],
+        n_bytes=split.bytes,
+        n_words=split.words,
+        fingerprint=fingerprint(index, name),
+    )
+
+
+def fingerprint(index: Index, name: str) -> str:
+    """Of a split, from the checksums of what it is made of."""
+    split = index.splits[name]
+    parts = [[index.shards[shard].sha256, start, stop] for shard, start, stop in split.segments]
+    meaning = [index.kind, index.dtype, index.first_id, index.tokenizer["fingerprint"], split.documents_sha256, parts]
+    return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
+
+
+def the_tokenizer(folder: Path, index: Index) -> Tokenizer:
+    """What the data was made with, kept beside it."""
+    tokenizer = open_tokenizer(str(folder))
+    if tokenizer.fingerprint != index.tokenizer["fingerprint"]:
+        raise UserError(
+            f"the tokenizer in {folder} is not the one this data was made with. Fix: restore the file, or prepare again."
+        )
+    return tokenizer
+
+
+def problems(folder: Path, index: Index, *, checksums: bool) -> list[str]:
+    """What is wrong with the files, in sentences; without `checksums` only their sizes are compared."""
+    found: list[str] = []
+    for shard in index.shards:
+        size = shard.tokens * np.dtype(index.dtype).itemsize
+        found += _file_problems(folder / shard.file, size, shard.sha256 if checksums else None)
+    for name, split in index.splits.items():
+        path = folder / split.documents
+        wrong = _file_problems(path, None, split.documents_sha256)
+        found += wrong
+        if wrong:
+            continue
+        table = _documents(folder, split)
+        if len(table) != split.n_documents or table[:, 0].sum() != split.tokens:
+            found.append(f"{path}: its documents do not add up to the {split.tokens:,} tokens of {name}")
+        if sum(stop - start for _, start, stop in split.segments) != split.tokens:
+            found.append(f"{folder / INDEX}: the parts of {name} do not add up to its {split.tokens:,} tokens")
+    return found
+
+
+def refuse_damage(folder: Path, index: Index) -> None:
+    wrong = problems(folder, index, checksums=index.n_bytes_on_disk <= CHECKED_AT_OPENING)
+    if wrong:
+        more = f" (and {len(wrong) - 1} more: see `linnet data check {folder}`)" if len(wrong) > 1 else ""
+        raise UserError(f"{wrong[0]}{more}. Fix: restore the file, or prepare the data again.")
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with reading(path), open(path, "rb") as file:
+        while block := file.read(HASH_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _file_problems(path: Path, size: int | None, sha256: str | None) -> list[str]:
+    if not path.is_file():
+        return [f"{path} is missing"]
+    if size is not None and path.stat().st_size != size:
+        return [f"{path} has {path.stat().st_size:,} bytes and should have {size:,}"]
+    if sha256 is not None and sha256_of(path) != sha256:
+        return [f"{path} was altered: its checksum is not the one of the index"]
+    return []
+
+
+def _map(folder: Path, index: Index, shard: int) -> Shaped[np.ndarray, " n"]:
+    if not index.shards[shard].tokens:
+        return np.zeros(0, index.dtype)
+    with reading(folder / index.shards[shard].file):
+        return np.memmap(folder / index.shards[shard].file, index.dtype, "r")
+
+
+def _documents(folder: Path, split: SplitIndex) -> Int64[np.ndarray, "documents 2"]:
+    with reading(folder / split.documents):
+        return np.load(folder / split.documents)

@@ -1,0 +1,139 @@
+"""Documents one after another, packed into windows of ids that are made when asked for: the one `Split` there is.
+
+Content is stored without end ids, and byte values as they are (id b + 3): a text file needs no copy, a picture one byte a value.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64, Shaped
+
+from linnet.data.batch import NO_DOCUMENT, Window
+from linnet.tokens import END, FIRST_BYTE, PAD
+
+HASH_BYTES = 1 << 20
+
+
+class Content(Protocol):
+    """An array that may lie in several files."""
+
+    @property
+    def size(self) -> int: ...
+    def __getitem__(self, at: slice, /) -> Shaped[np.ndarray, " n"]: ...
+
+
+class Joined:
+    """Parts of several arrays read as one; only what is asked for is touched."""
+
+    def __init__(self, parts: Sequence[Shaped[np.ndarray, " n"]]) -> None:
+        self._parts = [part for part in parts if part.size]
+        self._starts = np.concatenate([[0], np.cumsum([part.size for part in self._parts], dtype=np.int64)])
+        self._dtype = parts[0].dtype if parts else np.dtype(np.uint8)
+
+    @property
+    def size(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, at: slice, /) -> Shaped[np.ndarray, " n"]:
+        start, stop, _ = at.indices(self.size)
+        if start >= stop:
+            return np.zeros(0, self._dtype)
+        first, last = np.searchsorted(self._starts, (start, stop - 1), side="right") - 1
+        found = [
+            self._parts[i][max(start - int(self._starts[i]), 0) : stop - int(self._starts[i])]
+            for i in range(first, last + 1)
+        ]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+class PackedSplit:
+    """Cut into windows of `sequence_len` tokens; the last window is padded."""
+
+    def __init__(
+        self,
+        content: Content,
+        sizes: Int64[np.ndarray, " documents"],
+        ends: Bool[np.ndarray, " documents"],
+        sequence_len: int,
+        *,
+        first_id: int = FIRST_BYTE,
+        end_id: int = END,
+        n_bytes: int | None = None,
+        n_words: int | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        assert content.size == sizes.sum(), f"documents of {sizes.sum()} tokens in a content of {content.size}"
+        self.sequence_len, self.end_id, self.n_words = sequence_len, end_id, n_words
+        self.n_bytes = content.size if n_bytes is None else n_bytes
+        self._content, self._first_id, self._fingerprint = content, first_id, fingerprint
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes + ends)])
+        """The token position at which each document starts, and the end of the last."""
+        self._end_positions = self._starts[1:][ends] - 1
+        """The token positions of the end ids: all other positions are content, in its order."""
+
+    @property
+    def n_documents(self) -> int:
+        return len(self._starts) - 1
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def n_windows(self) -> int:
+        return -(-self.n_tokens // self.sequence_len)
+
+    def content(self, start: int, stop: int) -> Shaped[np.ndarray, " n"]:
+        return self._content[start:stop]
+
+    def window(self, i: int) -> Window:
+        return self.stretch(i, 0, self.sequence_len)
+
+    def stretch(self, i: int, start: int, stop: int) -> Window:
+        assert 0 <= i < self.n_windows, f"window {i} of {self.n_windows}"
+        assert 0 <= start < stop <= self.sequence_len
+        first, length = i * self.sequence_len + start, stop - start
+        last = min(first + length, self.n_tokens)
+        n = last - first
+        targets = np.full(length, PAD, np.int32)
+        doc_ids = np.full(length, NO_DOCUMENT, np.int32)
+        mask = np.zeros(length, np.float32)
+        if n > 0:  # else all of it lies in the padding of the last window
+            targets[:n] = self._tokens(first, last)
+            doc_ids[:n] = self._documents(first, last)
+            mask[:n] = 1
+        return Window(targets, doc_ids, mask)
+
+    def _tokens(self, first: int, last: int) -> Int32[np.ndarray, " n"]:
+        # As many end ids as stand before a position, so much less content does.
+        e0, e1 = np.searchsorted(self._end_positions, (first, last))
+        ids = self._content[first - int(e0) : last - int(e1)].astype(np.int32) + self._first_id
+        if e0 == e1:
+            return ids
+        tokens = np.full(last - first, self.end_id, np.int32)
+        is_content = np.ones(last - first, bool)
+        is_content[self._end_positions[e0:e1] - first] = False
+        tokens[is_content] = ids
+        return tokens
+
+    def _documents(self, first: int, last: int) -> Int64[np.ndarray, " n"]:
+        d0, d1 = np.searchsorted(self._starts, (first, last - 1), side="right") - 1
+        lengths = np.diff(np.clip(self._starts[d0 : d1 + 2], first, last))
+        return np.repeat(np.arange(d0, d1 + 1), lengths)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint or self._digest
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for numbers in (self._starts, self._end_positions):
+            digest.update(numbers.size.to_bytes(8, "little") + numbers.astype("<i8").tobytes())
+        for at in range(0, self._content.size, HASH_BYTES):
+            digest.update(np.ascontiguousarray(self._content[at : at + HASH_BYTES]).data)
+        return digest.hexdigest()

@@ -1,0 +1,189 @@
+"""What turns bytes into ids and back. `open_tokenizer` knows the bytes themselves, sentencepiece models, and Hugging Face
+tokenizer.json files; each has a fingerprint, so that data and model can be held to the same one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int32
+
+from linnet.errors import UserError, refuse
+from linnet.tokens import END, FIRST_BYTE, N_BYTE_IDS
+
+BYTES = "bytes"
+BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE = "tokenizer.bytes", "tokenizer.model", "tokenizer.json"
+END_FILE = "tokenizer.end"
+"""The name of the end token, beside a saved model: a model file need not say which of its tokens ends a document."""
+
+
+class Tokenizer(Protocol):
+    """Can be pickled for worker processes, and holds no open file."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def n_vocab(self) -> int: ...
+    @property
+    def end_id(self) -> int:
+        """Ends a document. No text is ever encoded to it."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Every byte string comes back as it was: the vocabulary has a piece for every byte."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the kind, the content and the end id."""
+        ...
+
+    def encode(self, data: bytes) -> Int32[np.ndarray, " n"]:
+        """Without an end id. Bytes that are not UTF-8 are no error."""
+        ...
+
+    def decode(self, ids: Sequence[int] | Int32[np.ndarray, " n"]) -> bytes:
+        """Each id's bytes, one after the other; an id that stands for no text adds nothing."""
+        ...
+
+    def id_bytes(self, token: int) -> bytes:
+        """What one id stands for, inside a text."""
+        ...
+
+    def lengths(self) -> Int32[np.ndarray, " vocab"]:
+        """The number of bytes of every id."""
+        ...
+
+    def pieces(self, ids: Sequence[int] | Int32[np.ndarray, " n"]) -> list[str]:
+        """Names for people to read."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Writes what `open_tokenizer(folder)` needs."""
+        ...
+
+
+class BytesTokenizer:
+    """A byte is an id. Nothing to learn, nothing to lose."""
+
+    kind = BYTES
+    n_vocab = N_BYTE_IDS
+    end_id = END
+    exact = True
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.kind, b"", self.end_id)
+
+    def encode(self, data: bytes) -> Int32[np.ndarray, " n"]:
+        return np.frombuffer(data, np.uint8).astype(np.int32) + FIRST_BYTE
+
+    def decode(self, ids: Sequence[int] | Int32[np.ndarray, " n"]) -> bytes:
+        values = np.asarray(ids, np.int64) - FIRST_BYTE
+        return values[(values >= 0) & (values < 256)].astype(np.uint8).tobytes()
+
+    def id_bytes(self, token: int) -> bytes:
+        return self.decode([token])
+
+    def lengths(self) -> Int32[np.ndarray, " vocab"]:
+        return (np.arange(self.n_vocab) >= FIRST_BYTE).astype(np.int32)
+
+    def pieces(self, ids: Sequence[int] | Int32[np.ndarray, " n"]) -> list[str]:
+        special = dict(enumerate(("<pad>", "<end>", "<unknown>")))
+        return [special.get(i) or readable(self.id_bytes(i), i) for i in map(int, ids)]
+
+    def save(self, folder: Path) -> None:
+        write_whole(folder / BYTES_FILE, b"ids 0 pad, 1 end, 2 unknown; byte b is b + 3\n")
+
+
+def open_tokenizer(name: str, *, end_token: str | None = None) -> Tokenizer:
+    """`bytes`, a model file, or a folder with a saved tokenizer. `end_token` names the token that ends a document."""
+    if name == BYTES:
+        return _bytes(end_token)
+    path = Path(os.path.expanduser(name))
+    if path.is_dir():
+        path = _in_folder(path)
+        end_file = path.with_name(END_FILE)
+        if end_token is None and end_file.is_file():
+            end_token = _read(end_file).decode(errors="replace")
+    if path.name == BYTES_FILE:
+        return _bytes(end_token)
+    content = _read(path)
+    if content.lstrip()[:1] == b"{":
+        from linnet.data.tokenizer_huggingface import open_huggingface
+
+        return open_huggingface(content, end_token, str(path))
+    from linnet.data.tokenizer_sentencepiece import open_sentencepiece
+
+    return open_sentencepiece(content, end_token, str(path))
+
+
+def readable(piece: bytes, token: int) -> str:
+    """The text of a piece, or its bytes as <0xNN> where it is not a text that can be printed."""
+    text = piece.decode(errors="replace")
+    if text.isprintable() and "\ufffd" not in text:
+        return text or f"<id {token}>"
+    return "".join(f"<0x{byte:02X}>" for byte in piece)
+
+
+def fingerprint(kind: str, content: bytes, end_id: int) -> str:
+    return hashlib.sha256(f"{kind}\0{end_id}\0".encode() + content).hexdigest()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """All of it or nothing, whenever the process ends."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}). Fix: choose a folder with room that is yours."
+        ) from None
+
+
+def not_a_tokenizer(name: str, needs: str = "") -> UserError:
+    return refuse(
+        "--tokenizer",
+        name,
+        needs or f"{BYTES!r}, a sentencepiece .model file, a Hugging Face tokenizer.json, or a folder with one of them",
+        "check the path, or make a tokenizer with `linnet tokenizer train`",
+    )
+
+
+def _bytes(end_token: str | None) -> BytesTokenizer:
+    if end_token is not None:
+        raise refuse(
+            "--end-token", end_token, "left out with the tokenizer 'bytes' (its id 1 ends a document)", "omit it"
+        )
+    return BytesTokenizer()
+
+
+def _in_folder(folder: Path) -> Path:
+    known = (BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE)
+    there = [folder / name for name in known if (folder / name).is_file()]
+    if not there:
+        raise not_a_tokenizer(str(folder), f"a folder that holds one of {', '.join(known)}")
+    if len(there) > 1:
+        names = " and ".join(path.name for path in there)
+        raise refuse("--tokenizer", str(folder), f"a folder with one tokenizer (it holds {names})", f"use {there[0]}")
+    return there[0]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise not_a_tokenizer(str(path)) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise not_a_tokenizer(str(path), f"a file that can be read ({reason})") from None

@@ -1,0 +1,148 @@
+"""A tokenizer of pieces that gives back every byte. What a model encodes is compared with what it was given, from blocks to
+lines to words; what differs (odd spaces, normalised letters, bytes that are not UTF-8) goes through the 256 byte pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from linnet.data.tokenizer import END_FILE, fingerprint, readable, write_whole
+
+BLOCK_CHARS = 4096
+"""Models take short texts faster than long ones, and hold less memory."""
+LONGEST_BLOCK_CHARS = 16 * BLOCK_CHARS
+
+Split = Callable[[str], list[str]]
+
+# Python's stand-ins for the bytes that are no UTF-8: each run of them is a word of its own.
+_WORD = re.compile(r"[\udc80-\udcff]+|\s*[^\s\udc80-\udcff]+|\s+")
+# Their ends apart: a model that takes them for spaces may still have the rest of the line right.
+_LINE = re.compile(r"[^\n]+|\n+")
+_NOT_UTF8 = re.compile(r"[\udc80-\udcff]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is inside a model file."""
+
+    kind: str
+    file: str
+    """Its name when saved."""
+    content: bytes
+    names: Sequence[str]
+    table: Sequence[bytes]
+    """What each id stands for inside a text; nothing for control ids."""
+    end_id: int
+    byte_ids: Sequence[int] | None
+    """The piece of every byte; None if one has none."""
+    unknown_id: int | None
+    encode_texts: Callable[[list[str]], list[list[int]]]
+    reopen: Callable[[bytes, str], PieceTokenizer]
+    """From content and the name of the end token: how a worker process gets its own."""
+
+
+class PieceTokenizer:
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.kind = model.kind
+        self.n_vocab = len(model.table)
+        self.end_id = model.end_id
+        self.exact = model.byte_ids is not None
+        self.fingerprint = fingerprint(model.kind, model.content, model.end_id)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._model.reopen, (self._model.content, self._model.names[self.end_id])
+
+    def encode(self, data: bytes) -> Int32[np.ndarray, " n"]:
+        byte_ids = self._model.byte_ids
+        if byte_ids is None:
+            return self._encode_lossy(data.decode(errors="replace"))
+        spans = self._encode_exact(blocks(data.decode(errors="surrogateescape")), (lines, words), byte_ids)
+        return _joined(list(spans))
+
+    def decode(self, ids: Sequence[int] | Int32[np.ndarray, " n"]) -> bytes:
+        table, n = self._model.table, self.n_vocab
+        return b"".join([table[i] for i in np.asarray(ids, np.int64).tolist() if 0 <= i < n])
+
+    def id_bytes(self, token: int) -> bytes:
+        return self._model.table[token] if 0 <= token < self.n_vocab else b""
+
+    def lengths(self) -> Int32[np.ndarray, " vocab"]:
+        return np.asarray([len(piece) for piece in self._model.table], np.int32)
+
+    def pieces(self, ids: Sequence[int] | Int32[np.ndarray, " n"]) -> list[str]:
+        return [self._name(int(i)) for i in ids]
+
+    def save(self, folder: Path) -> None:
+        write_whole(folder / END_FILE, self._model.names[self.end_id].encode())
+        write_whole(folder / self._model.file, self._model.content)
+
+    def _name(self, token: int) -> str:
+        piece = self.id_bytes(token)
+        return self._model.names[token] if not piece and 0 <= token < self.n_vocab else readable(piece, token)
+
+    def _encode_exact(
+        self, spans: list[str], finer: tuple[Split, ...], byte_ids: Sequence[int]
+    ) -> Iterator[Sequence[int]]:
+        proper = [_NOT_UTF8.search(span) is None for span in spans]
+        encoded = iter(self._model.encode_texts(list(itertools.compress(spans, proper))))
+        table = self._model.table
+        for span, is_proper in zip(spans, proper, strict=True):
+            data = span.encode(errors="surrogateescape")
+            ids = next(encoded) if is_proper else []
+            if b"".join([table[i] for i in ids]) == data:
+                yield ids
+            elif finer:
+                yield from self._encode_exact(finer[0](span), finer[1:], byte_ids)
+            else:
+                yield [byte_ids[byte] for byte in data]
+
+    def _encode_lossy(self, text: str) -> Int32[np.ndarray, " n"]:
+        """A control id that a text spells out becomes the unknown id: no text may end a document."""
+        ids = _joined(self._model.encode_texts(blocks(text)))
+        control = self.lengths()[ids] == 0
+        if self._model.unknown_id is None:
+            return ids[~control]
+        return np.where(control, np.int32(self._model.unknown_id), ids)
+
+
+def blocks(text: str) -> list[str]:
+    """Cut where a line begins, so that no model would have joined what is parted; only a giant line is cut elsewhere."""
+    found, begin = [], 0
+    while begin < len(text):
+        end = _block_end(text, begin + BLOCK_CHARS, begin + LONGEST_BLOCK_CHARS)
+        found.append(text[begin:end])
+        begin = end
+    return found
+
+
+def lines(text: str) -> list[str]:
+    return _LINE.findall(text)
+
+
+def words(text: str) -> list[str]:
+    return _WORD.findall(text)
+
+
+def _block_end(text: str, low: int, high: int) -> int:
+    """The first line after `low` that begins with a letter; else the last space before `high`; else `high`."""
+    newline = text.find("\n", low, high)
+    while newline >= 0:
+        if not text[newline + 1 : newline + 2].isspace():
+            return newline + 1
+        newline = text.find("\n", newline + 1, high)
+    if len(text) <= high:
+        return len(text)
+    space = text.rfind(" ", low, high)
+    return space if space >= 0 else high
+
+
+def _joined(spans: Sequence[Sequence[int]]) -> Int32[np.ndarray, " n"]:
+    return np.fromiter(itertools.chain.from_iterable(spans), np.int32, count=sum(map(len, spans)))

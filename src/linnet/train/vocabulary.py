@@ -1,0 +1,66 @@
+"""What a run's ids mean: its tokenizer, kept in the run's folder by content, and the shape of its pictures if it writes pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from linnet.data import Data
+from linnet.data.tokenizer import (
+    BYTES_FILE,
+    HUGGINGFACE_FILE,
+    SENTENCEPIECE_FILE,
+    BytesTokenizer,
+    Tokenizer,
+    open_tokenizer,
+)
+from linnet.errors import UserError
+from linnet.tokens import N_BYTE_IDS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    tokenizer: Tokenizer
+    shape: tuple[int, int, int] | None
+    """Height, width and channels of a picture; None for text."""
+
+
+def keep(folder: Path, data: Data) -> None:
+    """The first training of a run keeps its tokenizer; every later one must read with the same."""
+    if not _has_tokenizer(folder):
+        data.tokenizer.save(folder)
+    must_match(folder, data, open_tokenizer(str(folder)))
+
+
+def must_match(folder: Path, data: Data, own: Tokenizer) -> None:
+    """Ids of another tokenizer would be read as other text."""
+    if data.tokenizer.fingerprint != own.fingerprint:
+        raise UserError(
+            f"the data at {data.cfg.source!r} was made with another tokenizer ({_name(data.tokenizer)}) than the run in {folder} "
+            f"({_name(own)}). Fix: prepare it with the run's own, `linnet data prepare SOURCE --tokenizer {folder} --out DIR`, "
+            "or start a new run with --out."
+        )
+
+
+def read_vocabulary(folder: Path, n_vocab: int) -> Vocabulary:
+    """Of a run. One that came from elsewhere without a tokenizer reads bytes, if its vocabulary is that of bytes."""
+    if not _has_tokenizer(folder) and n_vocab != N_BYTE_IDS:
+        raise UserError(
+            f"{folder} has {n_vocab} ids and no tokenizer. Fix: put its tokenizer.model or tokenizer.json into that folder, or "
+            "import it again with --tokenizer."
+        )
+    tokenizer = open_tokenizer(str(folder)) if _has_tokenizer(folder) else BytesTokenizer()
+    try:
+        shape = json.loads((folder / "data.json").read_text()).get("shape")
+    except (OSError, ValueError):
+        shape = None
+    return Vocabulary(tokenizer=tokenizer, shape=None if shape is None else (shape[0], shape[1], shape[2]))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE))
+
+
+def _name(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.kind}, {tokenizer.n_vocab} ids, {tokenizer.fingerprint[:12]}"
