@@ -230,5 +230,8 @@ def test_bad_flags_are_refused(tokens: Path, tmp_path: Path, capsys: pytest.Capt
         assert code == 2
         assert words in err
         assert not (tmp_path / "x").exists()
+    code, _, err = run(capsys, "data", "prepare", tokens / "data", "--out", tmp_path / "x")
+    assert code == 2
+    assert "not prepared data" in err
     assert run(capsys, "data")[0] == 2
     assert run(capsys, "data", "show", tmp_path)[0] == 2

@@ -29,7 +29,7 @@ SHOWN = [(page.name, words) for page in PAGES for words in commands(page)]
 def test_commands_exist_with_their_flags(page: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert words[0] in COMMANDS, page
     with pytest.raises(SystemExit) as exit:
-        main([words[0], "--help"])
+        main([*words[: 2 if words[0] in ("data", "tokenizer") else 1], "--help"])
     assert not exit.value.code
     known = capsys.readouterr().out
     for flag in (word for word in words if word.startswith("--")):

@@ -120,11 +120,14 @@ def _task(flags: PrepareFlags) -> Task:
 
 
 def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
+    from linnet.data import index as indexes
     from linnet.data.documents import open_documents
     from linnet.data.named import NAMED, open_named
     from linnet.data.pictures import looks_like_pictures, open_pictures
+    from linnet.data.prepare import is_unfinished
 
-    if flags.source in NAMED and (flags.from_ is not None or not Path(flags.source).exists()):
+    path = Path(os.path.expanduser(flags.source))
+    if flags.source in NAMED:  # a folder of that name is meant by ./NAME
         # The size of a download is not known before it begins.
         with _bar("fetching", None, quiet=flags.json) as fetched:
             found = open_named(flags.source, flags.from_, _cache(), lambda done, _: fetched(done))
@@ -133,6 +136,8 @@ def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
         raise refuse(
             "--from", str(flags.from_), f"a named set as SOURCE ({', '.join(NAMED)})", "give the path as SOURCE"
         )
+    if indexes.is_prepared(path) or is_unfinished(path):
+        raise refuse("SOURCE", flags.source, "a source that is not prepared data", "train on it with --data.source")
     if looks_like_pictures(flags.source):
         return open_pictures(flags.source, column=flags.column), True
     return open_documents(flags.source, column=flags.column), False
