@@ -28,7 +28,7 @@ def test_decode_is_flat_from_1k_to_64k() -> None:
     seconds, sizes, read = {}, {}, 0
     while read < 65_536:
         start = time.process_time()
-        state, seen, drawn, _ = slots.decode(prepared, state, tokens, settings, keys, seen, cfg=cfg, n_ticks=512)
+        state, seen, drawn, _, _ = slots.decode(prepared, state, tokens, settings, keys, seen, cfg=cfg, n_ticks=512)
         tokens = drawn[-1]
         jax.block_until_ready(tokens)
         read += 512

@@ -105,7 +105,7 @@ def test_nucleus_equals_the_obvious_one(seed: int, size: int, p: float, ties: bo
 
 def test_repetition_penalty_pushes_seen_tokens_down() -> None:
     logits, seen = jnp.array([[2.0, -2.0, 1.0]]), jnp.array([[3, 1, 0]])
-    np.testing.assert_allclose(sampling.penalise_repetition(logits, seen, jnp.array([2.0])), [[1.0, -4.0, 1.0]])
+    np.testing.assert_allclose(sampling.penalise(logits, sampling_settings(1, repetition_penalty=2.0), seen), [[1.0, -4.0, 1.0]])
 
 
 def test_randomness_is_the_rows_key_and_position() -> None:
@@ -130,3 +130,50 @@ def test_randomness_is_the_rows_key_and_position() -> None:
 def test_bad_settings_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(bad))):
         sampling_settings(1, **bad)  # pyright: ignore
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    seed=st.integers(0, 1000),
+    top_p=st.sampled_from([0.05, 0.5, 1.0]),
+    typical_p=st.sampled_from([0.05, 0.5, 1.0]),
+    top_k=st.sampled_from([0, 1, 5]),
+    min_p=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_filters_together_leave_at_least_one(
+    seed: int, top_p: float, typical_p: float, top_k: int, min_p: float
+) -> None:
+    logits = _logits(3, 40, seed)
+    asked = sampling_settings(3, top_p=top_p, typical_p=typical_p, top_k=top_k, min_p=min_p)
+    assert np.asarray(sampling.allowed(logits, asked)).any(axis=-1).all()
+
+
+def test_typical_keeps_what_is_nearest_to_the_mean_surprise() -> None:
+    p = np.array([[0.4, 0.3, 0.2, 0.1]])
+    surprise = -np.log(p)
+    nearest = np.argsort(np.abs(surprise - (p * surprise).sum()))[0]
+    for share in (0.1, 0.35, 0.6, 0.95):
+        kept = np.flatnonzero(np.asarray(sampling.typical_mask(jnp.log(jnp.array(p)), jnp.array([share])))[0])
+        n = int(np.searchsorted(np.cumsum(p[0, nearest]), share) + 1)
+        assert set(kept) == set(nearest[:n])
+
+
+def test_rules_forbid_and_delay() -> None:
+    logits = jnp.zeros((2, 4))
+    rules = sampling.Rules(
+        bias=jnp.array([[0.0, -jnp.inf, 0.0, 0.0], [0.0, 0.0, 5.0, 0.0]]),
+        late=jnp.array([[False, False, False, False], [False, False, True, False]]),
+        late_until=jnp.array([0, 7]),
+        prompted=jnp.zeros((2, 4), bool),
+    )
+    seen = jnp.zeros((2, 4), jnp.int32)
+    greedy = sampling_settings(2, temperature=0.0)
+    chance = jnp.zeros((2,))
+    assert sampling.sample(logits, greedy, chance, seen, rules, jnp.array([6, 6]))[0].tolist() == [0, 0]
+    assert sampling.sample(logits, greedy, chance, seen, rules, jnp.array([7, 7]))[0].tolist() == [0, 2]
+    taken = sampling.penalise(
+        jnp.ones((1, 3)),
+        sampling_settings(1, presence_penalty=0.5, frequency_penalty=0.25),
+        jnp.array([[0, 1, 3]]),
+    )
+    np.testing.assert_allclose(taken, [[1.0, 0.25, -0.25]])

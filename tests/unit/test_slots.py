@@ -153,7 +153,7 @@ def test_decode_draws_the_same_tokens_however_the_ticks_are_cut() -> None:
         state, seen = slots.init_slots(cfg, 4), jnp.zeros((4, cfg.n_vocab), jnp.int32)
         token, out = jnp.ones((4,), jnp.int32), []
         for n in cuts:
-            state, seen, drawn, logprobs = slots.decode(
+            state, seen, drawn, logprobs, _ = slots.decode(
                 prepared, state, token, settings, keys, seen, cfg=cfg, n_ticks=n
             )
             token = drawn[-1]

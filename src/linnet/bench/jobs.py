@@ -139,7 +139,7 @@ def decode(cfg: RunConfig) -> Job:
     def run() -> None:
         nonlocal state, tokens, seen
         assert ticks is not None
-        state, seen, drawn, _ = ticks(prepared, state, tokens, settings, keys, seen)
+        state, seen, drawn, _, _ = ticks(prepared, state, tokens, settings, keys, seen)
         tokens = drawn[-1].block_until_ready()
 
     return Job(

@@ -16,7 +16,7 @@ import numpy as np
 
 from linnet import rng
 from linnet.errors import refuse
-from linnet.nn.sampling import SamplingSettings
+from linnet.nn.sampling import Rules, SamplingSettings
 from linnet.tokens import FIRST_BYTE
 
 N_TICKS = 32  # tokens a dispatch
@@ -43,10 +43,12 @@ class Decoder(Protocol):
         settings: SamplingSettings,
         keys: Any,
         seen: Any,
+        rules: Rules | None = None,
         *,
         cfg: Any,
         n_ticks: int,
-    ) -> tuple[Any, Any, Any, Any]: ...
+        n_top: int = 0,
+    ) -> tuple[Any, Any, Any, Any, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +131,7 @@ def _stream(
     keys = jnp.stack([rng.stream(rng.root(seed), "sample") for seed in seeds])
     tokens, seen = jnp.asarray(first), jnp.asarray(seen)
     while not all(row.finish for row in rows):
-        slots, seen, drawn, logprobs = decoder.decode(
+        slots, seen, drawn, logprobs, _ = decoder.decode(
             prepared, slots, tokens, settings, keys, seen, cfg=cfg, n_ticks=n_ticks
         )
         tokens = drawn[-1]

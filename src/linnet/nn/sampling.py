@@ -24,7 +24,20 @@ class SamplingSettings:
     top_p: Float[Array, " B"]  # 1: off
     top_k: Int[Array, " B"]  # 0: off
     min_p: Float[Array, " B"]  # 0: off
+    typical_p: Float[Array, " B"]  # 1: off
     repetition_penalty: Float[Array, " B"]  # 1: off
+    presence_penalty: Float[Array, " B"]  # taken from the logit of a token that was written
+    frequency_penalty: Float[Array, " B"]  # the same, once for each time
+
+
+@pytree
+class Rules:
+    """What a request may ask for beyond numbers; one row each. Counts of tokens then mean those written, without the prompt."""
+
+    bias: Float[Array, "B A"]  # added to the logits; -inf forbids
+    late: Bool[Array, "B A"]  # forbidden before position `late_until`
+    late_until: Int[Array, " B"]
+    prompted: Bool[Array, "B A"]  # tokens of the prompt, which the repetition penalty counts
 
 
 def sampling_settings(
@@ -34,7 +47,10 @@ def sampling_settings(
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
+    typical_p: float = 1.0,
     repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
 ) -> SamplingSettings:
     """The same settings for `n` rows, checked."""
     if not 0.0 <= temperature < float("inf"):
@@ -47,6 +63,11 @@ def sampling_settings(
         raise refuse("min_p", min_p, "between 0 (off) and 1", "use 0.0 to keep all tokens")
     if not 0.0 < repetition_penalty < float("inf"):
         raise refuse("repetition_penalty", repetition_penalty, "above 0 and finite", "use 1.0 for none")
+    if not 0.0 < typical_p <= 1.0:
+        raise refuse("typical_p", typical_p, "above 0 and at most 1", "use 1.0 to keep all tokens")
+    for name, value in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):
+        if not abs(value) < float("inf"):
+            raise refuse(name, value, "finite", "use 0.0 for none")
 
     def rows(value: float) -> Float[Array, " B"]:
         return jnp.full((n,), value, jnp.float32)
@@ -56,7 +77,10 @@ def sampling_settings(
         top_p=rows(top_p),
         top_k=jnp.full((n,), min(top_k, jnp.iinfo(jnp.int32).max), jnp.int32),
         min_p=rows(min_p),
+        typical_p=rows(typical_p),
         repetition_penalty=rows(repetition_penalty),
+        presence_penalty=rows(presence_penalty),
+        frequency_penalty=rows(frequency_penalty),
     )
 
 
@@ -70,10 +94,17 @@ def sample(
     settings: SamplingSettings,
     chance: Float[Array, " B"],
     seen: Int[Array, "B A"] | None = None,
+    rules: Rules | None = None,
+    position: Int[Array, " B"] | None = None,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """A token for each row, and its log-probability in the model's own distribution (before any setting). `chance` is the row's
-    number from `uniforms`; `seen` counts the row's tokens so far. A greedy row takes the first of equals."""
-    scores = logits if seen is None else penalise_repetition(logits, seen, settings.repetition_penalty)
+    number from `uniforms`; `seen` counts the row's tokens so far; `position` is that of the token drawn (for `rules`). A greedy
+    row takes the first of equals."""
+    scores = logits if seen is None else penalise(logits, settings, seen, rules)
+    if rules is not None:
+        assert position is not None
+        too_early = rules.late & (position < rules.late_until)[:, None]
+        scores = jnp.where(too_early, -jnp.inf, scores + rules.bias)
     greedy = settings.temperature <= 0.0
     warm = scores / jnp.where(greedy, 1.0, settings.temperature)[:, None]
     weight = jnp.exp(warm - jnp.max(warm, axis=-1, keepdims=True))
@@ -86,8 +117,8 @@ def sample(
 
 
 def allowed(scores: Float[Array, "B A"], settings: SamplingSettings) -> Bool[Array, "B A"]:
-    """Which tokens top-k, then top-p among those, then min-p leave. Sorting is skipped while no row asks for it; a row that does
-    not ask keeps everything either way."""
+    """Which tokens top-k, then top-p among those, then typical-p, then min-p leave. Sorting is skipped while no row asks for it; a
+    row that does not ask keeps everything either way."""
 
     def by_rank(scores: Float[Array, "B A"]) -> Bool[Array, "B A"]:
         keep = top_k_mask(scores, settings.top_k)
@@ -96,7 +127,16 @@ def allowed(scores: Float[Array, "B A"], settings: SamplingSettings) -> Bool[Arr
 
     asked = jnp.any((settings.top_k > 0) | (settings.top_p < 1.0))
     keep = jax.lax.cond(asked, by_rank, lambda scores: jnp.ones(scores.shape, bool), scores)
-    return keep & (scores >= jnp.max(scores, axis=-1, keepdims=True) + jnp.log(settings.min_p)[:, None])
+    typical = jax.lax.cond(
+        jnp.any(settings.typical_p < 1.0),
+        lambda scores: typical_mask(scores, settings.typical_p),
+        lambda scores: jnp.ones(scores.shape, bool),
+        jnp.where(keep, scores, -jnp.inf),
+    )
+    keep = keep & (typical | (settings.typical_p >= 1.0)[:, None])
+    # Of those that are left: each filter leaves at least one.
+    likeliest = jnp.max(jnp.where(keep, scores, -jnp.inf), axis=-1, keepdims=True)
+    return keep & (scores >= likeliest + jnp.log(settings.min_p)[:, None])
 
 
 def nucleus(logits: Float[Array, "B A"], p: float | Float[Array, " B"]) -> Float[Array, "B A"]:
@@ -125,15 +165,33 @@ def top_k_mask(scores: Float[Array, "B A"], k: Int[Array, " B"]) -> Bool[Array, 
     return probability >= jnp.take_along_axis(_sort(probability), rank[:, None], axis=-1)
 
 
+def typical_mask(scores: Float[Array, "B A"], p: Float[Array, " B"]) -> Bool[Array, "B A"]:
+    """The tokens whose surprise is nearest to the mean surprise, until they hold probability p together; equals all stay."""
+    surprise = -jax.nn.log_softmax(scores, axis=-1)
+    probability = jnp.exp(-surprise)
+    mean = jnp.sum(jnp.where(probability > 0, probability * surprise, 0.0), axis=-1, keepdims=True)
+    distance = jnp.where(probability > 0, jnp.abs(surprise - mean), jnp.inf)
+    order = jnp.argsort(distance, axis=-1)
+    before = jnp.cumsum(jnp.take_along_axis(probability, order, axis=-1), axis=-1)
+    n_kept = jnp.sum(before < p[:, None], axis=-1, keepdims=True)  # the last that is needed has this rank
+    rank = jnp.minimum(n_kept, scores.shape[-1] - 1)
+    return distance <= jnp.take_along_axis(jnp.take_along_axis(distance, order, axis=-1), rank, axis=-1)
+
+
 def _sort(probability: Float[Array, "B A"]) -> Float[Array, "B A"]:
     """Rising. As integers, whose order is that of floats above zero: ten times faster here than sorting floats."""
     bits = jax.lax.bitcast_convert_type(probability, jnp.int32)
     return jax.lax.bitcast_convert_type(jax.lax.sort(bits, dimension=-1, is_stable=False), jnp.float32)
 
 
-def penalise_repetition(
-    logits: Float[Array, "B A"], seen: Int[Array, "B A"], penalty: Float[Array, " B"]
+def penalise(
+    logits: Float[Array, "B A"], settings: SamplingSettings, seen: Int[Array, "B A"], rules: Rules | None = None
 ) -> Float[Array, "B A"]:
-    """A token that occurred has its logit divided by the penalty where positive, multiplied where negative."""
-    penalty = penalty[:, None]
-    return jnp.where(seen > 0, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    """Repetition: a token that occurred has its logit divided by the penalty where positive, multiplied where negative. Presence
+    and frequency are taken away from tokens that were written."""
+    occurred = seen > 0 if rules is None else (seen > 0) | rules.prompted
+    penalty = settings.repetition_penalty[:, None]
+    scores = jnp.where(occurred, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    written = seen.astype(jnp.float32)
+    taken = settings.presence_penalty[:, None] * jnp.minimum(written, 1.0) + settings.frequency_penalty[:, None] * written
+    return scores - taken

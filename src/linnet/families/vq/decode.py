@@ -23,7 +23,7 @@ from linnet.families.vq.params import VQBuffers, VQParams
 from linnet.nn import codebook
 from linnet.nn.norm import rms_norm, rms_norm_affine
 from linnet.nn.position import sinusoid
-from linnet.nn.sampling import SamplingSettings, sample, uniforms
+from linnet.nn.sampling import Rules, SamplingSettings, sample, uniforms
 from linnet.pytree import pytree, replace
 
 SHORT_SUM = 256  # longest sum inside one matmul: longer ones are split, differently for one row and for many
@@ -123,7 +123,10 @@ def tick(
 
 
 @partial(
-    jax.jit, static_argnames=("cfg", "n_ticks"), donate_argnames=("slots", "seen"), compiler_options=COMPILER_OPTIONS
+    jax.jit,
+    static_argnames=("cfg", "n_ticks", "n_top"),
+    donate_argnames=("slots", "seen"),
+    compiler_options=COMPILER_OPTIONS,
 )
 def decode(
     prepared: Prepared,
@@ -132,26 +135,33 @@ def decode(
     settings: SamplingSettings,
     keys: PRNGKeyArray,
     seen: Int[Array, "B A"],
+    rules: Rules | None = None,
     *,
     cfg: VQConfig,
     n_ticks: int,
-) -> tuple[Slots, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"]]:
+    n_top: int = 0,
+) -> tuple[Slots, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"], tuple[Array, Array] | None]:
     """`n_ticks` ticks in one program: reads `tokens`, then each token it draws. `seen` counts each row's tokens so far. The draw of
-    a row's p-th token takes its key at p, so the number of ticks a call makes no difference. Feed the last row of tokens next."""
+    a row's p-th token takes its key at p, so the number of ticks a call makes no difference. Feed the last row of tokens next.
+    With `n_top`, also that many of the likeliest tokens at each tick and their log-probabilities, n x B x n_top."""
     rows = jnp.arange(tokens.shape[0])
     # All random numbers at once, outside the loop: there each draw would cost a tenth of a tick.
     chances = jax.vmap(lambda after: uniforms(keys, slots.position + after))(1 + jnp.arange(n_ticks))
 
     def step(
         state: tuple[Slots, Array, Array], chance: Float[Array, " B"]
-    ) -> tuple[tuple[Slots, Array, Array], tuple[Array, Array]]:
+    ) -> tuple[tuple[Slots, Array, Array], tuple[Array, Array, tuple[Array, Array] | None]]:
         slots, seen, tokens = state
         slots, logits = _tick(prepared, slots, tokens, cfg)
-        tokens, logprobs = sample(logits, settings, chance, seen)
-        return (slots, seen.at[rows, tokens].add(1), tokens), (tokens, logprobs)
+        tokens, logprobs = sample(logits, settings, chance, seen, rules, slots.position)
+        top = None
+        if n_top:
+            scores, likeliest = jax.lax.top_k(logits, n_top)
+            top = (likeliest, scores - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+        return (slots, seen.at[rows, tokens].add(1), tokens), (tokens, logprobs, top)
 
-    (slots, seen, _), (drawn, logprobs) = jax.lax.scan(step, (slots, seen, tokens), chances)
-    return slots, seen, drawn, logprobs
+    (slots, seen, _), (drawn, logprobs, top) = jax.lax.scan(step, (slots, seen, tokens), chances)
+    return slots, seen, drawn, logprobs, top
 
 
 def _tick(prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig) -> tuple[Slots, Array]:

@@ -31,7 +31,7 @@ from linnet.families.vq.decode import (
     table_size,
     tick,
 )
-from linnet.families.vq.model import VQCarry, empty_carry, forward
+from linnet.families.vq.model import VQCarry, empty_carry, forward, nats
 from linnet.families.vq.params import VQBuffers, VQParams
 from linnet.nn import codebook
 from linnet.nn.attention import AttentionState
@@ -56,6 +56,11 @@ def init_slots(cfg: VQConfig, n: int) -> Slots:
         ),
         position=jnp.zeros((n,), jnp.int32),
     )
+
+
+def empty_state(cfg: VQConfig) -> VQCarry:
+    """The state of a sequence of which nothing was read."""
+    return empty_carry(cfg, 1)
 
 
 def admit(
@@ -95,6 +100,24 @@ def _read(
     begun = jnp.maximum(carry.attention.table_document[0], DOCUMENT)  # the first unit's; all units agree
     documents = begun[:, None] + jnp.cumsum(tokens == cfg.end_id, axis=1)
     return forward(params, buffers, tokens, carry, cfg, documents=documents, length=length)[1]
+
+
+@partial(jax.jit, static_argnames="cfg")
+def chunk_logprobs(
+    params: VQParams,
+    buffers: VQBuffers,
+    carry: VQCarry,
+    tokens: Int[Array, "1 C"],
+    targets: Int[Array, "1 C"],
+    *,
+    cfg: VQConfig,
+) -> Float[Array, " C"]:
+    """The log-probability of each target after the tokens up to its place; padding at the end changes nothing before it. The carry
+    is left to `admit_chunk`, so that a state's bits do not depend on whether somebody asked for these."""
+    begun = jnp.maximum(carry.attention.table_document[0], DOCUMENT)
+    documents = begun[:, None] + jnp.cumsum(tokens == cfg.end_id, axis=1)
+    x, _, _ = forward(params, buffers, tokens, carry, cfg, documents=documents)
+    return -nats(params, x, targets, cfg)[0]
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -184,8 +207,10 @@ __all__ = [
     "admit",
     "admit_chunk",
     "chunk_len",
+    "chunk_logprobs",
     "clear",
     "decode",
+    "empty_state",
     "extract",
     "init_slots",
     "insert",

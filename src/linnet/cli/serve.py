@@ -1,0 +1,146 @@
+"""`linnet serve`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from linnet.cli.parse import parse
+from linnet.errors import refuse
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from linnet.serve.served import ServedModel
+
+KEYS = "LINNET_API_KEYS"
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Run folders to serve; NAME=FOLDER gives one another name than its folder's."""
+    host: str = "127.0.0.1"
+    """Anything but a loopback address needs an API key."""
+    port: int = 8000
+    slots: int = 8
+    """Requests of a model that decode together."""
+    queue: int = 64
+    """Requests of a model that may wait; beyond that clients are told to come again."""
+    prefix_mb: int = 512
+    """Memory for the states of beginnings that were read before; 0: none."""
+    keys_file: Path | None = None
+    """API keys, one a line; also from the environment, LINNET_API_KEYS, separated by commas."""
+    drain_seconds: float = 30.0
+    """How long running requests may go on after SIGTERM."""
+    batch: tuple[Path, Path] | None = None
+    """Answer the requests of a file (OpenAI's batch lines) into another, and exit. Run it again after a kill: it goes on."""
+    checkpoint: str = "best"
+    """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
+
+
+def serve_command(argv: list[str]) -> int:
+    words = "Serves runs over HTTP as OpenAI does, with sessions, and a playground at /."
+    flags = parse(Flags, argv, "serve", words)
+    if not flags.runs:
+        raise refuse("RUN", "nothing", "at least one run", "name a run's folder")
+    if not 0 <= flags.port < 65536:
+        raise refuse("--port", flags.port, "0 to 65535", "use 8000")
+    keys = _keys(flags.keys_file)
+    from linnet.cli.startup import prepare_jax
+    from linnet.serve.http.app import make_app
+    from linnet.serve.http.auth import Keys
+    from linnet.serve.http.batch import read_lines
+    from linnet.serve.http.lifecycle import Lifecycle, check_host, run
+
+    check_host(flags.host, bool(keys))
+    Keys(keys)  # refuses weak ones before anything is loaded
+    names = [_name(run) for run in flags.runs]
+    if len({name for name, _ in names}) < len(names):
+        raise refuse("RUN", " ".join(flags.runs), "runs with names of their own", "name one by NAME=FOLDER")
+    lines = [] if flags.batch is None else read_lines(flags.batch[0])
+    prepare_jax()
+    models = [_open(name, folder, flags) for name, folder in names]
+    lifecycle = Lifecycle()
+    for model in models:
+        state = f"{model.state_bytes / 1e6:.1f} MB a user, however long"
+        print(f"{model.name}: {flags.slots} slots, {state}.", file=sys.stderr)
+    if flags.batch is None:
+        print(f"Serving on http://{flags.host}:{flags.port} (Ctrl-C drains and stops).", file=sys.stderr, flush=True)
+    app = make_app(models, keys=keys, lifecycle=lifecycle)
+    if flags.batch is not None:
+        return _batch(app, models, lines, flags)
+    run(
+        app,
+        lifecycle,
+        host=flags.host,
+        port=flags.port,
+        has_keys=bool(keys),
+        drain_seconds=flags.drain_seconds,
+    )
+    for model in models:
+        model.engine.stop(within=1.0)
+    return 0
+
+
+def _batch(app: ASGIApp, models: list[ServedModel], lines: list[dict[str, Any]], flags: Flags) -> int:
+    import asyncio
+
+    from linnet.serve.http.batch import run_batch
+
+    assert flags.batch is not None
+    key = next(iter(_keys(flags.keys_file)), None)
+    at_once = 2 * flags.slots * len(models)
+    n_done, n_failed = asyncio.run(run_batch(app, lines, flags.batch[1], at_once=at_once, key=key, say=lambda n: None))
+    for model in models:
+        model.engine.stop(within=1.0)
+    before = len(lines) - n_done
+    print(f"{n_done} answers are in {flags.batch[1]}, {n_failed} of them errors; {before} were there before.")
+    return 0
+
+
+def _open(name: str, folder: Path, flags: Flags) -> ServedModel:
+    from linnet.serve.engine import EngineConfig
+    from linnet.serve.served import serve_model
+    from linnet.train.runs import open_run
+
+    run = open_run(folder, flags.checkpoint)
+    config = EngineConfig(n_slots=flags.slots, max_waiting=flags.queue, prefix_bytes=flags.prefix_mb << 20)
+    vocabulary = run.vocabulary
+    return serve_model(
+        name,
+        run.family,
+        run.cfg.model,
+        run.params,
+        run.buffers,
+        vocabulary.tokenizer,
+        vocabulary.shape,
+        config,
+    )
+
+
+def _name(run: str) -> tuple[str, Path]:
+    name, equals, folder = run.partition("=")
+    if equals and name and not Path(run).exists():
+        return name, Path(folder)
+    return Path(run).resolve().name, Path(run)
+
+
+def _keys(path: Path | None) -> list[str]:
+    found = [key.strip() for key in os.environ.get(KEYS, "").split(",")]
+    if path is not None:
+        try:
+            found += [line.strip() for line in path.read_text().splitlines() if not line.startswith("#")]
+        except (OSError, UnicodeDecodeError) as error:
+            raise refuse(
+                "--keys-file", str(path), f"a text file that can be read ({error})", "check the path"
+            ) from None
+    keys = [key for key in found if key]
+    if path is not None and not keys:
+        raise refuse("--keys-file", str(path), "at least one key", "write one a line")
+    return keys

@@ -1,0 +1,212 @@
+"""The device's side of the engine: slots, the programs that fill and tick them, and each slot's own rules. No decisions here.
+
+A slot's tokens depend on its own request alone; what happens in other slots, and how many ticks a dispatch makes, changes no bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from linnet import rng
+from linnet.families.family import Family
+from linnet.nn.sampling import Rules, SamplingSettings, sampling_settings
+from linnet.serve.request import MOST_TOP, Sampling
+
+N_TICKS = 8
+"""Tokens a dispatch, once a request has its first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seat:
+    """All that a slot holds of a request: put it back anywhere and it goes on with the same bits."""
+
+    memory: Any
+    token: Any  # the last one, not read yet
+    written: Any  # [A]: how often each id was written
+    n_read: int
+    """Tokens in `memory` when the request was first placed: where its positions begin."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """A dispatch on its way. Reading `tokens` waits for it."""
+
+    tokens: Int[Array, "n B"]
+    logprobs: Float[Array, "n B"]
+    top: tuple[Int[Array, "n B K"], Float[Array, "n B K"]] | None
+    before: Mapping[int, tuple[Any, Any]]
+    """Of slots whose state is wanted: memory and token before the first tick."""
+
+
+class Backend:
+    def __init__(self, family: Family, cfg: Any, params: Any, buffers: Any, n_slots: int) -> None:
+        self.decoder: Any = family.decoder
+        self.cfg, self.n_slots = cfg, n_slots
+        self._params, self._buffers = params, buffers
+        self._prepared = self.decoder.prepare(params, buffers, cfg)
+        self.chunk_len: int = self.decoder.chunk_len(cfg)
+        self.reset()
+        self.state_bytes: int = self.decoder.state_bytes(self._slots) // n_slots
+
+    def reset(self) -> None:
+        """Empty slots: at the start, and after a failure that may have left them in any state."""
+        self._slots = self.decoder.init_slots(self.cfg, self.n_slots)
+        self._tokens = jnp.zeros((self.n_slots,), jnp.int32)
+        self._written = jnp.zeros((self.n_slots, self.cfg.n_vocab), jnp.int32)
+        self._table = _RuleTable(self.n_slots, self.cfg.n_vocab)
+
+    def warm_up(self) -> None:
+        """Compiles every program that a request may need, so that the first request waits for none. (Log-probabilities of a
+        prompt are compiled when first asked for.)"""
+        memory = self.read_chunk(self.empty_memory(), [self.cfg.end_id])
+        self.place(0, self.seat(memory, self.cfg.end_id, 1), Sampling(), (), frozenset())
+        for n_ticks in (1, N_TICKS):
+            for with_top in (False, True):
+                jax.block_until_ready(self.dispatch(n_ticks, with_top=with_top, keep=[0]).tokens)
+        self.memory_after((self.take(0, 1).memory, self.cfg.end_id), ())
+        self.reset()
+
+    # Reading prompts
+
+    def empty_memory(self) -> Any:
+        return self.decoder.empty_state(self.cfg)
+
+    def read_chunk(self, memory: Any, tokens: Sequence[int]) -> Any:
+        """At most `chunk_len` tokens; does not wait for the device."""
+        return self.decoder.admit_chunk(self._params, self._buffers, memory, tokens, self.cfg)
+
+    def chunk_logprobs(self, memory: Any, tokens: Sequence[int], targets: Sequence[int]) -> list[float]:
+        size = self.chunk_len
+        padded = np.zeros((2, 1, size), np.int32)
+        padded[0, 0, : len(tokens)], padded[1, 0, : len(targets)] = tokens, targets
+        values = self.decoder.chunk_logprobs(self._params, self._buffers, memory, padded[0], padded[1], cfg=self.cfg)
+        return np.asarray(values)[: len(targets)].tolist()
+
+    # Slots
+
+    def seat(self, memory: Any, token: int, n_read: int) -> Seat:
+        written = jnp.zeros((self.cfg.n_vocab,), jnp.int32)
+        return Seat(memory=memory, token=jnp.int32(token), written=written, n_read=n_read)
+
+    def place(self, slot: int, seat: Seat, sampling: Sampling, prompt: Sequence[int], late: frozenset[int]) -> None:
+        self._slots = self.decoder.insert(self._slots, seat.memory, slot)
+        self._tokens, self._written = _set_row(self._tokens, self._written, slot, seat.token, seat.written)
+        # Position p of a draw counts the tokens read by then: the first draw is at n_read + 1.
+        self._table.set(slot, sampling, prompt, late, until=seat.n_read + 1 + sampling.min_tokens)
+
+    def take(self, slot: int, n_read: int) -> Seat:
+        """The slot's request as a value; what stays in the slot means nothing any more."""
+        memory = self.decoder.extract(self._prepared, self._slots, slot, self.cfg)
+        return Seat(memory=memory, token=self._tokens[slot], written=self._written[slot], n_read=n_read)
+
+    def restrict(self, slot: int, allowed: Bool[np.ndarray, " A"]) -> bool:
+        """Only these ids at the next tick; False if the slot's own rules leave none of them."""
+        return self._table.restrict(slot, allowed)
+
+    def dispatch(self, n_ticks: int, *, with_top: bool, keep: Sequence[int]) -> Ticket:
+        """Starts `n_ticks` ticks of all slots, and does not wait for them. `keep`: slots whose state may be wanted."""
+        before = {
+            slot: (self.decoder.extract(self._prepared, self._slots, slot, self.cfg), self._tokens[slot])
+            for slot in keep
+        }
+        settings, rules, keys = self._table.on_device()
+        self._slots, self._written, tokens, logprobs, top = self.decoder.decode(
+            self._prepared,
+            self._slots,
+            self._tokens,
+            settings,
+            keys,
+            self._written,
+            rules,
+            cfg=self.cfg,
+            n_ticks=n_ticks,
+            n_top=min(MOST_TOP, self.cfg.n_vocab) if with_top else 0,
+        )
+        self._tokens = tokens[-1]
+        return Ticket(tokens=tokens, logprobs=logprobs, top=top, before=before)
+
+    def memory_after(self, before: tuple[Any, Any], written: Sequence[int]) -> Any:
+        """The memory once `before` has read its token and then these: by ticks, so it is the same bits as in its slot."""
+        memory, token = before
+        one = self.decoder.insert(self.decoder.init_slots(self.cfg, 1), memory, 0)
+        for read in (int(token), *written):
+            one, _ = self.decoder.tick(self._prepared, one, jnp.full((1,), read, jnp.int32), self.cfg)
+        return self.decoder.extract(self._prepared, one, 0, self.cfg)
+
+
+class _RuleTable:
+    """Every slot's settings and rules on the host, sent to the device when they changed."""
+
+    def __init__(self, n_slots: int, n_vocab: int) -> None:
+        self._settings = jax.tree.map(lambda x: np.array(x), sampling_settings(n_slots))
+        self._bias = np.zeros((n_slots, n_vocab), np.float32)
+        self._late = np.zeros((n_slots, n_vocab), bool)
+        self._late_until = np.zeros((n_slots,), np.int32)
+        self._prompted = np.zeros((n_slots, n_vocab), bool)
+        self._keys = [_key(0)] * n_slots
+        self._restricted: dict[int, np.ndarray] = {}
+        self._device: tuple[SamplingSettings, Rules, Array] | None = None
+
+    def set(self, slot: int, sampling: Sampling, prompt: Sequence[int], late: frozenset[int], until: int) -> None:
+        for name in (field.name for field in dataclasses.fields(self._settings)):
+            getattr(self._settings, name)[slot] = getattr(sampling, name)
+        bias = self._bias[slot]
+        bias[:] = 0.0 if sampling.allowed is None else -np.inf
+        if sampling.allowed is not None:
+            bias[list(sampling.allowed)] = 0.0
+        for token, value in sampling.logit_bias.items():
+            bias[token] += value
+        bias[list(sampling.banned)] = -np.inf
+        self._late[slot] = False
+        self._late[slot, list(late)] = True
+        self._late_until[slot] = until
+        self._prompted[slot] = False
+        if sampling.repetition_penalty != 1.0:
+            self._prompted[slot, list(set(prompt))] = True
+        self._keys[slot] = _key(sampling.seed)
+        self._device = None
+
+    def restrict(self, slot: int, allowed: Bool[np.ndarray, " A"]) -> bool:
+        self._restricted[slot] = allowed
+        return bool((allowed & (self._bias[slot] > -np.inf)).any())
+
+    def on_device(self) -> tuple[SamplingSettings, Rules, Array]:
+        if self._device is None:
+            rules = Rules(
+                bias=jnp.array(self._bias),
+                late=jnp.array(self._late),
+                late_until=jnp.array(self._late_until),
+                prompted=jnp.array(self._prompted),
+            )
+            self._device = (jax.tree.map(jnp.array, self._settings), rules, jnp.stack(self._keys))
+        settings, rules, keys = self._device
+        if self._restricted:
+            bias = self._bias.copy()
+            for slot, allowed in self._restricted.items():
+                bias[slot, ~allowed] = -np.inf
+            self._restricted = {}
+            rules = dataclasses.replace(rules, bias=jnp.array(bias))
+        return settings, rules, keys
+
+
+def _key(seed: int) -> Array:
+    return rng.stream(rng.root(seed), "sample")
+
+
+@partial(jax.jit, donate_argnums=(1,))
+def _set_row(
+    tokens: Int[Array, " B"],
+    written: Int[Array, "B A"],
+    slot: int | Int[Array, ""],
+    token: Int[Array, ""],
+    row: Int[Array, " A"],
+) -> tuple[Array, Array]:
+    return tokens.at[slot].set(token), written.at[slot].set(row)

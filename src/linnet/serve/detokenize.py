@@ -1,0 +1,104 @@
+"""From the tokens of one request to its text: told as soon as it is certain, whole characters only, nothing of a stop string.
+
+A stop string is the one that is complete first, byte by byte: the text does not depend on how its bytes were cut into tokens."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+
+from linnet.families.generate import TextStream
+
+
+class TextAssembler:
+    """Feed tokens until `stopped`, `take` what is certain as often as you like, `close` at the end, whatever ended it."""
+
+    def __init__(self, id_bytes: Callable[[int], bytes], stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
+        self.stopped: str | None = None
+        """The stop string that ended the text."""
+        self._id_bytes = id_bytes
+        self._stops = [_Stop(text) for text in stop]
+        self._left = min_tokens  # tokens until a stop string counts
+        self._held = b""  # bytes that may yet turn out to begin a stop string
+        self._certain = TextStream()
+        self._text: list[str] = []  # certain, not taken
+        self._all = codecs.getincrementaldecoder("utf-8")("replace")  # as if nothing were held back, for the offsets
+        self._n_chars = 0
+        self._offsets: list[int] = []  # not taken
+
+    def feed(self, token: int) -> None:
+        """An id that stands for no text is a token too: it has an offset, and counts for `min_tokens`."""
+        assert self.stopped is None, "a token after the text had ended"
+        self._left -= 1
+        data = self._id_bytes(token)
+        self._offsets.append(self._place(data))
+        for i in range(len(data)):
+            self._push(data[i : i + 1])
+            if self.stopped is not None:
+                break
+
+    def take(self) -> tuple[str, tuple[int, ...]]:
+        """The text that became certain since the last time, and of each token fed since then where its text begins in the whole
+        text, in characters. A token inside a character begins where the character does; one of a stop string, past the end."""
+        text, offsets = "".join(self._text), tuple(self._offsets)
+        self._text, self._offsets = [], []
+        return text, offsets
+
+    def close(self) -> str:
+        """The rest of the text, when no more can come. A character that never became whole is U+FFFD."""
+        rest = [*self._text, self._certain.feed(self._held), self._certain.close()]
+        self._text, self._held = [], b""
+        return "".join(rest)
+
+    def _push(self, byte: bytes) -> None:
+        self._held += byte
+        complete = [stop for stop in self._stops if stop.step(byte[0])]
+        if complete and self._left <= 0:
+            longest = max(complete, key=lambda stop: len(stop.data))
+            self.stopped = longest.text
+            ready, self._held = self._held[: -len(longest.data)], b""
+        else:
+            cut = len(self._held) - max((stop.n_matched for stop in self._stops), default=0)
+            ready, self._held = self._held[:cut], self._held[cut:]
+        if ready:
+            self._text.append(self._certain.feed(ready))
+
+    def _place(self, data: bytes) -> int:
+        """Which character the first byte is part of; of a token without bytes, the one that is begun, or else the next."""
+        begun, _ = self._all.getstate()
+        place = self._n_chars + max(0, len((begun + data[:1]).decode(errors="replace")) - 1)
+        self._n_chars += len(self._all.decode(data))
+        return place
+
+
+class _Stop:
+    """How much of one stop string the bytes so far end with (Knuth, Morris and Pratt): constant work a byte, however long it is."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.data = text.encode()
+        assert self.data, "an empty stop string"
+        self._borders = _borders(self.data)
+        self.n_matched = 0
+        """Never the whole string: when complete, what of it may begin the next."""
+
+    def step(self, byte: int) -> bool:
+        """Whether this byte completes it."""
+        n = self.n_matched
+        while n and self.data[n] != byte:
+            n = self._borders[n - 1]
+        n += self.data[n] == byte
+        is_complete = n == len(self.data)
+        self.n_matched = self._borders[n - 1] if is_complete else n
+        return is_complete
+
+
+def _borders(data: bytes) -> list[int]:
+    """Of each prefix, the length of the longest shorter prefix that it ends with."""
+    borders, n = [0], 0
+    for byte in data[1:]:
+        while n and data[n] != byte:
+            n = borders[n - 1]
+        n += data[n] == byte
+        borders.append(n)
+    return borders

@@ -1,0 +1,81 @@
+"""The routes that tell what is there: models, tokens and their texts, probes, metrics, and the playground's page."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from linnet.serve.http.asking import check_ids, encode
+from linnet.serve.http.limits import read_json
+from linnet.serve.http.metrics import CONTENT_TYPE
+from linnet.serve.http.model import Model
+from linnet.serve.http.problem import ApiError
+from linnet.serve.http.schemas import DetokenizeAsk, TokenizeAsk
+from linnet.serve.http.service import Service
+from linnet.serve.http.shapes import ModelCard, ModelList, Text, Tokens
+
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:"
+)
+"""The page needs nothing from elsewhere, so it may not load it."""
+
+
+async def list_models(service: Service, http: HttpRequest) -> Response:
+    body: ModelList = {"object": "list", "data": [_card(model) for model in service.models.values()]}
+    return JSONResponse(body)
+
+
+async def show_model(service: Service, http: HttpRequest) -> Response:
+    return JSONResponse(_card(service.model(http.path_params["id"])))
+
+
+async def tokenize(service: Service, http: HttpRequest) -> Response:
+    ask = await read_json(http, TokenizeAsk, service.limits)
+    model = service.model(ask.model)
+    ids = await encode(model, ask.text, service.limits)
+    body: Tokens = {"tokens": list(ids), "pieces": model.tokenizer.pieces(ids), "count": len(ids)}
+    return JSONResponse(body)
+
+
+async def detokenize(service: Service, http: HttpRequest) -> Response:
+    ask = await read_json(http, DetokenizeAsk, service.limits)
+    model = service.model(ask.model)
+    check_ids("tokens", ask.tokens, model.tokenizer.n_vocab)
+    body: Text = {"text": model.tokenizer.decode(ask.tokens).decode(errors="replace")}
+    return JSONResponse(body)
+
+
+async def health(service: Service, http: HttpRequest) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def ready(service: Service, http: HttpRequest) -> Response:
+    if service.lifecycle.is_draining:
+        return JSONResponse({"status": "draining"}, 503)
+    return JSONResponse({"status": "ready"})
+
+
+async def metrics(service: Service, http: HttpRequest) -> Response:
+    return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+async def playground(service: Service, http: HttpRequest) -> Response:
+    page = resources.files("linnet.serve") / "playground" / "index.html"
+    if not page.is_file():
+        raise ApiError(404, "this server has no playground. Fix: see /openapi.json for what it has.")
+    return HTMLResponse(page.read_text(), headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
+
+
+def _card(model: Model) -> ModelCard:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "linnet",
+        "fingerprint": model.fingerprint,
+        "n_vocab": model.n_vocab,
+        "state_bytes": model.state_bytes,
+        "picture": None if model.shape is None else list(model.shape),
+    }

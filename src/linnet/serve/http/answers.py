@@ -1,0 +1,126 @@
+"""From the engine's thread to the event loop: events of one call's requests in order, and a cancel for whatever is left at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from anyio import to_thread
+
+from linnet.serve.http.metrics import Metrics
+from linnet.serve.http.model import Model
+from linnet.serve.request import Event, Finished, Produced, Request
+
+
+class Bridge:
+    """Hands events over. The engine never waits, and wakes the loop once for all the events of a tick."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[tuple[Callable[[Event], None], Event]] = deque()
+        self._is_woken = False
+
+    def put(self, receiver: Callable[[Event], None], event: Event) -> None:
+        """From any thread."""
+        self._events.append((receiver, event))
+        # If the flag is still up, the loop has yet to look, and will see what was just added.
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False
+        while self._events:
+            receiver, event = self._events.popleft()
+            receiver(event)
+
+
+class Answers:
+    """The requests of one call. What waits for a slow reader is merged when it reads, and is never more than its answers' tokens."""
+
+    def __init__(self, model: Model, requests: Sequence[Request], bridge: Bridge, metrics: Metrics) -> None:
+        self._model, self._requests, self._bridge, self._metrics = model, requests, bridge, metrics
+        self._waiting: list[list[Event]] = [[] for _ in requests]
+        self._news = asyncio.Event()
+        self._open: set[int] = set()
+        """Those submitted whose end did not arrive yet."""
+
+    async def submit(self) -> None:
+        """All of them, or none and the reason."""
+        try:
+            for i, request in enumerate(self._requests):
+                await self._submit_one(i, request)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _submit_one(self, i: int, request: Request) -> None:
+        watch = self._metrics.watch(self._model.name)
+
+        def receive(event: Event) -> None:
+            watch.see(event)
+            self._receive(i, event)
+
+        self._open.add(i)
+        try:
+            if request.sampling.constraint is None:
+                self._model.submit(request, lambda event: self._bridge.put(receive, event))
+            else:  # compiling a grammar takes a while: the loop must not wait for it
+                put = self._bridge.put
+                await to_thread.run_sync(self._model.submit, request, lambda event: put(receive, event))
+        except Exception:
+            self._open.discard(i)
+            raise
+
+    def _receive(self, i: int, event: Event) -> None:
+        self._waiting[i].append(event)
+        if isinstance(event, Finished):
+            self._open.discard(i)
+        self._news.set()
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """Until every request has ended."""
+        n_left = len(self._requests)
+        while n_left:
+            await self._news.wait()
+            self._news.clear()
+            for i, waiting in enumerate(self._waiting):
+                self._waiting[i] = []
+                for event in merge(waiting):
+                    n_left -= isinstance(event, Finished)
+                    yield i, event
+
+    def close(self) -> None:
+        """Nobody wants the rest."""
+        for i in sorted(self._open):
+            self._model.cancel(self._requests[i].id)
+        self._open.clear()
+
+
+def merge(events: Sequence[Event]) -> list[Event]:
+    """The same events, with tokens that follow each other in one."""
+    merged: list[Event] = []
+    run: list[Produced] = []
+    for event in events:
+        if isinstance(event, Produced):
+            run.append(event)
+            continue
+        merged += [*_joined(run), event]
+        run = []
+    return merged + _joined(run)
+
+
+def _joined(run: Sequence[Produced]) -> list[Event]:
+    if len(run) < 2:
+        return list(run)
+    return [
+        Produced(
+            tokens=tuple(token for one in run for token in one.tokens),
+            top=tuple(top for one in run for top in one.top),
+            text="".join(one.text for one in run),
+            offsets=tuple(offset for one in run for offset in one.offsets),
+        )
+    ]

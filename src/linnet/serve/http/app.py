@@ -1,0 +1,128 @@
+"""The server's table of routes, and the Starlette app over it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from linnet.errors import refuse
+from linnet.serve.http import about, images, openai_text, schemas, sessions, shapes
+from linnet.serve.http.auth import Keys
+from linnet.serve.http.edge import Edge
+from linnet.serve.http.lifecycle import Lifecycle
+from linnet.serve.http.limits import Calls, Limits
+from linnet.serve.http.metrics import Metrics
+from linnet.serve.http.model import Model
+from linnet.serve.http.openapi import Endpoint, describe
+from linnet.serve.http.problem import ApiError, explained
+from linnet.serve.http.service import ChatTemplate, Service, plain_template
+
+FILE = "application/octet-stream"
+
+
+async def _document(service: Service, http: HttpRequest) -> Response:
+    return JSONResponse(describe(ENDPOINTS, version("linnet")))
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/v1/models", about.list_models, "The models served", gives=shapes.ModelList),
+    Endpoint("GET", "/v1/models/{id:path}", about.show_model, "One model", gives=shapes.ModelCard),
+    Endpoint(
+        "POST",
+        "/v1/completions",
+        openai_text.completions,
+        "Go on from a text",
+        takes=schemas.CompletionAsk,
+        gives=shapes.TextAnswer,
+        streams=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        openai_text.chat,
+        "Answer a conversation",
+        takes=schemas.ChatAsk,
+        gives=shapes.ChatAnswer,
+        streams=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/images/generations",
+        images.images,
+        "Draw pictures",
+        takes=schemas.ImageAsk,
+        gives=shapes.ImagesAnswer,
+        streams=True,
+    ),
+    Endpoint("POST", "/v1/tokenize", about.tokenize, "Text to ids", takes=schemas.TokenizeAsk, gives=shapes.Tokens),
+    Endpoint("POST", "/v1/detokenize", about.detokenize, "Ids to text", takes=schemas.DetokenizeAsk, gives=shapes.Text),
+    Endpoint(
+        "POST", "/v1/sessions", sessions.create, "A new session", takes=schemas.SessionAsk, gives=shapes.SessionCard
+    ),
+    Endpoint(
+        "POST",
+        "/v1/sessions/restore",
+        sessions.restore,
+        "A session from a file",
+        takes="file",
+        gives=shapes.SessionCard,
+        query=("model",),
+    ),
+    Endpoint("GET", "/v1/sessions/{id}", sessions.show, "One session", gives=shapes.SessionCard),
+    Endpoint("DELETE", "/v1/sessions/{id}", sessions.delete, "Forget it", gives=shapes.Deleted, statuses=(409,)),
+    Endpoint("POST", "/v1/sessions/{id}/fork", sessions.fork, "A second one like it", gives=shapes.SessionCard),
+    Endpoint("GET", "/v1/sessions/{id}/state", sessions.save, "Save it to a file", gives=FILE),
+    Endpoint("GET", "/health", about.health, "Whether it lives", gives=shapes.Status, is_open=True),
+    Endpoint(
+        "GET", "/ready", about.ready, "Whether it takes calls", gives=shapes.Status, is_open=True, statuses=(503,)
+    ),
+    Endpoint("GET", "/metrics", about.metrics, "For Prometheus", gives="text/plain"),
+    Endpoint("GET", "/openapi.json", _document, "This document", gives=dict),
+    Endpoint("GET", "/", about.playground, "The playground", gives="text/html"),
+)
+
+
+def make_app(
+    models: Sequence[Model],
+    *,
+    keys: Sequence[str],
+    limits: Limits | None = None,
+    lifecycle: Lifecycle | None = None,
+    template: ChatTemplate = plain_template,
+    clock: Callable[[], float] = time.monotonic,
+) -> Starlette:
+    """Without keys everyone who reaches the socket may ask. `clock` must be the engine's: deadlines are on it."""
+    by_name = {model.name: model for model in models}
+    if not models or len(by_name) < len(models):
+        names = [model.name for model in models]
+        raise refuse("models", names, "at least one, each with a name of its own", "rename one")
+    limits, lifecycle, metrics = limits or Limits(), lifecycle or Lifecycle(), Metrics(models)
+    service = Service(
+        models=by_name, limits=limits, metrics=metrics, lifecycle=lifecycle, template=template, clock=clock
+    )
+    edge = Middleware(Edge, keys=Keys(keys), calls=Calls(limits.calls_per_key), lifecycle=lifecycle, metrics=metrics)
+    return Starlette(
+        routes=[Route(one.path, _route(service, one), methods=[one.method]) for one in ENDPOINTS],
+        middleware=[edge],
+        exception_handlers={HTTPException: _no_route},
+    )
+
+
+def _route(service: Service, endpoint: Endpoint) -> Callable[[HttpRequest], Awaitable[Response]]:
+    return partial(endpoint.handler, service)
+
+
+async def _no_route(http: HttpRequest, error: Exception) -> Response:
+    problem = explained(error, http.scope["state"]["request_id"])
+    known = {404: "there is nothing at this path", 405: "this path does not know this method"}
+    message = known.get(problem.status, str(problem))
+    return ApiError(problem.status, f"{message}. Fix: see /openapi.json.", headers=problem.headers).response()

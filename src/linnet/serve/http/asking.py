@@ -1,0 +1,189 @@
+"""From a call's fields to requests of the engine: ids, sampling, seeds, and the state to go on from."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import json
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from anyio import to_thread
+
+from linnet.errors import refuse
+from linnet.serve.http.limits import Limits
+from linnet.serve.http.model import Model
+from linnet.serve.http.problem import ApiError
+from linnet.serve.http.schemas import PlainFormat, SamplingAsk, TextAsk
+from linnet.serve.http.service import Service
+from linnet.serve.request import MOST_SEED, Constraint, Finished, Request, Sampling
+
+SMALL_TEXT = 1 << 15
+"""A longer one is encoded in a thread, so that the loop goes on."""
+PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+PASSED_ON_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where the answers go on from."""
+
+    state: Any = None
+    n_tokens: int = 0
+    session: str | None = None
+
+
+async def encode(model: Model, text: str, limits: Limits) -> tuple[int, ...]:
+    data = text.encode()
+    if len(data) <= SMALL_TEXT:
+        ids = model.tokenizer.encode(data)
+    else:
+        ids = await to_thread.run_sync(model.tokenizer.encode, data)
+    return checked_prompt(ids.tolist(), model, limits)
+
+
+def checked_prompt(ids: Sequence[int], model: Model, limits: Limits) -> tuple[int, ...]:
+    if len(ids) > limits.prompt_tokens:
+        raise refuse("prompt", f"{len(ids)} tokens", f"at most {limits.prompt_tokens} tokens", "send less")
+    check_ids("prompt", ids, model.n_vocab)
+    return tuple(ids)
+
+
+def check_ids(field: str, ids: Iterable[int] | None, n_vocab: int) -> None:
+    worst = max(ids or (), default=0)
+    if worst >= n_vocab:
+        raise refuse(f"a token id of {field}", worst, f"an id of the model, 0 to {n_vocab - 1}", "use /v1/tokenize")
+
+
+def base_sampling(ask: SamplingAsk, **more: Any) -> Sampling:
+    given = {name: getattr(ask, name) for name in PASSED_ON if getattr(ask, name) is not None}
+    seed = secrets.randbelow(MOST_SEED + 1) if ask.seed is None else ask.seed
+    return Sampling(**given, seed=seed, **more)
+
+
+def text_sampling(ask: TextAsk, model: Model, limits: Limits, *, max_tokens: int, top_logprobs: int) -> Sampling:
+    if max_tokens > limits.max_tokens:
+        raise refuse("max_tokens", max_tokens, f"at most {limits.max_tokens}", "ask for fewer")
+    for field in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+        check_ids(field, getattr(ask, field), model.n_vocab)
+    given = {name: getattr(ask, name) for name in PASSED_ON_TEXT if getattr(ask, name) is not None}
+    stop = [ask.stop] if isinstance(ask.stop, str) else ask.stop or []
+    return base_sampling(
+        ask,
+        **given,
+        allowed=None if ask.allowed_token_ids is None else frozenset(ask.allowed_token_ids),
+        banned=frozenset(ask.banned_token_ids or ()),
+        stop=tuple(stop),
+        stop_ids=frozenset(ask.stop_token_ids or ()),
+        ignore_end=bool(ask.ignore_eos),
+        max_tokens=max_tokens,
+        top_logprobs=top_logprobs,
+        constraint=constraint(ask),
+    )
+
+
+def constraint(ask: TextAsk) -> Constraint | None:
+    """At most one."""
+    asked: list[Constraint] = []
+    if ask.regex is not None:
+        asked.append(Constraint(kind="regex", grammar=ask.regex))
+    if ask.grammar is not None:
+        asked.append(Constraint(kind="lark", grammar=ask.grammar))
+    if isinstance(ask.response_format, PlainFormat):
+        if ask.response_format.type == "json_object":
+            asked.append(Constraint(kind="json_schema", grammar='{"type":"object"}'))
+    elif ask.response_format is not None:
+        try:
+            schema = json.dumps(ask.response_format.json_schema.schema_, allow_nan=False)
+        except ValueError:
+            raise refuse("response_format", "NaN or infinity", "JSON", "use finite numbers") from None
+        asked.append(Constraint(kind="json_schema", grammar=schema))
+    if len(asked) > 1:
+        raise refuse("the number of constraints", len(asked), "at most 1", "use one of response_format, regex, grammar")
+    return asked[0] if asked else None
+
+
+def requests_of(
+    service: Service,
+    ask: SamplingAsk,
+    id: str,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: Sampling,
+    n_each: int,
+    **more: Any,
+) -> list[Request]:
+    """`n_each` for each prompt. A prompt's i-th answer is the same whatever other prompts came with it."""
+    limits = service.limits
+    if len(prompts) * n_each > limits.answers:
+        got = f"{len(prompts)} prompts x {n_each}"
+        raise refuse("the number of answers", got, f"at most {limits.answers}", "send several calls")
+    deadline = ask.deadline_seconds
+    if deadline is not None and deadline > limits.deadline_seconds:
+        raise refuse("deadline_seconds", deadline, f"at most {limits.deadline_seconds:g}", "allow fewer")
+    return [
+        Request(
+            id=f"{id}-{p * n_each + i}",
+            prompt=prompt,
+            sampling=dataclasses.replace(sampling, seed=(sampling.seed + i) % (MOST_SEED + 1)),
+            priority=ask.priority or 0,
+            deadline=None if deadline is None else service.clock() + deadline,
+            use_prefix_cache=ask.cache is not False,
+            **more,
+        )
+        for p, prompt in enumerate(prompts)
+        for i in range(n_each)
+    ]
+
+
+async def open_start(service: Service, model: Model, ask: TextAsk) -> Start:
+    """Holds the session, if there is one, until `service.release`."""
+    if ask.session is not None and ask.state is not None:
+        raise refuse("state", "given with a session", "left out then", "give one of the two")
+    if ask.session is not None:
+        session = _session(model, ask.session)
+        service.hold(ask.session)
+        return Start(session.state, session.n_tokens, ask.session)
+    if ask.state is not None:
+        try:
+            data = base64.b64decode(ask.state, validate=True)
+        except (binascii.Error, ValueError):
+            raise refuse("state", "not base64", "as `return_state` gave it", "send it unchanged") from None
+        return await to_thread.run_sync(_unpack, model, data)
+    return Start()
+
+
+async def keep_end(model: Model, start: Start, finished: Finished, return_state: bool) -> str | None:
+    """Leaves the session where the answer ended; the state as base64 if the client wants to hold it."""
+    n_tokens = start.n_tokens + finished.n_prompt + finished.n_tokens
+    if start.session is not None:
+        await to_thread.run_sync(model.sessions.put, start.session, finished.state, n_tokens)
+    if not return_state:
+        return None
+    return base64.b64encode(await to_thread.run_sync(_pack, model, finished.state, n_tokens)).decode()
+
+
+def _session(model: Model, id: str) -> Any:
+    try:
+        return model.sessions.get(id)
+    except ValueError as error:
+        raise ApiError(404, str(error), param="session", code="session_not_found") from None
+
+
+def _unpack(model: Model, data: bytes) -> Start:
+    id = model.sessions.restore(data)
+    try:
+        session = model.sessions.get(id)
+        return Start(session.state, session.n_tokens)
+    finally:
+        model.sessions.delete(id)
+
+
+def _pack(model: Model, state: Any, n_tokens: int) -> bytes:
+    id = model.sessions.create()
+    try:
+        model.sessions.put(id, state, n_tokens)
+        return model.sessions.save(id)
+    finally:
+        model.sessions.delete(id)

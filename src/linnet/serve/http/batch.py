@@ -1,0 +1,145 @@
+"""Many requests from a file, answered to a file: each line goes through the same app as over the network, some at a time.
+
+Lines are OpenAI's batch lines. An answer is written when it is there, whole, so a batch that was killed goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from starlette.types import ASGIApp, Message
+
+from linnet.errors import UserError, refuse
+
+RETRY_SECONDS = 0.2
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All lines, checked before the first is sent."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(
+            "--batch", str(path), f"a file of JSON lines that can be read ({error})", "check the path"
+        ) from None
+    lines: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            name, url, body = value["custom_id"], value["url"], value["body"]
+            if not (isinstance(name, str) and isinstance(url, str) and url.startswith("/") and isinstance(body, dict)):
+                raise TypeError
+        except (ValueError, TypeError, KeyError):
+            needs = 'an object with "custom_id", "url" and "body"'
+            raise refuse(f"line {number} of {path}", line[:80], needs, "see OpenAI's batch format") from None
+        if body.get("stream"):
+            raise refuse(f"line {number} of {path}", "stream: true", "an answer in one piece", "leave stream out")
+        if name in seen:
+            raise refuse(f"custom_id of line {number} of {path}", name, "a name of its own", "rename it")
+        seen.add(name)
+        lines.append(value)
+    return lines
+
+
+def done_before(path: Path) -> set[str]:
+    """The names that an earlier attempt answered. A last line that was cut short is cut away."""
+    if not path.exists():
+        return set()
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    try:
+        names = {json.loads(line)["custom_id"] for line in whole.splitlines() if line.strip()}
+    except (ValueError, KeyError, TypeError):
+        raise refuse("the output file", str(path), "answers of this batch, or a new file", "choose another") from None
+    if whole != content:
+        path.write_bytes(whole)
+    return names
+
+
+async def run_batch(
+    app: ASGIApp, lines: list[dict[str, Any]], out: Path, *, at_once: int, key: str | None, say: Callable[[int], None]
+) -> tuple[int, int]:
+    """Answers what is not answered yet: how many there were to do, and how many of them are errors."""
+    known = done_before(out)
+    left = iter([line for line in lines if line["custom_id"] not in known])
+    n_done = n_failed = 0
+
+    async def work(lines: Iterator[dict[str, Any]], file: TextIO) -> None:
+        nonlocal n_done, n_failed
+        for line in lines:
+            status, body = await _patiently(app, line["url"], line["body"], key)
+            answer = {"custom_id": line["custom_id"], "response": {"status_code": status, "body": body}}
+            file.write(json.dumps(answer) + "\n")
+            file.flush()
+            n_done += 1
+            n_failed += status != 200
+            say(n_done)
+
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(out, "a", encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{out} cannot be written ({error.strerror}). Fix: choose another file.") from None
+        await asyncio.gather(*(work(left, file) for _ in range(at_once)))
+    return n_done, n_failed
+
+
+async def _patiently(app: ASGIApp, path: str, body: dict[str, Any], key: str | None) -> tuple[int, Any]:
+    """A full queue is no error here: there is time."""
+    while True:
+        status, content = await call(app, path, body, key)
+        if status != 429:
+            return status, json.loads(content)
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+async def call(app: ASGIApp, path: str, body: dict[str, Any], key: str | None) -> tuple[int, bytes]:
+    """One POST, as a server would bring it to the app."""
+    content = json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    headers += [(b"authorization", f"Bearer {key}".encode())] if key else []
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": ("batch", 0),
+        "server": ("batch", 0),
+        "state": {},
+    }
+    status, parts, sent = 500, [], False
+    finished = asyncio.Event()
+
+    async def receive() -> Message:
+        nonlocal sent
+        if not sent:
+            sent = True
+            return {"type": "http.request", "body": content, "more_body": False}
+        await finished.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        elif message["type"] == "http.response.body":
+            parts.append(message.get("body", b""))
+            if not message.get("more_body"):
+                finished.set()
+
+    await app(scope, receive, send)
+    return status, b"".join(parts)

@@ -1,0 +1,131 @@
+"""/v1/images/generations: a picture is an answer of fixed length whose ids are bytes; unfinished ones are sent while it grows."""
+
+from __future__ import annotations
+
+import base64
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from anyio import to_thread
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from linnet.data.pixels import SHEET_GREY, pixels_of_ids, to_image
+from linnet.errors import refuse
+from linnet.serve.http.answers import Answers
+from linnet.serve.http.asking import base_sampling, requests_of
+from linnet.serve.http.limits import read_json
+from linnet.serve.http.model import Model
+from linnet.serve.http.problem import of_ending
+from linnet.serve.http.schemas import ImageAsk
+from linnet.serve.http.service import Service
+from linnet.serve.http.shapes import ImagesAnswer, ImageUsage
+from linnet.serve.http.sse import EventStream, event, told_errors, unless_gone
+from linnet.serve.request import Event, Finished, Produced
+from linnet.tokens import FIRST_BYTE, N_BYTE_IDS
+
+DEFAULT_PARTS = 8
+PIXEL_IDS = frozenset(range(FIRST_BYTE, N_BYTE_IDS))
+
+
+async def images(service: Service, http: HttpRequest) -> Response:
+    ask = await read_json(http, ImageAsk, service.limits)
+    model = service.model(ask.model)
+    shape = _shape(ask, model)
+    n = ask.n or 1
+    if ask.stream and n > 1:
+        raise refuse("n", n, "1 in a stream", "send several calls")
+    # Only bytes, and as many as there are pixels: a picture is never cut short.
+    sampling = base_sampling(ask, max_tokens=math.prod(shape), allowed=PIXEL_IDS, ignore_end=True)
+    answers = await service.submit(model, requests_of(service, ask, f"img-{uuid.uuid4().hex}", [()], sampling, n))
+    drawing = _Drawing(shape, answers, http.scope["state"]["request_id"])
+    if ask.stream:
+        n_parts = DEFAULT_PARTS if ask.partial_images is None else ask.partial_images
+        return EventStream(told_errors(drawing.stream(n_parts), drawing.request_id), answers.close)
+    try:
+        return JSONResponse(await unless_gone(http.receive, drawing.whole(n)))
+    finally:
+        answers.close()
+
+
+def _shape(ask: ImageAsk, model: Model) -> tuple[int, int, int]:
+    if model.shape is None:
+        raise refuse("model", model.name, "a model of pixels", "see `picture` in /v1/models")
+    height, width, _ = model.shape
+    if ask.size not in (None, "auto", f"{width}x{height}"):
+        raise refuse("size", ask.size, f"{width}x{height}, the model's", "leave it out")
+    return model.shape
+
+
+class _Drawing:
+    def __init__(self, shape: tuple[int, int, int], answers: Answers, request_id: str) -> None:
+        self._shape, self._answers, self.request_id = shape, answers, request_id
+        self._created = int(time.time())
+
+    async def whole(self, n: int) -> ImagesAnswer:
+        ids: list[list[int]] = [[] for _ in range(n)]
+        async for i, event_ in self._answers.events():
+            self._take(ids[i], event_)
+        data = [await to_thread.run_sync(draw, one, self._shape) for one in ids]
+        return {
+            "created": self._created,
+            "data": [{"b64_json": one} for one in data],
+            "output_format": "png",
+            "size": self._size,
+            "usage": _usage(sum(map(len, ids))),
+        }
+
+    async def stream(self, n_parts: int) -> AsyncGenerator[bytes, None]:
+        ids: list[int] = []
+        n_all, n_sent = math.prod(self._shape), 0
+        async for _, event_ in self._answers.events():
+            self._take(ids, event_)
+            # Parts at even distances, the whole one not among them; what came together is sent as one.
+            n_due = len(ids) * (n_parts + 1) // n_all
+            if n_sent < n_due and len(ids) < n_all:
+                picture = await to_thread.run_sync(draw, list(ids), self._shape)
+                yield self._event("image_generation.partial_image", picture, partial_image_index=n_sent)
+                n_sent = n_due
+        picture = await to_thread.run_sync(draw, ids, self._shape)
+        yield self._event("image_generation.completed", picture, usage=_usage(len(ids)))
+
+    def _take(self, ids: list[int], event_: Event) -> None:
+        if isinstance(event_, Produced):
+            ids += [choice.token for choice in event_.tokens]
+        elif isinstance(event_, Finished):
+            problem = of_ending(event_, self.request_id)
+            if problem is not None:
+                raise problem
+
+    def _event(self, name: str, picture: str, **more: Any) -> bytes:
+        data: Mapping[str, Any] = {
+            "type": name,
+            "b64_json": picture,
+            "created_at": self._created,
+            "size": self._size,
+            "quality": "auto",
+            "background": "opaque",
+            "output_format": "png",
+            **more,
+        }
+        return event(data, name)
+
+    @property
+    def _size(self) -> str:
+        return f"{self._shape[1]}x{self._shape[0]}"
+
+
+def draw(ids: Sequence[int], shape: tuple[int, int, int]) -> str:
+    """A PNG in base64; what is not drawn yet is grey."""
+    rest = math.prod(shape) - len(ids)
+    whole = np.concatenate([np.asarray(ids, np.int64), np.full(rest, FIRST_BYTE + SHEET_GREY, np.int64)])
+    pixels, _ = pixels_of_ids(whole, shape)
+    return base64.b64encode(to_image(pixels)).decode()
+
+
+def _usage(n_tokens: int) -> ImageUsage:
+    return {"input_tokens": 0, "output_tokens": n_tokens, "total_tokens": n_tokens}

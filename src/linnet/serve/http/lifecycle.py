@@ -1,0 +1,107 @@
+"""From ready to drained: the first signal turns /ready to 503 and lets what runs come to its end; then, or at the limit, it exits."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import TextIO
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from linnet.errors import refuse
+from linnet.serve.http.limits import MOST_HEADER_BYTES
+
+LAST_SECONDS = 2
+"""For connections that are still open when the drain's limit has passed."""
+
+
+class Lifecycle:
+    """What the server is doing, as the probes see it."""
+
+    def __init__(self) -> None:
+        self.n_active = 0
+        self.is_draining = False
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        self.n_active += 1
+        try:
+            yield
+        finally:
+            self.n_active -= 1
+
+    def drain(self) -> None:
+        self.is_draining = True
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn alone would close its door at the first signal: no probe could see that it drains."""
+
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._lifecycle = lifecycle
+        self._drain_seconds = drain_seconds
+        self._until: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._lifecycle.is_draining:
+            super().handle_exit(sig, frame)  # the second signal: at once
+        self._lifecycle.drain()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._lifecycle.is_draining:
+            self._until = self._until or time.monotonic() + self._drain_seconds
+            if not self._lifecycle.n_active or time.monotonic() >= self._until:
+                self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def run(
+    app: ASGIApp, lifecycle: Lifecycle, *, host: str, port: int, has_keys: bool, drain_seconds: float = 30.0
+) -> None:
+    """Serves until a signal. Returns when all is drained."""
+    check_host(host, has_keys)
+    _log_lines(sys.stderr)
+    DrainingServer(server_config(app, host, port), lifecycle, drain_seconds).run()
+
+
+def server_config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_config=None,
+        ws="none",
+        http="h11",
+        h11_max_incomplete_event_size=MOST_HEADER_BYTES,  # while they arrive; those that came are looked at in `limits`
+        access_log=False,  # ours tells more
+        server_header=False,
+        timeout_graceful_shutdown=LAST_SECONDS,
+    )
+
+
+def _log_lines(file: TextIO) -> None:
+    """The server's logs are JSON already: one object a line, nothing around it."""
+    handler = logging.StreamHandler(file)
+    for name in ("linnet.access", "linnet.failures"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+
+
+def check_host(host: str, has_keys: bool) -> None:
+    if not has_keys and not _is_loopback(host):
+        raise refuse("--host", host, "a loopback address while there is no API key", "give a key, or use 127.0.0.1")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

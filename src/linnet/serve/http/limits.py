@@ -1,0 +1,112 @@
+"""How much one caller may ask: bytes of a body and seconds to send it, tokens, answers, calls at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from typing import TypeVar
+
+from pydantic import BaseModel
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+
+from linnet.errors import refuse
+from linnet.serve.http.problem import ApiError, ClientGone, too_many
+
+Body = TypeVar("Body", bound=BaseModel)
+MOST_HEADER_BYTES = 32 << 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    body_bytes: int = 4 << 20
+    state_bytes: int = 256 << 20
+    """Of a session's file."""
+    body_seconds: float = 30.0
+    prompt_tokens: int = 1 << 20
+    max_tokens: int = 1 << 16
+    chat_tokens: int = 1024
+    """What a chat answer may have at most if the client does not say."""
+    answers: int = 32
+    """Requests to the engine that one call may become: prompts x best_of."""
+    deadline_seconds: float = 3600.0
+    calls_per_key: int = 256
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise refuse(f"limits.{field.name}", value, "above 0", "leave it out for the default")
+
+
+class Calls:
+    """Counts each key's calls that are under way."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._running: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def one(self, owner: str) -> Iterator[None]:
+        if self._running[owner] >= self._most:
+            message = f"{self._most} calls with this key are under way, as many as may. Fix: wait for one to end."
+            raise too_many(message, "too_many_calls", 1)
+        self._running[owner] += 1
+        try:
+            yield
+        finally:
+            self._running[owner] -= 1
+            if not self._running[owner]:
+                del self._running[owner]
+
+
+def check_headers(headers: Headers) -> None:
+    if sum(len(name) + len(value) for name, value in headers.raw) > MOST_HEADER_BYTES:
+        raise ApiError(431, f"the headers are larger than {MOST_HEADER_BYTES} bytes. Fix: send fewer or shorter ones.")
+
+
+async def read_json(http: HttpRequest, kind: type[Body], limits: Limits) -> Body:
+    """Only as JSON: a foreign web page can make a browser send other types with the user's credentials, but not this one."""
+    _must_be(http, "application/json")
+    return kind.model_validate_json(await read_bytes(http, limits.body_bytes, limits.body_seconds))
+
+
+async def read_file(http: HttpRequest, limits: Limits) -> bytes:
+    _must_be(http, "application/octet-stream")
+    return await read_bytes(http, limits.state_bytes, limits.body_seconds)
+
+
+async def read_bytes(http: HttpRequest, most: int, seconds: float) -> bytes:
+    """Never holds more than `most`, whatever the client claims or sends."""
+    claimed = http.headers.get("content-length", "")
+    if claimed.isdigit() and int(claimed[:20]) > most:
+        raise _too_large(most)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in http.stream():
+                size += len(part)
+                if size > most:
+                    raise _too_large(most)
+                parts.append(part)
+    except TimeoutError:
+        message = f"the body did not arrive within {seconds:g} s"
+        raise ApiError(408, message, code="slow_body", headers={"connection": "close"}) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return b"".join(parts)
+
+
+def _must_be(http: HttpRequest, kind: str) -> None:
+    got = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if got != kind:
+        raise ApiError(415, f"the content type is {got[:100]!r}, but it must be {kind}. Fix: say so in Content-Type.")
+
+
+def _too_large(most: int) -> ApiError:
+    message = f"the body is larger than {most} bytes. Fix: send less."
+    return ApiError(413, message, code="body_too_large", headers={"connection": "close"})

@@ -1,0 +1,94 @@
+"""What Prometheus sees: the times a client feels, measured here, and the engine's own counts, read when they are asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from linnet.serve.http.model import Model
+from linnet.serve.request import Event, Finished, Produced, PromptRead
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+GROWING = ("_total", "_hits", "_misses")
+"""Names of an engine's counts that only grow end so; the others are gauges."""
+
+
+class Metrics:
+    def __init__(self, models: Sequence[Model]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCounts(models))
+        self._http = Counter("linnet_http_requests", "Calls by status", ["route", "status"], registry=self._registry)
+        self._first = self._seconds("linnet_time_to_first_token_seconds", "From the call to the first token")
+        self._between = self._seconds("linnet_time_between_tokens_seconds", "Mean of the tokens that came together")
+        self._prompt = self._tokens("linnet_prompt_tokens", "Tokens of prompts")
+        self._cached = self._tokens("linnet_prompt_tokens_cached", "Of them from the prefix cache")
+        self._produced = self._tokens("linnet_completion_tokens", "Tokens of answers")
+        self._ended = Counter("linnet_ended", "Requests by ending", ["model", "reason"], registry=self._registry)
+
+    def answered(self, route: str, status: int) -> None:
+        self._http.labels(route, str(status)).inc()
+
+    def watch(self, model: str) -> Watch:
+        return Watch(self, model)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def _seconds(self, name: str, what: str) -> Histogram:
+        return Histogram(name, what, ["model"], buckets=SECONDS, registry=self._registry)
+
+    def _tokens(self, name: str, what: str) -> Counter:
+        return Counter(name, what, ["model"], registry=self._registry)
+
+
+class Watch:
+    """The times of one request."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._model, self._ended = model, metrics._ended
+        self._first, self._between = metrics._first.labels(model), metrics._between.labels(model)
+        self._prompt, self._cached = metrics._prompt.labels(model), metrics._cached.labels(model)
+        self._produced = metrics._produced.labels(model)
+        self._last, self._has_token = time.monotonic(), False
+
+    def see(self, event: Event) -> None:
+        match event:
+            case PromptRead():
+                self._prompt.inc(event.n_tokens)
+                self._cached.inc(event.n_cached)
+            case Produced():
+                self._tokens(len(event.tokens))
+            case Finished():
+                self._ended.labels(self._model, event.reason).inc()
+
+    def _tokens(self, n: int) -> None:
+        now = time.monotonic()
+        if n and self._has_token:
+            self._between.observe((now - self._last) / n)
+        elif n:
+            self._first.observe(now - self._last)
+            self._has_token = True
+        self._last = now if n else self._last
+        self._produced.inc(n)
+
+
+class _EngineCounts(Collector):
+    def __init__(self, models: Sequence[Model]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for model in self._models:
+            for name, value in {**model.stats(), "state_bytes": model.state_bytes}.items():
+                family = families.get(name)
+                if family is None:
+                    kind = CounterMetricFamily if name.endswith(GROWING) else GaugeMetricFamily
+                    family = families[name] = kind(f"linnet_engine_{name}", f"The engine's {name}", labels=["model"])
+                assert isinstance(family, CounterMetricFamily | GaugeMetricFamily)
+                family.add_metric([model.name], value)
+        return families.values()

@@ -1,0 +1,297 @@
+"""/v1/completions and /v1/chat/completions: one flow for both, whole or streamed; only the voice differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from linnet.errors import refuse
+from linnet.serve.http.answers import Answers, merge
+from linnet.serve.http.asking import Start, checked_prompt, encode, keep_end, open_start, requests_of, text_sampling
+from linnet.serve.http.limits import read_json
+from linnet.serve.http.model import Model
+from linnet.serve.http.problem import of_ending
+from linnet.serve.http.schemas import ChatAsk, CompletionAsk, TextAsk
+from linnet.serve.http.service import Service
+from linnet.serve.http.sse import DONE, EventStream, event, told_errors, unless_gone
+from linnet.serve.http.voices import NOTHING, ChatVoice, CompletionVoice, Ending, Voice
+from linnet.serve.request import Event, Finished, Produced, PromptRead, Sampling
+
+DEFAULT_TOKENS = 16
+"""As of OpenAI's completions."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A call, checked and ready to run."""
+
+    model: Model
+    ask: TextAsk
+    voice: Voice
+    prompts: Sequence[tuple[int, ...]]
+    sampling: Sampling
+    n: int
+    best_of: int
+    start: Start
+    prompt_logprobs: bool
+    is_scoring: bool
+    """Only the prompt is wanted (max_tokens 0 with echo): the engine draws one token, which is not told."""
+
+
+async def completions(service: Service, http: HttpRequest) -> Response:
+    ask = await read_json(http, CompletionAsk, service.limits)
+    model = service.model(ask.model)
+    prompts = await _prompts(ask, model, service)
+    n = ask.n or 1
+    best_of = ask.best_of or n
+    is_scoring = _check_completion(ask, n, best_of)
+    max_tokens = 1 if is_scoring else DEFAULT_TOKENS if ask.max_tokens is None else ask.max_tokens
+    sampling = text_sampling(ask, model, service.limits, max_tokens=max_tokens, top_logprobs=ask.logprobs or 0)
+    echoed = [prompt for prompt in prompts for _ in range(best_of)] if ask.echo else None
+    voice = CompletionVoice(model.tokenizer, ask.logprobs, bool(ask.return_token_ids), echoed)
+    job = Job(
+        model=model,
+        ask=ask,
+        voice=voice,
+        prompts=prompts,
+        sampling=sampling,
+        n=n,
+        best_of=best_of,
+        start=await _start(service, model, ask, len(prompts) * best_of),
+        prompt_logprobs=bool(ask.echo) and ask.logprobs is not None,
+        is_scoring=is_scoring,
+    )
+    return await _answer(service, http, job)
+
+
+async def chat(service: Service, http: HttpRequest) -> Response:
+    ask = await read_json(http, ChatAsk, service.limits)
+    model = service.model(ask.model)
+    if ask.top_logprobs and not ask.logprobs:
+        raise refuse("top_logprobs", ask.top_logprobs, "left out unless logprobs is true", "set logprobs to true")
+    if ask.max_tokens is not None and ask.max_completion_tokens is not None:
+        raise refuse("max_tokens", ask.max_tokens, "left out beside max_completion_tokens", "give one of the two")
+    asked = ask.max_tokens if ask.max_completion_tokens is None else ask.max_completion_tokens
+    max_tokens = min(service.limits.chat_tokens, service.limits.max_tokens) if asked is None else asked
+    sampling = text_sampling(ask, model, service.limits, max_tokens=max_tokens, top_logprobs=ask.top_logprobs or 0)
+    n = ask.n or 1
+    text = service.template(ask.messages)
+    start = await _start(service, model, ask, n)
+    try:
+        # In a session the answer before this message had no line end of its own.
+        prompt = await encode(model, "\n" + text if start.n_tokens else text, service.limits)
+    except BaseException:
+        _release(service, start)
+        raise
+    job = Job(
+        model=model,
+        ask=ask,
+        voice=ChatVoice(model.tokenizer, bool(ask.logprobs), bool(ask.return_token_ids)),
+        prompts=[prompt],
+        sampling=sampling,
+        n=n,
+        best_of=n,
+        start=start,
+        prompt_logprobs=False,
+        is_scoring=False,
+    )
+    return await _answer(service, http, job)
+
+
+async def _prompts(ask: CompletionAsk, model: Model, service: Service) -> list[tuple[int, ...]]:
+    limits, given = service.limits, _several(ask.prompt)
+    if len(given) > limits.answers:  # before any work is spent on them
+        raise refuse("prompt", f"{len(given)} prompts", f"at most {limits.answers}", "send several calls")
+    return [
+        await encode(model, one, limits) if isinstance(one, str) else checked_prompt(one, model, limits)
+        for one in given
+    ]
+
+
+def _several(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> Sequence[str | Sequence[int]]:
+    """A list of ids is one prompt, other lists are several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [one for one in prompt if isinstance(one, int)]
+    return [ids] if ids or not prompt else [one for one in prompt if not isinstance(one, int)]
+
+
+def _check_completion(ask: CompletionAsk, n: int, best_of: int) -> bool:
+    """Whether only the prompt is wanted."""
+    if best_of < n:
+        raise refuse("best_of", best_of, f"at least n ({n})", "leave it out")
+    if best_of > n and ask.stream:
+        raise refuse("best_of", best_of, "n in a stream: the best is known only at the end", "leave out stream")
+    if ask.max_tokens != 0:
+        return False
+    if not ask.echo or ask.session or ask.return_state:
+        raise refuse("max_tokens", 0, "at least 1, but for echo without a session", "ask for one token or more")
+    return True
+
+
+async def _start(service: Service, model: Model, ask: TextAsk, n_answers: int) -> Start:
+    if n_answers > 1 and (ask.session is not None or ask.return_state):
+        raise refuse("the number of answers", n_answers, "1 where a state is kept", "fork the session for each answer")
+    return await open_start(service, model, ask)
+
+
+def _release(service: Service, start: Start) -> None:
+    if start.session is not None:
+        service.release(start.session)
+
+
+async def _answer(service: Service, http: HttpRequest, job: Job) -> Response:
+    """The session is held from before this to the end of the answer."""
+    id = f"{job.voice.prefix}-{uuid.uuid4().hex}"
+    try:
+        keeps = job.start.session is not None or bool(job.ask.return_state)
+        requests = requests_of(
+            service,
+            job.ask,
+            id,
+            job.prompts,
+            job.sampling,
+            job.best_of,
+            state=job.start.state,
+            return_state=keeps,
+            prompt_logprobs=job.prompt_logprobs,
+        )
+        answers = await service.submit(job.model, requests)
+    except BaseException:
+        _release(service, job.start)
+        raise
+
+    def close() -> None:
+        answers.close()
+        _release(service, job.start)
+
+    request_id = http.scope["state"]["request_id"]
+    run = _Run(job, answers, id, request_id)
+    if job.ask.stream:
+        return EventStream(told_errors(run.stream(), request_id), close)
+    try:
+        return JSONResponse(await unless_gone(http.receive, run.whole()))
+    finally:
+        close()
+
+
+class _Run:
+    """One call under way."""
+
+    def __init__(self, job: Job, answers: Answers, id: str, request_id: str) -> None:
+        self._job, self._answers, self._request_id = job, answers, request_id
+        self._base = {
+            "id": id,
+            "created": int(time.time()),
+            "model": job.model.name,
+            "system_fingerprint": job.model.fingerprint,
+        }
+        self._n_cached = self._n_produced = 0
+        self._state: str | None = None
+
+    async def whole(self) -> Mapping[str, Any]:
+        job = self._job
+        told: list[list[Event]] = [[] for _ in range(len(job.prompts) * job.best_of)]
+        async for i, event_ in self._answers.events():
+            told[i].append(event_)
+            await self._note(i, event_)
+        collected = [_Collected.of(i, events) for i, events in enumerate(told)]
+        choices = []
+        for p in range(len(job.prompts)):
+            best = collected[p * job.best_of : (p + 1) * job.best_of]
+            if job.best_of > job.n:
+                best = sorted(best, key=_Collected.mean_logprob, reverse=True)[: job.n]
+            choices += [self._whole_choice(one) for one in best]
+        choices = [{**choice, "index": index} for index, choice in enumerate(choices)]
+        body = {**self._base, "object": job.voice.whole_object, "choices": choices, "usage": self._usage()}
+        return body if self._state is None else {**body, "state": self._state}
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        async for i, event_ in self._answers.events():
+            await self._note(i, event_)
+            choice = self._chunk_choice(i, event_)
+            if choice is not None:
+                yield self._chunk([choice])
+        if self._state is not None:
+            yield self._chunk([], state=self._state)
+        if self._wants_usage:
+            yield self._chunk([], usage=self._usage())
+        yield DONE
+
+    async def _note(self, i: int, event_: Event) -> None:
+        if isinstance(event_, PromptRead) and i % self._job.best_of == 0:
+            self._n_cached += event_.n_cached
+        if isinstance(event_, Finished):
+            problem = of_ending(event_, self._request_id)
+            if problem is not None:
+                raise problem
+            self._n_produced += 0 if self._job.is_scoring else event_.n_tokens
+            self._state = await keep_end(self._job.model, self._job.start, event_, bool(self._job.ask.return_state))
+
+    def _chunk_choice(self, i: int, event_: Event) -> Mapping[str, Any] | None:
+        voice = self._job.voice
+        match event_:
+            case PromptRead():
+                return voice.opening(i, event_)
+            case Produced():
+                return None if self._job.is_scoring else voice.piece(i, event_)
+            case Finished():
+                return voice.ending(i, self._ending(event_))
+
+    def _whole_choice(self, one: _Collected) -> Mapping[str, Any]:
+        produced = NOTHING if self._job.is_scoring else one.produced
+        return self._job.voice.whole(one.i, one.read, produced, self._ending(one.finished))
+
+    def _ending(self, finished: Finished) -> Ending:
+        return "stop" if finished.reason == "stop" and not self._job.is_scoring else "length"
+
+    def _chunk(self, choices: list[Mapping[str, Any]], **more: Any) -> bytes:
+        usage = {"usage": None} if self._wants_usage else {}
+        return event({**self._base, "object": self._job.voice.chunk_object, "choices": choices, **usage, **more})
+
+    @property
+    def _wants_usage(self) -> bool:
+        return bool(self._job.ask.stream_options and self._job.ask.stream_options.include_usage)
+
+    def _usage(self) -> Mapping[str, Any]:
+        n_prompt = sum(map(len, self._job.prompts))
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": self._n_produced,
+            "total_tokens": n_prompt + self._n_produced,
+            "prompt_tokens_details": {"cached_tokens": self._n_cached},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collected:
+    """One request's events, all of them."""
+
+    i: int
+    read: PromptRead | None
+    produced: Produced
+    finished: Finished
+
+    @staticmethod
+    def of(i: int, events: Sequence[Event]) -> _Collected:
+        read, produced, finished = None, NOTHING, None
+        for one in merge(events):
+            match one:
+                case PromptRead():
+                    read = one
+                case Produced():
+                    produced = one
+                case Finished():
+                    finished = one
+        assert finished is not None
+        return _Collected(i, read, produced, finished)
+
+    def mean_logprob(self) -> float:
+        tokens = self.produced.tokens
+        return sum(choice.logprob for choice in tokens) / max(1, len(tokens))

@@ -1,0 +1,125 @@
+"""/openapi.json, made from the table of routes and the types of what they take and give, so that it cannot fall behind them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from linnet.serve.http.service import Service
+from linnet.serve.http.shapes import Problem
+
+Handler = Callable[[Service, HttpRequest], Awaitable[Response]]
+REF = "#/components/schemas/{model}"
+ERRORS = {
+    400: "A field is wrong or unknown",
+    401: "No valid API key",
+    404: "Not there",
+    405: "Not this method",
+    408: "The body came too slowly",
+    409: "The session is in use",
+    413: "The body is too large",
+    415: "The body is of another type",
+    429: "Too much at once; see Retry-After",
+    431: "The headers are too large",
+    500: "The server failed",
+    503: "The server is about to stop",
+    504: "The deadline passed",
+}
+WITHOUT_BODY = (400, 401, 404, 405, 429, 431, 500)
+
+
+@dataclasses.dataclass(frozen=True)
+class Endpoint:
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    handler: Handler
+    summary: str
+    takes: type[BaseModel] | Literal["file"] | None = None
+    gives: Any = None
+    """A type for JSON, or a media type."""
+    streams: bool = False
+    is_open: bool = False
+    query: tuple[str, ...] = ()
+    statuses: tuple[int, ...] = ()
+    """Of errors that others do not have."""
+
+
+def describe(endpoints: Sequence[Endpoint], version: str) -> Mapping[str, Any]:
+    schemas: dict[str, Any] = {}
+    paths: dict[str, dict[str, Any]] = {}
+    taken = {one.takes for one in endpoints if isinstance(one.takes, type)}
+    if taken:
+        pairs: list[tuple[type[BaseModel], Literal["validation"]]] = [
+            (kind, "validation") for kind in sorted(taken, key=lambda kind: kind.__name__)
+        ]
+        schemas |= models_json_schema(pairs, ref_template=REF)[1]["$defs"]
+    for one in endpoints:
+        path = re.sub(r":\w+}", "}", one.path)
+        paths.setdefault(path, {})[one.method.lower()] = _operation(one, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Linnet", "version": version, "description": "OpenAI's shapes, and states that never grow."},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(one: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "summary": one.summary,
+        "operationId": one.handler.__module__.rpartition(".")[2] + "_" + one.handler.__name__,
+        "responses": _responses(one, schemas),
+        "security": [] if one.is_open else [{"key": []}],
+    }
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in re.findall(r"{(\w+)", one.path)
+    ]
+    parameters += [{"name": name, "in": "query", "schema": {"type": "string"}} for name in one.query]
+    if parameters:
+        operation["parameters"] = parameters
+    if one.takes == "file":
+        operation["requestBody"] = {"required": True, "content": {"application/octet-stream": {"schema": _BINARY}}}
+    elif one.takes is not None:
+        schema = {"$ref": REF.format(model=one.takes.__name__)}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation
+
+
+_BINARY = {"type": "string", "format": "binary"}
+
+
+def _responses(one: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(one.gives, str):
+        good = {one.gives: {"schema": _BINARY if one.gives == "application/octet-stream" else {"type": "string"}}}
+    else:
+        good = {"application/json": {"schema": _schema(one.gives, schemas)}}
+    if one.streams:
+        good["text/event-stream"] = {"schema": {"type": "string"}}
+    problem = {"application/json": {"schema": _schema(Problem, schemas)}}
+    ending = tuple(ERRORS) if one.takes is not None else (*WITHOUT_BODY, *one.statuses)
+    if one.is_open:
+        status = {"application/json": {"schema": _schema(one.gives, schemas)}}
+        extra = {str(code): {"description": ERRORS[code], "content": status} for code in one.statuses}
+        return {"200": {"description": "Good", "content": good}, **extra}
+    errors = {str(code): {"description": ERRORS[code], "content": problem} for code in ending}
+    return {"200": {"description": "Good", "content": good}, **errors}
+
+
+def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
+    if kind is dict:
+        return {"type": "object"}
+    schema = TypeAdapter(kind).json_schema(ref_template=REF, mode="serialization")
+    schemas |= schema.pop("$defs", {})
+    schemas[kind.__name__] = schema
+    return {"$ref": REF.format(model=kind.__name__)}

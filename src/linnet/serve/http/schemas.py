@@ -1,0 +1,167 @@
+"""What a client may ask: every field, its type and its bounds. Unknown fields are refused, since to ignore one would be a lie."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from linnet.serve.request import MOST_BIAS, MOST_SEED, MOST_STOPS, MOST_TOP
+
+MOST_ANSWERS = 128
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# fail_fast: a list of a million wrong entries is one mistake, not a million.
+Ids = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_ANSWERS)]
+Prompt = Annotated[
+    str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MOST_ANSWERS)],
+    Field(union_mode="left_to_right"),
+]
+Stop = Annotated[
+    Annotated[str, Field(min_length=1)]
+    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, max_length=MOST_STOPS)],
+    Field(union_mode="left_to_right"),
+]
+
+
+class Ask(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, protected_namespaces=())
+
+    model: str | None = None
+    """Left out: the first model of the server."""
+
+
+class SamplingAsk(Ask):
+    """The fields of every call that draws tokens."""
+
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
+    seed: int | None = Field(None, ge=0, le=MOST_SEED)
+    """Answer i of several has the seed `seed + i`."""
+    user: str | None = None
+    priority: int | None = Field(None, ge=-100, le=100)
+    deadline_seconds: float | None = Field(None, gt=0)
+    stream: bool | None = None
+    cache: bool | None = None
+    """False: neither read from nor write to the prefix cache."""
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class PlainFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object"]
+
+
+class NamedSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class SchemaFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class TextAsk(SamplingAsk):
+    """The fields that completions and chat share."""
+
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIAS)
+    allowed_token_ids: Ids | None = Field(None, min_length=1)
+    banned_token_ids: Ids | None = None
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    stop: Stop | None = None
+    stop_token_ids: Ids | None = Field(None, max_length=MOST_STOPS)
+    ignore_eos: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    """In Lark's notation."""
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    stream_options: StreamOptions | None = None
+    session: str | None = None
+    """Goes on from this session, and leaves it where the answer ends."""
+    state: str | None = None
+    """Goes on from this state, as `return_state` gave it (base64)."""
+    return_state: bool | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionAsk(TextAsk):
+    prompt: Prompt = ""
+    best_of: int | None = Field(None, ge=1, le=MOST_ANSWERS)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str | list[TextPart], Field(union_mode="left_to_right")]
+    name: str | None = None
+    # A client sends an answer's message back as it got it, with these fields empty.
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatAsk(TextAsk):
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+
+
+class ImageAsk(SamplingAsk):
+    prompt: Literal[""] = ""
+    """Pixel models draw without a text."""
+    size: str | None = Field(None, pattern=r"^(auto|[0-9]{1,5}x[0-9]{1,5})$")
+    response_format: Literal["b64_json"] | None = None
+    output_format: Literal["png"] | None = None
+    partial_images: int | None = Field(None, ge=0, le=256)
+    """So many unfinished pictures are sent before the whole one, where `stream` is true."""
+
+
+class TokenizeAsk(Ask):
+    text: str
+
+
+class DetokenizeAsk(Ask):
+    tokens: Ids
+
+
+class SessionAsk(Ask):
+    pass

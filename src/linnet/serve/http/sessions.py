@@ -1,0 +1,79 @@
+"""/v1/sessions: a conversation's state by name: made, forked, saved to a file, restored, deleted; completions go on from it."""
+
+from __future__ import annotations
+
+from anyio import to_thread
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from linnet.errors import UserError
+from linnet.serve.http.limits import read_file, read_json
+from linnet.serve.http.model import Model
+from linnet.serve.http.problem import ApiError
+from linnet.serve.http.schemas import SessionAsk
+from linnet.serve.http.service import Service
+from linnet.serve.http.shapes import Deleted, SessionCard
+
+
+async def create(service: Service, http: HttpRequest) -> Response:
+    ask = await read_json(http, SessionAsk, service.limits)
+    model = service.model(ask.model)
+    return _card(model, await to_thread.run_sync(model.sessions.create))
+
+
+async def show(service: Service, http: HttpRequest) -> Response:
+    model, id = _find(service, http)
+    return _card(model, id)
+
+
+async def fork(service: Service, http: HttpRequest) -> Response:
+    model, id = _find(service, http)
+    return _card(model, await to_thread.run_sync(model.sessions.fork, id))
+
+
+async def save(service: Service, http: HttpRequest) -> Response:
+    model, id = _find(service, http)
+    data = await to_thread.run_sync(model.sessions.save, id)
+    headers = {"content-disposition": 'attachment; filename="session.safetensors"'}
+    return Response(data, media_type="application/octet-stream", headers=headers)
+
+
+async def restore(service: Service, http: HttpRequest) -> Response:
+    unknown = set(http.query_params) - {"model"}
+    if unknown:
+        raise ApiError(400, f"{sorted(unknown)[0][:100]}: unknown field. Fix: leave it out.")
+    model = service.model(http.query_params.get("model"))
+    data = await read_file(http, service.limits)
+    return _card(model, await to_thread.run_sync(model.sessions.restore, data))
+
+
+async def delete(service: Service, http: HttpRequest) -> Response:
+    model, id = _find(service, http)
+    service.must_be_free(id)
+    await to_thread.run_sync(model.sessions.delete, id)
+    body: Deleted = {"id": id, "object": "session", "deleted": True}
+    return JSONResponse(body)
+
+
+def _find(service: Service, http: HttpRequest) -> tuple[Model, str]:
+    """Ids are unique among models: a session is found without naming its model."""
+    id = http.path_params["id"]
+    for model in service.models.values():
+        try:
+            model.sessions.get(id)
+        except UserError:
+            continue
+        return model, id
+    message = f"there is no session {id[:200]!r}. Fix: create one with POST /v1/sessions."
+    raise ApiError(404, message, param="session", code="session_not_found")
+
+
+def _card(model: Model, id: str) -> Response:
+    card: SessionCard = {
+        "id": id,
+        "object": "session",
+        "model": model.name,
+        "n_tokens": model.sessions.get(id).n_tokens,
+        "state_bytes": model.state_bytes,
+    }
+    return JSONResponse(card)

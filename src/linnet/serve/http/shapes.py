@@ -1,0 +1,169 @@
+"""The answers, field by field as OpenAI names them; the types serve the checker and /openapi.json, and cost nothing at run time."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+
+class ProblemDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Problem(TypedDict):
+    error: ProblemDetail
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: NotRequired[CachedTokens]
+
+
+class TextLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class TextChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: NotRequired[list[int]]
+
+
+class Likely(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(Likely):
+    top_logprobs: list[Likely]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: NotRequired[list[int]]
+
+
+class Delta(TypedDict, total=False):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: NotRequired[list[int]]
+
+
+class _Answer(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: NotRequired[Usage | None]
+    state: NotRequired[str]
+    """base64; only where `return_state` asked for it."""
+
+
+class TextAnswer(_Answer):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class ChatAnswer(_Answer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class Picture(TypedDict):
+    b64_json: str
+
+
+class ImageUsage(TypedDict):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class ImagesAnswer(TypedDict):
+    created: int
+    data: list[Picture]
+    output_format: Literal["png"]
+    size: str
+    usage: ImageUsage
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    fingerprint: str
+    n_vocab: int
+    state_bytes: int
+    picture: list[int] | None
+    """Height, width and channels, for pixel models."""
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(TypedDict):
+    tokens: list[int]
+    pieces: list[str]
+    count: int
+
+
+class Text(TypedDict):
+    text: str
+
+
+class SessionCard(TypedDict):
+    id: str
+    object: Literal["session"]
+    model: str
+    n_tokens: int
+    state_bytes: int
+
+
+class Deleted(TypedDict):
+    id: str
+    object: Literal["session"]
+    deleted: Literal[True]
+
+
+class Status(TypedDict):
+    status: str

@@ -1,0 +1,77 @@
+"""Server-sent events as OpenAI sends them, and the end of all work the moment the client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from linnet.serve.http.problem import ClientGone, explained
+
+DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    body = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+    return b"data: " + body + b"\n\n" if name is None else f"event: {name}\ndata: ".encode() + body + b"\n\n"
+
+
+async def told_errors(events: AsyncGenerator[bytes, None], request_id: str) -> AsyncGenerator[bytes, None]:
+    """The status is sent before the end is known: what goes wrong later is the last event."""
+    try:
+        async with aclosing(events):
+            async for one in events:
+                yield one
+    except Exception as error:
+        yield event(explained(error, request_id).body())
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Does the work, but cancels it and raises ClientGone once the client disconnects. The body must have been read."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Sends what the generator yields. `close` is called exactly once, however it ends, even before it began."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        del self.headers["content-length"]
+        self._events, self._close = events, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send_all(send))
+        finally:
+            self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with aclosing(self._events) as events:
+                async for data in events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:  # the socket is closed
+            raise ClientGone from None
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

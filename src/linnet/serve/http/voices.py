@@ -1,0 +1,182 @@
+"""How an answer is written: the same tokens as OpenAI's completion or as its chat message, whole or piece by piece."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from linnet.data.tokenizer import Tokenizer
+from linnet.serve.http.shapes import ChatLogprob, ChatLogprobs, Likely, TextLogprobs
+from linnet.serve.request import Choice, Produced, PromptRead
+
+Ending = Literal["stop", "length"] | None
+LEAST_LOGPROB = -9999.0
+"""JSON has no infinity; this is what OpenAI writes."""
+NOTHING = Produced(tokens=(), top=(), text="", offsets=())
+
+
+class Voice(Protocol):
+    """Choices are dicts as of `linnet.serve.http.shapes`; `i` is the request's place in the call."""
+
+    prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def opening(self, i: int, read: PromptRead) -> Mapping[str, Any] | None:
+        """The chunk before the first token's, if there is one."""
+        ...
+
+    def piece(self, i: int, produced: Produced) -> Mapping[str, Any] | None:
+        """None: nothing to tell yet."""
+        ...
+
+    def ending(self, i: int, reason: Ending) -> Mapping[str, Any]: ...
+
+    def whole(self, i: int, read: PromptRead | None, produced: Produced, reason: Ending) -> Mapping[str, Any]: ...
+
+
+class CompletionVoice:
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self, tokenizer: Tokenizer, logprobs: int | None, with_ids: bool, echoed: Sequence[Sequence[int]] | None
+    ) -> None:
+        self._tokenizer, self._k, self._with_ids = tokenizer, logprobs, with_ids
+        self._echoed = echoed
+        """The prompt of each request, where they are told again."""
+        self._texts = [tokenizer.decode(ids).decode(errors="replace") for ids in echoed or ()]
+
+    def opening(self, i: int, read: PromptRead) -> Mapping[str, Any] | None:
+        if self._echoed is None:
+            return None
+        return self._choice(i, self._texts[i], self._of_prompt(i, read), None, self._echoed[i])
+
+    def piece(self, i: int, produced: Produced) -> Mapping[str, Any] | None:
+        if not produced.text and (self._k is None and not self._with_ids):
+            return None
+        return self._choice(i, produced.text, self._of_answer(i, produced), None, _ids(produced))
+
+    def ending(self, i: int, reason: Ending) -> Mapping[str, Any]:
+        return self._choice(i, "", None, reason, ())
+
+    def whole(self, i: int, read: PromptRead | None, produced: Produced, reason: Ending) -> Mapping[str, Any]:
+        logprobs, text, ids = self._of_answer(i, produced), produced.text, _ids(produced)
+        if self._echoed is not None:
+            logprobs = _joined(self._of_prompt(i, read), logprobs)
+            text, ids = self._texts[i] + text, [*self._echoed[i], *ids]
+        return self._choice(i, text, logprobs, reason, ids)
+
+    def _choice(
+        self, i: int, text: str, logprobs: TextLogprobs | None, reason: Ending, ids: Sequence[int]
+    ) -> Mapping[str, Any]:
+        choice = {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {**choice, "token_ids": list(ids)} if self._with_ids else choice
+
+    def _of_prompt(self, i: int, read: PromptRead | None) -> TextLogprobs | None:
+        if self._k is None or self._echoed is None or read is None or read.logprobs is None:
+            return None
+        ids = self._echoed[i]
+        # The engine tells only the prompt's own tokens, not the likeliest beside them.
+        tops: list[dict[str, float] | None] | None = [None for _ in ids] if self._k else None
+        return {
+            "tokens": [token_name(self._tokenizer, token) for token in ids],
+            "token_logprobs": [None if one is None else finite(one) for one in read.logprobs],
+            "top_logprobs": tops,
+            "text_offset": prompt_offsets(self._tokenizer, ids),
+        }
+
+    def _of_answer(self, i: int, produced: Produced) -> TextLogprobs | None:
+        if self._k is None:
+            return None
+        shift = len(self._texts[i]) if self._echoed is not None else 0
+        return {
+            "tokens": [token_name(self._tokenizer, choice.token) for choice in produced.tokens],
+            "token_logprobs": [finite(choice.logprob) for choice in produced.tokens],
+            "top_logprobs": [self._named(top) for top in produced.top] if self._k else None,
+            "text_offset": [shift + offset for offset in produced.offsets],
+        }
+
+    def _named(self, top: Sequence[Choice]) -> dict[str, float] | None:
+        return {token_name(self._tokenizer, choice.token): finite(choice.logprob) for choice in top}
+
+
+class ChatVoice:
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer, with_logprobs: bool, with_ids: bool) -> None:
+        self._tokenizer, self._with_logprobs, self._with_ids = tokenizer, with_logprobs, with_ids
+
+    def opening(self, i: int, read: PromptRead) -> Mapping[str, Any] | None:
+        return self._choice(i, {"delta": {"role": "assistant", "content": ""}}, NOTHING, None)
+
+    def piece(self, i: int, produced: Produced) -> Mapping[str, Any] | None:
+        if not produced.text and not (self._with_logprobs or self._with_ids):
+            return None
+        return self._choice(i, {"delta": {"content": produced.text}}, produced, None)
+
+    def ending(self, i: int, reason: Ending) -> Mapping[str, Any]:
+        return self._choice(i, {"delta": {}}, NOTHING, reason)
+
+    def whole(self, i: int, read: PromptRead | None, produced: Produced, reason: Ending) -> Mapping[str, Any]:
+        message = {"role": "assistant", "content": produced.text, "refusal": None}
+        return self._choice(i, {"message": message}, produced, reason)
+
+    def _choice(self, i: int, content: Mapping[str, Any], produced: Produced, reason: Ending) -> Mapping[str, Any]:
+        choice = {"index": i, **content, "logprobs": self._logprobs(produced), "finish_reason": reason}
+        return {**choice, "token_ids": _ids(produced)} if self._with_ids else choice
+
+    def _logprobs(self, produced: Produced) -> ChatLogprobs | None:
+        if not self._with_logprobs or produced is NOTHING:
+            return None
+        tops = produced.top or ((),) * len(produced.tokens)
+        told: list[ChatLogprob] = [
+            {**self._likely(choice), "top_logprobs": [self._likely(one) for one in top]}
+            for choice, top in zip(produced.tokens, tops, strict=True)
+        ]
+        return {"content": told, "refusal": None}
+
+    def _likely(self, choice: Choice) -> Likely:
+        data = self._tokenizer.id_bytes(choice.token)
+        name = data.decode(errors="replace") if data else token_name(self._tokenizer, choice.token)
+        return {"token": name, "logprob": finite(choice.logprob), "bytes": list(data) if data else None}
+
+
+def finite(logprob: float) -> float:
+    return max(LEAST_LOGPROB, logprob)
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """Its text; half a character as OpenAI writes it (`bytes:\\xe2`); for an id without text, its name."""
+    data = tokenizer.id_bytes(token)
+    if not data:
+        return tokenizer.pieces([token])[0]
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    """Where in the text, in characters, each id's begins."""
+    decoder, offsets, at = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
+    for token in ids:
+        offsets.append(at)
+        at += len(decoder.decode(tokenizer.id_bytes(token)))
+    return offsets
+
+
+def _joined(first: TextLogprobs | None, then: TextLogprobs | None) -> TextLogprobs | None:
+    if first is None or then is None:
+        return first or then
+    tops = None if first["top_logprobs"] is None else first["top_logprobs"] + (then["top_logprobs"] or [])
+    return {
+        "tokens": first["tokens"] + then["tokens"],
+        "token_logprobs": first["token_logprobs"] + then["token_logprobs"],
+        "top_logprobs": tops,
+        "text_offset": first["text_offset"] + then["text_offset"],
+    }
+
+
+def _ids(produced: Produced) -> list[int]:
+    return [choice.token for choice in produced.tokens]

@@ -1,0 +1,172 @@
+"""What is asked of the engine and what it answers: plain values, the same for every family, transport and backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from linnet.errors import UserError, refuse
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+"""stop: an end id, a stop id, a stop string, or a finished grammar. length: max_tokens. The others end a request from outside."""
+
+MOST_STOPS, MOST_STOP_BYTES, MOST_TOP, MOST_BIAS = 16, 1024, 20, 1024
+MOST_SEED = 2**32 - 1
+
+
+class QueueFull(UserError):
+    """No room to wait in; come again after `retry_after` seconds."""
+
+    def __init__(self, waiting: int, retry_after: float) -> None:
+        super().__init__(
+            f"{waiting} requests are waiting already, as many as may. Fix: try again in {retry_after:.0f} s."
+        )
+        self.retry_after = retry_after
+
+
+class Draining(UserError):
+    """The engine is about to stop, and takes nothing new."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """What the text must match."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    grammar: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen and when to end. Checked when made."""
+
+    temperature: float = 1.0
+    """0: greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    """1: off."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    allowed: frozenset[int] | None = None
+    """Only these ids may be drawn; None: all."""
+    banned: frozenset[int] = frozenset()
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    """So many tokens before an end id, stop id or stop string may end it."""
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    ignore_end: bool = False
+    top_logprobs: int = 0
+    """So many of the likeliest tokens are told beside each token."""
+    constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        _between("temperature", self.temperature, 0.0, 100.0)
+        _between("top_p", self.top_p, 0.0, 1.0, above=True)
+        _between("typical_p", self.typical_p, 0.0, 1.0, above=True)
+        _between("min_p", self.min_p, 0.0, 1.0)
+        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _between("top_k", self.top_k, 0, 2**31 - 1)
+        _between("seed", self.seed, 0, MOST_SEED)
+        _between("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _between("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _between("logprobs", self.top_logprobs, 0, MOST_TOP)
+        if len(self.stop) + len(self.stop_ids) > MOST_STOPS:
+            raise refuse("stop", f"{len(self.stop) + len(self.stop_ids)} entries", f"at most {MOST_STOPS}", "use fewer")
+        for stop in self.stop:
+            if any(0xD800 <= ord(letter) < 0xE000 for letter in stop):
+                raise refuse("stop", ascii(stop), "text that is Unicode", "leave out the half of a surrogate pair")
+            _between("the length of a stop string in bytes", len(stop.encode()), 1, MOST_STOP_BYTES)
+        if len(self.logit_bias) > MOST_BIAS:
+            raise refuse("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MOST_BIAS}", "use fewer")
+        for bias in self.logit_bias.values():
+            _between("logit_bias", bias, -100.0, 100.0)
+        if self.allowed is not None and not self.allowed - self.banned:
+            raise refuse("allowed", "no id", "at least one id that is not banned", "leave it out to allow all")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """One answer. Several answers to one prompt are several requests, with seeds of their own."""
+
+    id: str
+    prompt: tuple[int, ...]
+    """Ids without the leading end id, which every sequence gets that does not begin with a state."""
+    sampling: Sampling
+    priority: int = 0
+    """Higher goes first."""
+    deadline: float | None = None
+    """On the engine's clock."""
+    state: Any = None
+    """Where to go on from: what a finished request returned, or a session restored; None: from nothing."""
+    return_state: bool = False
+    """The state after the last token comes with `Finished`."""
+    prompt_logprobs: bool = False
+    """Tell the log-probability of each prompt token (`echo`)."""
+    use_prefix_cache: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A token and its log-probability in the model's own distribution."""
+
+    token: int
+    logprob: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptRead:
+    """The prompt is read; the next event is the first token's."""
+
+    n_tokens: int
+    n_cached: int
+    """Of them from the prefix cache."""
+    logprobs: tuple[float, ...] | None
+    """Of each prompt token, where asked for: the first follows the end id that every sequence begins with."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Produced:
+    """Some tokens more, and the text that is certain by now: whole characters, nothing of a stop string."""
+
+    tokens: tuple[Choice, ...]
+    top: tuple[tuple[Choice, ...], ...]
+    """The likeliest tokens beside each token; empty unless asked for."""
+    text: str
+    offsets: tuple[int, ...]
+    """Where in the whole text (in characters) each token's text begins."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finished:
+    """The last event of every request; there is exactly one."""
+
+    reason: FinishReason
+    stopped_by: str | int | None
+    """The stop string, or the stop or end id, that ended it."""
+    n_prompt: int
+    n_tokens: int
+    state: Any
+    error: str | None
+
+
+Event = PromptRead | Produced | Finished
+OnEvent = Callable[[Event], None]
+"""Called in the engine's thread: must return at once and never raise."""
+
+
+def _between(field: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not (low < value if above else low <= value) or value > high:
+        needs = f"{'above' if above else 'at least'} {low:g} and at most {high:g}"
+        raise refuse(field, value, needs, f"use a number that is {needs}")

@@ -1,0 +1,66 @@
+"""A model as the server sees it: its engine, its sessions, and what its ids mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from linnet.data.tokenizer import Tokenizer
+from linnet.families.family import Family
+from linnet.serve.engine import Engine, EngineConfig
+from linnet.serve.request import OnEvent, Request
+from linnet.serve.sessions import Sessions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    name: str
+    tokenizer: Tokenizer
+    shape: tuple[int, int, int] | None
+    n_vocab: int
+    created: int
+    engine: Engine
+    sessions: Sessions
+
+    @property
+    def state_bytes(self) -> int:
+        return self.engine.backend.state_bytes
+
+    @property
+    def fingerprint(self) -> str:
+        return self.engine.fingerprint
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        self.engine.submit(request, on_event)
+
+    def cancel(self, id: str) -> None:
+        self.engine.cancel(id)
+
+    def stats(self) -> dict[str, float]:
+        return {**self.engine.stats(), "sessions": len(self.sessions)}
+
+
+def serve_model(
+    name: str,
+    family: Family,
+    cfg: Any,
+    params: Any,
+    buffers: Any,
+    tokenizer: Tokenizer,
+    shape: tuple[int, int, int] | None,
+    config: EngineConfig,
+) -> ServedModel:
+    """Starts the engine of a model, its programs compiled."""
+    engine = Engine(family, cfg, params, buffers, tokenizer, config)
+    engine.backend.warm_up()
+    sessions = Sessions(engine.backend.empty_memory(), engine.fingerprint)
+    return ServedModel(
+        name=name,
+        tokenizer=tokenizer,
+        shape=shape,
+        n_vocab=cfg.n_vocab,
+        created=int(time.time()),
+        engine=engine.start(),
+        sessions=sessions,
+    )

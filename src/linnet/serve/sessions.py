@@ -1,0 +1,76 @@
+"""Conversations kept by name: their states, each of one size, in bounded memory, saved to and restored from bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import threading
+from typing import Any
+
+from linnet.errors import UserError
+from linnet.serve import state as states
+from linnet.serve.state import State
+
+MOST_SESSIONS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    state: State | None
+    """None: nothing was read yet."""
+    n_tokens: int
+    """Of the conversation; the end id that it begins with is not counted."""
+
+
+class Sessions:
+    """Of one model. From any thread. A session is deleted by its owner only: when there is no room, a new one is refused."""
+
+    def __init__(self, like: Any, model: str, *, most: int = MOST_SESSIONS) -> None:
+        self._like, self._model, self._most = like, model, most
+        self._sessions: dict[str, Session] = {}
+        self._lock = threading.Lock()
+
+    def create(self) -> str:
+        return self._add(Session(None, 0))
+
+    def get(self, id: str) -> Session:
+        with self._lock:
+            if id not in self._sessions:
+                raise UserError(f"there is no session {id[:64]!r}. Fix: create one, or restore a saved one.")
+            return self._sessions[id]
+
+    def put(self, id: str, state: State, n_tokens: int) -> None:
+        """The session goes on from here; one that was deleted meanwhile stays deleted."""
+        with self._lock:
+            if id in self._sessions:
+                self._sessions[id] = Session(state, n_tokens)
+
+    def fork(self, id: str) -> str:
+        """Both go on from the same state: a state is a value, so nothing is shared that could change."""
+        return self._add(self.get(id))
+
+    def save(self, id: str) -> bytes:
+        session = self.get(id)
+        if session.state is None:
+            raise UserError(f"the session {id[:64]!r} has read nothing yet. Fix: continue it once before saving it.")
+        return states.to_bytes(session.state)
+
+    def restore(self, data: bytes) -> str:
+        state = states.from_bytes(data, self._like, self._model)
+        return self._add(Session(state, state.n_tokens - 1))
+
+    def delete(self, id: str) -> None:
+        self.get(id)
+        with self._lock:
+            self._sessions.pop(id, None)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def _add(self, session: Session) -> str:
+        id = f"session-{secrets.token_urlsafe(16)}"
+        with self._lock:
+            if len(self._sessions) >= self._most:
+                raise UserError(f"there are {self._most} sessions, as many as may be. Fix: delete one first.")
+            self._sessions[id] = session
+        return id

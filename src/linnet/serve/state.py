@@ -1,0 +1,100 @@
+"""A conversation's state as a value: what a model remembers of it, of one size however long it is, in memory or in a file.
+
+The file is safetensors. It names the model it belongs to and carries a checksum: a state of another model, cut short or altered, is
+refused, never used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from linnet.errors import UserError
+
+FORMAT, VERSION = "linnet-state", "1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """All tokens but the last are in `memory`; the last is read when the conversation goes on."""
+
+    memory: Any
+    """The family's own, a pytree of arrays."""
+    last: int
+    n_tokens: int
+    """Read so far, the last one and the leading end id included."""
+    model: str
+    """The fingerprint of the weights and config it belongs to."""
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.memory))
+
+
+def model_fingerprint(params: Any, buffers: Any, config: Any) -> str:
+    """Of every weight: two models that differ in one bit differ here."""
+    digest = hashlib.sha256(repr(config).encode())
+    for name, leaf in _named((params, buffers)):
+        digest.update(f"{name}{leaf.dtype}{leaf.shape}".encode())
+        digest.update(np.ascontiguousarray(leaf).data)
+    return digest.hexdigest()
+
+
+def to_bytes(state: State) -> bytes:
+    from safetensors.numpy import save
+
+    arrays = {name: np.ascontiguousarray(leaf) for name, leaf in _named(state.memory)}
+    about = {"last": state.last, "n_tokens": state.n_tokens, "model": state.model}
+    meta = {"format": FORMAT, "version": VERSION, "about": json.dumps(about), "sha256": _checksum(arrays, about)}
+    return save(arrays, meta)
+
+
+def from_bytes(content: bytes, like: Any, model: str) -> State:
+    """The state in a file, for the model whose empty state is `like`."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        arrays = load(content)
+        size = int.from_bytes(content[:8], "little")
+        meta = json.loads(content[8 : 8 + size])["__metadata__"]
+        about = json.loads(meta["about"])
+        if meta["format"] != FORMAT or meta["version"] != VERSION or about["model"] is None:
+            raise KeyError("format")
+        checksum = meta["sha256"]
+    except (SafetensorError, ValueError, KeyError, TypeError):
+        raise UserError("the state is damaged or not a state at all. Fix: use the file as it was saved.") from None
+    if checksum != _checksum(arrays, about):
+        raise UserError("the state was altered since it was saved. Fix: use the file as it was saved.")
+    if about["model"] != model:
+        raise UserError(
+            f"the state belongs to another model ({about['model'][:12]}, this one is {model[:12]}). Fix: restore it with the model "
+            "that made it."
+        )
+    wanted = dict(_named(like))
+    if arrays.keys() != wanted.keys() or any(
+        arrays[name].shape != leaf.shape or arrays[name].dtype != leaf.dtype for name, leaf in wanted.items()
+    ):
+        raise UserError("the state does not fit this model. Fix: restore it with the model that made it.")
+    leaves = [arrays[name] for name in wanted]
+    memory = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return State(memory=memory, last=int(about["last"]), n_tokens=int(about["n_tokens"]), model=model)
+
+
+def _named(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(leaf)
+
+
+def _checksum(arrays: dict[str, np.ndarray], about: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(arrays):
+        digest.update(f"{name}{arrays[name].dtype}{arrays[name].shape}".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return digest.hexdigest()

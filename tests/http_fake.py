@@ -1,0 +1,187 @@
+"""A model without arithmetic for the HTTP tests: in a thread of its own it says its prompt again and again, at a given pace."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import httpx
+
+from linnet.data.tokenizer import BytesTokenizer, Tokenizer
+from linnet.errors import UserError
+from linnet.families.generate import TextStream
+from linnet.serve.http.app import make_app
+from linnet.serve.http.limits import Limits
+from linnet.serve.http.model import Sessions
+from linnet.serve.request import Choice, Draining, Finished, OnEvent, Produced, PromptRead, QueueFull, Request
+
+
+@dataclasses.dataclass
+class FakeSession:
+    state: Any
+    n_tokens: int
+
+
+class FakeSessions:
+    def __init__(self) -> None:
+        self.all: dict[str, FakeSession] = {}
+        self._names = (f"session-{i}" for i in itertools.count())
+
+    def create(self) -> str:
+        id = next(self._names)
+        self.all[id] = FakeSession(None, 0)
+        return id
+
+    def get(self, id: str) -> FakeSession:
+        if id not in self.all:
+            raise UserError(f"no session {id}")
+        return self.all[id]
+
+    def put(self, id: str, state: Any, n_tokens: int) -> None:
+        self.get(id)
+        self.all[id] = FakeSession(state, n_tokens)
+
+    def fork(self, id: str) -> str:
+        fork = self.create()
+        self.put(fork, self.get(id).state, self.get(id).n_tokens)
+        return fork
+
+    def save(self, id: str) -> bytes:
+        return json.dumps(dataclasses.asdict(self.get(id))).encode()
+
+    def restore(self, data: bytes) -> str:
+        try:
+            session = FakeSession(**json.loads(data))
+        except (ValueError, TypeError):
+            raise UserError("the file is damaged") from None
+        id = self.create()
+        self.all[id] = session
+        return id
+
+    def delete(self, id: str) -> None:
+        self.get(id)
+        del self.all[id]
+
+
+class FakeModel:
+    """Token j is the (seed + j)-th of what it has read; its log-probability is -(seed + 1)."""
+
+    created, fingerprint, state_bytes = 1_700_000_000, "fp_fake", 4096
+
+    def __init__(
+        self,
+        name: str = "fake",
+        *,
+        shape: tuple[int, int, int] | None = None,
+        seconds_a_token: float = 0.0,
+        most: int = 64,
+    ) -> None:
+        self.name, self.shape, self.most, self.seconds_a_token = name, shape, most, seconds_a_token
+        self.tokenizer: Tokenizer = BytesTokenizer()
+        self.n_vocab = self.tokenizer.n_vocab
+        self.store = FakeSessions()
+        self.requests: list[Request] = []
+        self.cancelled: set[str] = set()
+        self.running: set[str] = set()
+        self.n_tokens = 0
+        self.is_draining = False
+
+    @property
+    def sessions(self) -> Sessions:
+        return self.store
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        text = self.tokenizer.decode(request.prompt)
+        if b"RAISE" in text:
+            raise RuntimeError("a bug in the engine")
+        if self.is_draining:
+            raise Draining("draining")
+        if len(self.running) >= self.most:
+            raise QueueFull(len(self.running), 2.4)
+        if request.sampling.constraint is not None and not request.sampling.constraint.grammar:
+            raise UserError("the grammar is empty")
+        self.requests.append(request)
+        self.running.add(request.id)
+        threading.Thread(target=self._run, args=(request, on_event), daemon=True).start()
+
+    def cancel(self, id: str) -> None:
+        self.cancelled.add(id)
+
+    def stats(self) -> dict[str, float]:
+        return {"running": len(self.running), "tokens_total": self.n_tokens, "prefix_hits": 3}
+
+    def _run(self, request: Request, on_event: OnEvent) -> None:
+        finished = None
+        for event in self._events(request):
+            if isinstance(event, Finished):
+                finished = event
+            else:
+                on_event(event)
+        assert finished is not None
+        self.running.discard(request.id)
+        on_event(finished)
+
+    def _events(self, request: Request) -> Iterator[PromptRead | Produced | Finished]:
+        sampling, prompt = request.sampling, list(request.prompt)
+        logprobs = tuple(None if i == 0 else -0.5 for i in range(len(prompt))) if request.prompt_logprobs else None
+        yield PromptRead(n_tokens=len(prompt), n_cached=len(prompt) // 2, logprobs=logprobs)
+        known = [*(request.state or []), *prompt] or [self.tokenizer.end_id + 2]
+        text, at, drawn, reason, error = TextStream(sampling.stop), 0, [], "length", None
+        for j in range(sampling.max_tokens):
+            time.sleep(self.seconds_a_token)
+            if request.id in self.cancelled:
+                reason = "cancelled"
+            elif request.deadline is not None and time.monotonic() > request.deadline:
+                reason = "deadline"
+            elif b"BOOM" in self.tokenizer.decode(prompt):
+                reason, error = "error", "the batch failed"
+            if reason != "length":
+                break
+            token = known[(sampling.seed + j) % len(known)]
+            drawn.append(token)
+            self.n_tokens += 1
+            piece = text.feed(self.tokenizer.id_bytes(token))
+            choice = Choice(token, -float(sampling.seed + 1))
+            top = (tuple(Choice(3 + k, -float("inf")) for k in range(sampling.top_logprobs)),)
+            yield Produced(tokens=(choice,), top=top if sampling.top_logprobs else (), text=piece, offsets=(at,))
+            at += len(piece)
+            if text.stopped:
+                reason = "stop"
+                break
+        rest = text.close()
+        if rest:
+            yield Produced(tokens=(), top=(), text=rest, offsets=())
+        yield Finished(
+            reason=reason,
+            stopped_by=None,
+            n_prompt=len(prompt),
+            n_tokens=len(drawn),
+            state=[*(request.state or []), *prompt, *drawn] if request.return_state else None,
+            error=error,
+        )
+
+
+def ask(path: str, body: Any, model: FakeModel | None = None, **more: Any) -> httpx.Response:
+    async def one(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post(path, json=body)
+
+    return talk(one, model, **more)
+
+
+def talk(what: Callable[[httpx.AsyncClient], Awaitable[Any]], model: FakeModel | None = None, **more: Any) -> Any:
+    async def run() -> Any:
+        app = make_app([model or FakeModel()], **{"keys": (), "limits": Limits(), **more})
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with (
+            asyncio.timeout(20),  # httpx has none of its own without a socket
+            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        ):
+            return await what(client)
+
+    return asyncio.run(run())

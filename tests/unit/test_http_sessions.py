@@ -1,0 +1,103 @@
+"""Sessions, states in the client's hand, and pictures over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+
+import httpx
+import numpy as np
+import pytest
+from http_fake import FakeModel, ask, talk
+from PIL import Image
+
+ASK = {"prompt": "abc", "max_tokens": 4, "seed": 0}
+
+
+def test_the_life_of_a_session() -> None:
+    model = FakeModel()
+
+    async def live(client: httpx.AsyncClient) -> None:
+        made = (await client.post("/v1/sessions", json={})).json()
+        assert made == {"id": "session-0", "object": "session", "model": "fake", "n_tokens": 0, "state_bytes": 4096}
+        path = "/v1/sessions/session-0"
+        first = await client.post("/v1/completions", json={**ASK, "session": "session-0"})
+        assert first.json()["choices"][0]["text"] == "abca"
+        fork = (await client.post(f"{path}/fork")).json()["id"]
+        await client.post("/v1/completions", json={**ASK, "prompt": "xyz", "session": "session-0"})
+        assert (await client.get(path)).json()["n_tokens"] == 14
+        assert (await client.get(f"/v1/sessions/{fork}")).json()["n_tokens"] == 7
+        saved = await client.get(f"{path}/state")
+        headers = {"content-type": "application/octet-stream"}
+        back = await client.post("/v1/sessions/restore?model=fake", content=saved.content, headers=headers)
+        assert back.json()["n_tokens"] == 14
+        assert model.store.get(back.json()["id"]) == model.store.get("session-0")
+        broken = await client.post("/v1/sessions/restore", content=saved.content[:9], headers=headers)
+        assert broken.status_code == 400
+        assert (await client.delete(path)).json() == {"id": "session-0", "object": "session", "deleted": True}
+        assert (await client.get(path)).status_code == 404
+        missing = await client.post("/v1/completions", json={**ASK, "session": "session-0"})
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "session_not_found")
+
+    talk(live, model)
+
+
+def test_a_session_serves_one_call_at_a_time() -> None:
+    async def two(client: httpx.AsyncClient) -> list[int]:
+        await client.post("/v1/sessions", json={})
+        calls = [client.post("/v1/completions", json={**ASK, "session": "session-0"}) for _ in range(2)]
+        return sorted(response.status_code for response in await asyncio.gather(*calls))
+
+    assert talk(two, FakeModel(seconds_a_token=0.02)) == [200, 409]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_may_hold_its_own_state(stream: bool) -> None:
+    model = FakeModel()
+
+    async def go_on(client: httpx.AsyncClient) -> None:
+        first = await client.post("/v1/completions", json={**ASK, "return_state": True, "stream": stream})
+        if stream:
+            (state,) = [json.loads(line[6:])["state"] for line in first.text.split("\n\n") if '"state"' in line]
+        else:
+            state = first.json()["state"]
+        await client.post("/v1/completions", json={**ASK, "state": state})
+        assert bytes(token - 3 for token in model.requests[1].state) == b"abcabca"
+        assert model.store.all == {}
+
+    talk(go_on, model)
+
+
+def test_a_chat_session_begins_a_new_line() -> None:
+    model = FakeModel()
+    model.sessions.put(model.sessions.create(), [100], 1)
+    ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "b"}], "session": "session-0"}, model)
+    assert model.tokenizer.decode(model.requests[0].prompt) == b"\nuser: b\nassistant:"
+
+
+def test_pictures() -> None:
+    model = FakeModel(shape=(2, 4, 3))
+    answer = ask("/v1/images/generations", {"n": 2, "size": "4x2", "seed": 5}, model).json()
+    assert len(answer["data"]) == 2
+    assert model.requests[0].sampling.allowed == frozenset(range(3, 259))
+    with Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))) as image:
+        assert np.asarray(image).shape == (2, 4, 3)
+        assert not np.asarray(image).any()  # the fake's only token is byte 0
+    assert ask("/v1/images/generations", {"prompt": "a cat"}, model).status_code == 400
+    assert ask("/v1/images/generations", {"size": "9x9"}, model).status_code == 400
+    assert ask("/v1/images/generations", {}).status_code == 400
+
+
+def test_pictures_are_sent_while_they_grow() -> None:
+    model = FakeModel(shape=(4, 4, 3), seconds_a_token=0.004)
+    response = ask("/v1/images/generations", {"stream": True, "partial_images": 3}, model)
+    told = [part.split("\ndata: ") for part in response.text.split("\n\n") if part]
+    assert [name for name, _ in told][-1] == "event: image_generation.completed"
+    partial = [json.loads(data) for name, data in told if name == "event: image_generation.partial_image"]
+    assert 1 <= len(partial) <= 3
+    with Image.open(io.BytesIO(base64.b64decode(partial[0]["b64_json"]))) as image:
+        pixels = np.asarray(image).reshape(-1)
+    assert pixels[0] == 0
+    assert pixels[-1] == 208  # not drawn yet
