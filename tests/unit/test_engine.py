@@ -237,6 +237,11 @@ def test_it_ends_for_the_reason_told(engine: Engine) -> None:
         assert stop not in by_text.text
     end = ask(engine, seed=1, max_tokens=60, ignore_end=False, logit_bias={1: 100.0})
     assert (end.end.reason, end.end.stopped_by, end.tokens) == ("stop", 1, [1])
+    asked = Asked(
+        engine, request("", seed=1, max_tokens=9, allowed=frozenset({70}), stop_ids=frozenset({70}), min_tokens=0)
+    )
+    event = next(e for e in iter(asked.events.get, None) if isinstance(e, Produced))
+    assert event.offsets == (0,)
 
 
 def test_top_logprobs_are_the_likeliest(engine: Engine) -> None:

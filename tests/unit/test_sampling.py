@@ -105,7 +105,9 @@ def test_nucleus_equals_the_obvious_one(seed: int, size: int, p: float, ties: bo
 
 def test_repetition_penalty_pushes_seen_tokens_down() -> None:
     logits, seen = jnp.array([[2.0, -2.0, 1.0]]), jnp.array([[3, 1, 0]])
-    np.testing.assert_allclose(sampling.penalise(logits, sampling_settings(1, repetition_penalty=2.0), seen), [[1.0, -4.0, 1.0]])
+    np.testing.assert_allclose(
+        sampling.penalise(logits, sampling_settings(1, repetition_penalty=2.0), seen), [[1.0, -4.0, 1.0]]
+    )
 
 
 def test_randomness_is_the_rows_key_and_position() -> None:

@@ -193,5 +193,7 @@ def penalise(
     penalty = settings.repetition_penalty[:, None]
     scores = jnp.where(occurred, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     written = seen.astype(jnp.float32)
-    taken = settings.presence_penalty[:, None] * jnp.minimum(written, 1.0) + settings.frequency_penalty[:, None] * written
+    taken = (
+        settings.presence_penalty[:, None] * jnp.minimum(written, 1.0) + settings.frequency_penalty[:, None] * written
+    )
     return scores - taken

@@ -40,7 +40,7 @@ class Job:
         self.is_done = False
         sampling = request.sampling
         self.ends = frozenset() if sampling.ignore_end else frozenset({end_id})
-        self._on_event, self._n_written = on_event, 0
+        self._on_event, self._n_written, self._n_letters = on_event, 0, 0
         self._text = TextAssembler(id_bytes, sampling.stop, min_tokens=sampling.min_tokens)
 
     @property
@@ -88,7 +88,8 @@ class Job:
         text, offsets = self._text.take()
         if reason is not None:
             text += self._text.close()
-            offsets = (*offsets, *[offsets[-1] if offsets else 0] * (n - len(offsets)))
+            offsets = (*offsets, *[self._n_letters + len(text)] * (n - len(offsets)))  # an id that ends it has no text
+        self._n_letters += len(text)
         choices = tuple(Choice(token, value) for token, value in zip(tokens[:n], logprobs[:n], strict=True))
         asked = sampling.top_logprobs
         likeliest = tuple(tuple(row[:asked]) for row in top[:n]) if top is not None and asked else ()
