@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test setup lint types unit trials lock clean
+.PHONY: run test setup lint types unit browser trials lock clean
 
 run: setup
 	$(BIN)/linnet quickstart
@@ -26,8 +26,14 @@ lint: setup
 types: setup
 	$(BIN)/basedpyright
 
-unit: setup
+unit: setup browser
 	$(BIN)/pytest -n 2 -q
+
+# The playground is tested in Chromium. CI installs it; elsewhere its tests are skipped, with a word, where it is missing.
+browser:
+	@if [ "$$CI" = true ] && ! command -v chromium > /dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium > /dev/null; \
+	fi
 
 trials: setup
 	$(BIN)/pytest -q -m trial

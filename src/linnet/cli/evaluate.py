@@ -103,6 +103,7 @@ def eval_command(argv: list[str]) -> int:
     if result.words:
         console.print(f"By word: perplexity {result.word_perplexity:.3f}, {result.words:,} words.")
     console.print(position_table(result.position_edges, result.position_nats))
-    console.print(position_words(result.position_edges, result.position_nats))
+    if result.unit == "byte":  # a place in a picture is not only how much was seen, but what is there
+        console.print(position_words(result.position_edges, result.position_nats))
     console.print(f"The plot is in {figure}.")
     return 0

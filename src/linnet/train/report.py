@@ -262,7 +262,9 @@ def _evaluations(run: Path) -> str:
             continue
         chart = two_widths(lambda width, height, e=edges, v=losses: plots.position_chart(e, v, width, height), 300)
         if chart:
-            verdict = f'<p class="lead" style="margin:0 0 10px">{escape(plots.position_words(edges, losses))}</p>'
+            # A place in a picture is not only how much was seen, but what is there.
+            words = "" if "bits_per_dim" in data else plots.position_words(edges, losses)
+            verdict = f'<p class="lead" style="margin:0 0 10px">{escape(words)}</p>' if words else ""
             parts.append(card(f"Loss by position, {split}", verdict + chart))
     return section("Evaluation", *parts)
 
