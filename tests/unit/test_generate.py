@@ -88,7 +88,7 @@ class Script:
         for i, row in enumerate(self.rows):
             part = row[slots : slots + n_ticks]
             drawn[: len(part), i] = part
-        return slots + n_ticks, seen, jnp.asarray(drawn), jnp.zeros(drawn.shape)
+        return slots + n_ticks, seen, jnp.asarray(drawn), jnp.zeros(drawn.shape), None
 
 
 def scripted(

@@ -63,6 +63,7 @@ def eval_command(argv: list[str]) -> int:
             **({name: getattr(as_it_is_divided, name) for name in nothing_held_out} if divided else nothing_held_out),
         )
     data = open_data(data_cfg, cfg.seed)
+    data.must_fit(cfg.model.n_vocab, cfg.model.end_id)
     must_match(flags.run, data, run.vocabulary.tokenizer)
     size = flags.batch_size or cfg.data.batch_size
     n_batch = -(-min(data.split(split).n_windows, flags.limit or 10**12) // size)

@@ -17,7 +17,7 @@ import numpy as np
 
 from linnet.errors import UserError
 
-FORMAT, VERSION = "linnet-state", "1"
+FORMAT, VERSION, META = "linnet-state", 1, "linnet"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,9 @@ def to_bytes(state: State) -> bytes:
 
     arrays = {name: np.ascontiguousarray(leaf) for name, leaf in _named(state.memory)}
     about = {"last": state.last, "n_tokens": state.n_tokens, "model": state.model}
-    meta = {"format": FORMAT, "version": VERSION, "about": json.dumps(about), "sha256": _checksum(arrays, about)}
-    return save(arrays, meta)
+    meta = {"format": FORMAT, "version": VERSION, "about": about, "sha256": _checksum(arrays, about)}
+    # One entry: safetensors writes several in any order, and equal states shall be equal files.
+    return save(arrays, {META: json.dumps(meta)})
 
 
 def from_bytes(content: bytes, like: Any, model: str) -> State:
@@ -63,8 +64,8 @@ def from_bytes(content: bytes, like: Any, model: str) -> State:
     try:
         arrays = load(content)
         size = int.from_bytes(content[:8], "little")
-        meta = json.loads(content[8 : 8 + size])["__metadata__"]
-        about = json.loads(meta["about"])
+        meta = json.loads(json.loads(content[8 : 8 + size])["__metadata__"][META])
+        about = meta["about"]
         if meta["format"] != FORMAT or meta["version"] != VERSION or about["model"] is None:
             raise KeyError("format")
         checksum = meta["sha256"]
