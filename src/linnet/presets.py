@@ -113,8 +113,8 @@ def _imagenet64() -> RunConfig:
 PRESETS = {
     "quickstart": ("a small model of the embedded corpus: minutes on two cores", _quickstart),
     "bench-s": ("the model that the benchmarks measure", _bench_s),
-    "emoji": ("pictures: 3,786 embedded emoji at 16 x 16, a quarter of an hour on two cores", _emoji),
-    "enwik8-cpu": ("a small model of enwik8: under an hour on two cores", _enwik8_cpu),
+    "emoji": ("pictures: 3,786 embedded emoji at 16 x 16, some 25 minutes on two cores", _emoji),
+    "enwik8-cpu": ("a small model of enwik8: a good hour on two cores", _enwik8_cpu),
     "enwik8": ("Transformer-VQ of the paper on enwik8 (0.99 bits per byte there)", _enwik8),
     "pg19": ("Transformer-VQ of the paper on PG-19 (26.6 word-level perplexity there)", _pg19),
     "imagenet64": ("Transformer-VQ of the paper on ImageNet64 (3.16 bits per byte there)", _imagenet64),

@@ -51,17 +51,11 @@ def eval_command(argv: list[str]) -> int:
     cfg = run.cfg
     data_cfg, split = cfg.data, flags.split
     if flags.source is not None:
-        nothing_held_out = {"validation_fraction": 0.0, "test_fraction": 0.0}
-        as_it_is_divided = DataConfig(source=flags.source)
-        divided = is_divided(flags.source)
-        split = split if divided else "train"  # all of a plain text is evaluated
-        data_cfg = dataclasses.replace(
-            data_cfg,
-            source=flags.source,
-            validation_files=(),
-            test_files=(),
-            **({name: getattr(as_it_is_divided, name) for name in nothing_held_out} if divided else nothing_held_out),
-        )
+        lengths = {name: getattr(cfg.data, name) for name in ("sequence_len", "update_len", "batch_size")}
+        data_cfg = DataConfig(source=flags.source, **lengths)
+        if not is_divided(flags.source):  # all of a plain text is evaluated
+            split = "train"
+            data_cfg = dataclasses.replace(data_cfg, validation_fraction=0.0, test_fraction=0.0)
     data = open_data(data_cfg, cfg.seed)
     data.must_fit(cfg.model.n_vocab, cfg.model.end_id)
     must_match(flags.run, data, run.vocabulary.tokenizer)

@@ -61,9 +61,10 @@ def tokenizer_command(argv: list[str]) -> int:
 
 
 def _train(flags: TrainFlags) -> int:
-    from linnet.data.tokenizer import SENTENCEPIECE_FILE, write_whole
+    from linnet.data.tokenizer import SENTENCEPIECE_FILE
     from linnet.data.tokenizer_sentencepiece import open_sentencepiece
     from linnet.data.tokenizer_train import train_sentencepiece
+    from linnet.data.whole_file import write_whole
 
     if not flags.sources:
         raise refuse("SOURCE", "", "at least one text file, folder or glob", "name the text to learn from")

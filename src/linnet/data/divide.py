@@ -16,6 +16,7 @@ from linnet.data.holdout import SPLITS
 from linnet.data.index import Shard, SplitIndex, sha256_of
 from linnet.data.packed import Joined
 from linnet.data.tokenizer import Tokenizer
+from linnet.data.whole_file import write_array
 
 READ_TOKENS = 1 << 20
 
@@ -158,7 +159,7 @@ def _counted(stream: Stream, out: Path, shards: list[Shard], dtype: str, tokeniz
 def _write_split(name: str, stream: Stream | None, out: Path, count_words: bool) -> SplitIndex:
     stream = stream or Stream(segments=[], sizes=np.zeros(0, np.int64), ends=np.zeros(0, bool), bytes=0, words=0)
     file = f"{name}.documents.npy"
-    np.save(out / file, np.stack([stream.sizes, stream.ends.astype(np.int64)], axis=1))
+    write_array(out / file, np.stack([stream.sizes, stream.ends.astype(np.int64)], axis=1))
     return SplitIndex(
         segments=[segment for segment in stream.segments if segment[1] < segment[2]],
         documents=file,

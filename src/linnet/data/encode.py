@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int64, Shaped, UInt8
@@ -16,6 +14,7 @@ from jaxtyping import Bool, Int64, Shaped, UInt8
 from linnet.data.chunks import SPACE, Chunk, Item
 from linnet.data.pixels import BrokenPicture, decode_pixels
 from linnet.data.tokenizer import Tokenizer
+from linnet.data.whole_file import write_array, write_whole
 
 _IS_SPACE = np.zeros(256, bool)
 _IS_SPACE[list(SPACE)] = True
@@ -87,8 +86,8 @@ def encode_chunk(chunk: Chunk, encoder: TextEncoder | PixelEncoder, folder: Path
         parts.append((content.size, item.first, item.last))
     joined = np.concatenate(contents) if contents else np.zeros(0, encoder.dtype)
     file = f"{chunk.name}.bin"
-    _write(folder / file, joined.data)
-    _write_array(accounts / f"{chunk.name}.npy", np.array(parts, np.int64).reshape(-1, 3))
+    write_whole(folder / file, joined.data)
+    write_array(accounts / f"{chunk.name}.npy", np.array(parts, np.int64).reshape(-1, 3))
     account = Account(
         shard=file,
         tokens=joined.size,
@@ -99,7 +98,7 @@ def encode_chunk(chunk: Chunk, encoder: TextEncoder | PixelEncoder, folder: Path
         broken=dict(broken),
         broken_first=broken_first,
     )
-    _write(accounts / f"{chunk.name}.json", json.dumps(dataclasses.asdict(account)).encode())
+    write_whole(accounts / f"{chunk.name}.json", json.dumps(dataclasses.asdict(account)).encode())
     return account
 
 
@@ -127,17 +126,3 @@ def count_words(data: bytes, inside_word: bool = False) -> int:
     letter = ~_IS_SPACE[np.frombuffer(data, np.uint8)]
     begins = np.count_nonzero(letter[1:] & ~letter[:-1])
     return int(begins) + int(letter[0] and not inside_word)
-
-
-def _write(path: Path, data: Any) -> None:
-    """Whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(unfinished, "wb") as file:
-        file.write(data)
-    os.replace(unfinished, path)
-
-
-def _write_array(path: Path, values: np.ndarray) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.npy")
-    np.save(unfinished, values)
-    os.replace(unfinished, path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from jaxtyping import Int64, Shaped
 from linnet.data.packed import Joined, PackedSplit
 from linnet.data.source import reading
 from linnet.data.tokenizer import Tokenizer, open_tokenizer
+from linnet.data.whole_file import write_whole
 from linnet.errors import UserError
 
 FORMAT, VERSION = "linnet-data", 1
@@ -69,9 +69,7 @@ class Index:
 
     def save(self, folder: Path) -> None:
         text = json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"
-        unfinished = folder / f".{INDEX}"
-        unfinished.write_text(text)
-        os.replace(unfinished, folder / INDEX)
+        write_whole(folder / INDEX, text.encode())
 
     @property
     def n_bytes_on_disk(self) -> int:

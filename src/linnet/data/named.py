@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 from linnet.data.archives import PACKED, decompressed, kind_of, unpacking, zip_members
 from linnet.data.documents import DEFAULT_COLUMN, Documents, FileDocuments, Part, cut
 from linnet.data.fetch import Progress, fetch, read_url
+from linnet.data.holdout import SPLITS
 from linnet.data.source import find, reading
 from linnet.errors import UserError, refuse
 
 if TYPE_CHECKING:
     from linnet.data.pictures import Picture, Pictures
 
-SPLITS = ("train", "validation", "test")
 READ_BYTES = 1 << 20
 BUCKET = "https://storage.googleapis.com/storage/v1/b/deepmind-gutenberg/o"
 BUCKET_FILES = "https://storage.googleapis.com/deepmind-gutenberg/"
@@ -37,7 +37,6 @@ IMAGENET64_FILES = ("train_64x64", "valid_64x64")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedSet:
     name: str
-    about: str
     kind: Literal["text", "pictures"]
     address: str
     open: Callable[[Path | None, Path, Progress | None], Documents | Pictures]
@@ -293,21 +292,18 @@ NAMED: dict[str, NamedSet] = {
     for named in (
         NamedSet(
             name="enwik8",
-            about="the first 100,000,000 bytes of the English Wikipedia of 2006, one stream, 90M/5M/5M bytes",
             kind="text",
             address=ENWIK8.url,
             open=_open_enwik8,
         ),
         NamedSet(
             name="pg19",
-            about="28,752 books of Project Gutenberg from before 1919, with splits of their own (11 GB)",
             kind="text",
             address=BUCKET_FILES,
             open=_open_pg19,
         ),
         NamedSet(
             name="imagenet64",
-            about="ImageNet at 64 x 64 pixels: 1.2M to train, the rest of the training file to validate",
             kind="pictures",
             address="https://image-net.org/small/",
             open=_open_imagenet64,

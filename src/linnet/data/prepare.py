@@ -18,7 +18,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from linnet.data import index as indexes
 from linnet.data.chunks import Chunk, Shares, picture_chunks, text_chunks
@@ -28,6 +28,7 @@ from linnet.data.encode import Account, PixelEncoder, TextEncoder, encode_chunk,
 from linnet.data.index import Index, Shard
 from linnet.data.pictures import Pictures
 from linnet.data.tokenizer import Tokenizer
+from linnet.data.whole_file import write_whole
 from linnet.errors import UserError, refuse
 from linnet.tokens import FIRST_BYTE
 
@@ -44,7 +45,7 @@ class Task:
     tokenizer: Tokenizer
     shares: Shares
     size: int | None
-    """Pixels of a picture's side."""
+    """Pixels of a picture's side; None where the source is documents."""
     max_broken: float
     """The largest share of broken pictures that is put up with."""
 
@@ -63,8 +64,13 @@ class Task:
 
     def chunks(self) -> Iterator[tuple[Chunk, int]]:
         if self.size is None:
-            return text_chunks(self.source, self.shares)  # pyright: ignore[reportArgumentType]
-        return picture_chunks(self.source, self.shares)  # pyright: ignore[reportArgumentType]
+            return text_chunks(cast(Documents, self.source), self.shares)
+        return picture_chunks(cast(Pictures, self.source), self.shares)
+
+    @property
+    def ends(self) -> bool:
+        """An end id follows each document; none follows a picture, whose size says where it ends."""
+        return self.size is None and cast(Documents, self.source).ends
 
 
 def prepare(
@@ -86,7 +92,7 @@ def prepare(
     index = _index(task, encoder, streams, given, out, accounts)
     _refuse_empty(index, streams)
     task.tokenizer.save(out)
-    (out / "plan.json").write_text(json.dumps(plan, indent=1) + "\n")
+    write_whole(out / "plan.json", json.dumps(plan, indent=1).encode() + b"\n")
     index.save(out)
     shutil.rmtree(accounts)
     return index
@@ -128,7 +134,7 @@ def _begin(out: Path, accounts: Path, plan: dict[str, Any]) -> None:
         accounts.mkdir(parents=True)
     except OSError as error:
         raise refuse("--out", str(out), f"a folder that can be made ({error.strerror})", "choose another one") from None
-    recorded.write_text(json.dumps(plan))
+    write_whole(recorded, json.dumps(plan).encode())
 
 
 def _encoded(
@@ -197,7 +203,7 @@ def _index(
     for name, members in streams.items():
         numbers = range(len(shards), len(shards) + len(members))
         shards += [Shard(file=a.shard, tokens=a.tokens, sha256=a.sha256) for _, a in members]
-        found[name] = Stream.read(members, list(numbers), accounts, getattr(task.source, "ends", False))
+        found[name] = Stream.read(members, list(numbers), accounts, task.ends)
     _refuse_broken(task, broken, all_accounts, sum(stream.n_documents for stream in found.values()))
     pixels = isinstance(encoder, PixelEncoder)
     own = encoder.dtype == "uint8"

@@ -3,7 +3,6 @@ tokenizer.json files; each has a fingerprint, so that data and model can be held
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -13,11 +12,13 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int32
 
+from linnet.data.whole_file import write_whole
 from linnet.errors import UserError, refuse
 from linnet.tokens import END, FIRST_BYTE, N_BYTE_IDS
 
 BYTES = "bytes"
 BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE = "tokenizer.bytes", "tokenizer.model", "tokenizer.json"
+_FILES = (BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE)
 END_FILE = "tokenizer.end"
 """The name of the end token, beside a saved model: a model file need not say which of its tokens ends a document."""
 
@@ -136,21 +137,6 @@ def fingerprint(kind: str, content: bytes, end_id: int) -> str:
     return hashlib.sha256(f"{kind}\0{end_id}\0".encode() + content).hexdigest()
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """All of it or nothing, whenever the process ends."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content)
-        os.replace(part, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}). Fix: choose a folder with room that is yours."
-        ) from None
-
-
 def not_a_tokenizer(name: str, needs: str = "") -> UserError:
     return refuse(
         "--tokenizer",
@@ -168,11 +154,19 @@ def _bytes(end_token: str | None) -> BytesTokenizer:
     return BytesTokenizer()
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """A tokenizer was saved there."""
+    return bool(_saved(folder))
+
+
+def _saved(folder: Path) -> list[Path]:
+    return [folder / name for name in _FILES if (folder / name).is_file()]
+
+
 def _in_folder(folder: Path) -> Path:
-    known = (BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE)
-    there = [folder / name for name in known if (folder / name).is_file()]
+    there = _saved(folder)
     if not there:
-        raise not_a_tokenizer(str(folder), f"a folder that holds one of {', '.join(known)}")
+        raise not_a_tokenizer(str(folder), f"a folder that holds one of {', '.join(_FILES)}")
     if len(there) > 1:
         names = " and ".join(path.name for path in there)
         raise refuse("--tokenizer", str(folder), f"a folder with one tokenizer (it holds {names})", f"use {there[0]}")

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from linnet.data.tokenizer import END_FILE, fingerprint, readable, write_whole
+from linnet.data.tokenizer import END_FILE, fingerprint, readable
+from linnet.data.whole_file import write_whole
 
 BLOCK_CHARS = 4096
 """Models take short texts faster than long ones, and hold less memory."""

@@ -32,10 +32,6 @@ class State:
     model: str
     """The fingerprint of the weights and config it belongs to."""
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.memory))
-
 
 def model_fingerprint(params: Any, buffers: Any, config: Any) -> str:
     """Of every weight: two models that differ in one bit differ here."""

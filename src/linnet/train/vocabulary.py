@@ -7,14 +7,7 @@ import json
 from pathlib import Path
 
 from linnet.data import Data
-from linnet.data.tokenizer import (
-    BYTES_FILE,
-    HUGGINGFACE_FILE,
-    SENTENCEPIECE_FILE,
-    BytesTokenizer,
-    Tokenizer,
-    open_tokenizer,
-)
+from linnet.data.tokenizer import BytesTokenizer, Tokenizer, has_tokenizer, open_tokenizer
 from linnet.errors import UserError
 from linnet.tokens import N_BYTE_IDS
 
@@ -28,7 +21,7 @@ class Vocabulary:
 
 def keep(folder: Path, data: Data) -> None:
     """The first training of a run keeps its tokenizer; every later one must read with the same."""
-    if not _has_tokenizer(folder):
+    if not has_tokenizer(folder):
         data.tokenizer.save(folder)
     must_match(folder, data, open_tokenizer(str(folder)))
 
@@ -45,21 +38,17 @@ def must_match(folder: Path, data: Data, own: Tokenizer) -> None:
 
 def read_vocabulary(folder: Path, n_vocab: int) -> Vocabulary:
     """Of a run. One that came from elsewhere without a tokenizer reads bytes, if its vocabulary is that of bytes."""
-    if not _has_tokenizer(folder) and n_vocab != N_BYTE_IDS:
+    if not has_tokenizer(folder) and n_vocab != N_BYTE_IDS:
         raise UserError(
             f"{folder} has {n_vocab} ids and no tokenizer. Fix: put its tokenizer.model or tokenizer.json into that folder, or "
             "import it again with --tokenizer."
         )
-    tokenizer = open_tokenizer(str(folder)) if _has_tokenizer(folder) else BytesTokenizer()
+    tokenizer = open_tokenizer(str(folder)) if has_tokenizer(folder) else BytesTokenizer()
     try:
         shape = json.loads((folder / "data.json").read_text()).get("shape")
     except (OSError, ValueError):
         shape = None
     return Vocabulary(tokenizer=tokenizer, shape=None if shape is None else (shape[0], shape[1], shape[2]))
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE))
 
 
 def _name(tokenizer: Tokenizer) -> str:

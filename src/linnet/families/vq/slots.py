@@ -97,9 +97,14 @@ def _read(
     *,
     cfg: VQConfig,
 ) -> VQCarry:
-    begun = jnp.maximum(carry.attention.table_document[0], DOCUMENT)  # the first unit's; all units agree
-    documents = begun[:, None] + jnp.cumsum(tokens == cfg.end_id, axis=1)
+    documents = _documents(carry, tokens, cfg)
     return forward(params, buffers, tokens, carry, cfg, documents=documents, length=length)[1]
+
+
+def _documents(carry: VQCarry, tokens: Int[Array, "1 C"], cfg: VQConfig) -> Int[Array, "1 C"]:
+    """Each end id begins another, after the one that the state is in."""
+    begun = jnp.maximum(carry.attention.table_document[0], DOCUMENT)  # the first unit's; all units agree
+    return begun[:, None] + jnp.cumsum(tokens == cfg.end_id, axis=1)
 
 
 @partial(jax.jit, static_argnames="cfg")
@@ -114,9 +119,7 @@ def chunk_logprobs(
 ) -> Float[Array, " C"]:
     """The log-probability of each target after the tokens up to its place; padding at the end changes nothing before it. The carry
     is left to `admit_chunk`, so that a state's bits do not depend on whether somebody asked for these."""
-    begun = jnp.maximum(carry.attention.table_document[0], DOCUMENT)
-    documents = begun[:, None] + jnp.cumsum(tokens == cfg.end_id, axis=1)
-    x, _, _ = forward(params, buffers, tokens, carry, cfg, documents=documents)
+    x, _, _ = forward(params, buffers, tokens, carry, cfg, documents=_documents(carry, tokens, cfg))
     return -nats(params, x, targets, cfg)[0]
 
 

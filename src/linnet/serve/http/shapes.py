@@ -73,19 +73,6 @@ class ChatChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class Delta(TypedDict, total=False):
-    role: Literal["assistant"]
-    content: str
-
-
-class ChatChunkChoice(TypedDict):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
-    token_ids: NotRequired[list[int]]
-
-
 class _Answer(TypedDict):
     id: str
     created: int
