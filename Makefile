@@ -29,10 +29,10 @@ types: setup
 unit: setup browser
 	$(BIN)/pytest -n 2 -q
 
-# The playground is tested in Chromium. CI installs it; elsewhere its tests are skipped, with a word, where it is missing.
+# The playground is tested in Chromium, an example with curl. CI installs them; elsewhere, where one is missing, its tests are skipped with a word.
 browser:
-	@if [ "$$CI" = true ] && ! command -v chromium > /dev/null; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium > /dev/null; \
+	@if [ "$$CI" = true ] && ! { command -v chromium && command -v curl; } > /dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium curl > /dev/null; \
 	fi
 
 trials: setup

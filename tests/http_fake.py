@@ -15,11 +15,12 @@ import httpx
 
 from linnet.data.tokenizer import BytesTokenizer, Tokenizer
 from linnet.errors import UserError
-from linnet.families.generate import TextStream
+from linnet.families.detokenize import TextAssembler
 from linnet.serve.http.app import make_app
 from linnet.serve.http.limits import Limits
 from linnet.serve.http.model import Sessions
 from linnet.serve.request import Choice, Draining, Finished, OnEvent, Produced, PromptRead, QueueFull, Request
+from linnet.serve.template import PLAIN
 
 
 @dataclasses.dataclass
@@ -31,9 +32,12 @@ class FakeSession:
 class FakeSessions:
     def __init__(self) -> None:
         self.all: dict[str, FakeSession] = {}
+        self.most = 1024
         self._names = (f"session-{i}" for i in itertools.count())
 
     def create(self) -> str:
+        if len(self.all) >= self.most:
+            raise UserError("there are as many sessions as may be")
         id = next(self._names)
         self.all[id] = FakeSession(None, 0)
         return id
@@ -56,13 +60,18 @@ class FakeSessions:
         return json.dumps(dataclasses.asdict(self.get(id))).encode()
 
     def restore(self, data: bytes) -> str:
-        try:
-            session = FakeSession(**json.loads(data))
-        except (ValueError, TypeError):
-            raise UserError("the file is damaged") from None
-        id = self.create()
+        session, id = self.unpack(data), self.create()
         self.all[id] = session
         return id
+
+    def pack(self, state: Any) -> bytes:
+        return json.dumps({"state": state, "n_tokens": len(state)}).encode()
+
+    def unpack(self, data: bytes) -> FakeSession:
+        try:
+            return FakeSession(**json.loads(data))
+        except (ValueError, TypeError):
+            raise UserError("the file is damaged") from None
 
     def delete(self, id: str) -> None:
         self.get(id)
@@ -82,6 +91,7 @@ class FakeModel:
         seconds_a_token: float = 0.0,
         most: int = 64,
     ) -> None:
+        self.template = PLAIN
         self.name, self.shape, self.most, self.seconds_a_token = name, shape, most, seconds_a_token
         self.tokenizer: Tokenizer = BytesTokenizer()
         self.n_vocab = self.tokenizer.n_vocab
@@ -130,9 +140,13 @@ class FakeModel:
     def _events(self, request: Request) -> Iterator[PromptRead | Produced | Finished]:
         sampling, prompt = request.sampling, list(request.prompt)
         logprobs = tuple(None if i == 0 else -0.5 for i in range(len(prompt))) if request.prompt_logprobs else None
-        yield PromptRead(n_tokens=len(prompt), n_cached=len(prompt) // 2, logprobs=logprobs)
+        top = tuple(
+            tuple(Choice(3 + k, -float("inf")) for k in range(sampling.top_logprobs))
+            for _ in (prompt if request.prompt_logprobs and sampling.top_logprobs else ())
+        )
+        yield PromptRead(n_tokens=len(prompt), n_cached=len(prompt) // 2, logprobs=logprobs, top=top)
         known = [*(request.state or []), *prompt] or [self.tokenizer.end_id + 2]
-        text, at, drawn, reason, error = TextStream(sampling.stop), 0, [], "length", None
+        text, drawn, reason, error = TextAssembler(self.tokenizer.id_bytes, sampling.stop), [], "length", None
         for j in range(sampling.max_tokens):
             time.sleep(self.seconds_a_token)
             if request.id in self.cancelled:
@@ -146,12 +160,12 @@ class FakeModel:
             token = known[(sampling.seed + j) % len(known)]
             drawn.append(token)
             self.n_tokens += 1
-            piece = text.feed(self.tokenizer.id_bytes(token))
+            text.feed(token)
+            said, offsets = text.take()
             choice = Choice(token, -float(sampling.seed + 1))
             top = (tuple(Choice(3 + k, -float("inf")) for k in range(sampling.top_logprobs)),)
-            yield Produced(tokens=(choice,), top=top if sampling.top_logprobs else (), text=piece, offsets=(at,))
-            at += len(piece)
-            if text.stopped:
+            yield Produced(tokens=(choice,), top=top if sampling.top_logprobs else (), text=said, offsets=offsets)
+            if text.stopped is not None:
                 reason = "stop"
                 break
         rest = text.close()

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 import uvicorn
 from http_fake import FakeModel
 
-from linnet.serve.detokenize import TextAssembler
+from linnet.families.detokenize import TextAssembler
 from linnet.serve.http.app import make_app
 from linnet.serve.request import Choice, Finished, FinishReason, Produced, PromptRead, Request
 from linnet.tokens import FIRST_BYTE
 
 VERSE = "The linnet sings: über dem Tal, 春の鳥 🐦, and then is still.\n"
-OTHERS = b"etaoinshrdlu"
+OTHERS = b"et7aoi1shrdlu"
+"""Digits too: as names in an object JavaScript puts them first."""
 
 
 class SingingModel(FakeModel):

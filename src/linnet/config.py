@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from linnet.errors import UserError, refuse
+from linnet.families.moe.config import MoEConfig
 from linnet.families.vq.config import VQConfig
 
 EMBEDDED_CORPUS = "python-stdlib"
@@ -144,24 +145,23 @@ class TrainConfig:
             raise refuse("train.eval_sequences", self.eval_sequences, "at least 1, or none for all", "use None")
 
 
+MODELS: dict[str, type] = {"vq": VQConfig, "moe": MoEConfig}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     preset: str = "custom"
-    family: Literal["vq"] = "vq"
+    family: Literal["vq", "moe"] = "vq"
     seed: int = 0
-    model: VQConfig = dataclasses.field(default_factory=VQConfig)
+    model: VQConfig | MoEConfig = dataclasses.field(default_factory=VQConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
-        if self.data.update_len % self.model.block_len:
-            raise refuse(
-                "data.update_len",
-                self.data.update_len,
-                f"a multiple of model.block_len ({self.model.block_len})",
-                f"use {_round_up(self.data.update_len, self.model.block_len)}, or a block_len that divides it",
-            )
+        if not isinstance(self.model, MODELS[self.family]):
+            raise refuse("model", type(self.model).__name__, MODELS[self.family].__name__, "use the family's own")
+        self.model.check_lengths(self.data.sequence_len, self.data.update_len)
         if self.data.batch_size % self.train.accumulate:
             raise refuse(
                 "data.batch_size",
@@ -171,6 +171,13 @@ class RunConfig:
             )
         if not 0 <= self.seed < 2**32:
             raise refuse("seed", self.seed, "between 0 and 2**32 - 1", "use 0")
+
+    @property
+    def vq(self) -> VQConfig:
+        """The model, for what only that family does."""
+        if not isinstance(self.model, VQConfig):
+            raise refuse("family", self.family, "vq", "use a vq preset or run")
+        return self.model
 
 
 def _round_up(n: int, to: int) -> int:
@@ -198,14 +205,29 @@ def load(path: Path) -> RunConfig:
     version = values.pop("version", None) if isinstance(values, dict) else None
     if version != CONFIG_VERSION:
         raise refuse(f"version of {path}", version, str(CONFIG_VERSION), "use the Linnet that made this run")
-    return from_dict(RunConfig, values, "")
+    return run_from_dict(values)
 
 
-def from_dict(cls: type, values: Any, where: str) -> Any:
-    """A frozen config from plain JSON values; unknown names are refused with the nearest known one."""
+def run_from_dict(values: dict[str, Any]) -> RunConfig:
+    """Without the version."""
+    return from_dict(RunConfig, values, "", {"model": _model_of(values)})
+
+
+def _model_of(values: dict[str, Any]) -> type:
+    """A config without a family is of the first there was."""
+    family = values.get("family", "vq")
+    if family not in MODELS:
+        raise refuse("family", family, f"one of {', '.join(MODELS)}", "choose one of them")
+    return MODELS[family]
+
+
+def from_dict(cls: type, values: Any, where: str, known: dict[str, type] | None = None) -> Any:
+    """A frozen config from plain JSON values; unknown names are refused with the nearest known one. `known`: the types of fields
+    that may be of several."""
     if not isinstance(values, dict):
         raise refuse(where or "the config", values, "an object of settings", "see config.json of any run")
-    hints = typing.get_type_hints(cls)
+    fields = {field.name for field in dataclasses.fields(cls)}
+    hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name in fields} | (known or {})
     unknown = sorted(set(values) - set(hints))
     if unknown:
         near = difflib.get_close_matches(unknown[0], hints, n=1)

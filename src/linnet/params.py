@@ -13,31 +13,37 @@ from jaxtyping import Array, PRNGKeyArray
 
 from linnet import rng
 from linnet.pytree import leaf_name
+from linnet.weights import Weights
 
-Init = Literal["zeros", "ones", "normal", "fan_in"]
+Init = Literal["zeros", "ones", "normal", "fan_in", "fan_out"]
+STACKS = ("layers", "experts")
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One weight. `axes` names each dimension; the name "layers" marks a stack of layers, which init and decay see
-    one by one. `fan_in` is a normal of variance 1 / (all dimensions but the last)."""
+    """One weight. `axes` names each dimension; leading ones named "layers" or "experts" mark a stack, whose members init, decay
+    and optimisers see one by one. `fan_in` is a normal of variance 1 / (all dimensions but the last), `fan_out` one of variance
+    1 / (the last)."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: Init = "fan_in"
     dtype: Any = jnp.float32
+    least: Weights = "float32"
+    """The fewest bits it may be held in where it only reads: int8 for matrices that do nothing but multiply."""
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), f"shape {self.shape} and axes {self.axes} differ in length"
 
     @property
-    def stacked(self) -> bool:
-        return bool(self.axes) and self.axes[0] == "layers"
+    def stack_shape(self) -> tuple[int, ...]:
+        n = next((i for i, axis in enumerate(self.axes) if axis not in STACKS), len(self.axes))
+        return self.shape[:n]
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """The shape of one layer's weight: what a reference without stacking would hold."""
-        return self.shape[1:] if self.stacked else self.shape
+        """The shape of one member of the stack: what a reference without stacking would hold."""
+        return self.shape[len(self.stack_shape) :]
 
     @property
     def size(self) -> int:
@@ -75,4 +81,6 @@ def _draw(spec: Spec, key: PRNGKeyArray) -> Array:
     values = jax.random.normal(key, spec.shape, jnp.float32)
     if spec.init == "fan_in":
         values = values / math.sqrt(max(1, math.prod(spec.layer_shape[:-1])))
+    if spec.init == "fan_out":
+        values = values / math.sqrt(spec.shape[-1])
     return values.astype(spec.dtype)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from linnet.config import DataConfig, OptimConfig, RunConfig, TrainConfig
 from linnet.errors import UserError
+from linnet.families.moe.config import MoEConfig
 from linnet.families.vq.config import VQConfig
 
 # The paper's models differ in size, data and regularisation; codes, window and the carried state are the same.
@@ -110,6 +113,85 @@ def _imagenet64() -> RunConfig:
     return _large("imagenet64", 259, True, data, dropres=0.0, droplyr=0.0)
 
 
+def _moe_cpu() -> RunConfig:
+    return RunConfig(
+        preset="moe-cpu",
+        family="moe",
+        model=MoEConfig(
+            d_model=128,
+            d_k=32,
+            n_q_head=4,
+            n_kv_head=2,
+            n_layer=3,
+            n_expert=8,
+            n_choice=2,
+            widening=3.0,
+            context=512,
+            embed_scale=128**0.5,
+            score_scale=32**-0.5,
+        ),
+        data=DataConfig(sequence_len=512, update_len=512, batch_size=4),
+        optim=OptimConfig(name="muon", lr=0.01, warmup_steps=30, steps=1000, clip=1.0),
+        train=TrainConfig(log_every=10, eval_every=250, eval_sequences=64, checkpoint_every=250),
+    )
+
+
+def _vq_moe() -> RunConfig:
+    quickstart = _quickstart()
+    model = dataclasses.replace(quickstart.vq, n_expert=8, n_choice=2, widening=2.0)
+    return dataclasses.replace(quickstart, preset="vq-moe", model=model)
+
+
+def _bench_moe() -> RunConfig:
+    return RunConfig(
+        preset="bench-moe",
+        family="moe",
+        model=MoEConfig(
+            n_vocab=8192,
+            d_model=512,
+            d_k=64,
+            n_q_head=8,
+            n_kv_head=4,
+            n_layer=4,
+            n_expert=8,
+            n_choice=2,
+            widening=8.0,
+            context=1024,
+            embed_scale=512**0.5,
+        ),
+        data=DataConfig(sequence_len=512, update_len=512, batch_size=1),
+        optim=OptimConfig(name="adamw", lr=4e-4, warmup_steps=100, steps=1000),
+    )
+
+
+def _grok_1() -> RunConfig:
+    return RunConfig(
+        preset="grok-1",
+        family="moe",
+        model=MoEConfig(
+            n_vocab=131_072,
+            end_id=2,
+            d_model=6144,
+            d_k=128,
+            n_q_head=48,
+            n_kv_head=8,
+            n_layer=64,
+            n_expert=8,
+            n_choice=2,
+            widening=8.0,
+            context=8192,
+            embed_scale=78.38367176906169,
+            logit_scale=0.5773502691896257,
+            score_scale=0.08838834764831845,
+            dtype="bfloat16",
+            remat=True,
+        ),
+        data=DataConfig(sequence_len=8192, update_len=8192, batch_size=8),
+        optim=OptimConfig(name="adafactor", lr=1e-4, warmup_steps=1000, steps=100_000),
+        train=_PAPER_STEPS,
+    )
+
+
 PRESETS = {
     "quickstart": ("a small model of the embedded corpus: minutes on two cores", _quickstart),
     "bench-s": ("the model that the benchmarks measure", _bench_s),
@@ -117,6 +199,10 @@ PRESETS = {
     "enwik8-cpu": ("a small model of enwik8: a good hour on two cores", _enwik8_cpu),
     "enwik8": ("Transformer-VQ of the paper on enwik8 (0.99 bits per byte there)", _enwik8),
     "pg19": ("Transformer-VQ of the paper on PG-19 (26.6 word-level perplexity there)", _pg19),
+    "moe-cpu": ("a small mixture of experts on the embedded corpus: minutes on two cores", _moe_cpu),
+    "vq-moe": ("linear-time attention and experts in one model: minutes on two cores", _vq_moe),
+    "bench-moe": ("the mixture of experts that the benchmarks measure", _bench_moe),
+    "grok-1": ("Grok-1 as released: its sizes; import the weights with `linnet import grok-1`", _grok_1),
     "imagenet64": ("Transformer-VQ of the paper on ImageNet64 (3.16 bits per byte there)", _imagenet64),
 }
 

@@ -15,7 +15,15 @@ from linnet.params import Spec, map_specs
 MESH_AXES = ("data", "fsdp", "model", "expert")
 
 # Which mesh axis cuts which logical axis. Names that are not here (layers) stay whole on every device.
-RULES: Mapping[str, str] = {"batch": "data", "model": "fsdp", "vocab": "model", "heads": "model", "experts": "expert"}
+RULES: Mapping[str, str] = {
+    "batch": "data",
+    "model": "fsdp",
+    "vocab": "model",
+    "heads": "model",
+    "kv_heads": "model",
+    "hidden": "model",
+    "experts": "expert",
+}
 
 
 def make_mesh(sizes: Mapping[str, int] | None = None) -> Mesh:

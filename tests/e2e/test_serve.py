@@ -1,73 +1,20 @@
-"""`linnet serve` as its users meet it: the official client, sessions over a restart, SIGTERM, keys."""
+"""`linnet serve` as its users meet it: the official client, sessions over processes, SIGTERM, keys, batches."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-import tiny
+from served_run import TEMPLATE, serving
 
-from linnet import config as configs
 from linnet.cli import main
 
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("serve")
-    cfg = tiny.config(tiny.corpus(folder), **{"optim.steps": 12, "train.eval_every": 0})
-    configs.save(cfg, folder / "config.json")
-    with pytest.raises(SystemExit) as exit:
-        main(["train", str(folder / "config.json"), "--out", str(folder / "tiny"), "--quiet"])
-    assert not exit.value.code
-    return folder / "tiny"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-@contextmanager
-def serving(run: Path, *flags: str, keys: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    port = free_port()
-    program = str(Path(sys.executable).with_name("linnet"))
-    command = [program, "serve", str(run), "--port", str(port), "--slots", "2", *flags]
-    environment = {**os.environ, "LINNET_API_KEYS": keys}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(1200):
-            try:
-                if httpx.get(f"{address}/ready").status_code == 200:
-                    break
-            except httpx.TransportError:
-                if process.poll() is not None:
-                    pytest.fail(f"the server ended: {process.stderr and process.stderr.read()}")
-            time.sleep(0.1)
-        yield address, process
-    finally:
-        process.kill()
-        process.wait()
-        if process.stderr is not None:
-            process.stderr.close()
-
-
-@pytest.fixture(scope="module")
-def server(trained: Path) -> Iterator[str]:
-    with serving(trained) as (address, _):
-        yield address
+KEY = "a-secret-key"
+KNOWN = {"authorization": f"Bearer {KEY}"}
 
 
 def client(address: str, key: str = "none") -> openai.OpenAI:
@@ -88,70 +35,114 @@ def test_the_official_client_works_streaming_and_not(server: str) -> None:
             model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=9, seed=1
         )
         assert chat.choices[0].message.content is not None
+        assert chat.usage is not None
+        assert chat.usage.prompt_tokens == len("A talk.\n<hello>\n")
+
+
+def test_the_runs_chat_template_ends_an_answer_by_its_stop_string(server: str) -> None:
+    with client(server) as api:
+        assert api.models.retrieve("tiny").model_dump()["chat_template"]["stop"] == TEMPLATE["stop"]
+        chat = api.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=9, logit_bias={str(ord("~") + 3): 100}
+        )
+        assert (chat.choices[0].finish_reason, chat.choices[0].message.content) == ("stop", "")
+
+
+def test_echo_tells_the_likeliest_of_the_prompt_to_the_official_client(server: str) -> None:
+    asked = {"model": "tiny", "prompt": "linear time", "max_tokens": 0, "echo": True}
+    with client(server) as api:
+        told = api.completions.create(**asked, logprobs=3).choices[0].logprobs
+        assert told is not None
+        assert told.tokens == list("linear time")
+        assert told.top_logprobs is not None
+        assert told.top_logprobs[0] is None
+        assert [len(one) for one in told.top_logprobs[1:]] == [3] * 10
+        ids = told.model_dump()["top_token_ids"]
+        assert [len(one) for one in ids[1:]] == [3] * 10
+        bare = api.completions.create(**asked, logprobs=0).choices[0].logprobs
+        assert bare is not None
+        assert bare.token_logprobs == told.token_logprobs
+        chat = api.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "x"}],
+            max_tokens=2,
+            seed=1,
+            logprobs=True,
+            top_logprobs=4,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )
+        choice = chat.choices[0]
+        assert choice.logprobs is not None
+        content = choice.logprobs.content
+        assert content is not None
+        assert [one.model_dump()["token_id"] for one in content] == choice.model_dump()["token_ids"]
+        assert all(isinstance(top.model_dump()["token_id"], int) for one in content for top in one.top_logprobs)
 
 
 def test_what_the_server_writes_is_what_sample_writes(
-    server: str, trained: Path, capsys: pytest.CaptureFixture[str]
+    server: str, tiny_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with client(server) as api:
         answer = api.completions.create(
             model="tiny", prompt="codes ", max_tokens=40, seed=8, top_p=0.9, extra_body={"ignore_eos": True}
         )
     with pytest.raises(SystemExit):
-        main(["sample", str(trained), "--prompt", "codes ", "--max-tokens", "40", "--seed", "8", "--ignore-end"])
+        main(["sample", str(tiny_run), "--prompt", "codes ", "--max-tokens", "40", "--seed", "8", "--ignore-end"])
     assert capsys.readouterr().out == "codes " + answer.choices[0].text + "\n"
 
 
-def test_a_session_survives_a_restart(trained: Path) -> None:
+def test_a_session_goes_on_in_another_process_which_asks_for_a_key_and_drains(server: str, tiny_run: Path) -> None:
+    """One process more for all three, since each takes seconds to start."""
+
     def go_on(address: str, session: str, prompt: str, n: int) -> str:
         body = {"prompt": prompt, "session": session, "max_tokens": n, "seed": 3, "ignore_eos": True}
-        answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{address}/v1/completions", json=body, headers=KNOWN, timeout=60)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["text"]
 
-    with serving(trained) as (address, process):
-        straight = httpx.post(f"{address}/v1/sessions", json={}).json()["id"]
-        want = [go_on(address, straight, "window ", 20), go_on(address, straight, " table", 20)]
-        cut = httpx.post(f"{address}/v1/sessions", json={}).json()["id"]
-        first = go_on(address, cut, "window ", 20)
-        saved = httpx.get(f"{address}/v1/sessions/{cut}/state").content
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
-    with serving(trained) as (address, _):
-        headers = {"content-type": "application/octet-stream"}
-        restored = httpx.post(f"{address}/v1/sessions/restore", content=saved, headers=headers).json()["id"]
-        assert [first, go_on(address, restored, " table", 20)] == want
-        altered = saved[:-1] + bytes([saved[-1] ^ 1])
-        assert httpx.post(f"{address}/v1/sessions/restore", content=altered, headers=headers).status_code == 400
+    straight = httpx.post(f"{server}/v1/sessions", json={}).json()["id"]
+    want = [go_on(server, straight, "window ", 20), go_on(server, straight, " table", 20)]
+    cut = httpx.post(f"{server}/v1/sessions", json={}).json()["id"]
+    first = go_on(server, cut, "window ", 20)
+    saved = httpx.get(f"{server}/v1/sessions/{cut}/state").content
 
-
-def test_keys_and_drain(trained: Path) -> None:
-    with serving(trained, keys="a-secret-key") as (address, process):
+    with serving(tiny_run, keys=KEY) as (address, process):
         assert httpx.get(f"{address}/v1/models").status_code == 401
         assert httpx.get(f"{address}/health").status_code == 200
-        with client(address, "a-secret-key") as api:
+
+        def restore(data: bytes) -> httpx.Response:
+            headers = {"content-type": "application/octet-stream", **KNOWN}
+            return httpx.post(f"{address}/v1/sessions/restore", content=data, headers=headers)
+
+        assert [first, go_on(address, restore(saved).json()["id"], " table", 20)] == want
+        altered = restore(saved[:-1] + bytes([saved[-1] ^ 1]))
+        assert altered.status_code == 400
+        with client(address, KEY) as api:
             stream = api.completions.create(
                 model="tiny", prompt="x", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
             )
-            first = next(iter(stream))
+            begun = next(iter(stream))
             process.send_signal(signal.SIGTERM)
             rest = list(stream)
         assert rest[-1].choices[0].finish_reason == "length", "what runs may finish"
-        assert first.choices
+        assert begun.choices
         assert process.wait(timeout=30) == 0
 
 
-def test_bad_flags_are_refused(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags_are_refused(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = tmp_path / "keys"
     short.write_text("short\n")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "chat_template.json").write_text('{"roles": 3}')
     for flags, words in (
-        ([str(trained), "--host", "0.0.0.0"], "API key"),
-        ([str(trained), "--port", "70000"], "--port"),
+        ([str(tiny_run), "--host", "0.0.0.0"], "API key"),
+        ([str(tiny_run), "--port", "70000"], "--port"),
         ([str(tmp_path)], "config.json"),
-        ([str(trained), str(trained)], "NAME=FOLDER"),
-        ([str(trained), "--slots", "0"], "slots"),
-        ([str(trained), "--keys-file", "nowhere"], "nowhere"),
-        ([str(trained), "--keys-file", str(short)], "an API key"),
+        ([str(tiny_run), str(tiny_run)], "NAME=FOLDER"),
+        ([str(tiny_run), "--slots", "0"], "slots"),
+        ([str(tmp_path / "odd")], "chat_template.json: roles is 3"),
+        ([str(tiny_run), "--keys-file", "nowhere"], "nowhere"),
+        ([str(tiny_run), "--keys-file", str(short)], "an API key"),
     ):
         with pytest.raises(SystemExit) as exit:
             main(["serve", *flags])
@@ -160,7 +151,7 @@ def test_bad_flags_are_refused(trained: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_batch_is_answered_and_goes_on_where_it_stopped(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [
@@ -173,32 +164,35 @@ def test_a_batch_is_answered_and_goes_on_where_it_stopped(
         for i in range(6)
     ]
     lines.append({"custom_id": "wrong", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "x", "no": 1}})
+    chat = {"messages": [{"role": "user", "content": "x"}], "logit_bias": {str(ord("~") + 3): 100}}
+    lines.append({"custom_id": "chat", "url": "/v1/chat/completions", "body": chat})
     asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(SystemExit) as exit:
-        main(["serve", str(trained), "--slots", "2", "--batch", str(asked), str(answered)])
+        main(["serve", str(tiny_run), "--slots", "2", "--batch", str(asked), str(answered)])
     assert not exit.value.code
-    assert "7 answers" in capsys.readouterr().out
+    assert "8 answers" in capsys.readouterr().out
 
     def answers() -> dict[str, tuple[int, str]]:
         found = [json.loads(line) for line in answered.read_text().splitlines()]
         return {
             one["custom_id"]: (
                 one["response"]["status_code"],
-                one["response"]["body"].get("choices", [{"text": ""}])[0]["text"],
+                json.dumps(one["response"]["body"].get("choices")),
             )
             for one in found
         }
 
     whole = answers()
     assert {name for name, (status, _) in whole.items() if status != 200} == {"wrong"}
+    assert '"finish_reason": "stop"' in whole["chat"][1]  # by the run's template
     # Killed after two answers, in the middle of the third.
     content = answered.read_bytes().splitlines(keepends=True)
     answered.write_bytes(b"".join(content[:2]) + content[2][:20])
     with pytest.raises(SystemExit):
-        main(["serve", str(trained), "--slots", "2", "--batch", str(asked), str(answered)])
-    assert "5 answers" in capsys.readouterr().out
+        main(["serve", str(tiny_run), "--slots", "2", "--batch", str(asked), str(answered)])
+    assert "6 answers" in capsys.readouterr().out
     assert answers() == whole
     asked.write_text('{"custom_id": "a", "body": {}}\n')
     with pytest.raises(SystemExit) as exit:
-        main(["serve", str(trained), "--batch", str(asked), str(tmp_path / "new.jsonl")])
+        main(["serve", str(tiny_run), "--batch", str(asked), str(tmp_path / "new.jsonl")])
     assert exit.value.code == 2

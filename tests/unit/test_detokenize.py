@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from linnet.data.tokenizer import BytesTokenizer
-from linnet.serve.detokenize import TextAssembler
+from linnet.families.detokenize import TextAssembler
 
 EMOJI_AND_CJK = ["🐈", "👩‍👩‍👧", "🇩🇪", "漢字かな", "é́", "a🐈b漢", "한글 ok", "𠮷野家"]
 

@@ -4,119 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import queue
 import re
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
-import tiny
+from engine_asks import BUFFERS, CFG, FAMILY, PARAMS, Asked, ask, plain, request, running_engine
 
-from linnet import params as weights
-from linnet import rng
-from linnet.data.tokenizer import BytesTokenizer
 from linnet.errors import UserError
-from linnet.families import registry
 from linnet.families.generate import generate
 from linnet.nn.sampling import sampling_settings
 from linnet.serve import state as states
-from linnet.serve.engine import Engine, EngineConfig
-from linnet.serve.request import Constraint, Event, Finished, Produced, PromptRead, QueueFull, Request, Sampling
-
-CFG = tiny.MODEL
-FAMILY = registry.get("vq")
-PARAMS = weights.init(FAMILY.param_specs(CFG), rng.root(3))
-BUFFERS = weights.init(FAMILY.buffer_specs(CFG), rng.root(4))
-
-
-@dataclasses.dataclass
-class Answer:
-    tokens: list[int]
-    logprobs: list[float]
-    text: str
-    end: Finished
-    read: PromptRead | None
-    top: list[Any]
-
-
-class Asked:
-    """A request on its way; `answer` waits for its end."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.events: queue.Queue[Event] = queue.Queue()
-        self.engine, self.request = engine, request
-        engine.submit(request, self.events.put)
-
-    def answer(self, timeout: float = 60) -> Answer:
-        answer = Answer([], [], "", None, None, [])  # pyright: ignore[reportArgumentType]
-        while True:
-            event = self.events.get(timeout=timeout)
-            if isinstance(event, PromptRead):
-                answer.read = event
-            elif isinstance(event, Produced):
-                answer.tokens += [choice.token for choice in event.tokens]
-                answer.logprobs += [choice.logprob for choice in event.tokens]
-                answer.text += event.text
-                answer.top += event.top
-            else:
-                answer.end = event
-                assert self.events.empty(), "an event after the last"
-                return answer
-
-
-def make(**changes: Any) -> Engine:
-    config = EngineConfig(**{"n_slots": 3, "max_waiting": 100, "prefix_bytes": 1 << 24, **changes})
-    return Engine(FAMILY, CFG, PARAMS, BUFFERS, BytesTokenizer(), config).start()
+from linnet.serve.engine import Engine
+from linnet.serve.request import Constraint, PromptRead, Request
+from linnet.tokens import FIRST_BYTE, N_BYTE_IDS
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = make()
-    yield engine
-    engine.stop(within=5)
-
-
-counter = iter(range(10**9))
-
-
-def request(prompt: str | bytes = "", **changes: Any) -> Request:
-    own = {name: changes.pop(name) for name in list(changes) if name in Request.__dataclass_fields__}
-    data = prompt.encode() if isinstance(prompt, str) else prompt
-    sampling = Sampling(**{"max_tokens": 12, "ignore_end": True, **changes})
-    return Request(id=f"r{next(counter)}", prompt=tuple(b + 3 for b in data), sampling=sampling, **own)
-
-
-def ask(engine: Engine, prompt: str | bytes = "", **changes: Any) -> Answer:
-    return Asked(engine, request(prompt, **changes)).answer()
-
-
-def plain(asked: Request) -> tuple[list[int], list[float]]:
-    """The same by the plain generator, alone."""
-    s = asked.sampling
-    settings = sampling_settings(
-        1,
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        min_p=s.min_p,
-        typical_p=s.typical_p,
-        repetition_penalty=s.repetition_penalty,
-    )
-    pieces = generate(
-        FAMILY.decoder,
-        PARAMS,
-        BUFFERS,
-        CFG,
-        [list(asked.prompt)],
-        max_tokens=s.max_tokens,
-        settings=settings,
-        seeds=[s.seed],
-        ignore_end=s.ignore_end,
-    )
-    found = [piece for (piece,) in pieces if piece is not None]
-    return [t for piece in found for t in piece.tokens], [v for piece in found for v in piece.logprobs]
+    with running_engine() as engine:
+        yield engine
 
 
 def test_many_at_once_are_each_as_alone(engine: Engine) -> None:
@@ -147,14 +54,11 @@ def test_many_at_once_are_each_as_alone(engine: Engine) -> None:
 
 def test_one_alone_runs_at_once_and_the_cache_changes_no_bit(engine: Engine) -> None:
     prompt = "a beginning that many share. " * 20
-    cold = make(prefix_bytes=0)
-    try:
+    with running_engine(prefix_bytes=0) as cold:
         want = ask(cold, prompt + "x", seed=5, top_logprobs=3)
         first = ask(engine, prompt + "y", seed=6)
         hit = ask(engine, prompt + "x", seed=5, top_logprobs=3)
         skipped = ask(engine, prompt + "x", seed=5, top_logprobs=3, use_prefix_cache=False)
-    finally:
-        cold.stop(within=5)
     assert first.read is not None and first.read.n_cached == 0  # noqa: PT018
     assert hit.read is not None
     assert hit.read.n_cached == 512 == max(2**k for k in range(12) if 2**k <= len(prompt))
@@ -167,7 +71,7 @@ def test_a_state_goes_on_as_if_never_stopped(engine: Engine) -> None:
     for cut in (1, 7, 8, 9, 23):
         first = ask(engine, "once upon", seed=9, max_tokens=cut, return_state=True)
         saved = states.to_bytes(first.end.state)
-        restored = states.from_bytes(saved, engine.backend.empty_memory(), engine.fingerprint)
+        restored = states.from_bytes(saved, engine.backend.state_like, engine.fingerprint)
         rest = ask(engine, "", seed=9, max_tokens=40 - cut, state=restored)
         assert first.tokens + rest.tokens == whole.tokens
         assert first.logprobs + rest.logprobs == whole.logprobs
@@ -192,7 +96,7 @@ def test_a_state_does_not_depend_on_neighbours(engine: Engine) -> None:
 def test_a_state_that_is_not_ours_is_refused(engine: Engine) -> None:
     state = ask(engine, "hello", return_state=True).end.state
     saved = bytearray(states.to_bytes(state))
-    like = engine.backend.empty_memory()
+    like = engine.backend.state_like
     for at in (4, 100, len(saved) // 2, len(saved) - 1):
         altered = bytearray(saved)
         altered[at] ^= 1
@@ -218,30 +122,26 @@ def test_rules_of_a_request(engine: Engine) -> None:
     assert len(set(seldom)) > len(set(often))
 
 
-def test_it_ends_for_the_reason_told(engine: Engine) -> None:
-    answer = ask(engine, seed=1, max_tokens=60)
-    text = bytes(t - 3 for t in answer.tokens if t >= 3)
-    token = answer.tokens[5]
-    stopped = ask(engine, seed=1, max_tokens=60, stop_ids=frozenset({token}))
-    first = answer.tokens.index(token)
-    assert stopped.tokens == answer.tokens[: first + 1]
-    assert (stopped.end.reason, stopped.end.stopped_by) == ("stop", token)
-    late = ask(engine, seed=1, max_tokens=60, stop_ids=frozenset({token}), min_tokens=20)
-    assert token not in late.tokens[:19]
-    assert len(late.tokens) >= 20
-    letters = re.sub(rb"[^ -~]", b"", text)
-    if letters:
-        stop = letters[:1].decode()
-        by_text = ask(engine, seed=1, max_tokens=60, stop=(stop,))
-        assert (by_text.end.reason, by_text.end.stopped_by) == ("stop", stop)
-        assert stop not in by_text.text
-    end = ask(engine, seed=1, max_tokens=60, ignore_end=False, logit_bias={1: 100.0})
-    assert (end.end.reason, end.end.stopped_by, end.tokens) == ("stop", 1, [1])
-    asked = Asked(
-        engine, request("", seed=1, max_tokens=9, allowed=frozenset({70}), stop_ids=frozenset({70}), min_tokens=0)
+def test_pictures_are_those_that_sample_paints(engine: Engine) -> None:
+    """The same ids are forbidden to both, by the same arithmetic."""
+    values = range(FIRST_BYTE, N_BYTE_IDS)
+    answer = ask(engine, seed=5, max_tokens=90, temperature=30.0, allowed=frozenset(values))
+    settings = sampling_settings(1, temperature=30.0)
+    pieces = generate(
+        FAMILY.decoder,
+        PARAMS,
+        BUFFERS,
+        CFG,
+        [[]],
+        max_tokens=90,
+        settings=settings,
+        seeds=[5],
+        ignore_end=True,
+        allowed=values,
     )
-    event = next(e for e in iter(asked.events.get, None) if isinstance(e, Produced))
-    assert event.offsets == (0,)
+    painted = [token for (piece,) in pieces if piece is not None for token in piece.tokens]
+    assert answer.tokens == painted
+    assert min(painted) >= FIRST_BYTE
 
 
 def test_top_logprobs_are_the_likeliest(engine: Engine) -> None:
@@ -273,6 +173,33 @@ def test_prompt_logprobs_are_those_of_the_model(engine: Engine) -> None:
     assert answer.tokens == plain(asked)[0]
 
 
+def test_the_likeliest_of_the_prompts_places_are_those_of_the_model(engine: Engine) -> None:
+    def read(asked: Request) -> PromptRead:
+        told = Asked(engine, asked).answer().read
+        assert told is not None
+        return told
+
+    asked = request("x" * 40 + "abcdefg" * 30, prompt_logprobs=True, top_logprobs=5)
+    bare = read(dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, top_logprobs=0)))
+    told = read(asked)
+    assert bare.top == ()
+    assert bare.logprobs == told.logprobs  # the same bits, whether or not somebody asked for more
+    assert len(told.top) == len(asked.prompt)
+    for row in told.top:
+        assert len(row) == 5
+        assert [choice.logprob for choice in row] == sorted((choice.logprob for choice in row), reverse=True)
+    # A prompt with another token at a place tells what that one would have had there.
+    place = 150
+    likeliest = {choice.token: choice.logprob for choice in told.top[place]}
+    for token in (*likeliest, 3, 70, 200):
+        other = read(dataclasses.replace(asked, prompt=(*asked.prompt[:place], token)))
+        assert other.logprobs is not None
+        if token in likeliest:
+            assert likeliest[token] == other.logprobs[place]
+        else:
+            assert other.logprobs[place] <= min(likeliest.values())
+
+
 def test_a_grammar_is_obeyed(engine: Engine) -> None:
     schema = {
         "type": "object",
@@ -296,94 +223,12 @@ def test_a_grammar_is_obeyed(engine: Engine) -> None:
     assert stuck.end.reason == "error"
 
 
-def test_cancel_and_deadline_end_it_and_free_the_slot(engine: Engine) -> None:
-    asked = Asked(engine, request("x", max_tokens=10**6))
-    engine.cancel(asked.request.id)
-    assert asked.answer().end.reason == "cancelled"
-    late = Asked(engine, request("x", max_tokens=10**6, deadline=engine.clock() + 0.2))
-    assert late.answer().end.reason == "deadline"
-    assert ask(engine, "still there").end.reason == "length"
-    stats = engine.stats()
-    assert stats["running"] == stats["waiting"] == stats["parked"] == stats["reading"] == 0
-
-
 def test_long_ones_make_room_and_stay_the_same() -> None:
     """More long requests than slots: they are parked and go on elsewhere, with the same bits."""
-    engine = make(n_slots=2)
-    try:
+    with running_engine(n_slots=2) as engine:
         requests = [request(f"{i}", seed=i, max_tokens=700) for i in range(4)]
         asked = [Asked(engine, one) for one in requests]
         urgent = request("now", seed=77, max_tokens=10, priority=5)
         assert Asked(engine, urgent).answer().tokens == plain(urgent)[0]
         for one, waiting in zip(requests, asked, strict=True):
             assert waiting.answer().tokens == plain(one)[0]
-    finally:
-        engine.stop(within=5)
-
-
-def test_bounds_are_kept(engine: Engine) -> None:
-    small = make(n_slots=1, max_waiting=2)
-    try:
-        running = [Asked(small, request("x", max_tokens=10**6)) for _ in range(2)]
-        with pytest.raises(QueueFull):
-            running += [Asked(small, request("x", max_tokens=10**6)) for _ in range(8)]
-        for one in running:
-            small.cancel(one.request.id)
-        assert all(one.answer().end.reason == "cancelled" for one in running)
-    finally:
-        small.stop(within=5)
-    with pytest.raises(UserError, match="a token id is 259"):
-        engine.submit(Request(id="bad", prompt=(259,), sampling=Sampling()), print)
-    too_long = Request(id="long", prompt=(5,) * (engine.config.max_prompt + 1), sampling=Sampling())
-    with pytest.raises(UserError, match="the prompt is"):
-        engine.submit(too_long, print)
-
-
-def test_a_failed_batch_fails_its_requests_and_the_engine_lives(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, left = engine.backend.dispatch, threading.Semaphore(1)
-
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        if left.acquire(blocking=False):
-            raise RuntimeError("out of memory")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(engine.backend, "dispatch", fails)
-    answer = ask(engine, "x")
-    assert answer.end.reason == "error"
-    assert "out of memory" in (answer.end.error or "")
-    one = request("x", seed=4)
-    assert Asked(engine, one).answer().tokens == plain(one)[0]
-
-
-def test_stopping_lets_what_runs_finish() -> None:
-    engine = make()
-    asked = [Asked(engine, request("x", seed=i, max_tokens=50)) for i in range(5)]
-    assert engine.stop(within=60)
-    assert all(one.answer().end.reason == "length" for one in asked)
-    with pytest.raises(UserError, match="about to stop"):
-        engine.submit(request("x"), print)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -1.0),
-        ("temperature", float("nan")),
-        ("top_p", 0.0),
-        ("max_tokens", 0),
-        ("max_tokens", 10**12),
-        ("min_tokens", 13),
-        ("seed", -1),
-        ("stop", ("",)),
-        ("stop", ("\ud800",)),
-        ("stop", tuple("abcdefghijklmnopqrstuvwxyz")),
-        ("logit_bias", {5: 1e9}),
-        ("allowed", frozenset()),
-        ("top_logprobs", 10**9),
-    ],
-)
-def test_bad_settings_are_refused_when_made(field: str, value: Any) -> None:
-    with pytest.raises(UserError):
-        Sampling(**{"max_tokens": 12, field: value})

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as given_settings
 from hypothesis import strategies as st
 
 from linnet import params as weights
+from linnet.config import RunConfig
+from linnet.data.tokenizer import BytesTokenizer
 from linnet.errors import UserError
-from linnet.families.generate import Piece, TextStream, byte_ids, byte_of, generate
+from linnet.families.generate import Piece, byte_of, generate
+from linnet.families.registry import get
 from linnet.families.vq import slots
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.params import buffer_specs, param_specs
 from linnet.nn.sampling import sampling_settings
+from linnet.serve.job import Job
+from linnet.serve.request import Event, Produced, Request, Sampling
+from linnet.tokens import FIRST_BYTE, N_BYTE_IDS
+from linnet.train.samples import sample_pictures
 
 CFG = VQConfig(d_model=32, d_k=16, d_v=64, n_code=16, n_layer=1, block_len=16, mem_len=8)
 KEY = jax.random.key(2)
 PARAMS, BUFFERS = weights.init(param_specs(CFG), KEY), weights.init(buffer_specs(CFG), KEY)
+
+
+def byte_ids(text: str | bytes) -> list[int]:
+    return BytesTokenizer().encode(text.encode() if isinstance(text, str) else text).tolist()
 
 
 def run(prompts: Sequence[Sequence[int]], seeds: Sequence[int], **kwargs: Any) -> list[list[Piece]]:
@@ -69,6 +80,9 @@ class Script:
     def __init__(self, *rows: bytes | list[int]) -> None:
         self.rows = [byte_ids(row) if isinstance(row, bytes) else row for row in rows]
 
+    def hold(self, params: Any) -> Any:
+        return params
+
     def prepare(self, params: Any, buffers: Any, cfg: Any) -> Any:
         return None
 
@@ -82,7 +96,18 @@ class Script:
         return slots
 
     def decode(
-        self, prepared: Any, slots: Any, tokens: Any, settings: Any, keys: Any, seen: Any, *, cfg: Any, n_ticks: int
+        self,
+        prepared: Any,
+        slots: Any,
+        tokens: Any,
+        settings: Any,
+        keys: Any,
+        seen: Any,
+        rules: Any,
+        active: Any,
+        *,
+        cfg: Any,
+        n_ticks: int,
     ) -> Any:
         drawn = np.full((n_ticks, tokens.shape[0]), 2, np.int32)
         for i, row in enumerate(self.rows):
@@ -130,28 +155,66 @@ def test_endings() -> None:
     ]
 
 
+def test_text_is_told_with_the_dispatch_that_makes_it_certain() -> None:
+    pieces = generate(
+        Script(b"ab, c, d"),
+        None,
+        None,
+        CFG,
+        [[]],
+        max_tokens=9,
+        settings=sampling_settings(1),
+        seeds=[0],
+        stop=[", d"],
+        n_ticks=3,
+    )
+    assert [piece.text for (piece,) in pieces if piece is not None] == ["ab", ", c", ""]
+
+
 def test_special_ids_print_nothing_and_broken_characters_are_marked() -> None:
     assert scripted([0, 2, *byte_ids("a"), 2], max_tokens=4) == [("a", "length", 4)]
     assert scripted("né".encode()[:2], max_tokens=2) == [("n\ufffd", "length", 2)]
 
 
+def told(drawn: Sequence[int], id_bytes: Callable[[int], bytes], sampling: Sampling) -> tuple[str, Any, int]:
+    """What the server tells of the same tokens."""
+    events: list[Event] = []
+    request = Request(id="r", prompt=(), sampling=sampling)
+    job = Job(request, events.append, end_id=CFG.end_id, context=None, id_bytes=id_bytes, matcher=None)
+    n, reason, _ = job.take(drawn, [0.0] * len(drawn), None)
+    return "".join(event.text for event in events if isinstance(event, Produced)), reason, n
+
+
 @given_settings(max_examples=60, deadline=None)
 @given(
-    st.text(max_size=30),
-    st.lists(st.text(min_size=1, max_size=3), max_size=3),
+    st.text("aбc🐈", max_size=20),
+    st.lists(st.text("aбc🐈", min_size=1, max_size=3), max_size=3),
     st.lists(st.integers(1, 5), max_size=40),
 )
-def test_text_comes_whole_however_it_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
-    data, stream, out = text.encode(), TextStream(stops), []
-    while data and not stream.stopped:
+@example("acca", ["cca", "ac"], [4])  # complete first, though begun later or cut otherwise
+@example("aacca", ["acca", "cc"], [5])
+@example("aac", ["c", "ac"], [1, 2])  # complete together: the longest
+@example("aбc", ["б"], [1, 1, 1, 1])
+def test_text_comes_whole_and_stops_as_the_server_does_however_it_is_cut(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    data, pieces = text.encode(), [b""]
+    while data:
         n = cuts.pop() if cuts else 2
-        out.append(stream.feed(data[:n]))
+        pieces.append(data[:n])
         data = data[n:]
-        "".join(out).encode()  # no half of a character: those do not encode
-    out.append(stream.close())
-    first = min((text.find(s) for s in stops if s in text), default=len(text))
-    assert "\ufffd" not in "".join(out) or "\ufffd" in text
-    assert "".join(out) == text[:first]
+    drawn = [FIRST_BYTE + i for i in range(len(pieces))]
+    options = {"stop": tuple(stops), "max_tokens": len(pieces)}
+
+    def id_bytes(token: int) -> bytes:
+        return pieces[token - FIRST_BYTE]
+
+    (row,) = scripted(drawn, token_bytes=id_bytes, **options)
+    said, finish, n = row
+    cut = min(((text.find(s) + len(s), -len(s)) for s in stops if s in text), default=(len(text), 0))
+    assert said == text[: sum(cut)]
+    assert finish == ("stop" if any(s in text for s in stops) else "length")
+    assert (said, finish, n) == told(drawn, id_bytes, Sampling(**options))
 
 
 def test_bytes_and_ids() -> None:
@@ -175,3 +238,39 @@ def test_mistakes_are_refused_before_any_work(bad: dict[str, Any], named: str) -
     options: dict[str, Any] = {"prompts": [[]], "seeds": [1], "max_tokens": 1, "settings": sampling_settings(1), **bad}
     with pytest.raises(UserError, match=named):
         generate(slots, None, None, CFG, options.pop("prompts"), **options)
+
+
+def test_only_allowed_ids_are_drawn_and_a_pixel_run_paints_no_special_ids() -> None:
+    wide = sampling_settings(3, temperature=50.0)  # so hot that every id has its chance
+    free = [
+        token
+        for row in run([[]] * 3, [1, 2, 3], settings=wide, max_tokens=400, ignore_end=True)
+        for token in tokens(row)
+    ]
+    assert min(free) < FIRST_BYTE
+    allowed = [5, 70, 100]
+    rows = run([[]] * 3, [1, 2, 3], settings=wide, max_tokens=64, ignore_end=True, allowed=allowed)
+    assert {token for row in rows for token in tokens(row)} == set(allowed)
+    cfg, shape = RunConfig(model=CFG), (8, 16, 3)
+    pictures = sample_pictures(get("vq"), cfg, PARAMS, BUFFERS, shape, [b"\x07" * 48] * 3, wide, [1, 2, 3])
+    assert pictures.shape == (3, *shape)
+    assert (pictures[:, 0] == 7).all()  # what was given stays
+    bytes_only = run(
+        [byte_ids(b"\x07" * 48)] * 3,
+        [1, 2, 3],
+        settings=wide,
+        max_tokens=336,
+        ignore_end=True,
+        allowed=range(FIRST_BYTE, N_BYTE_IDS),
+    )
+    assert pictures[:, 1:].reshape(3, -1).tolist() == [
+        [token - FIRST_BYTE for token in tokens(row)] for row in bytes_only
+    ]
+    assert min(min(tokens(row)) for row in bytes_only) >= FIRST_BYTE
+
+
+def test_what_is_allowed_to_all_changes_nothing() -> None:
+    asked = {"max_tokens": 60, "settings": sampling_settings(2, repetition_penalty=1.3), "ignore_end": True}
+    prompts = [byte_ids("abcabc"), byte_ids("x")]
+    plain, same = run(prompts, [4, 5], **asked), run(prompts, [4, 5], **asked, allowed=range(CFG.n_vocab))
+    assert [tokens(row) for row in plain] == [tokens(row) for row in same]

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import logging
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from http_fake import FakeModel, ask, talk
 
 from linnet.errors import UserError
+from linnet.serve.http import openai_text
 from linnet.serve.http.app import ENDPOINTS, make_app
 from linnet.serve.http.lifecycle import Lifecycle, check_host
 from linnet.serve.http.limits import Limits
@@ -244,7 +246,25 @@ def test_a_slow_reader_holds_up_nobody_and_still_gets_everything() -> None:
     got = talk(slow, model)
     text = "".join(json.loads(part[6:])["choices"][0]["text"] for part in got if part.startswith(b"data: {"))
     assert text == ("abc" * n)[:n]
-    assert len(got) < 10  # what waited was merged
+    assert len(got) < 30  # what waited was merged
+    assert max(map(len, got)) < 2000  # but not into one piece, which all others would wait for
+
+
+def test_a_large_answer_is_written_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops: list[bool] = []
+    write = openai_text.JSONResponse.render
+
+    def seen(self: Any, content: Any) -> bytes:
+        loops.append(threading.current_thread() is threading.main_thread())
+        return write(self, content)
+
+    monkeypatch.setattr(openai_text.JSONResponse, "render", seen)
+    small = ask("/v1/completions", {**ASK, "logprobs": 2})
+    large = ask("/v1/completions", {**ASK, "max_tokens": 1000, "logprobs": 20})
+    assert loops == [True, False]
+    assert small.json().keys() == large.json().keys()
+    assert small.headers["content-type"] == large.headers["content-type"] == "application/json"
+    assert len(large.json()["choices"][0]["logprobs"]["tokens"]) == 1000
 
 
 def test_tokens_and_back() -> None:

@@ -12,6 +12,11 @@ import numpy as np
 import pytest
 from http_fake import FakeModel, ask, talk
 from PIL import Image
+from playground_server import DrawingModel
+
+from linnet.errors import UserError
+from linnet.serve.sessions import Sessions
+from linnet.serve.state import State
 
 ASK = {"prompt": "abc", "max_tokens": 4, "seed": 0}
 
@@ -70,6 +75,37 @@ def test_a_client_may_hold_its_own_state(stream: bool) -> None:
     talk(go_on, model)
 
 
+def test_a_state_in_the_clients_hand_needs_no_room_among_the_sessions() -> None:
+    model = FakeModel()
+    model.store.most = 1
+
+    async def go_on(client: httpx.AsyncClient) -> None:
+        assert (await client.post("/v1/sessions", json={})).status_code == 200
+        assert (await client.post("/v1/sessions", json={})).status_code == 400
+        first = await client.post("/v1/completions", json={**ASK, "return_state": True})
+        second = await client.post(
+            "/v1/completions", json={**ASK, "state": first.json()["state"], "return_state": True}
+        )
+        assert bytes(token - 3 for token in model.requests[1].state) == b"abcabca"
+        third = await client.post("/v1/completions", json={**ASK, "state": second.json()["state"]})
+        assert third.status_code == 200
+        assert list(model.store.all) == ["session-0"]
+
+    talk(go_on, model)
+
+
+def test_a_full_house_of_sessions_still_packs_and_unpacks() -> None:
+    like = {"memory": np.zeros(3, np.float32)}
+    sessions = Sessions(lambda n: like, "f" * 64, most=1)
+    state = State(memory={"memory": np.arange(3, dtype=np.float32)}, last=5, n_tokens=9, model="f" * 64)
+    sessions.put(sessions.create(), state, 8)
+    back = sessions.unpack(sessions.pack(state))
+    assert (back.n_tokens, back.state and back.state.last) == (8, 5)
+    assert len(sessions) == 1
+    with pytest.raises(UserError, match="as many as may be"):
+        sessions.restore(sessions.pack(state))
+
+
 def test_a_chat_session_begins_a_new_line() -> None:
     model = FakeModel()
     model.sessions.put(model.sessions.create(), [100], 1)
@@ -90,6 +126,18 @@ def test_pictures() -> None:
     assert ask("/v1/images/generations", {}).status_code == 400
 
 
+def test_a_partial_picture_has_its_own_index_even_where_some_came_together() -> None:
+    """Rows of 12 values come whole, so that of the 11 parts asked for at most every third is sent."""
+    model = DrawingModel(shape=(4, 4, 3), seconds_a_token=0.02)
+    response = ask("/v1/images/generations", {"stream": True, "partial_images": 11}, model)
+    *partial, _ = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: ")]
+    assert partial
+    for one in partial:
+        with Image.open(io.BytesIO(base64.b64decode(one["b64_json"]))) as image:
+            n_drawn = int((np.asarray(image) != 208).sum())
+        assert one["partial_image_index"] == n_drawn * 12 // 48 - 1  # 0-based, of 11 at even distances
+
+
 def test_pictures_are_sent_while_they_grow() -> None:
     model = FakeModel(shape=(4, 4, 3), seconds_a_token=0.004)
     response = ask("/v1/images/generations", {"stream": True, "partial_images": 3}, model)
@@ -97,6 +145,7 @@ def test_pictures_are_sent_while_they_grow() -> None:
     assert [name for name, _ in told][-1] == "event: image_generation.completed"
     partial = [json.loads(data) for name, data in told if name == "event: image_generation.partial_image"]
     assert 1 <= len(partial) <= 3
+    assert partial[0]["partial_image_index"] < 3
     with Image.open(io.BytesIO(base64.b64decode(partial[0]["b64_json"]))) as image:
         pixels = np.asarray(image).reshape(-1)
     assert pixels[0] == 0

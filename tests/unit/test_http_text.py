@@ -71,8 +71,9 @@ def test_logprobs_and_echo() -> None:
     assert choice["logprobs"] == {
         "tokens": ["a", "bytes:\\xc3", "bytes:\\xa9", "a", "bytes:\\xc3"],
         "token_logprobs": [None, -0.5, -0.5, -1.0, -1.0],
-        "top_logprobs": [None, None, None, {"\x00": -9999.0}, {"\x00": -9999.0}],
+        "top_logprobs": [None, *[{"\x00": -9999.0}] * 4],  # nothing could have stood in the place of the first
         "text_offset": [0, 1, 1, 2, 3],
+        "top_token_ids": [None, *[[3]] * 4],
     }
 
 
@@ -113,8 +114,8 @@ def test_chat_whole() -> None:
     choice = answer["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "system", "refusal": None}
     assert choice["finish_reason"] == "length"
-    likely = {"token": "\x00", "logprob": -9999.0, "bytes": [0]}
-    first = {"token": "s", "logprob": -1.0, "bytes": [115], "top_logprobs": [likely]}
+    likely = {"token": "\x00", "token_id": 3, "logprob": -9999.0, "bytes": [0]}
+    first = {"token": "s", "token_id": 118, "logprob": -1.0, "bytes": [115], "top_logprobs": [likely]}
     assert choice["logprobs"]["content"][0] == first
     assert len(choice["logprobs"]["content"]) == 6
 

@@ -11,7 +11,7 @@ import linnet
 
 ROOT = Path(linnet.__file__).parent
 RANK = {
-    **dict.fromkeys(("errors", "pytree", "rng", "params", "sharding", "quant", "tokens", "__init__"), 0),
+    **dict.fromkeys(("errors", "pytree", "rng", "params", "sharding", "quant", "tokens", "weights", "__init__"), 0),
     "nn": 1,
     "families": 2,
     **dict.fromkeys(("config", "presets"), 3),

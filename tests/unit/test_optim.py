@@ -38,7 +38,7 @@ def draw(specs: Any, seed: int) -> Any:
 
     def one(spec: Spec) -> jax.Array:
         # Layers of very different sizes: statistics shared between them would show.
-        sizes = 10.0 ** np.arange(spec.shape[0]).reshape(-1, *[1] * len(spec.layer_shape)) if spec.stacked else 1.0
+        sizes = 10.0 ** np.arange(spec.shape[0]).reshape(-1, *[1] * len(spec.layer_shape)) if spec.stack_shape else 1.0
         return jnp.asarray(generator.normal(size=spec.shape) * sizes, jnp.float32)
 
     return jax.tree.map(one, specs)

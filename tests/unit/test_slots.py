@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float
 
-from linnet import rng
+from linnet import quant, rng
 from linnet.families.vq import decode, model, slots
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.params import buffer_specs, param_specs
 from linnet.nn.sampling import sampling_settings
 from linnet.params import Spec, map_specs
+from linnet.weights import Weights
 
 Made = tuple[VQConfig, Any, Any, decode.Prepared]
 
 
-def make(**changes: Any) -> Made:
+def make(weights: Weights = "float32", **changes: Any) -> Made:
     """A tiny model whose every weight counts. Made with numpy: nothing to compile."""
     sizes = {"n_vocab": 30, "d_model": 16, "d_k": 8, "d_v": 16, "n_code": 6, "n_layer": 1, "block_len": 8, "mem_len": 8}
     cfg = VQConfig(**{**sizes, **changes})
@@ -32,6 +33,7 @@ def make(**changes: Any) -> Made:
         return jnp.asarray((spec.init == "ones") + random.normal(0, fan_in**-0.5, spec.shape), jnp.float32)
 
     params, buffers = map_specs(draw, param_specs(cfg)), map_specs(draw, buffer_specs(cfg))
+    params = quant.lower(params, param_specs(cfg), weights)
     return cfg, params, buffers, slots.prepare(params, buffers, cfg)
 
 
@@ -62,6 +64,10 @@ def ticks(
         {"n_head": 2, "mem_len": 20, "pe_abs": True, "e_tie": True, "e_preln": True, "e_scale": 0.3},
         {"mem_len": 5, "reset_at_documents": True, "n_head": 2},
         {"agg_cache": False, "reset_at_documents": True},
+        {"weights": "int8"},
+        {"weights": "bfloat16", "e_tie": True},
+        {"n_expert": 4, "n_choice": 2},
+        {"n_expert": 3, "n_choice": 1, "weights": "int8"},
     ],
     ids=str,
 )
@@ -102,7 +108,9 @@ def test_4096_tokens_decode_as_in_one_pass() -> None:
     assert slots.state_bytes(state) == slots.state_bytes(slots.init_slots(cfg, 1))
 
 
-@pytest.mark.parametrize("changes", [{}, {"reset_at_documents": True, "n_head": 2}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"reset_at_documents": True, "n_head": 2}, {"weights": "int8"}, {"n_expert": 4}], ids=str
+)
 def test_a_slot_is_bit_equal_beside_any_neighbours_in_any_slot_and_batch(changes: dict[str, Any]) -> None:
     """Also admitted late, into a slot that held another sequence, and whether alone or among many."""
     cfg, params, buffers, prepared = make(

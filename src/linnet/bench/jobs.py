@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from linnet import rng
+from linnet import params as weights_of
+from linnet import quant, rng
 from linnet.bench import dense_model
 from linnet.bench.measure import Job
+from linnet.bench.run import TICKS
 from linnet.config import RunConfig
 from linnet.data import open_data
 from linnet.families import registry
 from linnet.families.family import Family
-from linnet.families.vq import slots
+from linnet.families.vq.config import VQConfig
 from linnet.families.vq.family import reading_block_len
 from linnet.nn import sampling
+from linnet.params import Spec, is_spec
+from linnet.pytree import leaf_name
 from linnet.train.evaluate import evaluate, make_nats
 from linnet.train.optim import optimizer as make_optimizer
-from linnet.train.state import fresh_state, model_weights
+from linnet.train.state import fresh_buffers, fresh_state
 from linnet.train.step import compile_step
+from linnet.weights import Weights
 
-TICKS = 64
-"""Tokens a slot writes in one call."""
 BACKWARD = 3
 """Flops of a training step over those of its forward pass."""
 
@@ -37,17 +41,19 @@ def train(cfg: RunConfig) -> Job:
 
 
 def train_dense(cfg: RunConfig) -> Job:
-    return _train(cfg, dense_model.dense_family(), dense_model.flops_per_token(cfg.model, cfg.data.sequence_len))
+    return _train(cfg, dense_model.dense_family(), dense_model.flops_per_token(cfg.vq, cfg.data.sequence_len))
 
 
 def evaluation(cfg: RunConfig) -> Job:
     family = registry.get(cfg.family)
-    model = dataclasses.replace(cfg.model, block_len=reading_block_len(cfg.model))
+    model = cfg.model
+    if isinstance(model, VQConfig):
+        model = dataclasses.replace(model, block_len=reading_block_len(model))
     return _evaluation(cfg, family, family.flops_per_token(model))
 
 
 def evaluation_dense(cfg: RunConfig) -> Job:
-    return _evaluation(cfg, dense_model.dense_family(), dense_model.flops_per_token(cfg.model, cfg.data.sequence_len))
+    return _evaluation(cfg, dense_model.dense_family(), dense_model.flops_per_token(cfg.vq, cfg.data.sequence_len))
 
 
 def _train(cfg: RunConfig, family: Family, flops: float) -> Job:
@@ -78,7 +84,7 @@ def _train(cfg: RunConfig, family: Family, flops: float) -> Job:
 def _evaluation(cfg: RunConfig, family: Family, flops: float) -> Job:
     """One batch of whole sequences by `evaluate` itself, reading and adding up included."""
     data = open_data(cfg.data, cfg.seed)
-    params, buffers = _weights(cfg)
+    params, buffers = fresh_weights(cfg)
     size = cfg.data.batch_size
     nats: Callable[..., Any] | None = None
 
@@ -94,10 +100,11 @@ def _evaluation(cfg: RunConfig, family: Family, flops: float) -> Job:
     return Job(tokens=size * cfg.data.sequence_len, flops_per_token=flops, compile=compile_, run=run)
 
 
-def prefill(cfg: RunConfig) -> Job:
+def prefill(cfg: RunConfig, weights: Weights = "float32") -> Job:
     """Prompts one after another, each from its first token read to the first token written. Compiling is all programs of that."""
-    params, buffers = _weights(cfg)
-    prompts, model = _prompts(cfg), cfg.model
+    params, buffers = fresh_weights(cfg, weights)
+    prompts, slots, model = _prompts(cfg), _decoder(cfg), cast(Any, cfg.model)
+    params = slots.hold(params)
     prepared = slots.prepare(params, buffers, cfg=model)
 
     def answer(prompt: list[int]) -> None:
@@ -118,16 +125,19 @@ def prefill(cfg: RunConfig) -> Job:
     )
 
 
-def decode(cfg: RunConfig) -> Job:
-    """All slots write `TICKS` tokens a run, after a prompt each."""
-    params, buffers = _weights(cfg)
-    prompts, model = _prompts(cfg), cfg.model
+def decode(cfg: RunConfig, weights: Weights = "float32") -> Job:
+    """All slots write `TICKS` tokens a run, after a prompt each. Where a model's context is bounded, each run begins anew: the same
+    tokens again, for it would soon be full."""
+    params, buffers = fresh_weights(cfg, weights)
+    prompts, slots, model = _prompts(cfg), _decoder(cfg), cast(Any, cfg.model)
+    params = slots.hold(params)
     prepared = slots.prepare(params, buffers, cfg=model)
     state = slots.init_slots(model, len(prompts))
     for i, prompt in enumerate(prompts):
         state = slots.insert(state, slots.admit(params, buffers, prompt[:-1], model), i)
     size = slots.state_bytes(state) // len(prompts)
     tokens, settings, keys, seen = _draws(cfg, prompts)
+    kept = None if model.context is None else jax.tree.map(jnp.copy, (state, tokens, seen))
     ticks: Callable[..., Any] | None = None
 
     def compile_() -> Any:
@@ -139,21 +149,38 @@ def decode(cfg: RunConfig) -> Job:
     def run() -> None:
         nonlocal state, tokens, seen
         assert ticks is not None
+        if kept is not None:  # copies: the program writes into what it is given
+            state, tokens, seen = jax.tree.map(jnp.copy, kept)
         state, seen, drawn, _, _ = ticks(prepared, state, tokens, settings, keys, seen)
         tokens = drawn[-1].block_until_ready()
 
     return Job(
         tokens=TICKS * len(prompts),
-        flops_per_token=registry.get(cfg.family).flops_per_token(dataclasses.replace(model, block_len=1)),
+        flops_per_token=registry.get(cfg.family).flops_per_token(_one_by_one(model)),
         compile=compile_,
         run=run,
         extra=lambda _: {"context": cfg.data.sequence_len, "state_bytes": size},
     )
 
 
-def _weights(cfg: RunConfig) -> tuple[Any, Any]:
-    family = registry.get(cfg.family)
-    return model_weights(fresh_state(family, cfg, make_optimizer(cfg.optim, family.param_specs(cfg.model))))
+def _decoder(cfg: RunConfig) -> Any:
+    return registry.get(cfg.family).decoder
+
+
+def _one_by_one(model: Any) -> Any:
+    return dataclasses.replace(model, block_len=1) if isinstance(model, VQConfig) else model
+
+
+def fresh_weights(cfg: RunConfig, weights: Weights = "float32") -> tuple[Any, Any]:
+    """Leaf by leaf, each in its fewest bits at once: what a process holds at most is then the model, not its making."""
+    family, key = registry.get(cfg.family), rng.stream(rng.root(cfg.seed), "params")
+
+    def made(path: tuple[Any, ...], spec: Spec) -> Any:
+        draw = jax.jit(lambda key: quant.lower(weights_of.init(spec, key), spec, weights))
+        return draw(rng.stream(key, leaf_name(path)))
+
+    params = jax.tree_util.tree_map_with_path(made, family.param_specs(cfg.model), is_leaf=is_spec)
+    return params, fresh_buffers(family, cfg)
 
 
 def _prompts(cfg: RunConfig) -> list[list[int]]:
@@ -175,4 +202,6 @@ JOBS: dict[str, Callable[[RunConfig], Job]] = {
     "eval-dense": evaluation_dense,
     "prefill": prefill,
     "decode": decode,
+    "prefill-int8": partial(prefill, weights="int8"),
+    "decode-int8": partial(decode, weights="int8"),
 }

@@ -16,11 +16,14 @@ from linnet import presets
 from linnet.bench.targets import GEMM_SIZE, PRESET, TARGETS, compare
 from linnet.config import DataConfig, RunConfig
 from linnet.errors import UserError, refuse
+from linnet.families.vq.config import VQConfig
 from linnet.train.environment import cores_usable
 
 JOBS = ("train", "eval", "prefill", "decode")
 CONTEXT = 1024
 """Tokens read before decode is measured, and the prompt of prefill, when none is asked for."""
+TICKS = 64
+"""Tokens a slot writes in one call."""
 
 
 def run_bench(
@@ -77,13 +80,22 @@ def job_config(job: str, preset: str | RunConfig, sequence_len: int | None, batc
     if job not in JOBS:
         raise refuse("the job", job, f"one of {', '.join(JOBS)}", "choose one of them, or `linnet bench scaling`")
     cfg = presets.get(preset) if isinstance(preset, str) else preset
-    serving = job in ("prefill", "decode")
-    length, size = (CONTEXT, 1) if serving else (cfg.data.update_len, cfg.data.batch_size)
-    return sized(cfg, length if sequence_len is None else sequence_len, size if batch is None else batch)
+    serving, room = job in ("prefill", "decode"), cfg.model.context
+    if room is not None and job == "decode":
+        room -= TICKS
+    usual = CONTEXT if room is None else min(CONTEXT, room)
+    length, size = (usual, 1) if serving else (cfg.data.update_len, cfg.data.batch_size)
+    length = length if sequence_len is None else sequence_len
+    if room is not None and length > room:
+        needs = (
+            f"at most {room}: model.context is {cfg.model.context}{f', and {TICKS} are written' * (job == 'decode')}"
+        )
+        raise refuse("--sequence-len", length, needs, f"use {room}")
+    return sized(cfg, length, size if batch is None else batch)
 
 
 def sized(cfg: RunConfig, length: int, batch: int) -> RunConfig:
-    block = cfg.model.block_len
+    block = cfg.model.block_len if isinstance(cfg.model, VQConfig) else 1
     if batch < 1:
         raise refuse("--batch", batch, "at least 1", "use 1")
     if length < 1 or length % block:
@@ -93,9 +105,13 @@ def sized(cfg: RunConfig, length: int, batch: int) -> RunConfig:
     return dataclasses.replace(cfg, data=data, train=dataclasses.replace(cfg.train, accumulate=1))
 
 
-def _check_time_and_cores(seconds: float, cores: int | None) -> None:
+def check_seconds(seconds: float) -> None:
     if not seconds > 0:
         raise refuse("--seconds", seconds, "above 0", "use 10")
+
+
+def _check_time_and_cores(seconds: float, cores: int | None) -> None:
+    check_seconds(seconds)
     if cores is None:
         return
     if not hasattr(os, "sched_setaffinity"):

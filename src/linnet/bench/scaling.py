@@ -46,7 +46,7 @@ def run_scaling(
         raise refuse("the job of scaling", job, "train or eval", "use train")
     if out.suffix != ".svg" or not out.parent.is_dir():
         raise refuse("--out", str(out), "an .svg file in a folder that exists", "use scaling.svg")
-    dense_model.check(cfg.model)
+    dense_model.check(cfg.vq)
     cfg = _without_dropout(cfg)
     configs = {length: sized(cfg, length, 1) for length in sorted(lengths or lengths_up_to())}
     curves: dict[str, list[dict[str, Any]]] = {}

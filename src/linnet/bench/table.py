@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from linnet.bench import serve
 from linnet.bench.scaling import BASE_LEN
 from linnet.bench.targets import CORES_SPEEDUP, REFERENCE_GEMM
 
@@ -113,14 +114,14 @@ def _scaling_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def markdown(results: Sequence[dict[str, Any]]) -> str:
+def markdown(results: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> str:
     """Results of one machine and commit as a table for docs/benchmarks.md."""
     columns = (
         "job", "tokens / CPU-s", "target, scaled", "tokens / s", "compile CPU-s", "peak GB", "MFU", "GEMM GFLOP / CPU-s", "reached",
     )  # fmt: skip
     rows = [
         [
-            f"{r['job']}, T {r['sequence_len']:,}, batch {r['batch']}, {_cores(r['cores'])}",
+            f"{r['job']}{_held(r)}, T {r['sequence_len']:,}, batch {r['batch']}, {_cores(r['cores'])}",
             f"{r['tokens_per_cpu_second']:,.0f}",
             f"{r['target']:,.0f}, {r['target_scaled']:,.0f}" if "target" in r else "-",
             f"{r['tokens_per_second']:,.0f}",
@@ -139,13 +140,31 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         if "speedup_over_one_core" in r
     ]
     scale = f"Targets are scaled by the measured matrix product over {REFERENCE_GEMM:g} GFLOP a CPU-second."
-    return "\n\n".join([_heading(results[0]), _grid(columns, rows), " ".join([scale, *speedups])]) + "\n"
+    return "\n\n".join([_heading(results[0]), _grid(columns, rows), " ".join([scale, *speedups, *notes])]) + "\n"
 
 
 def markdown_scaling(result: dict[str, Any]) -> str:
     notes = [f"{kind.capitalize()} attention: {why}." for kind, why in result["stopped"].items()]
     parts = [_heading(result), _grid(_SCALING_COLUMNS, [_scaling_cells(row) for row in result["points"]])]
     return "\n\n".join([*parts, *([" ".join(notes)] if notes else [])]) + "\n"
+
+
+def render_serve(result: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"serve {result['preset']}", title_justify="left", caption=_heading(result))
+    for name in serve.COLUMNS:
+        table.add_column(name)
+    for row in result["rows"]:
+        table.add_row(*serve.cells(row))
+    return table
+
+
+def markdown_serve(result: dict[str, Any]) -> str:
+    rows = [serve.cells(row) for row in result["rows"]]
+    gemm = ", ".join(f"{value:.1f} ({job.removeprefix('serve-')})" for job, value in result["gemm"].items())
+    note = f"The matrix product of each job's process, GFLOP / CPU-s: {gemm}."
+    return "\n\n".join([_heading(result), _grid(serve.COLUMNS, rows), note]) + "\n"
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -169,6 +188,11 @@ def _machine(result: dict[str, Any]) -> str:
         f"jax {machine.get('versions', {}).get('jax')}",
     ]
     return ", ".join(word for word in words if word)
+
+
+def _held(result: dict[str, Any]) -> str:
+    """The bits of the weights, where they were chosen."""
+    return f", {result['weights']}" if "weights" in result else ""
 
 
 def _cores(n: int | None) -> str:

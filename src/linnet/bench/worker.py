@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from linnet.config import RunConfig
 
 
 def main() -> None:
@@ -23,22 +26,36 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
     """`{"stopped": why}` in place of figures when the job does not fit into memory."""
     import jax
 
-    from linnet.bench.jobs import JOBS
-    from linnet.bench.measure import TooLarge, measure
-    from linnet.config import RunConfig, from_dict
+    from linnet.bench.measure import TooLarge
+    from linnet.config import run_from_dict
     from linnet.train.environment import describe
 
     jax.config.update("jax_enable_compilation_cache", False)  # compile time is measured cold
-    cfg = from_dict(RunConfig, task["config"], "")
+    cfg = run_from_dict(task["config"])
     environment = describe()
     where = {"cores": environment["cores_usable"], "commit": environment.pop("git_commit"), "machine": environment}
     try:
-        figures = measure(
-            JOBS[task["job"]](cfg), seconds=task["seconds"], long_once=task["long_once"], gemm_size=task["gemm_size"]
-        )
+        figures = _figures(task, cfg)
     except TooLarge as stop:
         return {"stopped": str(stop), **where}
     return {**figures, **where}
+
+
+def _figures(task: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
+    """Each job brings in only what it needs: the rest would count as its memory."""
+    seconds, gemm_size = task["seconds"], task["gemm_size"]
+    if task["job"].startswith("serve-"):
+        from linnet.bench.serve_jobs import SERVE_JOBS
+
+        return SERVE_JOBS[task["job"]](cfg, seconds=seconds, gemm_size=gemm_size)
+    if task["job"] == "import":
+        from linnet.bench.import_memory import import_memory
+
+        return import_memory(cfg)
+    from linnet.bench.jobs import JOBS
+    from linnet.bench.measure import measure
+
+    return measure(JOBS[task["job"]](cfg), seconds=seconds, long_once=task["long_once"], gemm_size=gemm_size)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -15,9 +16,13 @@ from linnet.cli.parse import parse
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    job: Annotated[Literal["train", "eval", "prefill", "decode", "scaling", "table"], tyro.conf.Positional]
-    """What to measure; `scaling`: sequence lengths against a dense baseline; `table`: all rows of docs/benchmarks.md."""
-    preset: Annotated[str, tyro.conf.Positional] = "bench-s"
+    job: Annotated[
+        Literal["train", "eval", "prefill", "decode", "scaling", "table", "serve", "moe"], tyro.conf.Positional
+    ]
+    """What to measure; `scaling`: sequence lengths against a dense baseline; `table`: all rows of docs/benchmarks.md; `serve`: the
+    engine and the server; `moe`: the mixture of experts, in 32 and in 8 bits."""
+    preset: Annotated[str | None, tyro.conf.Positional] = None
+    """bench-s where none is named, and for `moe` bench-moe."""
     sequence_len: int | None = None
     """Tokens of a sequence; of the context for decode. `scaling`: the longest."""
     batch: int | None = None
@@ -34,45 +39,65 @@ class Flags:
     json: bool = False
     """One JSON object."""
     markdown: bool = False
-    """`table` and `scaling`: a table to paste into a document."""
+    """`table`, `scaling`, `serve` and `moe`: a table to paste into a document."""
 
 
 def bench_command(argv: list[str]) -> int:
     flags = parse(Flags, argv, "bench", "Measures speed, compile time and memory, each job in a process of its own.")
-    from rich.console import Console
-
-    from linnet.bench import run, scaling, table
+    from linnet.bench import moe, run, scaling, serve, table
 
     def say(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
-    if flags.job == "table":
-        rows = run.run_table(seconds=flags.seconds, say=say)
-        print(json.dumps(rows) if flags.json else table.markdown(rows))
-        return 0
-    if flags.job == "scaling":
-        lengths = scaling.lengths_up_to(flags.sequence_len or scaling.LONGEST)
-        job = "eval" if flags.forward_only else "train"
-        result = scaling.run_scaling(flags.preset, lengths, job=job, seconds=flags.seconds, out=flags.out, say=say)
-        if flags.json:
-            print(json.dumps(result))
-        elif flags.markdown:
-            print(table.markdown_scaling(result))
-        else:
-            Console().print(table.render_scaling(result))
-            print(f"The plot is in {flags.out}.")
-        return 0
-    result = run.run_bench(
-        flags.job,
-        flags.preset,
-        sequence_len=flags.sequence_len,
-        batch=flags.batch,
-        seconds=flags.seconds,
-        cores=flags.cores,
-        compare_cores=flags.compare_cores,
-    )
+    seconds, preset = flags.seconds, flags.preset or _usual_preset(flags.job)
+    match flags.job:
+        case "table":
+            rows = run.run_table(seconds=seconds, say=say)
+            print(json.dumps(rows) if flags.json else table.markdown(rows))
+        case "moe":
+            result = moe.run_moe(preset, seconds=seconds, say=say)
+            print(json.dumps(result) if flags.json else table.markdown(result["rows"], moe.notes(result)))
+        case "serve":
+            result = serve.run_serve(preset, seconds=seconds, say=say)
+            _show(flags, result, table.markdown_serve, table.render_serve)
+        case "scaling":
+            lengths = scaling.lengths_up_to(flags.sequence_len or scaling.LONGEST)
+            job = "eval" if flags.forward_only else "train"
+            result = scaling.run_scaling(preset, lengths, job=job, seconds=seconds, out=flags.out, say=say)
+            _show(flags, result, table.markdown_scaling, table.render_scaling)
+            if not flags.json and not flags.markdown:
+                print(f"The plot is in {flags.out}.")
+        case _:
+            result = run.run_bench(
+                flags.job,
+                preset,
+                sequence_len=flags.sequence_len,
+                batch=flags.batch,
+                seconds=seconds,
+                cores=flags.cores,
+                compare_cores=flags.compare_cores,
+            )
+            _show(flags, result, None, table.render)
+    return 0
+
+
+def _usual_preset(job: str) -> str:
+    from linnet.bench.targets import MOE_PRESET, PRESET
+
+    return MOE_PRESET if job == "moe" else PRESET
+
+
+def _show(
+    flags: Flags,
+    result: dict[str, Any],
+    markdown: Callable[[dict[str, Any]], str] | None,
+    render: Callable[[dict[str, Any]], Any],
+) -> None:
+    from rich.console import Console
+
     if flags.json:
         print(json.dumps(result))
+    elif flags.markdown and markdown is not None:
+        print(markdown(result))
     else:
-        Console().print(table.render(result))
-    return 0
+        Console().print(render(result))

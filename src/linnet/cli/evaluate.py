@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from linnet.cli.parse import parse
+from linnet.weights import Weights
+
+if TYPE_CHECKING:
+    from linnet.train.evaluate import Evaluation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +23,8 @@ class Flags:
     split: Literal["train", "validation", "test"] = "validation"
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
+    weights: Weights = "float32"
+    """The bits that weights are held in. Below 32 both are evaluated, and the difference is told."""
     source: str | None = None
     """Other data to evaluate on: prepared data (its `split`), or a text file, folder or glob, read whole."""
     batch_size: int | None = None
@@ -35,6 +41,7 @@ def eval_command(argv: list[str]) -> int:
         "eval",
         "Evaluates a run: every token of the split counts once, the state carried through each sequence.",
     )
+    from linnet import quant
     from linnet.cli.startup import prepare_jax
     from linnet.config import DataConfig
     from linnet.data import open_data
@@ -61,28 +68,43 @@ def eval_command(argv: list[str]) -> int:
     must_match(flags.run, data, run.vocabulary.tokenizer)
     size = flags.batch_size or cfg.data.batch_size
     n_batch = -(-min(data.split(split).n_windows, flags.limit or 10**12) // size)
-    result = evaluate(
-        run.family,
-        cfg,
-        run.params,
-        run.buffers,
-        data,
-        split,
-        batch_size=size,
-        limit=flags.limit,
-        progress=lambda batches: track(batches, "evaluating", n_batch, quiet=flags.json),
-    )
+
+    def evaluated(params: Any, words: str) -> Evaluation:
+        return evaluate(
+            run.family,
+            cfg,
+            params,
+            run.buffers,
+            data,
+            split,
+            batch_size=size,
+            limit=flags.limit,
+            progress=lambda batches: track(batches, words, n_batch, quiet=flags.json),
+        )
+
+    params = quant.lower(run.params, run.family.param_specs(cfg.model), flags.weights)
+    result = evaluated(params, "evaluating")
     name = split if flags.source is None else "source"
     record = result.to_json() | {
         "split": name,
         "step": run.step,
+        "weights": flags.weights,
+        "weight_bytes": quant.n_bytes(params),
         "run": str(flags.run),
         "peak_rss_bytes": peak_rss_bytes(),
     }
+    if flags.weights != "float32":
+        whole = evaluated(run.params, "with float32 weights")
+        record["float32"] = {
+            "loss": whole.loss,
+            "bits_per_byte": whole.bits_per_byte,
+            "weight_bytes": quant.n_bytes(run.params),
+        }
     if flags.source is not None:
         record["source"] = flags.source
-    (flags.run / f"eval_{name}.json").write_text(json.dumps(record, indent=2) + "\n")
-    figure = flags.run / f"eval_{name}.svg"
+    file = name if flags.weights == "float32" else f"{name}_{flags.weights}"
+    (flags.run / f"eval_{file}.json").write_text(json.dumps(record, indent=2) + "\n")
+    figure = flags.run / f"eval_{file}.svg"
     figure.write_text(position_svg(result.position_edges, result.position_nats))
     if flags.json:
         print(json.dumps(record))
@@ -97,6 +119,13 @@ def eval_command(argv: list[str]) -> int:
     )
     if result.words:
         console.print(f"By word: perplexity {result.word_perplexity:.3f}, {result.words:,} words.")
+    if flags.weights != "float32":
+        before = record["float32"]
+        console.print(
+            f"With float32 weights: {before['bits_per_byte']:.4f} bits per {result.unit}; {flags.weights} weights cost "
+            f"{record['bits_per_byte'] - before['bits_per_byte']:+.4f} and take {record['weight_bytes'] / 1e6:.1f} MB instead of "
+            f"{before['weight_bytes'] / 1e6:.1f}."
+        )
     console.print(position_table(result.position_edges, result.position_nats))
     if result.unit == "byte":  # a place in a picture is not only how much was seen, but what is there
         console.print(position_words(result.position_edges, result.position_nats))

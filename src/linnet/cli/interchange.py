@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import tyro
 
@@ -13,14 +13,19 @@ from linnet.cli.parse import parse
 from linnet.config import RunConfig
 from linnet.errors import UserError, refuse
 from linnet.families.vq.config import VQConfig
+from linnet.weights import Weights
+
+if TYPE_CHECKING:
+    from linnet.data.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class ImportFlags:
-    kind: Annotated[Literal["transformer-vq", "safetensors"], tyro.conf.Positional]
-    """What the file is: an official Transformer-VQ checkpoint (.npz of '/'-joined names, or Flax msgpack), or Linnet's own export."""
-    file: Annotated[Path, tyro.conf.Positional]
-    out: Path
+    kind: Annotated[Literal["transformer-vq", "safetensors", "grok-1"], tyro.conf.Positional]
+    """What the file is: an official Transformer-VQ checkpoint (.npz of '/'-joined names, or Flax msgpack), Linnet's own export, or
+    Grok-1: the release's folder with ckpt-0, or a Hugging Face conversion (a .safetensors file, or the folder of several)."""
+    file: Annotated[Path | None, tyro.conf.Positional] = None
+    out: Path | None = None
     """The folder of the new run."""
     block_len: int | None = None
     """As the model was trained, where the file does not tell (the paper's: 512)."""
@@ -33,6 +38,13 @@ class ImportFlags:
     """Text to evaluate the run on; this Python's standard library if not given."""
     tokenizer: str | None = None
     """What the model's ids mean, kept with the run: a sentencepiece .model, a tokenizer.json, or a folder with one."""
+    settings: Path | None = None
+    """grok-1: a config.json with the model's sizes; one that lies in or beside the checkpoint is used if not given, else the
+    published sizes."""
+    weights: Weights = "float32"
+    """grok-1: bring matrices to so few bits while importing. What has fewer already stays as it is."""
+    plan: bool = False
+    """grok-1: only say what importing and serving need, and on how many devices the model fits. FILE may be left out."""
 
 
 def import_command(argv: list[str]) -> int:
@@ -44,39 +56,76 @@ def import_command(argv: list[str]) -> int:
     )
     from linnet.cli.startup import prepare_jax
     from linnet.data.tokenizer import open_tokenizer
-    from linnet.train.interchange.weights_file import import_safetensors
+    from linnet.train.interchange.stored_weights import held_leaves, write_stored_run
+    from linnet.train.interchange.weights_file import import_safetensors, is_float32
     from linnet.train.runs import write_run
 
+    if flags.plan:
+        return _plan(flags)
+    if flags.file is None or flags.out is None:
+        raise refuse("FILE" if flags.file is None else "--out", None, "given", "name what to import, and --out RUN")
     tokenizer = None if flags.tokenizer is None else open_tokenizer(flags.tokenizer)
     if (flags.out / "config.json").exists():
         raise UserError(f"{flags.out} holds a run already, and nothing is overwritten. Fix: choose another --out.")
     prepare_jax()
+    if flags.kind == "grok-1":
+        return _grok(flags, flags.file, flags.out, tokenizer)
     if flags.kind == "safetensors":
         from linnet import config as configs
 
         params, buffers, values = import_safetensors(flags.file)
         values.pop("version")
-        cfg = configs.from_dict(RunConfig, values, "")
+        cfg = configs.run_from_dict(values)
     else:
-        cfg, params, buffers = _transformer_vq(flags)
+        cfg, params, buffers = _transformer_vq(flags, flags.file)
     if flags.source is not None:
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, source=flags.source))
     if tokenizer is not None:
-        if tokenizer.n_vocab > cfg.model.n_vocab:
-            needs = f"at most the model's {cfg.model.n_vocab} ids (it has {tokenizer.n_vocab})"
-            raise refuse("--tokenizer", flags.tokenizer, needs, "name the one that the model was trained with")
-        cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, end_id=tokenizer.end_id))
-    write_run(flags.out, cfg, params, buffers)
-    if tokenizer is not None:
-        tokenizer.save(flags.out)
+        cfg = dataclasses.replace(cfg, model=_with_tokenizer(cfg.model, tokenizer, flags))
+    if is_float32(params):
+        write_run(flags.out, cfg, params, buffers)
+        if tokenizer is not None:
+            tokenizer.save(flags.out)
+    else:  # an optimiser has no use for it
+        finish = (lambda folder: None) if tokenizer is None else tokenizer.save
+        write_stored_run(flags.out, cfg, held_leaves(params), finish, print)
     print(f"The run is in {flags.out}. Next: linnet eval {flags.out}; linnet sample {flags.out}")
     return 0
 
 
-def _transformer_vq(flags: ImportFlags) -> tuple[RunConfig, Any, Any]:
+def _with_tokenizer(model: Any, tokenizer: Tokenizer, flags: ImportFlags) -> Any:
+    if tokenizer.n_vocab > model.n_vocab:
+        needs = f"at most the model's {model.n_vocab} ids (it has {tokenizer.n_vocab})"
+        raise refuse("--tokenizer", flags.tokenizer, needs, "name the one that the model was trained with")
+    return dataclasses.replace(model, end_id=tokenizer.end_id)
+
+
+def _plan(flags: ImportFlags) -> int:
+    from linnet.train.interchange.grok_import import plan_import
+    from linnet.train.interchange.plan import show
+
+    if flags.kind != "grok-1":
+        raise refuse("--plan", flags.kind, "used with grok-1", "leave it out: other models are small")
+    print(show(plan_import(flags.file, flags.settings, flags.weights)))
+    return 0
+
+
+def _grok(flags: ImportFlags, file: Path, out: Path, tokenizer: Tokenizer | None) -> int:
+    from linnet.train.interchange.grok_import import find_grok, import_grok, run_config
+
+    found = find_grok(file, flags.settings)
+    print(f"Sizes: {found.settings or 'as published'}.")
+    model = found.cfg if tokenizer is None else _with_tokenizer(found.cfg, tokenizer, flags)
+    finish = (lambda folder: None) if tokenizer is None else tokenizer.save
+    import_grok(found, run_config(model, flags.source), out, flags.weights, finish=finish, say=print)
+    print(f"The run is in {out}. Next: linnet sample {out}; linnet serve {out}")
+    return 0
+
+
+def _transformer_vq(flags: ImportFlags, file: Path) -> tuple[RunConfig, Any, Any]:
     from linnet.train.interchange.transformer_vq import import_config, read_transformer_vq, to_model
 
-    tree, settings = read_transformer_vq(flags.file)
+    tree, settings = read_transformer_vq(file)
     told = ("block_len", "mem_len", "pe_lam", "e_scale", "agg_cache")
     overrides = {name: getattr(flags, name) for name in told if getattr(flags, name) is not None}
     model: VQConfig = import_config(tree, settings, overrides=overrides)
@@ -99,10 +148,10 @@ class ExportFlags:
     run: Annotated[Path, tyro.conf.Positional]
     """The run's folder."""
     out: Path | None = None
-    """The file; RUN.safetensors or RUN.npz beside the run if not given."""
-    format: Literal["safetensors", "transformer-vq"] = "safetensors"
+    """The file (grok-hf: the folder); RUN.safetensors, RUN.npz or RUN-hf beside the run if not given."""
+    format: Literal["safetensors", "transformer-vq", "grok-hf"] = "safetensors"
     """`safetensors`: weights, codebooks and config, read back bit for bit by `linnet import safetensors`; `transformer-vq`: the
-    official tree as .npz."""
+    official tree as .npz; `grok-hf`: safetensors by the names of Grok-1's Hugging Face conversions, 8-bit weights as float32."""
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
 
@@ -118,9 +167,17 @@ def export_command(argv: list[str]) -> int:
 
     prepare_jax()
     run = open_run(flags.run, flags.checkpoint)
-    suffix = ".safetensors" if flags.format == "safetensors" else ".npz"
+    suffix = {"safetensors": ".safetensors", "transformer-vq": ".npz", "grok-hf": "-hf"}[flags.format]
     out = flags.out or flags.run.with_name(flags.run.name + suffix)
-    if flags.format == "safetensors":
+    needed = {"transformer-vq": "vq", "grok-hf": "moe"}.get(flags.format, run.cfg.family)
+    if run.cfg.family != needed:
+        raise refuse("--format", flags.format, f"one for {run.cfg.family} models", "use safetensors")
+    if flags.format == "grok-hf":
+        from linnet.train.interchange.grok_hf import export_conversion
+
+        n = export_conversion(run.params, cast(Any, run.cfg.model), out)
+        print(f"Wrote {n} file{'s' if n > 1 else ''} to {out} (step {run.step}).")
+    elif flags.format == "safetensors":
         mark = export_safetensors(run.params, run.buffers, configs.to_json(run.cfg), out)
         print(f"Wrote {out} (step {run.step}, fingerprint {mark[:12]}).")
     else:
@@ -131,7 +188,7 @@ def export_command(argv: list[str]) -> int:
 
         settings = {**dataclasses.asdict(run.cfg.model), **_lengths(run.cfg)}
         meta = {"family": "vq", "kind": "params", "config": settings}
-        write_npz(out, {**to_reference(run.params, run.buffers, run.cfg.model), "meta": np.array(json.dumps(meta))})
+        write_npz(out, {**to_reference(run.params, run.buffers, run.cfg.vq), "meta": np.array(json.dumps(meta))})
         print(f"Wrote {out} (step {run.step}).")
     return 0
 

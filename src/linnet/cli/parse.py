@@ -23,9 +23,9 @@ def parse(arguments: type[T], argv: list[str], command: str, words: str, default
 
 @dataclasses.dataclass(frozen=True)
 class RunFlags:
-    """Flags of a command that trains: where to, and any setting of the run."""
+    """Flags of a command that trains: where to, and any setting of the run. The preset says which family's model it is."""
 
-    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    config: Annotated[tyro.conf.AvoidSubcommands[RunConfig], tyro.conf.arg(name="")]
     out: Path | None = None
     """The run's folder; runs/PRESET if not given. A run that is there already is continued."""
     quiet: bool = False

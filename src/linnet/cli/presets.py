@@ -25,11 +25,12 @@ def presets_command(argv: list[str]) -> int:
     from rich.table import Table
 
     from linnet import params
-    from linnet.families.vq.params import param_specs
+    from linnet.families import registry
 
     table = Table("preset", "parameters", "data", "what it is", box=None)
     for name, (words, make) in presets.PRESETS.items():
         cfg = make()
-        table.add_row(name, f"{params.count(param_specs(cfg.model)) / 1e6:,.1f}M", cfg.data.source, words)
+        n = params.count(registry.get(cfg.family).param_specs(cfg.model))
+        table.add_row(name, f"{n / 1e6:,.1f}M", cfg.data.source, words)
     Console().print(table)
     return 0

@@ -13,6 +13,7 @@ import tyro
 
 from linnet.cli.parse import parse
 from linnet.errors import refuse
+from linnet.weights import Weights
 
 if TYPE_CHECKING:
     from linnet.families.generate import Piece
@@ -57,6 +58,8 @@ class Flags:
     """Pictures: the share of the rows of `--complete` that is seen."""
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
+    weights: Weights = "float32"
+    """The bits that weights are held in."""
     json: bool = False
     """Print one JSON object when all is done, instead of streaming."""
 
@@ -81,7 +84,7 @@ def sample_command(argv: list[str]) -> int:
     drawing_settings(flags, 1, 1.0)  # refuses what makes no sense before the run is opened
     prompt = flags.prompt.encode() if flags.prompt_file is None else _read(flags.prompt_file)
     prepare_jax()
-    run = open_run(flags.run, flags.checkpoint)
+    run = open_run(flags.run, flags.checkpoint, flags.weights)
     if run.vocabulary.shape is not None:
         from linnet.cli.sample_pictures import paint
 

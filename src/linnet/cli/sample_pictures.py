@@ -27,24 +27,22 @@ def paint(flags: Flags, run: Run, shape: tuple[int, int, int]) -> int:
     n_rows = int(shape[0] * flags.keep) if given else 0
     seen = [picture[:n_rows].tobytes() for picture in given for _ in range(flags.n)] or [b""] * flags.n
     seeds = [(flags.seed + i % flags.n) % 2**32 for i in range(len(seen))]
-    painted, n_special = [], 0
+    painted = []
     for at in range(0, len(seen), AT_ONCE):
         part = seen[at : at + AT_ONCE]
         settings = drawing_settings(flags, len(part), 1.0)
-        pictures, special = sample_pictures(
-            run.family, run.cfg, run.params, run.buffers, shape, part, settings, seeds[at : at + AT_ONCE]
+        painted.append(
+            sample_pictures(
+                run.family, run.cfg, run.params, run.buffers, shape, part, settings, seeds[at : at + AT_ONCE]
+            )
         )
-        painted.append(pictures)
-        n_special += special
     pictures = np.concatenate(painted)
     files = _write(flags, pictures, given, shape)
     if flags.json:
         record = {"run": str(flags.run), "pictures": [str(file) for file in files[:-1]], "sheet": str(files[-1])}
-        print(json.dumps(record | {"special_ids": n_special, "seen_rows": n_rows, "shape": shape}))
+        print(json.dumps(record | {"seen_rows": n_rows, "shape": shape}))
         return 0
     print(f"{len(pictures)} pictures are in {files[-1].parent}, all of them on {files[-1].name}.")
-    if n_special:
-        print(f"{n_special} values were special ids, which are no colour: they are painted black.")
     return 0
 
 

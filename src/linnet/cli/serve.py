@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,13 +14,17 @@ import tyro
 
 from linnet.cli.parse import parse
 from linnet.errors import refuse
+from linnet.weights import Weights
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from linnet.serve.served import ServedModel
+    from linnet.serve.template import ChatTemplate
 
 KEYS = "LINNET_API_KEYS"
+SAY_SECONDS = 5.0
+"""Between two lines about a batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Flags:
     """Answer the requests of a file (OpenAI's batch lines) into another, and exit. Run it again after a kill: it goes on."""
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
+    weights: Weights = "float32"
+    """The bits that weights are held in. `linnet eval RUN --weights int8` tells what fewer of them cost."""
 
 
 def serve_command(argv: list[str]) -> int:
@@ -57,6 +65,7 @@ def serve_command(argv: list[str]) -> int:
     from linnet.serve.http.auth import Keys
     from linnet.serve.http.batch import read_lines
     from linnet.serve.http.lifecycle import Lifecycle, check_host, run
+    from linnet.serve.template import read_template
 
     check_host(flags.host, bool(keys))
     Keys(keys)  # refuses weak ones before anything is loaded
@@ -64,15 +73,16 @@ def serve_command(argv: list[str]) -> int:
     if len({name for name, _ in names}) < len(names):
         raise refuse("RUN", " ".join(flags.runs), "runs with names of their own", "name one by NAME=FOLDER")
     lines = [] if flags.batch is None else read_lines(flags.batch[0])
+    templates = [read_template(folder) for _, folder in names]
     prepare_jax()
-    models = [_open(name, folder, flags) for name, folder in names]
+    models = [_open(name, folder, flags, template) for (name, folder), template in zip(names, templates, strict=True)]
     lifecycle = Lifecycle()
     for model in models:
         state = f"{model.state_bytes / 1e6:.1f} MB a user, however long"
         print(f"{model.name}: {flags.slots} slots, {state}.", file=sys.stderr)
     if flags.batch is None:
         print(f"Serving on http://{flags.host}:{flags.port} (Ctrl-C drains and stops).", file=sys.stderr, flush=True)
-    app = make_app(models, keys=keys, lifecycle=lifecycle)
+    app = make_app(models, keys=keys, lifecycle=lifecycle, host=None if flags.batch else flags.host)
     if flags.batch is not None:
         return _batch(app, models, lines, flags)
     run(
@@ -96,7 +106,7 @@ def _batch(app: ASGIApp, models: list[ServedModel], lines: list[dict[str, Any]],
     assert flags.batch is not None
     key = next(iter(_keys(flags.keys_file)), None)
     at_once = 2 * flags.slots * len(models)
-    n_done, n_failed = asyncio.run(run_batch(app, lines, flags.batch[1], at_once=at_once, key=key, say=lambda n: None))
+    n_done, n_failed = asyncio.run(run_batch(app, lines, flags.batch[1], at_once=at_once, key=key, say=_progress()))
     for model in models:
         model.engine.stop(within=1.0)
     before = len(lines) - n_done
@@ -104,12 +114,25 @@ def _batch(app: ASGIApp, models: list[ServedModel], lines: list[dict[str, Any]],
     return 0
 
 
-def _open(name: str, folder: Path, flags: Flags) -> ServedModel:
+def _progress() -> Callable[[int, int], None]:
+    """A line now and then, and one at the end."""
+    last = time.monotonic()
+
+    def say(n: int, n_all: int) -> None:
+        nonlocal last
+        if n == n_all or time.monotonic() - last >= SAY_SECONDS:
+            last = time.monotonic()
+            print(f"{n} of {n_all} answered.", file=sys.stderr, flush=True)
+
+    return say
+
+
+def _open(name: str, folder: Path, flags: Flags, template: ChatTemplate) -> ServedModel:
     from linnet.serve.engine import EngineConfig
     from linnet.serve.served import serve_model
     from linnet.train.runs import open_run
 
-    run = open_run(folder, flags.checkpoint)
+    run = open_run(folder, flags.checkpoint, flags.weights)
     config = EngineConfig(n_slots=flags.slots, max_waiting=flags.queue, prefix_bytes=flags.prefix_mb << 20)
     vocabulary = run.vocabulary
     return serve_model(
@@ -121,6 +144,7 @@ def _open(name: str, folder: Path, flags: Flags) -> ServedModel:
         vocabulary.tokenizer,
         vocabulary.shape,
         config,
+        template,
     )
 
 

@@ -65,6 +65,10 @@ class Family(Protocol):
         """Figures about the model's insides; computed only on steps that log them."""
         ...
 
+    def alarms(self, figures: dict[str, Any], least: float, cfg: Any) -> dict[int, str]:
+        """Parts of the model that use less than this share of what they have (codes, experts), each with a word of advice."""
+        ...
+
     def flops_per_token(self, cfg: Any) -> int:
         """Of a forward pass; training takes three times that."""
         ...

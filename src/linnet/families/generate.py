@@ -6,7 +6,6 @@ Memory is constant however long it runs: nothing is kept but the slots and what 
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
@@ -16,6 +15,7 @@ import numpy as np
 
 from linnet import rng
 from linnet.errors import refuse
+from linnet.families.detokenize import TextAssembler
 from linnet.nn.sampling import Rules, SamplingSettings
 from linnet.tokens import FIRST_BYTE
 
@@ -26,6 +26,10 @@ Finish = Literal["end", "stop", "length"]
 
 class Decoder(Protocol):
     """The part of a family that generation needs; `linnet.families.vq.slots` is one."""
+
+    def hold(self, params: Any) -> Any:
+        """The weights as this decoder wants to have them in memory."""
+        ...
 
     def prepare(self, params: Any, buffers: Any, cfg: Any) -> Any: ...
 
@@ -44,6 +48,7 @@ class Decoder(Protocol):
         keys: Any,
         seen: Any,
         rules: Rules | None = None,
+        active: Any = None,
         *,
         cfg: Any,
         n_ticks: int,
@@ -66,11 +71,6 @@ def byte_of(token: int) -> bytes:
     return bytes((token - FIRST_BYTE,)) if token >= FIRST_BYTE else b""
 
 
-def byte_ids(text: str | bytes) -> list[int]:
-    data = text.encode() if isinstance(text, str) else text
-    return [byte + FIRST_BYTE for byte in data]
-
-
 def generate(
     decoder: Decoder,
     params: Any,
@@ -83,11 +83,12 @@ def generate(
     seeds: Sequence[int],
     stop: Sequence[str] = (),
     ignore_end: bool = False,
+    allowed: Sequence[int] | None = None,
     n_ticks: int = N_TICKS,
     token_bytes: Callable[[int], bytes] = byte_of,
 ) -> Iterator[list[Piece | None]]:
     """Yields after each dispatch one piece a row; None for a row that ended earlier. Prompts are ids without the leading end id,
-    which every sequence gets as in training. Rows with the same prompt are read once."""
+    which every sequence gets as in training. Rows with the same prompt are read once. Only ids that are `allowed` are drawn."""
     _check(prompts, settings, seeds, stop, max_tokens, n_ticks, cfg.n_vocab)
     return _stream(
         decoder,
@@ -95,8 +96,12 @@ def generate(
         buffers,
         cfg,
         [[cfg.end_id, *prompt] for prompt in prompts],
-        [_Row(max_tokens, stop, None if ignore_end else cfg.end_id, token_bytes) for _ in prompts],
+        [
+            _Row(_most(prompt, max_tokens, cfg.context), stop, None if ignore_end else cfg.end_id, token_bytes)
+            for prompt in prompts
+        ],
         settings,
+        None if allowed is None else _only(allowed, len(prompts), cfg.n_vocab),
         seeds,
         n_ticks,
     )
@@ -110,10 +115,12 @@ def _stream(
     prompts: list[list[int]],
     rows: list[_Row],
     settings: SamplingSettings,
+    rules: Rules | None,
     seeds: Sequence[int],
     n_ticks: int,
 ) -> Iterator[list[Piece | None]]:
     n_slot = len(rows)
+    params = decoder.hold(params)
     prepared = decoder.prepare(params, buffers, cfg)
     slots = decoder.init_slots(cfg, n_slot)
     first = np.full((n_slot,), cfg.end_id, np.int32)
@@ -132,7 +139,16 @@ def _stream(
     tokens, seen = jnp.asarray(first), jnp.asarray(seen)
     while not all(row.finish for row in rows):
         slots, seen, drawn, logprobs, _ = decoder.decode(
-            prepared, slots, tokens, settings, keys, seen, cfg=cfg, n_ticks=n_ticks
+            prepared,
+            slots,
+            tokens,
+            settings,
+            keys,
+            seen,
+            rules,
+            np.array([row.finish is None for row in rows]),
+            cfg=cfg,
+            n_ticks=n_ticks,
         )
         tokens = drawn[-1]
         drawn_here, logprobs_here = np.asarray(drawn), np.asarray(logprobs)
@@ -140,6 +156,14 @@ def _stream(
             None if row.finish else row.take(drawn_here[:, i].tolist(), logprobs_here[:, i].tolist())
             for i, row in enumerate(rows)
         ]
+
+
+def _only(allowed: Sequence[int], n: int, n_vocab: int) -> Rules:
+    """No other ids, from the first draw on. What the penalties count (`seen`) has the prompt in it already."""
+    bias = np.full((n, n_vocab), -np.inf, np.float32)
+    bias[:, list(allowed)] = 0.0
+    none = jnp.zeros((n, n_vocab), bool)
+    return Rules(bias=jnp.asarray(bias), late=none, late_until=jnp.zeros((n,), jnp.int32), prompted=none)
 
 
 class _Row:
@@ -151,62 +175,38 @@ class _Row:
         self.left = max_tokens
         self.finish: Finish | None = None
         self._end = end
-        self._token_bytes = token_bytes
-        self._text = TextStream(stop)
+        self._text = TextAssembler(token_bytes, stop)
 
     def take(self, tokens: list[int], logprobs: list[float]) -> Piece:
         """Takes what was drawn, up to where the row ends."""
-        text, n = [], 0
+        n = 0
         for token in tokens:
             n += 1
             self.left -= 1
             if token == self._end:
                 self.finish = "end"
                 break
-            text.append(self._text.feed(self._token_bytes(token)))
-            if self._text.stopped:
+            self._text.feed(token)
+            if self._text.stopped is not None:
                 self.finish = "stop"
                 break
             if not self.left:
                 self.finish = "length"
                 break
+        text, _ = self._text.take()
         if self.finish:
-            text.append(self._text.close())
-        return Piece(tokens=tokens[:n], logprobs=logprobs[:n], text="".join(text), finish=self.finish)
+            text += self._text.close()
+        return Piece(tokens=tokens[:n], logprobs=logprobs[:n], text=text, finish=self.finish)
 
 
-class TextStream:
-    """Bytes in, text out: never half a character, and nothing of a stop string, however its bytes are cut."""
-
-    def __init__(self, stop: Sequence[str] = ()) -> None:
-        self.stopped = False
-        self._stops = [s.encode() for s in stop]
-        self._held = b""  # bytes that may yet turn out to begin a stop string
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, data: bytes) -> str:
-        if self.stopped:
-            return ""
-        self._held += data
-        found = [at for at in (self._held.find(s) for s in self._stops) if at >= 0]
-        if found:
-            self.stopped = True
-            ready, self._held = self._held[: min(found)], b""
-        else:
-            keep = max((_overlap(self._held, s) for s in self._stops), default=0)
-            cut = len(self._held) - keep
-            ready, self._held = self._held[:cut], self._held[cut:]
-        return self._decoder.decode(ready)
-
-    def close(self) -> str:
-        """What was held back, when no more can come. A character that never became whole is shown as U+FFFD."""
-        ready, self._held = self._held, b""
-        return self._decoder.decode(ready, final=True)
-
-
-def _overlap(data: bytes, stop: bytes) -> int:
-    """How many of the last bytes of `data` begin `stop`."""
-    return next((n for n in range(min(len(data), len(stop) - 1), 0, -1) if data.endswith(stop[:n])), 0)
+def _most(prompt: Sequence[int], max_tokens: int, context: int | None) -> int:
+    """Tokens of an answer that fit the context after this prompt and the leading end id; the last one is not read."""
+    if context is None:
+        return max_tokens
+    if len(prompt) >= context:
+        needs = f"at most {context - 1}: the model reads {context} tokens, answer included"
+        raise refuse("the prompt", f"{len(prompt)} tokens", needs, "shorten it")
+    return min(max_tokens, context - len(prompt))
 
 
 def _check(

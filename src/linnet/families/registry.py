@@ -14,4 +14,8 @@ def get(name: str) -> Family:
         from linnet.families.vq import family
 
         return cast(Family, cast(Any, family))
-    raise refuse("family", name, "vq", "use vq")
+    if name == "moe":
+        from linnet.families.moe import family
+
+        return cast(Family, cast(Any, family))
+    raise refuse("family", name, "vq or moe", "use one of them")

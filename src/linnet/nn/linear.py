@@ -1,4 +1,4 @@
-"""A matrix product whose gradients are written out."""
+"""A matrix product whose gradients are written out, and which takes weights of any number of bits."""
 
 from __future__ import annotations
 
@@ -6,16 +6,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from linnet import quant
+from linnet.quant import Half, Matrix, Quantized
+
+
+def linear(x: Float[Array, "*B D"], weights: Matrix) -> Float[Array, "*B E"]:
+    """`x @ weights`, in the type of `x`. Quantised weights have no gradient."""
+    if isinstance(weights, Quantized | Half):
+        return quant.matmul(_rows(x), weights).reshape(*x.shape[:-1], -1)
+    return _linear(x, weights)
+
 
 @jax.custom_vjp
-def linear(x: Float[Array, "*B D"], weights: Float[Array, "D E"]) -> Float[Array, "*B E"]:
-    """`x @ weights`, in the type of `x`. Autodiff would ask for the transposed gradient of the weights and transpose it back, for
-    which XLA copies the wide cotangent and falls to half of its speed on the CPU."""
+def _linear(x: Float[Array, "*B D"], weights: Float[Array, "D E"]) -> Float[Array, "*B E"]:
+    """Autodiff would ask for the transposed gradient of the weights and transpose it back, for which XLA copies the wide cotangent
+    and falls to half of its speed on the CPU."""
     return (_rows(x) @ weights.astype(x.dtype)).reshape(*x.shape[:-1], -1)
 
 
 def _forward(x: Array, weights: Array) -> tuple[Array, tuple[Array, Array]]:
-    return linear(x, weights), (x, weights)
+    return _linear(x, weights), (x, weights)
 
 
 def _backward(kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
@@ -25,7 +35,7 @@ def _backward(kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
     return d_x, d_weights.astype(weights.dtype)
 
 
-linear.defvjp(_forward, _backward)
+_linear.defvjp(_forward, _backward)
 
 
 def _rows(x: Float[Array, "*B D"]) -> Float[Array, "T D"]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 EPSILON = 1e-6
+GAIN_EPSILON = 1e-5  # Grok-1's
 
 
 def rms_norm(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
@@ -20,3 +21,9 @@ def rms_norm_affine(
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPSILON)
     return (wide * gain + bias).astype(x.dtype)
+
+
+def rms_norm_gain(x: Float[Array, "*B D"], gain: Float[Array, " D"]) -> Float[Array, "*B D"]:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + GAIN_EPSILON)
+    return (wide * gain).astype(x.dtype)

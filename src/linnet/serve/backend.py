@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from linnet import rng
 from linnet.families.family import Family
 from linnet.nn.sampling import Rules, SamplingSettings, sampling_settings
-from linnet.serve.request import MOST_TOP, Sampling
+from linnet.serve.request import MOST_TOP, Choice, Sampling
 
 N_TICKS = 8
 """Tokens a dispatch, once a request has its first."""
@@ -33,6 +33,8 @@ class Seat:
     written: Any  # [A]: how often each id was written
     n_read: int
     """Tokens in `memory` when the request was first placed: where its positions begin."""
+    n_held: int
+    """Tokens in `memory` now."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,16 +44,16 @@ class Ticket:
     tokens: Int[Array, "n B"]
     logprobs: Float[Array, "n B"]
     top: tuple[Int[Array, "n B K"], Float[Array, "n B K"]] | None
-    before: Mapping[int, tuple[Any, Any]]
-    """Of slots whose state is wanted: memory and token before the first tick."""
+    before: Mapping[int, Seat]
+    """Of slots whose state is wanted: as they were before the first tick."""
 
 
 class Backend:
     def __init__(self, family: Family, cfg: Any, params: Any, buffers: Any, n_slots: int) -> None:
         self.decoder: Any = family.decoder
         self.cfg, self.n_slots = cfg, n_slots
-        self._params, self._buffers = params, buffers
-        self._prepared = self.decoder.prepare(params, buffers, cfg)
+        self._params, self._buffers = self.decoder.hold(params), buffers
+        self._prepared = self.decoder.prepare(self._params, buffers, cfg)
         self.chunk_len: int = self.decoder.chunk_len(cfg)
         self.reset()
         self.state_bytes: int = self.decoder.state_bytes(self._slots) // n_slots
@@ -62,6 +64,10 @@ class Backend:
         self._tokens = jnp.zeros((self.n_slots,), jnp.int32)
         self._written = jnp.zeros((self.n_slots, self.cfg.n_vocab), jnp.int32)
         self._table = _RuleTable(self.n_slots, self.cfg.n_vocab)
+        self._held = [0] * self.n_slots
+        """Tokens that each slot has read."""
+        self._known: list[Any] = [None] * self.n_slots
+        """An earlier state of what each slot holds, for families whose states share what does not change any more."""
 
     def warm_up(self) -> None:
         """Compiles every program that a request may need, so that the first request waits for none. (Log-probabilities of a
@@ -70,8 +76,8 @@ class Backend:
         self.place(0, self.seat(memory, self.cfg.end_id, 1), Sampling(), (), frozenset())
         for n_ticks in (1, N_TICKS):
             for with_top in (False, True):
-                jax.block_until_ready(self.dispatch(n_ticks, with_top=with_top, keep=[0]).tokens)
-        self.memory_after((self.take(0, 1).memory, self.cfg.end_id), ())
+                jax.block_until_ready(self.dispatch(n_ticks, [0], with_top=with_top, keep=[0]).tokens)
+        self.memory_after(self.take(0, 1), ())
         self.reset()
 
     # Reading prompts
@@ -79,44 +85,61 @@ class Backend:
     def empty_memory(self) -> Any:
         return self.decoder.empty_state(self.cfg)
 
+    def state_like(self, n_read: int) -> Any:
+        """Of the shapes that the memory of so many tokens has."""
+        return self.decoder.state_like(self.cfg, n_read)
+
     def read_chunk(self, memory: Any, tokens: Sequence[int]) -> Any:
         """At most `chunk_len` tokens; does not wait for the device."""
         return self.decoder.admit_chunk(self._params, self._buffers, memory, tokens, self.cfg)
 
-    def chunk_logprobs(self, memory: Any, tokens: Sequence[int], targets: Sequence[int]) -> list[float]:
+    def chunk_logprobs(
+        self, memory: Any, tokens: Sequence[int], targets: Sequence[int], *, with_top: bool
+    ) -> tuple[list[float], list[list[Choice]]]:
+        """Of each target, and the likeliest tokens at its place (none unless asked for)."""
         size = self.chunk_len
         padded = np.zeros((2, 1, size), np.int32)
         padded[0, 0, : len(tokens)], padded[1, 0, : len(targets)] = tokens, targets
-        values = self.decoder.chunk_logprobs(self._params, self._buffers, memory, padded[0], padded[1], cfg=self.cfg)
-        return np.asarray(values)[: len(targets)].tolist()
+        values, top = self.decoder.chunk_logprobs(
+            self._params, self._buffers, memory, padded[0], padded[1], cfg=self.cfg, n_top=self._n_top(with_top)
+        )
+        rows = [] if top is None else zip(*(np.asarray(one)[: len(targets)].tolist() for one in top), strict=True)
+        likeliest = [[Choice(i, v) for i, v in zip(*row, strict=True)] for row in rows]
+        return np.asarray(values)[: len(targets)].tolist(), likeliest
+
+    def _n_top(self, with_top: bool) -> int:
+        """As many as anyone may ask for, so that one program does for all."""
+        return min(MOST_TOP, self.cfg.n_vocab) if with_top else 0
 
     # Slots
 
     def seat(self, memory: Any, token: int, n_read: int) -> Seat:
         written = jnp.zeros((self.cfg.n_vocab,), jnp.int32)
-        return Seat(memory=memory, token=jnp.int32(token), written=written, n_read=n_read)
+        return Seat(memory=memory, token=jnp.int32(token), written=written, n_read=n_read, n_held=n_read)
 
     def place(self, slot: int, seat: Seat, sampling: Sampling, prompt: Sequence[int], late: frozenset[int]) -> None:
         self._slots = self.decoder.insert(self._slots, seat.memory, slot)
+        self._held[slot], self._known[slot] = seat.n_held, seat.memory
         self._tokens, self._written = _set_row(self._tokens, self._written, slot, seat.token, seat.written)
         # Position p of a draw counts the tokens read by then: the first draw is at n_read + 1.
         self._table.set(slot, sampling, prompt, late, until=seat.n_read + 1 + sampling.min_tokens)
 
     def take(self, slot: int, n_read: int) -> Seat:
         """The slot's request as a value; what stays in the slot means nothing any more."""
-        memory = self.decoder.extract(self._prepared, self._slots, slot, self.cfg)
-        return Seat(memory=memory, token=self._tokens[slot], written=self._written[slot], n_read=n_read)
+        held, known = self._held[slot], self._known[slot]
+        memory = self.decoder.extract(self._prepared, self._slots, slot, self.cfg, held, known)
+        self._known[slot] = memory
+        return Seat(memory=memory, token=self._tokens[slot], written=self._written[slot], n_read=n_read, n_held=held)
 
     def restrict(self, slot: int, allowed: Bool[np.ndarray, " A"]) -> bool:
         """Only these ids at the next tick; False if the slot's own rules leave none of them."""
         return self._table.restrict(slot, allowed)
 
-    def dispatch(self, n_ticks: int, *, with_top: bool, keep: Sequence[int]) -> Ticket:
-        """Starts `n_ticks` ticks of all slots, and does not wait for them. `keep`: slots whose state may be wanted."""
-        before = {
-            slot: (self.decoder.extract(self._prepared, self._slots, slot, self.cfg), self._tokens[slot])
-            for slot in keep
-        }
+    def dispatch(self, n_ticks: int, running: Sequence[int], *, with_top: bool, keep: Sequence[int]) -> Ticket:
+        """Starts `n_ticks` ticks of the running slots, and does not wait for them. `keep`: slots whose state may be wanted."""
+        before = {slot: self.take(slot, 0) for slot in keep}
+        active = np.zeros((self.n_slots,), bool)
+        active[list(running)] = True
         settings, rules, keys = self._table.on_device()
         self._slots, self._written, tokens, logprobs, top = self.decoder.decode(
             self._prepared,
@@ -126,20 +149,23 @@ class Backend:
             keys,
             self._written,
             rules,
+            active,
             cfg=self.cfg,
             n_ticks=n_ticks,
-            n_top=min(MOST_TOP, self.cfg.n_vocab) if with_top else 0,
+            n_top=self._n_top(with_top),
         )
         self._tokens = tokens[-1]
+        for slot in running:
+            self._held[slot] += n_ticks
         return Ticket(tokens=tokens, logprobs=logprobs, top=top, before=before)
 
-    def memory_after(self, before: tuple[Any, Any], written: Sequence[int]) -> Any:
+    def memory_after(self, before: Seat, written: Sequence[int]) -> Any:
         """The memory once `before` has read its token and then these: by ticks, so it is the same bits as in its slot."""
-        memory, token = before
-        one = self.decoder.insert(self.decoder.init_slots(self.cfg, 1), memory, 0)
-        for read in (int(token), *written):
+        one = self.decoder.insert(self.decoder.init_slots(self.cfg, 1), before.memory, 0)
+        for read in (int(before.token), *written):
             one, _ = self.decoder.tick(self._prepared, one, jnp.full((1,), read, jnp.int32), self.cfg)
-        return self.decoder.extract(self._prepared, one, 0, self.cfg)
+        n_held = before.n_held + 1 + len(written)
+        return self.decoder.extract(self._prepared, one, 0, self.cfg, n_held, before.memory)
 
 
 class _RuleTable:
@@ -172,6 +198,7 @@ class _RuleTable:
         if sampling.repetition_penalty != 1.0:
             self._prompted[slot, list(set(prompt))] = True
         self._keys[slot] = _key(sampling.seed)
+        self._restricted.pop(slot, None)  # of one who sat here before, and was stuck
         self._device = None
 
     def restrict(self, slot: int, allowed: Bool[np.ndarray, " A"]) -> bool:

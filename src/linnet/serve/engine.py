@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 from linnet.data.tokenizer import Tokenizer
@@ -23,7 +22,7 @@ from linnet.serve.backend import N_TICKS, Backend, Ticket
 from linnet.serve.constraint import Grammars
 from linnet.serve.job import Job
 from linnet.serve.prefix import PrefixCache
-from linnet.serve.request import Choice, Draining, OnEvent, Request
+from linnet.serve.request import Choice, Draining, FinishReason, OnEvent, Request
 from linnet.serve.scheduler import Plan, Scheduler
 from linnet.serve.state import State, model_fingerprint
 
@@ -92,7 +91,14 @@ class Engine:
         self._check(request)
         matcher = None if request.sampling.constraint is None else self._grammars.compile(request.sampling.constraint)
         id_bytes = self._tokenizer.id_bytes
-        job = Job(request, on_event, end_id=self._cfg.end_id, id_bytes=id_bytes, matcher=matcher)
+        job = Job(
+            request,
+            on_event,
+            end_id=self._cfg.end_id,
+            context=self._cfg.context,
+            id_bytes=id_bytes,
+            matcher=matcher,
+        )
         if job.memory is None and request.use_prefix_cache:
             job.keys = self.prefix.keys(job.to_read)
         with self._changed:
@@ -162,6 +168,11 @@ class Engine:
             raise UserError("the state belongs to another model. Fix: go on with the model that made it.")
         if len(sampling.banned) >= n_vocab:
             raise refuse("banned", "every id", "at least one id left", "ban fewer")
+        gone = sampling.banned | sampling.stop_ids | (frozenset() if sampling.ignore_end else {self._cfg.end_id})
+        n_left = n_vocab - len(gone) if sampling.allowed is None else len(sampling.allowed - gone)
+        if sampling.min_tokens and not n_left:
+            needs = "0 where only ids that end the text may be drawn"
+            raise refuse("min_tokens", sampling.min_tokens, needs, "allow another id, or leave it out")
 
     # In the engine's thread
 
@@ -189,41 +200,42 @@ class Engine:
             self._read(self._jobs[plan.read])
         for id, slot in plan.place:
             self._place(self._jobs[id], slot)
-        running = {job.slot: job for job in self._jobs.values() if job.slot is not None}
+        running = self._running()
         if not plan.tick or not running:
             self._collect()
             return
         constrained = any(job.matcher is not None for job in running.values())
         if constrained:  # what may come next depends on what came last
             self._collect()
-            running = {job.slot: job for job in self._jobs.values() if job.slot is not None}
-            running = {slot: job for slot, job in running.items() if self._may_go_on(slot, job)}
+            running = {slot: job for slot, job in self._running().items() if self._may_go_on(slot, job)}
         if running:
             before, self._flight = self._flight, self._dispatch(running, constrained)
             self._collect(before)
         if constrained:
             self._collect()
 
+    def _running(self) -> dict[int, Job]:
+        with self._changed:  # others add jobs meanwhile
+            return {job.slot: job for job in self._jobs.values() if job.slot is not None}
+
     def _may_go_on(self, slot: int, job: Job) -> bool:
         """Restricts a slot to what its grammar allows next; one that is stuck ends here, alone."""
         if job.matcher is None:
             return True
         try:
-            allowed = job.matcher.mask()
-            if self.backend.restrict(slot, allowed):
+            if self.backend.restrict(slot, job.allowed_next()):
                 return True
-            error = "no token that the grammar allows is left by allowed, banned and logit_bias"
+            error = "no token that the grammar allows is left by allowed, banned and min_tokens"
         except UserError as refusal:
             error = str(refusal)
-        with self._changed:
-            self._scheduler.ended(job.request.id)
-        self._jobs.pop(job.request.id).finish("error", error=error)
+        self._end(job, "error", error=error)
         return False
 
     def _dispatch(self, running: dict[int, Job], constrained: bool) -> _Flight:
         fresh = any(job.is_fresh for job in running.values())
         ticket = self.backend.dispatch(
             1 if fresh or constrained else N_TICKS,
+            list(running),
             with_top=any(job.request.sampling.top_logprobs for job in running.values()),
             keep=[slot for slot, job in running.items() if job.request.return_state],
         )
@@ -246,12 +258,15 @@ class Engine:
             return
         if job.request.prompt_logprobs:
             targets = [*job.to_read, job.last][job.n_read + 1 : job.n_read + 1 + len(chunk)]
-            job.logprobs += self.backend.chunk_logprobs(job.memory, chunk, targets)
+            with_top = job.request.sampling.top_logprobs > 0
+            logprobs, top = self.backend.chunk_logprobs(job.memory, chunk, targets, with_top=with_top)
+            job.logprobs += logprobs
+            job.top += [tuple(row[: job.request.sampling.top_logprobs]) for row in top]
         job.memory = self.backend.read_chunk(job.memory, chunk)
         job.n_read += len(chunk)
         n = job.n_read // size
         if len(chunk) == size and n <= len(job.keys) and self.prefix.wants(n, len(job.keys)):
-            self.prefix.add(job.keys[n - 1], job.memory, _n_bytes(job.memory))
+            self.prefix.add(job.keys[n - 1], job.memory)
 
     def _place(self, job: Job, slot: int) -> None:
         if job.seat is None:
@@ -283,36 +298,38 @@ class Engine:
         if top is not None and job.request.sampling.top_logprobs:
             ids, values = top[0][:, slot].tolist(), top[1][:, slot].tolist()
             likeliest = [[Choice(i, v) for i, v in zip(*row, strict=True)] for row in zip(ids, values, strict=True)]
-        n, reason, stopped_by = job.take(tokens, logprobs, likeliest)
+        try:
+            n, reason, stopped_by = job.take(tokens, logprobs, likeliest)
+        except UserError as refusal:  # its grammar became too much work: it ends alone
+            self._end(job, "error", error=str(refusal))
+            return
         self._n_tokens += n
-        id = job.request.id
         if reason is None:
             with self._changed:
-                self._scheduler.ticked(id, n)
+                self._scheduler.ticked(job.request.id, n)
             return
         state = None
         if job.request.return_state:
             memory = self.backend.memory_after(ticket.before[slot], tokens[: n - 1])
             state = State(memory=memory, last=tokens[n - 1], n_tokens=job.n_tokens_after, model=self.fingerprint)
+        self._end(job, reason, stopped_by=stopped_by, state=state)
+
+    def _end(self, job: Job, reason: FinishReason, **told: Any) -> None:
         with self._changed:
-            self._scheduler.ended(id)
-        self._jobs.pop(id).finish(reason, stopped_by, state)
+            self._scheduler.ended(job.request.id)
+            del self._jobs[job.request.id]
+        job.finish(reason, **told)
 
     def _fail_batch(self, error: str) -> None:
-        """Whatever held a slot or was being read is lost; the rest goes on."""
+        """Whatever had begun is lost: what it wrote may not have been told, or its place not have been taken. Who waits goes on."""
         self._flight = None
-        lost = [job for job in self._jobs.values() if job.slot is not None or job.memory is not None]
+        with self._changed:
+            lost = [job for id, job in self._jobs.items() if self._scheduler.has_begun(id)]
         for job in lost:
-            with self._changed:
-                self._scheduler.ended(job.request.id)
-            self._jobs.pop(job.request.id).finish("error", error=error)
+            self._end(job, "error", error=error)
         self.backend.reset()
 
 
 def _positions(job: Job) -> int:
     """Tokens that a request had read when it was first placed: where its draws begin to count."""
     return job.n_before + len(job.to_read)
-
-
-def _n_bytes(memory: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(memory))

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Bool
+
+from linnet.errors import refuse
+from linnet.families.detokenize import TextAssembler
 from linnet.serve.backend import Seat
 from linnet.serve.constraint import Matcher
-from linnet.serve.detokenize import TextAssembler
 from linnet.serve.request import Choice, Event, Finished, FinishReason, OnEvent, Produced, PromptRead, Request
 
 
@@ -18,14 +22,19 @@ class Job:
         on_event: OnEvent,
         *,
         end_id: int,
+        context: int | None,
         id_bytes: Callable[[int], bytes],
         matcher: Matcher | None,
     ) -> None:
         self.request, self.matcher = request, matcher
         first = end_id if request.state is None else request.state.last
-        *self.to_read, self.last = (first, *request.prompt)
         self.n_before = 0 if request.state is None else request.state.n_tokens - 1
         """Tokens that the state had read when it came."""
+        prompt, self.max_tokens = _fitted(request, self.n_before, context)
+        self.n_cut = len(request.prompt) - len(prompt)
+        """Tokens cut off the prompt's front, for it to fit the context."""
+        self.n_prompt = len(prompt)
+        *self.to_read, self.last = (first, *prompt)
         self.memory: Any = None if request.state is None else request.state.memory
         self.n_read = 0
         """Of `to_read`."""
@@ -33,6 +42,8 @@ class Job:
         self.keys: list[bytes] = []
         """Of the whole chunks of `to_read`, for the prefix cache."""
         self.logprobs: list[float] = []
+        self.top: list[tuple[Choice, ...]] = []
+        """Of the prompt, both."""
         self.seat: Seat | None = None
         self.slot: int | None = None
         self.is_fresh = True
@@ -48,6 +59,14 @@ class Job:
         """Ids that may not be drawn before `min_tokens`."""
         return (self.ends | self.request.sampling.stop_ids) if self.request.sampling.min_tokens else frozenset()
 
+    def allowed_next(self) -> Bool[np.ndarray, " vocab"]:
+        """What the grammar allows, without what may not be drawn yet."""
+        assert self.matcher is not None
+        allowed = self.matcher.mask()
+        if self._n_written < self.request.sampling.min_tokens:
+            allowed[list(self.late)] = False
+        return allowed
+
     def n_chunks(self, chunk_len: int) -> int:
         return -(-(len(self.to_read) - self.n_read) // chunk_len)
 
@@ -57,8 +76,11 @@ class Job:
     def tell_prompt_read(self) -> None:
         logprobs = None
         if self.request.prompt_logprobs:
-            logprobs = tuple(self.logprobs[: len(self.request.prompt)])
-        self._emit(PromptRead(n_tokens=len(self.request.prompt), n_cached=self.n_cached, logprobs=logprobs))
+            logprobs = tuple(self.logprobs[: self.n_prompt])
+        n = self.n_prompt
+        self._emit(
+            PromptRead(n_tokens=n, n_cached=self.n_cached, n_cut=self.n_cut, logprobs=logprobs, top=tuple(self.top[:n]))
+        )
 
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[Choice]] | None
@@ -81,7 +103,7 @@ class Job:
                 reason, stopped_by = "stop", self._text.stopped
             elif self.matcher is not None and self.matcher.is_finished:
                 reason = "stop"
-            elif self._n_written >= sampling.max_tokens:
+            elif self._n_written >= self.max_tokens:
                 reason = "length"
             if reason is not None:
                 break
@@ -106,7 +128,7 @@ class Job:
             Finished(
                 reason=reason,
                 stopped_by=stopped_by,
-                n_prompt=len(self.request.prompt),
+                n_prompt=self.n_prompt,
                 n_tokens=self._n_written,
                 state=state,
                 error=error,
@@ -120,3 +142,19 @@ class Job:
 
     def _emit(self, event: Event) -> None:
         self._on_event(event)
+
+
+def _fitted(request: Request, n_before: int, context: int | None) -> tuple[tuple[int, ...], int]:
+    """The prompt, and the most tokens of an answer, within the context. The last token of an answer is not read."""
+    prompt, max_tokens = request.prompt, request.sampling.max_tokens
+    if context is None:
+        return prompt, max_tokens
+    most = context - n_before - 1  # beside the first: the end id, or the last of the state
+    if most < 1:
+        raise refuse("the session", f"{n_before} tokens", f"fewer than the model's {context}", "begin another")
+    if len(prompt) > most:
+        if not request.cut_prompt:
+            needs = f"at most {most}: the model reads {context} tokens, answer included"
+            raise refuse("the prompt", f"{len(prompt)} tokens", needs, "shorten it, or ask for its front to be cut")
+        prompt = prompt[-max(1, most - max_tokens + 1) :]
+    return prompt, min(max_tokens, context - n_before - len(prompt))

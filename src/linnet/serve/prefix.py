@@ -7,10 +7,11 @@ reading everything: the answer is the same bits.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 
@@ -18,7 +19,9 @@ class PrefixCache:
     def __init__(self, chunk_len: int, max_bytes: int) -> None:
         assert chunk_len > 0
         self._chunk_len, self._max_bytes = chunk_len, max_bytes
-        self._states: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
+        self._states: OrderedDict[bytes, Any] = OrderedDict()
+        self._held: Counter[int] = Counter()
+        """How many states hold an array: states may share parts, and each counts once."""
         self.n_bytes = self.hits = self.misses = 0
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
@@ -36,7 +39,7 @@ class PrefixCache:
             if found is not None:
                 self._states.move_to_end(keys[n - 1])
                 self.hits += 1
-                return n, found[0]
+                return n, found
         if keys:
             self.misses += 1
         return 0, None
@@ -46,11 +49,19 @@ class PrefixCache:
         that of any shared beginning at least half is found."""
         return self._max_bytes > 0 and (n == of or n & (n - 1) == 0)
 
-    def add(self, key: bytes, state: Any, n_bytes: int) -> None:
-        if n_bytes > self._max_bytes or key in self._states:
+    def add(self, key: bytes, state: Any) -> None:
+        if key in self._states or sum(leaf.nbytes for leaf in jax.tree.leaves(state)) > self._max_bytes:
             return
-        self._states[key] = (state, n_bytes)
-        self.n_bytes += n_bytes
+        self._states[key] = state
+        for leaf in jax.tree.leaves(state):
+            self.n_bytes += leaf.nbytes if not self._held[id(leaf)] else 0
+            self._held[id(leaf)] += 1
         while self.n_bytes > self._max_bytes:
-            _, (_, freed) = self._states.popitem(last=False)
-            self.n_bytes -= freed
+            self._drop(self._states.popitem(last=False)[1])
+
+    def _drop(self, state: Any) -> None:
+        for leaf in jax.tree.leaves(state):
+            self._held[id(leaf)] -= 1
+            if not self._held[id(leaf)]:
+                del self._held[id(leaf)]
+                self.n_bytes -= leaf.nbytes

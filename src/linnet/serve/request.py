@@ -14,6 +14,8 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 MOST_STOPS, MOST_STOP_BYTES, MOST_TOP, MOST_BIAS = 16, 1024, 20, 1024
 MOST_SEED = 2**32 - 1
+LEAST_TEMPERATURE = 1e-6
+"""Above 0. Logits divided by less may be infinite, of which nothing can be drawn."""
 
 
 class QueueFull(UserError):
@@ -70,10 +72,12 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _between("temperature", self.temperature, 0.0, 100.0)
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise refuse("temperature", self.temperature, f"0 (greedy), or at least {LEAST_TEMPERATURE:g}", "use 0")
         _between("top_p", self.top_p, 0.0, 1.0, above=True)
         _between("typical_p", self.typical_p, 0.0, 1.0, above=True)
         _between("min_p", self.min_p, 0.0, 1.0)
-        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _between("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _between("top_k", self.top_k, 0, 2**31 - 1)
@@ -111,6 +115,8 @@ class Request:
     """Where to go on from: what a finished request returned, or a session restored; None: from nothing."""
     return_state: bool = False
     """The state after the last token comes with `Finished`."""
+    cut_prompt: bool = False
+    """A prompt that does not fit the model's context loses its front; without this it is refused."""
     prompt_logprobs: bool = False
     """Tell the log-probability of each prompt token (`echo`)."""
     use_prefix_cache: bool = True
@@ -131,8 +137,12 @@ class PromptRead:
     n_tokens: int
     n_cached: int
     """Of them from the prefix cache."""
+    n_cut: int = 0
+    """Tokens of the prompt that were cut off its front and not read."""
     logprobs: tuple[float, ...] | None
     """Of each prompt token, where asked for: the first follows the end id that every sequence begins with."""
+    top: tuple[tuple[Choice, ...], ...] = ()
+    """The likeliest tokens at the place of each prompt token; empty unless asked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

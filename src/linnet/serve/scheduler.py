@@ -143,6 +143,10 @@ class Scheduler:
         """Taken out of a slot, to go on later."""
         return self._count("parked")
 
+    def has_begun(self, id: str) -> bool:
+        """It is being read, or was: there is a state of it."""
+        return self._jobs[id].state != "waiting"
+
     @property
     def is_idle(self) -> bool:
         """There is nothing to plan."""

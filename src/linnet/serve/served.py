@@ -11,6 +11,7 @@ from linnet.families.family import Family
 from linnet.serve.engine import Engine, EngineConfig
 from linnet.serve.request import OnEvent, Request
 from linnet.serve.sessions import Sessions
+from linnet.serve.template import PLAIN, ChatTemplate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     shape: tuple[int, int, int] | None
+    template: ChatTemplate
     n_vocab: int
     created: int
     engine: Engine
@@ -50,15 +52,17 @@ def serve_model(
     tokenizer: Tokenizer,
     shape: tuple[int, int, int] | None,
     config: EngineConfig,
+    template: ChatTemplate = PLAIN,
 ) -> ServedModel:
     """Starts the engine of a model, its programs compiled."""
     engine = Engine(family, cfg, params, buffers, tokenizer, config)
     engine.backend.warm_up()
-    sessions = Sessions(engine.backend.empty_memory(), engine.fingerprint)
+    sessions = Sessions(engine.backend.state_like, engine.fingerprint)
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
         shape=shape,
+        template=template,
         n_vocab=cfg.n_vocab,
         created=int(time.time()),
         engine=engine.start(),

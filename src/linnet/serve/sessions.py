@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from linnet.errors import UserError
@@ -25,7 +26,7 @@ class Session:
 class Sessions:
     """Of one model. From any thread. A session is deleted by its owner only: when there is no room, a new one is refused."""
 
-    def __init__(self, like: Any, model: str, *, most: int = MOST_SESSIONS) -> None:
+    def __init__(self, like: Callable[[int], Any], model: str, *, most: int = MOST_SESSIONS) -> None:
         self._like, self._model, self._most = like, model, most
         self._sessions: dict[str, Session] = {}
         self._lock = threading.Lock()
@@ -56,8 +57,16 @@ class Sessions:
         return states.to_bytes(session.state)
 
     def restore(self, data: bytes) -> str:
+        return self._add(self.unpack(data))
+
+    def pack(self, state: State) -> bytes:
+        """A state for whoever asked to hold it: nothing is kept here, so it needs no room."""
+        return states.to_bytes(state)
+
+    def unpack(self, data: bytes) -> Session:
+        """What `pack` or `save` gave, checked."""
         state = states.from_bytes(data, self._like, self._model)
-        return self._add(Session(state, state.n_tokens - 1))
+        return Session(state, state.n_tokens - 1)
 
     def delete(self, id: str) -> None:
         self.get(id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -38,22 +38,22 @@ def model_fingerprint(params: Any, buffers: Any, config: Any) -> str:
     digest = hashlib.sha256(repr(config).encode())
     for name, leaf in _named((params, buffers)):
         digest.update(f"{name}{leaf.dtype}{leaf.shape}".encode())
-        digest.update(np.ascontiguousarray(leaf).data)
+        digest.update(_raw(leaf))
     return digest.hexdigest()
 
 
 def to_bytes(state: State) -> bytes:
     from safetensors.numpy import save
 
-    arrays = {name: np.ascontiguousarray(leaf) for name, leaf in _named(state.memory)}
+    arrays = {name: np.ascontiguousarray(np.asarray(leaf)) for name, leaf in _named(state.memory)}
     about = {"last": state.last, "n_tokens": state.n_tokens, "model": state.model}
     meta = {"format": FORMAT, "version": VERSION, "about": about, "sha256": _checksum(arrays, about)}
     # One entry: safetensors writes several in any order, and equal states shall be equal files.
     return save(arrays, {META: json.dumps(meta)})
 
 
-def from_bytes(content: bytes, like: Any, model: str) -> State:
-    """The state in a file, for the model whose empty state is `like`."""
+def from_bytes(content: bytes, like: Callable[[int], Any], model: str) -> State:
+    """The state in a file, for the model whose memory of so many tokens is like `like`."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -64,7 +64,7 @@ def from_bytes(content: bytes, like: Any, model: str) -> State:
         about = meta["about"]
         if meta["format"] != FORMAT or meta["version"] != VERSION or about["model"] is None:
             raise KeyError("format")
-        checksum = meta["sha256"]
+        checksum, n_tokens, last = meta["sha256"], int(about["n_tokens"]), int(about["last"])
     except (SafetensorError, ValueError, KeyError, TypeError):
         raise UserError("the state is damaged or not a state at all. Fix: use the file as it was saved.") from None
     if checksum != _checksum(arrays, about):
@@ -74,24 +74,32 @@ def from_bytes(content: bytes, like: Any, model: str) -> State:
             f"the state belongs to another model ({about['model'][:12]}, this one is {model[:12]}). Fix: restore it with the model "
             "that made it."
         )
-    wanted = dict(_named(like))
-    if arrays.keys() != wanted.keys() or any(
-        arrays[name].shape != leaf.shape or arrays[name].dtype != leaf.dtype for name, leaf in wanted.items()
-    ):
+    shape = like(n_tokens - 1) if 0 < n_tokens < 1 << 40 else None
+    wanted = dict(_named(shape))
+    fits = arrays.keys() == wanted.keys() and all(
+        arrays[name].shape == leaf.shape and arrays[name].dtype == leaf.dtype for name, leaf in wanted.items()
+    )
+    if shape is None or not fits:
         raise UserError("the state does not fit this model. Fix: restore it with the model that made it.")
     leaves = [arrays[name] for name in wanted]
-    memory = jax.tree.unflatten(jax.tree.structure(like), leaves)
-    return State(memory=memory, last=int(about["last"]), n_tokens=int(about["n_tokens"]), model=model)
+    memory = jax.tree.unflatten(jax.tree.structure(shape), leaves)
+    return State(memory=memory, last=last, n_tokens=n_tokens, model=model)
 
 
-def _named(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _named(tree: Any) -> Iterator[tuple[str, Any]]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        yield jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(leaf)
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
 
 
 def _checksum(arrays: dict[str, np.ndarray], about: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in sorted(arrays):
         digest.update(f"{name}{arrays[name].dtype}{arrays[name].shape}".encode())
-        digest.update(np.ascontiguousarray(arrays[name]).data)
+        digest.update(_raw(arrays[name]))
     return digest.hexdigest()
+
+
+def _raw(leaf: Any) -> bytes | memoryview:
+    """The array's memory; numpy lends none of types that it does not know, such as bfloat16."""
+    array = np.ascontiguousarray(np.asarray(leaf))
+    return array.reshape(-1).view(np.uint8).data

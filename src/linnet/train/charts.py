@@ -284,7 +284,7 @@ def heat_map(
             if value is None:
                 continue
             share = min(max((value - low) / (high - low), 0.0), 1.0)
-            shade, title = f"h{round(share * (LEVELS - 1))}", f"unit {r}, {x_label} {x[c]:,.0f}: {y_text(value)}"
+            shade, title = f"h{round(share * (LEVELS - 1))}", f"{y_label} {r}, {x_label} {x[c]:,.0f}: {y_text(value)}"
             over = 0.6 if c + 1 < len(row) else 0.0
             parts.append(rect(left + wide * c, top + tall * r, wide + over, tall - 1, shade, title=title))
     gap = max(1, math.ceil(len(x) / ((right - left) / 70)))

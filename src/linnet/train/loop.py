@@ -24,13 +24,14 @@ from linnet.train import environment, vocabulary
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.evaluate import Evaluation, evaluate, make_nats
 from linnet.train.folder import RunFolder
+from linnet.train.interchange import stored_weights
 from linnet.train.interrupt import Interrupt, watch
 from linnet.train.metrics import MetricsLog, open_trackers, require_trackers
 from linnet.train.optim import optimizer as make_optimizer
 from linnet.train.optim import schedule
 from linnet.train.progress import Progress
 from linnet.train.samples import write_sample
-from linnet.train.state import TrainState, abstract_state, fresh_state, model_weights
+from linnet.train.state import TrainState, abstract_state, fresh_buffers, fresh_state, model_weights, start_from
 from linnet.train.step import compile_step
 from linnet.train.throughput import Meter, matmul_flops
 from linnet.train.vocabulary import Vocabulary
@@ -75,6 +76,8 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
     data = open_data(cfg.data, cfg.seed)
     data.must_fit(cfg.model.n_vocab, cfg.model.end_id)
     old = check_folder(cfg, folder)
+    if stored_weights.is_weights_alone(folder.path):
+        stored_weights.must_be_trainable(folder.path)
     folder.create()
     with folder.lock(), watch() as interrupt:
         vocabulary.keep(folder.path, data)
@@ -93,6 +96,8 @@ def check_folder(cfg: RunConfig, folder: RunFolder) -> RunConfig | None:
     changed = sorted(
         name for name, value in _flat(old).items() if value != _flat(cfg)[name] and name not in FREE_TO_CHANGE
     )
+    if stored_weights.is_weights_alone(folder.path):  # nothing was trained yet: only the model is settled
+        changed = [name for name in changed if name.startswith(("model", "family"))]
     if changed:
         name = changed[0]
         more = f" (and {', '.join(changed[1:])})" if len(changed) > 1 else ""
@@ -160,6 +165,9 @@ class _Run:
             return Outcome(step=step, finished=True, evaluation=evaluation)
 
     def _restore_or_begin(self) -> tuple[TrainState, int]:
+        if stored_weights.is_weights_alone(self.folder.path):
+            given = stored_weights.trainable_weights(self.folder.path, self.family.param_specs(self.cfg.model))
+            return start_from(self.family, self.cfg, self.optimizer, given, fresh_buffers(self.family, self.cfg)), 0
         if not self.checkpoints.steps():
             return fresh_state(self.family, self.cfg, self.optimizer), 0
         target = abstract_state(self.family, self.cfg, self.optimizer)
@@ -295,7 +303,7 @@ class _Run:
             **record,
             loss=nats,
             loss_total=values["loss"],
-            loss_commit=values["loss_commit_per_token"],
+            **({"loss_commit": values["loss_commit_per_token"]} if "loss_commit_per_token" in values else {}),
             bits_per_byte=nats * per_byte,
             lr=self.cfg.optim.lr * float(schedule(self.cfg.optim)(step - 1)),
             rss_bytes=environment.rss_bytes(),
@@ -303,22 +311,14 @@ class _Run:
             **figures,
         )
         self.progress.update(step, loss=nats, tokens_per_second=rates["tokens_per_second"])
-        self._watch_codebooks(step, figures.get("codebook", {}).get("perplexity", []))
+        self._watch(step, self.family.alarms(figures, self.cfg.train.collapse_alarm, self.cfg.model))
 
-    def _watch_codebooks(self, step: int, perplexity: list[float]) -> None:
-        """Says once when a codebook collapses, and again only after it has recovered."""
-        least = self.cfg.train.collapse_alarm * self.cfg.model.n_code
-        for unit, value in enumerate(perplexity):
-            if value < least and unit not in self.alarmed:
-                self.alarmed.add(unit)
-                self._event(
-                    step,
-                    "alarm",
-                    f"The codebook of unit {unit} collapses: it uses as much as {value:.1f} of {self.cfg.model.n_code} codes. "
-                    "Try --model.restart-dead-codes, a lower learning rate, or a larger --model.c-beta.",
-                )
-            elif value >= least:
-                self.alarmed.discard(unit)
+    def _watch(self, step: int, alarms: dict[int, str]) -> None:
+        """Says once when a part of the model collapses, and again only after it has recovered."""
+        for unit, words in alarms.items():
+            if unit not in self.alarmed:
+                self._event(step, "alarm", words)
+        self.alarmed = set(alarms)
 
     def _check_finite(self, step: int, metrics: dict[str, jax.Array], state: TrainState) -> None:
         """Skipped updates are told; too many in a row end the run. Its weights are still good: a bad update never touches them."""

@@ -5,6 +5,7 @@ Layers are stacked on a leading axis; rules that look at a whole matrix see each
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,15 +62,15 @@ def _rule(cfg: OptimConfig, specs: Any) -> optax.GradientTransformation:
     if cfg.name == "lion":
         return optax.scale_by_lion(b1=0.95, b2=0.98)
     if cfg.name == "adafactor":
-        return _grouped(specs, lambda spec: _Group("all", _stack(spec)), {"all": _adafactor()})
+        return _grouped(specs, lambda spec: _Group("all", spec.stack_shape), {"all": _adafactor()})
     return _grouped(specs, _muon_group, {"matrices": _muon(), "rest": _adam()})
 
 
 def _muon_group(spec: Spec) -> _Group:
     """Embeddings and output weights are rows looked up, not maps between layers: Adam suits them better."""
     if len(spec.layer_shape) == 2 and "vocab" not in spec.axes:
-        return _Group("matrices", _stack(spec))
-    return _Group("rest", None)
+        return _Group("matrices", spec.stack_shape)
+    return _Group("rest", ())
 
 
 def _adam() -> optax.GradientTransformation:
@@ -101,18 +102,14 @@ def _decay(decay: float, specs: Any) -> optax.GradientTransformation:
 
 
 class _Group(NamedTuple):
-    """Parameters that one rule updates together: `stack` layers each, or none when they are seen as they are."""
+    """Parameters that one rule updates together: `stack` layers (and experts) each, or none when they are seen as they are."""
 
     rule: str
-    stack: int | None
+    stack: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        return self.rule if self.stack is None else f"{self.rule}_in_{self.stack}_layers"
-
-
-def _stack(spec: Spec) -> int | None:
-    return spec.shape[0] if spec.stacked else None
+        return f"{self.rule}_in_{'x'.join(map(str, self.stack))}_layers" if self.stack else self.rule
 
 
 def _grouped(
@@ -121,7 +118,7 @@ def _grouped(
     """Each group of parameters by its own rule; groups of stacked layers under vmap."""
     groups = {name: group_of(spec) for name, spec in named_leaves(specs, is_spec)}
     transforms = {
-        group.name: rules[group.rule] if group.stack is None else _each_layer(rules[group.rule])
+        group.name: functools.reduce(lambda rule, _: _each_layer(rule), group.stack, rules[group.rule])
         for group in groups.values()
     }
 

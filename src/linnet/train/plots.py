@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from linnet.train.charts import Series, columns, heat_map, line_chart, rows
+from linnet.train.charts import Series, line_chart, rows
 from linnet.train.svg import compact, standalone
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 BITS = 1.0 / math.log(2.0)
+MOST_PARTS = 512
 LARGEST, LEAST = 1e15, 1e-30  # of numbers worth drawing; what is beyond comes from a damaged file, what is below is 0
 
 
@@ -25,6 +26,14 @@ def finite(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
         return None
     return float(value) if abs(value) > LEAST else 0.0
+
+
+def setting(config: dict[str, Any], *names: str) -> float | None:
+    """A number of a run's config, or none."""
+    value: Any = config
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return finite(value)
 
 
 def curve(records: Sequence[Record], kind: str, name: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
@@ -102,10 +111,10 @@ def small_figures(records: Sequence[Record]) -> Iterator[tuple[str, Draw]]:
             kept = [(a, b) for a, b in zip(x, y, strict=True) if b > 0]
             x, y = [a for a, _ in kept], [b for _, b in kept]
         if x:
-            yield title, _scalar_figure(title, x, y, unit, colour, log)
+            yield title, scalar_figure(title, x, y, unit, colour, log)
 
 
-def _scalar_figure(title: str, x: list[float], y: list[float], unit: str, colour: int, log: bool) -> Draw:
+def scalar_figure(title: str, x: list[float], y: list[float], unit: str, colour: int, log: bool) -> Draw:
     exact = not unit  # the learning rate is a rule, not a measurement: nothing to smooth
     series = [Series(name=title.lower(), x=x, y=y if exact else smooth(y, max(1, len(y) // 60)), colour=colour)]
     if not exact:
@@ -126,41 +135,34 @@ def _scalar_figure(title: str, x: list[float], y: list[float], unit: str, colour
     return draw
 
 
-def per_unit(record: Record, name: str) -> list[float | None]:
-    """One codebook measurement of a line, a number a unit; empty where there is none."""
-    book = record.get("codebook")
-    values = book.get(name) if isinstance(book, dict) else None
-    return [finite(v) for v in values[:512]] if isinstance(values, list) else []
+def per_part(record: Record, group: str, name: str) -> list[float | None]:
+    """One measurement of the model's insides: a number a part (a unit, a layer); empty where there is none."""
+    figures = record.get(group)
+    values = figures.get(name) if isinstance(figures, dict) else None
+    return [finite(v) for v in values[:MOST_PARTS]] if isinstance(values, list) else []
 
 
-def usage_figure(records: Sequence[Record], width: float) -> str | None:
-    """Share of codes in use: a row a unit, a column a moment; fewer moments for many units, to keep the page light."""
-    lines = sorted((r for r in records if r.get("kind") == "train" and per_unit(r, "usage")), key=lambda r: r["step"])
-    if not lines:
-        return None
-    units = max(len(per_unit(r, "usage")) for r in lines)
-    most = min(int(width / 17), max(4, 1200 // units), len(lines))
-    chosen = [lines[round(i)] for i in np.linspace(0, len(lines) - 1, most)]
-    cells = [[(per_unit(r, "usage") + [None] * units)[u] for r in chosen] for u in range(units)]
-    return heat_map(
-        cells,
-        [float(r["step"]) for r in chosen],
-        label="Share of codes used in a batch, per unit, over steps",
-        x_label="step",
-        y_label="unit",
-        low=0.0,
-        high=1.0,
-        width=width,
-        y_text=lambda v: f"{100 * v:.0f}%",
+def measured(records: Sequence[Record], group: str) -> list[Record]:
+    """The lines that measured it, in the order of steps."""
+    return sorted(
+        (r for r in records if r.get("kind") == "train" and isinstance(r.get(group), dict)), key=lambda r: r["step"]
     )
 
 
-def spread_figure(records: Sequence[Record], name: str, unit: str, width: float, height: float) -> str | None:
-    """Least, mean and greatest over the units of one codebook measurement."""
+def moments(lines: Sequence[Record], n_row: int, width: float) -> list[Record]:
+    """Lines evenly over time for the columns of a heat map; fewer for many rows, to keep the page light."""
+    most = min(int(width / 17), max(4, 1200 // n_row), len(lines))
+    return [lines[round(i)] for i in np.linspace(0, len(lines) - 1, most)]
+
+
+def spread_figure(
+    records: Sequence[Record], group: str, name: str, unit: str, width: float, height: float
+) -> str | None:
+    """Least, mean and greatest over the parts of one measurement."""
     rows_: list[tuple[float, float, float, float]] = []
     for record in records:
-        values = [v for v in per_unit(record, name) if v is not None]
-        if record.get("kind") == "train" and values:
+        values = [v for v in per_part(record, group, name) if v is not None]
+        if values:
             rows_.append((float(record["step"]), min(values), sum(values) / len(values), max(values)))
     if not rows_:
         return None
@@ -170,25 +172,23 @@ def spread_figure(records: Sequence[Record], name: str, unit: str, width: float,
         Series(name="mean", x=x, y=mean, colour=1),
         Series(name="least", x=x, y=low, colour=5),
     ]
-    words = f"{unit} of the codebooks over steps"
+    words = f"{unit} over steps"
     return line_chart(series, label=words, x_label="step", y_label=unit, width=width, height=height)
 
 
-def perplexity_bars(record: Record, n_code: float | None, width: float, height: float) -> str | None:
-    """How many codes each unit uses in effect, against how many it has."""
-    values = [0.0 if v is None else max(v, 0.0) for v in per_unit(record, "perplexity")]
-    if not values:
-        return None
-    return columns(
-        [str(u) for u in range(len(values))],
-        values,
-        label="Perplexity of code use per unit",
-        x_label="unit",
-        y_label="perplexity",
-        ceiling=("all codes:", n_code) if n_code is not None and n_code > 0 else None,
-        width=width,
-        height=height,
-    )
+def part_table(
+    record: Record, group: str, part: str, kinds: Sequence[tuple[str, str, Callable[[float], str]]]
+) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table: a row a part, a column a measurement that the line has."""
+    found = [(title, form, values) for name, title, form in kinds if (values := per_part(record, group, name))]
+    n_part = max((len(values) for _, _, values in found), default=0)
+
+    def cell(values: list[float | None], i: int, form: Callable[[float], str]) -> str:
+        value = values[i] if i < len(values) else None
+        return "–" if value is None else form(value)
+
+    body = [[str(i), *(cell(values, i, form) for _, form, values in found)] for i in range(n_part)]
+    return [part, *(title for title, _, _ in found)], body
 
 
 def compressor_figure(model: float, others: Sequence[tuple[str, float]], width: float) -> str:

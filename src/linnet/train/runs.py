@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from linnet import config as configs
+from linnet import quant
 from linnet.config import RunConfig
 from linnet.errors import refuse
 from linnet.families import registry
 from linnet.families.family import Family
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.folder import RunFolder
+from linnet.train.interchange import stored_weights
 from linnet.train.optim import optimizer
-from linnet.train.state import TrainState, abstract_state, model_weights, start_from
+from linnet.train.state import TrainState, abstract_state, fresh_buffers, model_weights, start_from
 from linnet.train.vocabulary import Vocabulary, read_vocabulary
+from linnet.weights import Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,18 +38,32 @@ class Run:
         return read_vocabulary(self.folder, self.cfg.model.n_vocab)
 
 
-def open_run(path: Path, which: str = "best") -> Run:
-    """The weights of a checkpoint: `best` by validation loss (the latest if none was evaluated), `latest`, or a step."""
+def open_run(path: Path, which: str = "best", weights: Weights = "float32") -> Run:
+    """The weights of a checkpoint, held in so many bits: `best` by validation loss (the latest if none was evaluated), `latest`, or
+    a step."""
+    if stored_weights.is_weights_alone(path):
+        return _open_weights(path, which, weights)
     cfg, state, step = open_state(path, which)
     params, buffers = model_weights(state)
+    family = registry.get(cfg.family)
     return Run(
         cfg=cfg,
-        family=registry.get(cfg.family),
-        params=params,
+        family=family,
+        params=quant.lower(params, family.param_specs(cfg.model), weights),
         buffers=buffers,
         step=step,
         folder=path,
     )
+
+
+def _open_weights(path: Path, which: str, weights: Weights) -> Run:
+    """An imported run that was never trained."""
+    if which not in ("best", "latest", "0"):
+        raise refuse("--checkpoint", which, "best, latest or 0 (this run is imported weights)", "use latest")
+    cfg = configs.load(RunFolder(path).config)
+    family = registry.get(cfg.family)
+    params = stored_weights.read_weights(path, family.param_specs(cfg.model), weights)
+    return Run(cfg=cfg, family=family, params=params, buffers=fresh_buffers(family, cfg), step=0, folder=path)
 
 
 def open_state(path: Path, which: str) -> tuple[RunConfig, TrainState, int]:

@@ -14,7 +14,7 @@ from linnet.data.pixels import contact_sheet, pixels_of_ids
 from linnet.families.family import Family
 from linnet.families.generate import generate
 from linnet.nn.sampling import SamplingSettings, sampling_settings
-from linnet.tokens import FIRST_BYTE
+from linnet.tokens import FIRST_BYTE, N_BYTE_IDS
 from linnet.train.vocabulary import Vocabulary
 
 TOP_P = 0.9
@@ -37,9 +37,8 @@ def write_sample(
     if vocabulary.shape is not None:
         seeds = [(cfg.seed + i) % 2**32 for i in range(N_PICTURES)]
         settings = sampling_settings(N_PICTURES)
-        pictures, _ = sample_pictures(
-            family, cfg, params, buffers, vocabulary.shape, [b""] * N_PICTURES, settings, seeds
-        )
+        seen = [b""] * N_PICTURES
+        pictures = sample_pictures(family, cfg, params, buffers, vocabulary.shape, seen, settings, seeds)
         path = folder / f"step_{step:08d}.png"
         path.write_bytes(contact_sheet(pictures, SHEET_COLUMNS, sheet_scale(vocabulary.shape)))
         return path
@@ -84,8 +83,8 @@ def sample_pictures(
     seen: Sequence[bytes],
     settings: SamplingSettings,
     seeds: Sequence[int],
-) -> tuple[UInt8[np.ndarray, "n h w 3"], int]:
-    """Pictures that begin with the values given, equally many for each, and how many ids drawn were no value: those are black."""
+) -> UInt8[np.ndarray, "n h w 3"]:
+    """Pictures that begin with the values given, equally many for each. Only values are drawn: a special id is no colour."""
     size, n_seen = int(np.prod(shape)), len(seen[0])
     ids = [[value + FIRST_BYTE for value in values] for values in seen]
     if n_seen < size:
@@ -99,11 +98,13 @@ def sample_pictures(
             settings=settings,
             seeds=seeds,
             ignore_end=True,
+            allowed=range(FIRST_BYTE, N_BYTE_IDS),
         )
         for row in pieces:
             for i, piece in enumerate(row):
                 ids[i] += [] if piece is None else piece.tokens
-    return pixels_of_ids(np.array(ids, np.int32), (len(ids), *shape))
+    pixels, _ = pixels_of_ids(np.array(ids, np.int32), (len(ids), *shape))
+    return pixels
 
 
 def sheet_scale(shape: tuple[int, int, int]) -> int:

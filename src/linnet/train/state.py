@@ -40,10 +40,13 @@ def fresh_state(family: Family, cfg: RunConfig, optimizer: optax.GradientTransfo
     @jax.jit
     def make() -> TrainState:
         params = weights.init(family.param_specs(cfg.model), rng.stream(key, "params"))
-        buffers = weights.init(family.buffer_specs(cfg.model), rng.stream(key, "buffers"))
-        return start_from(family, cfg, optimizer, params, buffers)
+        return start_from(family, cfg, optimizer, params, fresh_buffers(family, cfg))
 
     return make()
+
+
+def fresh_buffers(family: Family, cfg: RunConfig) -> Any:
+    return weights.init(family.buffer_specs(cfg.model), rng.stream(rng.root(cfg.seed), "buffers"))
 
 
 def start_from(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 from linnet.errors import refuse
 from linnet.tokens import END
@@ -11,6 +11,8 @@ from linnet.tokens import END
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VQConfig:
+    context: ClassVar[int | None] = None
+    """Most tokens of one text: any number."""
     n_vocab: int = 259
     """Symbols the model reads and writes. Bytes: 256 + pad, end and unknown."""
     end_id: int = END
@@ -48,6 +50,16 @@ class VQConfig:
     e_preln: bool = False
     """Normalise before the output."""
     e_scale: float = 1.0
+    n_expert: int = 0
+    """Experts of a feed-forward half after each unit; 0: none, as in the paper."""
+    n_choice: int = 2
+    """Experts that a token goes through."""
+    widening: float = 2.0
+    """Hidden size of an expert: 2/3 of this times d_model, rounded up to a multiple of 8."""
+    balance_weight: float = 0.01
+    """Of the load-balancing loss: experts that get more than their share cost."""
+    z_weight: float = 0.001
+    """Of the router-z loss, which keeps the router's logits small."""
     c_beta: float = 1e-4
     """Weight of the commitment loss."""
     c_gamma: float = 0.99
@@ -82,8 +94,27 @@ class VQConfig:
             raise refuse("model.c_gamma", self.c_gamma, "between 0 and 1", "use 0.99")
         if not self.pe_lam > 1.0:
             raise refuse("model.pe_lam", self.pe_lam, "above 1", "use 100000")
+        if self.n_expert < 0 or (self.n_expert and not 1 <= self.n_choice <= self.n_expert):
+            needs = "0 experts, or at least as many as model.n_choice (1 or more)"
+            raise refuse("model.n_expert / model.n_choice", (self.n_expert, self.n_choice), needs, "use 8 and 2")
+        if not self.widening > 0:
+            raise refuse("model.widening", self.widening, "above 0", "use 2")
+        if self.balance_weight < 0 or self.z_weight < 0:
+            got = (self.balance_weight, self.z_weight)
+            raise refuse("model.balance_weight / model.z_weight", got, "0 or more", "use 0 for none")
         if self.c_beta < 0.0:
             raise refuse("model.c_beta", self.c_beta, "0 or more", "use 0.0001")
+
+    def check_lengths(self, sequence_len: int, update_len: int) -> None:
+        """Blocks must divide an update; a sequence may be as long as you like."""
+        del sequence_len
+        if update_len % self.block_len:
+            raise refuse(
+                "data.update_len",
+                update_len,
+                f"a multiple of model.block_len ({self.block_len})",
+                f"use {-(-update_len // self.block_len) * self.block_len}, or a block_len that divides it",
+            )
 
     @property
     def n_unit(self) -> int:

@@ -4,35 +4,32 @@ Letters as in `slots`: B slots, H heads, R = B H rows, S codes, M window, W = M 
 V value width, P = scores padded, A vocabulary. `prepare` computes once all that does not depend on the token.
 
 Bits: a row's result is the same beside any neighbours, in any slot, with any number of slots. Rows of memory each have their own
-product; the matmuls with weights are shaped so that XLA's kernels for one row and for many add up in the same order: short sums,
-full groups of rows, no odd columns (see the constants). Tests hold us to it.
+product; those with weights are `nn.rows`. Tests hold us to it.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from linnet import quant
+from linnet.families import drawing
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.model import distance_vectors, key_scale
 from linnet.families.vq.params import VQBuffers, VQParams
 from linnet.nn import codebook
-from linnet.nn.norm import rms_norm, rms_norm_affine
+from linnet.nn.experts import Mixture
+from linnet.nn.norm import rms_norm, rms_norm_affine, rms_norm_gain
 from linnet.nn.position import sinusoid
-from linnet.nn.sampling import Rules, SamplingSettings, sample, uniforms
+from linnet.nn.rows import COMPILER_OPTIONS, LANES, Cut, cut, dot
+from linnet.nn.sampling import Rules, SamplingSettings
+from linnet.nn.streamed import few_experts
 from linnet.pytree import pytree, replace
-
-SHORT_SUM = 256  # longest sum inside one matmul: longer ones are split, differently for one row and for many
-ROWS = 12  # more than one row is padded to a multiple of this: Eigen takes rows by 6 or 4, and the last few another way
-LANES = 64  # columns are padded to a multiple of this: the last few would be added up another way
-# XLA's newer matmul kernels split sums by rules of their own, different for one row and for many.
-COMPILER_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
-
-Cut = tuple[Float[Array, "C E"], ...]  # a matrix cut along its sum
+from linnet.quant import Matrix, side_by_side
 
 
 @pytree
@@ -59,6 +56,7 @@ class UnitWeights:
     offset: Float[Array, "H P"]  # u . C, then w . r
     half_square: Float[Array, "H S"]  # |C|^2 / 2
     out: Cut  # HV x D
+    mixture: Any  # a `Mixture`, or None without experts
 
 
 @pytree
@@ -88,11 +86,12 @@ def prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
         return UnitWeights(
             gain=p.norm_gain,
             bias=p.norm_bias,
-            project=_cut(jnp.concatenate([p.w_q, p.w_kvg], axis=1).astype(dtype)),
-            scores=tuple(_cut(head.T) for head in scores),
+            project=cut(_held(side_by_side(p.w_q, p.w_kvg), dtype)),
+            scores=tuple(cut(head.T) for head in scores),
             offset=jnp.pad(offset, [(0, 0), (0, -offset.shape[1] % LANES)]),
             half_square=0.5 * jnp.sum(vectors[g] ** 2, axis=-1),
-            out=_cut(p.w_res.astype(dtype)),
+            out=cut(_held(p.w_res, dtype)),
+            mixture=None if params.mixture is None else _taken(params.mixture, g),
         )
 
     return Prepared(
@@ -101,13 +100,20 @@ def prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
         units=tuple(unit(g) for g in range(cfg.n_unit)),
         out_gain=params.out_gain,
         out_norm_bias=params.out_norm_bias,
-        logits=_cut(params.embed.T if cfg.e_tie else params.w_out),
+        logits=cut(params.embed.T if cfg.e_tie else params.w_out),
         logits_bias=params.out_bias,
     )
 
 
+def _held(matrix: Matrix, dtype: Any) -> Matrix:
+    """Not wider than the activations it multiplies."""
+    if not isinstance(matrix, jax.Array) or matrix.dtype.itemsize < dtype.itemsize:
+        return matrix
+    return matrix.astype(dtype)
+
+
 def code_vectors(weights: UnitWeights, cfg: VQConfig) -> Float[Array, "H S K"]:
-    return jnp.stack([jnp.concatenate(head)[:, : cfg.n_code].T for head in weights.scores])
+    return jnp.stack([jnp.concatenate(cast(Any, head))[:, : cfg.n_code].T for head in weights.scores])
 
 
 def table_size(cfg: VQConfig) -> int:
@@ -136,32 +142,19 @@ def decode(
     keys: PRNGKeyArray,
     seen: Int[Array, "B A"],
     rules: Rules | None = None,
+    active: Bool[Array, " B"] | None = None,
     *,
     cfg: VQConfig,
     n_ticks: int,
     n_top: int = 0,
 ) -> tuple[Slots, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"], tuple[Array, Array] | None]:
-    """`n_ticks` ticks in one program: reads `tokens`, then each token it draws. `seen` counts each row's tokens so far. The draw of
-    a row's p-th token takes its key at p, so the number of ticks a call makes no difference. Feed the last row of tokens next.
-    With `n_top`, also that many of the likeliest tokens at each tick and their log-probabilities, n x B x n_top."""
-    rows = jnp.arange(tokens.shape[0])
-    # All random numbers at once, outside the loop: there each draw would cost a tenth of a tick.
-    chances = jax.vmap(lambda after: uniforms(keys, slots.position + after))(1 + jnp.arange(n_ticks))
+    """As `drawing.draw` says. Slots that are not active tick with the others: what they hold means nothing."""
+    del active
 
-    def step(
-        state: tuple[Slots, Array, Array], chance: Float[Array, " B"]
-    ) -> tuple[tuple[Slots, Array, Array], tuple[Array, Array, tuple[Array, Array] | None]]:
-        slots, seen, tokens = state
-        slots, logits = _tick(prepared, slots, tokens, cfg)
-        tokens, logprobs = sample(logits, settings, chance, seen, rules, slots.position)
-        top = None
-        if n_top:
-            scores, likeliest = jax.lax.top_k(logits, n_top)
-            top = (likeliest, scores - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
-        return (slots, seen.at[rows, tokens].add(1), tokens), (tokens, logprobs, top)
+    def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
+        return _tick(prepared, slots, tokens, cfg)
 
-    (slots, seen, _), (drawn, logprobs, top) = jax.lax.scan(step, (slots, seen, tokens), chances)
-    return slots, seen, drawn, logprobs, top
+    return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top)
 
 
 def _tick(prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig) -> tuple[Slots, Array]:
@@ -178,11 +171,13 @@ def _tick(prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQCon
     for weights, memory in zip(prepared.units, slots.units, strict=True):
         y, memory = _unit(x, weights, memory, column, distance, begins, cfg)
         x = x + y
+        if weights.mixture is not None:
+            x = x + _mixture(x, weights.mixture, cfg)
         units.append(memory)
     x = x.astype(jnp.float32)
     if cfg.e_preln:
         x = rms_norm_affine(x, prepared.out_gain, prepared.out_norm_bias)
-    logits = _dot(x, prepared.logits)[:, : cfg.n_vocab] + prepared.logits_bias
+    logits = dot(x, prepared.logits)[:, : cfg.n_vocab] + prepared.logits_bias
     return Slots(units=tuple(units), position=slots.position + 1), cfg.e_scale * logits
 
 
@@ -198,14 +193,14 @@ def _unit(
     batch, n_head, rows = x.shape[0], cfg.n_head, column.shape[0]
     hk, hv, n_code = n_head * cfg.d_k, n_head * cfg.d_v, cfg.n_code
     h = rms_norm_affine(x, weights.gain, weights.bias)
-    projected = _dot(h, weights.project)[:, : 2 * (hk + hv)]
+    projected = dot(h, weights.project)[:, : 2 * (hk + hv)]
     qk = rms_norm(projected[:, : 2 * hk].reshape(batch, 2, n_head, cfg.d_k)) * key_scale(cfg)
     qk = qk.astype(jnp.float32)
     value = jax.nn.silu(projected[:, 2 * hk : 2 * hk + hv]).reshape(rows, cfg.d_v).astype(jnp.float32)
     gate = jax.nn.silu(projected[:, 2 * hk + hv :])
     # q and k apart: one row each is a matrix-vector product, the fastest there is.
-    by_query = jnp.stack([_dot(qk[:, 0, i], head) for i, head in enumerate(weights.scores)], axis=1) + weights.offset
-    by_key = jnp.stack([_dot(qk[:, 1, i], head) for i, head in enumerate(weights.scores)], axis=1)
+    by_query = jnp.stack([dot(qk[:, 0, i], head) for i, head in enumerate(weights.scores)], axis=1) + weights.offset
+    by_key = jnp.stack([dot(qk[:, 1, i], head) for i, head in enumerate(weights.scores)], axis=1)
     by_query = by_query.reshape(rows, -1)
     code = jnp.argmax(by_key[..., :n_code] - weights.half_square, axis=-1).reshape(rows).astype(jnp.int32)
 
@@ -222,7 +217,24 @@ def _unit(
     norm = jnp.sum(weight * memory.count, axis=-1, keepdims=True)
     mixed = jnp.einsum("rn,rnv->rv", weight, memory.total) / norm
     mixed = mixed.astype(x.dtype).reshape(batch, hv)
-    return _dot(mixed * gate, weights.out)[:, : cfg.d_model], memory
+    return dot(mixed * gate, weights.out)[:, : cfg.d_model], memory
+
+
+def _taken(mixture: Mixture, g: int) -> Mixture:
+    """One unit's, as a stack of one layer; 16 bits as bits, which can be read in part."""
+
+    def one(leaf: Any) -> Any:
+        leaf = jax.tree.map(lambda x: x[g], leaf)
+        return quant.as_bits(leaf) if isinstance(leaf, jax.Array) and leaf.dtype == jnp.bfloat16 else leaf
+
+    return jax.tree.map(one, mixture, is_leaf=quant.is_quantized)
+
+
+def _mixture(x: Float[Array, "B D"], mixture: Mixture, cfg: VQConfig) -> Float[Array, "B D"]:
+    everyone = jnp.ones((x.shape[0],), bool)
+    h = rms_norm_gain(x, mixture.in_gain)
+    y = few_experts(h, mixture.router[None], mixture.experts, 0, everyone, cfg.n_choice)
+    return rms_norm_gain(y, mixture.out_gain)
 
 
 def _write(
@@ -269,21 +281,3 @@ def leave_ring(
     if write:
         memory = replace(memory, total=memory.total.at[rows, code].set(total))
     return memory, (code, total)
-
-
-def _cut(matrix: Float[Array, "C E"]) -> Cut:
-    matrix = jnp.pad(matrix, [(0, 0), (0, -matrix.shape[1] % LANES)])
-    return tuple(matrix[start : start + SHORT_SUM] for start in range(0, matrix.shape[0], SHORT_SUM))
-
-
-def _dot(x: Float[Array, "B C"], cut: Cut) -> Float[Array, "B E"]:
-    n_row = x.shape[0]
-    if n_row > 1:
-        x = jnp.pad(x, [(0, -n_row % ROWS), (0, 0)])
-    start, y = 0, None
-    for part in cut:
-        piece = x[:, start : start + part.shape[0]] @ part
-        y = piece if y is None else y + piece
-        start += part.shape[0]
-    assert y is not None
-    return y[:n_row]

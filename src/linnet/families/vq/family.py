@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from linnet import rng
+from linnet.families.expert_figures import expert_alarms, expert_diagnostics, router_cost, router_metrics
 from linnet.families.family import Aux, Keys
 from linnet.families.vq import model
 from linnet.families.vq import slots as decoder
@@ -72,8 +73,12 @@ def loss(
         "unit_relative_err": aux.error[:, 1],
         "unit_usage": jnp.mean(aux.seen.count > 0, axis=(1, 2)),
     }
+    total = nll + cfg.c_beta * commitment
+    if aux.router is not None:
+        metrics |= router_metrics(aux.router)
+        total = total + router_cost(aux.router, cfg.balance_weight, cfg.z_weight)
     statistics = Statistics(seen=aux.seen, candidates=aux.candidates)
-    return nll + cfg.c_beta * commitment, Aux(metrics=metrics, statistics=statistics, carry=carry)
+    return total, Aux(metrics=metrics, statistics=statistics, carry=carry)
 
 
 def merge_statistics(a: Statistics, b: Statistics) -> Statistics:
@@ -126,7 +131,20 @@ def reading_block_len(cfg: VQConfig) -> int:
 
 
 def diagnostics(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfig) -> dict[str, Any]:
-    return codebook_figures(buffers, metrics, cfg)
+    figures = codebook_figures(buffers, metrics, cfg)
+    return figures | expert_diagnostics(metrics) if cfg.n_expert else figures
+
+
+def alarms(figures: dict[str, Any], least: float, cfg: VQConfig) -> dict[int, str]:
+    collapsed = {
+        unit: f"The codebook of unit {unit} collapses: it uses as much as {value:.1f} of {cfg.n_code} codes. Try "
+        "--model.restart-dead-codes, a lower learning rate, or a larger --model.c-beta."
+        for unit, value in enumerate(figures.get("codebook", {}).get("perplexity", []))
+        if value < least * cfg.n_code
+    }
+    # Experts count from behind the units, so that both may be told of one unit.
+    more = expert_alarms(figures, least, cfg.n_expert) if cfg.n_expert else {}
+    return collapsed | {cfg.n_unit + unit: words for unit, words in more.items()}
 
 
 def flops_per_token(cfg: VQConfig) -> int:
@@ -144,6 +162,7 @@ def _dropout(keys: Keys, first_row: int | Int[Array, ""], batch_size: int) -> mo
 
 
 __all__ = [
+    "alarms",
     "buffer_specs",
     "carry_axes",
     "decoder",

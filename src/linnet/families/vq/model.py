@@ -14,15 +14,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from linnet import rng
+from linnet.families.hidden import ffn_size
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.params import UnitParams, VQBuffers, VQParams
-from linnet.nn import attention_blocks, codebook
+from linnet.nn import attention_blocks, codebook, experts
 from linnet.nn.attention import AttentionState, Queries, attention, empty_state, into_blocks, out_of_blocks
 from linnet.nn.attention_dense import attention_dense
 from linnet.nn.linear import linear
-from linnet.nn.norm import rms_norm, rms_norm_affine
+from linnet.nn.norm import rms_norm, rms_norm_affine, rms_norm_gain
 from linnet.nn.position import sinusoid
-from linnet.pytree import pytree
+from linnet.pytree import pytree, replace
+from linnet.quant import side_by_side
 
 PROJECTED = "projected"
 
@@ -57,6 +59,7 @@ class UnitAux:
     error: Float[Array, "*G 3"]  # relative quantisation error: least, mean, largest
     codes: Int[Array, "*G B H T"]
     output: Any  # B T D, or None unless asked for
+    router: Any = None  # RouterFigures, or None without experts
 
 
 def empty_carry(cfg: VQConfig, batch: int) -> VQCarry:
@@ -99,19 +102,25 @@ def forward(
     if dropout is not None and cfg.p_dropemb:
         x = _drop_rows(x, cfg.p_dropemb, _row_stream(dropout.update, "embedding"))
     codes = codebook.code_vectors(buffers.code_count, buffers.code_total)
+    in_blocks = into_blocks(mask, block_len)
 
     def unit(x: Array, inputs: tuple[Any, ...]) -> tuple[Array, tuple[AttentionState, UnitAux]]:
-        p, unit_codes, state, index = inputs
+        p, unit_codes, state, index, mixture = inputs
         drop = None if dropout is None else jax.tree.map(lambda k: _fold_rows(k, index), dropout)
         y, state, aux = _unit(x, p, unit_codes, state, cfg, documents, mask, length, drop, dense, keep_outputs)
         if drop is not None and cfg.p_droplyr:
             y = _drop_rows(y, cfg.p_droplyr, _row_stream(drop.sequence, "layer"), whole=True)
-        return x + y, (state, aux)
+        x = x + y
+        if mixture is not None:
+            z, routing = experts.mixture_half(x, mixture, cfg.n_choice)
+            x = x + rms_norm_gain(z, mixture.out_gain)
+            aux = replace(aux, router=experts.router_figures(routing, in_blocks.reshape(-1)))
+        return x, (state, aux)
 
     # Norms, silu and the like are cheaper to compute again than to keep.
     keep = () if cfg.remat else (PROJECTED, *attention_blocks.KEPT)
     unit = jax.checkpoint(unit, policy=jax.checkpoint_policies.save_only_these_names(*keep), prevent_cse=False)
-    inputs = (params.units, codes, carry.attention, jnp.arange(cfg.n_unit))
+    inputs = (params.units, codes, carry.attention, jnp.arange(cfg.n_unit), params.mixture)
     x, (attention_after, aux) = jax.lax.scan(unit, x, inputs)
     x = out_of_blocks(x, n_token)
     read = n_token if length is None else length.astype(jnp.int32)
@@ -132,7 +141,7 @@ def unit_projections(
     hk, hv = cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
     scale = key_scale(cfg)
     h = rms_norm_affine(x, p.norm_gain, p.norm_bias)
-    weights = jnp.concatenate([p.w_q, p.w_kvg], axis=1)
+    weights = side_by_side(p.w_q, p.w_kvg)
     q, k, v, g = jnp.split(checkpoint_name(linear(h, weights), PROJECTED), [hk, 2 * hk, 2 * hk + hv], axis=-1)
     q = rms_norm(heads(q, cfg.n_head)) * scale
     return q, rms_norm(heads(k, cfg.n_head)) * scale, heads(jax.nn.silu(v), cfg.n_head), jax.nn.silu(g)
@@ -278,4 +287,7 @@ def n_flops_per_token(cfg: VQConfig, block_len: int | None = None) -> int:
     quantise = hk * s
     near = columns * (hk + hv) + (cfg.mem_len + 1) * hk
     far = s * (hk + hv) if cfg.agg_cache else 0
-    return 2 * (cfg.n_unit * (project + quantise + near + far) + cfg.d_model * cfg.n_vocab)
+    mixture = (
+        cfg.d_model * (cfg.n_expert + 3 * cfg.n_choice * ffn_size(cfg.d_model, cfg.widening)) if cfg.n_expert else 0
+    )
+    return 2 * (cfg.n_unit * (project + quantise + near + far + mixture) + cfg.d_model * cfg.n_vocab)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from linnet.families.hidden import ffn_size
 from linnet.families.vq.config import VQConfig
+from linnet.nn.experts import ExpertWeights, Mixture
 from linnet.params import Spec
 from linnet.pytree import pytree
 
@@ -33,6 +35,7 @@ class VQParams:
     out_norm_bias: Any  # D, or None without e_preln
     w_out: Any  # D A, or None when tied
     out_bias: Any  # A
+    mixture: Any = None  # G ..: a `Mixture` after each unit, or None without experts
 
 
 @pytree
@@ -46,26 +49,47 @@ class VQBuffers:
 def param_specs(cfg: VQConfig) -> VQParams:
     g, d, hk, hv = cfg.n_unit, cfg.d_model, cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
 
-    def unit(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any) -> Spec:
-        return Spec((g, *shape), ("layers", *axes), init)
+    def unit(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any, least: Any = "float32") -> Spec:
+        return Spec((g, *shape), ("layers", *axes), init, least=least)
 
     return VQParams(
-        embed=Spec((cfg.n_vocab, d), ("vocab", "model"), "normal"),
+        embed=Spec((cfg.n_vocab, d), ("vocab", "model"), "normal", least="bfloat16"),
         position_scale=Spec((), (), "zeros") if cfg.pe_abs else None,
         units=UnitParams(
             norm_gain=unit((d,), ("model",), "ones"),
             norm_bias=unit((d,), ("model",), "zeros"),
-            w_q=unit((d, hk), ("model", "heads"), "fan_in"),
-            w_kvg=unit((d, hk + 2 * hv), ("model", "heads"), "fan_in"),
-            w_r=unit((d, hk), ("model", "heads"), "fan_in"),
-            w_res=unit((hv, d), ("heads", "model"), "fan_in"),
+            w_q=unit((d, hk), ("model", "heads"), "fan_in", "int8"),
+            w_kvg=unit((d, hk + 2 * hv), ("model", "heads"), "fan_in", "int8"),
+            w_r=unit((d, hk), ("model", "heads"), "fan_in", "bfloat16"),
+            w_res=unit((hv, d), ("heads", "model"), "fan_in", "int8"),
             u=unit((hk,), ("heads",), "zeros"),
             w=unit((hk,), ("heads",), "zeros"),
         ),
         out_gain=Spec((d,), ("model",), "ones") if cfg.e_preln else None,
         out_norm_bias=Spec((d,), ("model",), "zeros") if cfg.e_preln else None,
-        w_out=None if cfg.e_tie else Spec((d, cfg.n_vocab), ("model", "vocab"), "fan_in"),
+        w_out=None if cfg.e_tie else Spec((d, cfg.n_vocab), ("model", "vocab"), "fan_in", least="int8"),
         out_bias=Spec((cfg.n_vocab,), ("vocab",), "zeros"),
+        mixture=_mixture_specs(cfg) if cfg.n_expert else None,
+    )
+
+
+def _mixture_specs(cfg: VQConfig) -> Mixture:
+    n, d, f = cfg.n_expert, cfg.d_model, ffn_size(cfg.d_model, cfg.widening)
+
+    def unit(
+        shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any = "fan_in", least: Any = "float32"
+    ) -> Spec:
+        return Spec((cfg.n_unit, *shape), ("layers", *axes), init, least=least)
+
+    return Mixture(
+        in_gain=unit((d,), ("model",), "ones"),
+        router=unit((d, n), ("model", None)),
+        experts=ExpertWeights(
+            gate=unit((n, d, f), ("experts", "model", "hidden"), least="int8"),
+            value=unit((n, d, f), ("experts", "model", "hidden"), least="int8"),
+            out=unit((n, f, d), ("experts", "hidden", "model"), least="int8"),
+        ),
+        out_gain=unit((d,), ("model",), "ones"),
     )
 
 

@@ -31,7 +31,7 @@ from linnet.families.vq.decode import (
     table_size,
     tick,
 )
-from linnet.families.vq.model import VQCarry, empty_carry, forward, nats
+from linnet.families.vq.model import VQCarry, empty_carry, forward, logits, nats
 from linnet.families.vq.params import VQBuffers, VQParams
 from linnet.nn import codebook
 from linnet.nn.attention import AttentionState
@@ -58,8 +58,18 @@ def init_slots(cfg: VQConfig, n: int) -> Slots:
     )
 
 
+def hold(params: VQParams) -> VQParams:
+    return params
+
+
 def empty_state(cfg: VQConfig) -> VQCarry:
     """The state of a sequence of which nothing was read."""
+    return empty_carry(cfg, 1)
+
+
+def state_like(cfg: VQConfig, n_read: int) -> VQCarry:
+    """Of one size, whatever was read."""
+    del n_read
     return empty_carry(cfg, 1)
 
 
@@ -107,7 +117,7 @@ def _documents(carry: VQCarry, tokens: Int[Array, "1 C"], cfg: VQConfig) -> Int[
     return begun[:, None] + jnp.cumsum(tokens == cfg.end_id, axis=1)
 
 
-@partial(jax.jit, static_argnames="cfg")
+@partial(jax.jit, static_argnames=("cfg", "n_top"))
 def chunk_logprobs(
     params: VQParams,
     buffers: VQBuffers,
@@ -116,11 +126,18 @@ def chunk_logprobs(
     targets: Int[Array, "1 C"],
     *,
     cfg: VQConfig,
-) -> Float[Array, " C"]:
+    n_top: int = 0,
+) -> tuple[Float[Array, " C"], tuple[Int[Array, "C K"], Float[Array, "C K"]] | None]:
     """The log-probability of each target after the tokens up to its place; padding at the end changes nothing before it. The carry
-    is left to `admit_chunk`, so that a state's bits do not depend on whether somebody asked for these."""
+    is left to `admit_chunk`, so that a state's bits do not depend on whether somebody asked for these. With `n_top`, also that many
+    of the likeliest tokens at each place and their log-probabilities."""
     x, _, _ = forward(params, buffers, tokens, carry, cfg, documents=_documents(carry, tokens, cfg))
-    return -nats(params, x, targets, cfg)[0]
+    chosen = -nats(params, x, targets, cfg)[0]
+    if not n_top:
+        return chosen, None
+    scores = logits(params, x, cfg)[0]
+    values, likeliest = jax.lax.top_k(scores, n_top)
+    return chosen, (likeliest, values - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -154,8 +171,17 @@ def insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
 
 
 @partial(jax.jit, static_argnames="cfg")
-def extract(prepared: Prepared, slots: Slots, i: int | Int[Array, ""], cfg: VQConfig) -> VQCarry:
-    """The sequence in slot `i` as a state of its own; inserting it again gives the same bits as never having taken it out."""
+def extract(
+    prepared: Prepared,
+    slots: Slots,
+    i: int | Int[Array, ""],
+    cfg: VQConfig,
+    n_read: int | Int[Array, ""] = 0,
+    known: VQCarry | None = None,
+) -> VQCarry:
+    """The sequence in slot `i` as a state of its own; inserting it again gives the same bits as never having taken it out. How much
+    it has read, and what is known of an earlier state, make no difference to this family."""
+    del n_read, known
     position = slots.position[i]
     window, n_table = cfg.mem_len, table_size(cfg)
     ring = window + 1
@@ -215,9 +241,11 @@ __all__ = [
     "decode",
     "empty_state",
     "extract",
+    "hold",
     "init_slots",
     "insert",
     "prepare",
     "state_bytes",
+    "state_like",
     "tick",
 ]

@@ -14,7 +14,8 @@ from linnet.serve.http.model import Model
 from linnet.serve.http.problem import ApiError
 from linnet.serve.http.schemas import DetokenizeAsk, TokenizeAsk
 from linnet.serve.http.service import Service
-from linnet.serve.http.shapes import ModelCard, ModelList, Text, Tokens
+from linnet.serve.http.shapes import ModelCard, ModelList, RoleCard, TemplateCard, Text, Tokens
+from linnet.serve.template import ChatTemplate
 
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:"
@@ -68,6 +69,20 @@ async def playground(service: Service, http: HttpRequest) -> Response:
     return HTMLResponse(page.read_text(), headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
 
 
+def _template(template: ChatTemplate) -> TemplateCard:
+    """As a run's file would say it."""
+    roles: dict[str, RoleCard] = {
+        role: {"prefix": one.prefix, "suffix": one.suffix} for role, one in template.roles.items()
+    }
+    return {
+        "beginning": template.beginning,
+        "roles": roles,
+        "answer": template.answer,
+        "stop": list(template.stop),
+        "between": template.between,
+    }
+
+
 def _card(model: Model) -> ModelCard:
     return {
         "id": model.name,
@@ -78,4 +93,5 @@ def _card(model: Model) -> ModelCard:
         "n_vocab": model.n_vocab,
         "state_bytes": model.state_bytes,
         "picture": None if model.shape is None else list(model.shape),
+        "chat_template": _template(model.template),
     }

@@ -13,6 +13,10 @@ from linnet.serve.http.metrics import Metrics
 from linnet.serve.http.model import Model
 from linnet.serve.request import Event, Finished, Produced, Request
 
+MOST_TOGETHER = 512
+"""Tokens and their likeliest that are told a reader in one piece. To write thousands takes a second that all others wait, and a
+reader who does not read needs no more of them written."""
+
 
 class Bridge:
     """Hands events over. The engine never waits, and wakes the loop once for all the events of a tick."""
@@ -89,7 +93,7 @@ class Answers:
             self._news.clear()
             for i, waiting in enumerate(self._waiting):
                 self._waiting[i] = []
-                for event in merge(waiting):
+                for event in merge(waiting, MOST_TOGETHER):
                     n_left -= isinstance(event, Finished)
                     yield i, event
 
@@ -100,16 +104,21 @@ class Answers:
         self._open.clear()
 
 
-def merge(events: Sequence[Event]) -> list[Event]:
-    """The same events, with tokens that follow each other in one."""
+def merge(events: Sequence[Event], most: int | None = None) -> list[Event]:
+    """The same events, with tokens that follow each other in one, or in several of about so many (their likeliest counted) at most."""
     merged: list[Event] = []
     run: list[Produced] = []
+    n_run = 0
     for event in events:
         if isinstance(event, Produced):
             run.append(event)
-            continue
-        merged += [*_joined(run), event]
-        run = []
+            n_run += len(event.tokens) + sum(map(len, event.top))
+            if most is None or n_run < most:
+                continue
+            merged += _joined(run)
+        else:
+            merged += [*_joined(run), event]
+        run, n_run = [], 0
     return merged + _joined(run)
 
 

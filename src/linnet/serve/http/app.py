@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from linnet.errors import refuse
 from linnet.serve.http import about, images, openai_text, schemas, sessions, shapes
-from linnet.serve.http.auth import Keys
+from linnet.serve.http.auth import Doors, Keys
 from linnet.serve.http.edge import Edge
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Calls, Limits
@@ -24,7 +24,7 @@ from linnet.serve.http.metrics import Metrics
 from linnet.serve.http.model import Model
 from linnet.serve.http.openapi import Endpoint, describe
 from linnet.serve.http.problem import ApiError, explained
-from linnet.serve.http.service import ChatTemplate, Service, plain_template
+from linnet.serve.http.service import Service
 
 FILE = "application/octet-stream"
 
@@ -97,19 +97,27 @@ def make_app(
     keys: Sequence[str],
     limits: Limits | None = None,
     lifecycle: Lifecycle | None = None,
-    template: ChatTemplate = plain_template,
     clock: Callable[[], float] = time.monotonic,
+    host: str | None = None,
 ) -> Starlette:
-    """Without keys everyone who reaches the socket may ask. `clock` must be the engine's: deadlines are on it."""
+    """Without keys everyone who reaches the socket may ask, if by a name of this machine's own or of `host`, where it is served.
+
+    `clock` must be the engine's: deadlines are on it.
+    """
     by_name = {model.name: model for model in models}
     if not models or len(by_name) < len(models):
         names = [model.name for model in models]
         raise refuse("models", names, "at least one, each with a name of its own", "rename one")
     limits, lifecycle, metrics = limits or Limits(), lifecycle or Lifecycle(), Metrics(models)
-    service = Service(
-        models=by_name, limits=limits, metrics=metrics, lifecycle=lifecycle, template=template, clock=clock
+    service = Service(models=by_name, limits=limits, metrics=metrics, lifecycle=lifecycle, clock=clock)
+    edge = Middleware(
+        Edge,
+        keys=Keys(keys),
+        doors=Doors(None if keys else host),
+        calls=Calls(limits.calls_per_key),
+        lifecycle=lifecycle,
+        metrics=metrics,
     )
-    edge = Middleware(Edge, keys=Keys(keys), calls=Calls(limits.calls_per_key), lifecycle=lifecycle, metrics=metrics)
     return Starlette(
         routes=[Route(one.path, _route(service, one), methods=[one.method]) for one in ENDPOINTS],
         middleware=[edge],

@@ -63,7 +63,16 @@ def base_sampling(ask: SamplingAsk, **more: Any) -> Sampling:
     return Sampling(**given, seed=seed, **more)
 
 
-def text_sampling(ask: TextAsk, model: Model, limits: Limits, *, max_tokens: int, top_logprobs: int) -> Sampling:
+def text_sampling(
+    ask: TextAsk,
+    model: Model,
+    limits: Limits,
+    *,
+    max_tokens: int,
+    top_logprobs: int,
+    more_stops: tuple[str, ...] = (),
+) -> Sampling:
+    """`more_stops`: those of a chat template, beside the caller's."""
     if max_tokens > limits.max_tokens:
         raise refuse("max_tokens", max_tokens, f"at most {limits.max_tokens}", "ask for fewer")
     for field in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
@@ -75,7 +84,7 @@ def text_sampling(ask: TextAsk, model: Model, limits: Limits, *, max_tokens: int
         **given,
         allowed=None if ask.allowed_token_ids is None else frozenset(ask.allowed_token_ids),
         banned=frozenset(ask.banned_token_ids or ()),
-        stop=tuple(stop),
+        stop=tuple(dict.fromkeys((*more_stops, *stop))),
         stop_ids=frozenset(ask.stop_token_ids or ()),
         ignore_end=bool(ask.ignore_eos),
         max_tokens=max_tokens,
@@ -150,18 +159,19 @@ async def open_start(service: Service, model: Model, ask: TextAsk) -> Start:
             data = base64.b64decode(ask.state, validate=True)
         except (binascii.Error, ValueError):
             raise refuse("state", "not base64", "as `return_state` gave it", "send it unchanged") from None
-        return await to_thread.run_sync(_unpack, model, data)
+        session = await to_thread.run_sync(model.sessions.unpack, data)
+        return Start(session.state, session.n_tokens)
     return Start()
 
 
 async def keep_end(model: Model, start: Start, finished: Finished, return_state: bool) -> str | None:
     """Leaves the session where the answer ended; the state as base64 if the client wants to hold it."""
-    n_tokens = start.n_tokens + finished.n_prompt + finished.n_tokens
     if start.session is not None:
+        n_tokens = start.n_tokens + finished.n_prompt + finished.n_tokens
         await to_thread.run_sync(model.sessions.put, start.session, finished.state, n_tokens)
     if not return_state:
         return None
-    return base64.b64encode(await to_thread.run_sync(_pack, model, finished.state, n_tokens)).decode()
+    return base64.b64encode(await to_thread.run_sync(model.sessions.pack, finished.state)).decode()
 
 
 def _session(model: Model, id: str) -> Any:
@@ -169,21 +179,3 @@ def _session(model: Model, id: str) -> Any:
         return model.sessions.get(id)
     except ValueError as error:
         raise ApiError(404, str(error), param="session", code="session_not_found") from None
-
-
-def _unpack(model: Model, data: bytes) -> Start:
-    id = model.sessions.restore(data)
-    try:
-        session = model.sessions.get(id)
-        return Start(session.state, session.n_tokens)
-    finally:
-        model.sessions.delete(id)
-
-
-def _pack(model: Model, state: Any, n_tokens: int) -> bytes:
-    id = model.sessions.create()
-    try:
-        model.sessions.put(id, state, n_tokens)
-        return model.sessions.save(id)
-    finally:
-        model.sessions.delete(id)

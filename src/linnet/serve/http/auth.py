@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Sequence
 
 from linnet.errors import refuse
@@ -41,6 +42,40 @@ class Keys:
             code="invalid_api_key",
             headers={"www-authenticate": f'{scheme} realm="linnet"'},
         )
+
+
+class Doors:
+    """The names by which this server may be called while everyone may ask.
+
+    A foreign page can make its visitor's browser call us under the page's own name, once that name leads to 127.0.0.1 (DNS
+    rebinding), and then read what we answer. The browser still tells that name as the host.
+    """
+
+    def __init__(self, bound: str | None) -> None:
+        """`bound` is the address served on; None: any name will do, since keys guard the door or there is none."""
+        self._bound = bound
+
+    def check(self, host: str | None) -> None:
+        if self._bound is None or host is None:  # only HTTP/1.0 leaves it out, which no browser speaks
+            return
+        name = _without_port(host)
+        if name != self._bound.lower() and not is_loopback(name):
+            message = f"this server does not answer under the name {name[:100]!r}"
+            raise ApiError(403, f"{message}. Fix: call it as 127.0.0.1, or serve with API keys.", code="unknown_host")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _without_port(host: str) -> str:
+    """`Name:8000`, `[::1]:8000` and `::1` alike, in small letters."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return (host if host.count(":") > 1 else host.partition(":")[0]).lower().removesuffix(".")
 
 
 def _digest(key: str) -> bytes:

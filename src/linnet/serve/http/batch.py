@@ -65,11 +65,18 @@ def done_before(path: Path) -> set[str]:
 
 
 async def run_batch(
-    app: ASGIApp, lines: list[dict[str, Any]], out: Path, *, at_once: int, key: str | None, say: Callable[[int], None]
+    app: ASGIApp,
+    lines: list[dict[str, Any]],
+    out: Path,
+    *,
+    at_once: int,
+    key: str | None,
+    say: Callable[[int, int], None],
 ) -> tuple[int, int]:
-    """Answers what is not answered yet: how many there were to do, and how many of them are errors."""
+    """Answers what is not answered yet: how many there were to do, and how many of them are errors. `say` hears n of how many."""
     known = done_before(out)
-    left = iter([line for line in lines if line["custom_id"] not in known])
+    to_do = [line for line in lines if line["custom_id"] not in known]
+    left = iter(to_do)
     n_done = n_failed = 0
 
     async def work(lines: Iterator[dict[str, Any]], file: TextIO) -> None:
@@ -81,7 +88,7 @@ async def run_batch(
             file.flush()
             n_done += 1
             n_failed += status != 200
-            say(n_done)
+            say(n_done, len(to_do))
 
     with contextlib.ExitStack() as stack:
         try:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from linnet.serve.http.auth import OPEN_PATHS, Keys
+from linnet.serve.http.auth import OPEN_PATHS, Doors, Keys
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Calls, check_headers
 from linnet.serve.http.metrics import Metrics
@@ -26,8 +26,11 @@ UNCOUNTED = OPEN_PATHS | {"/metrics"}
 class Edge:
     """Pure ASGI: it stands in nobody's way when a client leaves or a stream is long."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, calls: Calls, lifecycle: Lifecycle, metrics: Metrics) -> None:
-        self._app, self._keys, self._calls, self._lifecycle, self._metrics = app, keys, calls, lifecycle, metrics
+    def __init__(
+        self, app: ASGIApp, *, keys: Keys, doors: Doors, calls: Calls, lifecycle: Lifecycle, metrics: Metrics
+    ) -> None:
+        self._app, self._keys, self._doors = app, keys, doors
+        self._calls, self._lifecycle, self._metrics = calls, lifecycle, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -38,6 +41,7 @@ class Edge:
             with ExitStack() as held:
                 headers = Headers(scope=scope)
                 check_headers(headers)
+                self._doors.check(headers.get("host"))
                 call.owner = self._keys.owner(scope["path"], headers.get("authorization"))
                 if scope["path"] not in UNCOUNTED:
                     held.enter_context(self._calls.one(call.owner))

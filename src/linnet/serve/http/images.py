@@ -88,7 +88,8 @@ class _Drawing:
             n_due = len(ids) * (n_parts + 1) // n_all
             if n_sent < n_due and len(ids) < n_all:
                 picture = await to_thread.run_sync(draw, list(ids), self._shape)
-                yield self._event("image_generation.partial_image", picture, partial_image_index=n_sent)
+                # Counted among those asked for: it tells how far the picture is, even where some came together.
+                yield self._event("image_generation.partial_image", picture, partial_image_index=n_due - 1)
                 n_sent = n_due
         picture = await to_thread.run_sync(draw, ids, self._shape)
         yield self._event("image_generation.completed", picture, usage=_usage(len(ids)))

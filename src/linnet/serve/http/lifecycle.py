@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
+import gc
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from types import FrameType
-from typing import TextIO
+from typing import Protocol, TextIO
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from linnet.errors import refuse
+from linnet.serve.http.auth import is_loopback
+from linnet.serve.http.connection import Connection
 from linnet.serve.http.limits import MOST_HEADER_BYTES
 
+KEEP_SECONDS = 15
+"""An idle connection stays open. Longer than clients keep theirs (httpx 5 s), or they would now and then ask into a closing door."""
 LAST_SECONDS = 2
 """For connections that are still open when the drain's limit has passed."""
+
+
+class Closing(Protocol):
+    """What may be ended from outside: its own end then tells so."""
+
+    def close(self) -> None: ...
 
 
 class Lifecycle:
@@ -27,6 +38,8 @@ class Lifecycle:
     def __init__(self) -> None:
         self.n_active = 0
         self.is_draining = False
+        self.answers: weakref.WeakSet[Closing] = weakref.WeakSet()
+        """Those that nobody dropped yet."""
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -38,6 +51,11 @@ class Lifecycle:
 
     def drain(self) -> None:
         self.is_draining = True
+
+    def close_answers(self) -> None:
+        """Their clients are told, where uvicorn would only cut the line."""
+        for answers in list(self.answers):
+            answers.close()
 
 
 class DrainingServer(uvicorn.Server):
@@ -57,7 +75,10 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self._lifecycle.is_draining:
             self._until = self._until or time.monotonic() + self._drain_seconds
-            if not self._lifecycle.n_active or time.monotonic() >= self._until:
+            is_late = time.monotonic() >= self._until
+            if is_late:
+                self._lifecycle.close_answers()
+            if is_late or not self._lifecycle.n_active:
                 self.should_exit = True
         return await super().on_tick(counter)
 
@@ -68,6 +89,10 @@ def run(
     """Serves until a signal. Returns when all is drained."""
     check_host(host, has_keys)
     _log_lines(sys.stderr)
+    # What is there now stays. To look through all of it again in every full collection would stop the engine and everyone's
+    # answers for a tenth of a second and more.
+    gc.collect()
+    gc.freeze()
     DrainingServer(server_config(app, host, port), lifecycle, drain_seconds).run()
 
 
@@ -78,10 +103,11 @@ def server_config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
         port=port,
         log_config=None,
         ws="none",
-        http="h11",
+        http=Connection,
         h11_max_incomplete_event_size=MOST_HEADER_BYTES,  # while they arrive; those that came are looked at in `limits`
         access_log=False,  # ours tells more
         server_header=False,
+        timeout_keep_alive=KEEP_SECONDS,
         timeout_graceful_shutdown=LAST_SECONDS,
     )
 
@@ -96,12 +122,5 @@ def _log_lines(file: TextIO) -> None:
 
 
 def check_host(host: str, has_keys: bool) -> None:
-    if not has_keys and not _is_loopback(host):
+    if not has_keys and not is_loopback(host):
         raise refuse("--host", host, "a loopback address while there is no API key", "give a key, or use 127.0.0.1")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from linnet.data.tokenizer import Tokenizer
 from linnet.serve.request import OnEvent, Request
+from linnet.serve.template import ChatTemplate
 
 
 class Session(Protocol):
@@ -37,6 +38,12 @@ class Sessions(Protocol):
 
     def restore(self, data: bytes) -> str: ...
 
+    def pack(self, state: Any) -> bytes:
+        """A state as a file that its client keeps; it counts as no session."""
+        ...
+
+    def unpack(self, data: bytes) -> Session: ...
+
     def delete(self, id: str) -> None: ...
 
 
@@ -52,6 +59,8 @@ class Model(Protocol):
         """Of a picture (height, width, 3), for pixel models."""
         ...
 
+    @property
+    def template(self) -> ChatTemplate: ...
     @property
     def n_vocab(self) -> int: ...
     @property

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+from anyio import to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -23,6 +24,8 @@ from linnet.serve.http.sse import DONE, EventStream, event, told_errors, unless_
 from linnet.serve.http.voices import NOTHING, ChatVoice, CompletionVoice, Ending, Voice
 from linnet.serve.request import Event, Finished, Produced, PromptRead, Sampling
 
+SMALL_ANSWER = 4096
+"""Tokens and their likeliest. A larger one is written in a thread, so that the loop goes on."""
 DEFAULT_TOKENS = 16
 """As of OpenAI's completions."""
 
@@ -79,13 +82,20 @@ async def chat(service: Service, http: HttpRequest) -> Response:
         raise refuse("max_tokens", ask.max_tokens, "left out beside max_completion_tokens", "give one of the two")
     asked = ask.max_tokens if ask.max_completion_tokens is None else ask.max_completion_tokens
     max_tokens = min(service.limits.chat_tokens, service.limits.max_tokens) if asked is None else asked
-    sampling = text_sampling(ask, model, service.limits, max_tokens=max_tokens, top_logprobs=ask.top_logprobs or 0)
+    sampling = text_sampling(
+        ask,
+        model,
+        service.limits,
+        max_tokens=max_tokens,
+        top_logprobs=ask.top_logprobs or 0,
+        more_stops=model.template.stop,
+    )
     n = ask.n or 1
-    text = service.template(ask.messages)
+    messages = [(message.role, message.text) for message in ask.messages]
     start = await _start(service, model, ask, n)
     try:
-        # In a session the answer before this message had no line end of its own.
-        prompt = await encode(model, "\n" + text if start.n_tokens else text, service.limits)
+        text = model.template.text(messages, goes_on=start.n_tokens > 0)
+        prompt = await encode(model, text, service.limits)
     except BaseException:
         _release(service, start)
         raise
@@ -176,7 +186,7 @@ async def _answer(service: Service, http: HttpRequest, job: Job) -> Response:
     if job.ask.stream:
         return EventStream(told_errors(run.stream(), request_id), close)
     try:
-        return JSONResponse(await unless_gone(http.receive, run.whole()))
+        return Response(await unless_gone(http.receive, run.whole()), media_type="application/json")
     finally:
         close()
 
@@ -195,12 +205,19 @@ class _Run:
         self._n_cached = self._n_produced = 0
         self._state: str | None = None
 
-    async def whole(self) -> Mapping[str, Any]:
+    async def whole(self) -> bytes:
         job = self._job
         told: list[list[Event]] = [[] for _ in range(len(job.prompts) * job.best_of)]
         async for i, event_ in self._answers.events():
             told[i].append(event_)
             await self._note(i, event_)
+        n_entries = sum(map(len, job.prompts)) + self._n_produced * (1 + job.sampling.top_logprobs)
+        if n_entries <= SMALL_ANSWER:
+            return self._written(told)
+        return await to_thread.run_sync(self._written, told)
+
+    def _written(self, told: Sequence[Sequence[Event]]) -> bytes:
+        job = self._job
         collected = [_Collected.of(i, events) for i, events in enumerate(told)]
         choices = []
         for p in range(len(job.prompts)):
@@ -210,7 +227,7 @@ class _Run:
             choices += [self._whole_choice(one) for one in best]
         choices = [{**choice, "index": index} for index, choice in enumerate(choices)]
         body = {**self._base, "object": job.voice.whole_object, "choices": choices, "usage": self._usage()}
-        return body if self._state is None else {**body, "state": self._state}
+        return bytes(JSONResponse(body if self._state is None else {**body, "state": self._state}).body)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         async for i, event_ in self._answers.events():

@@ -20,6 +20,7 @@ REF = "#/components/schemas/{model}"
 ERRORS = {
     400: "A field is wrong or unknown",
     401: "No valid API key",
+    403: "Called by a name that is not the server's",
     404: "Not there",
     405: "Not this method",
     408: "The body came too slowly",
@@ -32,7 +33,9 @@ ERRORS = {
     503: "The server is about to stop",
     504: "The deadline passed",
 }
-WITHOUT_BODY = (400, 401, 404, 405, 429, 431, 500)
+AT_THE_DOOR = (403, 431)
+"""For probes, too."""
+WITHOUT_BODY = (400, 401, 403, 404, 405, 429, 431, 500)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +100,13 @@ def _operation(one: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 _BINARY = {"type": "string", "format": "binary"}
+# Of a stream, tools take the schema as that of each event.
+_EVENT = {
+    "type": "object",
+    "description": "One server-sent event",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
 
 
 def _responses(one: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
@@ -105,13 +115,14 @@ def _responses(one: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
     else:
         good = {"application/json": {"schema": _schema(one.gives, schemas)}}
     if one.streams:
-        good["text/event-stream"] = {"schema": {"type": "string"}}
+        good["text/event-stream"] = {"schema": _EVENT}
     problem = {"application/json": {"schema": _schema(Problem, schemas)}}
     ending = tuple(ERRORS) if one.takes is not None else (*WITHOUT_BODY, *one.statuses)
     if one.is_open:
         status = {"application/json": {"schema": _schema(one.gives, schemas)}}
         extra = {str(code): {"description": ERRORS[code], "content": status} for code in one.statuses}
-        return {"200": {"description": "Good", "content": good}, **extra}
+        refused = {str(code): {"description": ERRORS[code], "content": problem} for code in AT_THE_DOOR}
+        return {"200": {"description": "Good", "content": good}, **extra, **refused}
     errors = {str(code): {"description": ERRORS[code], "content": problem} for code in ending}
     return {"200": {"description": "Good", "content": good}, **errors}
 

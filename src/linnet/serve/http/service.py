@@ -13,15 +13,7 @@ from linnet.serve.http.limits import Limits
 from linnet.serve.http.metrics import Metrics
 from linnet.serve.http.model import Model
 from linnet.serve.http.problem import ApiError, draining
-from linnet.serve.http.schemas import Message
 from linnet.serve.request import Request
-
-ChatTemplate = Callable[[Sequence[Message]], str]
-
-
-def plain_template(messages: Sequence[Message]) -> str:
-    """A line for each message, and the beginning of the answer's."""
-    return "".join(f"{message.role}: {message.text}\n" for message in messages) + "assistant:"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -30,7 +22,6 @@ class Service:
     limits: Limits
     metrics: Metrics
     lifecycle: Lifecycle
-    template: ChatTemplate = plain_template
     clock: Callable[[], float] = time.monotonic
     """The engine's."""
     _in_use: set[str] = dataclasses.field(default_factory=set)
@@ -50,6 +41,7 @@ class Service:
             raise draining()
         answers = Answers(model, requests, self._bridge_here(), self.metrics)
         await answers.submit()
+        self.lifecycle.answers.add(answers)
         return answers
 
     def hold(self, session: str) -> None:

@@ -34,6 +34,8 @@ class TextLogprobs(TypedDict):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
+    top_token_ids: list[list[int] | None] | None
+    """Ours: the ids of `top_logprobs`, likeliest first; two ids may have the same text."""
 
 
 class TextChoice(TypedDict):
@@ -46,6 +48,8 @@ class TextChoice(TypedDict):
 
 class Likely(TypedDict):
     token: str
+    token_id: int
+    """Ours: two ids may have the same text."""
     logprob: float
     bytes: list[int] | None
 
@@ -111,6 +115,19 @@ class ImagesAnswer(TypedDict):
     usage: ImageUsage
 
 
+class RoleCard(TypedDict):
+    prefix: str
+    suffix: str
+
+
+class TemplateCard(TypedDict):
+    beginning: str
+    roles: dict[str, RoleCard]
+    answer: str
+    stop: list[str]
+    between: str
+
+
 class ModelCard(TypedDict):
     id: str
     object: Literal["model"]
@@ -121,6 +138,8 @@ class ModelCard(TypedDict):
     state_bytes: int
     picture: list[int] | None
     """Height, width and channels, for pixel models."""
+    chat_template: TemplateCard
+    """How /v1/chat/completions makes one text of a conversation."""
 
 
 class ModelList(TypedDict):

@@ -55,13 +55,13 @@ class CompletionVoice:
     def piece(self, i: int, produced: Produced) -> Mapping[str, Any] | None:
         if not produced.text and (self._k is None and not self._with_ids):
             return None
-        return self._choice(i, produced.text, self._of_answer(i, produced), None, _ids(produced))
+        return self._choice(i, produced.text, self._of_answer(i, produced), None, _ids(produced.tokens))
 
     def ending(self, i: int, reason: Ending) -> Mapping[str, Any]:
         return self._choice(i, "", None, reason, ())
 
     def whole(self, i: int, read: PromptRead | None, produced: Produced, reason: Ending) -> Mapping[str, Any]:
-        logprobs, text, ids = self._of_answer(i, produced), produced.text, _ids(produced)
+        logprobs, text, ids = self._of_answer(i, produced), produced.text, _ids(produced.tokens)
         if self._echoed is not None:
             logprobs = _joined(self._of_prompt(i, read), logprobs)
             text, ids = self._texts[i] + text, [*self._echoed[i], *ids]
@@ -77,13 +77,14 @@ class CompletionVoice:
         if self._k is None or self._echoed is None or read is None or read.logprobs is None:
             return None
         ids = self._echoed[i]
-        # The engine tells only the prompt's own tokens, not the likeliest beside them.
-        tops: list[dict[str, float] | None] | None = [None for _ in ids] if self._k else None
+        # As OpenAI has it, nothing could have stood in the place of the first.
+        tops = [None, *read.top[1:]][: len(ids)] if self._k else None
         return {
             "tokens": [token_name(self._tokenizer, token) for token in ids],
             "token_logprobs": [None if one is None else finite(one) for one in read.logprobs],
-            "top_logprobs": tops,
+            "top_logprobs": None if tops is None else [None if top is None else self._named(top) for top in tops],
             "text_offset": prompt_offsets(self._tokenizer, ids),
+            "top_token_ids": None if tops is None else [None if top is None else _ids(top) for top in tops],
         }
 
     def _of_answer(self, i: int, produced: Produced) -> TextLogprobs | None:
@@ -95,10 +96,15 @@ class CompletionVoice:
             "token_logprobs": [finite(choice.logprob) for choice in produced.tokens],
             "top_logprobs": [self._named(top) for top in produced.top] if self._k else None,
             "text_offset": [shift + offset for offset in produced.offsets],
+            "top_token_ids": [_ids(top) for top in produced.top] if self._k else None,
         }
 
     def _named(self, top: Sequence[Choice]) -> dict[str, float] | None:
-        return {token_name(self._tokenizer, choice.token): finite(choice.logprob) for choice in top}
+        """Of two ids with the same text the likelier one's."""
+        named: dict[str, float] = {}
+        for choice in top:
+            named.setdefault(token_name(self._tokenizer, choice.token), finite(choice.logprob))
+        return named
 
 
 class ChatVoice:
@@ -124,7 +130,7 @@ class ChatVoice:
 
     def _choice(self, i: int, content: Mapping[str, Any], produced: Produced, reason: Ending) -> Mapping[str, Any]:
         choice = {"index": i, **content, "logprobs": self._logprobs(produced), "finish_reason": reason}
-        return {**choice, "token_ids": _ids(produced)} if self._with_ids else choice
+        return {**choice, "token_ids": _ids(produced.tokens)} if self._with_ids else choice
 
     def _logprobs(self, produced: Produced) -> ChatLogprobs | None:
         if not self._with_logprobs or produced is NOTHING:
@@ -139,7 +145,12 @@ class ChatVoice:
     def _likely(self, choice: Choice) -> Likely:
         data = self._tokenizer.id_bytes(choice.token)
         name = data.decode(errors="replace") if data else token_name(self._tokenizer, choice.token)
-        return {"token": name, "logprob": finite(choice.logprob), "bytes": list(data) if data else None}
+        return {
+            "token": name,
+            "token_id": choice.token,
+            "logprob": finite(choice.logprob),
+            "bytes": list(data) if data else None,
+        }
 
 
 def finite(logprob: float) -> float:
@@ -170,13 +181,15 @@ def _joined(first: TextLogprobs | None, then: TextLogprobs | None) -> TextLogpro
     if first is None or then is None:
         return first or then
     tops = None if first["top_logprobs"] is None else first["top_logprobs"] + (then["top_logprobs"] or [])
+    ids = None if first["top_token_ids"] is None else first["top_token_ids"] + (then["top_token_ids"] or [])
     return {
         "tokens": first["tokens"] + then["tokens"],
         "token_logprobs": first["token_logprobs"] + then["token_logprobs"],
         "top_logprobs": tops,
         "text_offset": first["text_offset"] + then["text_offset"],
+        "top_token_ids": ids,
     }
 
 
-def _ids(produced: Produced) -> list[int]:
-    return [choice.token for choice in produced.tokens]
+def _ids(choices: Sequence[Choice]) -> list[int]:
+    return [choice.token for choice in choices]

@@ -15,13 +15,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from linnet.config import CONFIG_VERSION, RunConfig, from_dict
+from linnet import quant
+from linnet.config import CONFIG_VERSION, RunConfig, run_from_dict
 from linnet.errors import UserError, refuse
 from linnet.families import registry
 from linnet.params import abstract
 from linnet.pytree import leaf_name, named_leaves
 
 FORMAT = "linnet"
+PAIR = ("weight", "scales")  # what an 8-bit leaf's two arrays are called
 
 
 def export_safetensors(params: Any, buffers: Any, cfg_json: dict[str, Any], path: Path) -> str:
@@ -58,13 +60,17 @@ def import_safetensors(path: Path) -> tuple[Any, Any, dict[str, Any]]:
     return tree["params"], tree["buffers"], cfg_json
 
 
+def is_float32(params: Any) -> bool:
+    return all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+
+
 def fingerprint(arrays: dict[str, np.ndarray], config: str) -> str:
     """SHA-256 over the config and every array's name, type, shape and bytes."""
     digest = hashlib.sha256(config.encode())
     for name in sorted(arrays):
         array = arrays[name]
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
-        digest.update(np.ascontiguousarray(array).data)
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 
@@ -82,19 +88,25 @@ def _run_config(values: Any, path: Path) -> RunConfig:
     version = values.get("version") if isinstance(values, dict) else None
     if version != CONFIG_VERSION:
         raise refuse(f"version of the config in {path}", version, str(CONFIG_VERSION), "use the Linnet that wrote it")
-    return from_dict(RunConfig, {name: value for name, value in values.items() if name != "version"}, "")
+    return run_from_dict({name: value for name, value in values.items() if name != "version"})
 
 
 def _fill(wanted: Any, arrays: dict[str, np.ndarray], path: Path) -> Any:
-    names = {name for name, _ in named_leaves(wanted)}
+    pairs = {name: [f"{name}/{part}" for part in PAIR] for name, _ in named_leaves(wanted) if name not in arrays}
+    names = {n for name, _ in named_leaves(wanted) for n in pairs.get(name, [name])}
     if names != set(arrays):
         odd = sorted(names ^ set(arrays))[0]
         raise UserError(f"{path} and its config disagree about {odd!r}. Fix: export it again.")
 
-    def leaf(key: tuple[Any, ...], want: jax.ShapeDtypeStruct) -> jax.Array:
+    def leaf(key: tuple[Any, ...], want: jax.ShapeDtypeStruct) -> quant.Matrix:
         name = leaf_name(key)
+        if name in pairs:
+            weight, scales = (arrays[n] for n in pairs[name])
+            if weight.shape != want.shape or (weight.dtype, scales.dtype) != (np.int8, jnp.bfloat16):
+                raise refuse(f"{name} in {path}", weight.shape, f"an 8-bit pair of {want.shape}", "export it again")
+            return quant.Quantized(weight=jnp.asarray(weight), scales=jnp.asarray(scales))
         got = arrays[name]
-        if got.shape != want.shape or got.dtype != want.dtype:
+        if got.shape != want.shape or got.dtype not in (want.dtype, jnp.bfloat16):
             raise refuse(
                 f"{name} in {path}", (got.shape, str(got.dtype)), f"{want.shape} {want.dtype}", "export it again"
             )

@@ -7,8 +7,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 
-from linnet.families.generate import TextStream
-
 
 class TextAssembler:
     """Feed tokens until `stopped`, `take` what is certain as often as you like, `close` at the end, whatever ended it."""
@@ -20,7 +18,7 @@ class TextAssembler:
         self._stops = [_Stop(text) for text in stop]
         self._left = min_tokens  # tokens until a stop string counts
         self._held = b""  # bytes that may yet turn out to begin a stop string
-        self._certain = TextStream()
+        self._certain = codecs.getincrementaldecoder("utf-8")("replace")
         self._text: list[str] = []  # certain, not taken
         self._all = codecs.getincrementaldecoder("utf-8")("replace")  # as if nothing were held back, for the offsets
         self._n_chars = 0
@@ -46,7 +44,7 @@ class TextAssembler:
 
     def close(self) -> str:
         """The rest of the text, when no more can come. A character that never became whole is U+FFFD."""
-        rest = [*self._text, self._certain.feed(self._held), self._certain.close()]
+        rest = [*self._text, self._certain.decode(self._held, final=True)]
         self._text, self._held = [], b""
         return "".join(rest)
 
@@ -61,7 +59,7 @@ class TextAssembler:
             cut = len(self._held) - max((stop.n_matched for stop in self._stops), default=0)
             ready, self._held = self._held[:cut], self._held[cut:]
         if ready:
-            self._text.append(self._certain.feed(ready))
+            self._text.append(self._certain.decode(ready))
 
     def _place(self, data: bytes) -> int:
         """Which character the first byte is part of; of a token without bytes, the one that is begun, or else the next."""

@@ -1,0 +1,155 @@
+"""Takes the docs' pictures of the playground: `python scripts/playground_screenshots.py TEXT_RUN PIXEL_RUN`.
+
+A real server over two trained runs, in Chromium. PNGs go to docs/; their colours are reduced so that each stays small."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Page, expect, sync_playwright
+
+CHROMIUM = Path("/usr/bin/chromium")
+DOCS = Path(__file__).parent.parent / "docs"
+MOST_BYTES = 150_000
+WIDE, TALL, PHONE = {"width": 1120, "height": 760}, {"width": 1120, "height": 880}, {"width": 390, "height": 780}
+PROMPT = "The '''common linnet''' is a small "
+
+
+@contextlib.contextmanager
+def serving(text: Path, pixels: Path) -> Iterator[str]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    program = str(Path(sys.executable).with_name("linnet"))
+    command = [program, "serve", f"text={text}", f"pixels={pixels}", "--port", str(port), "--slots", "1"]
+    process = subprocess.Popen(command, env={**os.environ, "LINNET_API_KEYS": ""}, stderr=subprocess.DEVNULL)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{address}/ready"):
+                break
+            time.sleep(0.2)
+        if process.poll() is not None:
+            raise SystemExit(f"the server ended. Fix: see what `{' '.join(command)}` says.")
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def run(page: Page, prompt: str, n_tokens: int, seed: int) -> None:
+    for field, value in (("max_tokens", n_tokens), ("temperature", 0.7), ("seed", seed)):
+        page.fill(f"#f-{field}", str(value))
+    page.fill("#prompt", prompt)
+    page.click("#run")
+    ended(page)
+
+
+def ended(page: Page) -> None:
+    expect(page.locator("#status")).to_contain_text("seed", timeout=60_000)
+    expect(page.locator("#run")).to_have_attribute("aria-disabled", "false", timeout=60_000)
+
+
+def keep(page: Page, name: str) -> None:
+    with Image.open(io.BytesIO(page.screenshot())) as shot:
+        file = io.BytesIO()
+        shot.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
+    if len(file.getvalue()) > MOST_BYTES:
+        raise SystemExit(f"{name} has {len(file.getvalue())} bytes, more than {MOST_BYTES}")
+    path = DOCS / f"playground_{name}.png"
+    path.write_bytes(file.getvalue())
+    print(f"{path.name}: {len(file.getvalue()):,} bytes")
+
+
+def hover_surprise(page: Page) -> None:
+    """The alternatives of the token with the deepest shade, far enough to the left that they hide nothing beside the text."""
+    deepest = """nodes => {
+        const shade = n => Number(getComputedStyle(n).backgroundColor.match(/[\\d.]+/g)[3] ?? 1);
+        const rows = nodes.map((n, i) => [n.getBoundingClientRect(), n.textContent.trim() ? shade(n) : 0, i]);
+        const top = rows[0][0].top;
+        const near = rows.filter(([box]) => box.left > 100 && box.left < 400 && box.top > top + 30 && box.top < top + 130);
+        return near.reduce((best, one) => one[1] > best[1] ? one : best)[2];
+    }"""
+    tokens = page.locator("#paper .tok")
+    tokens.nth(tokens.evaluate_all(deepest)).hover()
+    expect(page.locator("#pop li")).to_have_count(8)
+    expect(page.locator("#pop")).to_be_visible()
+
+
+def shoot(page: Page, address: str) -> None:
+    page.set_viewport_size(WIDE)
+    page.emulate_media(color_scheme="light")
+    page.goto(address)
+    expect(page.locator("#model option")).to_have_count(2)
+    page.select_option("#model", "text")
+    run(page, PROMPT, 420, 3)
+    hover_surprise(page)
+    keep(page, "text")
+
+    page.mouse.move(2, 2)
+    page.click("#session-new")
+    expect(page.locator("#run")).to_have_text("Continue")
+    page.set_viewport_size(TALL)
+    for i, prompt in enumerate((PROMPT, "\n== Song ==\n", "\n== Nest ==\n")):
+        run(page, prompt, 150, i)
+    page.evaluate("scrollTo(0, 0)")
+    keep(page, "meter")
+    page.set_viewport_size(WIDE)
+
+    page.emulate_media(color_scheme="dark")
+    page.select_option("#session-pick", index=0)
+    run(page, PROMPT, 420, 5)
+    hover_surprise(page)
+    keep(page, "dark")
+
+    page.mouse.move(2, 2)
+    page.emulate_media(color_scheme="light")
+    page.set_viewport_size(TALL)
+    page.select_option("#model", "pixels")
+    page.fill("#f-temperature", "1")
+    for seed in range(4):  # earlier ones stay below as small pictures
+        page.fill("#f-seed", str(seed))
+        page.click("#run")
+        expect(page.locator("#status")).to_contain_text("Done", timeout=60_000)
+        ended(page)
+    # A picture takes less than a second: stopped by the page itself in the middle, or it would be whole by the time it is taken.
+    page.evaluate(
+        """() => new MutationObserver(() => { if (canvas.dataset.rows >= 9) document.querySelector("#stop").click(); })
+            .observe(canvas, { attributeFilter: ["data-rows"] })"""
+    )
+    page.fill("#f-seed", "4")
+    page.click("#run")
+    expect(page.locator("#status")).to_contain_text("Stopped", timeout=60_000)
+    keep(page, "pixels")
+
+    page.set_viewport_size(PHONE)
+    page.select_option("#model", "text")
+    run(page, PROMPT, 200, 3)
+    page.evaluate("document.querySelector('#answer').scrollIntoView()")
+    page.locator("#paper .tok").nth(30).click()
+    keep(page, "phone")
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        raise SystemExit(__doc__)
+    with serving(Path(sys.argv[1]), Path(sys.argv[2])) as address, sync_playwright() as playwright:
+        flags = ["--no-sandbox", "--disable-gpu"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=flags)
+        shoot(browser.new_page(), address)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

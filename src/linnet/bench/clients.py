@@ -1,0 +1,107 @@
+"""Clients that stream, in a process of their own (`python -m linnet.bench.clients`): a line of JSON in, a line of JSON out.
+
+Bare sockets, one line read at a time and the ids in it counted: on a machine of few cores every millisecond that clients compute is
+missing to the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+ASK = (
+    "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    "Content-Length: {length}\r\n\r\n{body}"
+)
+MOST_START_SECONDS = 60.0
+
+
+class Clients:
+    def __init__(self, port: int, n: int, answer: int) -> None:
+        self._port, self._n, self._answer = port, n, answer
+        self.n_tokens = self.n_answers = 0
+
+    async def measure(self, seconds: float) -> dict[str, Any]:
+        """All of them ask again and again. Counted is what arrives within the time, from when tokens first come."""
+        begun = time.process_time()
+        tasks = [asyncio.create_task(self._client(i)) for i in range(self._n)]
+        try:
+            await asyncio.wait_for(self._flowing(tasks), MOST_START_SECONDS)
+            n, since = self.n_tokens, time.perf_counter()
+            done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # they end by a failure only
+            tokens, took = self.n_tokens - n, time.perf_counter() - since
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return {
+            "tokens_per_second": tokens / took,
+            "tokens": self.n_tokens,
+            "answers": self.n_answers,
+            "client_cpu_seconds": time.process_time() - begun,
+        }
+
+    async def _flowing(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Some tokens for every slot there may be."""
+        while self.n_tokens < 4 * self._n:
+            await asyncio.sleep(0.005)
+            for task in tasks:
+                if task.done():
+                    task.result()
+
+    async def _client(self, number: int) -> None:
+        while True:
+            await self._stream(number)
+            self.n_answers += 1
+
+    async def _stream(self, number: int) -> None:
+        ask = {
+            "prompt": f"client {number:4} asks:",
+            "max_tokens": self._answer,
+            "ignore_eos": True,
+            "stream": True,
+            "seed": number,
+            "return_token_ids": True,
+        }
+        body = json.dumps(ask)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            writer.write(ASK.format(length=len(body), body=body).encode())
+            status = await reader.readline()
+            if b" 200 " not in status:
+                raise RuntimeError(f"{status.decode()}{(await reader.read(2000)).decode(errors='replace')}")
+            got = 0
+            while line := await reader.readline():
+                if line.startswith(b"data: {"):
+                    n = count_tokens(line[6:])
+                    got += n
+                    self.n_tokens += n
+                elif line.startswith(b"data: [DONE]"):
+                    break
+            if got != self._answer:
+                raise RuntimeError(f"an answer of {got} tokens in place of {self._answer}")
+        finally:
+            writer.close()
+
+
+def count_tokens(event: bytes) -> int:
+    said = json.loads(event)
+    if "error" in said:
+        raise RuntimeError(f"the server says {said['error']}")
+    return sum(len(choice["token_ids"]) for choice in said["choices"])
+
+
+def main() -> None:
+    for line in sys.stdin:
+        asked = json.loads(line)
+        clients = Clients(asked["port"], asked["clients"], asked["answer"])
+        print(json.dumps(asyncio.run(clients.measure(asked["seconds"]))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

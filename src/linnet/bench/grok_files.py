@@ -1,0 +1,55 @@
+"""Writes a checkpoint in the layout of Grok-1's release, of random numbers (`python -m linnet.bench.grok_files CONFIG FOLDER`).
+
+Run as a program, for two reasons: the release's 8-bit pairs are of a class of `__main__`, and the memory that writing takes must not
+count as the reader's.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from linnet.config import run_from_dict
+from linnet.families.moe.config import MoEConfig
+from linnet.train.interchange.grok_leaves import specs_by_name
+from linnet.train.interchange.grok_names import QUANTIZED, file_order
+from linnet.train.interchange.grok_sizes import scale_groups
+
+
+class QuantizedWeight8bit:
+    def __init__(self, weight: np.ndarray, scales: np.ndarray) -> None:
+        self.weight, self.scales = weight, scales
+
+
+def write_checkpoint(cfg: MoEConfig, folder: Path) -> int:
+    """The bytes of the largest tensor."""
+    folder.mkdir(parents=True)
+    generator, specs, largest = np.random.default_rng(0), specs_by_name(cfg), 0
+    for number, (_, weight, layer) in enumerate(file_order(cfg)):
+        shape = specs[weight.leaf].shape[0 if layer is None else 1 :]
+        if weight.leaf in QUANTIZED:
+            groups = scale_groups(weight.leaf, shape[-2])
+            values = generator.integers(-127, 128, shape, np.int8)
+            scales = generator.uniform(0.001, 0.02, (*shape[:-2], groups, shape[-1])).astype(jnp.bfloat16)
+            stored = QuantizedWeight8bit(values, scales)
+        else:
+            values = stored = generator.normal(size=shape).astype(np.float32)
+        largest = max(largest, values.nbytes)
+        with (folder / f"tensor{number:05d}_000").open("wb") as file:
+            pickle.dump(stored, file, protocol=4)
+    return largest
+
+
+def main() -> None:
+    cfg = run_from_dict(json.loads(sys.argv[1])).model
+    assert isinstance(cfg, MoEConfig)
+    print(write_checkpoint(cfg, Path(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

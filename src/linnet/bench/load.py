@@ -1,0 +1,103 @@
+"""An engine to measure, and requests that keep it busy."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import queue
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from linnet.config import RunConfig
+from linnet.data.tokenizer import BytesTokenizer
+from linnet.families import registry
+from linnet.serve.engine import Engine, EngineConfig
+from linnet.serve.request import Event, Finished, OnEvent, Request, Sampling
+from linnet.tokens import FIRST_BYTE
+
+N_SLOTS = 8
+ANSWER = 256
+"""Tokens of an answer. One that ends makes place for the next, as in a server."""
+
+
+@contextmanager
+def engine_of(cfg: RunConfig, params: Any, buffers: Any, n_slots: int) -> Iterator[Engine]:
+    config = EngineConfig(n_slots=n_slots, prefix_bytes=0)
+    engine = Engine(registry.get(cfg.family), cfg.model, params, buffers, BytesTokenizer(), config)
+    engine.backend.warm_up()
+    gc.collect()
+    gc.freeze()  # as the server does
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop(within=0.0)
+        gc.unfreeze()
+
+
+_numbers = itertools.count()
+
+
+def ask(engine: Engine, prompt: tuple[int, ...], n_tokens: int, on_event: OnEvent) -> str:
+    """A request that ends by its length alone."""
+    id = f"bench-{next(_numbers)}"
+    engine.submit(Request(id=id, prompt=prompt, sampling=Sampling(max_tokens=n_tokens, ignore_end=True)), on_event)
+    return id
+
+
+def random_prompt(n: int, seed: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(FIRST_BYTE, FIRST_BYTE + 256), k=n))
+
+
+class Load:
+    """Twice as many requests as slots, all the time: whoever ends is followed by another."""
+
+    def __init__(self, engine: Engine, answer: int = ANSWER) -> None:
+        self._engine, self._answer = engine, answer
+        self._under_way: set[str] = set()
+        self._ended: queue.Queue[None] = queue.Queue()
+
+    def start(self) -> None:
+        """Returns when every slot is busy."""
+        n_slots = self._engine.config.n_slots
+        for _ in range(2 * n_slots):
+            self._ask()
+        until = time.perf_counter() + 60.0
+        while self._engine.stats()["running"] < n_slots and time.perf_counter() < until:
+            self.feed(0.005)
+
+    def feed(self, seconds: float) -> None:
+        until = time.perf_counter() + seconds
+        while (left := until - time.perf_counter()) > 0:
+            try:
+                self._ended.get(timeout=left)
+            except queue.Empty:
+                return
+            self._ask()
+
+    def stop(self) -> None:
+        """Returns when the engine has nothing to do."""
+        for id in list(self._under_way):
+            self._engine.cancel(id)
+        while self._under_way:
+            time.sleep(0.001)
+        while not self._ended.empty():
+            self._ended.get()
+
+    def _ask(self) -> None:
+        number = next(_numbers)
+        told: list[str] = []
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, Finished):
+                self._under_way.discard(told[0])
+                self._ended.put(None)
+
+        id = f"load-{number}"
+        told.append(id)
+        self._under_way.add(id)
+        sampling = Sampling(max_tokens=self._answer, ignore_end=True, seed=number)
+        self._engine.submit(Request(id=id, prompt=random_prompt(16, number), sampling=sampling), on_event)

@@ -1,0 +1,88 @@
+"""Two things measured turn by turn. A machine that is slower for a while is slower for both, so the median of ratios is steady."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+from linnet.bench.measure import Gemm, Job, Span, timed
+
+LEAST_TURNS = 3
+QUIET_SECONDS, EDGE_SECONDS = 0.003, 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Edge:
+    tokens: float
+    seconds: float
+    cpu_seconds: float
+
+
+def edge(count: Callable[[], float]) -> Edge:
+    """Just after a delivery. All slots' tokens come at once: a count at any other moment is off by up to a whole dispatch."""
+    until, seen, since, changed = time.perf_counter() + EDGE_SECONDS, count(), time.perf_counter(), False
+    while (now := time.perf_counter()) < until:
+        time.sleep(0.001)
+        n = count()
+        if n != seen:
+            seen, since, changed = n, time.perf_counter(), True
+        elif changed and now - since > QUIET_SECONDS:
+            break
+    return Edge(tokens=seen, seconds=since, cpu_seconds=time.process_time())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rate:
+    tokens_per_second: float
+    tokens_per_cpu_second: float
+
+
+def rate(tokens: float, span: Span) -> Rate:
+    return Rate(
+        tokens_per_second=tokens / max(span.seconds, 1e-9), tokens_per_cpu_second=tokens / max(span.cpu_seconds, 1e-9)
+    )
+
+
+def between(first: Edge, last: Edge) -> Rate:
+    span = Span(last.seconds - first.seconds, last.cpu_seconds - first.cpu_seconds)
+    return rate(last.tokens - first.tokens, span)
+
+
+def raw_rate(job: Job, seconds: float) -> Rate:
+    """Of a job, over as many runs as fill the time."""
+    n = 0
+
+    def several() -> None:
+        nonlocal n
+        until = time.perf_counter() + seconds
+        while not n or time.perf_counter() < until:
+            job.run()
+            n += 1
+
+    span = timed(several)
+    return rate(n * job.tokens, span)
+
+
+def turns(a: Callable[[float], Rate], b: Callable[[float], Rate], seconds: float, gemm: Gemm) -> tuple[Rate, Rate]:
+    """Medians of a, and of a over b, each of them in both units; about `seconds` in all."""
+    n = max(LEAST_TURNS, round(seconds / 2.0))
+    each = seconds / (2 * n)
+    pairs: list[tuple[Rate, Rate]] = []
+    for _ in range(n):
+        gemm.measure()
+        pairs.append((a(each), b(each)))
+
+    def median(of: Callable[[Rate, Rate], Rate]) -> Rate:
+        got = [of(*pair) for pair in pairs]
+        names = [field.name for field in dataclasses.fields(Rate)]
+        return Rate(**{name: statistics.median(getattr(one, name) for one in got) for name in names})
+
+    def ratio(a: Rate, b: Rate) -> Rate:
+        return Rate(
+            tokens_per_second=a.tokens_per_second / b.tokens_per_second,
+            tokens_per_cpu_second=a.tokens_per_cpu_second / b.tokens_per_cpu_second,
+        )
+
+    return median(lambda a, _: a), median(ratio)

@@ -1,0 +1,1 @@
+"""Mixture of experts: Grok-1's transformer, trained and served."""

@@ -1,0 +1,288 @@
+"""`moe` sequences while they are read and written: prompts in chunks, one token a slot a tick, weights left where they are.
+
+Letters as in `cache` and `model`; C tokens of a chunk, R = ROWS tokens of it that go through attention together, P pairs of a slot
+and an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from linnet import quant
+from linnet.families import drawing
+from linnet.families.moe import cache, model
+from linnet.families.moe.cache import BLOCK, Memory, Slots, init_slots, insert
+from linnet.families.moe.config import MoEConfig
+from linnet.families.moe.params import LayerParams, MoEParams
+from linnet.nn import experts as ex
+from linnet.nn.grouped_query import attend_cached
+from linnet.nn.linear import linear
+from linnet.nn.norm import rms_norm_gain
+from linnet.nn.rope import rotate
+from linnet.nn.rows import COMPILER_OPTIONS
+from linnet.nn.sampling import Rules, SamplingSettings
+from linnet.nn.streamed import few_experts, group_rows, streamed, streamed_rows
+from linnet.pytree import replace
+
+CHUNK = 512  # tokens of a prompt read at once: enough that an expert's weights are read for many of them
+ROWS = 64
+
+
+def hold(params: MoEParams) -> MoEParams:
+    """The weights as they are served: matrices of 16 bits as bits, which can be read in part."""
+
+    def held(leaf: Any) -> Any:
+        is_half = not quant.is_quantized(leaf) and leaf.dtype == jnp.bfloat16
+        return quant.as_bits(jnp.asarray(leaf)) if is_half else leaf
+
+    return jax.tree.map(held, params, is_leaf=quant.is_quantized)
+
+
+def prepare(params: MoEParams, buffers: Any, cfg: MoEConfig) -> MoEParams:
+    """Nothing is computed ahead: the weights are read where they are, and no second copy of them is made."""
+    del buffers, cfg
+    return params
+
+
+def empty_state(cfg: MoEConfig) -> Memory:
+    """The state of a sequence of which nothing was read."""
+    del cfg
+    return Memory(blocks=(), n_read=0)
+
+
+def state_like(cfg: MoEConfig, n_read: int) -> Memory:
+    return cache.blank(cfg, min(n_read, cfg.context))
+
+
+def chunk_len(cfg: MoEConfig) -> int:
+    return min(CHUNK, -(-cfg.context // ROWS) * ROWS)
+
+
+def admit(
+    params: MoEParams, buffers: Any, prompt: Sequence[int], cfg: MoEConfig, memory: Memory | None = None
+) -> Memory:
+    """Reads a prompt (after `memory`, where given) in chunks of one size, so that one program does for all."""
+    memory = empty_state(cfg) if memory is None else memory
+    size = chunk_len(cfg)
+    for start in range(0, len(prompt), size):
+        memory = admit_chunk(params, buffers, memory, prompt[start : start + size], cfg)
+    return memory
+
+
+def admit_chunk(params: MoEParams, buffers: Any, memory: Memory, tokens: Sequence[int], cfg: MoEConfig) -> Memory:
+    """Reads at most `chunk_len(cfg)` tokens: what an engine does between ticks. It costs what its own tokens cost."""
+    del buffers
+    size, n_read = chunk_len(cfg), memory.n_read + len(tokens)
+    assert 0 < len(tokens) <= size, f"a chunk has 1 to {size} tokens, got {len(tokens)}"
+    assert n_read <= cfg.context, f"{n_read} tokens do not fit a context of {cfg.context}"
+    padded = np.full((size,), cfg.pad_id, np.int32)
+    padded[: len(tokens)] = tokens
+    one = insert(init_slots(cfg, 1), memory, 0)
+    one, _ = _read(params, one, padded, np.int32(len(tokens)), cfg=cfg)
+    return cache.extract(one, 0, n_read, memory)
+
+
+def chunk_logprobs(
+    params: MoEParams,
+    buffers: Any,
+    memory: Memory,
+    tokens: Int[Array, "1 C"],
+    targets: Int[Array, "1 C"],
+    *,
+    cfg: MoEConfig,
+    n_top: int = 0,
+) -> tuple[Float[Array, " C"], tuple[Int[Array, "C n"], Float[Array, "C n"]] | None]:
+    """The log-probability of each target after the tokens up to its place, and with `n_top` the likeliest tokens' there."""
+    del buffers
+    one = insert(init_slots(cfg, 1), memory, 0)
+    _, x = _read(params, one, jnp.asarray(tokens)[0], np.int32(tokens.shape[1]), cfg=cfg)
+    return _logprobs(params, x, jnp.asarray(targets)[0], cfg=cfg, n_top=n_top)
+
+
+@partial(jax.jit, static_argnames=("cfg", "n_top"))
+def _logprobs(params: MoEParams, x: Array, targets: Array, *, cfg: MoEConfig, n_top: int) -> Any:
+    logprobs = jax.nn.log_softmax(model.logits(params, x, cfg))
+    chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+    if not n_top:
+        return chosen, None
+    values, ids = jax.lax.top_k(logprobs, n_top)
+    return chosen, (ids, values)
+
+
+@partial(jax.jit, static_argnames="cfg", donate_argnames="one")
+def _read(
+    params: MoEParams, one: Slots, tokens: Int[Array, " C"], length: Int[Array, ""], *, cfg: MoEConfig
+) -> tuple[Slots, Float[Array, "C D"]]:
+    """Reads `length` of these tokens into the only slot; the hidden vectors after them."""
+    start = one.position[0]
+    all_tokens = jax.lax.dynamic_update_slice(one.tokens, tokens[None], (0, start))
+    experts, layers = model.expert_stack(params), replace(params.layers, experts=None)
+
+    def layer(
+        state: tuple[Array, Array, Array], inputs: tuple[LayerParams, Array]
+    ) -> tuple[tuple[Array, Array, Array], None]:
+        h, keys, values = state
+        p, number = inputs
+
+        def rows(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            h, keys, values = state
+            part = jax.lax.dynamic_slice_in_dim(h, i * ROWS, ROWS)
+            position = start + i * ROWS + jnp.arange(ROWS)
+            q, k, v = model.project(part, p, position, cfg)
+            keys = _write(keys, k, number, 0, position[0])
+            values = _write(values, v, number, 0, position[0])
+
+            def read(j: Array) -> tuple[Array, Array, Array]:
+                real = jax.lax.dynamic_slice(all_tokens, (0, j * BLOCK), (1, BLOCK))[0] != cfg.pad_id
+                return _block(keys, number, 0, j), _block(values, number, 0, j), real
+
+            mixed = attend_cached(q, position, read, position[-1] + 1, BLOCK, model.scores(cfg))
+            part = part + rms_norm_gain(linear(mixed.reshape(ROWS, -1), p.w_o), p.attention_out_gain)
+            return jax.lax.dynamic_update_slice_in_dim(h, part, i * ROWS, 0), keys, values
+
+        h, keys, values = jax.lax.fori_loop(0, -(-length // ROWS), rows, (h, keys, values))
+        x = rms_norm_gain(h, p.experts_in_gain)
+        routing = ex.route(x, p.router, cfg.n_choice)
+        y = ex.chosen_experts(x, routing, experts, first=number * cfg.n_expert, n_token=length)
+        return (h + rms_norm_gain(y, p.experts_out_gain), keys, values), None
+
+    h = model.embed(params, tokens, cfg)
+    numbers = jnp.arange(cfg.n_layer)
+    (h, keys, values), _ = jax.lax.scan(layer, (h, one.keys, one.values), (layers, numbers))
+    return Slots(keys=keys, values=values, tokens=all_tokens, position=one.position + length), h
+
+
+@partial(jax.jit, static_argnames="cfg", donate_argnames="slots", compiler_options=COMPILER_OPTIONS)
+def tick(
+    params: MoEParams, slots: Slots, tokens: Int[Array, " B"], cfg: MoEConfig, active: Bool[Array, " B"] | None = None
+) -> tuple[Slots, Float[Array, "B A"]]:
+    """Every active slot reads one token; the logits of its next."""
+    return _tick(params, slots, tokens, jnp.ones(tokens.shape, bool) if active is None else active, cfg)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("cfg", "n_ticks", "n_top"),
+    donate_argnames=("slots", "seen"),
+    compiler_options=COMPILER_OPTIONS,
+)
+def decode(
+    params: MoEParams,
+    slots: Slots,
+    tokens: Int[Array, " B"],
+    settings: SamplingSettings,
+    keys: PRNGKeyArray,
+    seen: Int[Array, "B A"],
+    rules: Rules | None = None,
+    active: Bool[Array, " B"] | None = None,
+    *,
+    cfg: MoEConfig,
+    n_ticks: int,
+    n_top: int = 0,
+) -> Any:
+    """As `drawing.draw` says. Slots that are not active stand still and cost nothing."""
+    active = jnp.ones(tokens.shape, bool) if active is None else active
+
+    def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
+        return _tick(params, slots, tokens, active, cfg)
+
+    return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top)
+
+
+def _tick(
+    params: MoEParams, slots: Slots, tokens: Int[Array, " B"], active: Bool[Array, " B"], cfg: MoEConfig
+) -> tuple[Slots, Float[Array, "B A"]]:
+    # A request ends before its context does; the rest of its dispatch writes into the spare block.
+    position = jnp.minimum(slots.position, cache.room(cfg) - 1)
+    at = jnp.arange(tokens.shape[0])
+    read_tokens = slots.tokens.at[at, position].set(jnp.where(active, tokens, slots.tokens[at, position]))
+    experts, layers = model.expert_stack(params), params.layers
+    dense = group_rows(jnp.zeros_like(tokens), active)
+    n_active = jnp.sum(active)
+
+    def layer(number: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        h, keys, values = state
+        here = replace(dense, member=jnp.full_like(dense.member, number))
+
+        def gain(stack: Float[Array, "L D"]) -> Float[Array, " D"]:
+            return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+
+        x = rms_norm_gain(h, gain(layers.attention_in_gain))
+        q, k, v = (streamed(x, w, here).reshape(len(tokens), -1, cfg.d_k) for w in (layers.w_q, layers.w_k, layers.w_v))
+        q, k = (rotate(a[:, None], position[:, None], cfg.rope_base)[:, 0] for a in (q, k))
+
+        def slot(p: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            mixed, keys, values = state
+            i = dense.order[p]
+            mine, now = (jax.lax.dynamic_slice_in_dim(a, i, 1) for a in (q, position))
+            keys = _write(keys, jax.lax.dynamic_slice_in_dim(k, i, 1), number, i, now[0])
+            values = _write(values, jax.lax.dynamic_slice_in_dim(v, i, 1), number, i, now[0])
+
+            def read(j: Array) -> tuple[Array, Array, Array]:
+                return _block(keys, number, i, j), _block(values, number, i, j), jnp.ones((BLOCK,), bool)
+
+            one = attend_cached(mine, now, read, now[0] + 1, BLOCK, model.scores(cfg))
+            return jax.lax.dynamic_update_slice_in_dim(mixed, one, i, 0), keys, values
+
+        mixed, keys, values = jax.lax.fori_loop(0, n_active, slot, (jnp.zeros_like(q), keys, values))
+        y = streamed(mixed.reshape(len(tokens), -1), layers.w_o, here)
+        h = h + rms_norm_gain(y, gain(layers.attention_out_gain))
+        x = rms_norm_gain(h, gain(layers.experts_in_gain))
+        y = few_experts(x, layers.router, experts, number, active, cfg.n_choice)
+        return h + rms_norm_gain(y, gain(layers.experts_out_gain)), keys, values
+
+    state = (model.embed(params, tokens, cfg), slots.keys, slots.values)
+    h, keys, values = jax.lax.fori_loop(0, cfg.n_layer, layer, state)
+    x = rms_norm_gain(h, params.out_gain)
+    scores = streamed_rows(x, params.embed, dense).astype(jnp.float32) * cfg.logit_scale
+    position = slots.position + active
+    return Slots(keys=keys, values=values, tokens=read_tokens, position=position), scores
+
+
+def _write(all_keys: Array, keys: Float[Array, "R H K"], number: Array, slot: Any, position: Array) -> Array:
+    """Into one layer of one slot, from `position` on."""
+    fresh = keys.transpose(1, 0, 2)[None, None].astype(all_keys.dtype)
+    return jax.lax.dynamic_update_slice(all_keys, fresh, (number, slot, 0, position, 0))
+
+
+def _block(all_keys: Array, number: Array, slot: Any, j: Array) -> Float[Array, "H S K"]:
+    _, _, n_head, _, width = all_keys.shape
+    return jax.lax.dynamic_slice(all_keys, (number, slot, 0, j * BLOCK, 0), (1, 1, n_head, BLOCK, width))[0, 0]
+
+
+def extract(
+    params: MoEParams, slots: Slots, i: int, cfg: MoEConfig, n_read: int, known: Memory | None = None
+) -> Memory:
+    del params, cfg
+    return cache.extract(slots, i, n_read, known)
+
+
+def state_bytes(slots: Slots) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(slots))
+
+
+__all__ = [
+    "Memory",
+    "Slots",
+    "admit",
+    "admit_chunk",
+    "chunk_len",
+    "chunk_logprobs",
+    "decode",
+    "empty_state",
+    "extract",
+    "hold",
+    "init_slots",
+    "insert",
+    "prepare",
+    "state_bytes",
+    "state_like",
+    "tick",
+]

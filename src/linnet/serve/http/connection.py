@@ -1,0 +1,80 @@
+"""One client's connection: its request must begin to make sense within seconds, and what makes none is answered in our own shape."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from linnet.serve.http.problem import ApiError
+
+HEAD_SECONDS = 10.0
+"""From a connection's first byte, or from its beginning, to the end of the headers."""
+
+
+class Connection(H11Protocol):
+    """uvicorn alone would wait for headers as long as one byte comes now and then: a few of such clients would hold all its files."""
+
+    head_seconds = HEAD_SECONDS
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _watch_head(self) -> None:
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._stop_timer()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.head_seconds, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        self._head_timer = None
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            message = f"the headers did not arrive within {self.head_seconds:g} s. Fix: send them at once."
+            self._refuse(ApiError(408, message, code="slow_headers"))
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls this while it handles the error."""
+        error = sys.exception()
+        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
+            self._refuse(ApiError(431, "the headers are too large. Fix: send fewer or shorter ones."))
+        else:
+            reason = f" ({error})" if isinstance(error, h11.RemoteProtocolError) else ""
+            self._refuse(ApiError(400, f"this is not HTTP{reason}. Fix: send a request as of HTTP/1.1."))
+
+    def _refuse(self, problem: ApiError) -> None:
+        """Without a call there is no app to ask. Ends the connection; in the middle of an answer, without a word."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
+        body = json.dumps(problem.body()).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        reason = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+        for event in (
+            h11.Response(status_code=problem.status, headers=headers, reason=reason[problem.status]),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()

@@ -1,0 +1,68 @@
+"""A browser, and the playground opened in it over the real server and models without arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playground_page import CHROMIUM, FLAGS, Asked
+from playground_server import DrawingModel, SingingModel, serving
+from playwright.sync_api import BrowserContext, Page, Request, expect, sync_playwright
+
+
+@pytest.fixture(scope="module")
+def text() -> SingingModel:
+    return SingingModel("text")
+
+
+@pytest.fixture(scope="module")
+def address(text: SingingModel) -> Iterator[str]:
+    with serving(text, DrawingModel("pixels", shape=(8, 8, 3), seconds_a_token=0.03)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
+    with sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            tmp_path_factory.mktemp("browser"), executable_path=CHROMIUM, headless=True, args=FLAGS
+        )
+        yield context
+        context.close()
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked()
+
+
+@pytest.fixture
+def page(browser: BrowserContext, address: str, asked: Asked) -> Iterator[Page]:
+    """Opened, ready, and at the end without an error of its own and without a call to anywhere else."""
+    page, strangers, errors = browser.new_page(), [], []
+
+    def see(request: Request) -> None:
+        if not request.url.startswith((address, "data:", "blob:")):
+            strangers.append(request.url)
+        is_json = "json" in request.headers.get("content-type", "")
+        asked.append((request.url.removeprefix(address), request.post_data_json if is_json else None))
+
+    page.on("request", see)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.set_default_timeout(8000)
+    page.set_viewport_size({"width": 1200, "height": 900})
+    page.add_init_script("try { localStorage.clear() } catch {}")
+    page.goto(address)
+    expect(page.locator("#model option")).to_have_count(2)
+    expect(page.locator("#state")).to_have_text("3.00")
+    yield page
+    page.close()
+    assert strangers == []
+    assert errors == []
+
+
+@pytest.fixture
+def slowly(text: SingingModel) -> Iterator[None]:
+    text.seconds_a_token = 0.02
+    yield
+    text.seconds_a_token = 0.0

@@ -1,0 +1,173 @@
+"""The playground's page: pictures, phone, dark and light, keyboard, errors, markup and keys, in a real browser."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from playground_page import Asked, answer, context_length, ended, needs_browser, run, sung
+from playground_server import SingingModel, serving
+from playwright.sync_api import BrowserContext, Page, Route, expect
+
+pytestmark = needs_browser
+KEY = "a-key-for-tests"
+
+
+def test_the_page_follows_the_text_it_writes(page: Page, slowly: None) -> None:
+    page.set_viewport_size({"width": 360, "height": 500})
+    page.fill("#prompt", "\n" * 9)
+    page.evaluate("document.querySelector('#f-max_tokens').value = 100")
+    page.focus("#prompt")
+    page.keyboard.press("Control+Enter")
+    ended(page)
+    expect(page.locator("#paper .tok").last).to_be_in_viewport()
+
+
+def test_pictures_are_drawn_row_by_row(page: Page) -> None:
+    page.select_option("#model", "pixels")
+    expect(page.locator("#prompt")).to_be_hidden()
+    page.evaluate(
+        """() => {
+            window.seen = [];
+            const paint = canvas.getContext('2d'), alpha = y => paint.getImageData(0, y, 1, 1).data[3];
+            new MutationObserver(() => seen.push([Number(canvas.dataset.rows), alpha(0), alpha(7)]))
+                .observe(canvas, { attributeFilter: ['data-rows'] });
+        }"""
+    )
+    page.click("#run")
+    expect(page.locator("#status")).to_contain_text("Done, 8 of 8 rows")
+    seen = page.evaluate("seen")
+    assert len({rows for rows, _, _ in seen}) > 4
+    assert all((top, bottom) == (255 * (rows > 0), 255 * (rows == 8)) for rows, top, bottom in seen)
+    corners = page.evaluate(
+        "[[0, 0], [7, 7]].map(([x, y]) => canvas.getContext('2d').getImageData(x, y, 1, 1).data[0])"
+    )
+    assert corners == [0, 255 * 189 // 192]
+    assert context_length(page) == 192
+    page.click("#again")
+    expect(page.locator("#gallery canvas")).to_have_count(1)
+    ended(page)
+
+
+def test_a_phone_needs_no_sideways_scroll(page: Page) -> None:
+    page.set_viewport_size({"width": 360, "height": 740})
+    run(page, "A long word: " + "x" * 400, max_tokens=80)
+    page.click("#paper .tok >> nth=9")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    box = page.locator("#pop").bounding_box()
+    assert box is not None
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 360
+    page.click("#pop [aria-label='Token after']")
+    assert page.inner_text("#pop .what code") == answer(page)[10].replace(" ", "␣")
+
+
+def test_dark_and_light_by_the_system_and_by_hand(page: Page) -> None:
+    def brightness() -> int:
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(int(part) for part in re.findall(r"\d+", colour)[:3])
+
+    page.emulate_media(color_scheme="light")
+    assert brightness() > 600
+    page.emulate_media(color_scheme="dark")
+    assert brightness() < 150
+    page.click("#theme")
+    assert brightness() > 600
+    page.emulate_media(color_scheme="light")
+    page.click("#theme")
+    assert brightness() < 150
+
+
+def test_everything_by_keyboard(page: Page, asked: Asked, slowly: None) -> None:
+    page.fill("#f-max_tokens", "9")
+    page.focus("#prompt")
+    page.keyboard.type("Hm ")
+    page.keyboard.press("Control+Enter")
+    ended(page)
+    assert answer(page) == sung(3, 9)
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.classList.contains('tok')"):
+            break
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#pop li")).to_have_count(8)
+    assert page.evaluate("document.activeElement.dataset.i") == "1"
+    page.keyboard.press("Enter")
+    page.keyboard.press("ArrowDown")
+    chosen = page.evaluate("document.activeElement.firstChild.textContent")
+    page.keyboard.press("Escape")
+    expect(page.locator("#pop")).to_be_hidden()
+    assert page.evaluate("document.activeElement.dataset.i") == "1"
+    page.keyboard.press("Enter")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    ended(page)
+    assert asked.bodies("/v1/completions")[-1]["prompt"] == "Hm " + sung(3, 1) + chosen
+    page.fill("#f-max_tokens", "3000")
+    page.keyboard.press("Control+Enter")
+    page.locator("#paper .tok").nth(3).wait_for()
+    page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_contain_text("Stopped")
+
+
+def test_the_servers_errors_are_shown_as_text(page: Page, tmp_path: Path) -> None:
+    run(page, "fine", max_tokens=5)
+    kept = answer(page)
+    page.fill("#f-max_tokens", "99999999")
+    page.click("#run")
+    expect(page.locator("#problem")).to_contain_text("max_tokens")
+    expect(page.locator("#run")).to_have_attribute("aria-disabled", "false")
+    assert answer(page) == kept  # the answer before is not lost
+    page.click("#problem button")
+    expect(page.locator("#problem")).to_be_hidden()
+    page.fill("#f-max_tokens", "9")
+    page.fill("#prompt", "BOOM")  # fails in the middle of the stream
+    page.click("#run")
+    expect(page.locator("#problem")).to_contain_text("the batch failed")
+    assert len(answer(page)) == 3
+    broken = tmp_path / "<b>broken.safetensors"
+    broken.write_bytes(b"nonsense")
+    page.set_input_files("#session-file", broken)
+    expect(page.locator("#problem")).to_contain_text("damaged")
+
+
+def test_markup_from_the_model_stays_text(page: Page) -> None:
+    page.click("#session-new")
+    for _ in range(2):
+        run(page, "<img src=x onerror=alert(1)>", max_tokens=3)
+    assert page.locator("img").count() == 0
+    assert "<img" in page.inner_text("#history")
+    source = page.content()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", source)
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//", source)
+
+
+def test_controls_have_names(page: Page) -> None:
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll('button, input, select, textarea')].filter(n =>
+            !(n.getAttribute('aria-label') || n.labels?.length || n.textContent.trim())).map(n => n.id || n.outerHTML)"""
+    )
+    assert nameless == []
+
+
+def test_a_key_is_asked_for_only_when_needed(browser: BrowserContext, text: SingingModel) -> None:
+    with serving(text, keys=(KEY,)) as address:
+        page = browser.new_page()
+        page.set_default_timeout(8000)
+
+        def with_key(route: Route) -> None:  # the page itself, as a browser gets it after its own question
+            route.continue_(headers={**route.request.headers, "authorization": f"Bearer {KEY}"})
+
+        page.route(f"{address}/", with_key)
+        page.goto(f"{address}/")
+        expect(page.locator("#key")).to_be_visible()
+        page.fill("#key-text", "not-the-right-key")
+        page.keyboard.press("Enter")
+        expect(page.locator("#key-title")).to_contain_text("not valid")
+        page.fill("#key-text", KEY)
+        page.keyboard.press("Enter")
+        expect(page.locator("#model option")).to_have_count(1)
+        run(page, "", max_tokens=4)
+        assert answer(page) == sung(0, 4)
+        assert KEY not in page.content()
+        page.close()

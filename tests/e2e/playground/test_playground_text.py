@@ -1,0 +1,205 @@
+"""The playground's texts: shades and alternatives, controls, stop, forks, sessions and the meter, in a real browser."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from playground_page import Asked, answer, context_length, ended, needs_browser, run, sung
+from playground_server import VERSE, SingingModel
+from playwright.sync_api import Page, expect
+
+pytestmark = needs_browser
+N_FIRST = len("The linnet sings: ")
+
+
+def test_text_streams_with_shades_and_alternatives(page: Page, asked: Asked, slowly: None) -> None:
+    page.fill("#f-max_tokens", "60")
+    page.fill("#prompt", "")
+    page.click("#run")
+    expect(page.locator("#answer")).to_have_class(re.compile("running"))
+    page.locator("#paper .tok").nth(3).wait_for()
+    assert page.is_enabled("#stop")
+    early = context_length(page)
+    ended(page)
+    assert early < context_length(page) == 60
+    assert answer(page) == sung(0, 60)
+    shades = page.locator("#paper .tok").evaluate_all("nodes => nodes.map(n => getComputedStyle(n).backgroundColor)")
+    assert len(set(shades)) > 10
+    page.hover("#paper .tok >> nth=4")
+    expect(page.locator("#pop li")).to_have_count(8)
+    assert page.inner_text("#pop .what code") == sung(4, 1)
+    chances = [float(text.split()[-1].rstrip("%")) for text in page.locator("#pop li").all_inner_texts()]
+    assert chances == sorted(chances, reverse=True)
+    assert asked.bodies("/v1/completions")[-1]["logprobs"] == 8
+    page.mouse.move(2, 2)
+    expect(page.locator("#pop")).to_be_hidden()
+
+
+def test_bytes_of_one_character_are_one(page: Page) -> None:
+    run(page, "", max_tokens=len(VERSE.encode()))
+    assert answer(page) == VERSE
+    assert page.locator("#paper .tok").count() == len(VERSE)
+    page.click("#paper .tok:text-is('🐦')")
+    assert page.locator("#pop .bytes button").all_inner_texts() == ["F0", "9F", "90", "A6"]
+    page.click("#pop .bytes button:nth-child(3)")
+    assert page.inner_text("#pop li button[aria-current=true] code") == "90"
+
+
+def test_spaces_at_the_end_of_a_line_stay_on_the_paper(page: Page) -> None:
+    run(page, "x" + " " * 400, max_tokens=3)
+    paper = page.evaluate("document.querySelector('#paper').getBoundingClientRect().right")
+    said = page.evaluate("Math.max(...[...document.querySelector('#paper .said').getClientRects()].map(b => b.right))")
+    assert said <= paper
+
+
+def test_every_control_reaches_the_server(page: Page, asked: Asked) -> None:
+    given = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "top_k": 40, "repetition_penalty": 1.2, "seed": 7}
+    for name, value in given.items():
+        page.fill(f"#f-{name}", str(value))
+    page.fill("#f-stop", "sings\n.\\n")
+    run(page, "", max_tokens=50)
+    sent = asked.bodies("/v1/completions")[-1]
+    assert {name: sent[name] for name in given} == given
+    assert (sent["stop"], sent["max_tokens"]) == (["sings", ".\n"], 50)
+    assert answer(page) == "The linnet "  # the stop string itself is shown apart, not as text
+    assert "".join(page.locator("#paper .tok.mute").all_text_contents()) == "sings"
+    assert "Ended by itself" in page.inner_text("#status")
+
+
+def test_stop_frees_the_engine(page: Page, text: SingingModel, slowly: None) -> None:
+    page.fill("#f-max_tokens", "3000")
+    page.click("#run")
+    page.locator("#paper .tok").nth(3).wait_for()
+    page.click("#stop")
+    expect(page.locator("#status")).to_contain_text("Stopped")
+    assert page.locator("#paper .tok").count() < 300
+    page.wait_for_timeout(200)
+    assert not text.running
+
+
+def test_fork_replaces_a_token_and_goes_on(page: Page, asked: Asked) -> None:
+    run(page, "Say: ", max_tokens=12)
+    said = answer(page)
+    page.click("#paper .tok >> nth=4")
+    other = page.locator("#pop li button:not([aria-current=true])").first
+    chosen = other.locator("code").inner_text()
+    other.click()
+    ended(page)
+    forked = "Say: " + said[:4] + chosen
+    assert asked.bodies("/v1/completions")[-1]["prompt"] == forked == page.input_value("#prompt")
+    assert answer(page) == sung(len(forked), 12)
+    page.click("#paper .tok >> nth=2")
+    page.click("#fork-here")
+    assert page.input_value("#prompt") == forked + answer(page)[:3]
+
+
+def test_fork_inside_a_character_sends_its_bytes(page: Page, asked: Asked) -> None:
+    run(page, "", max_tokens=N_FIRST + 2)
+    page.click("#paper .tok:text-is('ü')")
+    page.click("#pop .bytes button:nth-child(1)")
+    page.click("#pop li button[aria-current=true]")  # its first byte alone: the model must finish it
+    ended(page)
+    sent = asked.bodies("/v1/completions")[-1]["prompt"]
+    assert bytes(id - 3 for id in sent) == b"The linnet sings: \xc3"
+    assert answer(page).startswith("über")
+    assert page.locator("#paper .tok.yours").inner_text() == "ü"
+
+
+def test_regenerate_asks_the_same_with_another_seed(page: Page, asked: Asked) -> None:
+    page.fill("#f-seed", "5")
+    run(page, "again", max_tokens=5)
+    page.click("#again")
+    ended(page)
+    first, second = asked.bodies("/v1/completions")
+    assert (first.pop("seed"), second.pop("seed")) == (5, 6)
+    assert first == second
+
+
+def test_session_goes_on_through_save_restore_and_fork(page: Page, asked: Asked, tmp_path: Path) -> None:
+    page.click("#session-new")
+    expect(page.locator("#run")).to_have_text("Continue")
+    run(page, "ab", max_tokens=10)
+    assert answer(page) == sung(2, 10)
+    run(page, "cd")
+    assert answer(page) == sung(14, 10)
+    assert page.locator("#history").inner_text().startswith("ab" + sung(2, 10))
+    assert context_length(page) == 24
+    page.click("#again")  # from the state before the answer, not after it
+    ended(page)
+    assert answer(page) == sung(14, 10)
+    with page.expect_download() as download:
+        page.click("#session-save")
+    file = tmp_path / download.value.suggested_filename
+    download.value.save_as(file)
+    assert file.suffix == ".safetensors"
+    page.reload()
+    expect(page.locator("#model option")).to_have_count(2)
+    page.set_input_files("#session-file", file)
+    expect(page.locator("#session-about")).to_contain_text("24 tokens")
+    run(page, "", max_tokens=6)
+    assert answer(page) == sung(24, 6)
+    page.click("#session-fork")
+    expect(page.locator("#session-pick option")).to_have_count(3)
+    run(page, "")
+    assert answer(page) == sung(30, 6)
+    page.select_option("#session-pick", index=1)
+    run(page, "xyz")
+    assert answer(page) == sung(33, 6)
+    page.click("#session-delete")
+    expect(page.locator("#session-pick option")).to_have_count(2)
+    expect(page.locator("#run")).to_have_text("Run")
+
+
+def test_the_page_leaves_no_states_behind(page: Page, text: SingingModel) -> None:
+    """A run in a session works on a copy; when the page is left, only the session itself is there."""
+    text.store.all.clear()
+    page.click("#session-new")
+    for _ in range(3):
+        run(page, "more", max_tokens=4)
+        page.click("#again")
+        ended(page)
+    page.goto("about:blank")
+    page.wait_for_timeout(300)
+    assert [session.n_tokens for session in text.store.all.values()] == [24]
+
+
+def test_a_session_survives_a_stop_and_a_fork_from_a_token(page: Page, asked: Asked, text: SingingModel) -> None:
+    page.click("#session-new")
+    expect(page.locator("#run")).to_have_text("Continue")
+    run(page, "ab", max_tokens=10)
+    page.click("#paper .tok >> nth=1")
+    page.click("#pop li button:not([aria-current=true]) >> nth=0")
+    ended(page)
+    assert answer(page) == sung(4, 10)
+    text.seconds_a_token = 0.02
+    try:
+        page.fill("#f-max_tokens", "500")
+        page.fill("#prompt", "")
+        page.click("#run")
+        page.locator("#paper .tok").nth(3).wait_for()
+        page.keyboard.press("Escape")
+        expect(page.locator("#status")).to_contain_text("Stopped")
+    finally:
+        text.seconds_a_token = 0.0
+    seen = answer(page)
+    assert seen == sung(14, len(seen.encode()))
+    run(page, "!", max_tokens=4)
+    assert asked.bodies("/v1/completions")[-1]["prompt"] == seen + "!"
+    assert answer(page) == sung(14 + len(seen.encode()) + 1, 4)
+
+
+def test_the_context_grows_while_the_state_stands(page: Page, asked: Asked) -> None:
+    page.click("#session-new")
+    seen = []
+    for _ in range(3):
+        run(page, "more", max_tokens=40)
+        seen.append((context_length(page), page.get_attribute("#state", "data-bytes")))
+    assert seen == [(44, str(3 << 20)), (88, str(3 << 20)), (132, str(3 << 20))]
+    assert len(asked.bodies("/v1/models/text")) >= 6  # measured each time, not remembered
+    heights = [
+        {point.split(",")[1] for point in str(page.get_attribute(f"#line-{name}", "points")).split()}
+        for name in ("ctx", "state")
+    ]
+    assert len(heights[0]) >= 3  # one a run at the least; on a busy machine tokens come together
+    assert len(heights[1]) == 1

@@ -1,0 +1,115 @@
+"""A tiny engine, requests to it, and the plain generator that says what each answer must be."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import tiny
+
+from linnet import params as weights
+from linnet import rng
+from linnet.data.tokenizer import BytesTokenizer
+from linnet.families import registry
+from linnet.families.generate import generate
+from linnet.nn.sampling import sampling_settings
+from linnet.serve.engine import Engine, EngineConfig
+from linnet.serve.request import Event, Finished, Produced, PromptRead, Request, Sampling
+
+CFG = tiny.MODEL
+FAMILY = registry.get("vq")
+PARAMS = weights.init(FAMILY.param_specs(CFG), rng.root(3))
+BUFFERS = weights.init(FAMILY.buffer_specs(CFG), rng.root(4))
+
+
+@dataclasses.dataclass
+class Answer:
+    tokens: list[int]
+    logprobs: list[float]
+    text: str
+    end: Finished
+    read: PromptRead | None
+    top: list[Any]
+
+
+class Asked:
+    """A request on its way; `answer` waits for its end."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.engine, self.request = engine, request
+        engine.submit(request, self.events.put)
+
+    def answer(self, timeout: float = 60) -> Answer:
+        answer = Answer([], [], "", None, None, [])  # pyright: ignore[reportArgumentType]
+        while True:
+            event = self.events.get(timeout=timeout)
+            if isinstance(event, PromptRead):
+                answer.read = event
+            elif isinstance(event, Produced):
+                answer.tokens += [choice.token for choice in event.tokens]
+                answer.logprobs += [choice.logprob for choice in event.tokens]
+                answer.text += event.text
+                answer.top += event.top
+            else:
+                answer.end = event
+                assert self.events.empty(), "an event after the last"
+                return answer
+
+
+def make(**changes: Any) -> Engine:
+    config = EngineConfig(**{"n_slots": 3, "max_waiting": 100, "prefix_bytes": 1 << 24, **changes})
+    return Engine(FAMILY, CFG, PARAMS, BUFFERS, BytesTokenizer(), config).start()
+
+
+@contextlib.contextmanager
+def running_engine(**changes: Any) -> Iterator[Engine]:
+    engine = make(**changes)
+    try:
+        yield engine
+    finally:
+        engine.stop(within=5)
+
+
+counter = iter(range(10**9))
+
+
+def request(prompt: str | bytes = "", **changes: Any) -> Request:
+    own = {name: changes.pop(name) for name in list(changes) if name in Request.__dataclass_fields__}
+    data = prompt.encode() if isinstance(prompt, str) else prompt
+    sampling = Sampling(**{"max_tokens": 12, "ignore_end": True, **changes})
+    return Request(id=f"r{next(counter)}", prompt=tuple(b + 3 for b in data), sampling=sampling, **own)
+
+
+def ask(engine: Engine, prompt: str | bytes = "", **changes: Any) -> Answer:
+    return Asked(engine, request(prompt, **changes)).answer()
+
+
+def plain(asked: Request) -> tuple[list[int], list[float]]:
+    """The same by the plain generator, alone."""
+    s = asked.sampling
+    settings = sampling_settings(
+        1,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        typical_p=s.typical_p,
+        repetition_penalty=s.repetition_penalty,
+    )
+    pieces = generate(
+        FAMILY.decoder,
+        PARAMS,
+        BUFFERS,
+        CFG,
+        [list(asked.prompt)],
+        max_tokens=s.max_tokens,
+        settings=settings,
+        seeds=[s.seed],
+        ignore_end=s.ignore_end,
+    )
+    found = [piece for (piece,) in pieces if piece is not None]
+    return [t for piece in found for t in piece.tokens], [v for piece in found for v in piece.logprobs]

@@ -1,0 +1,58 @@
+"""Sources made of lists, prepared and opened in a moment, for the tests of prepared data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linnet.config import DataConfig
+from linnet.data import Data, open_data
+from linnet.data.chunks import Shares
+from linnet.data.documents import Part
+from linnet.data.prepare import Task
+from linnet.data.tokenizer import open_tokenizer
+
+SHARES = Shares(validation=0.2, test=0.2)
+
+
+@dataclasses.dataclass
+class Listed:
+    """A source made of a list: documents, each in parts."""
+
+    documents: list[list[bytes]]
+    ends: bool = True
+    single: bool = False
+    splits: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.left_out: Counter[str] = Counter()
+        self.n_bytes = 1
+
+    def identity(self) -> dict[str, Any]:
+        return {"documents": [[part.hex() for part in parts] for parts in self.documents]}
+
+    def parts(self) -> Iterator[Part]:
+        for i, parts in enumerate(self.documents):
+            for j, data in enumerate(parts):
+                split = self.splits[i] if self.splits else None
+                yield Part(f"doc{i}", data, j == 0, j == len(parts) - 1, split, 0)
+
+
+def task_of(source: Any, **changes: Any) -> Task:
+    task = Task(source=source, tokenizer=open_tokenizer("bytes"), shares=SHARES, size=None, max_broken=0.01)
+    return dataclasses.replace(task, **changes)
+
+
+def opened(folder: Path, sequence_len: int = 8, batch_size: int = 2) -> Data:
+    cfg = DataConfig(source=str(folder), sequence_len=sequence_len, update_len=sequence_len, batch_size=batch_size)
+    return open_data(cfg, 1)
+
+
+def many(n: int) -> list[list[bytes]]:
+    rng = np.random.default_rng(0)
+    return [[bytes(rng.integers(32, 127, int(rng.integers(5, 90)), np.uint8))] for _ in range(n)]

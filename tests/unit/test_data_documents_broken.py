@@ -1,0 +1,80 @@
+"""Sources of text that are cut, altered, locked or empty: refused in words that name the file, never with a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from document_files import PACKERS, jsonl, parquet, refused, tarred, whole, write, zipped, zst
+
+from linnet.data.documents import open_documents
+from linnet.errors import UserError
+
+
+def broken_files() -> dict[str, bytes]:
+    text = os.urandom(100_000).hex().encode()
+    members = {"a.txt": text[:70_000], "b.txt": text[70_000:]}
+    packed = {f"a.txt{codec}": pack(text) for codec, pack in PACKERS.items()}
+    rows = [text[i : i + 1000].decode() for i in range(0, 200_000, 1000)]
+    lines = gzip.compress(jsonl([{"text": row} for row in rows]))
+    return packed | {
+        "a.zip": zipped(members),
+        "a.tar": tarred(members),
+        "a.tar.zst": zst(tarred(members)),
+        "a.parquet": parquet({"text": rows}),
+        "a.jsonl.gz": lines,
+    }
+
+
+@pytest.mark.parametrize("name", broken_files())
+def test_a_truncated_file_is_named(tmp_path: Path, name: str) -> None:
+    content = broken_files()[name]
+    assert whole(open_documents(write(tmp_path / name, content)))
+    for keep in (5, len(content) // 3, len(content) - 600 if name == "a.tar" else len(content) - 3):
+        if name == "a.tar":
+            keep = min(keep, content.rindex(b"ustar") + 100)  # what comes after the last member may be missing
+        message = refused(write(tmp_path / name, content[:keep]))
+        assert str(tmp_path / name) in message
+    assert str(tmp_path / name) in refused(write(tmp_path / name, b"this is no archive at all, but plain text" * 100))
+
+
+@pytest.mark.parametrize("name", broken_files())
+def test_a_flipped_byte_never_gives_a_traceback(tmp_path: Path, name: str) -> None:
+    content = bytearray(broken_files()[name])
+    for at in (0, 3, 8, 20, len(content) // 2, len(content) - 30, len(content) - 8):
+        flipped = content.copy()
+        flipped[at] ^= 0x55
+        path = write(tmp_path / name, bytes(flipped))
+        with contextlib.suppress(UserError):
+            whole(open_documents(path))
+
+
+def test_a_footer_with_wrong_numbers_of_rows_is_refused(tmp_path: Path) -> None:
+    content = parquet({"text": [f"row {i}" for i in range(50)]})
+    says: list[str] = []
+    for at in [i for i, byte in enumerate(content) if byte == 100]:  # how a footer spells 50
+        path = write(tmp_path / "a.parquet", content[:at] + bytes([90]) + content[at + 1 :])
+        try:
+            whole(open_documents(path))
+        except UserError as error:
+            says.append(str(error))
+    assert any("another number of rows than the whole" in message for message in says)
+
+
+def test_an_encrypted_zip_is_refused(tmp_path: Path) -> None:
+    content = bytearray(zipped({"a.txt": b"secret"}))
+    content[6] |= 1
+    content[content.index(b"PK\x01\x02") + 8] |= 1
+    assert "a.txt is encrypted" in refused(write(tmp_path / "a.zip", bytes(content)))
+
+
+def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
+    assert "left out: 1 binary" in refused(write(tmp_path / "a.gz", gzip.compress(b"\0")))
+    assert "left out: 1 empty" in refused(write(tmp_path / "b.zip", zipped({"x": b""})))
+    assert "left out: 2 null rows" in refused(write(tmp_path / "c.jsonl", jsonl([{"text": None}] * 2)))
+    assert "left out: nothing" in refused(write(tmp_path / "d.parquet", parquet({"text": pa.array([], pa.string())})))
+    assert refused(str(tmp_path / "nowhere")).startswith("SOURCE is ")

@@ -1,0 +1,134 @@
+"""Prepared data: damage is found, what does not fit is refused, and hosts together read the same batch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prepared_data import Listed, many, opened, task_of
+
+from linnet.config import DataConfig
+from linnet.data import index as indexes
+from linnet.data import open_data
+from linnet.data.holdout import SPLITS
+from linnet.data.order import share
+from linnet.data.prepare import prepare
+from linnet.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "data"
+    prepare(task_of(Listed(many(40))), folder)
+    return folder
+
+
+def copied(good: Path, to: Path) -> Path:
+    to.mkdir()
+    for path in good.iterdir():
+        (to / path.name).write_bytes(path.read_bytes())
+    return to
+
+
+def test_a_flipped_byte_is_found(good: Path, tmp_path: Path) -> None:
+    folder = copied(good, tmp_path / "data")
+    shard = folder / "train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[7] ^= 1
+    shard.write_bytes(content)
+    assert len(indexes.problems(folder, indexes.load(folder), checksums=True)) == 1
+    with pytest.raises(UserError, match=r"train-00000.bin was altered"):
+        opened(folder)
+
+
+def test_a_short_or_missing_shard_is_found_however_large_the_data(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexes, "CHECKED_AT_OPENING", 0)
+    folder = copied(good, tmp_path / "data")
+    shard = folder / "train-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(UserError, match="should have"):
+        opened(folder)
+    shard.unlink()
+    with pytest.raises(UserError, match="is missing"):
+        opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda index: {**index, "version": 99}, "version 99"),
+        (lambda index: {**index, "format": "other"}, "not an index"),
+        (lambda index: {key: value for key, value in index.items() if key != "dtype"}, "damaged"),
+        (lambda index: [], "not an index"),
+    ],
+)
+def test_an_index_from_elsewhere_is_refused(good: Path, tmp_path: Path, change: Any, words: str) -> None:
+    folder = copied(good, tmp_path / "data")
+    path = folder / "index.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(UserError, match=words):
+        opened(folder)
+
+
+def test_tables_that_do_not_add_up_are_found(good: Path, tmp_path: Path) -> None:
+    folder = copied(good, tmp_path / "data")
+    (folder / "train.documents.npy").write_bytes((folder / "test.documents.npy").read_bytes())
+    assert any("altered" in words for words in indexes.problems(folder, indexes.load(folder), checksums=True))
+
+
+def test_another_tokenizer_beside_the_data_is_refused(good: Path, tmp_path: Path) -> None:
+    folder = copied(good, tmp_path / "data")
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    index["tokenizer"]["fingerprint"] = "0" * 64
+    path.write_text(json.dumps(index))
+    with pytest.raises(UserError, match="not the one this data was made with"):
+        opened(folder)
+
+
+def test_options_of_unprepared_text_are_refused(good: Path) -> None:
+    with pytest.raises(UserError, match="was divided when it was prepared"):
+        open_data(DataConfig(source=str(good), validation_fraction=0.2), 0)
+    with pytest.raises(UserError, match="data.validation_files"):
+        open_data(DataConfig(source=str(good), validation_files=("x",)), 0)
+
+
+def test_a_named_set_that_is_not_prepared_says_how() -> None:
+    with pytest.raises(UserError, match=r"linnet data prepare enwik8 --out enwik8"):
+        open_data(DataConfig(source="enwik8"), 0)
+
+
+@settings(deadline=None)
+@given(n_rows=st.integers(1, 40), n_hosts=st.integers(1, 50))
+def test_hosts_share_every_row_once(n_rows: int, n_hosts: int) -> None:
+    rows = [list(share(n_rows, host, n_hosts)) for host in range(n_hosts)]
+    assert list(itertools.chain.from_iterable(rows)) == list(range(n_rows))
+    assert max(map(len, rows)) - min(map(len, rows)) <= 1
+
+
+@settings(deadline=None, max_examples=25)
+@given(step=st.integers(0, 30), n_hosts=st.integers(1, 6))
+def test_hosts_together_read_the_same_batch(good: Path, step: int, n_hosts: int) -> None:
+    data = opened(good, 16, 6)
+    whole = data.batch(step)
+    shares = [data.batch(step, host, n_hosts) for host in range(n_hosts)]
+    for name in ("inputs", "targets", "doc_ids", "loss_mask"):
+        np.testing.assert_array_equal(np.concatenate([getattr(part, name) for part in shares]), getattr(whole, name))
+
+
+def test_the_embedded_emoji_open_as_pictures() -> None:
+    data = open_data(DataConfig(source="emoji-16", sequence_len=768, update_len=768, batch_size=2), 0)
+    assert sum(data.split(name).n_documents for name in SPLITS) == 3786
+    assert data.batch(0).targets.shape == (2, math.prod((16, 16, 3)))
+    assert data.batch(0).loss_mask.min() == 1
+    with pytest.raises(UserError, match="--data.sequence-len 3072"):
+        open_data(DataConfig(source="emoji-32", sequence_len=768, update_len=768), 0)

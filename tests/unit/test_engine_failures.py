@@ -1,0 +1,140 @@
+"""What goes wrong in the engine stays with whom it belongs to: nobody else's bits, tokens or turns are touched."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine_asks import CFG, Asked, ask, plain, request, running_engine
+
+from linnet.errors import UserError
+from linnet.serve.constraint import Matcher
+from linnet.serve.engine import Engine
+from linnet.serve.request import LEAST_TEMPERATURE, Constraint
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with running_engine() as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(("step", "nth"), [("take", 3), ("place", 4)])
+def test_a_failure_loses_no_token_of_who_goes_on(step: str, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever steps aside has tokens on their way, and whoever takes its place is in no slot yet: neither may be left so."""
+    with running_engine(n_slots=1) as engine:
+        real, calls = getattr(engine.backend, step), itertools.count(1)
+
+        def fails(*args: Any) -> Any:
+            if next(calls) == nth:
+                raise RuntimeError("out of memory")
+            return real(*args)
+
+        monkeypatch.setattr(engine.backend, step, fails)
+        # Each has its turn; then the third makes room for the first.
+        slow = [Asked(engine, request(f"{i}", seed=i, max_tokens=700)) for i in range(3)]
+        answers = [one.answer() for one in slow]
+        for one, answer in zip(slow, answers, strict=True):
+            tokens, logprobs = plain(one.request)
+            assert answer.tokens == tokens[: len(answer.tokens)]
+            assert answer.logprobs == logprobs[: len(answer.logprobs)]
+            assert (answer.end.reason == "length") == (len(answer.tokens) == 700)
+        assert "error" in [answer.end.reason for answer in answers]
+
+
+def test_one_who_waits_with_a_state_outlives_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_engine(n_slots=1) as engine:
+        state = ask(engine, "hello", return_state=True).end.state
+        want = ask(engine, " more", state=state).tokens
+        blocks = threading.Event()
+
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            blocks.wait()
+            monkeypatch.undo()
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(engine.backend, "dispatch", fails)
+        lost = Asked(engine, request("x"))
+        while not engine.stats()["running"]:
+            time.sleep(0.001)
+        waits = Asked(engine, request(" more", state=state))
+        blocks.set()
+        assert lost.answer().end.reason == "error"
+        assert waits.answer().tokens == want
+
+
+def test_a_request_may_come_while_the_books_are_read() -> None:
+    comes, late = threading.Event(), []
+
+    class Books(dict[str, Any]):
+        """Somebody asks for something in the middle of every look through it, if they are let."""
+
+        def values(self) -> Any:
+            for job in super().values():
+                if not comes.is_set():
+                    comes.set()
+                    thread = threading.Thread(target=lambda: late.append(Asked(engine, request("late"))))
+                    thread.start()
+                    thread.join(0.3)
+                yield job
+
+    with running_engine(n_slots=1) as engine:
+        engine._jobs = Books()
+        assert ask(engine, "first").end.reason == "length"
+        assert comes.is_set()
+        assert late[0].answer().end.reason == "length"
+
+
+def test_one_who_is_stuck_leaves_nothing_in_its_slot() -> None:
+    with running_engine(n_slots=1) as engine:
+        one = request("x", seed=4)
+        stuck = ask(engine, constraint=Constraint(kind="regex", grammar="a+b"), banned=frozenset({ord("a") + 3}))
+        assert stuck.end.reason == "error"
+        assert Asked(engine, one).answer().tokens == plain(one)[0]
+
+
+def test_a_grammar_that_ends_too_early_or_takes_too_long_ends_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    neighbour = request("x", seed=5, max_tokens=80)
+    beside = Asked(engine, neighbour)
+    empty = Constraint(kind="regex", grammar="")
+    assert ask(engine, constraint=empty, ignore_end=False).end.reason == "stop"
+    early = ask(engine, constraint=empty, ignore_end=False, min_tokens=1)
+    assert (early.tokens, early.end.reason) == ([], "error")
+    assert "min_tokens" in (early.end.error or "")
+
+    def too_much(matcher: Matcher, token: int) -> None:
+        raise UserError("too much work")
+
+    monkeypatch.setattr(Matcher, "advance", too_much)
+    slow = ask(engine, constraint=Constraint(kind="regex", grammar="[a-z]+"))
+    assert (slow.end.reason, slow.end.error) == ("error", "too much work")
+    assert beside.answer().tokens == plain(neighbour)[0]
+
+
+@pytest.mark.parametrize("rules", [{"allowed": frozenset({1, 70})}, {"banned": frozenset(range(259)) - {1, 70}}])
+def test_no_forbidden_id_is_drawn_for_want_of_others(engine: Engine, rules: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="min_tokens"):
+        ask(engine, ignore_end=False, min_tokens=2, stop_ids=frozenset({70}), **rules)
+    assert ask(engine, ignore_end=False, min_tokens=2, max_tokens=2, **rules).tokens == [70, 70]
+    assert set(ask(engine, ignore_end=False, stop_ids=frozenset({70}), **rules).tokens) <= {1, 70}
+
+
+@pytest.mark.parametrize("penalty", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("temperature", [LEAST_TEMPERATURE, 100.0])
+def test_settings_at_their_bounds_draw_an_id_there_is(engine: Engine, temperature: float, penalty: float) -> None:
+    extremes = {"logit_bias": {5: 100.0, 6: 100.0, 7: -100.0}, "top_p": 1e-6, "typical_p": 1e-6, "min_p": 1.0}
+    for name, value in extremes.items():
+        rules: dict[str, Any] = {name: value, "temperature": temperature, "repetition_penalty": penalty}
+        assert all(0 <= token < CFG.n_vocab for token in ask(engine, "x", **rules).tokens)
+
+
+@pytest.mark.parametrize("temperature", [1e-7, 1e-37, 1e-45, 1e-300])
+def test_a_temperature_that_no_logit_can_be_divided_by_is_refused(temperature: float) -> None:
+    with pytest.raises(UserError, match="greedy"):
+        request("x", temperature=temperature)

@@ -1,0 +1,204 @@
+"""At the socket before there is a call, and at its end: slow headers, nonsense, foreign names, the last word of a drain."""
+
+from __future__ import annotations
+
+import gc
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from http_fake import FakeModel, talk
+
+from linnet.cli import serve as serve_cli
+from linnet.serve.http import lifecycle as lifecycles
+from linnet.serve.http.app import make_app
+from linnet.serve.http.batch import run_batch
+from linnet.serve.http.connection import Connection
+from linnet.serve.http.lifecycle import DrainingServer, Lifecycle, server_config
+
+ASK = {"prompt": "abc", "max_tokens": 4, "seed": 0}
+
+
+@contextmanager
+def serving(model: FakeModel, drain_seconds: float = 5.0) -> Iterator[tuple[DrainingServer, int, threading.Thread]]:
+    lifecycle = Lifecycle()
+    app = make_app([model], keys=(), lifecycle=lifecycle, host="127.0.0.1")
+    server = DrainingServer(server_config(app, "127.0.0.1", 0), lifecycle, drain_seconds)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield server, server.servers[0].sockets[0].getsockname()[1], thread
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def _talk_raw(port: int, *parts: bytes, pause: float = 0.0) -> tuple[int, Any]:
+    """Status and body of the answer, after which the server must hang up."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+        for part in parts:
+            line.sendall(part)
+            time.sleep(pause)
+        got = b""
+        while more := line.recv(65536):
+            got += more
+    if not got:
+        return 0, None
+    top, _, body = got.partition(b"\r\n\r\n")
+    assert b"\r\nconnection: close" in top.lower()
+    return int(top.split()[1]), json.loads(body)
+
+
+@pytest.mark.parametrize("beginning", [b"GET /hea", b"GET /health HTTP/1.1\r\nhost: a\r\n"])
+def test_headers_that_do_not_come_to_their_end_are_given_up(monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
+    monkeypatch.setattr(Connection, "head_seconds", 0.2)
+    with serving(FakeModel()) as (_, port, _):
+        status, body = _talk_raw(port, beginning, b"x", b"-", b"y", pause=0.03)
+        assert (status, body["error"]["code"]) == (408, "slow_headers")
+
+
+def test_a_second_request_of_a_connection_has_its_own_time_for_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "head_seconds", 0.3)
+    with (
+        serving(FakeModel(seconds_a_token=0.15)) as (_, port, _),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}") as http,
+    ):
+        for _ in range(2):  # an answer may take longer than headers may
+            assert http.post("/v1/completions", json=ASK).status_code == 200
+        time.sleep(0.4)  # between two requests uvicorn's own limit counts
+        assert http.get("/health").status_code == 200
+        line = http.stream("GET", "/health")
+        with line as response:
+            response.read()
+    with serving(FakeModel()) as (_, port, _):
+        whole = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
+            raw.sendall(whole)
+            assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+            raw.sendall(whole[:20])
+            assert raw.recv(65536).startswith(b"HTTP/1.1 408")
+
+
+def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "head_seconds", 0.1)
+    with serving(FakeModel()) as (_, port, _):
+        status, _ = _talk_raw(port)
+        assert status == 408
+
+
+def test_idle_connections_live_longer_than_the_official_client_keeps_them() -> None:
+    config = server_config(make_app([FakeModel()], keys=()), "127.0.0.1", 0)
+    assert config.timeout_keep_alive > (openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry or 0) + 1
+
+
+def test_what_is_no_http_is_refused_in_our_shape() -> None:
+    with serving(FakeModel()) as (_, port, _):
+        status, body = _talk_raw(port, b"\x16\x03\x01 hello\r\n\r\n")
+        assert status == 400
+        assert "not HTTP" in body["error"]["message"]
+        status, body = _talk_raw(port, b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * (64 << 10))
+        assert status == 431
+        assert "headers" in body["error"]["message"]
+        # In the middle of a body, too.
+        top = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        assert _talk_raw(port, top + b"transfer-encoding: chunked\r\n\r\n", b"zz\r\n")[0] == 400
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("127.0.0.1:8000", 200),
+        ("localhost:1", 200),
+        ("LocalHost.", 200),
+        ("[::1]:8000", 200),
+        ("127.9.9.9", 200),
+        ("my-machine:8000", 200),
+        ("evil.example", 403),
+        ("evil.example:8000", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("192.168.0.1", 403),
+        ("[::2]:8000", 403),
+        ("", 403),
+    ],
+)
+def test_without_keys_only_names_of_this_machine_are_answered(name: str, status: int) -> None:
+    async def get(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.get("/v1/models", headers={"host": name})
+
+    answer = talk(get, host="my-machine")
+    assert answer.status_code == status
+    if status == 403:
+        assert answer.json()["error"]["code"] == "unknown_host"
+
+
+def test_with_keys_any_name_is_answered() -> None:
+    async def get(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.get(
+            "/v1/models", headers={"host": "models.example", "authorization": "Bearer a-secret-key"}
+        )
+
+    assert talk(get, host="0.0.0.0", keys=["a-secret-key"]).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whom_a_drain_cuts_off_is_told(stream: bool) -> None:
+    model, answers = FakeModel(seconds_a_token=0.01), []
+    body = {**ASK, "max_tokens": 9999, "stream": stream}
+    with serving(model, drain_seconds=0.2) as (server, port, thread):
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        asking = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, timeout=10)))
+        asking.start()
+        while not model.running:
+            time.sleep(0.005)
+        server.handle_exit(signal.SIGTERM, None)
+        thread.join(8)
+        assert not thread.is_alive()
+        asking.join(5)
+    (answer,) = answers
+    if stream:
+        problem = json.loads(answer.text.strip().rpartition("\n\n")[2].removeprefix("data: "))
+    else:
+        assert answer.status_code == 503
+        problem = answer.json()
+    assert problem["error"]["code"] == "cancelled"
+
+
+def test_what_was_there_before_serving_is_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = []
+    monkeypatch.setattr(DrainingServer, "run", lambda self: frozen.append(gc.get_freeze_count()))
+    try:
+        lifecycles.run(lambda *_: None, Lifecycle(), host="127.0.0.1", port=0, has_keys=False)  # type: ignore[arg-type]
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 1000
+
+
+def test_a_batch_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"custom_id": str(i), "url": "/v1/completions", "body": ASK} for i in range(3)]
+
+    async def batch(_: httpx.AsyncClient) -> None:
+        app = make_app([FakeModel()], keys=())
+        await run_batch(app, lines[:1], tmp_path / "out", at_once=1, key=None, say=serve_cli._progress())
+        monkeypatch.setattr(serve_cli, "SAY_SECONDS", 0.0)
+        await run_batch(app, lines, tmp_path / "out", at_once=1, key=None, say=serve_cli._progress())
+
+    talk(batch)
+    said = ["1 of 1 answered.", "1 of 2 answered.", "2 of 2 answered."]
+    assert capsys.readouterr().err.splitlines() == said
