@@ -14,15 +14,33 @@ from linnet import params as weights
 from linnet import rng
 from linnet.data.tokenizer import BytesTokenizer
 from linnet.families import registry
+from linnet.families.family import Family
 from linnet.families.generate import generate
 from linnet.nn.sampling import sampling_settings
 from linnet.serve.engine import Engine, EngineConfig
 from linnet.serve.request import Event, Finished, Produced, PromptRead, Request, Sampling
 
-CFG = tiny.MODEL
-FAMILY = registry.get("vq")
-PARAMS = weights.init(FAMILY.param_specs(CFG), rng.root(3))
-BUFFERS = weights.init(FAMILY.buffer_specs(CFG), rng.root(4))
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    family: Family
+    cfg: Any
+    params: Any
+    buffers: Any
+
+
+def model(family: str, cfg: Any) -> Model:
+    """With weights of its own seed: what it says means nothing, and is the same every time."""
+    found = registry.get(family)
+    buffers = weights.init(found.buffer_specs(cfg), rng.root(4))
+    return Model(found, cfg, weights.init(found.param_specs(cfg), rng.root(3)), buffers)
+
+
+VQ = model("vq", tiny.MODEL)
+MOE = model("moe", dataclasses.replace(tiny.MOE, context=640))
+VQ_MOE = model("vq", dataclasses.replace(tiny.MODEL, n_expert=4, n_choice=2))
+MODELS = {"vq": VQ, "moe": MOE, "vq-moe": VQ_MOE}
+CFG, FAMILY, PARAMS, BUFFERS = VQ.cfg, VQ.family, VQ.params, VQ.buffers
 
 
 @dataclasses.dataclass
@@ -60,14 +78,14 @@ class Asked:
                 return answer
 
 
-def make(**changes: Any) -> Engine:
+def make(model: Model = VQ, **changes: Any) -> Engine:
     config = EngineConfig(**{"n_slots": 3, "max_waiting": 100, "prefix_bytes": 1 << 24, **changes})
-    return Engine(FAMILY, CFG, PARAMS, BUFFERS, BytesTokenizer(), config).start()
+    return Engine(model.family, model.cfg, model.params, model.buffers, BytesTokenizer(), config).start()
 
 
 @contextlib.contextmanager
-def running_engine(**changes: Any) -> Iterator[Engine]:
-    engine = make(**changes)
+def running_engine(model: Model = VQ, **changes: Any) -> Iterator[Engine]:
+    engine = make(model, **changes)
     try:
         yield engine
     finally:
@@ -88,7 +106,7 @@ def ask(engine: Engine, prompt: str | bytes = "", **changes: Any) -> Answer:
     return Asked(engine, request(prompt, **changes)).answer()
 
 
-def plain(asked: Request) -> tuple[list[int], list[float]]:
+def plain(asked: Request, model: Model = VQ) -> tuple[list[int], list[float]]:
     """The same by the plain generator, alone."""
     s = asked.sampling
     settings = sampling_settings(
@@ -101,10 +119,10 @@ def plain(asked: Request) -> tuple[list[int], list[float]]:
         repetition_penalty=s.repetition_penalty,
     )
     pieces = generate(
-        FAMILY.decoder,
-        PARAMS,
-        BUFFERS,
-        CFG,
+        model.family.decoder,
+        model.params,
+        model.buffers,
+        model.cfg,
         [list(asked.prompt)],
         max_tokens=s.max_tokens,
         settings=settings,

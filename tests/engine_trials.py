@@ -6,7 +6,7 @@ import dataclasses
 import random
 from typing import Any
 
-from engine_asks import Answer, Asked, make
+from engine_asks import VQ, Answer, Asked, Model, make
 
 from linnet.serve import state as states
 from linnet.serve.request import Constraint, Request, Sampling
@@ -70,9 +70,9 @@ def result(answer: Answer) -> dict[str, Any]:
     }
 
 
-def solo(asked: Request, *, n_slots: int) -> Answer:
+def solo(asked: Request, *, n_slots: int, model: Model = VQ) -> Answer:
     """The same request on an engine of its own that never saw another, without a prefix cache."""
-    engine = make(n_slots=n_slots, prefix_bytes=0)
+    engine = make(model, n_slots=n_slots, prefix_bytes=0)
     try:
         return Asked(engine, dataclasses.replace(asked, priority=0, deadline=None)).answer(timeout=120)
     finally:

@@ -19,7 +19,7 @@ from linnet.families.detokenize import TextAssembler
 from linnet.serve.http.app import make_app
 from linnet.serve.http.limits import Limits
 from linnet.serve.http.model import Sessions
-from linnet.serve.request import Choice, Draining, Finished, OnEvent, Produced, PromptRead, QueueFull, Request
+from linnet.serve.request import Choice, Draining, Finished, OnEvent, Produced, PromptRead, QueueFull, Request, TooLong
 from linnet.serve.template import PLAIN
 
 
@@ -81,7 +81,7 @@ class FakeSessions:
 class FakeModel:
     """Token j is the (seed + j)-th of what it has read; its log-probability is -(seed + 1)."""
 
-    created, fingerprint, state_bytes = 1_700_000_000, "fp_fake", 4096
+    created, fingerprint, state_bytes, family = 1_700_000_000, "fp_fake", 4096, "fake"
 
     def __init__(
         self,
@@ -90,8 +90,9 @@ class FakeModel:
         shape: tuple[int, int, int] | None = None,
         seconds_a_token: float = 0.0,
         most: int = 64,
+        context: int | None = None,
     ) -> None:
-        self.template = PLAIN
+        self.template, self.context = PLAIN, context
         self.name, self.shape, self.most, self.seconds_a_token = name, shape, most, seconds_a_token
         self.tokenizer: Tokenizer = BytesTokenizer()
         self.n_vocab = self.tokenizer.n_vocab
@@ -116,6 +117,8 @@ class FakeModel:
             raise QueueFull(len(self.running), 2.4)
         if request.sampling.constraint is not None and not request.sampling.constraint.grammar:
             raise UserError("the grammar is empty")
+        if self.context is not None and len(request.prompt) > self.context and not request.cut_prompt:
+            raise TooLong(f"the prompt is longer than {self.context} tokens")
         self.requests.append(request)
         self.running.add(request.id)
         threading.Thread(target=self._run, args=(request, on_event), daemon=True).start()
@@ -139,12 +142,14 @@ class FakeModel:
 
     def _events(self, request: Request) -> Iterator[PromptRead | Produced | Finished]:
         sampling, prompt = request.sampling, list(request.prompt)
+        n_cut = 0 if self.context is None else max(0, len(prompt) - self.context)
+        prompt = prompt[n_cut:]
         logprobs = tuple(None if i == 0 else -0.5 for i in range(len(prompt))) if request.prompt_logprobs else None
         top = tuple(
             tuple(Choice(3 + k, -float("inf")) for k in range(sampling.top_logprobs))
             for _ in (prompt if request.prompt_logprobs and sampling.top_logprobs else ())
         )
-        yield PromptRead(n_tokens=len(prompt), n_cached=len(prompt) // 2, logprobs=logprobs, top=top)
+        yield PromptRead(n_tokens=len(prompt), n_cached=len(prompt) // 2, n_cut=n_cut, logprobs=logprobs, top=top)
         known = [*(request.state or []), *prompt] or [self.tokenizer.end_id + 2]
         text, drawn, reason, error = TextAssembler(self.tokenizer.id_bytes, sampling.stop), [], "length", None
         for j in range(sampling.max_tokens):
@@ -155,6 +160,8 @@ class FakeModel:
                 reason = "deadline"
             elif b"BOOM" in self.tokenizer.decode(prompt):
                 reason, error = "error", "the batch failed"
+            elif b"STUCK" in self.tokenizer.decode(prompt):
+                reason, error = "stuck", "no token is left. Fix: another grammar."
             if reason != "length":
                 break
             token = known[(sampling.seed + j) % len(known)]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import pytest
@@ -27,8 +28,8 @@ TEMPLATE = {
 """The run's chat template."""
 
 
-def train_tiny(folder: Path) -> Path:
-    cfg = tiny.config(tiny.corpus(folder), **{"optim.steps": 12, "train.eval_every": 0})
+def train_tiny(folder: Path, family: Literal["vq", "moe"] = "vq") -> Path:
+    cfg = tiny.config(tiny.corpus(folder), family, **{"optim.steps": 12, "train.eval_every": 0})
     configs.save(cfg, folder / "config.json")
     with pytest.raises(SystemExit) as exit:
         main(["train", str(folder / "config.json"), "--out", str(folder / "tiny"), "--quiet"])

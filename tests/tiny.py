@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from linnet.config import DataConfig, OptimConfig, RunConfig, TrainConfig
+from linnet.families.moe.config import MoEConfig
 from linnet.families.vq.config import VQConfig
 
 MODEL = VQConfig(
@@ -26,6 +27,25 @@ MODEL = VQConfig(
     dead_code_below=0.5,
 )
 
+MOE = MoEConfig(
+    d_model=16,
+    d_k=8,
+    n_q_head=2,
+    n_kv_head=1,
+    n_layer=2,
+    n_expert=4,
+    n_choice=2,
+    widening=1.5,
+    context=32,
+    embed_scale=4.0,
+    score_scale=8**-0.5,
+)
+FAMILIES: tuple[Literal["vq", "moe"], ...] = ("vq", "moe")
+FAMILY_PARTS: dict[str, dict[str, Any]] = {
+    "vq": {"model": MODEL, "lengths": {"sequence_len": 32, "update_len": 16}},
+    "moe": {"model": MOE, "lengths": {"sequence_len": 16, "update_len": 16}},
+}
+
 
 def corpus(folder: Path, n_bytes: int = 6000) -> Path:
     """Words in an order that never repeats exactly, and never changes."""
@@ -36,12 +56,14 @@ def corpus(folder: Path, n_bytes: int = 6000) -> Path:
     return path
 
 
-def config(source: Path, **changes: Any) -> RunConfig:
+def config(source: Path, family: Literal["vq", "moe"] = "vq", /, **changes: Any) -> RunConfig:
     """`changes` are keyed by dotted names: `config(p, **{"optim.steps": 10})`."""
+    parts = FAMILY_PARTS[family]
     cfg = RunConfig(
         preset="tiny",
-        model=MODEL,
-        data=DataConfig(source=str(source), sequence_len=32, update_len=16, batch_size=4),
+        family=family,
+        model=parts["model"],
+        data=DataConfig(source=str(source), batch_size=4, **parts["lengths"]),
         optim=OptimConfig(lr=3e-3, warmup_steps=4, steps=40, clip=1.0, decay=1e-3),
         train=TrainConfig(
             ema_decay=0.9,

@@ -142,6 +142,13 @@ def _vq_moe() -> RunConfig:
     return dataclasses.replace(quickstart, preset="vq-moe", model=model)
 
 
+def _dense_cpu() -> RunConfig:
+    # One expert, always chosen, as wide as the two that a token of moe-cpu goes through: nothing to balance.
+    cfg = _moe_cpu()
+    model = dataclasses.replace(cfg.model, n_expert=1, n_choice=1, widening=6.0, balance_weight=0.0, z_weight=0.0)
+    return dataclasses.replace(cfg, preset="dense-cpu", model=model)
+
+
 def _bench_moe() -> RunConfig:
     return RunConfig(
         preset="bench-moe",
@@ -201,6 +208,7 @@ PRESETS = {
     "pg19": ("Transformer-VQ of the paper on PG-19 (26.6 word-level perplexity there)", _pg19),
     "moe-cpu": ("a small mixture of experts on the embedded corpus: minutes on two cores", _moe_cpu),
     "vq-moe": ("linear-time attention and experts in one model: minutes on two cores", _vq_moe),
+    "dense-cpu": ("moe-cpu without a choice: a dense model of equal active parameters, to compare with", _dense_cpu),
     "bench-moe": ("the mixture of experts that the benchmarks measure", _bench_moe),
     "grok-1": ("Grok-1 as released: its sizes; import the weights with `linnet import grok-1`", _grok_1),
     "imagenet64": ("Transformer-VQ of the paper on ImageNet64 (3.16 bits per byte there)", _imagenet64),

@@ -106,11 +106,16 @@ def lower(params: Any, specs: Any, weights: Weights) -> Any:
     return jax.tree.map(lambda spec, leaf: _lowered(leaf, spec, weights), specs, params, is_leaf=is_spec)
 
 
+def held(spec: Spec, weights: Weights) -> Weights:
+    """As few bits as asked for, but not fewer than the spec allows."""
+    return WEIGHTS[min(WEIGHTS.index(weights), WEIGHTS.index(spec.least))]
+
+
 def _lowered(leaf: Matrix, spec: Spec, weights: Weights) -> Matrix:
-    held = WEIGHTS[min(WEIGHTS.index(weights), WEIGHTS.index(spec.least))]
-    if not isinstance(leaf, jax.Array | np.ndarray) or held == "float32":
+    kind = held(spec, weights)
+    if not isinstance(leaf, jax.Array | np.ndarray) or kind == "float32":
         return leaf
-    return quantize(leaf) if held == "int8" else leaf.astype(jnp.bfloat16)
+    return quantize(leaf) if kind == "int8" else leaf.astype(jnp.bfloat16)
 
 
 def n_bytes(params: Any) -> int:

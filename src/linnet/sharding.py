@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from linnet import quant
 from linnet.errors import refuse
 from linnet.params import Spec, map_specs
+from linnet.weights import Weights
 
 MESH_AXES = ("data", "fsdp", "model", "expert")
 
@@ -60,3 +63,33 @@ def partition(spec: Spec, mesh: Mesh) -> PartitionSpec:
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
     return map_specs(lambda spec: NamedSharding(mesh, partition(spec, mesh)), specs)
+
+
+def abstract_weights(specs: Any, mesh: Mesh, weights: Weights, n_group: int = 1) -> Any:
+    """Shapes, types and places of weights held in so many bits: what a program is compiled for without the weights. `n_group`: of
+    the scales of matrices whose inputs are cut by the mesh, as in Grok-1's release."""
+
+    def one(spec: Spec) -> Any:
+        cuts = partition(spec, mesh)
+
+        def array(shape: tuple[int, ...], dtype: Any, cuts: PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, cuts))
+
+        held = quant.held(spec, weights)
+        if held != "int8":
+            return array(spec.shape, held, cuts)
+        groups = n_group if cuts[-2] is not None else 1
+        shape = (*spec.shape[:-2], groups, spec.shape[-1])
+        return quant.Quantized(
+            weight=cast(Any, array(spec.shape, jnp.int8, cuts)),
+            scales=cast(Any, array(shape, jnp.bfloat16, PartitionSpec(*cuts[:-2], None, cuts[-1]))),
+        )
+
+    return map_specs(one, specs)
+
+
+def bytes_per_device(arrays: Any) -> int:
+    """Of sharded arrays, abstract or not."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays)
+    )

@@ -12,9 +12,10 @@ import pytest
 from engine_asks import CFG, Asked, ask, plain, request, running_engine
 
 from linnet.errors import UserError
+from linnet.nn.sampling_bounds import LEAST_TEMPERATURE
 from linnet.serve.constraint import Matcher
 from linnet.serve.engine import Engine
-from linnet.serve.request import LEAST_TEMPERATURE, Constraint
+from linnet.serve.request import Constraint
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_one_who_is_stuck_leaves_nothing_in_its_slot() -> None:
     with running_engine(n_slots=1) as engine:
         one = request("x", seed=4)
         stuck = ask(engine, constraint=Constraint(kind="regex", grammar="a+b"), banned=frozenset({ord("a") + 3}))
-        assert stuck.end.reason == "error"
+        assert stuck.end.reason == "stuck"
         assert Asked(engine, one).answer().tokens == plain(one)[0]
 
 
@@ -105,7 +106,7 @@ def test_a_grammar_that_ends_too_early_or_takes_too_long_ends_alone(
     empty = Constraint(kind="regex", grammar="")
     assert ask(engine, constraint=empty, ignore_end=False).end.reason == "stop"
     early = ask(engine, constraint=empty, ignore_end=False, min_tokens=1)
-    assert (early.tokens, early.end.reason) == ([], "error")
+    assert (early.tokens, early.end.reason) == ([], "stuck")
     assert "min_tokens" in (early.end.error or "")
 
     def too_much(matcher: Matcher, token: int) -> None:
@@ -113,7 +114,7 @@ def test_a_grammar_that_ends_too_early_or_takes_too_long_ends_alone(
 
     monkeypatch.setattr(Matcher, "advance", too_much)
     slow = ask(engine, constraint=Constraint(kind="regex", grammar="[a-z]+"))
-    assert (slow.end.reason, slow.end.error) == ("error", "too much work")
+    assert (slow.end.reason, slow.end.error) == ("stuck", "too much work")
     assert beside.answer().tokens == plain(neighbour)[0]
 
 

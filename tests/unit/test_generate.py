@@ -230,6 +230,7 @@ def test_bytes_and_ids() -> None:
         ({"seeds": [1, 2]}, "seeds"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": [""]}, "stop"),
+        ({"stop": ["a", "\udcff"]}, "stop"),
         ({"n_ticks": 0}, "n_ticks"),
         ({"settings": sampling_settings(2)}, "settings"),
     ],

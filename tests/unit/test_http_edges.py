@@ -83,7 +83,7 @@ def test_a_large_body_is_refused_before_it_is_read() -> None:
     async def one(client: httpx.AsyncClient) -> httpx.Response:
         return await client.post("/v1/completions", content=endless(), headers={"content-type": "application/json"})
 
-    limits = Limits(body_bytes=10_000)
+    limits = Limits(body_bytes=10_000, state_bytes=1)
     response = talk(one, limits=limits)
     assert response.status_code == 413
     assert n_read < 20

@@ -15,6 +15,7 @@ from PIL import Image
 from playground_server import DrawingModel
 
 from linnet.errors import UserError
+from linnet.serve.http.limits import Limits
 from linnet.serve.sessions import Sessions
 from linnet.serve.state import State
 
@@ -47,6 +48,18 @@ def test_the_life_of_a_session() -> None:
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "session_not_found")
 
     talk(live, model)
+
+
+def test_a_state_larger_than_other_bodies_may_be_is_taken_back() -> None:
+    limits = Limits(body_bytes=1000)
+    state = ask("/v1/completions", {**ASK, "prompt": "x" * 300, "return_state": True}, limits=limits).json()["state"]
+    assert len(state) > limits.body_bytes
+    for path, more in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        assert ask(path, {"state": state, "max_tokens": 1, **more}, limits=limits).status_code == 200
+    assert ask("/v1/tokenize", {"text": state}, limits=limits).status_code == 413
 
 
 def test_a_session_serves_one_call_at_a_time() -> None:

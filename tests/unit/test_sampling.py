@@ -122,11 +122,15 @@ def test_randomness_is_the_rows_key_and_position() -> None:
     [
         {"temperature": -1.0},
         {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1e-7},
+        {"temperature": 1e-45},
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"top_k": -1},
         {"min_p": 2.0},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 0.009},
     ],
 )
 def test_bad_settings_are_refused(bad: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""The trainer: resumed equals uninterrupted bit for bit, accumulation changes nothing, bad updates touch nothing."""
+"""The trainer: resumed equals uninterrupted bit for bit, what does not fit is refused (tests/contract: what every family promises)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,12 @@ import numpy as np
 import pytest
 import tiny
 
-from linnet.data import open_data
 from linnet.errors import UserError
-from linnet.families import registry
-from linnet.pytree import named_leaves, replace
+from linnet.pytree import named_leaves
 from linnet.train.folder import RunFolder
 from linnet.train.loop import NotFinite, train
 from linnet.train.metrics import read_metrics
-from linnet.train.optim import optimizer
 from linnet.train.runs import open_state
-from linnet.train.state import TrainState, fresh_state
-from linnet.train.step import make_step, update
 
 
 def assert_same_bits(a: Any, b: Any) -> None:
@@ -64,11 +59,6 @@ def test_resumed_equals_uninterrupted(source: Path, whole: Path, stops: tuple[in
     assert lines(tmp_path) == lines(whole)
 
 
-def test_it_learns(whole: Path) -> None:
-    losses = [r["loss"] for r in read_metrics(whole) if r["kind"] == "train"]
-    assert losses[-1] < losses[0] - 0.3
-
-
 def test_a_finished_run_stays_finished(source: Path, whole: Path) -> None:
     before = open_state(whole, "latest")[1]
     outcome = train(tiny.config(source), RunFolder(whole), quiet=True)
@@ -104,42 +94,6 @@ def test_a_damaged_checkpoint_costs_only_itself(source: Path, whole: Path, tmp_p
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert train(cfg, RunFolder(tmp_path), quiet=True).finished
     assert_same_bits(open_state(tmp_path, "latest")[1], open_state(whole, "latest")[1])
-
-
-def _state_and_batch(source: Path, **changes: Any) -> tuple[Any, Any, Any, TrainState, Any]:
-    cfg = tiny.config(source, **changes)
-    family = registry.get("vq")
-    tx = optimizer(cfg.optim, family.param_specs(cfg.model))
-    return cfg, family, tx, fresh_state(family, cfg, tx), open_data(cfg.data, 0).batch(0)
-
-
-def test_accumulation_changes_nothing(source: Path) -> None:
-    """Dropout included: a row draws by its place in the whole batch. Only candidates for dead codes may differ."""
-    results = []
-    for n in (1, 2, 4):
-        changes = {"train.accumulate": n, "model.restart_dead_codes": False}
-        cfg, family, tx, state, batch = _state_and_batch(source, **changes)
-        after, metrics = jax.jit(lambda s, b, f=family, c=cfg, t=tx: update(f, c, t, s, b))(state, batch)
-        results.append((after.params, after.buffers, after.carry, metrics["loss"]))
-    for other in results[1:]:
-        for (name, a), (_, b) in zip(named_leaves(results[0]), named_leaves(other), strict=True):
-            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-def test_a_bad_update_touches_nothing(source: Path) -> None:
-    cfg, family, tx, state, batch = _state_and_batch(source)
-    step = make_step(family, cfg, tx)
-    state, _ = step(state, batch)
-    good = jax.tree.map(np.array, state)
-    poisoned = replace(state, params=replace(state.params, out_bias=state.params.out_bias.at[5].set(jnp.nan)))
-    kept = jax.tree.map(np.array, poisoned)
-    after, metrics = step(poisoned, batch)
-    assert int(metrics["bad_run"]) == 1
-    assert int(after.skipped) == 1
-    assert int(after.step) == int(good.step) + 1
-    for part in ("params", "buffers", "opt_state", "ema"):
-        assert_same_bits(getattr(after, part), getattr(kept, part))
-    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(after.carry))
 
 
 def test_too_many_bad_updates_stop_the_run(source: Path, tmp_path: Path) -> None:

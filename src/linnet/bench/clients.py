@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 ASK = (
@@ -20,30 +23,31 @@ MOST_START_SECONDS = 60.0
 
 
 class Clients:
-    def __init__(self, port: int, n: int, answer: int) -> None:
-        self._port, self._n, self._answer = port, n, answer
-        self.n_tokens = self.n_answers = 0
+    def __init__(self, port: int, server: int, n: int, answer: int) -> None:
+        self._port, self._server, self._n, self._answer = port, server, n, answer
+        self.n_tokens = self.n_asked = self.n_answers = 0
 
     async def measure(self, seconds: float) -> dict[str, Any]:
         """All of them ask again and again. Counted is what arrives within the time, from when tokens first come."""
-        begun = time.process_time()
         tasks = [asyncio.create_task(self._client(i)) for i in range(self._n)]
         try:
             await asyncio.wait_for(self._flowing(tasks), MOST_START_SECONDS)
-            n, since = self.n_tokens, time.perf_counter()
+            n, since, cpu, own = self.n_tokens, time.perf_counter(), cpu_seconds(self._server), time.process_time()
             done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # they end by a failure only
             tokens, took = self.n_tokens - n, time.perf_counter() - since
+            cpu, own = cpu_seconds(self._server) - cpu, time.process_time() - own
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return {
             "tokens_per_second": tokens / took,
-            "tokens": self.n_tokens,
+            "tokens": tokens,
             "answers": self.n_answers,
-            "client_cpu_seconds": time.process_time() - begun,
+            "server_cpu_seconds": cpu,
+            "client_cpu_seconds": own,
         }
 
     async def _flowing(self, tasks: list[asyncio.Task[None]]) -> None:
@@ -60,9 +64,11 @@ class Clients:
             self.n_answers += 1
 
     async def _stream(self, number: int) -> None:
+        length = spread(self._answer, self.n_asked)
+        self.n_asked += 1
         ask = {
             "prompt": f"client {number:4} asks:",
-            "max_tokens": self._answer,
+            "max_tokens": length,
             "ignore_eos": True,
             "stream": True,
             "seed": number,
@@ -83,10 +89,24 @@ class Clients:
                     self.n_tokens += n
                 elif line.startswith(b"data: [DONE]"):
                     break
-            if got != self._answer:
-                raise RuntimeError(f"an answer of {got} tokens in place of {self._answer}")
+            if got != length:
+                raise RuntimeError(f"an answer of {got} tokens in place of {length}")
         finally:
             writer.close()
+
+
+def spread(answer: int, number: int) -> int:
+    """From half to one and a half times as long, so that answers which begin together do not end together."""
+    return answer // 2 + 37 * number % answer + 1
+
+
+def cpu_seconds(pid: int) -> float:
+    """That a process has used so far; nothing where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def count_tokens(event: bytes) -> int:
@@ -99,7 +119,7 @@ def count_tokens(event: bytes) -> int:
 def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
-        clients = Clients(asked["port"], asked["clients"], asked["answer"])
+        clients = Clients(asked["port"], asked["server"], asked["clients"], asked["answer"])
         print(json.dumps(asyncio.run(clients.measure(asked["seconds"]))), flush=True)
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PRNGKeyArray
 
 from linnet import params as weights_of
 from linnet import quant, rng
@@ -176,11 +176,15 @@ def fresh_weights(cfg: RunConfig, weights: Weights = "float32") -> tuple[Any, An
     family, key = registry.get(cfg.family), rng.stream(rng.root(cfg.seed), "params")
 
     def made(path: tuple[Any, ...], spec: Spec) -> Any:
-        draw = jax.jit(lambda key: quant.lower(weights_of.init(spec, key), spec, weights))
-        return draw(rng.stream(key, leaf_name(path)))
+        return _draw(rng.stream(key, leaf_name(path)), spec=spec, weights=weights)
 
     params = jax.tree_util.tree_map_with_path(made, family.param_specs(cfg.model), is_leaf=is_spec)
-    return params, fresh_buffers(family, cfg)
+    return params, jax.jit(lambda: fresh_buffers(family, cfg))()
+
+
+@partial(jax.jit, static_argnames=("spec", "weights"))
+def _draw(key: PRNGKeyArray, *, spec: Spec, weights: Weights) -> Any:
+    return quant.lower(weights_of.init(spec, key), spec, weights)
 
 
 def _prompts(cfg: RunConfig) -> list[list[int]]:

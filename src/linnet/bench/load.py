@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from linnet.bench.clients import spread
 from linnet.config import RunConfig
 from linnet.data.tokenizer import BytesTokenizer
 from linnet.families import registry
@@ -99,5 +100,5 @@ class Load:
         id = f"load-{number}"
         told.append(id)
         self._under_way.add(id)
-        sampling = Sampling(max_tokens=self._answer, ignore_end=True, seed=number)
+        sampling = Sampling(max_tokens=spread(self._answer, number), ignore_end=True, seed=number)
         self._engine.submit(Request(id=id, prompt=random_prompt(16, number), sampling=sampling), on_event)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from linnet.bench.measure import Gemm, Job, Span, timed
 
-LEAST_TURNS = 3
+TURNS = 3
 QUIET_SECONDS, EDGE_SECONDS = 0.003, 0.5
 
 
@@ -65,10 +65,10 @@ def raw_rate(job: Job, seconds: float) -> Rate:
     return rate(n * job.tokens, span)
 
 
-def turns(a: Callable[[float], Rate], b: Callable[[float], Rate], seconds: float, gemm: Gemm) -> tuple[Rate, Rate]:
-    """Medians of a, and of a over b, each of them in both units; about `seconds` in all."""
-    n = max(LEAST_TURNS, round(seconds / 2.0))
-    each = seconds / (2 * n)
+def turns(
+    a: Callable[[float], Rate], b: Callable[[float], Rate], *, each: float, n: int, gemm: Gemm
+) -> tuple[Rate, Rate]:
+    """Medians of a, and of a over b, over `n` turns of `each` seconds for both of them."""
     pairs: list[tuple[Rate, Rate]] = []
     for _ in range(n):
         gemm.measure()

@@ -11,6 +11,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from linnet.train.environment import describe, keep_freed_memory
+
 if TYPE_CHECKING:
     from linnet.config import RunConfig
 
@@ -19,6 +21,8 @@ def main() -> None:
     task = json.load(sys.stdin)
     if task["cores"] is not None:
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: task["cores"]]))
+    if task["job"].startswith("train"):  # as `linnet train` does
+        keep_freed_memory()
     print(json.dumps(run_task(task)))
 
 
@@ -28,7 +32,6 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
 
     from linnet.bench.measure import TooLarge
     from linnet.config import run_from_dict
-    from linnet.train.environment import describe
 
     jax.config.update("jax_enable_compilation_cache", False)  # compile time is measured cold
     cfg = run_from_dict(task["config"])

@@ -34,7 +34,7 @@ class Flags:
     n: int = 1
     """How many samples. The first is the same whatever their number."""
     max_tokens: int | None = None
-    """The longest a text may get (512); memory stays the same however long. A picture is always whole."""
+    """The longest a text may get (512); a `moe` run ends at its context. A picture is always whole."""
     temperature: float = 1.0
     """0 takes the likeliest token always."""
     top_p: float | None = None
@@ -78,11 +78,14 @@ def sample_command(argv: list[str]) -> int:
     if not 0 <= flags.seed < 2**32:
         raise refuse("--seed", flags.seed, "between 0 and 2**32 - 1", "use 0")
     from linnet.cli.startup import prepare_jax
+    from linnet.families.detokenize import check_stops
     from linnet.families.generate import generate
     from linnet.train.runs import open_run
 
     drawing_settings(flags, 1, 1.0)  # refuses what makes no sense before the run is opened
-    prompt = flags.prompt.encode() if flags.prompt_file is None else _read(flags.prompt_file)
+    check_stops(flags.stop)
+    # Bytes that are no text come from the command line as surrogates; a prompt may have any.
+    prompt = flags.prompt.encode(errors="surrogateescape") if flags.prompt_file is None else _read(flags.prompt_file)
     prepare_jax()
     run = open_run(flags.run, flags.checkpoint, flags.weights)
     if run.vocabulary.shape is not None:

@@ -78,7 +78,8 @@ def serve_command(argv: list[str]) -> int:
     models = [_open(name, folder, flags, template) for (name, folder), template in zip(names, templates, strict=True)]
     lifecycle = Lifecycle()
     for model in models:
-        state = f"{model.state_bytes / 1e6:.1f} MB a user, however long"
+        length = "however long" if model.context is None else f"up to {model.context} tokens"
+        state = f"{model.state_bytes / 1e6:.1f} MB a user, {length}"
         print(f"{model.name}: {flags.slots} slots, {state}.", file=sys.stderr)
     if flags.batch is None:
         print(f"Serving on http://{flags.host}:{flags.port} (Ctrl-C drains and stops).", file=sys.stderr, flush=True)

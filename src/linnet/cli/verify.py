@@ -15,7 +15,7 @@ from linnet.cli.parse import parse
 @dataclasses.dataclass(frozen=True)
 class Flags:
     files: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Reference files (.npz with weights, inputs and expected outputs)."""
+    """Reference files (.npz with weights, inputs and expected outputs), or Grok-1's: a model's folder, units, a runner's streams."""
     tolerance: float = 1e-5
     """Largest error allowed, relative to the largest value of each tensor."""
     json: bool = False
@@ -31,7 +31,7 @@ def verify_command(argv: list[str]) -> int:
     from linnet.train.verify import render, verify_file
 
     if not flags.files:
-        raise UserError("there is nothing to verify. Fix: name one or more .npz files.")
+        raise UserError("there is nothing to verify. Fix: name one or more reference files.")
     prepare_jax()
     passed = True
     for path in flags.files:

@@ -15,7 +15,7 @@ import numpy as np
 
 from linnet import rng
 from linnet.errors import refuse
-from linnet.families.detokenize import TextAssembler
+from linnet.families.detokenize import TextAssembler, check_stops
 from linnet.nn.sampling import Rules, SamplingSettings
 from linnet.tokens import FIRST_BYTE
 
@@ -227,8 +227,7 @@ def _check(
         raise refuse("max_tokens", max_tokens, "at least 1", "ask for one token or more")
     if n_ticks < 1:
         raise refuse("n_ticks", n_ticks, "at least 1", f"use {N_TICKS}")
-    if "" in stop:
-        raise refuse("stop", "", "a string of at least one character", "leave it out")
+    check_stops(stop)
     for prompt in prompts:
         for token in prompt:
             if not 0 <= token < n_vocab:

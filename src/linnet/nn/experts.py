@@ -9,6 +9,7 @@ own) reads weights tile by tile for a handful of tokens: for decoding.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,10 @@ from linnet import quant
 from linnet.nn.norm import rms_norm_gain
 from linnet.pytree import pytree
 from linnet.quant import Half, Matrix, Quantized
+
+
+HEIGHTS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 256)
+"""Rows multiplied at once. An expert's rows are one product of the least of these that holds them, so little is wasted on padding."""
 
 
 @pytree
@@ -146,20 +151,26 @@ def _forward(
     x: Float[Array, "N D"], experts: ExpertWeights, sizes: Int[Array, " E"], first: int | Int[Array, ""]
 ) -> Float[Array, "N D"]:
     """Rows sorted by expert, each through its own. Rows beyond the last group come out as zeros."""
-    size = _block(x.shape[0], sizes.shape[0])
+    heights = [n for n in HEIGHTS if n <= max(x.shape[0], HEIGHTS[0])]
     starts = jnp.cumsum(sizes) - sizes
-    padded = jnp.pad(x, [(0, size), (0, 0)])
+    padded = jnp.pad(x, [(0, heights[-1]), (0, 0)])
 
     def expert(e: Array, y: Float[Array, "N D"]) -> Float[Array, "N D"]:
         def compute(y: Float[Array, "N D"]) -> Float[Array, "N D"]:
             gate, value, out = (_take(w, first + e, x.dtype) for w in (experts.gate, experts.value, experts.out))
 
-            def block(i: Array, y: Float[Array, "N D"]) -> Float[Array, "N D"]:
-                at = starts[e] + i * size
-                rows = jax.lax.dynamic_slice_in_dim(padded, at, size)
-                return _put(y, activation(rows @ gate, rows @ value) @ out, at, sizes[e] - i * size)
+            def of_height(n: int, y: Float[Array, "N D"], at: Array, left: Array) -> Float[Array, "N D"]:
+                rows = jax.lax.dynamic_slice_in_dim(padded, at, n)
+                return _put(y, activation(rows @ gate, rows @ value) @ out, at, left)
 
-            return jax.lax.fori_loop(0, -(-sizes[e] // size), block, y)
+            def block(i: Array, y: Float[Array, "N D"]) -> Float[Array, "N D"]:
+                left = sizes[e] - i * heights[-1]
+                fitting = jnp.sum(left > jnp.asarray(heights[:-1], jnp.int32))
+                return jax.lax.switch(
+                    fitting, [partial(of_height, n) for n in heights], y, starts[e] + i * heights[-1], left
+                )
+
+            return jax.lax.fori_loop(0, -(-sizes[e] // heights[-1]), block, y)
 
         return jax.lax.cond(sizes[e] > 0, compute, lambda y: y, y)
 
@@ -209,7 +220,7 @@ def _put(y: Float[Array, "N D"], rows: Float[Array, "R D"], at: Array, n_row: Ar
 
 
 def _block(n_pair: int, n_expert: int) -> int:
-    """Rows multiplied at once: few enough that the last, partly empty block of each expert wastes little."""
+    """Rows of a gradient's block: few enough that the last, partly empty block of each expert wastes little."""
     share = n_pair // n_expert
     return 16 if share <= 16 else 32 if share <= 96 else 64 if share <= 512 else 128
 

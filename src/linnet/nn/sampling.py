@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from linnet.errors import refuse
+from linnet.nn.sampling_bounds import LEAST_REPETITION_PENALTY, LEAST_TEMPERATURE
 from linnet.pytree import pytree
 
 MASKED = -1e10  # what the reference writes where a token is ruled out
@@ -53,16 +54,18 @@ def sampling_settings(
     frequency_penalty: float = 0.0,
 ) -> SamplingSettings:
     """The same settings for `n` rows, checked."""
-    if not 0.0 <= temperature < float("inf"):
-        raise refuse("temperature", temperature, "0 (greedy) or more, and finite", "use 1.0")
+    if temperature != 0.0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
+        needs = f"0 (greedy), or at least {LEAST_TEMPERATURE:g} and finite"
+        raise refuse("temperature", temperature, needs, "use 1.0")
     if not 0.0 < top_p <= 1.0:
         raise refuse("top_p", top_p, "above 0 and at most 1", "use 1.0 to keep all tokens, 0.9 for the likely ones")
     if top_k < 0:
         raise refuse("top_k", top_k, "0 (off) or more", "use 0 to keep all tokens")
     if not 0.0 <= min_p <= 1.0:
         raise refuse("min_p", min_p, "between 0 (off) and 1", "use 0.0 to keep all tokens")
-    if not 0.0 < repetition_penalty < float("inf"):
-        raise refuse("repetition_penalty", repetition_penalty, "above 0 and finite", "use 1.0 for none")
+    if not LEAST_REPETITION_PENALTY <= repetition_penalty < float("inf"):
+        needs = f"at least {LEAST_REPETITION_PENALTY:g} and finite"
+        raise refuse("repetition_penalty", repetition_penalty, needs, "use 1.0 for none")
     if not 0.0 < typical_p <= 1.0:
         raise refuse("typical_p", typical_p, "above 0 and at most 1", "use 1.0 to keep all tokens")
     for name, value in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):

@@ -225,10 +225,13 @@ class Engine:
         try:
             if self.backend.restrict(slot, job.allowed_next()):
                 return True
-            error = "no token that the grammar allows is left by allowed, banned and min_tokens"
+            error = (
+                "no token that the grammar allows is left by the ids that are allowed, banned or too early (min_tokens). Fix: "
+                "rule out fewer ids, or change the grammar."
+            )
         except UserError as refusal:
             error = str(refusal)
-        self._end(job, "error", error=error)
+        self._end(job, "stuck", error=error)
         return False
 
     def _dispatch(self, running: dict[int, Job], constrained: bool) -> _Flight:
@@ -301,7 +304,7 @@ class Engine:
         try:
             n, reason, stopped_by = job.take(tokens, logprobs, likeliest)
         except UserError as refusal:  # its grammar became too much work: it ends alone
-            self._end(job, "error", error=str(refusal))
+            self._end(job, "stuck", error=str(refusal))
             return
         self._n_tokens += n
         if reason is None:

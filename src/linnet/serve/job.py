@@ -12,7 +12,7 @@ from linnet.errors import refuse
 from linnet.families.detokenize import TextAssembler
 from linnet.serve.backend import Seat
 from linnet.serve.constraint import Matcher
-from linnet.serve.request import Choice, Event, Finished, FinishReason, OnEvent, Produced, PromptRead, Request
+from linnet.serve.request import Choice, Event, Finished, FinishReason, OnEvent, Produced, PromptRead, Request, TooLong
 
 
 class Job:
@@ -150,11 +150,18 @@ def _fitted(request: Request, n_before: int, context: int | None) -> tuple[tuple
     if context is None:
         return prompt, max_tokens
     most = context - n_before - 1  # beside the first: the end id, or the last of the state
-    if most < 1:
-        raise refuse("the session", f"{n_before} tokens", f"fewer than the model's {context}", "begin another")
+    if most < min(1, len(prompt)):
+        needs = f"shorter: the model reads {context} tokens, answer included, and has no room for more"
+        raise _too_long("the session", f"{n_before} tokens long", needs, "begin another")
     if len(prompt) > most:
         if not request.cut_prompt:
             needs = f"at most {most}: the model reads {context} tokens, answer included"
-            raise refuse("the prompt", f"{len(prompt)} tokens", needs, "shorten it, or ask for its front to be cut")
-        prompt = prompt[-max(1, most - max_tokens + 1) :]
+            fix = "shorten it, or have its front cut (truncate_prompt)"
+            raise _too_long("the prompt", f"{len(prompt)} tokens", needs, fix)
+        # Room for the answer, but at least half of what there is for the prompt.
+        prompt = prompt[-max(most - max_tokens + 1, (most + 1) // 2) :]
     return prompt, min(max_tokens, context - n_before - len(prompt))
+
+
+def _too_long(field: str, got: str, needs: str, fix: str) -> TooLong:
+    return TooLong(str(refuse(field, got, needs, fix)))

@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from linnet.errors import UserError, refuse
+from linnet.families.detokenize import check_stops
+from linnet.nn.sampling_bounds import LEAST_REPETITION_PENALTY, LEAST_TEMPERATURE
 
-FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
-"""stop: an end id, a stop id, a stop string, or a finished grammar. length: max_tokens. The others end a request from outside."""
+FinishReason = Literal["stop", "length", "stuck", "cancelled", "deadline", "error"]
+"""stop: an end id, a stop id, a stop string, or a finished grammar. length: max_tokens, or the model's context. stuck: its own grammar
+and rules leave no token, or the grammar became too much work. The others end a request from outside."""
 
 MOST_STOPS, MOST_STOP_BYTES, MOST_TOP, MOST_BIAS = 16, 1024, 20, 1024
 MOST_SEED = 2**32 - 1
-LEAST_TEMPERATURE = 1e-6
-"""Above 0. Logits divided by less may be infinite, of which nothing can be drawn."""
 
 
 class QueueFull(UserError):
@@ -26,6 +27,10 @@ class QueueFull(UserError):
             f"{waiting} requests are waiting already, as many as may. Fix: try again in {retry_after:.0f} s."
         )
         self.retry_after = retry_after
+
+
+class TooLong(UserError):
+    """The prompt, or the conversation so far, does not fit the model's context."""
 
 
 class Draining(UserError):
@@ -77,7 +82,7 @@ class Sampling:
         _between("top_p", self.top_p, 0.0, 1.0, above=True)
         _between("typical_p", self.typical_p, 0.0, 1.0, above=True)
         _between("min_p", self.min_p, 0.0, 1.0)
-        _between("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _between("repetition_penalty", self.repetition_penalty, LEAST_REPETITION_PENALTY, 100.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _between("top_k", self.top_k, 0, 2**31 - 1)
@@ -87,9 +92,8 @@ class Sampling:
         _between("logprobs", self.top_logprobs, 0, MOST_TOP)
         if len(self.stop) + len(self.stop_ids) > MOST_STOPS:
             raise refuse("stop", f"{len(self.stop) + len(self.stop_ids)} entries", f"at most {MOST_STOPS}", "use fewer")
+        check_stops(self.stop)
         for stop in self.stop:
-            if any(0xD800 <= ord(letter) < 0xE000 for letter in stop):
-                raise refuse("stop", ascii(stop), "text that is Unicode", "leave out the half of a surrogate pair")
             _between("the length of a stop string in bytes", len(stop.encode()), 1, MOST_STOP_BYTES)
         if len(self.logit_bias) > MOST_BIAS:
             raise refuse("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MOST_BIAS}", "use fewer")
@@ -138,7 +142,7 @@ class PromptRead:
     n_cached: int
     """Of them from the prefix cache."""
     n_cut: int = 0
-    """Tokens of the prompt that were cut off its front and not read."""
+    """Tokens of the prompt beyond these, cut off its front and not read."""
     logprobs: tuple[float, ...] | None
     """Of each prompt token, where asked for: the first follows the end id that every sequence begins with."""
     top: tuple[tuple[Choice, ...], ...] = ()

@@ -20,7 +20,9 @@ class ServedModel:
     tokenizer: Tokenizer
     shape: tuple[int, int, int] | None
     template: ChatTemplate
+    family: str
     n_vocab: int
+    context: int | None
     created: int
     engine: Engine
     sessions: Sessions
@@ -63,7 +65,9 @@ def serve_model(
         tokenizer=tokenizer,
         shape=shape,
         template=template,
+        family=family.name,
         n_vocab=cfg.n_vocab,
+        context=cfg.context,
         created=int(time.time()),
         engine=engine.start(),
         sessions=sessions,

@@ -1,4 +1,4 @@
-"""A conversation's state as a value: what a model remembers of it, of one size however long it is, in memory or in a file.
+"""A conversation's state as a value: what a model remembers of it, in memory or in a file.
 
 The file is safetensors. It names the model it belongs to and carries a checksum: a state of another model, cut short or altered, is
 refused, never used.
@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from linnet.errors import UserError
 
 FORMAT, VERSION, META = "linnet-state", 1, "linnet"
+KINDS: dict[str, Any] = {"F32": np.float32, "BF16": jnp.bfloat16, "I32": np.int32}
+"""Of numbers in a state, by their names in the file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,11 +57,10 @@ def to_bytes(state: State) -> bytes:
 
 def from_bytes(content: bytes, like: Callable[[int], Any], model: str) -> State:
     """The state in a file, for the model whose memory of so many tokens is like `like`."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
+    from safetensors import SafetensorError, deserialize
 
     try:
-        arrays = load(content)
+        arrays = {name: _array(stored) for name, stored in deserialize(content)}
         size = int.from_bytes(content[:8], "little")
         meta = json.loads(json.loads(content[8 : 8 + size])["__metadata__"][META])
         about = meta["about"]
@@ -84,6 +86,10 @@ def from_bytes(content: bytes, like: Callable[[int], Any], model: str) -> State:
     leaves = [arrays[name] for name in wanted]
     memory = jax.tree.unflatten(jax.tree.structure(shape), leaves)
     return State(memory=memory, last=last, n_tokens=n_tokens, model=model)
+
+
+def _array(stored: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(stored["data"], KINDS[stored["dtype"]]).reshape(stored["shape"])
 
 
 def _named(tree: Any) -> Iterator[tuple[str, Any]]:

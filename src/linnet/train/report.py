@@ -9,13 +9,13 @@ import base64
 import json
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from linnet.train import plots
+from linnet.train import plots, report_codebooks, report_experts
 from linnet.train.metrics import read_metrics, replace_text
 from linnet.train.page import card, clean, document, facts, half, none, section, table, two_widths, words
 from linnet.train.plots import Record, finite
@@ -51,7 +51,7 @@ def render(run: Path) -> str:
         _comparison(compressors, quick_model, records),
         _loss(records, compressors),
         _training(records),
-        _codebooks(records, config),
+        *_insides(records, config),
         _evaluations(run),
         _samples(run),
         _events(records),
@@ -77,13 +77,6 @@ def _compressors(quick: dict[str, Any]) -> tuple[list[tuple[str, float]], float 
     pairs = [(str(k), finite(v)) for k, v in found.items()] if isinstance(found, dict) else []
     levels = [(name, value) for name, value in pairs if value is not None and value > 0]
     return levels, finite(model.get("bits_per_byte")) if isinstance(model, dict) else None
-
-
-def _dig(config: dict[str, Any], *names: str) -> float | None:
-    value: Any = config
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
-    return finite(value)
 
 
 def wall_seconds(records: Sequence[Record]) -> float:
@@ -138,9 +131,9 @@ def _headlines(records: Sequence[Record], config: dict[str, Any]) -> str:
             tiles.append((title, f"{values[-1]:.3f}", f"validation; {note}"))
             break
     step = max(int(r["step"]) for r in records)
-    total = sum(_dig(config, "optim", name) or 0.0 for name in ("steps", "extra_steps"))
+    total = sum(plots.setting(config, "optim", name) or 0.0 for name in ("steps", "extra_steps"))
     tiles.append(("Steps", f"{step:,}", f"of {total:,.0f}" if total else ""))
-    batch, length = _dig(config, "data", "batch_size"), _dig(config, "data", "update_len")
+    batch, length = plots.setting(config, "data", "batch_size"), plots.setting(config, "data", "update_len")
     if batch and length:
         tiles.append(("Tokens seen", compact(step * batch * length), f"{compact(batch * length)} a step"))
     speeds, shares = (plots.curve(records, "train", name)[1] for name in ("tokens_per_second", "mfu"))
@@ -192,53 +185,12 @@ def _training(records: Sequence[Record]) -> str:
     return section("Training", f'<div class="pair">{cards}</div>') if cards else ""
 
 
-def _codebooks(records: Sequence[Record], config: dict[str, Any]) -> str:
-    lines = [r for r in records if r["kind"] == "train" and isinstance(r.get("codebook"), dict)]
-    if not lines:
-        return section("Codebooks", none("No codebook diagnostics recorded.")) if records else ""
-    latest = max(lines, key=lambda r: r["step"])
-    heat = two_widths(lambda width, _: plots.usage_figure(lines, width), 0)
-    codes = _dig(config, "model", "n_code")
-    figures: tuple[tuple[str, plots.Draw], ...] = (
-        ("Codes in effective use over time", lambda w, h: plots.spread_figure(lines, "perplexity", "perplexity", w, h)),
-        (f"Codes in effective use at step {latest['step']:,}", lambda w, h: plots.perplexity_bars(latest, codes, w, h)),
-        ("Entropy over time", lambda w, h: plots.spread_figure(lines, "entropy", "nats", w, h)),
-        (
-            "Quantisation error over time",
-            lambda w, h: plots.spread_figure(lines, "relative_err", "relative error", w, h),
-        ),
-    )
-    drawn = ((title, half(draw)) for title, draw in figures)
-    cards = "".join(card(title, chart) for title, chart in drawn if chart)
-    return section(
-        "Codebooks",
-        card("Share of codes used, per unit over time", heat) if heat else "",
-        f'<div class="pair" style="margin-top:16px">{cards}</div>' if cards else "",
-        _unit_table(latest),
-        lead="Each unit names its keys by a code of its own codebook. Few codes in use, or many dead, is a collapse.",
-    )
-
-
-def _unit_table(record: Record) -> str:
-    kinds: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-        ("entropy", "entropy (nats)", lambda v: f"{v:.3f}"),
-        ("perplexity", "perplexity", lambda v: f"{v:.1f}"),
-        ("usage", "used in a batch", lambda v: f"{100 * v:.0f}%"),
-        ("dead", "dead codes", compact),
-        ("relative_err", "relative error", lambda v: f"{v:.4f}"),
-    )
-    found = [(title, form, plots.per_unit(record, name)) for name, title, form in kinds if plots.per_unit(record, name)]
-    units = max((len(values) for _, _, values in found), default=0)
-    if not units:
-        return ""
-
-    def cell(values: list[float | None], unit: int, form: Callable[[float], str]) -> str:
-        value = values[unit] if unit < len(values) else None
-        return "–" if value is None else escape(form(value))
-
-    body = [[str(u), *(cell(values, u, form) for _, form, values in found)] for u in range(units)]
-    grid = table(["unit", *(title for title, _, _ in found)], body, range(1, len(found) + 1))
-    return f'<div class="card" style="margin-top:16px"><h3>Every unit at step {record["step"]:,}</h3>{grid}</div>'
+def _insides(records: Sequence[Record], config: dict[str, Any]) -> list[str]:
+    """What only some models have: sections for what the run measured, else a word for what its family would measure."""
+    made = (report_codebooks, report_experts)
+    found = [part for module in made if (part := module.section_of(records, config))]
+    expected = report_experts if config.get("family") == "moe" else report_codebooks
+    return found or ([expected.NOTHING] if records else [])
 
 
 def _evaluations(run: Path) -> str:

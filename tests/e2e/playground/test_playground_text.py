@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from playground_page import Asked, answer, context_length, ended, needs_browser, run, sung
 from playground_server import VERSE, SingingModel
 from playwright.sync_api import Page, expect
@@ -201,5 +202,14 @@ def test_the_context_grows_while_the_state_stands(page: Page, asked: Asked) -> N
         {point.split(",")[1] for point in str(page.get_attribute(f"#line-{name}", "points")).split()}
         for name in ("ctx", "state")
     ]
+    assert page.text_content("#ctx-unit") == "tokens"
     assert len(heights[0]) >= 3  # one a run at the least; on a busy machine tokens come together
     assert len(heights[1]) == 1
+
+
+def test_the_meter_tells_where_a_context_ends(page: Page, text: SingingModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "context", 5000)
+    run(page, "more", max_tokens=4)
+    expect(page.locator("#ctx-unit")).to_have_text(re.compile("^of 5.000 tokens$"))
+    expect(page.locator("#meter-words")).to_contain_text("until it is full")
+    assert page.get_attribute("#state", "data-bytes") == str(3 << 20)

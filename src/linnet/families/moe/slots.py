@@ -33,6 +33,8 @@ from linnet.pytree import replace
 
 CHUNK = 512  # tokens of a prompt read at once: enough that an expert's weights are read for many of them
 ROWS = 64
+# Else XLA leaves out roundings to bfloat16 where it can, which depends on how many slots there are.
+OPTIONS = {**COMPILER_OPTIONS, "xla_allow_excess_precision": False}
 
 
 def hold(params: MoEParams) -> MoEParams:
@@ -62,7 +64,9 @@ def state_like(cfg: MoEConfig, n_read: int) -> Memory:
 
 
 def chunk_len(cfg: MoEConfig) -> int:
-    return min(CHUNK, -(-cfg.context // ROWS) * ROWS)
+    """Half a context at most, so that beginnings of a chunk are there to share."""
+    half = max(BLOCK, cfg.context // 2 // BLOCK * BLOCK)
+    return min(CHUNK, half, -(-cfg.context // ROWS) * ROWS)
 
 
 def admit(
@@ -101,6 +105,7 @@ def chunk_logprobs(
 ) -> tuple[Float[Array, " C"], tuple[Int[Array, "C n"], Float[Array, "C n"]] | None]:
     """The log-probability of each target after the tokens up to its place, and with `n_top` the likeliest tokens' there."""
     del buffers
+    assert tokens.shape[1] % ROWS == 0, f"a chunk is padded to a multiple of {ROWS}, got {tokens.shape[1]}"
     one = insert(init_slots(cfg, 1), memory, 0)
     _, x = _read(params, one, jnp.asarray(tokens)[0], np.int32(tokens.shape[1]), cfg=cfg)
     return _logprobs(params, x, jnp.asarray(targets)[0], cfg=cfg, n_top=n_top)
@@ -122,7 +127,8 @@ def _read(
 ) -> tuple[Slots, Float[Array, "C D"]]:
     """Reads `length` of these tokens into the only slot; the hidden vectors after them."""
     start = one.position[0]
-    all_tokens = jax.lax.dynamic_update_slice(one.tokens, tokens[None], (0, start))
+    # What lies beyond the room is dropped: as one slice it would be moved back onto what was read before.
+    all_tokens = one.tokens.at[0, start + jnp.arange(tokens.shape[0])].set(tokens, mode="drop")
     experts, layers = model.expert_stack(params), replace(params.layers, experts=None)
 
     def layer(
@@ -159,7 +165,7 @@ def _read(
     return Slots(keys=keys, values=values, tokens=all_tokens, position=one.position + length), h
 
 
-@partial(jax.jit, static_argnames="cfg", donate_argnames="slots", compiler_options=COMPILER_OPTIONS)
+@partial(jax.jit, static_argnames="cfg", donate_argnames="slots", compiler_options=OPTIONS)
 def tick(
     params: MoEParams, slots: Slots, tokens: Int[Array, " B"], cfg: MoEConfig, active: Bool[Array, " B"] | None = None
 ) -> tuple[Slots, Float[Array, "B A"]]:
@@ -171,7 +177,7 @@ def tick(
     jax.jit,
     static_argnames=("cfg", "n_ticks", "n_top"),
     donate_argnames=("slots", "seen"),
-    compiler_options=COMPILER_OPTIONS,
+    compiler_options=OPTIONS,
 )
 def decode(
     params: MoEParams,

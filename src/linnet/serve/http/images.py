@@ -58,6 +58,10 @@ def _shape(ask: ImageAsk, model: Model) -> tuple[int, int, int]:
     height, width, _ = model.shape
     if ask.size not in (None, "auto", f"{width}x{height}"):
         raise refuse("size", ask.size, f"{width}x{height}, the model's", "leave it out")
+    n = math.prod(model.shape)
+    if model.context is not None and n > model.context:
+        needs = f"one that reads the {n} values of a picture (its context is {model.context})"
+        raise refuse("model", model.name, needs, "use another model")
     return model.shape
 
 

@@ -69,10 +69,12 @@ def check_headers(headers: Headers) -> None:
         raise ApiError(431, f"the headers are larger than {MOST_HEADER_BYTES} bytes. Fix: send fewer or shorter ones.")
 
 
-async def read_json(http: HttpRequest, kind: type[Body], limits: Limits) -> Body:
-    """Only as JSON: a foreign web page can make a browser send other types with the user's credentials, but not this one."""
+async def read_json(http: HttpRequest, kind: type[Body], limits: Limits, *, state_bytes: int = 0) -> Body:
+    """Only as JSON: a foreign web page can make a browser send other types with the user's credentials, but not this one.
+    `state_bytes`: of a state that the body may carry beside what else it says."""
     _must_be(http, "application/json")
-    return kind.model_validate_json(await read_bytes(http, limits.body_bytes, limits.body_seconds))
+    most = limits.body_bytes + 4 * min(state_bytes, limits.state_bytes) // 3  # in base64
+    return kind.model_validate_json(await read_bytes(http, most, limits.body_seconds))
 
 
 async def read_file(http: HttpRequest, limits: Limits) -> bytes:

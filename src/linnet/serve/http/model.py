@@ -62,7 +62,14 @@ class Model(Protocol):
     @property
     def template(self) -> ChatTemplate: ...
     @property
+    def family(self) -> str: ...
+    @property
     def n_vocab(self) -> int: ...
+    @property
+    def context(self) -> int | None:
+        """Most tokens of one text, the end id that it begins with included; None: any number."""
+        ...
+
     @property
     def state_bytes(self) -> int:
         """Of one slot, however much it has read."""

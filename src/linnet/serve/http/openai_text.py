@@ -48,7 +48,7 @@ class Job:
 
 
 async def completions(service: Service, http: HttpRequest) -> Response:
-    ask = await read_json(http, CompletionAsk, service.limits)
+    ask = await read_json(http, CompletionAsk, service.limits, state_bytes=service.most_state_bytes)
     model = service.model(ask.model)
     prompts = await _prompts(ask, model, service)
     n = ask.n or 1
@@ -74,7 +74,7 @@ async def completions(service: Service, http: HttpRequest) -> Response:
 
 
 async def chat(service: Service, http: HttpRequest) -> Response:
-    ask = await read_json(http, ChatAsk, service.limits)
+    ask = await read_json(http, ChatAsk, service.limits, state_bytes=service.most_state_bytes)
     model = service.model(ask.model)
     if ask.top_logprobs and not ask.logprobs:
         raise refuse("top_logprobs", ask.top_logprobs, "left out unless logprobs is true", "set logprobs to true")
@@ -171,6 +171,7 @@ async def _answer(service: Service, http: HttpRequest, job: Job) -> Response:
             state=job.start.state,
             return_state=keeps,
             prompt_logprobs=job.prompt_logprobs,
+            cut_prompt=bool(job.ask.truncate_prompt),
         )
         answers = await service.submit(job.model, requests)
     except BaseException:
@@ -202,7 +203,7 @@ class _Run:
             "model": job.model.name,
             "system_fingerprint": job.model.fingerprint,
         }
-        self._n_cached = self._n_produced = 0
+        self._n_cached = self._n_produced = self._n_cut = 0
         self._state: str | None = None
 
     async def whole(self) -> bytes:
@@ -242,8 +243,13 @@ class _Run:
         yield DONE
 
     async def _note(self, i: int, event_: Event) -> None:
-        if isinstance(event_, PromptRead) and i % self._job.best_of == 0:
-            self._n_cached += event_.n_cached
+        if isinstance(event_, PromptRead):
+            self._job.voice.note(i, event_)
+            if i % self._job.best_of == 0:
+                self._n_cached += event_.n_cached
+                self._n_cut += event_.n_cut
+            if self._n_cut:
+                self._base["prompt_tokens_cut"] = self._n_cut
         if isinstance(event_, Finished):
             problem = of_ending(event_, self._request_id)
             if problem is not None:
@@ -277,12 +283,14 @@ class _Run:
         return bool(self._job.ask.stream_options and self._job.ask.stream_options.include_usage)
 
     def _usage(self) -> Mapping[str, Any]:
-        n_prompt = sum(map(len, self._job.prompts))
+        n_prompt = sum(map(len, self._job.prompts)) - self._n_cut
+        cut = {"prompt_tokens_cut": self._n_cut} if self._n_cut else {}
         return {
             "prompt_tokens": n_prompt,
             "completion_tokens": self._n_produced,
             "total_tokens": n_prompt + self._n_produced,
             "prompt_tokens_details": {"cached_tokens": self._n_cached},
+            **cut,
         }
 
 

@@ -27,6 +27,7 @@ ERRORS = {
     409: "The session is in use",
     413: "The body is too large",
     415: "The body is of another type",
+    422: "The request's own grammar and rules leave no token to go on with",
     429: "Too much at once; see Retry-After",
     431: "The headers are too large",
     500: "The server failed",

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from linnet.errors import UserError
 from linnet.serve.http.shapes import Problem
-from linnet.serve.request import Draining, Finished, QueueFull
+from linnet.serve.request import Draining, Finished, QueueFull, TooLong
 
 FAILURES = logging.getLogger("linnet.failures")
 MOST_MESSAGE = 2000
@@ -63,6 +63,8 @@ def as_problem(error: Exception) -> ApiError | None:
             return too_many(str(error), "queue_full", error.retry_after)
         case Draining():
             return draining()
+        case TooLong():  # OpenAI's code, which clients know
+            return ApiError(400, str(error), code="context_length_exceeded")
         case UserError():
             return ApiError(400, str(error))
         case ValidationError():
@@ -97,6 +99,9 @@ def of_ending(finished: Finished, request_id: str) -> ApiError | None:
     match finished.reason:
         case "stop" | "length":
             return None
+        case "stuck":
+            message = f"the answer cannot go on: {finished.error or 'its grammar leaves no token'}"
+            return ApiError(422, message, code="no_token_left")
         case "deadline":
             message = "the deadline passed before the answer was whole. Fix: allow more seconds or fewer tokens."
             return ApiError(504, message, param="deadline_seconds", code="deadline", headers=NO_RETRY)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from linnet.nn.sampling_bounds import LEAST_REPETITION_PENALTY, LEAST_TEMPERATURE
 from linnet.serve.request import MOST_BIAS, MOST_SEED, MOST_STOPS, MOST_TOP
 
 MOST_ANSWERS = 128
@@ -17,6 +18,11 @@ Prompt = Annotated[
     str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MOST_ANSWERS)],
     Field(union_mode="left_to_right"),
 ]
+Temperature = Annotated[
+    Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=LEAST_TEMPERATURE, le=100)],
+    Field(union_mode="left_to_right"),
+]
+"""0 is greedy."""
 Stop = Annotated[
     Annotated[str, Field(min_length=1)]
     | Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, max_length=MOST_STOPS)],
@@ -34,7 +40,7 @@ class Ask(BaseModel):
 class SamplingAsk(Ask):
     """The fields of every call that draws tokens."""
 
-    temperature: float | None = Field(None, ge=0, le=100)
+    temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -82,7 +88,7 @@ class SchemaFormat(BaseModel):
 class TextAsk(SamplingAsk):
     """The fields that completions and chat share."""
 
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=LEAST_REPETITION_PENALTY, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIAS)
@@ -98,6 +104,8 @@ class TextAsk(SamplingAsk):
     """In Lark's notation."""
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
     stream_options: StreamOptions | None = None
+    truncate_prompt: bool | None = None
+    """A prompt that does not fit the model's context loses its front; without this it is refused."""
     session: str | None = None
     """Goes on from this session, and leaves it where the answer ends."""
     state: str | None = None

@@ -35,6 +35,11 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return self.models[name]
 
+    @property
+    def most_state_bytes(self) -> int:
+        """Of a state as a file: what a slot holds, perhaps laid out otherwise."""
+        return 2 * max(model.state_bytes for model in self.models.values())
+
     async def submit(self, model: Model, requests: Sequence[Request]) -> Answers:
         """The caller must close what it gets."""
         if self.lifecycle.is_draining:

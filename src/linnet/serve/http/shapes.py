@@ -27,6 +27,8 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: NotRequired[CachedTokens]
+    prompt_tokens_cut: NotRequired[int]
+    """Ours: tokens cut off the prompts' fronts (`truncate_prompt`), which are not among `prompt_tokens`."""
 
 
 class TextLogprobs(TypedDict):
@@ -83,6 +85,8 @@ class _Answer(TypedDict):
     model: str
     system_fingerprint: str
     usage: NotRequired[Usage | None]
+    prompt_tokens_cut: NotRequired[int]
+    """As in `usage`, also of a stream; only where something was cut."""
     state: NotRequired[str]
     """base64; only where `return_state` asked for it."""
 
@@ -134,8 +138,12 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     fingerprint: str
+    family: str
     n_vocab: int
+    context: int | None
+    """Most tokens that one text may have, prompt and answer together; null: any number."""
     state_bytes: int
+    """Of one conversation in its slot, however much it has read."""
     picture: list[int] | None
     """Height, width and channels, for pixel models."""
     chat_template: TemplateCard

@@ -23,6 +23,10 @@ class Voice(Protocol):
     whole_object: str
     chunk_object: str
 
+    def note(self, i: int, read: PromptRead) -> None:
+        """How much of the prompt was read: told once, before anything is asked of it."""
+        ...
+
     def opening(self, i: int, read: PromptRead) -> Mapping[str, Any] | None:
         """The chunk before the first token's, if there is one."""
         ...
@@ -43,9 +47,14 @@ class CompletionVoice:
         self, tokenizer: Tokenizer, logprobs: int | None, with_ids: bool, echoed: Sequence[Sequence[int]] | None
     ) -> None:
         self._tokenizer, self._k, self._with_ids = tokenizer, logprobs, with_ids
-        self._echoed = echoed
-        """The prompt of each request, where they are told again."""
-        self._texts = [tokenizer.decode(ids).decode(errors="replace") for ids in echoed or ()]
+        self._echoed = None if echoed is None else list(echoed)
+        """The prompt of each request, where they are told again: as it was read, without a front that was cut off."""
+        self._texts = [self._text(ids) for ids in echoed or ()]
+
+    def note(self, i: int, read: PromptRead) -> None:
+        if self._echoed is not None and read.n_cut:
+            self._echoed[i] = self._echoed[i][read.n_cut :]
+            self._texts[i] = self._text(self._echoed[i])
 
     def opening(self, i: int, read: PromptRead) -> Mapping[str, Any] | None:
         if self._echoed is None:
@@ -72,6 +81,9 @@ class CompletionVoice:
     ) -> Mapping[str, Any]:
         choice = {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
         return {**choice, "token_ids": list(ids)} if self._with_ids else choice
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids).decode(errors="replace")
 
     def _of_prompt(self, i: int, read: PromptRead | None) -> TextLogprobs | None:
         if self._k is None or self._echoed is None or read is None or read.logprobs is None:
@@ -112,6 +124,9 @@ class ChatVoice:
 
     def __init__(self, tokenizer: Tokenizer, with_logprobs: bool, with_ids: bool) -> None:
         self._tokenizer, self._with_logprobs, self._with_ids = tokenizer, with_logprobs, with_ids
+
+    def note(self, i: int, read: PromptRead) -> None:
+        """A prompt is not told again."""
 
     def opening(self, i: int, read: PromptRead) -> Mapping[str, Any] | None:
         return self._choice(i, {"delta": {"role": "assistant", "content": ""}}, NOTHING, None)

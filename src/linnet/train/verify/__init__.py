@@ -10,6 +10,8 @@ from linnet.errors import refuse
 from linnet.families.vq.convert import unknown_settings
 from linnet.train.verify.compare import Check, Skipped, Verification, compare
 from linnet.train.verify.golden import Golden, read_golden
+from linnet.train.verify.golden_grok import grok_layout
+from linnet.train.verify.grok import verify_grok
 from linnet.train.verify.replay import (
     Replay,
     replay_carry,
@@ -42,6 +44,9 @@ def verify_file(path: Path | str, tolerance: float = 1e-5) -> Verification:
     """Passes when every known tensor is within `tolerance`, relative to its largest value. Unknown ones are listed."""
     if not tolerance > 0:
         raise refuse("tolerance", tolerance, "above 0", "use 1e-5")
+    grok = grok_layout(Path(path))
+    if grok is not None:
+        return verify_grok(*grok, named=str(path), tolerance=tolerance)
     golden = read_golden(Path(path))
     replay = REPLAYS[golden.kind](golden)
     wanted = {**golden.outputs, **replay.expected}

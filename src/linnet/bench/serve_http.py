@@ -1,0 +1,174 @@
+"""The serving job over HTTP: a real server on fresh weights, its restart, first tokens, sessions, and 64 clients that stream.
+
+The worker asks the server and, while that is idle, measures what it is compared with: raw decoding, and the prefill's own time.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+
+from linnet.bench import jobs
+from linnet.bench.load import ANSWER, N_SLOTS, random_prompt
+from linnet.bench.measure import Gemm, timed
+from linnet.bench.run import sized
+from linnet.bench.server import Server, serving
+from linnet.bench.turns import TURNS, Rate, raw_rate, turns
+from linnet.config import RunConfig
+from linnet.families import registry
+from linnet.train.runs import write_run
+
+CLIENTS = 64
+PROMPT = 512
+SHARED_PROMPT, OWN_PROMPT = 2048, 8
+LEAST_REPETITIONS = 5
+
+
+def over_http(
+    cfg: RunConfig, *, seconds: float, gemm_size: int, clients: int = CLIENTS, answer: int = ANSWER
+) -> dict[str, Any]:
+    gemm = Gemm(gemm_size)
+    params, buffers = jobs.fresh_weights(cfg)
+    with tempfile.TemporaryDirectory(prefix="linnet-bench-") as folder:
+        run, cache = Path(folder) / "run", Path(folder) / "compiled"
+        write_run(run, cfg, params, buffers)
+        flags = ("--slots", str(N_SLOTS), "--queue", str(max(64, clients)))
+        with serving(run, cache, *flags) as cold:
+            pass
+        with serving(run, cache, *flags) as server:
+            n = max(LEAST_REPETITIONS, round(seconds))
+            figures = {
+                "cold_ready_seconds": cold.ready_seconds,
+                "ready_seconds": server.ready_seconds,
+                **first_tokens(server, cfg, params, buffers, n),
+                **sessions(server, n),
+                **streams(server, cfg, clients, answer, seconds, gemm),
+            }
+            if _fits(cfg, SHARED_PROMPT + OWN_PROMPT):
+                figures |= prefix_hits(server, n)
+    return {**figures, **gemm.figures()}
+
+
+def _fits(cfg: RunConfig, n: int) -> bool:
+    """A few tokens are written too."""
+    return cfg.model.context is None or n + 8 <= cfg.model.context
+
+
+def first_tokens(server: Server, cfg: RunConfig, params: Any, buffers: Any, n: int) -> dict[str, Any]:
+    """Each time another prompt, so that nothing of it is known; and the same prompt read in this process, the server idle."""
+    decoder, model = cast(Any, registry.get(cfg.family).decoder), cast(Any, cfg.model)
+    length = PROMPT if _fits(cfg, PROMPT) else cast(int, model.context) // 2
+    held = decoder.hold(params)
+
+    def read(prompt: tuple[int, ...]) -> None:
+        jax.block_until_ready(decoder.admit(held, buffers, [model.end_id, *prompt[:-1]], model))
+
+    read(random_prompt(length, 1))
+    server.first_token_seconds(random_prompt(length, 2))
+    times: list[tuple[float, float]] = []
+    for i in range(n):
+        prompt = random_prompt(length, 1000 + i)
+        times.append((server.first_token_seconds(prompt), timed(lambda prompt=prompt: read(prompt)).seconds))
+    return {
+        "prompt": length,
+        "first_token_seconds": statistics.median(first for first, _ in times),
+        "prefill_seconds": statistics.median(own for _, own in times),
+        "over_prefill_seconds": statistics.median(first - own for first, own in times),
+    }
+
+
+def prefix_hits(server: Server, n: int) -> dict[str, Any]:
+    """The same long beginning twice, each time with an end of its own."""
+    times: list[tuple[float, float]] = []
+    for i in range(n):
+        shared = random_prompt(SHARED_PROMPT, 2000 + i)
+        cold, hit = (server.first_token_seconds((*shared, *random_prompt(OWN_PROMPT, 10 * i + own))) for own in (1, 2))
+        times.append((cold, hit))
+    return {
+        "prefix": SHARED_PROMPT,
+        "prefix_cold_seconds": statistics.median(cold for cold, _ in times),
+        "prefix_hit_seconds": statistics.median(hit for _, hit in times),
+        "prefix_hit_share": statistics.median(hit / cold for cold, hit in times),
+    }
+
+
+def sessions(server: Server, n: int) -> dict[str, Any]:
+    """Saved to bytes that the client holds, and restored from them."""
+    session = json.loads(server.call("POST", "/v1/sessions", {})[0])["id"]
+    ask = {"session": session, "prompt": list(random_prompt(64, 3)), "max_tokens": 8, "ignore_eos": True}
+    server.call("POST", "/v1/completions", ask)
+    saved, restored, data = [], [], b""
+    for _ in range(n):
+        data, took = server.call("GET", f"/v1/sessions/{session}/state")
+        saved.append(took)
+        card, took = server.call("POST", "/v1/sessions/restore", data)
+        restored.append(took)
+        server.call("DELETE", f"/v1/sessions/{json.loads(card)['id']}")
+    return {
+        "session_bytes": len(data),
+        "save_seconds": statistics.median(saved),
+        "restore_seconds": statistics.median(restored),
+    }
+
+
+def streams(server: Server, cfg: RunConfig, clients: int, answer: int, seconds: float, gemm: Gemm) -> dict[str, Any]:
+    """What all clients receive over the `decode` job in this process; in CPU-seconds, the server's own."""
+    raw = jobs.decode(sized(cfg, cfg.data.sequence_len, N_SLOTS))
+    raw.compile()
+    raw.run()
+    client_cpu: list[float] = []
+
+    with _clients() as process:
+
+        def served(seconds: float) -> Rate:
+            asked = {"port": server.port, "server": server.process.pid, "clients": clients, "answer": answer}
+            got = _told(process, asked | {"seconds": seconds})
+            time.sleep(0.3)  # until the server has heard that all are gone
+            client_cpu.append(1e3 * got["client_cpu_seconds"] / max(got["tokens"], 1))
+            return Rate(
+                tokens_per_second=got["tokens_per_second"],
+                tokens_per_cpu_second=got["tokens"] / max(got["server_cpu_seconds"], 1e-9),
+            )
+
+        served(0.2)
+        own, share = turns(served, lambda s: raw_rate(raw, s), each=seconds / 2, n=TURNS, gemm=gemm)
+    return {
+        "clients": clients,
+        "http_tokens_per_second": own.tokens_per_second,
+        "http_tokens_per_cpu_second": own.tokens_per_cpu_second,
+        "http_share_of_raw": share.tokens_per_second,
+        "http_share_of_raw_cpu": share.tokens_per_cpu_second,
+        "client_cpu_ms_per_token": statistics.median(client_cpu),
+    }
+
+
+@contextmanager
+def _clients() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "linnet.bench.clients"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _told(process: subprocess.Popen[str], ask: dict[str, Any]) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(ask) + "\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError("the clients failed: see what they wrote")
+    return json.loads(line)

@@ -1,0 +1,148 @@
+"""The serving jobs in process: the engine beside raw decoding, streams while a long prompt is read, a long context."""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from linnet.bench import jobs
+from linnet.bench.load import N_SLOTS, Load, ask, engine_of, random_prompt
+from linnet.bench.measure import Gemm, timed
+from linnet.bench.run import sized
+from linnet.bench.serve_http import over_http
+from linnet.bench.turns import TURNS, Rate, between, edge, raw_rate, turns
+from linnet.config import RunConfig
+from linnet.serve.engine import Engine
+from linnet.serve.request import Event, Finished, Produced
+
+STREAMS = 7
+"""Others, while one more is admitted."""
+LONG_PROMPT = 32_768
+FAR, NEAR = 65_536, 1_024
+FOREVER = 2**30
+
+
+def throughput(cfg: RunConfig, *, seconds: float, gemm_size: int) -> dict[str, Any]:
+    """The engine with all slots busy over the `decode` job with as many rows."""
+    gemm, cfg = Gemm(gemm_size), sized(cfg, cfg.data.sequence_len, N_SLOTS)
+    raw = jobs.decode(cfg)
+    raw.compile()
+    raw.run()
+    params, buffers = jobs.fresh_weights(cfg)
+    with engine_of(cfg, params, buffers, N_SLOTS) as engine:
+        load = Load(engine)
+
+        def served(seconds: float) -> Rate:
+            load.start()
+            first = edge(lambda: engine.stats()["tokens_total"])
+            load.feed(seconds)
+            last = edge(lambda: engine.stats()["tokens_total"])
+            load.stop()
+            return between(first, last)
+
+        served(0.1)  # warm-up
+        own, share = turns(served, lambda s: raw_rate(raw, s), each=seconds / 2, n=TURNS, gemm=gemm)
+    return {
+        "tokens_per_second": own.tokens_per_second,
+        "tokens_per_cpu_second": own.tokens_per_cpu_second,
+        "share_of_raw": share.tokens_per_second,
+        "share_of_raw_cpu": share.tokens_per_cpu_second,
+        **gemm.figures(),
+    }
+
+
+def pause(cfg: RunConfig, *, seconds: float, gemm_size: int, prompt: int = LONG_PROMPT) -> dict[str, Any]:
+    """Gaps between the deliveries of running streams: undisturbed, and while a long prompt is read."""
+    gemm = Gemm(gemm_size)
+    gemm.measure()
+    params, buffers = jobs.fresh_weights(cfg)
+    with engine_of(cfg, params, buffers, N_SLOTS) as engine:
+        chunk = _chunk_seconds(engine)
+        deliveries: list[list[float]] = [[] for _ in range(STREAMS)]
+
+        def heard(times: list[float]) -> Callable[[Event], None]:
+            return lambda event: times.append(time.perf_counter()) if isinstance(event, Produced) else None
+
+        ids = [ask(engine, random_prompt(16, i), FOREVER, heard(times)) for i, times in enumerate(deliveries)]
+        while min(map(len, deliveries)) < 5:
+            time.sleep(0.01)
+        idle_from = time.perf_counter()
+        time.sleep(max(seconds, 0.5))
+        ended: queue.Queue[Event] = queue.Queue()
+        admitted_from = time.perf_counter()
+        ask(engine, random_prompt(prompt, STREAMS), 1, lambda e: ended.put(e) if isinstance(e, Finished) else None)
+        end = ended.get(timeout=600.0)
+        admitted_to = time.perf_counter()
+        for id in ids:
+            engine.cancel(id)
+    assert isinstance(end, Finished)
+    assert end.reason == "length", end
+    idle, others = gaps(deliveries, idle_from, admitted_from), gaps(deliveries, admitted_from, admitted_to)
+    usual = float(np.median(idle))
+    return {
+        "prompt": prompt,
+        "chunk_seconds": chunk,
+        "admission_seconds": admitted_to - admitted_from,
+        "idle_median_seconds": usual,
+        "idle_p95_seconds": float(np.percentile(idle, 95)),
+        "idle_longest_seconds": max(idle),
+        "p95_seconds": float(np.percentile(others, 95)),
+        "longest_seconds": max(others),
+        "pause_seconds": max(0.0, max(others) - usual),
+        "pause_in_chunks": max(0.0, max(others) - usual) / chunk,
+        "p95_over_idle": float(np.percentile(others, 95) / np.percentile(idle, 95)),
+        **gemm.figures(),
+    }
+
+
+def gaps(deliveries: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
+    """Between neighbours of each stream, where the gap ends in this time. One that is still open at the end counts too."""
+    found: list[float] = []
+    for times in deliveries:
+        reached = [t for t in times if t < end]
+        found += [b - a for a, b in zip(reached, [*reached[1:], end], strict=True) if b > start]
+    return found
+
+
+def _chunk_seconds(engine: Engine) -> float:
+    """To read one whole chunk, nothing else going on."""
+    backend, tokens = engine.backend, list(random_prompt(engine.backend.chunk_len, 0))
+    memory = jax.block_until_ready(backend.read_chunk(backend.empty_memory(), tokens))
+    spans = [timed(lambda: jax.block_until_ready(backend.read_chunk(memory, tokens))) for _ in range(9)]
+    return statistics.median(span.seconds for span in spans)
+
+
+def context(
+    cfg: RunConfig, *, seconds: float, gemm_size: int, lengths: tuple[int, int] = (FAR, NEAR)
+) -> dict[str, Any]:
+    """Decoding after a long context over decoding after a short one."""
+    gemm = Gemm(gemm_size)
+    far, near = (jobs.decode(sized(cfg, length, 1)) for length in lengths)
+    for job in (far, near):
+        job.compile()
+        job.run()
+    own, share = turns(lambda s: raw_rate(far, s), lambda s: raw_rate(near, s), each=seconds / 10, n=5, gemm=gemm)
+    return {
+        "context": lengths[0],
+        "tokens_per_second": own.tokens_per_second,
+        "tokens_per_cpu_second": own.tokens_per_cpu_second,
+        "share_of_near": share.tokens_per_second,
+        "share_of_near_cpu": share.tokens_per_cpu_second,
+        "state_bytes": far.extra(1.0)["state_bytes"],
+        "near_state_bytes": near.extra(1.0)["state_bytes"],
+        **gemm.figures(),
+    }
+
+
+SERVE_JOBS: dict[str, Callable[..., dict[str, Any]]] = {
+    "serve-engine": throughput,
+    "serve-http": over_http,
+    "serve-pause": pause,
+    "serve-context": context,
+}

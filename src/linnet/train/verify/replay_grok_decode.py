@@ -1,0 +1,189 @@
+"""Computes with this implementation what a Grok-1 reference file says about reading prompts and writing on: by the served decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+from linnet.errors import UserError
+from linnet.families.moe import slots as decoder
+from linnet.families.moe.cache import Memory
+from linnet.families.moe.config import MoEConfig
+from linnet.families.moe.params import MoEParams
+from linnet.train.interchange.grok_checkpoint import find_folder, read_checkpoint
+from linnet.train.interchange.grok_settings import grok_config
+from linnet.train.verify.compare import Check, compare
+from linnet.train.verify.golden_grok import load_params, model_for_runner, read_json
+from linnet.train.verify.positions import compare_by_position
+from linnet.train.verify.replay import RANDOM
+from linnet.train.verify.replay_grok import Found, GrokModel
+
+PADDING = "a padding id fed to the reference's decoder makes it average its whole cache, places never written included"
+PADDED_STEP = "the reference gives the length it padded prompts to, not theirs"
+CUT = "the reference cuts a prompt beyond its largest bucket and then counts its length wrongly"
+GREEDY = 0.01
+"""A temperature at which the reference's noise changes nothing."""
+ROUNDING = 2.0**-7
+"""Two neighbouring bfloat16 numbers are at most this far apart, relative to their size."""
+CACHES = re.compile(r"prefill_([kv])/(\d+)")
+
+
+def replay_decoder(m: GrokModel, prefix: str, tolerance: float, found: Found) -> set[str]:
+    names = {name.removeprefix(f"{prefix}/") for name in m.arrays if name.startswith(f"{prefix}/")}
+    done: set[str] = set()
+    for name, reason in (("decode_padtoken_logits", PADDING), ("prefill_returned_step", PADDED_STEP)):
+        if name in names:
+            found.skip(f"{prefix}/{name}", reason)
+            done.add(name)
+    caches = {
+        name: match for name in sorted(names) if (match := CACHES.fullmatch(name)) and int(match[2]) < m.cfg.n_layer
+    }
+    wanted = names & {"prefill_logits", "decode_logits", "decode_final_step"}
+    if not caches and not wanted:
+        return done
+    tokens, lengths = m.array("tokens"), m.array("prefill_lengths").tolist()
+    n_step = m.array(f"{prefix}/decode_logits").shape[1] if "decode_logits" in names else 0
+    if len(lengths) != len(tokens) or min(lengths) < 1 or max(lengths) + n_step > tokens.shape[1]:
+        raise UserError(
+            f"{m.path}: prompts of {lengths} tokens and {n_step} steps do not fit its tokens {tokens.shape}."
+        )
+    cfg, params = m.config(prefix), decoder.hold(m.params)
+    run = m.read(prefix, tokens)  # tells where a router is near a tie
+    parted = np.zeros(len(tokens), bool)
+    memories = [decoder.admit(params, None, tokens[b, :n].tolist(), cfg) for b, n in enumerate(lengths)]
+    for name, match in caches.items():
+        tie = run.tied(int(match[2]))
+        check, rows = _cache(m, f"{prefix}/{name}", memories, match[1], int(match[2]), tolerance, tie)
+        found.checks.append(check)
+        parted |= rows
+    logits, position = _written(params, tokens, lengths, n_step, cfg)
+    last, tie = np.asarray(lengths) - 1, run.tied(cfg.n_layer)
+    if "prefill_logits" in names:
+        here = tie[np.arange(len(tokens)), last][:, None] | parted[:, None]
+        want = m.array(f"{prefix}/prefill_logits")
+        found.checks.append(compare_by_position(f"{prefix}/prefill_logits", logits[:, :1], want, tolerance, here).check)
+    if "decode_logits" in names:
+        here = np.stack([tie[b, n : n + n_step] for b, n in enumerate(lengths)]) | parted[:, None]
+        want = m.array(f"{prefix}/decode_logits")
+        found.checks.append(compare_by_position(f"{prefix}/decode_logits", logits[:, 1:], want, tolerance, here).check)
+        if "decode_final_step" in names:
+            want = m.array(f"{prefix}/decode_final_step")
+            found.checks.append(compare(f"{prefix}/decode_final_step", position, want, tolerance))
+    return done | set(caches) | wanted
+
+
+def _cache(
+    m: GrokModel,
+    name: str,
+    memories: list[Memory],
+    part: str,
+    layer: int,
+    tolerance: float,
+    tie: Bool[np.ndarray, "B T"],
+) -> tuple[Check, Bool[np.ndarray, " B"]]:
+    """Keys or values of the prompts, without what the reference wrote for padding; and rows in which another expert was chosen."""
+    want = m.array(name)
+    none = np.zeros(len(memories), bool)
+    got, mine = np.zeros_like(want), np.zeros(want.shape[:2], bool)
+    for b, memory in enumerate(memories):
+        blocks = [np.asarray(block.keys if part == "k" else block.values, np.float32)[layer] for block in memory.blocks]
+        cut = np.concatenate(blocks, axis=1).transpose(1, 0, 2)[: memory.n_read]  # n H K
+        if want.ndim != 4 or want.shape[1] < memory.n_read or want.shape[2:] != cut.shape[1:]:
+            return Check(name, float("inf"), False, f"shape {want.shape}, expected room for {cut.shape}"), none
+        got[b, : memory.n_read], mine[b, : memory.n_read] = cut, True
+    want = np.where(mine[..., None, None], want, 0.0)
+    room = np.zeros_like(mine)
+    n = min(want.shape[1], tie.shape[1])
+    room[:, :n] = tie[:, :n]
+    found = compare_by_position(name, got, want, tolerance, room)
+    return found.check, np.asarray(found.parted.any(axis=1))
+
+
+def _written(
+    params: MoEParams, tokens: np.ndarray, lengths: list[int], n_step: int, cfg: MoEConfig
+) -> tuple[Float[np.ndarray, "B T A"], np.ndarray]:
+    """Logits after the prompt and after each of the tokens fed then, every row in a slot of its own; where the slots end."""
+    prompts = [tokens[b, :n].tolist() for b, n in enumerate(lengths)]
+    following = np.stack([tokens[b, n : n + n_step] for b, n in enumerate(lengths)])
+    return write_on(params, prompts, following, cfg)
+
+
+def write_on(
+    params: MoEParams, prompts: list[list[int]], following: np.ndarray, cfg: MoEConfig
+) -> tuple[Float[np.ndarray, "B T A"], np.ndarray]:
+    slots = decoder.init_slots(cfg, len(prompts))
+    for i, prompt in enumerate(prompts):
+        slots = decoder.insert(slots, decoder.admit(params, None, prompt[:-1], cfg), i)
+    logits: list[np.ndarray] = []
+    fed = np.concatenate([np.asarray([prompt[-1] for prompt in prompts])[:, None], following], axis=1)
+    for token in fed.T:
+        slots, scores = decoder.tick(params, slots, jnp.asarray(token, jnp.int32), cfg)
+        logits.append(np.asarray(scores))
+    return np.stack(logits, axis=1), np.asarray(slots.position)
+
+
+def replay_runner(path: Path, found: Found) -> None:
+    """Greedy streams of the released runner: at each step, its token must be our likeliest, or as likely within bfloat16."""
+    runs, folder = read_runs(path), model_for_runner(path)
+    cfg = dataclasses.replace(grok_config(path), dtype="bfloat16")
+    checkpoint = find_folder(folder)
+    assert checkpoint is not None
+    params = decoder.hold(load_params(read_checkpoint(checkpoint, cfg), cfg))
+    found.notes.append(f"the model of {folder.name}, with the sizes and multipliers of {path.name}")
+    largest = max(read_json(path).get("pad_sizes") or [cfg.context])
+    greedy: dict[str, dict[str, Any]] = {}
+    for number, run in enumerate(runs):
+        name = f"runs/{number}"
+        if run["temperature"] > GREEDY:
+            found.skip(name, f"temperature {run['temperature']:g}: {RANDOM}")
+        elif len(run["prompt"]) > largest:
+            found.skip(name, CUT)
+        elif len(run["prompt"]) + len(run["out"]) > cfg.context:
+            found.skip(name, f"goes on beyond the context of {cfg.context} tokens, which Linnet refuses")
+        else:
+            greedy[name] = run
+    if not greedy:
+        return
+    n_step = max(len(run["out"]) for run in greedy.values())
+    outs = np.zeros((len(greedy), n_step), np.int64)
+    for row, run in zip(outs, greedy.values(), strict=True):
+        row[: len(run["out"])] = run["out"]
+    if outs.max() >= cfg.n_vocab or outs.min() < 0:
+        raise UserError(f"{path}: a token is {outs.max()}, but the vocabulary has {cfg.n_vocab}. Fix: write it again.")
+    logits, _ = write_on(params, [run["prompt"] for run in greedy.values()], outs[:, :-1], cfg)
+    for (name, run), scores in zip(greedy.items(), logits, strict=True):
+        found.checks.append(_stream(name, scores[: len(run["out"])], np.asarray(run["out"])))
+
+
+def _stream(name: str, logits: Float[np.ndarray, "T A"], want: np.ndarray) -> Check:
+    ours = logits.argmax(axis=-1)
+    best, theirs = (np.take_along_axis(logits, x[:, None], axis=-1)[:, 0] for x in (ours, want))
+    differ = ours != want
+    wrong = differ & ~(best - theirs <= ROUNDING * np.abs(best))
+    note = "equal"
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        note = f"token {at} is {want[at]}, ours {ours[at]}: logits {theirs[at]:.4f} and {best[at]:.4f}"
+    elif differ.any():
+        note = f"{int(differ.sum())} of {len(want)} tokens are second likeliest here, within bfloat16 rounding of the likeliest"
+    return Check(name, float(wrong.sum()), not wrong.any(), note)
+
+
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    runs = read_json(path)["runs"]
+    for number, run in enumerate(runs):
+        whole = isinstance(run, dict) and isinstance(run.get("temperature"), int | float)
+        for part in ("prompt", "out"):
+            ids = run.get(part) if whole else None
+            whole = isinstance(ids, list) and len(ids) > 0 and all(type(token) is int and token >= 0 for token in ids)
+        if not whole:
+            raise UserError(
+                f"{path}: runs/{number} needs a prompt, a temperature and out, all of ids. Fix: write it again."
+            )
+    return runs

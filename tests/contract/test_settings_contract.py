@@ -1,0 +1,110 @@
+"""Settings, for every family: whole through their file, flags of the family's own, wrong ones refused with what would do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import tiny
+
+from linnet import config as configs
+from linnet import presets
+from linnet.cli import main
+from linnet.config import MODELS, RunConfig
+from linnet.errors import UserError
+from linnet.families.moe.config import MoEConfig
+
+Name = Literal["vq", "moe"]
+OF_EACH = {"vq": "quickstart", "moe": "moe-cpu"}
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_setting_is_in_the_file_and_comes_back(family: Name, tmp_path: Path) -> None:
+    cfg = tiny.config(Path("corpus.txt"), family, **{"model.dtype": "bfloat16", "model.remat": True, "seed": 7})
+    configs.save(cfg, tmp_path / "config.json")
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["family"] == family
+    assert set(written["model"]) == {field.name for field in dataclasses.fields(MODELS[family])}
+    assert configs.load(tmp_path / "config.json") == cfg
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_help_shows_the_familys_own_flags(family: Name, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["train", OF_EACH[family], "--help"])
+    assert not exit.value.code
+    out = capsys.readouterr().out
+    for name, model in MODELS.items():
+        others = {f.name for f in dataclasses.fields(MODELS["vq" if name == "moe" else "moe"])}
+        for field in dataclasses.fields(model):
+            flag = f"--model.{field.name.replace('_', '-')}"
+            if name == family or field.name not in others:
+                assert bool(re.search(rf"{flag}(?![-\w])", out)) == (name == family), flag
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"n_choice": 9}, r"model.n_choice is 9, but it must be at most model.n_expert .8"),
+        ({"n_q_head": 3}, r"model.n_q_head is 3, but it must be a multiple of model.n_kv_head .2"),
+        ({"d_k": 31}, "use 32"),
+        ({"n_expert": 0}, "set --model.n-expert"),
+        ({"pad_id": 259}, r"below model.n_vocab .259"),
+        ({"balance_weight": -0.1}, "use 0 for none"),
+        ({"score_cap": 0.0}, "model.score_cap"),
+        ({"rope_base": 1.0}, "use 10000"),
+    ],
+)
+def test_a_moe_that_cannot_be_is_refused_with_the_fix(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        MoEConfig(**values)
+    assert "Fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--data.sequence-len", "1024", "--data.update-len", "1024"],
+            "data.sequence_len is 1024.*model.context (512)",
+        ),
+        (["--data.update-len", "256"], "data.update_len is 256.*in one update. Fix: use 512"),
+        (["--model.n-choice", "9"], "at most model.n_expert (8)"),
+        (["--model.n-q-head", "5"], "a multiple of model.n_kv_head (2)"),
+        (["--train.accumulate", "3"], "a multiple of train.accumulate (3)"),
+        (["--model.n-code", "9"], "--model.n-code"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_wrong_flags_end_before_anything_starts(
+    flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["train", "moe-cpu", *flags, "--out", str(tmp_path / "run")])
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2
+    said = " ".join((out + err).split())
+    for part in words.split(".*"):
+        assert part in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_family_takes_no_other_familys_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="model is 'VQConfig', but it must be MoEConfig"):
+        RunConfig(family="moe")
+    values = configs.to_json(presets.get("moe-cpu"))
+    for change, words in (({"family": "vq"}, "unknown setting model."), ({"family": "cnn"}, "one of vq, moe")):
+        (tmp_path / "config.json").write_text(json.dumps(values | change))
+        with pytest.raises(UserError, match=words):
+            configs.load(tmp_path / "config.json")
+
+
+def test_a_config_without_a_family_is_of_the_first_there_was(tmp_path: Path) -> None:
+    values = configs.to_json(presets.get("quickstart"))
+    del values["family"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert configs.load(tmp_path / "config.json") == presets.get("quickstart")

@@ -1,0 +1,210 @@
+"""What training promises, for every family: resumed is uninterrupted, cut is whole, evaluation counts each token once."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from linnet import config as configs
+from linnet.config import RunConfig
+from linnet.data import Data, open_data
+from linnet.families import registry
+from linnet.families.family import Family
+from linnet.pytree import named_leaves, replace
+from linnet.train.evaluate import evaluate
+from linnet.train.folder import RunFolder
+from linnet.train.loop import train
+from linnet.train.metrics import read_metrics
+from linnet.train.optim import optimizer
+from linnet.train.runs import open_run, open_state
+from linnet.train.state import TrainState, fresh_state, model_weights
+from linnet.train.step import make_step, update
+
+Name = Literal["vq", "moe"]
+STEPS = {"optim.steps": 24, "train.eval_every": 8, "train.checkpoint_every": 8}
+
+
+def assert_same_bits(a: Any, b: Any) -> None:
+    left, right = dict(named_leaves(a)), dict(named_leaves(b))
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert np.asarray(value).tobytes() == np.asarray(right[name]).tobytes(), f"{name} differs"
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """Metrics without what depends on the clock or the machine."""
+    clock = {"time", "tokens_per_second", "mfu", "wait_share", "rss_bytes"}
+    return [{k: v for k, v in r.items() if k not in clock} for r in read_metrics(run) if r["kind"] != "event"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module", params=tiny.FAMILIES)
+def family(request: pytest.FixtureRequest) -> Name:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def whole(family: Name, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One uninterrupted run."""
+    run = tmp_path_factory.mktemp(f"whole-{family}") / "run"
+    assert train(tiny.config(source, family, **STEPS), RunFolder(run), quiet=True).finished
+    return run
+
+
+def parts(source: Path, name: Name, **changes: Any) -> tuple[RunConfig, Family, Any, TrainState, Data]:
+    cfg = tiny.config(source, name, **changes)
+    family = registry.get(name)
+    rule = optimizer(cfg.optim, family.param_specs(cfg.model))
+    return cfg, family, rule, fresh_state(family, cfg, rule), open_data(cfg.data, cfg.seed)
+
+
+# Resuming
+
+
+def test_resumed_equals_uninterrupted(family: Name, source: Path, whole: Path, tmp_path: Path) -> None:
+    """Every bit of the state (parameters, optimiser, moving average) and every figure of the metrics."""
+    cfg = tiny.config(source, family, **STEPS)
+    for stop in (7, 16):
+        outcome = train(cfg, RunFolder(tmp_path), quiet=True, stop_at=stop)
+        assert (outcome.step, outcome.finished) == (stop, False)
+    assert train(cfg, RunFolder(tmp_path), quiet=True).finished
+    got, want = open_state(tmp_path, "latest")[1], open_state(whole, "latest")[1]
+    assert int(got.step) == 24
+    assert want.ema is not None
+    assert_same_bits(got, want)
+    assert lines(tmp_path) == lines(whole)
+    assert {r["step"] for r in lines(whole) if r["kind"] == "eval"} == {8, 16, 24}
+
+
+def test_it_learns(whole: Path) -> None:
+    losses = [r["loss"] for r in read_metrics(whole) if r["kind"] == "train"]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_a_restored_checkpoint_evaluates_to_what_the_run_wrote(source: Path, whole: Path) -> None:
+    run = open_run(whole, "latest")
+    data = open_data(run.cfg.data, run.cfg.seed)
+    result = evaluate(run.family, run.cfg, run.params, run.buffers, data, "validation", limit=4)
+    told = [r for r in read_metrics(whole) if r["kind"] == "eval"][-1]
+    assert result.loss == told["loss"]
+    assert result.tokens == told["tokens"]
+
+
+def test_the_config_of_a_run_is_read_back_whole(family: Name, source: Path, whole: Path) -> None:
+    assert configs.load(whole / "config.json") == tiny.config(source, family, **STEPS)
+
+
+# One update
+
+
+def test_a_seed_settles_every_bit(family: Name, source: Path) -> None:
+    def run(seed: int) -> tuple[TrainState, list[float]]:
+        cfg, fam, rule, state, data = parts(source, family, seed=seed)
+        step = make_step(fam, cfg, rule)
+        losses: list[float] = []
+        for i in range(4):
+            state, metrics = step(state, data.batch(i))
+            losses.append(float(metrics["loss"]))
+        return state, losses
+
+    (first, losses), (again, repeated), (_, other) = run(0), run(0), run(1)
+    assert losses == repeated
+    assert_same_bits(first, again)
+    assert all(a != b for a, b in zip(losses, other, strict=True))
+
+
+def test_accumulation_changes_nothing(family: Name, source: Path) -> None:
+    """Dropout included: a row draws by its place in the whole batch. What may differ is switched off: candidates for dead codes,
+    and the balance loss, which is a product of two means and so each micro-batch's own (a test of moe says which)."""
+    off = {"vq": {"model.restart_dead_codes": False}, "moe": {"model.balance_weight": 0.0}}[family]
+    results: list[Any] = []
+    for n in (1, 2, 4):
+        cfg, fam, rule, state, data = parts(source, family, **{"train.accumulate": n, **off})
+        after, metrics = jax.jit(functools.partial(update, fam, cfg, rule))(state, data.batch(0))
+        results.append((after.params, after.buffers, after.carry, metrics["loss"], metrics["grad_norm"]))
+    for other in results[1:]:
+        for (name, a), (_, b) in zip(named_leaves(results[0]), named_leaves(other), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_the_moving_average_is_what_it_says_and_what_is_evaluated(family: Name, source: Path) -> None:
+    cfg, fam, rule, state, data = parts(source, family)
+    step = make_step(fam, cfg, rule)
+    average = jax.tree.map(np.array, state.params)
+    for i in range(6):  # past the warm-up, whose first update moves nothing but by decay
+        state, _ = step(state, data.batch(i))
+        average = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * np.asarray(new), average, state.params)
+    for (name, got), (_, want) in zip(named_leaves(state.ema), named_leaves(average), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_same_bits(model_weights(state)[0], state.ema)
+    assert any(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (state.ema, state.params)), strict=True))
+
+
+def test_a_bad_update_touches_nothing(family: Name, source: Path) -> None:
+    cfg, fam, rule, state, data = parts(source, family)
+    step = make_step(fam, cfg, rule)
+    state, _ = step(state, data.batch(0))
+    poisoned = replace(state, params=replace(state.params, embed=state.params.embed.at[5].set(jnp.nan)))
+    kept = jax.tree.map(np.array, poisoned)
+    batch = data.batch(1)
+    batch.inputs[0, 3] = 5  # the poisoned row is read
+    after, metrics = step(poisoned, batch)
+    assert int(metrics["bad_run"]) == int(after.skipped) == 1
+    assert int(after.step) == 2
+    for part in ("params", "buffers", "opt_state", "ema"):
+        assert_same_bits(getattr(after, part), getattr(kept, part))
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(after.carry))
+
+
+def test_every_optimiser_learns(family: Name, source: Path) -> None:
+    """A few updates by each rule, on one batch: the loss falls, and no parameter that has a gradient is left behind."""
+    cfg, fam, _, state, data = parts(source, family)
+    batch, carry = data.batch(0), fam.empty_carry(cfg.model, cfg.data.batch_size)
+
+    @jax.jit
+    def judged(params: Any) -> Any:
+        return jax.value_and_grad(lambda p: fam.loss(p, state.buffers, carry, batch, None, 0, cfg.model)[0])(params)
+
+    start, gradient = judged(state.params)
+    for name, lr in (("adamw", 3e-3), ("lion", 1e-3), ("adafactor", 0.03), ("muon", 0.01)):
+        changed = tiny.config(source, family, **{"optim.name": name, "optim.lr": lr, "optim.warmup_steps": 0})
+        rule = optimizer(changed.optim, fam.param_specs(cfg.model))
+        params, kept, now = state.params, jax.jit(rule.init)(state.params), gradient
+        step = jax.jit(rule.update)
+        loss = start
+        for _ in range(4):
+            updates, kept = step(now, kept, params)
+            params = optax.apply_updates(params, updates)
+            loss, now = judged(params)
+        assert float(loss) < float(start) - 0.01, name
+        for (leaf, old), (_, new), (_, slope) in zip(*map(named_leaves, (state.params, params, gradient)), strict=True):
+            if np.any(np.asarray(slope) != 0):
+                assert not np.array_equal(old, new), f"{name} leaves {leaf}"
+
+
+# Evaluation
+
+
+def test_evaluation_counts_every_token_once_however_it_is_cut(family: Name, source: Path) -> None:
+    """The last window of a split is partly empty, and the last batch of three as well."""
+    cfg, fam, _, state, data = parts(source, family, **{"data.validation_fraction": 0.06})
+    assert data.validation.n_tokens % cfg.data.sequence_len
+    assert data.validation.n_windows % 3
+    apart, together = (
+        evaluate(fam, cfg, state.params, state.buffers, data, "validation", batch_size=n) for n in (1, 3)
+    )
+    assert apart.tokens == together.tokens == data.validation.n_tokens
+    assert apart.bytes == together.bytes == data.validation.n_bytes
+    assert apart.nats == pytest.approx(together.nats, rel=1e-6)
