@@ -125,7 +125,8 @@ class TrainConfig:
     max_bad_steps: int = 10
     """Stop after so many updates in a row whose loss or gradient was not finite."""
     collapse_alarm: float = 0.1
-    """Warn when a codebook's usage perplexity falls below this share of its codes."""
+    """Warn when a codebook's usage perplexity falls below this share of its codes, or an expert's choices below this share of an
+    even one."""
     sample_tokens: int = 512
     """Length of the sample written at each evaluation; 0: none."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()

@@ -146,6 +146,9 @@ def test_sample_streams_text(trained: Path, capsys: pytest.CaptureFixture[str]) 
     ("flag", "value"),
     [
         ("--temperature", "-1"),
+        ("--temperature", "1e-9"),
+        ("--repetition-penalty", "0.001"),
+        ("--stop", "\udcfe"),  # how a byte that is no text comes from a command line
         ("--top-p", "0"),
         ("--top-p", "1.5"),
         ("--max-tokens", "0"),

@@ -148,6 +148,7 @@ def _calls(server: Server) -> list[dict[str, Any]]:
     return [line for line in server.log_lines() if line.get("path") == "/v1/completions"]
 
 
+@pytest.mark.trial
 def test_slow_readers_hold_up_nobody(server: Server) -> None:
     want = _text(server, 5)
     readers = _start_readers(server, 1, 6500)

@@ -149,6 +149,7 @@ def test_gaps_are_each_streams_own_and_an_open_one_counts() -> None:
 class TestInProcess:
     """The jobs themselves, on a model so small that the figures mean nothing."""
 
+    @pytest.mark.trial
     def test_the_engine_beside_raw_decoding(self) -> None:
         got = serve_jobs.throughput(sized(TINY, 16, 1), seconds=0.6, gemm_size=32)
         assert got["tokens_per_second"] > 0

@@ -118,6 +118,7 @@ def test_the_figures_of_the_experts() -> None:
     assert "--model.balance-weight" in alarms[1]
 
 
+@pytest.mark.trial
 def test_recomputing_changes_nothing() -> None:
     again = dataclasses.replace(CFG, remat=True)
     slopes = (SLOPE(fresh(), batch(), cfg) for cfg in (CFG, again))
@@ -125,6 +126,7 @@ def test_recomputing_changes_nothing() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.trial
 def test_bfloat16_activations_over_float32_parameters() -> None:
     cfg = dataclasses.replace(CFG, dtype="bfloat16")
     slope = SLOPE(fresh(), batch(), cfg)

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from linnet.train.environment import describe, keep_freed_memory
+from linnet.train.environment import describe
 
 if TYPE_CHECKING:
     from linnet.config import RunConfig
@@ -21,8 +21,6 @@ def main() -> None:
     task = json.load(sys.stdin)
     if task["cores"] is not None:
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: task["cores"]]))
-    if task["job"].startswith("train"):  # as `linnet train` does
-        keep_freed_memory()
     print(json.dumps(run_task(task)))
 
 

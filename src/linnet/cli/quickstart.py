@@ -46,7 +46,7 @@ def quickstart_command(argv: list[str]) -> int:
     from linnet.train.interrupt import EXIT_INTERRUPTED
     from linnet.train.loop import train
 
-    prepare_jax(trains=True)
+    prepare_jax()
     folder = RunFolder(flags.out)
     cfg = configs.load(folder.config) if folder.config.exists() else sized(flags.minutes, flags.seed)
     outcome = train(cfg, folder, quiet=flags.quiet)

@@ -6,13 +6,8 @@ import os
 from pathlib import Path
 
 
-def prepare_jax(*, trains: bool = False) -> None:
-    """Compiled programs are kept on disk, so that the second start is quick. JAX's own variable moves or disables the place. What
-    `trains` keeps the memory that each update takes and frees."""
-    if trains:
-        from linnet.train.environment import keep_freed_memory
-
-        keep_freed_memory()
+def prepare_jax() -> None:
+    """Compiled programs are kept on disk, so that the second start is quick. JAX's own variable moves or disables the place."""
     import jax
 
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

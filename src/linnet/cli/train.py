@@ -25,7 +25,7 @@ def run_training(config: RunConfig, out: Path, quiet: bool) -> int:
     from linnet.train.interrupt import EXIT_INTERRUPTED
     from linnet.train.loop import train
 
-    prepare_jax(trains=True)
+    prepare_jax()
     outcome = train(config, RunFolder(out), quiet=quiet)
     if not outcome.finished:
         return EXIT_INTERRUPTED

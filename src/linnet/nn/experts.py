@@ -9,6 +9,7 @@ own) reads weights tile by tile for a handful of tokens: for decoding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,9 @@ from linnet.nn.norm import rms_norm_gain
 from linnet.pytree import pytree
 from linnet.quant import Half, Matrix, Quantized
 
-
 HEIGHTS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 256)
-"""Rows multiplied at once. An expert's rows are one product of the least of these that holds them, so little is wasted on padding."""
+"""Rows multiplied at once where prompts are read. An expert's rows are one product of the least of these that holds them, so little
+is wasted on padding. Each is a product of its own in the program, so training, which has many rows, makes do with one."""
 
 
 @pytree
@@ -77,12 +78,14 @@ def chosen_experts(
     n_token: Int[Array, ""] | None = None,
 ) -> Float[Array, "P D"]:
     """Only what was chosen. `first`: where the layer's experts begin in the stack; `n_token`: only so many tokens are real, and the
-    rest costs nothing. Quantised experts have no gradient."""
+    rest costs nothing. With it, or with quantised experts, there is no gradient."""
     n_expert = routing.probability.shape[-1]
     order, sizes = _by_expert(routing.chosen, n_expert, n_token)
-    if _is_float(experts):
+    if n_token is None and _is_float(experts):
         return _weighted(x, routing.weight, experts.gate, experts.value, experts.out, order, sizes, first)
-    return _combine(_forward(_gather(x, order, routing.chosen.shape[1]), experts, sizes, first), routing.weight, order)
+    rows = _gather(x, order, routing.chosen.shape[1])
+    heights = [n for n in HEIGHTS if n <= max(rows.shape[0], HEIGHTS[0])]
+    return _combine(_forward(rows, experts, sizes, first, heights), routing.weight, order)
 
 
 def _by_expert(
@@ -121,14 +124,14 @@ def _weighted(
     sizes: Int[Array, " E"],
     first: int | Int[Array, ""],
 ) -> Float[Array, "P D"]:
-    experts = ExpertWeights(gate=gate, value=value, out=out)
-    return _combine(_forward(_gather(x, order, weight.shape[1]), experts, sizes, first), weight, order)
+    return _weighted_forward(x, weight, gate, value, out, order, sizes, first)[0]
 
 
 def _weighted_forward(x: Array, weight: Array, gate: Array, value: Array, out: Array, *where: Any) -> tuple[Array, Any]:
     order, sizes, first = where
     experts = ExpertWeights(gate=gate, value=value, out=out)
-    y = _forward(_gather(x, order, weight.shape[1]), experts, sizes, first)
+    rows = _gather(x, order, weight.shape[1])
+    y = _forward(rows, experts, sizes, first, (_block(rows.shape[0], sizes.shape[0]),))
     return _combine(y, weight, order), (x, weight, gate, value, out, order, sizes, y)
 
 
@@ -148,10 +151,13 @@ _weighted.defvjp(_weighted_forward, _weighted_backward)
 
 
 def _forward(
-    x: Float[Array, "N D"], experts: ExpertWeights, sizes: Int[Array, " E"], first: int | Int[Array, ""]
+    x: Float[Array, "N D"],
+    experts: ExpertWeights,
+    sizes: Int[Array, " E"],
+    first: int | Int[Array, ""],
+    heights: Sequence[int],
 ) -> Float[Array, "N D"]:
-    """Rows sorted by expert, each through its own. Rows beyond the last group come out as zeros."""
-    heights = [n for n in HEIGHTS if n <= max(x.shape[0], HEIGHTS[0])]
+    """Rows sorted by expert, each through its own, `heights[-1]` at a time. Rows beyond the last group come out as zeros."""
     starts = jnp.cumsum(sizes) - sizes
     padded = jnp.pad(x, [(0, heights[-1]), (0, 0)])
 
@@ -220,7 +226,7 @@ def _put(y: Float[Array, "N D"], rows: Float[Array, "R D"], at: Array, n_row: Ar
 
 
 def _block(n_pair: int, n_expert: int) -> int:
-    """Rows of a gradient's block: few enough that the last, partly empty block of each expert wastes little."""
+    """Rows of a block in training: few enough that the last, partly empty block of each expert wastes little."""
     share = n_pair // n_expert
     return 16 if share <= 16 else 32 if share <= 96 else 64 if share <= 512 else 128
 

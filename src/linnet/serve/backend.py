@@ -20,8 +20,8 @@ from linnet.families.family import Family
 from linnet.nn.sampling import Rules, SamplingSettings, sampling_settings
 from linnet.serve.request import MOST_TOP, Choice, Sampling
 
-N_TICKS = 8
-"""Tokens a dispatch, once a request has its first."""
+N_TICKS = 16
+"""Tokens a dispatch, once a request has its first. What a dispatch costs the host is shared by so many."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,7 @@ class Backend:
     def warm_up(self) -> None:
         """Compiles every program that a request may need, so that the first request waits for none. (Log-probabilities of a
         prompt are compiled when first asked for.)"""
+        self.read_chunk(self.empty_memory(), [self.cfg.end_id] * self.chunk_len)
         memory = self.read_chunk(self.empty_memory(), [self.cfg.end_id])
         self.place(0, self.seat(memory, self.cfg.end_id, 1), Sampling(), (), frozenset())
         for n_ticks in (1, N_TICKS):

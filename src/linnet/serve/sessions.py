@@ -1,4 +1,4 @@
-"""Conversations kept by name: their states, each of one size, in bounded memory, saved to and restored from bytes."""
+"""Conversations kept by name: their states, a bounded number of them, saved to and restored from bytes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # of glibc's mallopt
 PACKAGES = ("linnet", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
 
 
@@ -104,16 +103,6 @@ def peak_rss_bytes() -> int:
     """The most memory this process ever held."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def keep_freed_memory() -> None:
-    """What is freed stays with this process, where the C library can (glibc). XLA takes and frees hundreds of MB in every update; to
-    hand them back and have the system clear them anew each time is 7% of a training's CPU time. One arena: others always hand
-    large blocks back. To be called before threads are started; `give_back_memory` goes on to work."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        for option, value in ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1)):
-            mallopt(option, value)
 
 
 def give_back_memory() -> None:

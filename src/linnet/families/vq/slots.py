@@ -39,6 +39,9 @@ from linnet.nn.attention_blocks import EMPTY
 from linnet.pytree import replace
 
 CHUNK = 128  # the least number of prompt tokens read at once
+SHORT = (
+    32  # the end of a prompt, if not longer than this, is read by a program of its own: a short message costs little
+)
 DOCUMENT = 0  # what a slot calls its current document; older documents are forgotten
 
 
@@ -88,16 +91,18 @@ def admit_chunk(params: VQParams, buffers: VQBuffers, carry: VQCarry, tokens: Se
     """Reads at most `chunk_len(cfg)` tokens: what an engine does between ticks."""
     size = chunk_len(cfg)
     assert 0 < len(tokens) <= size, f"a chunk has 1 to {size} tokens, got {len(tokens)}"
+    size = min(size, SHORT) if len(tokens) <= SHORT else size
     padded = np.zeros((1, size), np.int32)
     padded[0, : len(tokens)] = tokens
-    return _read(params, buffers, carry, padded, np.asarray([len(tokens)], np.int32), cfg=cfg)
+    block_len = min(size, cfg.block_len)
+    return _read(params, buffers, carry, padded, np.asarray([len(tokens)], np.int32), cfg=cfg, block_len=block_len)
 
 
 def chunk_len(cfg: VQConfig) -> int:
     return max(cfg.block_len, CHUNK // cfg.block_len * cfg.block_len)
 
 
-@partial(jax.jit, static_argnames="cfg")
+@partial(jax.jit, static_argnames=("cfg", "block_len"))
 def _read(
     params: VQParams,
     buffers: VQBuffers,
@@ -106,9 +111,10 @@ def _read(
     length: Int[Array, " 1"],
     *,
     cfg: VQConfig,
+    block_len: int,
 ) -> VQCarry:
     documents = _documents(carry, tokens, cfg)
-    return forward(params, buffers, tokens, carry, cfg, documents=documents, length=length)[1]
+    return forward(params, buffers, tokens, carry, cfg, documents=documents, length=length, block_len=block_len)[1]
 
 
 def _documents(carry: VQCarry, tokens: Int[Array, "1 C"], cfg: VQConfig) -> Int[Array, "1 C"]:
