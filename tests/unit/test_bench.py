@@ -211,7 +211,7 @@ def test_a_failed_measurement_says_what_failed(monkeypatch: pytest.MonkeyPatch) 
         run.run_bench("train", TINY)
 
 
-@pytest.mark.parametrize("job", ["eval", "train-dense", "prefill", "decode"])
+@pytest.mark.parametrize("job", ["eval", pytest.param("train-dense", marks=pytest.mark.trial), "prefill", "decode"])
 def test_the_other_jobs_run(job: str) -> None:
     settings = json.loads(json.dumps(to_json(run.sized(TINY, 16, 2))))
     settings.pop("version")

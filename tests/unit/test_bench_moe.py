@@ -75,6 +75,7 @@ def test_another_family_is_refused() -> None:
         moe.run_moe("bench-s")
 
 
+@pytest.mark.trial
 def test_decoding_stays_within_the_context() -> None:
     assert run.job_config("decode", "bench-moe", None, None).data.sequence_len == 1024 - run.TICKS
     assert run.job_config("prefill", "bench-moe", None, None).data.sequence_len == 1024

@@ -84,7 +84,9 @@ def test_a_request_tells_the_same_beside_any_neighbours(served: tuple[Model, Eng
         other.answer()
 
 
-@pytest.mark.parametrize("model", [MOE, VQ_MOE, lowered(MOE)], ids=["moe", "vq-moe", "int8"])
+@pytest.mark.parametrize(
+    "model", [MOE, pytest.param(VQ_MOE, marks=pytest.mark.trial), lowered(MOE)], ids=["moe", "vq-moe", "int8"]
+)
 def test_a_state_from_a_file_goes_on_in_another_engine_as_if_never_stopped(model: Model) -> None:
     with running_engine(model) as engine:
         whole = ask(engine, "once upon " * 12, seed=9, max_tokens=40)

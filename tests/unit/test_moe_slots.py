@@ -42,9 +42,12 @@ def assert_same(a: Memory, b: Memory) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.trial),
         {"weights": "bfloat16", "n_expert": 5, "n_choice": 3, "n_q_head": 6, "d_k": 6, "score_cap": 2.0},
-        {"weights": "int8", "n_expert": 1, "n_choice": 1, "n_q_head": 1, "n_kv_head": 1, "n_layer": 1},
+        pytest.param(
+            {"weights": "int8", "n_expert": 1, "n_choice": 1, "n_q_head": 1, "n_kv_head": 1, "n_layer": 1},
+            marks=pytest.mark.trial,
+        ),
     ],
     ids=str,
 )
@@ -71,7 +74,7 @@ def test_bfloat16_stays_near_forward() -> None:
     assert np.abs(got.swapaxes(0, 1) - want).max() < 0.04 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize("weights", [pytest.param("float32", marks=pytest.mark.trial), "int8"])
 def test_reading_in_chunks_equals_reading_at_once(weights: Weights) -> None:
     """Cut anywhere, within a block and at its end, the memory and what is said about each token stay the same."""
     cfg, params = make(weights)
@@ -218,7 +221,7 @@ def of_shape(program: str, dtype: str, *shape: int) -> list[str]:
     return [line for line in program.splitlines() if f"= {whole}" in line or f"= ({whole}" in line]
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.trial), 3])
 def test_updates_are_in_place(n: int) -> None:
     """A copy of the whole cache at every tick would cost more than the tick."""
     cfg, params = make(n_kv_head=2, d_k=8)

@@ -98,6 +98,7 @@ def test_eight_bits_come_back_as_pairs(tmp_path: Path, cfg: RunConfig) -> None:
             assert index[name.removesuffix("weight") + "scales"]["file"] == entry["file"]
 
 
+@pytest.mark.trial
 def test_training_begins_with_the_weights(tmp_path: Path, cfg: RunConfig) -> None:
     """Three updates end where those of a run with a checkpoint of the same weights end; then its own checkpoints are the run."""
     params = model(cfg)
