@@ -72,7 +72,8 @@ class Backend:
     def warm_up(self) -> None:
         """Compiles every program that a request may need, so that the first request waits for none. (Log-probabilities of a
         prompt are compiled when first asked for.)"""
-        self.read_chunk(self.empty_memory(), [self.cfg.end_id] * self.chunk_len)
+        longest = self.chunk_len if self.cfg.context is None else min(self.chunk_len, self.cfg.context)
+        self.read_chunk(self.empty_memory(), [self.cfg.end_id] * longest)
         memory = self.read_chunk(self.empty_memory(), [self.cfg.end_id])
         self.place(0, self.seat(memory, self.cfg.end_id, 1), Sampling(), (), frozenset())
         for n_ticks in (1, N_TICKS):
