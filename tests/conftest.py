@@ -1,4 +1,4 @@
-"""Tests share a compilation cache between workers and runs: compiling takes most of their time."""
+"""What tests share: a compilation cache between workers and runs, for compiling takes most of their time, and a text to train on."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ def few_programs() -> Iterator[None]:
         import jax
 
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tiny  # after the settings above: JAX reads them once, when the package first imports it
+
+    return tiny.corpus(tmp_path_factory.mktemp("corpus"))

@@ -8,17 +8,21 @@ import queue
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import tiny
 
 from linnet import params as weights
 from linnet import rng
 from linnet.data.tokenizer import BytesTokenizer
+from linnet.errors import UserError
 from linnet.families import registry
 from linnet.families.family import Family
 from linnet.families.generate import generate
 from linnet.nn.sampling import sampling_settings
+from linnet.serve import state as states
 from linnet.serve.engine import Engine, EngineConfig
 from linnet.serve.request import Event, Finished, Produced, PromptRead, Request, Sampling
+from linnet.serve.state import State
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,6 +108,21 @@ def request(prompt: str | bytes = "", **changes: Any) -> Request:
 
 def ask(engine: Engine, prompt: str | bytes = "", **changes: Any) -> Answer:
     return Asked(engine, request(prompt, **changes)).answer()
+
+
+def assert_altered_is_refused(engine: Engine, state: State) -> None:
+    """A state's file with one bit changed, cut short, or of another model is refused."""
+    saved, like = states.to_bytes(state), engine.backend.state_like
+    for at in (4, 100, len(saved) // 2, len(saved) - 1):
+        altered = bytearray(saved)
+        altered[at] ^= 1
+        with pytest.raises(UserError):
+            states.from_bytes(bytes(altered), like, engine.fingerprint)
+    for n in (0, 7, 200, len(saved) - 1):
+        with pytest.raises(UserError):
+            states.from_bytes(saved[:n], like, engine.fingerprint)
+    with pytest.raises(UserError, match="another model"):
+        states.from_bytes(saved, like, "0" * 64)
 
 
 def plain(asked: Request, model: Model = VQ) -> tuple[list[int], list[float]]:

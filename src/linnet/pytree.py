@@ -30,6 +30,11 @@ def replace(tree: T, **changes: Any) -> T:
     return dataclasses.replace(cast(Any, tree), **changes)
 
 
+def n_bytes(tree: Any) -> int:
+    """Of all its arrays together."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any]]:
     """Every leaf with its '/'-joined path: the names used in files, messages and reports."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):

@@ -116,7 +116,3 @@ def _lowered(leaf: Matrix, spec: Spec, weights: Weights) -> Matrix:
     if not isinstance(leaf, jax.Array | np.ndarray) or kind == "float32":
         return leaf
     return quantize(leaf) if kind == "int8" else leaf.astype(jnp.bfloat16)
-
-
-def n_bytes(params: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import zlib
 
 import jax
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray, UInt32
 
 
-def root(seed: int) -> PRNGKeyArray:
+def root(seed: int | UInt32[Array, ""]) -> PRNGKeyArray:
     return jax.random.key(seed)
 
 

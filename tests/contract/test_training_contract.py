@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from same_runs import assert_same_bits, lines
 
 from linnet import config as configs
 from linnet.config import RunConfig
@@ -30,26 +31,6 @@ from linnet.train.step import make_step, update
 
 Name = Literal["vq", "moe"]
 STEPS = {"optim.steps": 24, "train.eval_every": 8, "train.checkpoint_every": 8}
-
-
-def assert_same_bits(a: Any, b: Any) -> None:
-    left, right = dict(named_leaves(a)), dict(named_leaves(b))
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        assert np.asarray(value).tobytes() == np.asarray(right[name]).tobytes(), f"{name} differs"
-
-
-def lines(run: Path) -> list[dict[str, Any]]:
-    """Metrics without what depends on the clock or the machine."""
-    clock = {"time", "tokens_per_second", "mfu", "wait_share", "rss_bytes"}
-    return [{k: v for k, v in r.items() if k not in clock} for r in read_metrics(run) if r["kind"] != "event"]
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.corpus(tmp_path_factory.mktemp("corpus"))
-
-
 SLOW_MOE = pytest.param("moe", marks=pytest.mark.trial)
 """Where compiling takes longer than the test is worth every time."""
 

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,10 +22,7 @@ from typing import Any
 
 import httpx
 import pytest
-import tiny
-
-from linnet import config as configs
-from linnet.cli import main
+from served_run import free_port, train_tiny
 
 START_SECONDS = 120
 
@@ -36,12 +32,7 @@ def tiny_run() -> Path:
     """Trained once for all modules that ask."""
     folder = Path(tempfile.mkdtemp(prefix="linnet-trials-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    cfg = tiny.config(tiny.corpus(folder), **{"optim.steps": 12, "train.eval_every": 0})
-    configs.save(cfg, folder / "config.json")
-    with pytest.raises(SystemExit) as exit:
-        main(["train", str(folder / "config.json"), "--out", str(folder / "tiny"), "--quiet"])
-    assert not exit.value.code
-    return folder / "tiny"
+    return train_tiny(folder)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,10 +70,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(*flags: str, slots: int = 8) -> Iterator[Server]:
-    run = tiny_run()
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    run, port = tiny_run(), free_port()
     log = run.parent / f"server-{port}.log"
     program = str(Path(sys.executable).with_name("linnet"))
     command = [program, "serve", str(run), "--port", str(port), "--slots", str(slots), *flags]

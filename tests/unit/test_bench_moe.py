@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from test_bench import result
 
-from linnet import presets, quant
+from linnet import presets
 from linnet.bench import jobs, moe, run, table, targets
 from linnet.config import DataConfig, OptimConfig, RunConfig
 from linnet.errors import UserError
 from linnet.families.moe.config import MoEConfig
 from linnet.params import count
+from linnet.pytree import n_bytes
 
 TINY = RunConfig(
     preset="tiny-moe",
@@ -92,7 +93,7 @@ def test_weights_are_made_in_the_bits_asked_for() -> None:
     params, _ = jobs.fresh_weights(TINY, "int8")
     assert params.layers.experts.gate.weight.dtype == "int8"
     assert params.layers.experts_in_gain.dtype == "float32"
-    assert quant.n_bytes(params) < 2 * count(jobs.registry.get("moe").param_specs(TINY.model))
+    assert n_bytes(params) < 2 * count(jobs.registry.get("moe").param_specs(TINY.model))
 
 
 def test_importing_holds_one_tensor() -> None:

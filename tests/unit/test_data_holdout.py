@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from linnet.config import DataConfig
 from linnet.data import Data, open_data
+from linnet.data.holdout import SPLITS
 from linnet.errors import UserError
 from linnet.tokens import END
-
-SPLITS = ("train", "validation", "test")
 
 
 def opened(source: Path | str, seed: int = 0, **settings: object) -> Data:

@@ -9,14 +9,26 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from engine_asks import BUFFERS, CFG, FAMILY, PARAMS, Asked, ask, plain, request, running_engine
+from engine_asks import (
+    BUFFERS,
+    CFG,
+    FAMILY,
+    PARAMS,
+    Asked,
+    ask,
+    assert_altered_is_refused,
+    plain,
+    request,
+    running_engine,
+)
 
 from linnet.errors import UserError
 from linnet.families.generate import generate
 from linnet.nn.sampling import sampling_settings
 from linnet.serve import state as states
+from linnet.serve.backend import N_TICKS
 from linnet.serve.engine import Engine
-from linnet.serve.request import Constraint, PromptRead, Request
+from linnet.serve.request import Constraint, Finished, Produced, PromptRead, Request
 from linnet.tokens import FIRST_BYTE, N_BYTE_IDS
 
 
@@ -66,6 +78,21 @@ def test_one_alone_runs_at_once_and_the_cache_changes_no_bit(engine: Engine) -> 
         assert (answer.tokens, answer.logprobs, answer.top) == (want.tokens, want.logprobs, want.top)
 
 
+def test_a_newcomers_first_token_is_drawn_alone_and_cuts_nobodys_dispatch_short(engine: Engine) -> None:
+    runs = Asked(engine, request(b"one who runs", max_tokens=1 + 20 * N_TICKS, ignore_end=True))
+    first = runs.events.get(timeout=60), runs.events.get(timeout=60)
+    newcomers = [Asked(engine, request(b"late", seed=seed, max_tokens=40, ignore_end=True)) for seed in range(3)]
+    told = [first[1]]
+    while not isinstance(told[-1], Finished):
+        told.append(runs.events.get(timeout=60))
+    assert [len(event.tokens) for event in told if isinstance(event, Produced)] == [1, *[N_TICKS] * 20]
+    for one in newcomers:
+        one.events.get(timeout=60)
+        event = one.events.get(timeout=60)
+        assert isinstance(event, Produced)
+        assert len(event.tokens) == 1
+
+
 def test_a_state_goes_on_as_if_never_stopped(engine: Engine) -> None:
     whole = ask(engine, "once upon", seed=9, max_tokens=40)
     for cut in (1, 7, 8, 9, 23):
@@ -95,18 +122,7 @@ def test_a_state_does_not_depend_on_neighbours(engine: Engine) -> None:
 
 def test_a_state_that_is_not_ours_is_refused(engine: Engine) -> None:
     state = ask(engine, "hello", return_state=True).end.state
-    saved = bytearray(states.to_bytes(state))
-    like = engine.backend.state_like
-    for at in (4, 100, len(saved) // 2, len(saved) - 1):
-        altered = bytearray(saved)
-        altered[at] ^= 1
-        with pytest.raises(UserError):
-            states.from_bytes(bytes(altered), like, engine.fingerprint)
-    for n in (0, 7, 200, len(saved) - 1):
-        with pytest.raises(UserError):
-            states.from_bytes(bytes(saved[:n]), like, engine.fingerprint)
-    with pytest.raises(UserError, match="another model"):
-        states.from_bytes(bytes(saved), like, "0" * 64)
+    assert_altered_is_refused(engine, state)
     with pytest.raises(UserError, match="another model"):
         engine.submit(request(state=dataclasses.replace(state, model="0" * 64)), print)
 

@@ -24,7 +24,7 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize(("step", "nth"), [("take", 3), ("place", 4)])
+@pytest.mark.parametrize(("step", "nth"), [("take", 3), ("put", 4)])
 def test_a_failure_loses_no_token_of_who_goes_on(step: str, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever steps aside has tokens on their way, and whoever takes its place is in no slot yet: neither may be left so."""
     with running_engine(n_slots=1) as engine:

@@ -18,10 +18,10 @@ from linnet import quant
 from linnet.errors import UserError
 from linnet.families.moe.config import MoEConfig
 from linnet.families.moe.params import param_specs
-from linnet.train.interchange.grok_hf import export_conversion, read_conversion
-from linnet.train.interchange.grok_import import find_grok
-from linnet.train.interchange.grok_leaves import to_leaves
-from linnet.train.interchange.grok_settings import find_settings, grok_config
+from linnet.train.interchange.grok.hf import export_conversion, read_conversion
+from linnet.train.interchange.grok.importing import find_grok
+from linnet.train.interchange.grok.leaves import to_leaves
+from linnet.train.interchange.grok.settings import find_settings, grok_config
 from linnet.train.interchange.stored_array import read_safetensors
 from linnet.train.interchange.stored_weights import read_weights, write_weights
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from linnet.errors import UserError
-from linnet.train.interchange.grok_pickle import StoredPair, read_pickle
+from linnet.train.interchange.grok.opcodes import StoredPair, read_pickle
 from linnet.train.interchange.stored_array import StoredArray
 
 FILES = sorted((TINY_A / "ckpt-0").iterdir())

@@ -16,15 +16,15 @@ from grok_files import CONFIG, TINY_A, QuantizedWeight8bit, dump, write_release
 from safetensors.numpy import save_file
 from test_grok_conversions import converted
 
-from linnet import quant
 from linnet.families.moe.params import param_specs
+from linnet.pytree import n_bytes
 from linnet.train.interchange import plan as plans
 from linnet.train.interchange import stored_array
-from linnet.train.interchange.grok_import import find_grok, plan_import
-from linnet.train.interchange.grok_leaves import to_leaves
-from linnet.train.interchange.grok_names import QUANTIZED
-from linnet.train.interchange.grok_settings import grok_config
-from linnet.train.interchange.grok_sizes import file_size, file_sizes
+from linnet.train.interchange.grok.importing import find_grok, plan_import
+from linnet.train.interchange.grok.leaves import to_leaves
+from linnet.train.interchange.grok.names import QUANTIZED
+from linnet.train.interchange.grok.settings import grok_config
+from linnet.train.interchange.grok.sizes import file_size, file_sizes
 from linnet.train.interchange.plan import GB, MEMORIES, plan_from_config, show
 from linnet.train.interchange.stored_weights import read_weights, write_weights
 
@@ -69,8 +69,8 @@ def test_the_plan_of_a_checkpoint_is_what_the_import_makes(tmp_path: Path) -> No
     write_weights(tmp_path, leaves, lambda _: None)
     assert plan.checkpoint_bytes == sum(path.stat().st_size for path in (TINY_A / "ckpt-0").iterdir())
     tree = read_weights(tmp_path, param_specs(found.cfg))
-    assert plan.run_bytes == quant.n_bytes(tree)
-    assert plan.held["int8"] == quant.n_bytes(read_weights(tmp_path, param_specs(found.cfg), "int8"))
+    assert plan.run_bytes == n_bytes(tree)
+    assert plan.held["int8"] == n_bytes(read_weights(tmp_path, param_specs(found.cfg), "int8"))
 
 
 @pytest.mark.parametrize("held", ["float32", "bfloat16", "int8"])
@@ -82,7 +82,7 @@ def test_the_bytes_of_every_kind_of_weights_are_foreseen(tmp_path: Path, held: s
     plan = plan_import(tmp_path, None, "float32")
     write_weights(tmp_path / "run", to_leaves(found.tensors, cfg, "float32"), lambda _: None)
     tree = read_weights(tmp_path / "run", param_specs(cfg), held)  # pyright: ignore[reportArgumentType]
-    assert plan.held[held] == quant.n_bytes(tree)  # pyright: ignore[reportArgumentType]
+    assert plan.held[held] == n_bytes(tree)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])

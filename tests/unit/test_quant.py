@@ -13,6 +13,7 @@ from linnet import quant
 from linnet.nn import rows
 from linnet.nn.linear import linear
 from linnet.params import Spec
+from linnet.pytree import n_bytes
 from linnet.quant import Quantized
 
 
@@ -80,4 +81,4 @@ def test_a_weight_is_held_in_no_fewer_bits_than_its_spec_allows() -> None:
     assert eight["norm"].dtype == jnp.float32
     assert eight["embed"].dtype == jnp.bfloat16
     assert isinstance(eight["product"], Quantized)
-    assert quant.n_bytes(eight) == 4 * 4 + 6 * 4 * 2 + 4 * 4 + 4 * 2
+    assert n_bytes(eight) == 4 * 4 + 6 * 4 * 2 + 4 * 4 + 4 * 2

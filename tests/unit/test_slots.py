@@ -17,6 +17,7 @@ from linnet.families.vq.config import VQConfig
 from linnet.families.vq.params import buffer_specs, param_specs
 from linnet.nn.sampling import sampling_settings
 from linnet.params import Spec, map_specs
+from linnet.pytree import n_bytes
 from linnet.weights import Weights
 
 Made = tuple[VQConfig, Any, Any, decode.Prepared]
@@ -105,7 +106,7 @@ def test_4096_tokens_decode_as_in_one_pass() -> None:
     want = np.asarray(forward_logits(params, buffers, tokens, cfg)[0])[0]
     state, got = ticks(prepared, slots.init_slots(cfg, 1), tokens, cfg)
     np.testing.assert_allclose(np.asarray(got)[:, 0], want, atol=1e-4)
-    assert slots.state_bytes(state) == slots.state_bytes(slots.init_slots(cfg, 1))
+    assert n_bytes(state) == n_bytes(slots.init_slots(cfg, 1))
 
 
 @pytest.mark.parametrize(

@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import tiny
+from same_runs import assert_same_bits, lines
 
 from linnet.errors import UserError
-from linnet.pytree import named_leaves
 from linnet.train.folder import RunFolder
 from linnet.train.loop import NotFinite, train
 from linnet.train.metrics import read_metrics
 from linnet.train.runs import open_state
-
-
-def assert_same_bits(a: Any, b: Any) -> None:
-    left, right = dict(named_leaves(a)), dict(named_leaves(b))
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        assert np.asarray(value).tobytes() == np.asarray(right[name]).tobytes(), f"{name} differs"
-
-
-def lines(run: Path) -> list[dict[str, Any]]:
-    """Metrics without what depends on the clock or the machine."""
-    clock = {"time", "tokens_per_second", "mfu", "wait_share", "rss_bytes"}
-    return [{k: v for k, v in r.items() if k not in clock} for r in read_metrics(run) if r["kind"] != "event"]
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

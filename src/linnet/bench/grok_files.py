@@ -16,9 +16,9 @@ import numpy as np
 
 from linnet.config import run_from_dict
 from linnet.families.moe.config import MoEConfig
-from linnet.train.interchange.grok_leaves import specs_by_name
-from linnet.train.interchange.grok_names import QUANTIZED, file_order
-from linnet.train.interchange.grok_sizes import scale_groups
+from linnet.train.interchange.grok.leaves import specs_by_name
+from linnet.train.interchange.grok.names import QUANTIZED, file_order
+from linnet.train.interchange.grok.sizes import scale_groups
 
 
 class QuantizedWeight8bit:

@@ -15,8 +15,8 @@ from linnet.bench.measure import own_peak_bytes
 from linnet.config import RunConfig
 from linnet.families.moe.config import MoEConfig
 from linnet.train.environment import give_back_memory, rss_bytes
-from linnet.train.interchange.grok_checkpoint import checkpoint_files, read_checkpoint
-from linnet.train.interchange.grok_import import Found, import_grok
+from linnet.train.interchange.grok.checkpoint import checkpoint_files, read_checkpoint
+from linnet.train.interchange.grok.importing import Found, import_grok
 from linnet.train.interchange.stored_array import CHUNK
 
 

@@ -24,7 +24,7 @@ from linnet.families.vq.config import VQConfig
 from linnet.families.vq.family import reading_block_len
 from linnet.nn import sampling
 from linnet.params import Spec, is_spec
-from linnet.pytree import leaf_name
+from linnet.pytree import leaf_name, n_bytes
 from linnet.train.evaluate import evaluate, make_nats
 from linnet.train.optim import optimizer as make_optimizer
 from linnet.train.state import fresh_buffers, fresh_state
@@ -135,7 +135,7 @@ def decode(cfg: RunConfig, weights: Weights = "float32") -> Job:
     state = slots.init_slots(model, len(prompts))
     for i, prompt in enumerate(prompts):
         state = slots.insert(state, slots.admit(params, buffers, prompt[:-1], model), i)
-    size = slots.state_bytes(state) // len(prompts)
+    size = n_bytes(state) // len(prompts)
     tokens, settings, keys, seen = _draws(cfg, prompts)
     kept = None if model.context is None else jax.tree.map(jnp.copy, (state, tokens, seen))
     ticks: Callable[..., Any] | None = None

@@ -13,6 +13,7 @@ from linnet.cli.parse import parse
 from linnet.weights import Weights
 
 if TYPE_CHECKING:
+    from linnet.config import DataConfig
     from linnet.train.evaluate import Evaluation
 
 
@@ -43,12 +44,10 @@ def eval_command(argv: list[str]) -> int:
     )
     from linnet import quant
     from linnet.cli.startup import prepare_jax
-    from linnet.config import DataConfig
     from linnet.data import open_data
-    from linnet.data.opening import is_divided
+    from linnet.pytree import n_bytes
     from linnet.train.environment import peak_rss_bytes
     from linnet.train.evaluate import evaluate
-    from linnet.train.plots import position_svg, position_table, position_words
     from linnet.train.progress import track
     from linnet.train.runs import open_run
     from linnet.train.vocabulary import must_match
@@ -56,13 +55,7 @@ def eval_command(argv: list[str]) -> int:
     prepare_jax()
     run = open_run(flags.run, flags.checkpoint)
     cfg = run.cfg
-    data_cfg, split = cfg.data, flags.split
-    if flags.source is not None:
-        lengths = {name: getattr(cfg.data, name) for name in ("sequence_len", "update_len", "batch_size")}
-        data_cfg = DataConfig(source=flags.source, **lengths)
-        if not is_divided(flags.source):  # all of a plain text is evaluated
-            split = "train"
-            data_cfg = dataclasses.replace(data_cfg, validation_fraction=0.0, test_fraction=0.0)
+    data_cfg, split = _data(flags, cfg.data)
     data = open_data(data_cfg, cfg.seed)
     data.must_fit(cfg.model.n_vocab, cfg.model.end_id)
     must_match(flags.run, data, run.vocabulary.tokenizer)
@@ -84,12 +77,11 @@ def eval_command(argv: list[str]) -> int:
 
     params = quant.lower(run.params, run.family.param_specs(cfg.model), flags.weights)
     result = evaluated(params, "evaluating")
-    name = split if flags.source is None else "source"
     record = result.to_json() | {
-        "split": name,
+        "split": split if flags.source is None else "source",
         "step": run.step,
         "weights": flags.weights,
-        "weight_bytes": quant.n_bytes(params),
+        "weight_bytes": n_bytes(params),
         "run": str(flags.run),
         "peak_rss_bytes": peak_rss_bytes(),
     }
@@ -98,31 +90,62 @@ def eval_command(argv: list[str]) -> int:
         record["float32"] = {
             "loss": whole.loss,
             "bits_per_byte": whole.bits_per_byte,
-            "weight_bytes": quant.n_bytes(run.params),
+            "weight_bytes": n_bytes(run.params),
         }
     if flags.source is not None:
         record["source"] = flags.source
-    file = name if flags.weights == "float32" else f"{name}_{flags.weights}"
-    (flags.run / f"eval_{file}.json").write_text(json.dumps(record, indent=2) + "\n")
-    figure = flags.run / f"eval_{file}.svg"
-    figure.write_text(position_svg(result.position_edges, result.position_nats))
+    figure = _write(flags, record, result)
     if flags.json:
         print(json.dumps(record))
-        return 0
+    else:
+        _tell(record, result, figure)
+    return 0
+
+
+def _data(flags: Flags, trained_on: DataConfig) -> tuple[DataConfig, str]:
+    """What is evaluated: the run's own data or another source, in the run's lengths; and which split of it."""
+    from linnet.config import DataConfig
+    from linnet.data.opening import is_divided
+
+    if flags.source is None:
+        return trained_on, flags.split
+    lengths = {name: getattr(trained_on, name) for name in ("sequence_len", "update_len", "batch_size")}
+    other = DataConfig(source=flags.source, **lengths)
+    if is_divided(flags.source):
+        return other, flags.split
+    # All of a plain text is evaluated.
+    return dataclasses.replace(other, validation_fraction=0.0, test_fraction=0.0), "train"
+
+
+def _write(flags: Flags, record: dict[str, Any], result: Evaluation) -> Path:
+    """Into the run's folder: the figures, and the plot by position, whose path is returned."""
+    from linnet.train.plots import position_svg
+
+    name = record["split"] if flags.weights == "float32" else f"{record['split']}_{flags.weights}"
+    (flags.run / f"eval_{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    figure = flags.run / f"eval_{name}.svg"
+    figure.write_text(position_svg(result.position_edges, result.position_nats))
+    return figure
+
+
+def _tell(record: dict[str, Any], result: Evaluation, figure: Path) -> None:
     from rich.console import Console
+
+    from linnet.train.plots import position_table, position_words
 
     console = Console()
     console.print(
-        f"{name} at step {run.step}: {record['bits_per_byte']:.4f} bits per {result.unit}, {record['nats_per_token']:.4f} nats "
-        f"({record['bits_per_token']:.4f} bits) per token, perplexity {record['perplexity']:.3f}; "
+        f"{record['split']} at step {record['step']}: {record['bits_per_byte']:.4f} bits per {result.unit}, "
+        f"{record['nats_per_token']:.4f} nats ({record['bits_per_token']:.4f} bits) per token, "
+        f"perplexity {record['perplexity']:.3f}; "
         f"{result.tokens:,} tokens, {result.bytes:,} {'bytes' if result.unit == 'byte' else 'dimensions'}."
     )
     if result.words:
         console.print(f"By word: perplexity {result.word_perplexity:.3f}, {result.words:,} words.")
-    if flags.weights != "float32":
-        before = record["float32"]
+    before = record.get("float32")
+    if before is not None:
         console.print(
-            f"With float32 weights: {before['bits_per_byte']:.4f} bits per {result.unit}; {flags.weights} weights cost "
+            f"With float32 weights: {before['bits_per_byte']:.4f} bits per {result.unit}; {record['weights']} weights cost "
             f"{record['bits_per_byte'] - before['bits_per_byte']:+.4f} and take {record['weight_bytes'] / 1e6:.1f} MB instead of "
             f"{before['weight_bytes'] / 1e6:.1f}."
         )
@@ -130,4 +153,3 @@ def eval_command(argv: list[str]) -> int:
     if result.unit == "byte":  # a place in a picture is not only how much was seen, but what is there
         console.print(position_words(result.position_edges, result.position_nats))
     console.print(f"The plot is in {figure}.")
-    return 0

@@ -101,7 +101,7 @@ def _with_tokenizer(model: Any, tokenizer: Tokenizer, flags: ImportFlags) -> Any
 
 
 def _plan(flags: ImportFlags) -> int:
-    from linnet.train.interchange.grok_import import plan_import
+    from linnet.train.interchange.grok.importing import plan_import
     from linnet.train.interchange.plan import show
 
     if flags.kind != "grok-1":
@@ -111,7 +111,7 @@ def _plan(flags: ImportFlags) -> int:
 
 
 def _grok(flags: ImportFlags, file: Path, out: Path, tokenizer: Tokenizer | None) -> int:
-    from linnet.train.interchange.grok_import import find_grok, import_grok, run_config
+    from linnet.train.interchange.grok.importing import find_grok, import_grok, run_config
 
     found = find_grok(file, flags.settings)
     print(f"Sizes: {found.settings or 'as published'}.")
@@ -173,7 +173,7 @@ def export_command(argv: list[str]) -> int:
     if run.cfg.family != needed:
         raise refuse("--format", flags.format, f"one for {run.cfg.family} models", "use safetensors")
     if flags.format == "grok-hf":
-        from linnet.train.interchange.grok_hf import export_conversion
+        from linnet.train.interchange.grok.hf import export_conversion
 
         n = export_conversion(run.params, cast(Any, run.cfg.model), out)
         print(f"Wrote {n} file{'s' if n > 1 else ''} to {out} (step {run.step}).")

@@ -70,6 +70,9 @@ class Tokenizer(Protocol):
         ...
 
 
+_BYTE = tuple(bytes((value,)) for value in range(256))
+
+
 class BytesTokenizer:
     """A byte is an id. Nothing to learn, nothing to lose."""
 
@@ -90,7 +93,8 @@ class BytesTokenizer:
         return values[(values >= 0) & (values < 256)].astype(np.uint8).tobytes()
 
     def id_bytes(self, token: int) -> bytes:
-        return self.decode([token])
+        byte = token - FIRST_BYTE
+        return _BYTE[byte] if 0 <= byte < 256 else b""
 
     def lengths(self) -> Int32[np.ndarray, " vocab"]:
         return (np.arange(self.n_vocab) >= FIRST_BYTE).astype(np.int32)

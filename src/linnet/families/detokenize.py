@@ -30,9 +30,9 @@ class TextAssembler:
         self._stops = [_Stop(text) for text in stop]
         self._left = min_tokens  # tokens until a stop string counts
         self._held = b""  # bytes that may yet turn out to begin a stop string
-        self._certain = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begun = b""  # of those that may not, the beginning of a character
         self._text: list[str] = []  # certain, not taken
-        self._all = codecs.getincrementaldecoder("utf-8")("replace")  # as if nothing were held back, for the offsets
+        self._begun_all = b""  # the same as if nothing were held back, for the offsets
         self._n_chars = 0
         self._offsets: list[int] = []  # not taken
 
@@ -41,7 +41,13 @@ class TextAssembler:
         assert self.stopped is None, "a token after the text had ended"
         self._left -= 1
         data = self._id_bytes(token)
-        self._offsets.append(self._place(data))
+        self._offsets.append(self._place(data[:1]))
+        text, self._begun_all = _decoded(self._begun_all + data)
+        self._n_chars += len(text)
+        if not self._stops:  # nothing is ever held back: what is whole is certain
+            self._text.append(text)
+            self._begun = self._begun_all
+            return
         for i in range(len(data)):
             self._push(data[i : i + 1])
             if self.stopped is not None:
@@ -56,8 +62,8 @@ class TextAssembler:
 
     def close(self) -> str:
         """The rest of the text, when no more can come. A character that never became whole is U+FFFD."""
-        rest = [*self._text, self._certain.decode(self._held, final=True)]
-        self._text, self._held = [], b""
+        rest = [*self._text, (self._begun + self._held).decode(errors="replace")]
+        self._text, self._begun, self._held = [], b"", b""
         return "".join(rest)
 
     def _push(self, byte: bytes) -> None:
@@ -68,17 +74,23 @@ class TextAssembler:
             self.stopped = longest.text
             ready, self._held = self._held[: -len(longest.data)], b""
         else:
-            cut = len(self._held) - max((stop.n_matched for stop in self._stops), default=0)
+            cut = len(self._held) - max(stop.n_matched for stop in self._stops)
             ready, self._held = self._held[:cut], self._held[cut:]
         if ready:
-            self._text.append(self._certain.decode(ready))
+            text, self._begun = _decoded(self._begun + ready)
+            self._text.append(text)
 
-    def _place(self, data: bytes) -> int:
+    def _place(self, first: bytes) -> int:
         """Which character the first byte is part of; of a token without bytes, the one that is begun, or else the next."""
-        begun, _ = self._all.getstate()
-        place = self._n_chars + max(0, len((begun + data[:1]).decode(errors="replace")) - 1)
-        self._n_chars += len(self._all.decode(data))
-        return place
+        if not self._begun_all:
+            return self._n_chars
+        return self._n_chars + len((self._begun_all + first).decode(errors="replace")) - 1
+
+
+def _decoded(data: bytes) -> tuple[str, bytes]:
+    """The characters that are whole, and the beginning of another."""
+    text, n = codecs.utf_8_decode(data, "replace", False)
+    return text, data[n:]
 
 
 class _Stop:

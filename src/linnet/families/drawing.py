@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from linnet.nn.likelihood import likeliest
 from linnet.nn.sampling import Rules, SamplingSettings, sample, uniforms
 
 Top = tuple[Int[Array, "n B K"], Float[Array, "n B K"]]
@@ -36,10 +37,7 @@ def draw(
         slots, seen, tokens = state
         slots, logits = tick(slots, tokens)
         tokens, logprobs = sample(logits, settings, chance, seen, rules, slots.position)
-        top = None
-        if n_top:
-            scores, likeliest = jax.lax.top_k(logits, n_top)
-            top = (likeliest, scores - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+        top = likeliest(logits, n_top) if n_top else None
         return (slots, seen.at[rows, tokens].add(1), tokens), (tokens, logprobs, top)
 
     (slots, seen, _), (drawn, logprobs, top) = jax.lax.scan(step, (slots, seen, tokens), chances)

@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from linnet import rng
 from linnet.families.family import Family
 from linnet.nn.sampling import Rules, SamplingSettings, sampling_settings
+from linnet.pytree import n_bytes
 from linnet.serve.request import MOST_TOP, Choice, Sampling
 
 N_TICKS = 16
@@ -55,8 +56,9 @@ class Backend:
         self._params, self._buffers = self.decoder.hold(params), buffers
         self._prepared = self.decoder.prepare(self._params, buffers, cfg)
         self.chunk_len: int = self.decoder.chunk_len(cfg)
+        self._nothing_read = jax.block_until_ready(self.decoder.empty_state(cfg))
         self.reset()
-        self.state_bytes: int = self.decoder.state_bytes(self._slots) // n_slots
+        self.state_bytes: int = n_bytes(self._slots) // n_slots
 
     def reset(self) -> None:
         """Empty slots: at the start, and after a failure that may have left them in any state."""
@@ -75,17 +77,20 @@ class Backend:
         longest = self.chunk_len if self.cfg.context is None else min(self.chunk_len, self.cfg.context)
         self.read_chunk(self.empty_memory(), [self.cfg.end_id] * longest)
         memory = self.read_chunk(self.empty_memory(), [self.cfg.end_id])
-        self.place(0, self.seat(memory, self.cfg.end_id, 1), Sampling(), (), frozenset())
-        for n_ticks in (1, N_TICKS):
-            for with_top in (False, True):
-                jax.block_until_ready(self.dispatch(n_ticks, [0], with_top=with_top, keep=[0]).tokens)
-        self.memory_after(self.take(0, 1), ())
+        seat = self.seat(memory, self.cfg.end_id, 1)
+        self.rule(0, seat, Sampling(), (), frozenset())
+        self.begin(0, seat)
+        for n_ticks, with_top in ((1, True), (N_TICKS, False), (N_TICKS, True)):
+            jax.block_until_ready(self.dispatch(n_ticks, [0], with_top=with_top, keep=[0]).tokens)
+        after = self.take(0, 1)
+        self.memory_after(after, ())
+        self.put(0, after)
         self.reset()
 
     # Reading prompts
 
     def empty_memory(self) -> Any:
-        return self.decoder.empty_state(self.cfg)
+        return self._nothing_read  # nobody writes into a memory: the same one serves all
 
     def state_like(self, n_read: int) -> Any:
         """Of the shapes that the memory of so many tokens has."""
@@ -116,13 +121,38 @@ class Backend:
     # Slots
 
     def seat(self, memory: Any, token: int, n_read: int) -> Seat:
-        written = jnp.zeros((self.cfg.n_vocab,), jnp.int32)
-        return Seat(memory=memory, token=jnp.int32(token), written=written, n_read=n_read, n_held=n_read)
+        written = np.zeros((self.cfg.n_vocab,), np.int32)
+        return Seat(memory=memory, token=np.int32(token), written=written, n_read=n_read, n_held=n_read)
 
-    def place(self, slot: int, seat: Seat, sampling: Sampling, prompt: Sequence[int], late: frozenset[int]) -> None:
+    def put(self, slot: int, seat: Seat) -> None:
+        """What the request holds, into the slot."""
         self._slots = self.decoder.insert(self._slots, seat.memory, slot)
         self._held[slot], self._known[slot] = seat.n_held, seat.memory
         self._tokens, self._written = _set_row(self._tokens, self._written, slot, seat.token, seat.written)
+
+    def begin(self, slot: int, seat: Seat) -> Ticket:
+        """Draws a request's first token by itself, then puts it into the slot: it need not wait for the others, who are in the midst
+        of many ticks, nor they for it. The ticket has one column."""
+        settings, rules, keys = self._table.row(slot)
+        one, written, tokens, logprobs, top = self.decoder.decode(
+            self._prepared,
+            self.decoder.alone(seat.memory, self.cfg),
+            np.reshape(seat.token, (1,)),
+            settings,
+            keys,
+            np.reshape(seat.written, (1, -1)),
+            rules,
+            cfg=self.cfg,
+            n_ticks=1,
+            n_top=self._n_top(True),
+        )
+        n_held = seat.n_held + 1
+        memory = self.decoder.extract(self._prepared, one, 0, self.cfg, n_held, seat.memory)
+        self.put(slot, Seat(memory=memory, token=tokens, written=written, n_read=seat.n_read, n_held=n_held))
+        return Ticket(tokens=tokens, logprobs=logprobs, top=top, before={0: seat})
+
+    def rule(self, slot: int, seat: Seat, sampling: Sampling, prompt: Sequence[int], late: frozenset[int]) -> None:
+        """How the slot's tokens are chosen from here on."""
         # Position p of a draw counts the tokens read by then: the first draw is at n_read + 1.
         self._table.set(slot, sampling, prompt, late, until=seat.n_read + 1 + sampling.min_tokens)
 
@@ -131,7 +161,8 @@ class Backend:
         held, known = self._held[slot], self._known[slot]
         memory = self.decoder.extract(self._prepared, self._slots, slot, self.cfg, held, known)
         self._known[slot] = memory
-        return Seat(memory=memory, token=self._tokens[slot], written=self._written[slot], n_read=n_read, n_held=held)
+        token, written = _row(self._tokens, self._written, slot)
+        return Seat(memory=memory, token=token, written=written, n_read=n_read, n_held=held)
 
     def restrict(self, slot: int, allowed: Bool[np.ndarray, " A"]) -> bool:
         """Only these ids at the next tick; False if the slot's own rules leave none of them."""
@@ -154,16 +185,17 @@ class Backend:
             active,
             cfg=self.cfg,
             n_ticks=n_ticks,
-            n_top=self._n_top(with_top),
+            # One tick is rare, and never short of time: a program of its own without the likeliest is not worth its start.
+            n_top=self._n_top(with_top or n_ticks == 1),
         )
-        self._tokens = tokens[-1]
+        self._tokens = _last(tokens)
         for slot in running:
             self._held[slot] += n_ticks
         return Ticket(tokens=tokens, logprobs=logprobs, top=top, before=before)
 
     def memory_after(self, before: Seat, written: Sequence[int]) -> Any:
         """The memory once `before` has read its token and then these: by ticks, so it is the same bits as in its slot."""
-        one = self.decoder.insert(self.decoder.init_slots(self.cfg, 1), before.memory, 0)
+        one = self.decoder.alone(before.memory, self.cfg)
         for read in (int(before.token), *written):
             one, _ = self.decoder.tick(self._prepared, one, jnp.full((1,), read, jnp.int32), self.cfg)
         n_held = before.n_held + 1 + len(written)
@@ -179,9 +211,9 @@ class _RuleTable:
         self._late = np.zeros((n_slots, n_vocab), bool)
         self._late_until = np.zeros((n_slots,), np.int32)
         self._prompted = np.zeros((n_slots, n_vocab), bool)
-        self._keys = [_key(0)] * n_slots
+        self._keys = _keys(n_slots)
         self._restricted: dict[int, np.ndarray] = {}
-        self._device: tuple[SamplingSettings, Rules, Array] | None = None
+        self._device: tuple[SamplingSettings, Rules] | None = None
 
     def set(self, slot: int, sampling: Sampling, prompt: Sequence[int], late: frozenset[int], until: int) -> None:
         for name in (field.name for field in dataclasses.fields(self._settings)):
@@ -199,7 +231,7 @@ class _RuleTable:
         self._prompted[slot] = False
         if sampling.repetition_penalty != 1.0:
             self._prompted[slot, list(set(prompt))] = True
-        self._keys[slot] = _key(sampling.seed)
+        self._keys = _set_key(self._keys, slot, np.uint32(sampling.seed))
         self._restricted.pop(slot, None)  # of one who sat here before, and was stuck
         self._device = None
 
@@ -207,27 +239,56 @@ class _RuleTable:
         self._restricted[slot] = allowed
         return bool((allowed & (self._bias[slot] > -np.inf)).any())
 
-    def on_device(self) -> tuple[SamplingSettings, Rules, Array]:
+    def on_device(self) -> tuple[SamplingSettings, Rules, PRNGKeyArray]:
         if self._device is None:
-            rules = Rules(
-                bias=jnp.array(self._bias),
-                late=jnp.array(self._late),
-                late_until=jnp.array(self._late_until),
-                prompted=jnp.array(self._prompted),
-            )
-            self._device = (jax.tree.map(jnp.array, self._settings), rules, jnp.stack(self._keys))
-        settings, rules, keys = self._device
+            # Copied first: the device may read from the host's memory, later than this, and the table changes meanwhile.
+            table = (self._settings, self._bias, self._late, self._late_until, self._prompted)
+            settings, bias, late, late_until, prompted = jax.device_put(jax.tree.map(np.copy, table))
+            self._device = settings, Rules(bias=bias, late=late, late_until=late_until, prompted=prompted)
+        settings, rules = self._device
         if self._restricted:
             bias = self._bias.copy()
             for slot, allowed in self._restricted.items():
                 bias[slot, ~allowed] = -np.inf
             self._restricted = {}
             rules = dataclasses.replace(rules, bias=jnp.array(bias))
-        return settings, rules, keys
+        return settings, rules, self._keys
+
+    def row(self, slot: int) -> tuple[SamplingSettings, Rules, PRNGKeyArray]:
+        """Of one slot."""
+        return _one_row(self.on_device(), slot)
 
 
-def _key(seed: int) -> Array:
+# Compiled, for the dozen operations that each would be by itself cost the host a millisecond, and the device waits.
+
+
+@partial(jax.jit, static_argnums=0)
+def _keys(n_slots: int) -> PRNGKeyArray:
+    return jnp.stack([_key(0)] * n_slots)
+
+
+@jax.jit
+def _set_key(keys: PRNGKeyArray, slot: int | Int[Array, ""], seed: UInt32[Array, ""]) -> PRNGKeyArray:
+    return keys.at[slot].set(_key(seed))
+
+
+def _key(seed: int | UInt32[Array, ""]) -> PRNGKeyArray:
     return rng.stream(rng.root(seed), "sample")
+
+
+@jax.jit
+def _one_row(table: Any, slot: int | Int[Array, ""]) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), table)
+
+
+@jax.jit
+def _last(tokens: Int[Array, "n B"]) -> Int[Array, " B"]:
+    return tokens[-1]
+
+
+@jax.jit
+def _row(tokens: Int[Array, " B"], written: Int[Array, "B A"], slot: int | Int[Array, ""]) -> tuple[Array, Array]:
+    return tokens[slot], written[slot]
 
 
 @partial(jax.jit, donate_argnums=(1,))
@@ -235,7 +296,7 @@ def _set_row(
     tokens: Int[Array, " B"],
     written: Int[Array, "B A"],
     slot: int | Int[Array, ""],
-    token: Int[Array, ""],
-    row: Int[Array, " A"],
+    token: Array,
+    row: Array,
 ) -> tuple[Array, Array]:
-    return tokens.at[slot].set(token), written.at[slot].set(row)
+    return tokens.at[slot].set(token.reshape(())), written.at[slot].set(row.reshape(-1))

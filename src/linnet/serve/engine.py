@@ -48,7 +48,7 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """A dispatch that was not read back yet, and who sat where."""
+    """A dispatch that was not read back yet, and whose tokens stand in which column."""
 
     ticket: Ticket
     jobs: dict[int, Job]
@@ -198,21 +198,20 @@ class Engine:
             job.seat, job.slot = self.backend.take(slot, _positions(job)), None
         if plan.read is not None:
             self._read(self._jobs[plan.read])
-        for id, slot in plan.place:
-            self._place(self._jobs[id], slot)
-        running = self._running()
-        if not plan.tick or not running:
-            self._collect()
-            return
+        begun = [flight for id, slot in plan.place if (flight := self._place(self._jobs[id], slot)) is not None]
+        running = self._running() if plan.tick else {}
         constrained = any(job.matcher is not None for job in running.values())
+        before, self._flight = self._flight, None
         if constrained:  # what may come next depends on what came last
-            self._collect()
+            self._collect(before, *begun)
+            before, begun = None, []
             running = {slot: job for slot, job in self._running().items() if self._may_go_on(slot, job)}
         if running:
-            before, self._flight = self._flight, self._dispatch(running, constrained)
-            self._collect(before)
+            self._flight = self._dispatch(running, constrained)
+        self._collect(before, *begun)
         if constrained:
-            self._collect()
+            self._collect(self._flight)
+            self._flight = None
 
     def _running(self) -> dict[int, Job]:
         with self._changed:  # others add jobs meanwhile
@@ -235,15 +234,12 @@ class Engine:
         return False
 
     def _dispatch(self, running: dict[int, Job], constrained: bool) -> _Flight:
-        fresh = any(job.is_fresh for job in running.values())
         ticket = self.backend.dispatch(
-            1 if fresh or constrained else N_TICKS,
+            1 if constrained else N_TICKS,
             list(running),
             with_top=any(job.request.sampling.top_logprobs for job in running.values()),
             keep=[slot for slot, job in running.items() if job.request.return_state],
         )
-        for job in running.values():
-            job.is_fresh = False
         return _Flight(ticket, dict(running))
 
     def _read(self, job: Job) -> None:
@@ -271,7 +267,9 @@ class Engine:
         if len(chunk) == size and n <= len(job.keys) and self.prefix.wants(n, len(job.keys)):
             self.prefix.add(job.keys[n - 1], job.memory)
 
-    def _place(self, job: Job, slot: int) -> None:
+    def _place(self, job: Job, slot: int) -> _Flight | None:
+        """Gives a request its slot; one that has not begun draws its first token, unless it cannot."""
+        is_fresh = job.seat is None
         if job.seat is None:
             while job.n_read < len(job.to_read):  # the cache knew less than when it was asked
                 self._read(job)
@@ -279,27 +277,28 @@ class Engine:
             job.seat = self.backend.seat(memory, job.last, _positions(job))
             job.tell_prompt_read()
         prompt = [*job.to_read[1:], job.last] if job.to_read else []
-        self.backend.place(slot, job.seat, job.request.sampling, prompt, job.late)
+        seat = job.seat
+        self.backend.rule(slot, seat, job.request.sampling, prompt, job.late)
         job.seat, job.slot, job.memory = None, slot, None
+        if not is_fresh:
+            self.backend.put(slot, seat)
+            return None
+        return _Flight(self.backend.begin(slot, seat), {0: job}) if self._may_go_on(slot, job) else None
 
-    def _collect(self, flight: _Flight | None = None) -> None:
-        """Reads a dispatch back and tells everyone theirs: this one, or the one on its way."""
-        if flight is None:
-            flight, self._flight = self._flight, None
-        if flight is None:
-            return
-        tokens, logprobs = np.asarray(flight.ticket.tokens), np.asarray(flight.ticket.logprobs)
-        top = None if flight.ticket.top is None else tuple(map(np.asarray, flight.ticket.top))
-        for slot, job in flight.jobs.items():
-            if not job.is_done:
-                self._tell(job, slot, flight.ticket, tokens[:, slot].tolist(), logprobs[:, slot].tolist(), top)
+    def _collect(self, *flights: _Flight | None) -> None:
+        """Reads dispatches back and tells everyone theirs."""
+        for flight in flights:
+            if flight is None:
+                continue
+            tokens, logprobs = np.asarray(flight.ticket.tokens), np.asarray(flight.ticket.logprobs)
+            for column, job in flight.jobs.items():
+                if not job.is_done:
+                    self._tell(job, column, flight.ticket, tokens[:, column].tolist(), logprobs[:, column].tolist())
 
-    def _tell(
-        self, job: Job, slot: int, ticket: Ticket, tokens: list[int], logprobs: list[float], top: tuple[Any, ...] | None
-    ) -> None:
+    def _tell(self, job: Job, column: int, ticket: Ticket, tokens: list[int], logprobs: list[float]) -> None:
         likeliest = None
-        if top is not None and job.request.sampling.top_logprobs:
-            ids, values = top[0][:, slot].tolist(), top[1][:, slot].tolist()
+        if ticket.top is not None and job.request.sampling.top_logprobs:
+            ids, values = (np.asarray(one)[:, column].tolist() for one in ticket.top)
             likeliest = [[Choice(i, v) for i, v in zip(*row, strict=True)] for row in zip(ids, values, strict=True)]
         try:
             n, reason, stopped_by = job.take(tokens, logprobs, likeliest)
@@ -313,7 +312,7 @@ class Engine:
             return
         state = None
         if job.request.return_state:
-            memory = self.backend.memory_after(ticket.before[slot], tokens[: n - 1])
+            memory = self.backend.memory_after(ticket.before[column], tokens[: n - 1])
             state = State(memory=memory, last=tokens[n - 1], n_tokens=job.n_tokens_after, model=self.fingerprint)
         self._end(job, reason, stopped_by=stopped_by, state=state)
 

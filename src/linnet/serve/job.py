@@ -46,8 +46,6 @@ class Job:
         """Of the prompt, both."""
         self.seat: Seat | None = None
         self.slot: int | None = None
-        self.is_fresh = True
-        """Its first token was not asked for yet."""
         self.is_done = False
         sampling = request.sampling
         self.ends = frozenset() if sampling.ignore_end else frozenset({end_id})
@@ -112,7 +110,7 @@ class Job:
             text += self._text.close()
             offsets = (*offsets, *[self._n_letters + len(text)] * (n - len(offsets)))  # an id that ends it has no text
         self._n_letters += len(text)
-        choices = tuple(Choice(token, value) for token, value in zip(tokens[:n], logprobs[:n], strict=True))
+        choices = tuple(map(Choice, tokens[:n], logprobs[:n]))
         asked = sampling.top_logprobs
         likeliest = tuple(tuple(row[:asked]) for row in top[:n]) if top is not None and asked else ()
         self._emit(Produced(tokens=choices, top=likeliest, text=text, offsets=offsets))

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from linnet.pytree import n_bytes
+
 
 class PrefixCache:
     def __init__(self, chunk_len: int, max_bytes: int) -> None:
@@ -50,7 +52,7 @@ class PrefixCache:
         return self._max_bytes > 0 and (n == of or n & (n - 1) == 0)
 
     def add(self, key: bytes, state: Any) -> None:
-        if key in self._states or sum(leaf.nbytes for leaf in jax.tree.leaves(state)) > self._max_bytes:
+        if key in self._states or n_bytes(state) > self._max_bytes:
             return
         self._states[key] = state
         for leaf in jax.tree.leaves(state):

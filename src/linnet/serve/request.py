@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from linnet.errors import UserError, refuse
 from linnet.families.detokenize import check_stops
@@ -126,9 +126,8 @@ class Request:
     use_prefix_cache: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A token and its log-probability in the model's own distribution."""
+class Choice(NamedTuple):
+    """A token and its log-probability in the model's own distribution. (A tuple: one is made for every token of every answer.)"""
 
     token: int
     logprob: float

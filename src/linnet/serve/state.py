@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.errors import UserError
+from linnet.pytree import named_leaves
 
 FORMAT, VERSION, META = "linnet-state", 1, "linnet"
 KINDS: dict[str, Any] = {"F32": np.float32, "BF16": jnp.bfloat16, "I32": np.int32}
@@ -39,7 +40,7 @@ class State:
 def model_fingerprint(params: Any, buffers: Any, config: Any) -> str:
     """Of every weight: two models that differ in one bit differ here."""
     digest = hashlib.sha256(repr(config).encode())
-    for name, leaf in _named((params, buffers)):
+    for name, leaf in named_leaves((params, buffers)):
         digest.update(f"{name}{leaf.dtype}{leaf.shape}".encode())
         digest.update(_raw(leaf))
     return digest.hexdigest()
@@ -48,7 +49,7 @@ def model_fingerprint(params: Any, buffers: Any, config: Any) -> str:
 def to_bytes(state: State) -> bytes:
     from safetensors.numpy import save
 
-    arrays = {name: np.ascontiguousarray(np.asarray(leaf)) for name, leaf in _named(state.memory)}
+    arrays = {name: np.ascontiguousarray(np.asarray(leaf)) for name, leaf in named_leaves(state.memory)}
     about = {"last": state.last, "n_tokens": state.n_tokens, "model": state.model}
     meta = {"format": FORMAT, "version": VERSION, "about": about, "sha256": _checksum(arrays, about)}
     # One entry: safetensors writes several in any order, and equal states shall be equal files.
@@ -77,7 +78,7 @@ def from_bytes(content: bytes, like: Callable[[int], Any], model: str) -> State:
             "that made it."
         )
     shape = like(n_tokens - 1) if 0 < n_tokens < 1 << 40 else None
-    wanted = dict(_named(shape))
+    wanted = dict(named_leaves(shape))
     fits = arrays.keys() == wanted.keys() and all(
         arrays[name].shape == leaf.shape and arrays[name].dtype == leaf.dtype for name, leaf in wanted.items()
     )
@@ -90,11 +91,6 @@ def from_bytes(content: bytes, like: Callable[[int], Any], model: str) -> State:
 
 def _array(stored: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(stored["data"], KINDS[stored["dtype"]]).reshape(stored["shape"])
-
-
-def _named(tree: Any) -> Iterator[tuple[str, Any]]:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
 
 
 def _checksum(arrays: dict[str, np.ndarray], about: dict[str, Any]) -> str:

@@ -66,6 +66,11 @@ def insert(slots: Slots, one: Memory, i: int) -> Slots:
     return _set_position(slots, i, one.n_read)
 
 
+def alone(one: Memory, cfg: MoEConfig) -> Slots:
+    """A slot that holds this sequence, and no other slot."""
+    return insert(init_slots(cfg, 1), one, 0)
+
+
 def extract(slots: Slots, i: int, n_read: int, known: Memory | None = None) -> Memory:
     """The first `n_read` tokens of slot `i`. Blocks that are full in `known`, an earlier state of the same sequence, are shared."""
     n_known = 0 if known is None else min(known.n_read, n_read) // BLOCK

@@ -15,6 +15,7 @@ from linnet import quant
 from linnet.families.moe.config import MoEConfig
 from linnet.families.moe.params import LayerParams, MoEParams
 from linnet.nn import experts as ex
+from linnet.nn import likelihood
 from linnet.nn.experts import ExpertWeights, Routing
 from linnet.nn.grouped_query import Scores, attend
 from linnet.nn.linear import linear
@@ -93,9 +94,7 @@ def nats(
     params: MoEParams, x: Float[Array, "B T D"], targets: Int[Array, "B T"], cfg: MoEConfig
 ) -> Float[Array, "B T"]:
     """-log p(target), in float32."""
-    scores = logits(params, x, cfg)
-    chosen = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(scores, axis=-1) - chosen
+    return likelihood.nats(logits(params, x, cfg), targets)
 
 
 def n_flops_per_token(cfg: MoEConfig, n_token: int | None = None) -> int:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from linnet import quant
 from linnet.families import drawing
 from linnet.families.moe import cache, model
-from linnet.families.moe.cache import BLOCK, Memory, Slots, init_slots, insert
+from linnet.families.moe.cache import BLOCK, Memory, Slots, alone, init_slots, insert
 from linnet.families.moe.config import MoEConfig
 from linnet.families.moe.params import LayerParams, MoEParams
 from linnet.nn import experts as ex
@@ -60,6 +60,7 @@ def empty_state(cfg: MoEConfig) -> Memory:
 
 
 def state_like(cfg: MoEConfig, n_read: int) -> Memory:
+    """As large as what was read, in whole blocks; nothing holds more than the context."""
     return cache.blank(cfg, min(n_read, cfg.context))
 
 
@@ -72,7 +73,7 @@ def chunk_len(cfg: MoEConfig) -> int:
 def admit(
     params: MoEParams, buffers: Any, prompt: Sequence[int], cfg: MoEConfig, memory: Memory | None = None
 ) -> Memory:
-    """Reads a prompt (after `memory`, where given) in chunks of one size, so that one program does for all."""
+    """Reads a prompt that fits the context (after `memory`, where given) in chunks of one size, so that one program does for all."""
     memory = empty_state(cfg) if memory is None else memory
     size = chunk_len(cfg)
     for start in range(0, len(prompt), size):
@@ -88,7 +89,7 @@ def admit_chunk(params: MoEParams, buffers: Any, memory: Memory, tokens: Sequenc
     assert n_read <= cfg.context, f"{n_read} tokens do not fit a context of {cfg.context}"
     padded = np.full((size,), cfg.pad_id, np.int32)
     padded[: len(tokens)] = tokens
-    one = insert(init_slots(cfg, 1), memory, 0)
+    one = alone(memory, cfg)
     one, _ = _read(params, one, padded, np.int32(len(tokens)), cfg=cfg)
     return cache.extract(one, 0, n_read, memory)
 
@@ -106,7 +107,7 @@ def chunk_logprobs(
     """The log-probability of each target after the tokens up to its place, and with `n_top` the likeliest tokens' there."""
     del buffers
     assert tokens.shape[1] % ROWS == 0, f"a chunk is padded to a multiple of {ROWS}, got {tokens.shape[1]}"
-    one = insert(init_slots(cfg, 1), memory, 0)
+    one = alone(memory, cfg)
     _, x = _read(params, one, jnp.asarray(tokens)[0], np.int32(tokens.shape[1]), cfg=cfg)
     return _logprobs(params, x, jnp.asarray(targets)[0], cfg=cfg, n_top=n_top)
 
@@ -270,15 +271,12 @@ def extract(
     return cache.extract(slots, i, n_read, known)
 
 
-def state_bytes(slots: Slots) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(slots))
-
-
 __all__ = [
     "Memory",
     "Slots",
     "admit",
     "admit_chunk",
+    "alone",
     "chunk_len",
     "chunk_logprobs",
     "decode",
@@ -288,7 +286,6 @@ __all__ = [
     "init_slots",
     "insert",
     "prepare",
-    "state_bytes",
     "state_like",
     "tick",
 ]

@@ -17,7 +17,7 @@ from linnet import rng
 from linnet.families.hidden import ffn_size
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.params import UnitParams, VQBuffers, VQParams
-from linnet.nn import attention_blocks, codebook, experts
+from linnet.nn import attention_blocks, codebook, experts, likelihood
 from linnet.nn.attention import AttentionState, Queries, attention, empty_state, into_blocks, out_of_blocks
 from linnet.nn.attention_dense import attention_dense
 from linnet.nn.linear import linear
@@ -273,9 +273,7 @@ def _fold_rows(keys: PRNGKeyArray, index: Array) -> PRNGKeyArray:
 
 def nats(params: VQParams, x: Float[Array, "B T D"], targets: Int[Array, "B T"], cfg: VQConfig) -> Float[Array, "B T"]:
     """-log p(target), in float32."""
-    scores = logits(params, x, cfg)
-    chosen = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(scores, axis=-1) - chosen
+    return likelihood.nats(logits(params, x, cfg), targets)
 
 
 def n_flops_per_token(cfg: VQConfig, block_len: int | None = None) -> int:

@@ -36,6 +36,7 @@ from linnet.families.vq.params import VQBuffers, VQParams
 from linnet.nn import codebook
 from linnet.nn.attention import AttentionState
 from linnet.nn.attention_blocks import EMPTY
+from linnet.nn.likelihood import likeliest
 from linnet.pytree import replace
 
 CHUNK = 128  # the least number of prompt tokens read at once
@@ -79,7 +80,8 @@ def state_like(cfg: VQConfig, n_read: int) -> VQCarry:
 def admit(
     params: VQParams, buffers: VQBuffers, prompt: Sequence[int], cfg: VQConfig, carry: VQCarry | None = None
 ) -> VQCarry:
-    """Reads a prompt of any length (after `carry`, where given) in chunks of one size, so that one program does for all."""
+    """Reads a prompt of any length (after `carry`, where given) in chunks of one size: one program does for all of them,
+    and a smaller one for a last chunk that is short."""
     carry = empty_carry(cfg, 1) if carry is None else carry
     size = chunk_len(cfg)
     for start in range(0, len(prompt), size):
@@ -141,9 +143,7 @@ def chunk_logprobs(
     chosen = -nats(params, x, targets, cfg)[0]
     if not n_top:
         return chosen, None
-    scores = logits(params, x, cfg)[0]
-    values, likeliest = jax.lax.top_k(scores, n_top)
-    return chosen, (likeliest, values - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
+    return chosen, likeliest(logits(params, x, cfg)[0], n_top)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -174,6 +174,12 @@ def insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
 
     units = tuple(put(memory, jax.tree.map(lambda x, g=g: x[g], one.attention)) for g, memory in enumerate(slots.units))
     return Slots(units=units, position=slots.position.at[i].set(position))
+
+
+@partial(jax.jit, static_argnames="cfg")
+def alone(one: VQCarry, cfg: VQConfig) -> Slots:
+    """A slot that holds this sequence, and no other slot."""
+    return insert(init_slots(cfg, 1), one, 0)
 
 
 @partial(jax.jit, static_argnames="cfg")
@@ -231,16 +237,13 @@ def clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
     return Slots(units=tuple(map(empty, slots.units)), position=slots.position.at[i].set(0))
 
 
-def state_bytes(slots: Slots) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(slots))
-
-
 __all__ = [
     "Prepared",
     "Slots",
     "UnitMemory",
     "admit",
     "admit_chunk",
+    "alone",
     "chunk_len",
     "chunk_logprobs",
     "clear",
@@ -251,7 +254,6 @@ __all__ = [
     "init_slots",
     "insert",
     "prepare",
-    "state_bytes",
     "state_like",
     "tick",
 ]

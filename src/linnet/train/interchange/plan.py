@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from linnet import params, sharding
+from linnet import params, quant, sharding
 from linnet.families.moe.config import MoEConfig
 from linnet.families.moe.params import param_specs
 from linnet.params import Spec
-from linnet.train.interchange.grok_leaves import Pair, Tensors, specs_by_name, to_leaves
-from linnet.train.interchange.grok_sizes import file_sizes, scale_groups
+from linnet.train.interchange.grok.leaves import Pair, Tensors, specs_by_name, to_leaves
+from linnet.train.interchange.grok.sizes import file_sizes, scale_groups
 from linnet.train.interchange.stored_array import CHUNK
 from linnet.weights import WEIGHTS, Weights
 
@@ -100,10 +100,10 @@ def _plan(cfg: MoEConfig, groups: Mapping[str, int], checkpoint: int, run: int, 
 
 def _parts(name: str, spec: Spec, weights: Weights, groups: Mapping[str, int]) -> tuple[int, int]:
     """Bytes of a weight and of its scales."""
-    held = WEIGHTS[min(WEIGHTS.index(weights), WEIGHTS.index(spec.least))]
-    if held == "int8":
+    kind = quant.held(spec, weights)
+    if kind == "int8":
         return spec.size, 2 * spec.size // spec.shape[-2] * groups[name]
-    return spec.size * (4 if held == "float32" else 2), 0
+    return spec.size * (4 if kind == "float32" else 2), 0
 
 
 def _run_bytes(cfg: MoEConfig, groups: Mapping[str, int]) -> int:

@@ -19,10 +19,10 @@ from linnet.families.moe.params import MoEParams, param_specs
 from linnet.params import is_spec
 from linnet.pytree import named_leaves
 from linnet.quant import Matrix, Quantized
-from linnet.train.interchange.grok_checkpoint import find_folder, read_checkpoint
-from linnet.train.interchange.grok_leaves import Pair, Tensor, Tensors
-from linnet.train.interchange.grok_settings import FILE as SETTINGS
-from linnet.train.interchange.grok_settings import grok_config
+from linnet.train.interchange.grok.checkpoint import find_folder, read_checkpoint
+from linnet.train.interchange.grok.leaves import Pair, Tensor, Tensors
+from linnet.train.interchange.grok.settings import FILE as SETTINGS
+from linnet.train.interchange.grok.settings import grok_config
 
 Layout = Literal["forward", "units", "runner", "order"]
 FORWARD, UNITS = "forward.npz", "units.npz"

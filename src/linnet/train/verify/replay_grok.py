@@ -22,8 +22,8 @@ from linnet.families.moe import model
 from linnet.families.moe.config import MoEConfig
 from linnet.families.moe.params import MoEParams
 from linnet.nn.grouped_query import HIDDEN, capped, grouped_scores
-from linnet.train.interchange.grok_leaves import Pair, Tensor, Tensors
-from linnet.train.interchange.grok_names import file_order
+from linnet.train.interchange.grok.leaves import Pair, Tensor, Tensors
+from linnet.train.interchange.grok.names import file_order
 from linnet.train.interchange.npz import read_npz
 from linnet.train.verify.compare import Check, Skipped, compare
 from linnet.train.verify.golden_grok import load_params, model_of, read_json

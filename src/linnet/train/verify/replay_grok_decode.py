@@ -16,8 +16,8 @@ from linnet.families.moe import slots as decoder
 from linnet.families.moe.cache import Memory
 from linnet.families.moe.config import MoEConfig
 from linnet.families.moe.params import MoEParams
-from linnet.train.interchange.grok_checkpoint import find_folder, read_checkpoint
-from linnet.train.interchange.grok_settings import grok_config
+from linnet.train.interchange.grok.checkpoint import find_folder, read_checkpoint
+from linnet.train.interchange.grok.settings import grok_config
 from linnet.train.verify.compare import Check, compare
 from linnet.train.verify.golden_grok import load_params, model_for_runner, read_json
 from linnet.train.verify.positions import compare_by_position

@@ -19,7 +19,7 @@ from linnet.nn.grouped_query import Scores, capped
 from linnet.nn.norm import rms_norm_gain
 from linnet.nn.rope import rotate
 from linnet.quant import Quantized
-from linnet.train.interchange.grok_names import file_order
+from linnet.train.interchange.grok.names import file_order
 from linnet.train.interchange.npz import read_npz
 from linnet.train.verify.compare import Check, compare
 from linnet.train.verify.golden_grok import param_shapes, read_json

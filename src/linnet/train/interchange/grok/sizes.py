@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from linnet.families.moe.config import MoEConfig
-from linnet.train.interchange.grok_leaves import specs_by_name
-from linnet.train.interchange.grok_names import QUANTIZED, file_order
+from linnet.train.interchange.grok.leaves import specs_by_name
+from linnet.train.interchange.grok.names import QUANTIZED, file_order
 
 GROUPED, N_GROUP = ("layers/w_o", "layers/experts/out"), 8
 """The matrices whose inputs the release divides over its 8 devices, each with scales of its own."""

@@ -10,10 +10,10 @@ from linnet import presets
 from linnet.config import DataConfig, RunConfig
 from linnet.errors import UserError
 from linnet.families.moe.config import MoEConfig
-from linnet.train.interchange.grok_checkpoint import checkpoint_files, find_folder, read_checkpoint
-from linnet.train.interchange.grok_hf import conversion_files, is_conversion, read_conversion
-from linnet.train.interchange.grok_leaves import Tensors, to_leaves
-from linnet.train.interchange.grok_settings import find_settings, grok_config
+from linnet.train.interchange.grok.checkpoint import checkpoint_files, find_folder, read_checkpoint
+from linnet.train.interchange.grok.hf import conversion_files, is_conversion, read_conversion
+from linnet.train.interchange.grok.leaves import Tensors, to_leaves
+from linnet.train.interchange.grok.settings import find_settings, grok_config
 from linnet.train.interchange.plan import Plan, plan_from_config, plan_from_files
 from linnet.train.interchange.stored_weights import write_stored_run
 from linnet.weights import Weights

@@ -15,11 +15,11 @@ import numpy as np
 
 from linnet.errors import UserError, refuse
 from linnet.families.moe.config import MoEConfig
-from linnet.train.interchange.grok_leaves import Pair, Tensor, Tensors, specs_by_name
-from linnet.train.interchange.grok_names import QUANTIZED, Split, Weight, file_order
-from linnet.train.interchange.grok_pickle import StoredPair, read_pickle
-from linnet.train.interchange.grok_settings import CHECKPOINT
-from linnet.train.interchange.grok_settings import FILE as SETTINGS
+from linnet.train.interchange.grok.leaves import Pair, Tensor, Tensors, specs_by_name
+from linnet.train.interchange.grok.names import QUANTIZED, Split, Weight, file_order
+from linnet.train.interchange.grok.opcodes import StoredPair, read_pickle
+from linnet.train.interchange.grok.settings import CHECKPOINT
+from linnet.train.interchange.grok.settings import FILE as SETTINGS
 from linnet.train.interchange.stored_array import StoredArray
 
 FILE = re.compile(r"tensor(\d{5})_(\d{3})")

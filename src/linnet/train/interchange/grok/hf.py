@@ -20,8 +20,8 @@ from linnet import quant
 from linnet.errors import UserError, refuse
 from linnet.families.moe.config import MoEConfig
 from linnet.pytree import named_leaves
-from linnet.train.interchange.grok_leaves import FLOATS, Tensor, Tensors, specs_by_name
-from linnet.train.interchange.grok_names import BY_LEAF, HEAD, WEIGHTS, Weight, converted_name, scheme_of, with_suffix
+from linnet.train.interchange.grok.leaves import FLOATS, Tensor, Tensors, specs_by_name
+from linnet.train.interchange.grok.names import BY_LEAF, HEAD, WEIGHTS, Weight, converted_name, scheme_of, with_suffix
 from linnet.train.interchange.stored_array import Leaf, StoredArray, read_safetensors, write_safetensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

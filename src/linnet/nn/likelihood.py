@@ -1,0 +1,19 @@
+"""Log-probabilities from scores, without the whole normalised distribution. Letters: A vocabulary, n tokens asked for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def nats(scores: Float[Array, "*B A"], targets: Int[Array, "*B"]) -> Float[Array, "*B"]:
+    """-log p(target)."""
+    chosen = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(scores, axis=-1) - chosen
+
+
+def likeliest(scores: Float[Array, "*B A"], n: int) -> tuple[Int[Array, "*B n"], Float[Array, "*B n"]]:
+    """The ids of the `n` highest scores, the highest first, and their log-probabilities."""
+    values, ids = jax.lax.top_k(scores, n)
+    return ids, values - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
