@@ -65,7 +65,7 @@ class Asked:
         self.engine, self.request = engine, request
         engine.submit(request, self.events.put)
 
-    def answer(self, timeout: float = 60) -> Answer:
+    def answer(self, timeout: float = 300) -> Answer:
         answer = Answer([], [], "", None, None, [])  # pyright: ignore[reportArgumentType]
         while True:
             event = self.events.get(timeout=timeout)

@@ -157,7 +157,7 @@ class TestInProcess:
         assert 0 < got["share_of_raw_cpu"] < 2
 
     def test_others_while_a_long_prompt_is_read(self) -> None:
-        got = serve_jobs.pause(sized(TINY, 16, 1), seconds=0.5, gemm_size=32, prompt=4096)
+        got = serve_jobs.pause(sized(TINY, 16, 1), seconds=0.5, gemm_size=32, prompt=1024)
         assert got["longest_seconds"] >= got["p95_seconds"] > 0
         assert got["pause_seconds"] <= got["longest_seconds"]
         assert got["admission_seconds"] > got["chunk_seconds"] > 0

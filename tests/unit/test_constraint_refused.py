@@ -100,9 +100,9 @@ def test_the_malformed_are_refused_quickly() -> None:
     assert sum(map(len, MALFORMED.values())) >= 500
     for kind, texts in MALFORMED.items():
         for text in texts:
-            begin = time.perf_counter()
+            begin = time.thread_time()
             said = compiled(kind, text)
-            assert time.perf_counter() - begin < 1, text[:200]
+            assert time.thread_time() - begin < 1, text[:200]
             assert isinstance(said, str), (kind, text[:200])
             assert said.startswith(kind), said
             assert "Fix: " in said
@@ -147,16 +147,16 @@ def test_whatever_is_sent_is_taken_or_refused(kind: Kind, data: st.DataObject) -
 )
 def test_the_work_is_bounded(kind: Kind, grammar: Any) -> None:
     """Made to be slow: it may be refused at any step, but no step takes long."""
-    begin = time.perf_counter()
+    begin = time.thread_time()
     matcher = compiled(kind, grammar if isinstance(grammar, str) else json.dumps(grammar))
-    assert time.perf_counter() - begin < 2
+    assert time.thread_time() - begin < 2
     draw = random.Random(0)
     for _ in range(200):
         if isinstance(matcher, str) or matcher.is_finished:
             break
-        begin = time.perf_counter()
+        begin = time.thread_time()
         matcher = step(matcher, draw)
-        assert time.perf_counter() - begin < 1
+        assert time.thread_time() - begin < 1
 
 
 def step(matcher: Matcher, draw: random.Random) -> Matcher | str:

@@ -30,7 +30,7 @@ def lowered(model: Model) -> Model:
     return dataclasses.replace(model, params=params, cfg=dataclasses.replace(model.cfg, dtype="bfloat16"))
 
 
-@pytest.fixture(scope="module", params=["moe", "vq-moe"])
+@pytest.fixture(scope="module", params=["moe", pytest.param("vq-moe", marks=pytest.mark.trial)])
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[Model, Engine]]:
     model = {"moe": MOE, "vq-moe": VQ_MOE}[request.param]
     with running_engine(model) as engine:

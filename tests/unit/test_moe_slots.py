@@ -97,7 +97,7 @@ def test_reading_in_chunks_equals_reading_at_once(weights: Weights) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"weights": "int8"}, {"weights": "bfloat16", "dtype": "bfloat16"}],
+    [{"weights": "int8"}, pytest.param({"weights": "bfloat16", "dtype": "bfloat16"}, marks=pytest.mark.trial)],
     ids=str,
 )
 def test_a_slot_is_bit_equal_beside_any_neighbours_in_any_slot_and_batch(changes: dict[str, Any]) -> None:

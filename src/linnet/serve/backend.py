@@ -56,15 +56,15 @@ class Backend:
         self._params, self._buffers = self.decoder.hold(params), buffers
         self._prepared = self.decoder.prepare(self._params, buffers, cfg)
         self.chunk_len: int = self.decoder.chunk_len(cfg)
-        self._nothing_read = jax.block_until_ready(self.decoder.empty_state(cfg))
+        self._nothing_read = self.placed(self.decoder.empty_state(cfg))
         self.reset()
         self.state_bytes: int = n_bytes(self._slots) // n_slots
 
     def reset(self) -> None:
         """Empty slots: at the start, and after a failure that may have left them in any state."""
-        self._slots = self.decoder.init_slots(self.cfg, self.n_slots)
-        self._tokens = jnp.zeros((self.n_slots,), jnp.int32)
-        self._written = jnp.zeros((self.n_slots, self.cfg.n_vocab), jnp.int32)
+        self._slots = self.placed(self.decoder.init_slots(self.cfg, self.n_slots))
+        self._tokens = self.placed(np.zeros((self.n_slots,), np.int32))
+        self._written = self.placed(np.zeros((self.n_slots, self.cfg.n_vocab), np.int32))
         self._table = _RuleTable(self.n_slots, self.cfg.n_vocab)
         self._held = [0] * self.n_slots
         """Tokens that each slot has read."""
@@ -86,6 +86,11 @@ class Backend:
         self.memory_after(after, ())
         self.put(0, after)
         self.reset()
+
+    def placed(self, arrays: Any) -> Any:
+        """Where the programs have what they return. For arguments from elsewhere (a file, say) they would be compiled once more, and
+        the first request that has them would wait for it."""
+        return jax.device_put(arrays, jax.devices()[0])
 
     # Reading prompts
 
@@ -133,19 +138,8 @@ class Backend:
     def begin(self, slot: int, seat: Seat) -> Ticket:
         """Draws a request's first token by itself, then puts it into the slot: it need not wait for the others, who are in the midst
         of many ticks, nor they for it. The ticket has one column."""
-        settings, rules, keys = self._table.row(slot)
-        one, written, tokens, logprobs, top = self.decoder.decode(
-            self._prepared,
-            self.decoder.alone(seat.memory, self.cfg),
-            np.reshape(seat.token, (1,)),
-            settings,
-            keys,
-            np.reshape(seat.written, (1, -1)),
-            rules,
-            cfg=self.cfg,
-            n_ticks=1,
-            n_top=self._n_top(True),
-        )
+        alone = self.decoder.alone(seat.memory, self.cfg)
+        one, written, tokens, logprobs, top = self._tick_alone(alone, slot, seat.token, seat.written)
         n_held = seat.n_held + 1
         memory = self.decoder.extract(self._prepared, one, 0, self.cfg, n_held, seat.memory)
         self.put(slot, Seat(memory=memory, token=tokens, written=written, n_read=seat.n_read, n_held=n_held))
@@ -196,10 +190,27 @@ class Backend:
     def memory_after(self, before: Seat, written: Sequence[int]) -> Any:
         """The memory once `before` has read its token and then these: by ticks, so it is the same bits as in its slot."""
         one = self.decoder.alone(before.memory, self.cfg)
-        for read in (int(before.token), *written):
-            one, _ = self.decoder.tick(self._prepared, one, jnp.full((1,), read, jnp.int32), self.cfg)
+        nothing = np.zeros((self.cfg.n_vocab,), np.int32)
+        for token in (int(before.token), *written):
+            one, *_ = self._tick_alone(one, 0, np.int32(token), nothing)  # whatever is drawn is not looked at
         n_held = before.n_held + 1 + len(written)
         return self.decoder.extract(self._prepared, one, 0, self.cfg, n_held, before.memory)
+
+    def _tick_alone(self, one: Any, slot: int, token: Any, written: Any) -> Any:
+        """One tick of one sequence, by the rules of a slot."""
+        settings, rules, keys = self._table.row(slot)
+        return self.decoder.decode(
+            self._prepared,
+            one,
+            np.reshape(token, (1,)),
+            settings,
+            keys,
+            np.reshape(written, (1, -1)),
+            rules,
+            cfg=self.cfg,
+            n_ticks=1,
+            n_top=self._n_top(True),
+        )
 
 
 class _RuleTable:
@@ -251,7 +262,7 @@ class _RuleTable:
             for slot, allowed in self._restricted.items():
                 bias[slot, ~allowed] = -np.inf
             self._restricted = {}
-            rules = dataclasses.replace(rules, bias=jnp.array(bias))
+            rules = dataclasses.replace(rules, bias=jax.device_put(bias))
         return settings, rules, self._keys
 
     def row(self, slot: int) -> tuple[SamplingSettings, Rules, PRNGKeyArray]:

@@ -99,7 +99,9 @@ class Engine:
             id_bytes=id_bytes,
             matcher=matcher,
         )
-        if job.memory is None and request.use_prefix_cache:
+        if job.memory is not None:
+            job.memory = self.backend.placed(job.memory)
+        elif request.use_prefix_cache:
             job.keys = self.prefix.keys(job.to_read)
         with self._changed:
             if self._draining:
@@ -214,8 +216,10 @@ class Engine:
             self._flight = None
 
     def _running(self) -> dict[int, Job]:
+        """Who has a slot, and tokens to ask for."""
         with self._changed:  # others add jobs meanwhile
-            return {job.slot: job for job in self._jobs.values() if job.slot is not None}
+            jobs = [job for job in self._jobs.values() if job.n_asked < job.max_tokens]
+            return {job.slot: job for job in jobs if job.slot is not None}
 
     def _may_go_on(self, slot: int, job: Job) -> bool:
         """Restricts a slot to what its grammar allows next; one that is stuck ends here, alone."""
@@ -234,12 +238,15 @@ class Engine:
         return False
 
     def _dispatch(self, running: dict[int, Job], constrained: bool) -> _Flight:
+        n_ticks = 1 if constrained else N_TICKS
         ticket = self.backend.dispatch(
-            1 if constrained else N_TICKS,
+            n_ticks,
             list(running),
             with_top=any(job.request.sampling.top_logprobs for job in running.values()),
             keep=[slot for slot, job in running.items() if job.request.return_state],
         )
+        for job in running.values():
+            job.n_asked += n_ticks
         return _Flight(ticket, dict(running))
 
     def _read(self, job: Job) -> None:
@@ -283,6 +290,7 @@ class Engine:
         if not is_fresh:
             self.backend.put(slot, seat)
             return None
+        job.n_asked = 1
         return _Flight(self.backend.begin(slot, seat), {0: job}) if self._may_go_on(slot, job) else None
 
     def _collect(self, *flights: _Flight | None) -> None:

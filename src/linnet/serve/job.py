@@ -46,6 +46,8 @@ class Job:
         """Of the prompt, both."""
         self.seat: Seat | None = None
         self.slot: int | None = None
+        self.n_asked = 0
+        """Tokens that dispatches were started for: no more are needed than may be written."""
         self.is_done = False
         sampling = request.sampling
         self.ends = frozenset() if sampling.ignore_end else frozenset({end_id})

@@ -68,7 +68,8 @@ def insert(slots: Slots, one: Memory, i: int) -> Slots:
 
 def alone(one: Memory, cfg: MoEConfig) -> Slots:
     """A slot that holds this sequence, and no other slot."""
-    return insert(init_slots(cfg, 1), one, 0)
+    # Placed as what programs return is: a sequence of no block would else be read by a program of its own.
+    return insert(jax.device_put(init_slots(cfg, 1), jax.devices()[0]), one, 0)
 
 
 def extract(slots: Slots, i: int, n_read: int, known: Memory | None = None) -> Memory:

@@ -214,10 +214,10 @@ def extract(
             codes=codes,
             keys=only_real(codebook.lookup(code_vectors(weights, cfg), codes)),
             values=only_real(memory.total[None, :, n_table + column]),
-            documents=jnp.where(real, DOCUMENT, EMPTY)[None],
+            documents=jnp.where(real, DOCUMENT, EMPTY).astype(jnp.int32)[None],
             count=count[None],
             total=jnp.where(count[..., None] > 0, total, 0)[None],
-            table_document=jnp.where(jnp.any(real), DOCUMENT, EMPTY)[None],
+            table_document=jnp.where(jnp.any(real), DOCUMENT, EMPTY).astype(jnp.int32)[None],
         )
 
     units = [take(weights, memory) for weights, memory in zip(prepared.units, slots.units, strict=True)]
