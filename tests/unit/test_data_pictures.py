@@ -57,7 +57,7 @@ def test_long_names_in_a_tar(tmp_path: Path) -> None:
 
 def test_the_members_of_a_tar_are_not_held(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "in.tar", {f"{i:04}.png": b"x" * 40 for i in range(300)})
-    members = picture_readers._tar_members(path)
+    members = picture_readers.tar_members(path)
     held = [len(members.gi_frame.f_locals["archive"].members) for _ in members if members.gi_frame]  # pyright: ignore
     assert len(held) == 300
     assert max(held) <= 1

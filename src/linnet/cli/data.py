@@ -1,4 +1,4 @@
-"""`linnet data prepare | show | check`."""
+"""`linnet data prepare | embed | show | check`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 WORDS = """usage: linnet data COMMAND [--help] ...
 
   prepare  turn a source into memory-mapped shards with an index: once, in parallel, restartable
+  embed    turn pictures with captions into pairs of embeddings, for a prior: restartable
   show     what a model sees at a step, as text or pictures, with the boundaries of documents
   check    verify the checksums and counts of prepared data"""
 
 
 def data_command(argv: list[str]) -> int:
-    commands = {"prepare": _prepare, "show": _show, "check": _check}
+    from linnet.cli.data_embed import embed_command
+
+    commands = {"prepare": _prepare, "embed": embed_command, "show": _show, "check": _check}
     if argv and argv[0] in commands:
         return commands[argv[0]](argv[1:])
     asked = bool(argv) and argv[0] in ("-h", "--help")
@@ -121,6 +124,7 @@ def _task(flags: PrepareFlags) -> Task:
 
 def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
     from linnet.data import index as indexes
+    from linnet.data.cache import cache_folder
     from linnet.data.documents import open_documents
     from linnet.data.named import NAMED, open_named
     from linnet.data.pictures import looks_like_pictures, open_pictures
@@ -130,7 +134,7 @@ def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
     if flags.source in NAMED:  # a folder of that name is meant by ./NAME
         # The size of a download is not known before it begins.
         with _bar("fetching", None, quiet=flags.json) as fetched:
-            found = open_named(flags.source, flags.from_, _cache(), lambda done, _: fetched(done))
+            found = open_named(flags.source, flags.from_, cache_folder(), lambda done, _: fetched(done))
         return found, NAMED[flags.source].kind == "pictures"
     if flags.from_ is not None:
         raise refuse(
@@ -141,10 +145,6 @@ def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
     if looks_like_pictures(flags.source):
         return open_pictures(flags.source, column=flags.column), True
     return open_documents(flags.source, column=flags.column), False
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "linnet"
 
 
 @contextmanager

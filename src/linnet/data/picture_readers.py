@@ -111,7 +111,7 @@ def _read_tar(file: InputFile, column: str | None, left_out: Counter[str]) -> It
     are all that is held of a tar with millions."""
     names: list[bytes] = []
     starts, sizes = array("q"), array("q")
-    for info in _tar_members(file.path):
+    for info in tar_members(file.path):
         if info.isdir():
             continue
         in_one_piece = info.isreg() and info.sparse is None
@@ -133,7 +133,7 @@ def _read_tar(file: InputFile, column: str | None, left_out: Counter[str]) -> It
             yield Member(f"{file.name}/{names[i].decode('utf-8', 'surrogateescape')}", encoded, read)
 
 
-def _tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
+def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
     try:
         with tarfile.open(path, "r:") as archive:
             while (info := archive.next()) is not None:

@@ -1,0 +1,209 @@
+"""Trains the built-in encoder pair on the emoji's training split and writes its weights:
+
+    python scripts/train_encoders.py [--teacher PAIRS.npz] [--steps N] [--out FILE]
+
+Captions and pictures of the same emoji are drawn together, others apart. A teacher is a file of stronger embeddings of the same
+emoji (`text_embed`, `image_embed`, `caption`, one space for both); only its rows of training captions are used. Pictures are
+shifted, mirrored and partly covered; keywords and whole words are left out at random, so that a bare name is understood too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from linnet import params as weights
+from linnet import rng
+from linnet.data.emoji import concept, open_emoji
+from linnet.data.encoders import builtin, network
+from linnet.data.encoders.words import KEYWORD, bags
+from linnet.data.pairs.gallery import recall
+
+BATCH = 128
+MOST_WORDS = 1024
+"""Different ones in a batch."""
+TEMPERATURE = 0.05
+EMA = 0.995
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--teacher", type=Path)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--decay", type=float, default=0.5)
+    parser.add_argument("--match", type=float, default=4.0, help="weight of matching the teacher's own vectors")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=builtin.WEIGHTS)
+    args = parser.parse_args()
+    pictures, captions, split = open_emoji(network.SIZE)
+    train = np.flatnonzero(np.array(split) == "train")
+    teacher = _teacher(args.teacher, captions) if args.teacher else None
+    draw = _Draw(pictures[train], [captions[i] for i in train], teacher and [t[:, train] for t in teacher])
+
+    schedule = optax.warmup_cosine_decay_schedule(0, args.lr, 50, args.steps)
+    matrices = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
+    optimiser = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=args.decay, mask=matrices)
+    )
+    params = weights.init(network.specs(), rng.root(args.seed))
+    state, average = optimiser.init(params), params
+
+    @jax.jit
+    def step(params: Any, state: Any, average: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
+        loss, grads = jax.value_and_grad(_loss)(params, batch, args.match)
+        updates, state = optimiser.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return params, state, jax.tree.map(lambda a, p: EMA * a + (1 - EMA) * p, average, params), loss
+
+    start = time.time()
+    for i in range(args.steps):
+        params, state, average, loss = step(params, state, average, draw.batch(args.seed, i))
+        if i % 100 == 99 or i == args.steps - 1:
+            builtin.save(average, args.out)
+            print(
+                f"{i + 1} {time.time() - start:.0f}s loss {loss:.3f} {_figures(args.out, ('validation',))}", flush=True
+            )
+    print("validation and test:", _figures(args.out, ("validation", "test")))
+
+
+def _figures(path: Path, splits: Sequence[str]) -> str:
+    """Of the weights as they were written. Settings were chosen by the validation concepts; test is looked at in the end."""
+    pictures, captions, split_of = open_emoji(network.SIZE)
+    rows = [i for i, split in enumerate(split_of) if split in splits]
+    encoder = builtin.BuiltIn(builtin.load(path))
+    text, image = encoder.embed_texts([captions[i] for i in rows]), encoder.embed_images(pictures[rows])
+    found = {"cosine": float((text * image).sum(-1).mean()), **recall(text, image)}
+    return f"among {len(rows)}: " + " ".join(f"{name} {value:.3f}" for name, value in found.items())
+
+
+def _teacher(path: Path, captions: list[str]) -> list[np.ndarray]:
+    """[styles, emoji, D] of text and image: rows are found by their captions' order within each style."""
+    with np.load(path) as file:
+        source, caption = file["source"], file["caption"]
+        styles = [np.flatnonzero(source == name) for name in dict.fromkeys(source.tolist())]
+        assert all((caption[rows] == np.array(captions)).all() for rows in styles)
+        return [
+            np.stack([file[name][rows].astype(np.float32) for rows in styles]) for name in ("text_embed", "image_embed")
+        ]
+
+
+class _Draw:
+    """Batches: a pure function of (seed, step). Concepts with many variants are drawn less often a picture."""
+
+    def __init__(self, pictures: np.ndarray, captions: list[str], teacher: Any) -> None:
+        self.pictures, self.captions, self.teacher = pictures, captions, teacher
+        if teacher:
+            # What the styles of one emoji have in common is what its caption can tell.
+            mean = teacher[1].mean(0)
+            self.mean = mean / np.linalg.norm(mean, axis=-1, keepdims=True)
+        concepts = [concept(caption) for caption in captions]
+        counts = {name: concepts.count(name) for name in set(concepts)}
+        chance = np.array([counts[name] ** -0.5 for name in concepts])
+        self.chance = chance / chance.sum()
+        bag = bags(captions)
+        used = int((bag.words > 0).sum(1).max())
+        self.bags = bag._replace(words=bag.words[:, :used], parts=bag.parts[:, :used])
+        _, self.same = np.unique(pictures.reshape(len(pictures), -1), axis=0, return_inverse=True)
+        self.sided = np.array(
+            [any(w in c for w in ("left", "right", "flag", "button", "keycap", "letter")) for c in captions]
+        )
+
+    def batch(self, seed: int, step: int) -> dict[str, Any]:
+        random = np.random.default_rng((seed, step))
+        rows = random.choice(len(self.captions), BATCH, replace=False, p=self.chance)
+        words, parts = self.bags.words[rows], self.bags.parts[rows]
+        bare = random.random((BATCH, 1)) < 0.25
+        drop = (parts == KEYWORD) & (bare | (random.random(words.shape) < 0.3)) | (random.random(words.shape) < 0.1)
+        kept = np.where(drop, 0, words)
+        words = np.where((kept > 0).any(1, keepdims=True), kept, words)
+        # Only the words of this batch; 0 stays the first of them.
+        used, numbers = np.unique(np.append(words, 0), return_inverse=True)
+        features = np.zeros((MOST_WORDS, self.bags.features.shape[1]), np.int32)
+        features[: len(used)] = self.bags.features[used]
+        features[:, 0] *= random.random(len(features)) > 0.4
+        features *= random.random(features.shape) > 0.2
+        batch = {
+            "features": features,
+            "words": numbers[:-1].reshape(words.shape).astype(np.int32),
+            "parts": parts,
+            "pixels": self._altered(self.pictures[rows], self.sided[rows], random),
+            "same": self.same[rows],
+        }
+        if self.teacher:
+            texts, images = self.teacher
+            style = random.integers(len(images))
+            batch |= {
+                "rows": rows,
+                "all_same": self.same,
+                "texts": texts[0],
+                "images": images[0],
+                "style": images[style],
+            }
+        return batch
+
+    def _altered(self, pictures: np.ndarray, sided: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """Turned, made larger or smaller, moved, mirrored unless the side matters, tinted, and half of them partly covered."""
+        n, size = len(pictures), network.SIZE
+        turn, scale = random.uniform(-0.25, 0.25, n), np.exp(random.uniform(-0.2, 0.2, n))
+        mirror = np.where(~sided & (random.random(n) < 0.5), -1.0, 1.0)
+        grid = np.arange(size) - (size - 1) / 2
+        y, x = grid[None, :, None], grid[None, None, :] * mirror[:, None, None]
+        cos, sin = ((f(turn) * scale)[:, None, None] for f in (np.cos, np.sin))
+        dy, dx = random.uniform(-3, 3, (2, n, 1, 1))
+        middle = (size - 1) / 2
+        out = _sampled(pictures, cos * y + sin * x + dy + middle, cos * x - sin * y + dx + middle)
+        for i in np.flatnonzero(random.random(n) < 0.5):
+            top, left = random.integers(0, size - 10, 2)
+            out[i, top : top + 10, left : left + 10] = random.integers(0, 256)
+        gain, shift = random.uniform(0.85, 1.15, (n, 1, 1, 3)), random.uniform(-12, 12, (n, 1, 1, 3))
+        return np.clip(out * gain + shift, 0, 255).astype(np.float32)
+
+
+def _sampled(pictures: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Between pixels by their distance; beyond the edge is the edge."""
+    last = pictures.shape[1] - 1
+    y, x = np.clip(y, 0, last), np.clip(x, 0, last)
+    y0, x0 = np.minimum(y.astype(int), last - 1), np.minimum(x.astype(int), last - 1)
+    fy, fx = (y - y0)[..., None].astype(np.float32), (x - x0)[..., None].astype(np.float32)
+    row = np.arange(len(pictures))[:, None, None]
+    upper = pictures[row, y0, x0] * (1 - fx) + pictures[row, y0, x0 + 1] * fx
+    lower = pictures[row, y0 + 1, x0] * (1 - fx) + pictures[row, y0 + 1, x0 + 1] * fx
+    return upper * (1 - fy) + lower * fy
+
+
+def _loss(params: Any, batch: Any, match: float) -> Any:
+    text = network.encode_text(params.text, batch["features"], batch["words"], batch["parts"])
+    image = network.encode_image(params.image, batch["pixels"])
+    here = jnp.arange(len(text))
+    loss = _contrast(text, image, here, batch["same"], batch["same"])
+    loss += _contrast(image, text, here, batch["same"], batch["same"])
+    if "rows" in batch:
+        # The teacher's vectors of all training emoji stand beside the right one, not only those of this batch.
+        rows, same = batch["rows"], (batch["same"], batch["all_same"])
+        loss += _contrast(text, batch["style"], rows, *same) + _contrast(image, batch["texts"], rows, *same)
+        loss += match * (1 - (text * batch["texts"][rows]).sum(-1).mean())
+        loss += match * (1 - (image * batch["images"][rows]).sum(-1).mean())
+    return loss / 2
+
+
+def _contrast(rows: Any, others: Any, right: Any, same_rows: Any, same_others: Any) -> Any:
+    """Others with the very same picture are neither right nor wrong."""
+    scores = rows @ others.T / TEMPERATURE
+    own = jnp.take_along_axis(scores, right[:, None], 1)[:, 0]
+    is_own = jnp.arange(len(others)) == right[:, None]
+    scores = jnp.where((same_rows[:, None] == same_others) & ~is_own, -1e9, scores)
+    return (jax.nn.logsumexp(scores, 1) - own).mean()
+
+
+if __name__ == "__main__":
+    main()

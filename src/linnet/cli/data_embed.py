@@ -1,0 +1,91 @@
+"""`linnet data embed`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from linnet.cli.parse import parse
+from linnet.errors import refuse
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbedFlags:
+    source: Annotated[str, tyro.conf.Positional]
+    """Pictures with captions: a folder with a .txt beside each picture, or with captions.json, .jsonl or .parquet; parquet with both;
+    webdataset tars; emoji-32. Or a folder with img_emb/ and metadata/, whose captions get text embeddings."""
+    out: Path
+    """The folder to make."""
+    encoder: str = "builtin"
+    """`builtin`, or open_clip:MODEL/WEIGHTS (needs the extra `clip`)."""
+    caption_key: str = "caption"
+    """Of parquet and JSON: which field holds the caption."""
+    image_key: str | None = None
+    """Of parquet: which column holds the picture (`image`)."""
+    metadata: str | None = None
+    """Where SOURCE is image embeddings (.npy) that need the text's: the parquet files with their captions."""
+    shard_rows: int = 8192
+    """Pictures of one shard."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def embed_command(argv: list[str]) -> int:
+    words = "Embeds pictures and captions into pairs that a prior trains on. Run it again after a kill: it goes on."
+    flags = parse(EmbedFlags, argv, "data embed", words)
+    from linnet.data.encoders import open_encoder
+    from linnet.data.pairs.captioned import open_captioned
+    from linnet.data.pairs.embed import Task, embed
+    from linnet.data.pairs.embed_texts import embed_texts, embedded_images
+
+    start = time.perf_counter()
+    embedded = (
+        (flags.source, flags.metadata) if flags.metadata else embedded_images(Path(os.path.expanduser(flags.source)))
+    )
+    with _counter(quiet=flags.json) as progress:
+        if embedded:
+            if flags.image_key is not None:
+                raise refuse(
+                    "--image-key", flags.image_key, "left out where the images are embedded already", "leave it out"
+                )
+            notes = embed_texts(*embedded, open_encoder(flags.encoder), flags.out, flags.caption_key, progress)
+        else:
+            source = open_captioned(flags.source, flags.caption_key, flags.image_key)
+            task = Task(source=source, encoder=open_encoder(flags.encoder), shard_rows=flags.shard_rows)
+            notes = embed(task, flags.out, progress)
+    seconds = time.perf_counter() - start
+    if flags.json:
+        found = {"pairs": notes.n_pairs, "shards": notes.n_shards, "left_out": notes.left_out, "encoder": flags.encoder}
+        print(json.dumps({"out": str(flags.out), "seconds": seconds, **found}))
+        return 0
+    print(
+        f"{notes.n_pairs:,} pairs in {notes.n_shards} shards in {flags.out}, embedded by {flags.encoder} in {seconds:.1f} s."
+    )
+    if notes.left_out:
+        print(
+            "Left out: "
+            + ", ".join(f"{n:,} {why.replace('_', ' ')}" for why, n in sorted(notes.left_out.items()))
+            + "."
+        )
+    return 0
+
+
+@contextmanager
+def _counter(*, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """How many are done, on a terminal; nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda n: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("embedding") as status:
+        yield lambda n: status.update(f"embedding: {n:,} pictures")

@@ -1,0 +1,90 @@
+"""`emoji-pairs`: every emoji's caption and picture, embedded by the built-in pair, on every machine.
+
+Computed when it is opened: a few seconds the first time, then it lies in the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float32
+
+from linnet.data.cache import cache_folder
+from linnet.data.emoji import FOLDER, open_emoji
+from linnet.data.encoders.builtin import WEIGHTS, open_builtin
+from linnet.data.encoders.network import SIZE
+from linnet.data.holdout import SPLITS
+from linnet.data.index import sha256_of
+from linnet.data.pairs.captions import ArrayCaptions
+from linnet.data.pairs.config import PairsConfig
+from linnet.data.pairs.pairs import Pairs, fingerprint_of
+from linnet.data.pairs.vectors import ArrayShard, Vectors
+from linnet.data.whole_file import write_array
+from linnet.errors import UserError, refuse
+
+VERSION = 1
+"""Of how they are computed."""
+CHOSEN_BY = (
+    "images",
+    "texts",
+    "metadata",
+    "image_key",
+    "text_key",
+    "split_key",
+    "validation_fraction",
+    "test_fraction",
+)
+
+
+def open_emoji_pairs(cfg: PairsConfig, seed: int) -> Pairs:
+    defaults = {field.name: field.default for field in dataclasses.fields(PairsConfig)}
+    for name in CHOSEN_BY:
+        if getattr(cfg, name) != defaults[name]:
+            raise refuse(
+                f"data.{name}",
+                getattr(cfg, name),
+                f"left alone: {cfg.source} is divided by what its pictures show",
+                "leave it out",
+            )
+    pictures, captions, split_of = open_emoji(SIZE)
+    # Not of the vectors: another processor may round them differently, and the data would still be the same.
+    made_of = [str(VERSION), *(sha256_of(path) for path in (WEIGHTS, FOLDER / f"{SIZE}.png", FOLDER / "captions.json"))]
+    embedded = _embedded(hashlib.sha256(json.dumps(made_of).encode()).hexdigest(), pictures, captions)
+    rows = {name: np.flatnonzero(np.array(split_of) == name) for name in SPLITS}
+    vectors = {
+        what: Vectors.join([ArrayShard(Path(cfg.source), what, embedded[i])], what)
+        for i, what in enumerate(("text", "image"))
+    }
+    return Pairs(
+        cfg=cfg,
+        seed=seed,
+        images=vectors["image"],
+        texts=vectors["text"],
+        encodings=None,
+        text_captions=ArrayCaptions((np.array(captions),)),
+        rows=rows,
+        origin={
+            "source": cfg.source,
+            "root": "embedded",
+            "left_out": {},
+            "held_out": "whole concepts, by a hash of their names",
+        },
+        fingerprint=fingerprint_of(made_of, rows),
+    )
+
+
+def _embedded(key: str, pictures: np.ndarray, captions: list[str]) -> Float32[np.ndarray, "2 n D"]:
+    """Texts, then images."""
+    place = cache_folder() / "pairs" / f"emoji-{key[:32]}.npy"
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        return np.load(place, allow_pickle=False)
+    encoder = open_builtin()
+    made = np.stack([encoder.embed_texts(captions), encoder.embed_images(pictures)])
+    # A home that cannot be written to costs seconds at the next opening, nothing else.
+    with contextlib.suppress(UserError):
+        write_array(place, made)
+    return made

@@ -1,0 +1,112 @@
+"""Finding out what a source of pairs is, looking at every row of it once, and dividing it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from linnet.data.pairs import emoji, sources
+from linnet.data.pairs.config import EMOJI_PAIRS, PairsConfig
+from linnet.data.pairs.embed import refuse_unfinished
+from linnet.data.pairs.pairs import Pairs, divide, fingerprint_of
+from linnet.data.pairs.scan import scan
+from linnet.data.pairs.shards import in_order
+from linnet.data.pairs.sources import FOLDERS, PairSource
+from linnet.data.pictures import COMPRESSED_TARS
+from linnet.data.source import named_files
+from linnet.errors import UserError, refuse
+
+UNIT = (0.9, 1.1)
+"""Mean lengths of embeddings that count as normalised."""
+
+
+def open_pairs(cfg: PairsConfig, seed: int) -> Pairs:
+    """Opens the pairs of a run, or says what is wrong with them before anything starts."""
+    if cfg.source == EMOJI_PAIRS and cfg.images is None:
+        return emoji.open_emoji_pairs(cfg, seed)
+    source = find_source(cfg)
+    kinds = {"image": source.images, "text": source.texts, "text encodings": source.encodings}
+    found = {
+        what: scan(vectors, what, padded=what == "text encodings")
+        for what, vectors in kinds.items()
+        if vectors is not None
+    }
+    bad = np.unique(np.concatenate([one.bad_rows for one in found.values()]))
+    kept = np.setdiff1d(np.arange(source.images.n_rows), bad, assume_unique=True)
+    warnings = [*source.warnings, *(warning for one in found.values() for warning in one.warnings)]
+    for what in ("image", "text"):
+        if len(kept) and not UNIT[0] <= found[what].mean_length <= UNIT[1]:
+            warnings.append(
+                f"The {what} embeddings have a mean length of {found[what].mean_length:.3g}; the prior is made for vectors of length "
+                "1, as encoders of the CLIP kind give after normalising."
+            )
+    rows, how = divide(cfg, kept, source.split_of)
+    if not len(rows["train"]):
+        raise UserError(
+            f"no pair of {_shown(cfg)} is left to train on ({len(bad):,} of {source.images.n_rows:,} were left out"
+            + (f": {warnings[0]}" if warnings else "")
+            + "). Fix: name a source with good rows, or hold out fewer."
+        )
+    left_out = dict(source.left_out)
+    for one in found.values():
+        left_out |= one.left_out
+    return Pairs(
+        cfg=cfg,
+        seed=seed,
+        images=source.images,
+        texts=source.texts,
+        encodings=source.encodings,
+        text_captions=source.captions,
+        rows=rows,
+        origin={"source": _shown(cfg), "root": _shown(cfg), "left_out": {"source": left_out}, "held_out": how},
+        fingerprint=fingerprint_of([one.sha256 for one in found.values()], rows),
+        found=tuple(warnings),
+    )
+
+
+def find_source(cfg: PairsConfig) -> PairSource:
+    if cfg.images is not None:
+        return sources.from_npy(cfg, cfg.images, cfg.texts, cfg.metadata, None)
+    place = os.path.expanduser(cfg.source)
+    root = Path(place)
+    if (root / FOLDERS["image"]).is_dir():
+        refuse_unfinished(root)
+        below = {what: str(root / name) if (root / name).is_dir() else None for what, name in FOLDERS.items()}
+        return sources.from_npy(cfg, str(below["image"]), below["text"], below["metadata"], below["encodings"])
+    if place.lower().endswith(COMPRESSED_TARS):
+        raise refuse("data.source", cfg.source, "a tar that is not compressed, to be read at random", "decompress it")
+    named = named_files(place)
+    if named is None:
+        needs = f"an existing file, folder or glob, or {EMOJI_PAIRS!r}"
+        raise refuse("data.source", cfg.source, needs, "correct the path")
+    by_kind = {kind: sorted((p for p in named[1] if p.suffix.lower() == kind), key=in_order) for kind in KINDS}
+    present = [kind for kind, paths in by_kind.items() if paths]
+    if present == [".parquet"]:
+        return sources.from_parquet(cfg, by_kind[".parquet"])
+    if present == [".tar"]:
+        return sources.from_tars(cfg, by_kind[".tar"])
+    if present == [".npz"] and len(by_kind[".npz"]) == 1:
+        return sources.from_npz(cfg, by_kind[".npz"][0])
+    if ".npy" in present:
+        raise refuse(
+            "data.source",
+            cfg.source,
+            f"a folder with {FOLDERS['image']}/ and {FOLDERS['text']}/ where pairs are .npy files",
+            "name both with --data.images and --data.texts",
+        )
+    raise refuse(
+        "data.source",
+        cfg.source,
+        "embeddings of one kind: img_emb/ and text_emb/ with .npy, .parquet, webdataset .tar, or one .npz "
+        + (f"(it has {', '.join(present)})" if present else "(it has none of these)"),
+        "name one kind; pictures with captions become pairs by `linnet data embed SOURCE --out DIR`",
+    )
+
+
+KINDS = (".npy", ".parquet", ".tar", ".npz")
+
+
+def _shown(cfg: PairsConfig) -> str:
+    return cfg.images or cfg.source
