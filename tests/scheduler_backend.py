@@ -41,7 +41,9 @@ class Backend:
         quantum: int = 4,
         age_seconds: float = NEVER,
         max_held: int | None = None,
+        leaves: bool = False,
     ) -> None:
+        """`leaves`: the slot of a request in its last tick is given away before the tick is told."""
         self.scheduler = Scheduler(n_slots, max_waiting, quantum=quantum, age_seconds=age_seconds, max_held=max_held)
         self.max_held = max(4, 2 * n_slots) if max_held is None else max_held
         self.ages = age_seconds < NEVER
@@ -56,6 +58,8 @@ class Backend:
         self.placed: list[str] = []
         self.parked: list[str] = []
         self.finished: list[str] = []
+        self.leaves = leaves
+        self.leaving: list[str] = []
 
     def submit(
         self, id: str, n_chunks: int = 1, n_tokens: int = 1, *, priority: int = 0, deadline: float | None = None
@@ -97,6 +101,7 @@ class Backend:
             self.scheduler.parked,
         )
         assert counts == (0, 0, 0, 0, 0)
+        assert self.scheduler.leaving == 0
         assert self.how.keys() == self.asked.keys()
 
     def where(self, id: str) -> int | None:
@@ -107,7 +112,7 @@ class Backend:
         self.alive.remove(id)
         self.how[id] = how
         self.held.pop(id, None)
-        if (slot := self.where(id)) is not None:
+        if (slot := self.where(id)) is not None and id not in self.leaving:
             self.to_clear.add(slot)
 
     def _carry_out(self, plan: Plan) -> None:
@@ -149,14 +154,15 @@ class Backend:
         running = [state.owner for state in self.slots if state is not None]
         assert len(set(running)) == len(running) == scheduler.running
         assert plan.tick == bool(running)
-        assert plan.tick or plan.read or not self.alive, "something always moves"
+        assert plan.tick or plan.read or self.leaving or not self.alive, "something always moves"
         for id in self.alive:
             asked = self.asked[id]
             assert not asked.is_cancelled
             assert asked.deadline is None or self.now < asked.deadline
         n_outside = scheduler.reading + scheduler.ready + scheduler.parked
         assert n_outside <= self.max_held
-        assert scheduler.waiting + n_outside + scheduler.running == len(self.alive)
+        assert scheduler.leaving == len(self.alive.intersection(self.leaving))
+        assert scheduler.waiting + n_outside + scheduler.running + scheduler.leaving == len(self.alive)
         assert self.held.keys() <= self.alive
         assert not (None in self.slots and scheduler.ready + scheduler.parked), "no slot idles while one is ready"
 
@@ -179,12 +185,21 @@ class Backend:
         return self.held[id].n_read == self.asked[id].n_chunks
 
     def _tick(self) -> None:
-        for state in list(self.slots):
-            if state is None:
+        told, self.leaving = self.alive.intersection(self.leaving), []
+        for i, state in enumerate(self.slots):
+            if state is None or i in self.to_clear:
                 continue
             state.n_tokens += 1
             self.scheduler.ticked(state.owner, 1)
-            if state.n_tokens == self.asked[state.owner].n_tokens:
-                self.finished.append(state.owner)
-                self.scheduler.ended(state.owner)
-                self._end(state.owner, "stop")
+            if state.n_tokens < self.asked[state.owner].n_tokens:
+                continue
+            if self.leaves:
+                self.scheduler.leaves(state.owner)
+                self.leaving.append(state.owner)
+                self.to_clear.add(i)
+            else:
+                told.add(state.owner)
+        for id in told:
+            self.finished.append(id)
+            self.scheduler.ended(id)
+            self._end(id, "stop")

@@ -57,7 +57,7 @@ def _a_life(backend: Backend, *, from_file: bool) -> None:
     sampling = Sampling(temperature=0.5, top_k=5, repetition_penalty=1.2, logit_bias={5: 1.0}, seed=2**32 - 1)
     backend.rule(1, seat, sampling, (7, 8), frozenset({1}))
     backend.begin(1, seat)
-    for n_ticks, with_top in ((N_TICKS, False), (N_TICKS, True), (1, False)):
+    for n_ticks, with_top in ((N_TICKS, False), (N_TICKS, True), (1, False), (3, True)):
         backend.dispatch(n_ticks, [1], with_top=with_top, keep=[1])
     assert backend.restrict(1, np.ones((backend.cfg.n_vocab,), bool))
     ticket = backend.dispatch(1, [1], with_top=True, keep=[1])
@@ -89,8 +89,8 @@ def test_no_tick_is_asked_for_beyond_the_last_token(monkeypatch: pytest.MonkeyPa
     with running_engine() as engine:
         real, asked = engine.backend.dispatch, []
         monkeypatch.setattr(engine.backend, "dispatch", lambda n, *rest, **kw: asked.append(n) or real(n, *rest, **kw))
-        for max_tokens, dispatches in ((1, 0), (1 + N_TICKS, 1), (2 + N_TICKS, 2)):
+        for max_tokens in (1, 2, 1 + N_TICKS, 4 + N_TICKS):
             asked.clear()
             answer = Asked(engine, request("x", max_tokens=max_tokens, ignore_end=True)).answer()
-            assert len(answer.tokens) == max_tokens
-            assert asked == [N_TICKS] * dispatches
+            assert len(answer.tokens) == max_tokens == 1 + sum(asked)
+            assert len(asked) == -(-(max_tokens - 1) // N_TICKS)

@@ -47,9 +47,12 @@ class AnySchedule(RuleBasedStateMachine):
         quantum=st.integers(1, 6),
         age_seconds=st.sampled_from([4.0, NEVER]),
         max_held=st.none() | st.integers(2, 4),
+        leaves=st.booleans(),
     )
-    def start(self, n_slots: int, quantum: int, age_seconds: float, max_held: int | None) -> None:
-        self.backend = Backend(n_slots, max_waiting=5, quantum=quantum, age_seconds=age_seconds, max_held=max_held)
+    def start(self, n_slots: int, quantum: int, age_seconds: float, max_held: int | None, leaves: bool) -> None:
+        self.backend = Backend(
+            n_slots, max_waiting=5, quantum=quantum, age_seconds=age_seconds, max_held=max_held, leaves=leaves
+        )
 
     @rule(
         n_chunks=st.integers(0, 9),

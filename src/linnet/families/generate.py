@@ -49,6 +49,7 @@ class Decoder(Protocol):
         seen: Any,
         rules: Rules | None = None,
         active: Any = None,
+        n: Any = None,
         *,
         cfg: Any,
         n_ticks: int,

@@ -22,7 +22,7 @@ from linnet.pytree import n_bytes
 from linnet.serve.request import MOST_TOP, Choice, Sampling
 
 N_TICKS = 16
-"""Tokens a dispatch, once a request has its first. What a dispatch costs the host is shared by so many."""
+"""The most ticks of a dispatch. What a dispatch costs the host is shared by so many."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,8 @@ class Seat:
 class Ticket:
     """A dispatch on its way. Reading `tokens` waits for it."""
 
+    n_ticks: int
+    """Rows that count; there is room for more."""
     tokens: Int[Array, "n B"]
     logprobs: Float[Array, "n B"]
     top: tuple[Int[Array, "n B K"], Float[Array, "n B K"]] | None
@@ -80,8 +82,8 @@ class Backend:
         seat = self.seat(memory, self.cfg.end_id, 1)
         self.rule(0, seat, Sampling(), (), frozenset())
         self.begin(0, seat)
-        for n_ticks, with_top in ((1, True), (N_TICKS, False), (N_TICKS, True)):
-            jax.block_until_ready(self.dispatch(n_ticks, [0], with_top=with_top, keep=[0]).tokens)
+        for with_top in (False, True):
+            jax.block_until_ready(self.dispatch(1, [0], with_top=with_top, keep=[0]).tokens)
         after = self.take(0, 1)
         self.memory_after(after, ())
         self.put(0, after)
@@ -143,7 +145,7 @@ class Backend:
         n_held = seat.n_held + 1
         memory = self.decoder.extract(self._prepared, one, 0, self.cfg, n_held, seat.memory)
         self.put(slot, Seat(memory=memory, token=tokens, written=written, n_read=seat.n_read, n_held=n_held))
-        return Ticket(tokens=tokens, logprobs=logprobs, top=top, before={0: seat})
+        return Ticket(n_ticks=1, tokens=tokens, logprobs=logprobs, top=top, before={0: seat})
 
     def rule(self, slot: int, seat: Seat, sampling: Sampling, prompt: Sequence[int], late: frozenset[int]) -> None:
         """How the slot's tokens are chosen from here on."""
@@ -163,7 +165,7 @@ class Backend:
         return self._table.restrict(slot, allowed)
 
     def dispatch(self, n_ticks: int, running: Sequence[int], *, with_top: bool, keep: Sequence[int]) -> Ticket:
-        """Starts `n_ticks` ticks of the running slots, and does not wait for them. `keep`: slots whose state may be wanted."""
+        """Starts 1 to `N_TICKS` ticks of the running slots, and does not wait for them. `keep`: slots whose state may be wanted."""
         before = {slot: self.take(slot, 0) for slot in keep}
         active = np.zeros((self.n_slots,), bool)
         active[list(running)] = True
@@ -177,15 +179,15 @@ class Backend:
             self._written,
             rules,
             active,
+            np.int32(n_ticks),
             cfg=self.cfg,
-            n_ticks=n_ticks,
-            # One tick is rare, and never short of time: a program of its own without the likeliest is not worth its start.
-            n_top=self._n_top(with_top or n_ticks == 1),
+            n_ticks=N_TICKS,
+            n_top=self._n_top(with_top),
         )
-        self._tokens = _last(tokens)
+        self._tokens = _at(tokens, np.int32(n_ticks - 1))
         for slot in running:
             self._held[slot] += n_ticks
-        return Ticket(tokens=tokens, logprobs=logprobs, top=top, before=before)
+        return Ticket(n_ticks=n_ticks, tokens=tokens, logprobs=logprobs, top=top, before=before)
 
     def memory_after(self, before: Seat, written: Sequence[int]) -> Any:
         """The memory once `before` has read its token and then these: by ticks, so it is the same bits as in its slot."""
@@ -293,8 +295,8 @@ def _one_row(table: Any, slot: int | Int[Array, ""]) -> Any:
 
 
 @jax.jit
-def _last(tokens: Int[Array, "n B"]) -> Int[Array, " B"]:
-    return tokens[-1]
+def _at(tokens: Int[Array, "n B"], i: Int[Array, ""]) -> Int[Array, " B"]:
+    return tokens[i]
 
 
 @jax.jit

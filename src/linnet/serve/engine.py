@@ -28,6 +28,9 @@ from linnet.serve.state import State, model_fingerprint
 
 log = logging.getLogger("linnet.serve")
 
+LEAST_TICKS = 4
+"""Of a dispatch that ends early to free a slot: with fewer the device would wait for the host."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -216,10 +219,8 @@ class Engine:
             self._flight = None
 
     def _running(self) -> dict[int, Job]:
-        """Who has a slot, and tokens to ask for."""
         with self._changed:  # others add jobs meanwhile
-            jobs = [job for job in self._jobs.values() if job.n_asked < job.max_tokens]
-            return {job.slot: job for job in jobs if job.slot is not None}
+            return {job.slot: job for job in self._jobs.values() if job.slot is not None}
 
     def _may_go_on(self, slot: int, job: Job) -> bool:
         """Restricts a slot to what its grammar allows next; one that is stuck ends here, alone."""
@@ -238,7 +239,7 @@ class Engine:
         return False
 
     def _dispatch(self, running: dict[int, Job], constrained: bool) -> _Flight:
-        n_ticks = 1 if constrained else N_TICKS
+        n_ticks = 1 if constrained else self._n_ticks(running)
         ticket = self.backend.dispatch(
             n_ticks,
             list(running),
@@ -246,8 +247,24 @@ class Engine:
             keep=[slot for slot, job in running.items() if job.request.return_state],
         )
         for job in running.values():
-            job.n_asked += n_ticks
+            self._asked(job, n_ticks)
         return _Flight(ticket, dict(running))
+
+    def _n_ticks(self, running: dict[int, Job]) -> int:
+        """While others want a slot, no more than until the first is free, but enough that the host keeps up; else as many as anyone
+        needs."""
+        left = [job.max_tokens - job.n_asked for job in running.values()]
+        with self._changed:
+            wanted = self._scheduler.wants_slots
+        return min(N_TICKS, max(LEAST_TICKS, min(left)) if wanted else max(left))
+
+    def _asked(self, job: Job, n_ticks: int) -> None:
+        """So many tokens are under way. If they are all it may have, its slot is free: nobody waits until they are told."""
+        job.n_asked += n_ticks
+        if job.n_asked >= job.max_tokens:
+            job.slot = None
+            with self._changed:
+                self._scheduler.leaves(job.request.id)
 
     def _read(self, job: Job) -> None:
         """One chunk of a prompt, or as many as the prefix cache knows."""
@@ -290,15 +307,19 @@ class Engine:
         if not is_fresh:
             self.backend.put(slot, seat)
             return None
-        job.n_asked = 1
-        return _Flight(self.backend.begin(slot, seat), {0: job}) if self._may_go_on(slot, job) else None
+        if not self._may_go_on(slot, job):
+            return None
+        flight = _Flight(self.backend.begin(slot, seat), {0: job})
+        self._asked(job, 1)
+        return flight
 
     def _collect(self, *flights: _Flight | None) -> None:
         """Reads dispatches back and tells everyone theirs."""
         for flight in flights:
             if flight is None:
                 continue
-            tokens, logprobs = np.asarray(flight.ticket.tokens), np.asarray(flight.ticket.logprobs)
+            n = flight.ticket.n_ticks
+            tokens, logprobs = np.asarray(flight.ticket.tokens)[:n], np.asarray(flight.ticket.logprobs)[:n]
             for column, job in flight.jobs.items():
                 if not job.is_done:
                     self._tell(job, column, flight.ticket, tokens[:, column].tolist(), logprobs[:, column].tolist())
@@ -306,7 +327,7 @@ class Engine:
     def _tell(self, job: Job, column: int, ticket: Ticket, tokens: list[int], logprobs: list[float]) -> None:
         likeliest = None
         if ticket.top is not None and job.request.sampling.top_logprobs:
-            ids, values = (np.asarray(one)[:, column].tolist() for one in ticket.top)
+            ids, values = (np.asarray(one)[: ticket.n_ticks, column].tolist() for one in ticket.top)
             likeliest = [[Choice(i, v) for i, v in zip(*row, strict=True)] for row in zip(ids, values, strict=True)]
         try:
             n, reason, stopped_by = job.take(tokens, logprobs, likeliest)

@@ -1,6 +1,7 @@
 """Who is read, who runs, who steps aside: decided between ticks in plain Python, without a clock, threads or a device.
 
 A request waits, is read chunk by chunk (it then holds a state but no slot), is ready, and runs in a slot until it ends or is parked.
+One whose last tokens are on their way leaves its slot to another before they are told.
 Its level is its priority, and one more for every `age_seconds` it has stood outside a slot. Higher levels go first, and among equals
 those that came first. A running request keeps the level it was placed with until it has had its quantum; then its age is spent,
 any equal takes its slot, and it goes to the back of the line.
@@ -19,7 +20,7 @@ RETRY_AFTER = 1.0
 QUICK_CHUNKS = 4
 """So many chunks in a row may go to prompts shorter than the one whose turn it is, or one whole such prompt, whichever is less."""
 
-_State = Literal["waiting", "reading", "ready", "running", "parked"]
+_State = Literal["waiting", "reading", "ready", "running", "parked", "leaving"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Plan:
     ended: tuple[tuple[str, Literal["cancelled", "deadline"]], ...]
     """Tell their owners, and drop what they hold."""
     free: tuple[int, ...]
-    """Clear these slots, whose requests have ended."""
+    """Clear these slots, whose requests have ended or left."""
     park: tuple[tuple[str, int], ...]
     """Take the state out of this slot and keep it."""
     read: str | None
@@ -112,6 +113,13 @@ class Scheduler:
         if id in self._jobs:
             self._jobs[id].n_tokens += n_tokens
 
+    def leaves(self, id: str) -> None:
+        """All tokens that a running request may have are under way: its slot is free for the next tick. It ends when they are told."""
+        job = self._jobs[id]
+        assert job.state == "running", job.state
+        self._vacate(job)
+        job.state = "leaving"
+
     def ended(self, id: str) -> None:
         """It finished by itself or failed, and was told so: no plan will name it again but for clearing its slot."""
         self._remove(self._jobs[id])
@@ -139,9 +147,19 @@ class Scheduler:
         return self._count("running")
 
     @property
+    def leaving(self) -> int:
+        """Out of their slots, their last tokens not told yet."""
+        return self._count("leaving")
+
+    @property
     def parked(self) -> int:
         """Taken out of a slot, to go on later."""
         return self._count("parked")
+
+    @property
+    def wants_slots(self) -> bool:
+        """Somebody who has none could use one."""
+        return any(job.state not in ("running", "leaving") for job in self._jobs.values())
 
     def has_begun(self, id: str) -> bool:
         """It is being read, or was: there is a state of it."""
@@ -288,9 +306,13 @@ class Scheduler:
 
     def _remove(self, job: _Job) -> None:
         del self._jobs[job.id]
+        self._vacate(job)
+
+    def _vacate(self, job: _Job) -> None:
         if job.slot is not None:
             self._slots[job.slot] = None
             self._to_clear.append(job.slot)
+            job.slot = None
 
     def _ticket(self) -> int:
         self._n_tickets += 1

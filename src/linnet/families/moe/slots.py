@@ -189,6 +189,7 @@ def decode(
     seen: Int[Array, "B A"],
     rules: Rules | None = None,
     active: Bool[Array, " B"] | None = None,
+    n: int | Int[Array, ""] | None = None,
     *,
     cfg: MoEConfig,
     n_ticks: int,
@@ -200,7 +201,7 @@ def decode(
     def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
         return _tick(params, slots, tokens, active, cfg)
 
-    return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top)
+    return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
 
 
 def _tick(

@@ -143,6 +143,7 @@ def decode(
     seen: Int[Array, "B A"],
     rules: Rules | None = None,
     active: Bool[Array, " B"] | None = None,
+    n: int | Int[Array, ""] | None = None,
     *,
     cfg: VQConfig,
     n_ticks: int,
@@ -154,7 +155,7 @@ def decode(
     def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
         return _tick(prepared, slots, tokens, cfg)
 
-    return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top)
+    return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
 
 
 def _tick(prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig) -> tuple[Slots, Array]:
