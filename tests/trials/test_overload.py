@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import statistics
 import time
 from collections import Counter
 
@@ -101,7 +102,7 @@ def test_a_thousand_requests_at_two_hundred_at_once_cost_the_served_nothing() ->
         asyncio.run(_flood(server, 100, 36, n_tokens))  # memory that is taken once
         rates, refused = [], []
         before = server.rss()
-        for _ in range(3):  # in turns, so that a neighbour on the machine disturbs both alike
+        for _ in range(5):  # in turns, so that a neighbour on the machine disturbs both alike
             full = asyncio.run(_flood(server, 400, 36, n_tokens))
             assert full.statuses == {200: 400}
             flood = asyncio.run(_flood(server, n, at_once, n_tokens))
@@ -110,13 +111,13 @@ def test_a_thousand_requests_at_two_hundred_at_once_cost_the_served_nothing() ->
             refused += flood.seconds(429)
         grown = server.rss() - before
     refused.sort()
-    best_full, best_flood = (max(rate) for rate in zip(*rates, strict=True))
+    goodput = statistics.median(flooded / undisturbed for undisturbed, flooded in rates)
     p99 = refused[int(0.99 * (len(refused) - 1))]
     print(
-        f"{flood.statuses}, goodput {best_flood:.0f} of {best_full:.0f} tokens/s ({rates}), 429 in"
+        f"{flood.statuses}, goodput {goodput:.1%} of undisturbed tokens/s ({rates}), 429 in"
         f" {1e3 * refused[len(refused) // 2]:.1f} ms, p99 {1e3 * p99:.1f}, most {1e3 * refused[-1]:.1f}; {grown / MB:.1f} MB more"
     )
     assert flood.statuses[429] > 300, "it was no flood"
     assert grown < 100 * MB
-    assert best_flood > 0.95 * best_full
+    assert goodput > 0.95
     assert p99 < 0.05

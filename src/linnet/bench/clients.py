@@ -51,8 +51,8 @@ class Clients:
         }
 
     async def _flowing(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Some tokens for every slot there may be."""
-        while self.n_tokens < 4 * self._n:
+        """So many that the states which are read ahead for those who wait have been read: that happens once."""
+        while self.n_tokens < 32 * self._n:
             await asyncio.sleep(0.005)
             for task in tasks:
                 if task.done():
