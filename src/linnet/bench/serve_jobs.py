@@ -40,6 +40,7 @@ def throughput(cfg: RunConfig, *, seconds: float, gemm_size: int) -> dict[str, A
 
         def served(seconds: float) -> Rate:
             load.start()
+            load.feed(seconds / 5)  # until those who wait are read, too
             first = edge(lambda: engine.stats()["tokens_total"])
             load.feed(seconds)
             last = edge(lambda: engine.stats()["tokens_total"])
@@ -47,7 +48,7 @@ def throughput(cfg: RunConfig, *, seconds: float, gemm_size: int) -> dict[str, A
             return between(first, last)
 
         served(0.1)  # warm-up
-        own, share = turns(served, lambda s: raw_rate(raw, s), each=seconds / 2, n=TURNS, gemm=gemm)
+        own, share = turns(served, lambda s: raw_rate(raw, s), each=seconds / 2, n=2 * TURNS, gemm=gemm)
     return {
         "tokens_per_second": own.tokens_per_second,
         "tokens_per_cpu_second": own.tokens_per_cpu_second,

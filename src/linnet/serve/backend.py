@@ -107,6 +107,10 @@ class Backend:
         """At most `chunk_len` tokens; does not wait for the device."""
         return self.decoder.admit_chunk(self._params, self._buffers, memory, tokens, self.cfg)
 
+    def wait_for(self, memory: Any) -> None:
+        """Until it is computed."""
+        jax.block_until_ready(memory)
+
     def chunk_logprobs(
         self, memory: Any, tokens: Sequence[int], targets: Sequence[int], *, with_top: bool
     ) -> tuple[list[float], list[list[Choice]]]:

@@ -279,6 +279,8 @@ class Engine:
         chunk = job.next_chunk(size)
         if not chunk:
             return
+        if self._flight is not None:  # one chunk beside the ticks, no more: a heap of them would hold the ticks up
+            self.backend.wait_for(job.memory)
         if job.request.prompt_logprobs:
             targets = [*job.to_read, job.last][job.n_read + 1 : job.n_read + 1 + len(chunk)]
             with_top = job.request.sampling.top_logprobs > 0
