@@ -119,6 +119,33 @@ def test_a_full_house_of_sessions_still_packs_and_unpacks() -> None:
         sessions.restore(sessions.pack(state))
 
 
+def test_states_beyond_their_room_keep_new_sessions_out_and_nobody_back() -> None:
+    shared, sizes = np.zeros(10, np.float32), (10, 20)
+
+    def state(n: int) -> State:
+        return State(memory=(shared, np.zeros(n, np.float32)), last=5, n_tokens=9, model="f" * 64)
+
+    sessions = Sessions(lambda n: None, "f" * 64, most_bytes=4 * 30)
+    first, second = sessions.create(), sessions.create()
+    sessions.put(first, state(sizes[0]), 8)
+    assert sessions.n_bytes == 4 * 20
+    forked = sessions.fork(first)
+    assert sessions.n_bytes == 4 * 20, "a state that two have counts once"
+    sessions.put(second, state(sizes[1]), 8)
+    assert sessions.n_bytes == 4 * 40, "one that is there goes on"
+    for more in (sessions.create, lambda: sessions.fork(first)):
+        with pytest.raises(UserError, match="fill their room"):
+            more()
+    sessions.delete(second)
+    sessions.delete(first)
+    assert sessions.n_bytes == 4 * 20
+    sessions.put(forked, state(sizes[1]), 9)
+    assert sessions.n_bytes == 4 * 30
+    sessions.delete(forked)
+    assert sessions.n_bytes == 0
+    assert sessions.create()
+
+
 def test_a_chat_session_begins_a_new_line() -> None:
     model = FakeModel()
     model.sessions.put(model.sessions.create(), [100], 1)

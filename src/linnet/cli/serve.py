@@ -40,6 +40,8 @@ class Flags:
     """Requests of a model that may wait; beyond that clients are told to come again."""
     prefix_mb: int = 512
     """Memory for the states of beginnings that were read before; 0: none."""
+    sessions_mb: int = 4096
+    """Memory for the states of a model's sessions: beyond it no new one begins, and those that are there go on."""
     keys_file: Path | None = None
     """API keys, one a line; also from the environment, LINNET_API_KEYS, separated by commas."""
     drain_seconds: float = 30.0
@@ -57,6 +59,8 @@ def serve_command(argv: list[str]) -> int:
     flags = parse(Flags, argv, "serve", words)
     if not flags.runs:
         raise refuse("RUN", "nothing", "at least one run", "name a run's folder")
+    if flags.sessions_mb < 1:
+        raise refuse("--sessions-mb", flags.sessions_mb, "at least 1", "use 4096")
     if not 0 <= flags.port < 65536:
         raise refuse("--port", flags.port, "0 to 65535", "use 8000")
     keys = _keys(flags.keys_file)
@@ -146,6 +150,7 @@ def _open(name: str, folder: Path, flags: Flags, template: ChatTemplate) -> Serv
         vocabulary.shape,
         config,
         template,
+        flags.sessions_mb << 20,
     )
 
 

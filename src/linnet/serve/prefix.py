@@ -7,14 +7,14 @@ reading everything: the answer is the same bits.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from linnet.pytree import n_bytes
+from linnet.serve.held import HeldBytes
 
 
 class PrefixCache:
@@ -22,9 +22,12 @@ class PrefixCache:
         assert chunk_len > 0
         self._chunk_len, self._max_bytes = chunk_len, max_bytes
         self._states: OrderedDict[bytes, Any] = OrderedDict()
-        self._held: Counter[int] = Counter()
-        """How many states hold an array: states may share parts, and each counts once."""
-        self.n_bytes = self.hits = self.misses = 0
+        self._held = HeldBytes()
+        self.hits = self.misses = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return self._held.total
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """A key for each whole chunk: of all tokens up to its end."""
@@ -55,15 +58,6 @@ class PrefixCache:
         if key in self._states or n_bytes(state) > self._max_bytes:
             return
         self._states[key] = state
-        for leaf in jax.tree.leaves(state):
-            self.n_bytes += leaf.nbytes if not self._held[id(leaf)] else 0
-            self._held[id(leaf)] += 1
+        self._held.add(state)
         while self.n_bytes > self._max_bytes:
-            self._drop(self._states.popitem(last=False)[1])
-
-    def _drop(self, state: Any) -> None:
-        for leaf in jax.tree.leaves(state):
-            self._held[id(leaf)] -= 1
-            if not self._held[id(leaf)]:
-                del self._held[id(leaf)]
-                self.n_bytes -= leaf.nbytes
+            self._held.drop(self._states.popitem(last=False)[1])

@@ -10,7 +10,7 @@ from linnet.data.tokenizer import Tokenizer
 from linnet.families.family import Family
 from linnet.serve.engine import Engine, EngineConfig
 from linnet.serve.request import OnEvent, Request
-from linnet.serve.sessions import Sessions
+from linnet.serve.sessions import MOST_BYTES, Sessions
 from linnet.serve.template import PLAIN, ChatTemplate
 
 
@@ -42,7 +42,7 @@ class ServedModel:
         self.engine.cancel(id)
 
     def stats(self) -> dict[str, float]:
-        return {**self.engine.stats(), "sessions": len(self.sessions)}
+        return {**self.engine.stats(), "sessions": len(self.sessions), "session_bytes": self.sessions.n_bytes}
 
 
 def serve_model(
@@ -55,11 +55,12 @@ def serve_model(
     shape: tuple[int, int, int] | None,
     config: EngineConfig,
     template: ChatTemplate = PLAIN,
+    session_bytes: int = MOST_BYTES,
 ) -> ServedModel:
     """Starts the engine of a model, its programs compiled."""
     engine = Engine(family, cfg, params, buffers, tokenizer, config)
     engine.backend.warm_up()
-    sessions = Sessions(engine.backend.state_like, engine.fingerprint)
+    sessions = Sessions(engine.backend.state_like, engine.fingerprint, most_bytes=session_bytes)
     return ServedModel(
         name=name,
         tokenizer=tokenizer,

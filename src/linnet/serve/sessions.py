@@ -1,4 +1,4 @@
-"""Conversations kept by name: their states, a bounded number of them, saved to and restored from bytes."""
+"""Conversations kept by name: their states, a bounded number and size of them, saved to and restored from bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 from linnet.errors import UserError
 from linnet.serve import state as states
+from linnet.serve.held import HeldBytes
 from linnet.serve.state import State
 
 MOST_SESSIONS = 1024
+MOST_BYTES = 4 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +26,15 @@ class Session:
 
 
 class Sessions:
-    """Of one model. From any thread. A session is deleted by its owner only: when there is no room, a new one is refused."""
+    """Of one model. From any thread. A session is deleted by its owner only: when there is no room, a new one is refused. One that
+    is there may always go on."""
 
-    def __init__(self, like: Callable[[int], Any], model: str, *, most: int = MOST_SESSIONS) -> None:
-        self._like, self._model, self._most = like, model, most
+    def __init__(
+        self, like: Callable[[int], Any], model: str, *, most: int = MOST_SESSIONS, most_bytes: int = MOST_BYTES
+    ) -> None:
+        self._like, self._model, self._most, self._most_bytes = like, model, most, most_bytes
         self._sessions: dict[str, Session] = {}
+        self._held = HeldBytes()
         self._lock = threading.Lock()
 
     def create(self) -> str:
@@ -44,6 +50,8 @@ class Sessions:
         """The session goes on from here; one that was deleted meanwhile stays deleted."""
         with self._lock:
             if id in self._sessions:
+                self._held.add(state.memory)  # first: what the old state shares with it is not let go
+                self._let_go(self._sessions[id])
                 self._sessions[id] = Session(state, n_tokens)
 
     def fork(self, id: str) -> str:
@@ -71,15 +79,30 @@ class Sessions:
     def delete(self, id: str) -> None:
         self.get(id)
         with self._lock:
-            self._sessions.pop(id, None)
+            if (session := self._sessions.pop(id, None)) is not None:
+                self._let_go(session)
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def n_bytes(self) -> int:
+        """That all states take; what several share counts once."""
+        return self._held.total
 
     def _add(self, session: Session) -> str:
         id = f"session-{secrets.token_urlsafe(16)}"
         with self._lock:
             if len(self._sessions) >= self._most:
                 raise UserError(f"there are {self._most} sessions, as many as may be. Fix: delete one first.")
+            if self.n_bytes >= self._most_bytes:
+                held = f"{self.n_bytes >> 20:,} MB of {self._most_bytes >> 20:,}"
+                raise UserError(f"the sessions' states fill their room ({held}). Fix: delete one first.")
             self._sessions[id] = session
+            if session.state is not None:
+                self._held.add(session.state.memory)
         return id
+
+    def _let_go(self, session: Session) -> None:
+        if session.state is not None:
+            self._held.drop(session.state.memory)
