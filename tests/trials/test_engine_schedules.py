@@ -22,7 +22,7 @@ from linnet.serve.state import State
 
 SECONDS = float(os.environ.get("LINNET_SCHEDULE_SECONDS", "600"))
 N_CLIENTS = 6
-STEPS = ("read_chunk", "place", "take", "dispatch")
+STEPS = ("read_chunk", "rule", "begin", "put", "take", "dispatch")
 
 
 @dataclasses.dataclass(eq=False)

@@ -136,7 +136,13 @@ def _pause(r: dict[str, Any]) -> list[Row]:
     p95 = f"{_ms(r['p95_seconds'])}, undisturbed {_ms(r['idle_p95_seconds'])}; read in {r['admission_seconds']:.1f} s"
     during = f"while {r['prompt']:,} tokens are read"
     return [
-        _most(f"others' longest gap {during}, over that of as long a time without", r["pause_in_chunks"], "chunks", 2.0, longest),
+        _most(
+            f"others' longest gap {during}, over that of as long a time without",
+            r["pause_in_chunks"],
+            "chunks",
+            2.0,
+            longest,
+        ),
         _most(f"others' p95 between deliveries {during}", r["p95_over_idle"], "times", 3.0, p95),
     ]
 

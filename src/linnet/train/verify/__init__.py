@@ -12,6 +12,7 @@ from linnet.train.verify.compare import Check, Skipped, Verification, compare
 from linnet.train.verify.golden import Golden, read_golden
 from linnet.train.verify.golden_grok import grok_layout
 from linnet.train.verify.grok import verify_grok
+from linnet.train.verify.prior import is_prior, verify_prior
 from linnet.train.verify.replay import (
     Replay,
     replay_carry,
@@ -21,6 +22,15 @@ from linnet.train.verify.replay import (
     replay_grads,
     replay_sample,
 )
+from linnet.train.verify.replay_prior import replay_legacy, replay_losses, replay_network, replay_network_parts
+from linnet.train.verify.replay_prior_rules import (
+    replay_ddim_times,
+    replay_ema,
+    replay_network_tables,
+    replay_noise_ops,
+    replay_noise_tables,
+)
+from linnet.train.verify.replay_prior_sampling import replay_sampling, replay_trainer
 from linnet.train.verify.replay_rules import replay_nucleus, replay_schedule, replay_train
 
 if TYPE_CHECKING:
@@ -37,6 +47,19 @@ REPLAYS = {
     "schedule": replay_schedule,
     "nucleus": replay_nucleus,
 }
+PRIOR_REPLAYS = {
+    "noise_tables": replay_noise_tables,
+    "noise_ops": replay_noise_ops,
+    "ddim_times": replay_ddim_times,
+    "network": replay_network,
+    "network_parts": replay_network_parts,
+    "network_tables": replay_network_tables,
+    "network_legacy": replay_legacy,
+    "losses": replay_losses,
+    "sampling": replay_sampling,
+    "trainer": replay_trainer,
+    "ema": replay_ema,
+}
 UNKNOWN = "not an output that Linnet knows"
 
 
@@ -47,6 +70,8 @@ def verify_file(path: Path | str, tolerance: float = 1e-5) -> Verification:
     grok = grok_layout(Path(path))
     if grok is not None:
         return verify_grok(*grok, named=str(path), tolerance=tolerance)
+    if is_prior(Path(path)):
+        return verify_prior(Path(path), PRIOR_REPLAYS, tolerance)
     golden = read_golden(Path(path))
     replay = REPLAYS[golden.kind](golden)
     wanted = {**golden.outputs, **replay.expected}

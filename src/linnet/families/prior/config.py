@@ -1,0 +1,145 @@
+"""What a `prior` model is: its network, its diffusion and how it is sampled from, checked when made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from linnet.errors import refuse
+
+Schedule = Literal["cosine", "linear", "quadratic", "sigmoid", "jsd"]
+Objective = Literal["x_start", "noise", "v"]
+Loss = Literal["l1", "l2", "huber"]
+Release = Literal["1.15", "1.6", "0.15"]
+ROTATED = 32  # of a head's values at most so many are turned by the position
+SIZES = ("dim", "depth", "n_head", "d_head", "ff_mult", "timesteps", "n_time_token", "n_image_token", "n_text_token")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PriorConfig:
+    dim: int = 256
+    """Width of the image's embedding and of the network."""
+    text_dim: int | None = None
+    """Width of the text's embedding and encodings; none: `dim`, as the reference has it."""
+    depth: int = 6
+    n_head: int = 8
+    d_head: int = 32
+    """Width of a head: queries have n_head of them, keys and values one for all."""
+    ff_mult: int = 4
+    """Hidden width of the feed-forward half, in units of dim."""
+    text_encodings: bool = False
+    """Condition on the text's tokens too, not only on its embedding."""
+    max_text_len: int = 0
+    """Token encodings are padded or cut to so many; 0: the network has no places for them."""
+    timesteps: int = 1000
+    """Steps of the diffusion."""
+    continuous_time: bool = False
+    """The time as a sinusoid and a small network instead of a table."""
+    n_time_token: int = 1
+    n_image_token: int = 1
+    n_text_token: int = 1
+    norm_in: bool = False
+    norm_out: bool = True
+    final_proj: bool = True
+    normformer: bool = False
+    """A norm inside the feed-forward half."""
+    rotary: bool = True
+    self_cond: bool = False
+    """The last prediction is shown to the network (in training: at half of the rows' steps)."""
+    p_drop_attention: float = 0.0
+    p_drop_ff: float = 0.0
+    p_drop_text: float = 0.1
+    """Chance that a row trains without its text; guidance needs it."""
+    p_drop_image: float = 0.1
+    """Chance that a row trains without its noised image; guidance needs it."""
+    schedule: Schedule = "cosine"
+    objective: Objective = "x_start"
+    """What the network predicts."""
+    loss: Loss = "l2"
+    min_snr_gamma: float | None = None
+    """Weigh a row's loss by its signal-to-noise ratio, capped at this; none: all steps weigh the same."""
+    image_embed_scale: float | None = None
+    """Embeddings are multiplied by this before diffusion; none: sqrt(dim)."""
+    normalize_training: bool = False
+    """Scale the predicted start to the embedding's length in training (x_start only)."""
+    normalize_start: bool = False
+    """Scale the first noise to the embedding's length."""
+    normalize_steps: bool = False
+    """Scale every predicted start to the embedding's length while sampling (x_start only)."""
+    normalize_final: bool = False
+    """Scale the result to length 1 (x_start only)."""
+    clip_start: bool = False
+    """Clip predicted starts to [-1, 1] while sampling (noise and v only): what the reference does, and what cuts off every
+    embedding scaled by sqrt(dim)."""
+    release: Release = "1.15"
+    """Of the reference, whose network this is: 1.6 could not drop its text, 0.15 scored by scaled products and hid padding."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations. Norms, softmax and the loss are float32 always."""
+    remat: bool = False
+    """Recompute each layer in the backward pass: less memory, a third more work."""
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            if getattr(self, name) < 1:
+                raise refuse(
+                    f"model.{name}", getattr(self, name), "at least 1", f"set --model.{name.replace('_', '-')}"
+                )
+        if self.text_dim is not None and self.text_dim < 1:
+            raise refuse("model.text_dim", self.text_dim, "at least 1, or none for model.dim", "use None")
+        if self.max_text_len < 0:
+            raise refuse("model.max_text_len", self.max_text_len, "0 or more", "use 77 for CLIP's tokens")
+        if self.text_encodings and not self.max_text_len and self.replaces:
+            raise refuse("model.max_text_len", 0, "above 0 with model.text_encodings", "use 77 for CLIP's tokens")
+        if self.d_head % 2 and self.rotary:
+            raise refuse("model.d_head", self.d_head, "even (positions turn pairs of values)", f"use {self.d_head + 1}")
+        if self.dim % 2 and self.continuous_time:
+            raise refuse("model.dim", self.dim, "even (half sines, half cosines)", f"use {self.dim + 1}")
+        for name in ("p_drop_attention", "p_drop_ff"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise refuse(f"model.{name}", getattr(self, name), "at least 0 and below 1", "use 0 for none")
+        for name in ("p_drop_text", "p_drop_image"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise refuse(f"model.{name}", getattr(self, name), "between 0 and 1", "use 0.1, or 0 for none")
+        if self.min_snr_gamma is not None and not self.min_snr_gamma > 0:
+            raise refuse("model.min_snr_gamma", self.min_snr_gamma, "above 0, or none", "use 5")
+        if self.image_embed_scale is not None and not self.image_embed_scale > 0:
+            raise refuse(
+                "model.image_embed_scale", self.image_embed_scale, "above 0, or none for sqrt(dim)", "use None"
+            )
+
+    @property
+    def d_text(self) -> int:
+        return self.dim if self.text_dim is None else self.text_dim
+
+    @property
+    def scale(self) -> float:
+        return math.sqrt(self.dim) if self.image_embed_scale is None else self.image_embed_scale
+
+    @property
+    def n_rotated(self) -> int:
+        return min(ROTATED, self.d_head) if self.rotary else 0
+
+    @property
+    def cosine_attention(self) -> bool:
+        """Scores are 16 times a cosine, and the last norm is the stable one."""
+        return self.release != "0.15"
+
+    @property
+    def replaces(self) -> bool:
+        """Padding is replaced by learned vectors, not hidden from attention."""
+        return self.release != "0.15"
+
+    @property
+    def droppable(self) -> bool:
+        return self.release != "1.6"
+
+    @property
+    def can_guide(self) -> bool:
+        """Guidance needs a model that was trained without its conditions now and then."""
+        return self.droppable and self.p_drop_text > 0 and self.p_drop_image > 0
+
+    @property
+    def n_new_token(self) -> int:
+        """Tokens that change from step to step: time, image, (self-conditioning,) query."""
+        return self.n_time_token + self.n_image_token + self.self_cond + 1

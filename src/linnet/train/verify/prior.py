@@ -1,0 +1,133 @@
+"""Reference files of the diffusion prior: their layout, and the comparison of what they hold with what Linnet computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linnet.errors import UserError, refuse
+from linnet.families.prior.config import PriorConfig
+from linnet.families.prior.convert import from_reference
+from linnet.families.prior.params import PriorParams
+from linnet.families.prior.reference import network_config
+from linnet.train.interchange.npz import read_npz
+from linnet.train.verify.compare import Check, Skipped, Verification, compare
+
+UNKNOWN = "not an output that Linnet knows"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PriorGolden:
+    path: Path
+    meta: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def kind(self) -> str:
+        return self.meta["kind"]
+
+    def get(self, name: str) -> np.ndarray:
+        if name not in self.arrays:
+            raise UserError(f"{self.path} has no {name!r}, which a {self.kind} file needs. Fix: write it again.")
+        return self.arrays[name]
+
+    def below(self, prefix: str) -> dict[str, np.ndarray]:
+        """The arrays under a prefix, without it."""
+        return {name.removeprefix(prefix): x for name, x in self.arrays.items() if name.startswith(prefix)}
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """An object of the meta, or of its config."""
+        found = self.meta.get(name, self.meta["config"].get(name))
+        if not isinstance(found, dict):
+            raise UserError(f"{self.path}: its meta has no object {name!r}, which a {self.kind} file needs.")
+        return found
+
+    def model(
+        self, settings: Mapping[str, Any], weights: str = "params/", **more: Any
+    ) -> tuple[PriorConfig, PriorParams]:
+        cfg = self.config(settings, **more)
+        return cfg, from_reference(self.below(weights), cfg)
+
+    def config(self, settings: Mapping[str, Any], **more: Any) -> PriorConfig:
+        try:
+            return network_config(settings, **more)
+        except TypeError as error:
+            raise UserError(f"{self.path}: its settings are not those of a network ({error}).") from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PriorReplay:
+    values: dict[str, Any]
+    """By the file's own names."""
+    inputs: frozenset[str] = frozenset()
+    """Names outside of in/ and params/ that are not results."""
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    scales: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What an error is measured against where that is more than the largest value expected."""
+    notes: tuple[str, ...] = ()
+
+
+Replayer = Callable[[PriorGolden], PriorReplay]
+
+
+def is_prior(path: Path) -> bool:
+    """By its meta alone. Whatever cannot be read is left to the reader that says what is wrong."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open("meta.npy") as file:
+            found = np.lib.format.read_array(file, allow_pickle=False)
+        meta = json.loads(str(found[()]))
+    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile):
+        return False
+    return isinstance(meta, dict) and meta.get("family") == "prior"
+
+
+def read_prior(path: Path, kinds: Mapping[str, Any]) -> PriorGolden:
+    arrays = read_npz(path)
+    meta = json.loads(str(arrays.pop("meta")[()]))
+    if meta.get("kind") not in kinds:
+        raise refuse(f"{path}: kind", meta.get("kind"), f"one of {', '.join(kinds)}", "name a file of such a kind")
+    if not isinstance(meta.get("config"), dict):
+        raise UserError(f"{path}: its 'meta' has no 'config' object. Fix: write the file again.")
+    return PriorGolden(path=path, meta=meta, arrays=arrays)
+
+
+def verify_prior(path: Path, replays: Mapping[str, Replayer], tolerance: float) -> Verification:
+    golden = read_prior(path, replays)
+    replay = replays[golden.kind](golden)
+    results = {
+        name: value
+        for name, value in golden.arrays.items()
+        if not name.startswith(("in/", "params/", "sd_")) and name not in replay.inputs and value.dtype.kind != "U"
+    }
+    checks: list[Check] = []
+    for name, want in results.items():
+        if name in replay.values:
+            checks += _checks(name, np.asarray(replay.values[name]), want, tolerance, replay.scales.get(name, 0.0))
+    skipped = tuple(Skipped(name, replay.skipped.get(name, UNKNOWN)) for name in results if name not in replay.values)
+    return Verification(
+        file=str(path),
+        kind=golden.kind,
+        tolerance=tolerance,
+        checks=tuple(checks),
+        not_checked=skipped,
+        notes=replay.notes,
+    )
+
+
+def _checks(name: str, got: np.ndarray, want: np.ndarray, tolerance: float, scale: float) -> list[Check]:
+    """Infinities are compared apart: next to them every error would look small."""
+    if want.dtype.kind != "f" or got.shape != want.shape or np.all(np.isfinite(want)):
+        return [compare(name, got, want, tolerance, scale)]
+    kind = np.sign(np.nan_to_num(want, nan=0.0)) * ~np.isfinite(want)
+    mine = np.sign(np.nan_to_num(got, nan=0.0)) * ~np.isfinite(got)
+    finite = np.isfinite(want)
+    return [
+        compare(f"{name}: not finite", mine.astype(int), kind.astype(int), tolerance),
+        compare(name, np.where(finite, got, 0.0), np.where(finite, want, 0.0), tolerance, scale),
+    ]

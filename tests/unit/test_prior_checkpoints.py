@@ -1,0 +1,233 @@
+"""Checkpoints of the reference's prior: every layout is read, its numbers are the file's, and nothing in a file is ever run."""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from prior_tiny import config, model
+
+from linnet.errors import UserError
+from linnet.families.prior.convert import to_reference
+from linnet.families.prior.network import network
+from linnet.families.prior.reference import infer_config
+from linnet.families.prior.schedule import betas
+from linnet.train.interchange.dalle2_prior import read_prior_checkpoint
+from linnet.train.interchange.torch_file import read_torch
+
+CHECKPOINTS = Path(__file__).parents[3] / "shared" / "goldens" / "prior" / "ckpt"
+needs_files = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no reference checkpoints here")
+TENSOR = "torch._utils\n_rebuild_tensor_v2\n"
+
+
+class Writer:
+    """A .pth file as torch writes it, of nested dicts, lists, numbers and float32 arrays; `raw` opcodes go in as they are."""
+
+    def __init__(self) -> None:
+        self.out, self.storages = io.BytesIO(), list[np.ndarray]()
+
+    def value(self, x: Any) -> None:
+        write = self.out.write
+        if isinstance(x, bytes):
+            write(x)
+        elif isinstance(x, dict):
+            write(b"}")
+            for key, item in x.items():
+                self.value(key)
+                self.value(item)
+                write(b"s")
+        elif isinstance(x, str):
+            write(b"X" + struct.pack("<I", len(x.encode())) + x.encode())
+        elif isinstance(x, int):
+            write(b"J" + struct.pack("<i", x))
+        elif isinstance(x, float):
+            write(b"G" + struct.pack(">d", x))
+        else:
+            strides = [s // x.itemsize for s in np.ascontiguousarray(x).strides]
+            self.tensor(np.ascontiguousarray(x), x.shape, strides)
+
+    def tensor(self, x: np.ndarray, shape: Any, strides: Any, offset: int = 0) -> None:
+        key = str(len(self.storages))
+        self.storages.append(x)
+        self.out.write(b"c" + TENSOR.encode() + b"((")
+        for part in ("storage", b"ctorch\nFloatStorage\n", key, "cpu", int(x.size)):
+            self.value(part)
+        self.out.write(b"tQ")
+        self.value(offset)
+        for numbers in (shape, strides):
+            self.out.write(b"(")
+            for n in numbers:
+                self.value(int(n))
+            self.out.write(b"t")
+        self.out.write(b"\x89ccollections\nOrderedDict\n)RtR")
+
+    def save(self, path: Path, value: Any = None, compression: int = zipfile.ZIP_STORED) -> Path:
+        if value is not None:
+            self.value(value)
+        with zipfile.ZipFile(path, "w", compression) as archive:
+            archive.writestr("archive/data.pkl", b"\x80\x02" + self.out.getvalue() + b".")
+            archive.writestr("archive/byteorder", "little")
+            for i, x in enumerate(self.storages):
+                archive.writestr(f"archive/data/{i}", x.astype("<f4").tobytes())
+        return path
+
+
+@needs_files
+def test_the_references_own_checkpoints_are_read_and_predict_what_it_predicted() -> None:
+    expected = np.load(CHECKPOINTS / "nowarmup_expected.npz")
+    trained = read_prior_checkpoint(CHECKPOINTS / "nowarmup_checkpoint.pth")
+    bare = read_prior_checkpoint(CHECKPOINTS / "nowarmup_model.pth")
+    assert (trained.which, bare.which, bare.other) == ("ema", "ema", None)
+    assert trained.facts == {
+        "step": 3,
+        "epoch": 1,
+        "samples_seen": 12,
+        "best_validation_loss": 0.25,
+        "version": "1.15.6",
+    }
+    for imported, params, kind in (
+        (trained, trained.params, "ema_model"),
+        (trained, trained.other, "model"),
+        (bare, bare.params, "ema_model"),  # the reference saves its average as the model
+    ):
+        assert params is not None
+        for name, value in to_reference(params, imported.cfg).items():
+            np.testing.assert_array_equal(value, expected[f"{kind}/net.{name}"], err_msg=name)
+    x, t, text, enc = (jnp.asarray(expected[f"in/{name}"]) for name in ("x", "t", "te", "enc"))
+    run = jax.jit(lambda p: network(p, x, t, text, enc, None, None, None, trained.cfg))
+    for name, params in (("out/ema", trained.params), ("out/model", trained.other)):
+        np.testing.assert_allclose(run(params), expected[name], atol=1e-5 * np.abs(expected[name]).max())
+
+
+def test_every_layout_gives_the_same_model(tmp_path: Path) -> None:
+    cfg = config(normformer=True, n_text_token=2, timesteps=12, schedule="linear", text_encodings=False)
+    params = {"online": model(cfg, 1), "ema": model(cfg, 2)}
+    state = {
+        name: {**{f"net.{k}": v for k, v in to_reference(p, cfg).items()}, "noise_scheduler.betas": betas("linear", 12)}
+        for name, p in params.items()
+    }
+    average = {
+        f"{a}.{k}": v for a, b in (("ema_model", "ema"), ("online_model", "online")) for k, v in state[b].items()
+    }
+    layouts = {
+        "trainer": ({"model": state["online"], "ema_model": state["ema"], "step": 7}, "ema"),
+        "old trainer": ({"model": state["online"], "ema": average}, "ema"),
+        "average": ({"initted": np.ones(1), **average}, "ema"),
+        "model": ({"model": state["ema"]}, "ema"),
+        "state": (state["online"], "online"),
+    }
+    for name, (layout, which) in layouts.items():
+        found = read_prior_checkpoint(Writer().save(tmp_path / f"{name}.pth", layout))
+        assert found.which == which, name
+        assert found.cfg == config(
+            normformer=True, n_text_token=2, timesteps=12, schedule="linear", text_encodings=False
+        ), name
+        for ours, theirs in zip(jax.tree.leaves(found.params), jax.tree.leaves(params[which]), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    asked = read_prior_checkpoint(tmp_path / "trainer.pth", which="online")
+    assert (asked.which, asked.facts) == ("online", {"step": 7})
+    assert asked.other is not None
+
+
+def test_older_names_tell_the_release(tmp_path: Path) -> None:
+    old = config(release="0.15", max_text_len=0, text_encodings=False)
+    state = to_reference(model(old), old)
+    renamed = {k.removesuffix(".g") + ".gamma" if k.endswith(".g") else k: v for k, v in state.items()}
+    shifts = {k.removesuffix("gamma") + "beta": np.zeros_like(v) for k, v in renamed.items() if k.endswith(".gamma")}
+    found = read_prior_checkpoint(Writer().save(tmp_path / "old.pth", {**renamed, **shifts}))
+    assert found.cfg == old
+    middle = config(release="1.6", text_encodings=False)
+    state = to_reference(model(middle), middle)
+    state["null_text_embed"] = state.pop("null_text_encodings")
+    assert read_prior_checkpoint(Writer().save(tmp_path / "middle.pth", state)).cfg == middle
+
+
+def test_settings_may_add_to_the_weights_and_not_contradict_them() -> None:
+    cfg = config(text_encodings=False)
+    state = to_reference(model(cfg), cfg)
+    assert infer_config(state, None, {"objective": "v", "self_cond": True}).objective == "v"
+    with pytest.raises(UserError, match=r"model\.depth"):
+        infer_config(state, None, {"depth": 9})
+    with pytest.raises(UserError, match="noise schedule"):
+        infer_config(state, np.linspace(0.1, 0.9, 40), {})
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch pwned",)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (b"cos\nsystem\n(X\x04\x00\x00\x00echotR", "os.system"),
+        (b"c__builtin__\neval\n(X\x01\x00\x00\x001tR", "eval"),
+        (b"ctorch\nFloatStorage\n(X\x01\x00\x00\x001tRK\x01b", None),
+        (b"K\x01K\x02K\x03s", "no table"),
+        (b"(K\x01", "mark|left over"),
+        (b"h\x07", "never saw"),
+        (b"i\x00", "no opcode"),
+    ],
+    ids=["system", "eval", "inert", "items", "mark", "memo", "opcode"],
+)
+def test_nothing_in_a_file_is_run(tmp_path: Path, value: bytes, why: str | None) -> None:
+    path = Writer().save(tmp_path / "x.pth", value)
+    if why is None:
+        assert read_torch(path).name == "FloatStorage"
+        return
+    with pytest.raises(UserError, match=why):
+        read_torch(path)
+
+
+def test_a_pickle_of_python_is_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for protocol in (2, 4):
+        data = pickle.dumps({"model": Evil(), "o": collections.OrderedDict(a=1)}, protocol)
+        with zipfile.ZipFile("evil.pth", "w") as archive:
+            archive.writestr("archive/data.pkl", data)
+        with pytest.raises(UserError, match="system"):
+            read_torch(Path("evil.pth"))
+    assert not Path("pwned").exists()
+    Path("plain.pth").write_bytes(pickle.dumps([1]))
+    with pytest.raises(UserError, match=r"torch 1\.6"):
+        read_torch(Path("plain.pth"))
+
+
+def test_tensors_are_read_by_their_strides_and_never_beyond_their_bytes(tmp_path: Path) -> None:
+    x = np.arange(12, dtype=np.float32)
+    turned = Writer()
+    turned.tensor(x, (4, 3), (1, 4))
+    np.testing.assert_array_equal(read_torch(turned.save(tmp_path / "t.pth")), x.reshape(3, 4).T)
+    for shape, strides, offset in (((4, 4), (4, 1), 0), ((4, 3), (3, 1), 1), ((3,), (-1,), 0), ((13,), (0,), 0)):
+        bad = Writer()
+        bad.tensor(x, shape, strides, offset)
+        with pytest.raises(UserError, match="tensor"):
+            read_torch(bad.save(tmp_path / "bad.pth"))
+
+
+def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="compressed"):
+        read_torch(Writer().save(tmp_path / "a.pth", {"a": 1}, zipfile.ZIP_DEFLATED))
+    with pytest.raises(UserError, match="no weights of a diffusion prior"):
+        read_prior_checkpoint(Writer().save(tmp_path / "b.pth", {"model": {"a": np.zeros(3)}}))
+    with pytest.raises(UserError, match="does not exist|cannot be read"):
+        read_torch(tmp_path / "none.pth")
+    cfg = config(text_encodings=False)
+    state = to_reference(model(cfg), cfg)
+    state["learned_query"] = state["learned_query"] * np.nan
+    with pytest.raises(UserError, match="not finite"):
+        read_prior_checkpoint(Writer().save(tmp_path / "nan.pth", state))
+    whole = Writer().save(tmp_path / "c.pth", {"a": np.zeros(30)}).read_bytes()
+    (tmp_path / "cut.pth").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError):
+        read_torch(tmp_path / "cut.pth")

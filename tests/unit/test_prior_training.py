@@ -1,0 +1,62 @@
+"""The prior's own optimiser and moving average, by hand: what torch's AdamW and ema-pytorch do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from linnet.errors import UserError
+from linnet.params import Spec
+from linnet.train import ema
+from linnet.train.adamw import AdamWConfig, adamw, learning_rate
+
+
+def test_decay_is_scaled_by_the_learning_rate_and_spares_vectors() -> None:
+    specs = {
+        "matrix": Spec((2, 3), (None, None)),
+        "stack": Spec((2, 3), ("layers", None)),
+        "vector": Spec((3,), (None,)),
+    }
+    params = {name: jnp.full(spec.shape, 2.0) for name, spec in specs.items()}
+    rule = adamw(AdamWConfig(lr=0.1, decay=0.5, clip=None), specs)
+    updates, _ = rule.update({name: jnp.zeros_like(p) for name, p in params.items()}, rule.init(params), params)
+    after: Any = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(after["matrix"], 2.0 - 0.1 * 0.5 * 2.0)
+    np.testing.assert_array_equal(after["vector"], params["vector"])
+    np.testing.assert_array_equal(after["stack"], params["stack"])  # a layer's vector is a vector
+
+
+def test_the_rate_warms_up_and_follows_the_cosine() -> None:
+    rate = learning_rate(AdamWConfig(lr=0.01, warmup_steps=2, cosine_steps=3))
+    np.testing.assert_allclose(rate(np.arange(5)), [0.005, 0.0075, 0.0025, 0.0, 0.0025], atol=1e-9)
+    np.testing.assert_allclose(learning_rate(AdamWConfig(lr=0.01))(np.arange(3)), 0.01)
+
+
+def test_the_average_copies_then_begins_then_forgets_ever_more_slowly() -> None:
+    cfg = ema.EmaConfig(update_after_step=2, update_every=2, beta=0.6)
+    average, seen = jnp.float32(-5), []
+    for step in range(12):
+        average = ema.update(cfg, average, jnp.float32(step), step)
+        seen.append(float(average))
+    assert seen[:6] == [0, 0, 2, 2, 4, 4]  # copies, the last of them where the average begins
+    decay = 1 - (1 + 4) ** (-2 / 3)
+    assert decay > 0.6  # so that beta caps it
+    assert seen[6] == pytest.approx(4 * 0.6 + 6 * 0.4, rel=1e-6)
+    assert seen[7] == seen[6]
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    for made in (
+        lambda: ema.EmaConfig(beta=1.5),
+        lambda: ema.EmaConfig(update_every=0),
+        lambda: ema.EmaConfig(power=0.0),
+        lambda: AdamWConfig(lr=0.0),
+        lambda: AdamWConfig(decay=-1.0),
+        lambda: AdamWConfig(cosine_steps=0),
+    ):
+        with pytest.raises(UserError):
+            made()
