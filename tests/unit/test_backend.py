@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -14,17 +16,24 @@ from linnet.serve.backend import N_TICKS, Backend
 from linnet.serve.request import Sampling
 
 
-class Compiled(logging.Handler):
-    """The names of the programs that JAX says it compiles."""
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """What JAX says that it compiles meanwhile."""
+    names: list[str] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            words = record.getMessage()
+            if words.startswith("Compiling"):
+                names.append(words.split(" with ")[0])
 
-    def emit(self, record: logging.LogRecord) -> None:
-        words = record.getMessage()
-        if words.startswith("Compiling"):
-            self.names.append(words.split(" with ")[0])
+    listener, logger = Listener(), logging.getLogger("jax")
+    logger.addHandler(listener)
+    try:
+        with jax.log_compiles():
+            yield names
+    finally:
+        logger.removeHandler(listener)
 
 
 @pytest.mark.parametrize("name", ["vq", "moe"])
@@ -33,16 +42,10 @@ def test_a_request_waits_for_no_compiler(name: str) -> None:
     params, buffers = jax.device_put((model.params, model.buffers), jax.devices()[0])  # as they come from a checkpoint
     backend = Backend(model.family, model.cfg, params, buffers, 3)
     backend.warm_up()
-    compiled = Compiled()
-    logger = logging.getLogger("jax")
-    logger.addHandler(compiled)
-    try:
-        with jax.log_compiles():
-            _a_life(backend, from_file=False)
-            _a_life(backend, from_file=True)
-    finally:
-        logger.removeHandler(compiled)
-    assert compiled.names == []
+    with compilations() as compiled:
+        _a_life(backend, from_file=False)
+        _a_life(backend, from_file=True)
+    assert compiled == []
 
 
 def _a_life(backend: Backend, *, from_file: bool) -> None:
@@ -74,15 +77,10 @@ def test_a_state_from_a_file_is_no_program_of_its_own() -> None:
         state = Asked(engine, request("hello", return_state=True)).answer().end.state
         again = states.from_bytes(states.to_bytes(state), engine.backend.state_like, engine.fingerprint)
         warm = Asked(engine, request(" more", state=state)).answer()
-        compiled = Compiled()
-        logging.getLogger("jax").addHandler(compiled)
-        try:
-            with jax.log_compiles():
-                told = Asked(engine, request(" more", state=again)).answer()
-        finally:
-            logging.getLogger("jax").removeHandler(compiled)
+        with compilations() as compiled:
+            told = Asked(engine, request(" more", state=again)).answer()
         assert told.tokens == warm.tokens
-        assert compiled.names == []
+        assert compiled == []
 
 
 def test_no_tick_is_asked_for_beyond_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,9 +40,7 @@ from linnet.nn.likelihood import likeliest
 from linnet.pytree import replace
 
 CHUNK = 128  # the least number of prompt tokens read at once
-SHORT = (
-    32  # the end of a prompt, if not longer than this, is read by a program of its own: a short message costs little
-)
+SHORT = 32  # the end of a prompt that is no longer has a program of its own: a short message costs little
 DOCUMENT = 0  # what a slot calls its current document; older documents are forgotten
 
 

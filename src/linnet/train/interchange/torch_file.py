@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.errors import UserError
+from linnet.train.interchange.pickle_stack import PLAIN, Name, PickleStack
 
 MOST_PICKLE = 256 << 20
 MOST_AXES = 16
@@ -51,20 +52,6 @@ class Inert:
     state: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Name:
-    module: str
-    name: str
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.module, self.name
-
-
-class _Mark:
-    pass
-
-
 def read_torch(path: Path) -> Any:
     """What the file holds: dicts, lists, tuples, numbers, text, arrays; `Inert` for anything else."""
     try:
@@ -78,8 +65,9 @@ def read_torch(path: Path) -> Any:
         raise UserError(f"{path} cannot be read ({error.strerror or error}). Fix: check the path.") from None
 
 
-class _Reader:
+class _Reader(PickleStack):
     def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
+        super().__init__()
         self.path, self.archive = path, archive
         self.members = {info.filename: info for info in archive.infolist()}
         pickles = [name for name in self.members if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -91,7 +79,6 @@ class _Reader:
             self.refuse("its numbers are stored big end first")
         self.data = self.bytes_of(self.members[pickles[0]])
         self.at = 0
-        self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.storages: dict[str, np.ndarray] = {}
 
@@ -133,9 +120,6 @@ class _Reader:
         self.at += n
         return self.data[self.at - n : self.at]
 
-    def number(self, n: int, signed: bool = False) -> int:
-        return int.from_bytes(self.take(n), "little", signed=signed)
-
     def text(self, n: int) -> str:
         return self.take(n).decode("utf-8", "replace")
 
@@ -151,26 +135,6 @@ class _Reader:
         self.at += 1
         return found
 
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def pop(self) -> Any:
-        if not self.stack or isinstance(self.stack[-1], _Mark):
-            self.refuse("a value is missing")
-        return self.stack.pop()
-
-    def pop_to_mark(self) -> list[Any]:
-        for i in range(len(self.stack) - 1, -1, -1):
-            if isinstance(self.stack[i], _Mark):
-                found = self.stack[i + 1 :]
-                del self.stack[i:]
-                return found
-        self.refuse("a mark is missing")
-
-    def pop_tuple(self, n: int) -> None:
-        values = [self.pop() for _ in range(n)]
-        self.push(tuple(values[::-1]))
-
     def put(self, place: int) -> None:
         if not self.stack:
             self.refuse("a value is missing")
@@ -184,11 +148,11 @@ class _Reader:
     def name(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)) or module.split(".")[0] not in LIBRARIES:
             self.refuse(f"it names {module}.{name}, which is no part of a checkpoint")
-        self.push(_Name(module, name))
+        self.push(Name(module, name))
 
     def call(self) -> None:
         arguments, called = self.pop(), self.pop()
-        if not isinstance(called, _Name) or not isinstance(arguments, tuple):
+        if not isinstance(called, Name) or not isinstance(arguments, tuple):
             self.refuse("it calls something that has no name")
         if called.key == ORDERED and not arguments:
             self.push({})
@@ -227,7 +191,7 @@ class _Reader:
 
     def storage(self) -> None:
         value = self.pop()
-        if not (isinstance(value, tuple) and len(value) >= 5 and value[0] == "storage" and isinstance(value[1], _Name)):
+        if not (isinstance(value, tuple) and len(value) >= 5 and value[0] == "storage" and isinstance(value[1], Name)):
             self.refuse("it refers to what is no storage")
         _, kind, key, _, size = value[:5]
         dtype = STORAGES.get(kind.name)
@@ -262,7 +226,7 @@ def _float(r: _Reader) -> None:
 
 def _new(r: _Reader) -> None:
     arguments, kind = r.pop(), r.pop()
-    if not isinstance(kind, _Name):
+    if not isinstance(kind, Name):
         r.refuse("it makes something that has no name")
     r.push(Inert(kind.module, kind.name, arguments))
 
@@ -278,30 +242,16 @@ def _stacked_global(r: _Reader) -> None:
 
 
 OPCODES: dict[bytes, Callable[[_Reader], None]] = {
+    **PLAIN,
     b"\x95": _Reader.frame,
     b"X": lambda r: r.push(r.text(r.number(4))),
     b"\x8c": lambda r: r.push(r.text(r.number(1))),
-    b"K": lambda r: r.push(r.number(1)),
-    b"M": lambda r: r.push(r.number(2)),
-    b"J": lambda r: r.push(r.number(4, signed=True)),
     b"\x8a": lambda r: r.push(r.number(r.number(1), signed=True)),
     b"G": _float,
-    b"N": lambda r: r.push(None),
-    b"\x88": lambda r: r.push(True),
-    b"\x89": lambda r: r.push(False),
-    b")": lambda r: r.push(()),
     b"]": lambda r: r.push([]),
-    b"}": lambda r: r.push({}),
-    b"(": lambda r: r.push(_Mark()),
-    b"t": lambda r: r.push(tuple(r.pop_to_mark())),
-    b"\x85": lambda r: r.pop_tuple(1),
-    b"\x86": lambda r: r.pop_tuple(2),
-    b"\x87": lambda r: r.pop_tuple(3),
     b"q": lambda r: r.put(r.number(1)),
     b"r": lambda r: r.put(r.number(4)),
     b"\x94": lambda r: r.put(len(r.memo)),
-    b"h": lambda r: r.recall(r.number(1)),
-    b"j": lambda r: r.recall(r.number(4)),
     b"a": lambda r: r.append([r.pop()]),
     b"e": lambda r: r.append(r.pop_to_mark()),
     b"s": lambda r: r.items([r.pop(), r.pop()][::-1]),

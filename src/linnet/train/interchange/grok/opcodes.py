@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.errors import UserError
+from linnet.train.interchange.pickle_stack import PLAIN, Name, PickleStack
 from linnet.train.interchange.stored_array import StoredArray
 
 PROTOCOL = 4
@@ -43,16 +44,6 @@ class StoredPair:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Name:
-    module: str
-    name: str
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.module, self.name
-
-
-@dataclasses.dataclass(frozen=True)
 class _Bytes:
     offset: int
     size: int
@@ -67,10 +58,6 @@ class _Object:
     built: bool = False
 
 
-class _Mark:
-    pass
-
-
 def read_pickle(path: Path) -> StoredArray | StoredPair:
     """What the file holds. Anything but an array or an 8-bit pair, whole and of a known type, is a UserError."""
     try:
@@ -80,12 +67,12 @@ def read_pickle(path: Path) -> StoredArray | StoredPair:
         raise UserError(f"{path} cannot be read ({error.strerror or error}). Fix: check the path.") from None
 
 
-class _Reader:
+class _Reader(PickleStack):
     def __init__(self, path: Path, file: BinaryIO) -> None:
+        super().__init__()
         self.path, self.file = path, file
         self.size = os.fstat(file.fileno()).st_size
         self.at = 0
-        self.stack: list[Any] = []
         self.memo: list[Any] = []
 
     def read(self) -> StoredArray | StoredPair:
@@ -116,31 +103,6 @@ class _Reader:
             self.refuse("the file ends early")
         self.at += n
         return found
-
-    def number(self, n: int, signed: bool = False) -> int:
-        return int.from_bytes(self.take(n), "little", signed=signed)
-
-    # The stack.
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def pop(self) -> Any:
-        if not self.stack or isinstance(self.stack[-1], _Mark):
-            self.refuse("a value is missing")
-        return self.stack.pop()
-
-    def pop_to_mark(self) -> list[Any]:
-        values: list[Any] = []
-        while self.stack and not isinstance(self.stack[-1], _Mark):
-            values.append(self.stack.pop())
-        if not self.stack:
-            self.refuse("a mark is missing")
-        self.stack.pop()
-        return values[::-1]
-
-    def pop_tuple(self, n: int) -> None:
-        self.push(tuple([self.pop() for _ in range(n)][::-1]))
 
     # The opcodes.
 
@@ -173,10 +135,10 @@ class _Reader:
         self.at += n
         self.file.seek(self.at)
 
-    def recall(self, n: int) -> None:
-        if n >= len(self.memo):
-            self.refuse(f"value {n} is recalled before it was kept")
-        self.push(self.memo[n])
+    def recall(self, place: int) -> None:
+        if place >= len(self.memo):
+            self.refuse(f"value {place} is recalled before it was kept")
+        self.push(self.memo[place])
 
     def memoize(self) -> None:
         value = self.pop()
@@ -187,25 +149,25 @@ class _Reader:
         name, module = self.pop(), self.pop()
         if not (isinstance(module, str) and isinstance(name, str) and (module, name) in NAMES):
             self.refuse(f"it names {_shown(module)}.{_shown(name)}")
-        self.push(_Name(module, name))
+        self.push(Name(module, name))
 
     def new(self) -> None:
         arguments, name = self.pop(), self.pop()
-        if not (isinstance(name, _Name) and name.key == PAIR and arguments == ()):
+        if not (isinstance(name, Name) and name.key == PAIR and arguments == ()):
             self.refuse("it makes an object that is no 8-bit pair")
         self.push(_Object("pair"))
 
     def call(self) -> None:
         """Only compared: an empty array before its state, or a dtype before its byte order."""
         arguments, name = self.pop(), self.pop()
-        key = name.key if isinstance(name, _Name) else None
+        key = name.key if isinstance(name, Name) else None
         if key in ARRAY and isinstance(arguments, tuple) and len(arguments) == 3:
             of, shape, kind = arguments
-            if isinstance(of, _Name) and of.key == NDARRAY and shape == (0,) and self.is_byte(kind, b"b"):
+            if isinstance(of, Name) and of.key == NDARRAY and shape == (0,) and self.is_byte(kind, b"b"):
                 return self.push(_Object("array"))
         if key == DTYPE and isinstance(arguments, tuple) and len(arguments) == 3 and _flags(arguments[1:], (0, 1)):
             of = arguments[0]
-            if isinstance(of, _Name) and of.key == BFLOAT16:
+            if isinstance(of, Name) and of.key == BFLOAT16:
                 return self.push(_Object("dtype", BFLOAT16_TYPE))
             if isinstance(of, str) and of in TYPES:
                 return self.push(_Object("dtype", TYPES[of]))
@@ -302,30 +264,16 @@ def _shown(value: Any) -> str:
 
 
 OPCODES: dict[bytes, Callable[[_Reader], None]] = {
+    **PLAIN,
     b"\x95": _Reader.frame,
     b"\x8c": lambda r: r.text(1),
     b"X": lambda r: r.text(4),
     b"\x94": _Reader.memoize,
     b"\x93": _Reader.name,
-    b"K": lambda r: r.push(r.number(1)),
-    b"M": lambda r: r.push(r.number(2)),
-    b"J": lambda r: r.push(r.number(4, signed=True)),
     b"\x8a": _Reader.long,
-    b"N": lambda r: r.push(None),
-    b"\x88": lambda r: r.push(True),
-    b"\x89": lambda r: r.push(False),
-    b")": lambda r: r.push(()),
-    b"\x85": lambda r: r.pop_tuple(1),
-    b"\x86": lambda r: r.pop_tuple(2),
-    b"\x87": lambda r: r.pop_tuple(3),
-    b"(": lambda r: r.push(_Mark()),
-    b"t": lambda r: r.push(tuple(r.pop_to_mark())),
     b"C": lambda r: r.payload(1),
     b"B": lambda r: r.payload(4),
     b"\x8e": lambda r: r.payload(8),
-    b"h": lambda r: r.recall(r.number(1)),
-    b"j": lambda r: r.recall(r.number(4)),
-    b"}": lambda r: r.push({}),
     b"s": lambda r: r.item([r.pop(), r.pop()][::-1]),
     b"u": lambda r: r.item(r.pop_to_mark()),
     b"\x81": _Reader.new,
