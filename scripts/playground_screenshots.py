@@ -1,6 +1,6 @@
-"""Takes the docs' pictures of the playground: `python scripts/playground_screenshots.py TEXT_RUN PIXEL_RUN`.
+"""Takes the docs' pictures of the playground: `python scripts/playground_screenshots.py TEXT_RUN PIXEL_RUN`, or PRIOR_RUN alone.
 
-A real server over two trained runs, in Chromium. PNGs go to docs/; their colours are reduced so that each stays small."""
+A real server over trained runs, in Chromium. PNGs go to docs/; their colours are reduced so that each stays small."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ PROMPT = "The '''common linnet''' is a small "
 
 
 @contextlib.contextmanager
-def serving(text: Path, pixels: Path) -> Iterator[str]:
+def serving(**runs: str) -> Iterator[str]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     program = str(Path(sys.executable).with_name("linnet"))
-    command = [program, "serve", f"text={text}", f"pixels={pixels}", "--port", str(port), "--slots", "1"]
+    named = [f"{name}={folder}" for name, folder in runs.items()]
+    command = [program, "serve", *named, "--port", str(port), "--slots", "8" if "prior" in runs else "1"]
     process = subprocess.Popen(command, env={**os.environ, "LINNET_API_KEYS": ""}, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
     try:
@@ -141,13 +142,30 @@ def shoot(page: Page, address: str) -> None:
     keep(page, "phone")
 
 
+def shoot_prior(page: Page, address: str) -> None:
+    page.set_viewport_size(TALL)
+    page.emulate_media(color_scheme="light")
+    page.goto(address)
+    expect(page.locator("#run")).to_have_text("Sample")
+    for name, value in {"steps": 64, "guidance": 1.5, "n": 3, "seed": 0}.items():
+        page.fill(f"#p-{name}", str(value))
+    page.fill("#prompt", "red heart")
+    page.click("#run")
+    expect(page.locator("#status")).to_contain_text("Done", timeout=60_000)
+    page.mouse.move(2, 2)
+    page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+    keep(page, "prior")
+
+
 def main() -> None:
-    if len(sys.argv) != 3:
+    runs = sys.argv[1:]
+    if len(runs) not in (1, 2):
         raise SystemExit(__doc__)
-    with serving(Path(sys.argv[1]), Path(sys.argv[2])) as address, sync_playwright() as playwright:
+    named = {"prior": runs[0]} if len(runs) == 1 else {"text": runs[0], "pixels": runs[1]}
+    with serving(**named) as address, sync_playwright() as playwright:
         flags = ["--no-sandbox", "--disable-gpu"]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=flags)
-        shoot(browser.new_page(), address)
+        (shoot_prior if "prior" in named else shoot)(browser.new_page(), address)
         browser.close()
 
 

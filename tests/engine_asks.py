@@ -35,7 +35,7 @@ class Model:
 
 def model(family: str, cfg: Any) -> Model:
     """With weights of its own seed: what it says means nothing, and is the same every time."""
-    found = registry.get(family)
+    found = registry.tokens(family)
     buffers = weights.init(found.buffer_specs(cfg), rng.root(4))
     return Model(found, cfg, weights.init(found.param_specs(cfg), rng.root(3)), buffers)
 

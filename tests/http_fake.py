@@ -18,7 +18,7 @@ from linnet.errors import UserError
 from linnet.families.detokenize import TextAssembler
 from linnet.serve.http.app import make_app
 from linnet.serve.http.limits import Limits
-from linnet.serve.http.model import Sessions
+from linnet.serve.http.model import Model, PriorModel, Sessions
 from linnet.serve.request import Choice, Draining, Finished, OnEvent, Produced, PromptRead, QueueFull, Request, TooLong
 from linnet.serve.template import PLAIN
 
@@ -195,9 +195,10 @@ def ask(path: str, body: Any, model: FakeModel | None = None, **more: Any) -> ht
     return talk(one, model, **more)
 
 
-def talk(what: Callable[[httpx.AsyncClient], Awaitable[Any]], model: FakeModel | None = None, **more: Any) -> Any:
+def talk(what: Callable[[httpx.AsyncClient], Awaitable[Any]], *models: Model | PriorModel | None, **more: Any) -> Any:
     async def run() -> Any:
-        app = make_app([model or FakeModel()], **{"keys": (), "limits": Limits(), **more})
+        given = [model for model in models if model is not None]
+        app = make_app(given or [FakeModel()], **{"keys": (), "limits": Limits(), **more})
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with (
             asyncio.timeout(20),  # httpx has none of its own without a socket

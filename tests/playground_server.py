@@ -13,6 +13,7 @@ from http_fake import FakeModel
 
 from linnet.families.detokenize import TextAssembler
 from linnet.serve.http.app import make_app
+from linnet.serve.http.model import Model, PriorModel
 from linnet.serve.request import Choice, Finished, FinishReason, Produced, PromptRead, Request
 from linnet.tokens import FIRST_BYTE
 
@@ -82,7 +83,7 @@ class DrawingModel(FakeModel):
 
 
 @contextlib.contextmanager
-def serving(*models: FakeModel, keys: tuple[str, ...] = ()) -> Iterator[str]:
+def serving(*models: Model | PriorModel, keys: tuple[str, ...] = ()) -> Iterator[str]:
     """The address of a server with these models."""
     app = make_app(models, keys=keys)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none")

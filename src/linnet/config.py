@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 from linnet.errors import UserError, refuse
 from linnet.families.moe.config import MoEConfig
+from linnet.families.prior.config import PriorConfig
 from linnet.families.vq.config import VQConfig
 
 EMBEDDED_CORPUS = "python-stdlib"
+EMOJI_PAIRS = "emoji-pairs"
 CONFIG_VERSION = 1
 
 
@@ -33,6 +35,9 @@ class DataConfig:
     """Tokens of a sequence in one optimiser update."""
     batch_size: int = 8
     """Sequences in one update, over all devices."""
+    condition: str | None = None
+    """Pictures: what tells a model with `d_condition` what each shows. `builtin`: its embedding by the built-in encoder; or the path
+    of an .npy with a row for every picture, in their order."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_len", "update_len", "batch_size"):
@@ -66,11 +71,63 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PairsConfig:
+    source: str = EMOJI_PAIRS
+    """A folder with img_emb/ and text_emb/ (clip-retrieval's layout; metadata/ holds captions); parquet with columns of
+    embeddings; webdataset tars with .npy members; an .npz; or `emoji-pairs`."""
+    images: str | None = None
+    """With `texts`, instead of `source`: the .npy files of the images (a file, folder or glob)."""
+    texts: str | None = None
+    """The .npy files of the texts, one for each of the images'."""
+    metadata: str | None = None
+    """The parquet files with the captions, one for each of the images'."""
+    image_key: str | None = None
+    """Of parquet, .npz and webdataset: the column, array or ending of the image embeddings; none: a usual one."""
+    text_key: str | None = None
+    caption_key: str = "caption"
+    """Of parquet and .npz."""
+    split_key: str | None = None
+    """A column or array that says which rows are held out: true for test, or train, validation and test in words."""
+    validation_fraction: float = 0.05
+    """Rows are trained on from the front; validation comes after them, and then test."""
+    test_fraction: float = 0.05
+    batch_size: int = 64
+    """Pairs in one update, over all devices."""
+    mix: float = 0.0
+    """Chance that a pair to train on is mixed with another: both its vectors, by one random share, as long as before. A small set
+    is then not learnt by heart."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise refuse("data.batch_size", self.batch_size, "at least 1", "use 64")
+        if not 0 <= self.mix <= 1:
+            raise refuse("data.mix", self.mix, "between 0 and 1", "use 0 for none")
+        fractions = (self.validation_fraction, self.test_fraction)
+        if not all(0 <= fraction < 1 for fraction in fractions) or sum(fractions) >= 1:
+            raise refuse(
+                "data.validation_fraction / data.test_fraction",
+                fractions,
+                "at least 0 and together below 1, so that something is left to train on",
+                "use 0.05 and 0.05",
+            )
+        if (self.texts or self.metadata) and not self.images:
+            given = "texts" if self.texts else "metadata"
+            raise refuse("data.images", self.images, f"given where data.{given} is", "name the image embeddings too")
+
+    @property
+    def updates_per_sequence(self) -> int:
+        """A pair is read in one update."""
+        return 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
     lr: float = 4e-4
     """Learning rate at the top of the schedule."""
-    schedule: Literal["cosine", "linear", "inv_sqrt", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "inv_sqrt", "constant", "dampened_constant", "dampened_cosine"] = "cosine"
+    """`dampened_`: as the prior's reference has it, where the warm-up only holds down a wave that runs from the first update on,
+    and a cosine goes to 0."""
     warmup_steps: int = 100
     steps: int = 1000
     """Updates until the schedule ends (warm-up included)."""
@@ -80,6 +137,14 @@ class OptimConfig:
     """Largest global norm of the gradient; none: no clipping."""
     decay: float = 0.0
     """Fraction of each weight (vectors excepted) taken away by every update, whatever the learning rate."""
+    decay_by_lr: bool = False
+    """Scale that fraction by the learning rate, as PyTorch's AdamW does."""
+    b1: float = 0.9
+    """adamw (and muon's other half): how slowly the mean of gradients changes."""
+    b2: float = 0.98
+    """adamw (and muon's other half): how slowly the mean of squared gradients changes."""
+    eps: float = 1e-9
+    """adamw (and muon's other half): added to the root of that mean."""
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -101,6 +166,11 @@ class OptimConfig:
             raise refuse("optim.clip", self.clip, "above 0, or none", "use --optim.clip None for no clipping")
         if not 0 <= self.decay < 1:
             raise refuse("optim.decay", self.decay, "at least 0 and below 1", "use 0 for none")
+        for name, usual in (("b1", 0.9), ("b2", 0.98)):
+            if not 0 <= getattr(self, name) < 1:
+                raise refuse(f"optim.{name}", getattr(self, name), "at least 0 and below 1", f"use {usual}")
+        if not self.eps > 0:
+            raise refuse("optim.eps", self.eps, "above 0", "use 1e-9")
 
     @property
     def total_steps(self) -> int:
@@ -113,11 +183,25 @@ class TrainConfig:
     """Micro-batches summed into one update: the same result in a fraction of the memory."""
     ema_decay: float | None = None
     """Keep a moving average of the parameters with this decay, and evaluate, sample and export it."""
+    ema_power: float | None = None
+    """Let the decay grow up to `ema_decay` as 1 - (1 + age / ema_inv_gamma) ** -ema_power, as ema-pytorch does (2/3 there); none:
+    it is `ema_decay` from the first update on."""
+    ema_inv_gamma: float = 1.0
+    ema_min: float = 0.0
+    """The smallest decay while it grows."""
+    ema_after: int = 0
+    """While it grows: up to this update the average is a copy of the parameters (100 in ema-pytorch)."""
+    ema_every: int = 1
+    """While it grows: it is brought up to date every so many updates (10 in ema-pytorch)."""
     log_every: int = 20
     eval_every: int = 200
     """0: only at the end."""
+    eval_minutes: float = 0.0
+    """Evaluate after so many minutes too; 0: only by updates."""
     eval_sequences: int | None = None
-    """Validation sequences used during training; none: all of them. `linnet eval` always uses all."""
+    """Validation sequences (or pairs) used during training; none: all of them. `linnet eval` always uses all."""
+    eval_timesteps: tuple[int, ...] = (64,)
+    """prior: numbers of denoising steps to evaluate the predicted embeddings at."""
     checkpoint_every: int = 200
     checkpoint_minutes: float = 10.0
     keep: int = 3
@@ -137,32 +221,42 @@ class TrainConfig:
                 raise refuse(
                     f"train.{name}", getattr(self, name), "at least 1", f"set --train.{name.replace('_', '-')}"
                 )
-        for name in ("eval_every", "checkpoint_every", "sample_tokens", "checkpoint_minutes"):
+        for name in ("eval_every", "eval_minutes", "checkpoint_every", "sample_tokens", "checkpoint_minutes"):
             if getattr(self, name) < 0:
                 raise refuse(f"train.{name}", getattr(self, name), "0 or more", "use 0 for never")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise refuse("train.ema_decay", self.ema_decay, "between 0 and 1, or none", "use 0.999")
+        if self.ema_power is not None and self.ema_decay is None:
+            raise refuse("train.ema_decay", None, "the largest decay where train.ema_power is set", "use 0.9999")
         if self.eval_sequences is not None and self.eval_sequences < 1:
             raise refuse("train.eval_sequences", self.eval_sequences, "at least 1, or none for all", "use None")
+        if any(n < 2 for n in self.eval_timesteps):
+            raise refuse("train.eval_timesteps", self.eval_timesteps, "numbers of steps from 2 on", "use 64")
 
 
-MODELS: dict[str, type] = {"vq": VQConfig, "moe": MoEConfig}
+MODELS: dict[str, type] = {"vq": VQConfig, "moe": MoEConfig, "prior": PriorConfig}
+DATA: dict[str, type] = {"vq": DataConfig, "moe": DataConfig, "prior": PairsConfig}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     preset: str = "custom"
-    family: Literal["vq", "moe"] = "vq"
+    family: Literal["vq", "moe", "prior"] = "vq"
     seed: int = 0
-    model: VQConfig | MoEConfig = dataclasses.field(default_factory=VQConfig)
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    model: VQConfig | MoEConfig | PriorConfig = dataclasses.field(default_factory=VQConfig)
+    data: DataConfig | PairsConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, MODELS[self.family]):
-            raise refuse("model", type(self.model).__name__, MODELS[self.family].__name__, "use the family's own")
-        self.model.check_lengths(self.data.sequence_len, self.data.update_len)
+        for name, known in (("model", MODELS), ("data", DATA)):
+            if not isinstance(getattr(self, name), known[self.family]):
+                got, needs = type(getattr(self, name)).__name__, known[self.family].__name__
+                raise refuse(name, got, f"{needs} with family {self.family!r}", "use the family's own")
+        if isinstance(self.model, PriorConfig):
+            self._check_timesteps(self.model.timesteps)
+        else:
+            self.model.check_lengths(self.tokens.sequence_len, self.tokens.update_len)
         if self.data.batch_size % self.train.accumulate:
             raise refuse(
                 "data.batch_size",
@@ -173,12 +267,49 @@ class RunConfig:
         if not 0 <= self.seed < 2**32:
             raise refuse("seed", self.seed, "between 0 and 2**32 - 1", "use 0")
 
+    def _check_timesteps(self, most: int) -> None:
+        if any(n > most for n in self.train.eval_timesteps):
+            needs = f"at most the diffusion's model.timesteps ({most})"
+            raise refuse("train.eval_timesteps", self.train.eval_timesteps, needs, f"use {min(64, most)}")
+
     @property
     def vq(self) -> VQConfig:
         """The model, for what only that family does."""
         if not isinstance(self.model, VQConfig):
             raise refuse("family", self.family, "vq", "use a vq preset or run")
         return self.model
+
+    @property
+    def prior(self) -> PriorConfig:
+        if not isinstance(self.model, PriorConfig):
+            raise refuse("family", self.family, "prior", "use a prior preset or run")
+        return self.model
+
+    @property
+    def writer(self) -> VQConfig | MoEConfig:
+        """The model, for what all families of tokens do."""
+        if isinstance(self.model, PriorConfig):
+            raise refuse("family", self.family, "vq or moe, which write tokens", "use a run of such a family")
+        return self.model
+
+    @property
+    def d_condition(self) -> int:
+        """Width of the embeddings that the model is told of; 0: none."""
+        return self.model.d_condition if isinstance(self.model, VQConfig) else 0
+
+    @property
+    def tokens(self) -> DataConfig:
+        """The data of a run on tokens."""
+        if not isinstance(self.data, DataConfig):
+            raise refuse("family", self.family, "vq or moe, which read tokens", "use a run of such a family")
+        return self.data
+
+    @property
+    def pairs(self) -> PairsConfig:
+        """The data of a run on pairs of embeddings."""
+        if not isinstance(self.data, PairsConfig):
+            raise refuse("family", self.family, "prior, which reads pairs of embeddings", "use a prior run")
+        return self.data
 
 
 def _round_up(n: int, to: int) -> int:
@@ -211,15 +342,10 @@ def load(path: Path) -> RunConfig:
 
 def run_from_dict(values: dict[str, Any]) -> RunConfig:
     """Without the version."""
-    return from_dict(RunConfig, values, "", {"model": _model_of(values)})
-
-
-def _model_of(values: dict[str, Any]) -> type:
-    """A config without a family is of the first there was."""
-    family = values.get("family", "vq")
+    family = values.get("family", "vq")  # a config without one is of the first there was
     if family not in MODELS:
         raise refuse("family", family, f"one of {', '.join(MODELS)}", "choose one of them")
-    return MODELS[family]
+    return from_dict(RunConfig, values, "", {"model": MODELS[family], "data": DATA[family]})
 
 
 def from_dict(cls: type, values: Any, where: str, known: dict[str, type] | None = None) -> Any:

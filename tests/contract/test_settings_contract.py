@@ -39,7 +39,7 @@ def test_help_shows_the_familys_own_flags(family: Name, capsys: pytest.CaptureFi
     assert not exit.value.code
     out = capsys.readouterr().out
     for name, model in MODELS.items():
-        others = {f.name for f in dataclasses.fields(MODELS["vq" if name == "moe" else "moe"])}
+        others = {f.name for other, model in MODELS.items() if other != name for f in dataclasses.fields(model)}
         for field in dataclasses.fields(model):
             flag = f"--model.{field.name.replace('_', '-')}"
             if name == family or field.name not in others:

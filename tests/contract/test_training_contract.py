@@ -81,7 +81,7 @@ def test_it_learns(whole: Path) -> None:
 def test_a_restored_checkpoint_evaluates_to_what_the_run_wrote(source: Path, whole: Path) -> None:
     run = open_run(whole, "latest")
     data = open_data(run.cfg.data, run.cfg.seed)
-    result = evaluate(run.family, run.cfg, run.params, run.buffers, data, "validation", limit=4)
+    result = evaluate(run.writer, run.cfg, run.params, run.buffers, data, "validation", limit=4)
     told = [r for r in read_metrics(whole) if r["kind"] == "eval"][-1]
     assert result.loss == told["loss"]
     assert result.tokens == told["tokens"]

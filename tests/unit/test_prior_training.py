@@ -9,10 +9,11 @@ import numpy as np
 import optax
 import pytest
 
+from linnet.config import OptimConfig, TrainConfig
 from linnet.errors import UserError
 from linnet.params import Spec
 from linnet.train import ema
-from linnet.train.adamw import AdamWConfig, adamw, learning_rate
+from linnet.train.optim import optimizer, schedule
 
 
 def test_decay_is_scaled_by_the_learning_rate_and_spares_vectors() -> None:
@@ -22,7 +23,8 @@ def test_decay_is_scaled_by_the_learning_rate_and_spares_vectors() -> None:
         "vector": Spec((3,), (None,)),
     }
     params = {name: jnp.full(spec.shape, 2.0) for name, spec in specs.items()}
-    rule = adamw(AdamWConfig(lr=0.1, decay=0.5, clip=None), specs)
+    cfg = OptimConfig(lr=0.1, decay=0.5, decay_by_lr=True, schedule="dampened_constant", warmup_steps=0, clip=None)
+    rule = optimizer(cfg, specs)
     updates, _ = rule.update({name: jnp.zeros_like(p) for name, p in params.items()}, rule.init(params), params)
     after: Any = optax.apply_updates(params, updates)
     np.testing.assert_allclose(after["matrix"], 2.0 - 0.1 * 0.5 * 2.0)
@@ -31,9 +33,9 @@ def test_decay_is_scaled_by_the_learning_rate_and_spares_vectors() -> None:
 
 
 def test_the_rate_warms_up_and_follows_the_cosine() -> None:
-    rate = learning_rate(AdamWConfig(lr=0.01, warmup_steps=2, cosine_steps=3))
-    np.testing.assert_allclose(rate(np.arange(5)), [0.005, 0.0075, 0.0025, 0.0, 0.0025], atol=1e-9)
-    np.testing.assert_allclose(learning_rate(AdamWConfig(lr=0.01))(np.arange(3)), 0.01)
+    share = schedule(OptimConfig(schedule="dampened_cosine", warmup_steps=2, steps=3))
+    np.testing.assert_allclose(share(np.arange(5)), [0.5, 0.75, 0.25, 0.0, 0.25], atol=1e-7)
+    np.testing.assert_allclose(schedule(OptimConfig(schedule="dampened_constant", warmup_steps=0))(np.arange(3)), 1.0)
 
 
 def test_the_average_copies_then_begins_then_forgets_ever_more_slowly() -> None:
@@ -54,9 +56,10 @@ def test_settings_that_cannot_be_are_refused() -> None:
         lambda: ema.EmaConfig(beta=1.5),
         lambda: ema.EmaConfig(update_every=0),
         lambda: ema.EmaConfig(power=0.0),
-        lambda: AdamWConfig(lr=0.0),
-        lambda: AdamWConfig(decay=-1.0),
-        lambda: AdamWConfig(cosine_steps=0),
+        lambda: OptimConfig(b1=1.0),
+        lambda: OptimConfig(b2=-0.1),
+        lambda: OptimConfig(eps=0.0),
+        lambda: TrainConfig(ema_power=0.5),
     ):
         with pytest.raises(UserError):
             made()

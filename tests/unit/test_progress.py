@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import time
 
 import pytest
 
 from linnet.train.progress import Progress, duration, track
+
+BITS = 1 / math.log(2)
 
 
 class Terminal(io.StringIO):
@@ -37,10 +40,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_a_terminal_gets_a_bar_with_everything(terminal: Terminal) -> None:
     clock = Clock()
-    with Progress(100, stream=terminal, clock=clock) as progress:
+    with Progress(100, stream=terminal, clock=clock, bits_per_nat=BITS) as progress:
         for step in range(1, 51):
             clock.now += 1.0
-            progress.update(step, loss=0.6931472, tokens_per_second=5210.0)
+            progress.update(step, loss=0.6931472, per_second=5210.0)
         progress.say("a [word] above")
         last = plain(terminal.getvalue()).split("\r")[-1]
     for words in ("training", "50/100", "loss 0.693", "1.000 bits/byte", "5,210 tok/s", "0:50 left"):
@@ -57,7 +60,7 @@ def test_a_narrow_terminal_loses_the_bar_before_the_figures(
     with Progress(1500, stream=terminal, clock=clock) as progress:
         for step in range(1, 700):
             clock.now += 1.0
-            progress.update(step, loss=1.25, tokens_per_second=15210.0)
+            progress.update(step, loss=1.25, per_second=15210.0)
         last = plain(terminal.getvalue()).split("\r")[-1]
     assert "699/1500" in last
     assert "left" in last
@@ -74,10 +77,10 @@ def test_the_bar_is_drawn_four_times_a_second_at_most(terminal: Terminal) -> Non
 
 def test_a_log_file_gets_a_line_every_ten_seconds() -> None:
     out, clock = io.StringIO(), Clock()
-    with Progress(100, stream=out, clock=clock) as progress:
+    with Progress(100, stream=out, clock=clock, bits_per_nat=BITS) as progress:
         for step in range(1, 36):
             clock.now += 1.0
-            progress.update(step, loss=0.6931472 if step % 5 == 0 else None, tokens_per_second=100.0)
+            progress.update(step, loss=0.6931472 if step % 5 == 0 else None, per_second=100.0)
         progress.say("validation 1.9 bits per byte")
     lines = out.getvalue().splitlines()
     assert lines[0] == "step 10/100  loss 0.693  1.000 bits/byte  100 tok/s  1:30 left"
@@ -89,7 +92,7 @@ def test_a_log_file_gets_a_line_every_ten_seconds() -> None:
 
 def test_tokens_longer_than_a_byte() -> None:
     out, clock = io.StringIO(), Clock()
-    with Progress(2, stream=out, clock=clock, bytes_per_token=2.0) as progress:
+    with Progress(2, stream=out, clock=clock, bits_per_nat=BITS / 2) as progress:
         progress.update(1, loss=0.6931472)
     assert "0.500 bits/byte" in out.getvalue()
 
@@ -126,7 +129,7 @@ def test_an_update_costs_microseconds() -> None:
     for _ in range(5):
         begun = time.perf_counter()
         for step in range(2000):
-            progress.update(step, loss=1.0, tokens_per_second=1.0)
+            progress.update(step, loss=1.0, per_second=1.0)
         best = min(best, (time.perf_counter() - begun) / 2000)
     assert best < 20e-6
 

@@ -55,7 +55,9 @@ def ticks(
     prepared: decode.Prepared, state: slots.Slots, tokens: Any, cfg: VQConfig
 ) -> tuple[slots.Slots, Float[Array, "T B A"]]:
     """Teacher-forced: B x T tokens, one tick each."""
-    return jax.lax.scan(lambda state, token: decode._tick(prepared, state, token, cfg), state, jnp.asarray(tokens).T)
+    return jax.lax.scan(
+        lambda state, token: decode.read_token(prepared, state, token, cfg), state, jnp.asarray(tokens).T
+    )
 
 
 @pytest.mark.parametrize(

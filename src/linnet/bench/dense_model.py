@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from linnet.bench.dense import chunk_len, dense_attention
 from linnet.errors import refuse
-from linnet.families.family import Aux, Family, Keys
+from linnet.families.family import Aux, Keys, TokenFamily
 from linnet.families.vq import family as vq
 from linnet.families.vq import model
 from linnet.families.vq.config import VQConfig
@@ -29,10 +29,10 @@ def check(cfg: VQConfig) -> None:
             )
 
 
-def dense_family() -> Family:
+def dense_family() -> TokenFamily:
     """`vq` with another loss and another evaluation; all the rest is the family's own."""
     functions = {name: getattr(vq, name) for name in vq.__all__}
-    return cast(Family, types.SimpleNamespace(**{**functions, "name": "vq-dense", "loss": _loss, "nats": _nats}))
+    return cast(TokenFamily, types.SimpleNamespace(**{**functions, "name": "vq-dense", "loss": _loss, "nats": _nats}))
 
 
 def flops_per_token(cfg: VQConfig, n_token: int) -> float:

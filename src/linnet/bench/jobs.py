@@ -19,7 +19,7 @@ from linnet.bench.run import TICKS
 from linnet.config import RunConfig
 from linnet.data import open_data
 from linnet.families import registry
-from linnet.families.family import Family
+from linnet.families.family import TokenFamily
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.family import reading_block_len
 from linnet.nn import sampling
@@ -36,16 +36,16 @@ BACKWARD = 3
 
 
 def train(cfg: RunConfig) -> Job:
-    family = registry.get(cfg.family)
+    family = registry.tokens(cfg.family)
     return _train(cfg, family, family.flops_per_token(cfg.model))
 
 
 def train_dense(cfg: RunConfig) -> Job:
-    return _train(cfg, dense_model.dense_family(), dense_model.flops_per_token(cfg.vq, cfg.data.sequence_len))
+    return _train(cfg, dense_model.dense_family(), dense_model.flops_per_token(cfg.vq, cfg.tokens.sequence_len))
 
 
 def evaluation(cfg: RunConfig) -> Job:
-    family = registry.get(cfg.family)
+    family = registry.tokens(cfg.family)
     model = cfg.model
     if isinstance(model, VQConfig):
         model = dataclasses.replace(model, block_len=reading_block_len(model))
@@ -53,12 +53,12 @@ def evaluation(cfg: RunConfig) -> Job:
 
 
 def evaluation_dense(cfg: RunConfig) -> Job:
-    return _evaluation(cfg, dense_model.dense_family(), dense_model.flops_per_token(cfg.vq, cfg.data.sequence_len))
+    return _evaluation(cfg, dense_model.dense_family(), dense_model.flops_per_token(cfg.vq, cfg.tokens.sequence_len))
 
 
-def _train(cfg: RunConfig, family: Family, flops: float) -> Job:
+def _train(cfg: RunConfig, family: TokenFamily, flops: float) -> Job:
     """Updates one after another on the corpus; the next batch is made while the device works, as the trainer does."""
-    data = open_data(cfg.data, cfg.seed)
+    data = open_data(cfg.tokens, cfg.seed)
     optimizer = make_optimizer(cfg.optim, family.param_specs(cfg.model))
     state = fresh_state(family, cfg, optimizer)
     batch, step = jax.device_put(data.batch(0)), 0
@@ -77,13 +77,13 @@ def _train(cfg: RunConfig, family: Family, flops: float) -> Job:
         batch = jax.device_put(data.batch(step))
         jax.block_until_ready((state, metrics))
 
-    tokens = cfg.data.batch_size * cfg.data.update_len
+    tokens = cfg.data.batch_size * cfg.tokens.update_len
     return Job(tokens=tokens, flops_per_token=BACKWARD * flops, compile=compile_, run=run)
 
 
-def _evaluation(cfg: RunConfig, family: Family, flops: float) -> Job:
+def _evaluation(cfg: RunConfig, family: TokenFamily, flops: float) -> Job:
     """One batch of whole sequences by `evaluate` itself, reading and adding up included."""
-    data = open_data(cfg.data, cfg.seed)
+    data = open_data(cfg.tokens, cfg.seed)
     params, buffers = fresh_weights(cfg)
     size = cfg.data.batch_size
     nats: Callable[..., Any] | None = None
@@ -97,7 +97,7 @@ def _evaluation(cfg: RunConfig, family: Family, flops: float) -> Job:
     def run() -> None:
         evaluate(family, cfg, params, buffers, data, "train", nats=nats, batch_size=size, limit=size)
 
-    return Job(tokens=size * cfg.data.sequence_len, flops_per_token=flops, compile=compile_, run=run)
+    return Job(tokens=size * cfg.tokens.sequence_len, flops_per_token=flops, compile=compile_, run=run)
 
 
 def prefill(cfg: RunConfig, weights: Weights = "float32") -> Job:
@@ -117,7 +117,7 @@ def prefill(cfg: RunConfig, weights: Weights = "float32") -> Job:
             answer(prompt)
 
     return Job(
-        tokens=len(prompts) * cfg.data.sequence_len,
+        tokens=len(prompts) * cfg.tokens.sequence_len,
         flops_per_token=registry.get(cfg.family).flops_per_token(model),
         compile=lambda: answer(prompts[0][:2]),
         run=run,
@@ -159,12 +159,12 @@ def decode(cfg: RunConfig, weights: Weights = "float32") -> Job:
         flops_per_token=registry.get(cfg.family).flops_per_token(_one_by_one(model)),
         compile=compile_,
         run=run,
-        extra=lambda _: {"context": cfg.data.sequence_len, "state_bytes": size},
+        extra=lambda _: {"context": cfg.tokens.sequence_len, "state_bytes": size},
     )
 
 
 def _decoder(cfg: RunConfig) -> Any:
-    return registry.get(cfg.family).decoder
+    return registry.tokens(cfg.family).decoder
 
 
 def _one_by_one(model: Any) -> Any:
@@ -188,13 +188,13 @@ def _draw(key: PRNGKeyArray, *, spec: Spec, weights: Weights) -> Any:
 
 
 def _prompts(cfg: RunConfig) -> list[list[int]]:
-    return open_data(cfg.data, cfg.seed).batch(0).inputs.tolist()
+    return open_data(cfg.tokens, cfg.seed).batch(0).inputs.tolist()
 
 
 def _draws(cfg: RunConfig, prompts: list[list[int]]) -> tuple[Array, sampling.SamplingSettings, Array, Array]:
     """What `decode` takes besides the state: last tokens, settings, random keys, and counts of tokens seen."""
     n = len(prompts)
-    seen = jnp.zeros((n, cfg.model.n_vocab), jnp.int32)
+    seen = jnp.zeros((n, cfg.writer.n_vocab), jnp.int32)
     last = jnp.asarray([prompt[-1] for prompt in prompts], jnp.int32)
     return last, sampling.sampling_settings(n), jax.random.split(rng.root(cfg.seed), n), seen
 

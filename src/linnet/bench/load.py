@@ -27,7 +27,7 @@ ANSWER = 256
 @contextmanager
 def engine_of(cfg: RunConfig, params: Any, buffers: Any, n_slots: int) -> Iterator[Engine]:
     config = EngineConfig(n_slots=n_slots, prefix_bytes=0)
-    engine = Engine(registry.get(cfg.family), cfg.model, params, buffers, BytesTokenizer(), config)
+    engine = Engine(registry.tokens(cfg.family), cfg.model, params, buffers, BytesTokenizer(), config)
     engine.backend.warm_up()
     gc.collect()
     gc.freeze()  # as the server does

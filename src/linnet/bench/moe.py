@@ -50,7 +50,7 @@ def run_moe(
         long = measure("prefill", prompt, 1, weights)
         short = measure("prefill", prompt // SHORT_PARTS, 1, weights)
         rows[-1]["over_its_part"] = _cpu_seconds(short) / (_cpu_seconds(long) / SHORT_PARTS)
-    measure("train", cfg.data.update_len, cfg.data.batch_size, "float32")
+    measure("train", cfg.tokens.update_len, cfg.data.batch_size, "float32")
     say("memory while importing")
     model = dataclasses.replace(cfg.model, **imported)
     memory = measure_apart("import", dataclasses.replace(cfg, model=model), seconds=seconds, gemm_size=gemm_size)

@@ -16,6 +16,7 @@ from linnet import presets
 from linnet.bench.targets import GEMM_SIZE, PRESET, TARGETS, compare
 from linnet.config import DataConfig, RunConfig
 from linnet.errors import UserError, refuse
+from linnet.families.prior.config import PriorConfig
 from linnet.families.vq.config import VQConfig
 from linnet.train.environment import cores_usable
 
@@ -80,15 +81,15 @@ def job_config(job: str, preset: str | RunConfig, sequence_len: int | None, batc
     if job not in JOBS:
         raise refuse("the job", job, f"one of {', '.join(JOBS)}", "choose one of them, or `linnet bench scaling`")
     cfg = presets.get(preset) if isinstance(preset, str) else preset
-    serving, room = job in ("prefill", "decode"), cfg.model.context
+    serving, room = job in ("prefill", "decode"), cfg.writer.context
     if room is not None and job == "decode":
         room -= TICKS
     usual = CONTEXT if room is None else min(CONTEXT, room)
-    length, size = (usual, 1) if serving else (cfg.data.update_len, cfg.data.batch_size)
+    length, size = (usual, 1) if serving else (cfg.tokens.update_len, cfg.data.batch_size)
     length = length if sequence_len is None else sequence_len
     if room is not None and length > room:
         needs = (
-            f"at most {room}: model.context is {cfg.model.context}{f', and {TICKS} are written' * (job == 'decode')}"
+            f"at most {room}: model.context is {cfg.writer.context}{f', and {TICKS} are written' * (job == 'decode')}"
         )
         raise refuse("--sequence-len", length, needs, f"use {room}")
     return sized(cfg, length, size if batch is None else batch)
@@ -149,15 +150,20 @@ def measure_apart(
     return {
         "job": job,
         "preset": cfg.preset,
-        "sequence_len": cfg.data.sequence_len,
+        "sequence_len": _length(cfg),
         "batch": cfg.data.batch_size,
         **json.loads(done.stdout.splitlines()[-1]),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 
+def _length(cfg: RunConfig) -> int:
+    """Tokens of a sequence; of a prior, of a text."""
+    return cfg.model.max_text_len if isinstance(cfg.model, PriorConfig) else cfg.tokens.sequence_len
+
+
 def _failure(job: str, cfg: RunConfig, done: subprocess.CompletedProcess[str]) -> Exception:
-    what = f"{job} of {cfg.preset} at sequence length {cfg.data.sequence_len}, batch {cfg.data.batch_size}"
+    what = f"{job} of {cfg.preset} at sequence length {_length(cfg)}, batch {cfg.data.batch_size}"
     if done.returncode < 0:
         return UserError(
             f"the measurement of {what} was killed by signal {-done.returncode}, most likely for lack of memory. "

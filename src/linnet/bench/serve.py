@@ -54,10 +54,10 @@ def run_serve(
 ) -> dict[str, Any]:
     cfg = presets.get(preset) if isinstance(preset, str) else preset
     check_seconds(seconds)
-    if cfg.model.n_vocab != N_BYTE_IDS:
+    if cfg.writer.n_vocab != N_BYTE_IDS:
         needs = f"a preset that reads bytes ({N_BYTE_IDS} ids): fresh weights come without a tokenizer"
-        raise refuse("PRESET", f"{cfg.preset} ({cfg.model.n_vocab} ids)", needs, f"use {PRESET}")
-    room = cfg.model.context
+        raise refuse("PRESET", f"{cfg.preset} ({cfg.writer.n_vocab} ids)", needs, f"use {PRESET}")
+    room = cfg.writer.context
     cfg = sized(cfg, CONTEXT if room is None else min(CONTEXT, room // 2), 1)
     results: dict[str, dict[str, Any]] = {}
     for job, words in JOBS.items():

@@ -61,12 +61,12 @@ def over_http(
 
 def _fits(cfg: RunConfig, n: int) -> bool:
     """A few tokens are written too."""
-    return cfg.model.context is None or n + 8 <= cfg.model.context
+    return cfg.writer.context is None or n + 8 <= cfg.writer.context
 
 
 def first_tokens(server: Server, cfg: RunConfig, params: Any, buffers: Any, n: int) -> dict[str, Any]:
     """Each time another prompt, so that nothing of it is known; and the same prompt read in this process, the server idle."""
-    decoder, model = cast(Any, registry.get(cfg.family).decoder), cast(Any, cfg.model)
+    decoder, model = cast(Any, registry.tokens(cfg.family).decoder), cast(Any, cfg.model)
     length = PROMPT if _fits(cfg, PROMPT) else cast(int, model.context) // 2
     held = decoder.hold(params)
 
@@ -123,7 +123,7 @@ def sessions(server: Server, n: int) -> dict[str, Any]:
 
 def streams(server: Server, cfg: RunConfig, clients: int, answer: int, seconds: float, gemm: Gemm) -> dict[str, Any]:
     """What all clients receive over the `decode` job in this process; in CPU-seconds, the server's own."""
-    raw = jobs.decode(sized(cfg, cfg.data.sequence_len, N_SLOTS))
+    raw = jobs.decode(sized(cfg, cfg.tokens.sequence_len, N_SLOTS))
     raw.compile()
     raw.run()
     client_cpu: list[float] = []

@@ -30,7 +30,7 @@ FOREVER = 2**30
 
 def throughput(cfg: RunConfig, *, seconds: float, gemm_size: int) -> dict[str, Any]:
     """The engine with all slots busy over the `decode` job with as many rows."""
-    gemm, cfg = Gemm(gemm_size), sized(cfg, cfg.data.sequence_len, N_SLOTS)
+    gemm, cfg = Gemm(gemm_size), sized(cfg, cfg.tokens.sequence_len, N_SLOTS)
     raw = jobs.decode(cfg)
     raw.compile()
     raw.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from linnet.bench import serve
+from linnet.bench import prior, serve
 from linnet.bench.scaling import BASE_LEN
 from linnet.bench.targets import CORES_SPEEDUP, REFERENCE_GEMM
 
@@ -114,6 +114,9 @@ def _scaling_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+_SCALED = f"Targets are scaled by the measured matrix product over {REFERENCE_GEMM:g} GFLOP a CPU-second."
+
+
 def markdown(results: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> str:
     """Results of one machine and commit as a table for docs/benchmarks.md."""
     columns = (
@@ -139,8 +142,7 @@ def markdown(results: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> st
         for r in results
         if "speedup_over_one_core" in r
     ]
-    scale = f"Targets are scaled by the measured matrix product over {REFERENCE_GEMM:g} GFLOP a CPU-second."
-    return "\n\n".join([_heading(results[0]), _grid(columns, rows), " ".join([scale, *speedups, *notes])]) + "\n"
+    return "\n\n".join([_heading(results[0]), _grid(columns, rows), " ".join([_SCALED, *speedups, *notes])]) + "\n"
 
 
 def markdown_scaling(result: dict[str, Any]) -> str:
@@ -165,6 +167,25 @@ def markdown_serve(result: dict[str, Any]) -> str:
     gemm = ", ".join(f"{value:.1f} ({job.removeprefix('serve-')})" for job, value in result["gemm"].items())
     note = f"The matrix product of each job's process, GFLOP / CPU-s: {gemm}."
     return "\n\n".join([_heading(result), _grid(serve.COLUMNS, rows), note]) + "\n"
+
+
+def render_prior(result: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title=result["preset"], title_justify="left", caption="\n".join([_heading(result), *prior.notes(result)])
+    )
+    for name in prior.COLUMNS:
+        table.add_column(name, justify="left" if name == "job" else "right")
+    for row in result["rows"]:
+        table.add_row(*prior.cells(row))
+    return table
+
+
+def markdown_prior(result: dict[str, Any]) -> str:
+    rows = [prior.cells(row) for row in result["rows"]]
+    words = " ".join([_SCALED, *prior.notes(result)])
+    return "\n\n".join([_heading(result), _grid(prior.COLUMNS, rows), words]) + "\n"
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""What `bench-s` and `bench-moe` should reach, as measured with the references on two cores.
+"""What `bench-s`, `bench-moe` and `bench-prior` should reach, as measured with the references on two cores.
 
 The figures stand for a machine where a matrix product ran at 85 GFLOP a CPU-second.
 A slower machine has a lower bar: rates are scaled by the matrix product of the same run. Compile time and memory are not.
@@ -11,6 +11,7 @@ from typing import Any
 
 PRESET = "bench-s"
 MOE_PRESET = "bench-moe"
+PRIOR_PRESET = "bench-prior"
 GEMM_SIZE = 2048
 """Rows and columns of the float32 matrix product that machines are compared by."""
 REFERENCE_GEMM = 85.0
@@ -24,7 +25,7 @@ class Target:
     """None: whatever the context."""
     batch: int | None
     reference: float
-    """Tokens a CPU-second of the reference."""
+    """Tokens a CPU-second of the reference; of the prior, samples."""
     tokens_per_cpu_second: float
     compile_cpu_seconds: float | None = None
     peak_rss_bytes: float | None = None
@@ -60,12 +61,23 @@ MOE_TARGETS = (
     # 64 tokens in 64 tokens' time: the rate of the row above. The reference reads 1,024 for them, in 11 CPU-seconds.
     Target(job="prefill", sequence_len=64, batch=1, reference=64 / 11, tokens_per_cpu_second=900),
 )
+PRIOR_TARGETS = (
+    Target(job="train", sequence_len=0, batch=64, reference=105, tokens_per_cpu_second=130),
+    Target(job="train", sequence_len=77, batch=16, reference=6.4, tokens_per_cpu_second=9),
+    Target(job="ddim-64", sequence_len=0, batch=64, reference=5.4, tokens_per_cpu_second=7),
+    # The reference has no such solver: its DDIM in 64 steps stands beside it.
+    Target(job="dpm-16", sequence_len=0, batch=64, reference=5.4, tokens_per_cpu_second=25),
+    Target(job="ddim-64", sequence_len=77, batch=16, reference=0.27, tokens_per_cpu_second=4),
+)
 CORES_SPEEDUP = 1.7
 """Training on two cores over training on one."""
 DENSE_RATIOS = {8192: 3.0, 32768: 12.0}
 """Linear over dense, by sequence length."""
 LEAST_SHARE = 0.9
 """Tokens a second at 65,536 over those at 2,048."""
+
+
+_OF_PRESET = {PRESET: TARGETS, MOE_PRESET: MOE_TARGETS, PRIOR_PRESET: PRIOR_TARGETS}
 
 
 def compare(result: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +105,7 @@ def compare(result: dict[str, Any]) -> dict[str, Any]:
 def find(result: dict[str, Any]) -> Target | None:
     fits = (
         t
-        for t in {PRESET: TARGETS, MOE_PRESET: MOE_TARGETS}.get(result["preset"], ())
+        for t in _OF_PRESET.get(result["preset"], ())
         if t.job == result["job"]
         and t.sequence_len in (None, result["sequence_len"])
         and t.batch in (None, result["batch"])

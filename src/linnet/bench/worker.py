@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from linnet.train.environment import describe
+from linnet.train.environment import describe, keep_memory
 
 if TYPE_CHECKING:
     from linnet.config import RunConfig
@@ -21,6 +21,8 @@ def main() -> None:
     task = json.load(sys.stdin)
     if task["cores"] is not None:
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: task["cores"]]))
+    if task["job"] == "prior-train":  # as `linnet train` does
+        keep_memory()
     print(json.dumps(run_task(task)))
 
 
@@ -53,10 +55,17 @@ def _figures(task: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
         from linnet.bench.import_memory import import_memory
 
         return import_memory(cfg)
-    from linnet.bench.jobs import JOBS
     from linnet.bench.measure import measure
 
-    return measure(JOBS[task["job"]](cfg), seconds=seconds, long_once=task["long_once"], gemm_size=gemm_size)
+    if task["job"].startswith("prior-"):
+        from linnet.bench.prior_jobs import prior_job
+
+        job = prior_job(task["job"], cfg)
+    else:
+        from linnet.bench.jobs import JOBS
+
+        job = JOBS[task["job"]](cfg)
+    return measure(job, seconds=seconds, long_once=task["long_once"], gemm_size=gemm_size)
 
 
 if __name__ == "__main__":

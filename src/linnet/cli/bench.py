@@ -17,12 +17,12 @@ from linnet.cli.parse import parse
 @dataclasses.dataclass(frozen=True)
 class Flags:
     job: Annotated[
-        Literal["train", "eval", "prefill", "decode", "scaling", "table", "serve", "moe"], tyro.conf.Positional
+        Literal["train", "eval", "prefill", "decode", "scaling", "table", "serve", "moe", "prior"], tyro.conf.Positional
     ]
     """What to measure; `scaling`: sequence lengths against a dense baseline; `table`: all rows of docs/benchmarks.md; `serve`: the
-    engine and the server; `moe`: the mixture of experts, in 32 and in 8 bits."""
+    engine and the server; `moe`: the mixture of experts, in 32 and in 8 bits; `prior`: training and sampling the diffusion prior."""
     preset: Annotated[str | None, tyro.conf.Positional] = None
-    """bench-s where none is named, and for `moe` bench-moe."""
+    """bench-s where none is named; for `moe` bench-moe, for `prior` bench-prior."""
     sequence_len: int | None = None
     """Tokens of a sequence; of the context for decode. `scaling`: the longest."""
     batch: int | None = None
@@ -39,12 +39,12 @@ class Flags:
     json: bool = False
     """One JSON object."""
     markdown: bool = False
-    """`table`, `scaling`, `serve` and `moe`: a table to paste into a document."""
+    """`table`, `scaling`, `serve`, `moe` and `prior`: a table to paste into a document."""
 
 
 def bench_command(argv: list[str]) -> int:
     flags = parse(Flags, argv, "bench", "Measures speed, compile time and memory, each job in a process of its own.")
-    from linnet.bench import moe, run, scaling, serve, table
+    from linnet.bench import moe, prior, run, scaling, serve, table
 
     def say(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
@@ -60,6 +60,9 @@ def bench_command(argv: list[str]) -> int:
         case "serve":
             result = serve.run_serve(preset, seconds=seconds, say=say)
             _show(flags, result, table.markdown_serve, table.render_serve)
+        case "prior":
+            result = prior.run_prior(preset, seconds=seconds, say=say)
+            _show(flags, result, table.markdown_prior, table.render_prior)
         case "scaling":
             lengths = scaling.lengths_up_to(flags.sequence_len or scaling.LONGEST)
             job = "eval" if flags.forward_only else "train"
@@ -82,9 +85,9 @@ def bench_command(argv: list[str]) -> int:
 
 
 def _usual_preset(job: str) -> str:
-    from linnet.bench.targets import MOE_PRESET, PRESET
+    from linnet.bench.targets import MOE_PRESET, PRESET, PRIOR_PRESET
 
-    return MOE_PRESET if job == "moe" else PRESET
+    return {"moe": MOE_PRESET, "prior": PRIOR_PRESET}.get(job, PRESET)
 
 
 def _show(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from linnet.cli.parse import parse
+from linnet.errors import refuse
 from linnet.weights import Weights
 
 if TYPE_CHECKING:
@@ -27,10 +28,13 @@ class Flags:
     weights: Weights = "float32"
     """The bits that weights are held in. Below 32 both are evaluated, and the difference is told."""
     source: str | None = None
-    """Other data to evaluate on: prepared data (its `split`), or a text file, folder or glob, read whole."""
+    """Other data to evaluate on: prepared data (its `split`), or a text file, folder or glob, read whole. For a prior: other pairs
+    of embeddings, all of them."""
     batch_size: int | None = None
     limit: int | None = None
-    """Only so many sequences, spread over the split."""
+    """Only so many sequences (or pairs), spread over the split."""
+    timesteps: tuple[int, ...] | None = None
+    """A prior: numbers of denoising steps to predict embeddings in; those of its training if not given."""
     json: bool = False
     """Print one JSON object."""
 
@@ -40,8 +44,16 @@ def eval_command(argv: list[str]) -> int:
         Flags,
         argv,
         "eval",
-        "Evaluates a run: every token of the split counts once, the state carried through each sequence.",
+        "Evaluates a run: every token (or pair) of the split counts once, the state carried through each sequence.",
     )
+    from linnet import config as configs
+
+    if configs.load(flags.run / "config.json").family == "prior":
+        from linnet.cli.evaluate_prior import evaluate_prior_run
+
+        return evaluate_prior_run(flags)
+    if flags.timesteps is not None:
+        raise refuse("--timesteps", flags.timesteps, "left out: only a prior predicts in steps", "leave it out")
     from linnet import quant
     from linnet.cli.startup import prepare_jax
     from linnet.data import open_data
@@ -55,16 +67,16 @@ def eval_command(argv: list[str]) -> int:
     prepare_jax()
     run = open_run(flags.run, flags.checkpoint)
     cfg = run.cfg
-    data_cfg, split = _data(flags, cfg.data)
+    data_cfg, split = _data(flags, cfg.tokens)
     data = open_data(data_cfg, cfg.seed)
-    data.must_fit(cfg.model.n_vocab, cfg.model.end_id)
+    data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
     must_match(flags.run, data, run.vocabulary.tokenizer)
     size = flags.batch_size or cfg.data.batch_size
     n_batch = -(-min(data.split(split).n_windows, flags.limit or 10**12) // size)
 
     def evaluated(params: Any, words: str) -> Evaluation:
         return evaluate(
-            run.family,
+            run.writer,
             cfg,
             params,
             run.buffers,

@@ -12,6 +12,7 @@ import tyro
 from linnet.cli.parse import parse
 from linnet.config import RunConfig
 from linnet.errors import UserError, refuse
+from linnet.families.prior.config import PriorConfig
 from linnet.families.vq.config import VQConfig
 from linnet.weights import Weights
 
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ImportFlags:
-    kind: Annotated[Literal["transformer-vq", "safetensors", "grok-1"], tyro.conf.Positional]
-    """What the file is: an official Transformer-VQ checkpoint (.npz of '/'-joined names, or Flax msgpack), Linnet's own export, or
-    Grok-1: the release's folder with ckpt-0, or a Hugging Face conversion (a .safetensors file, or the folder of several)."""
+    kind: Annotated[Literal["transformer-vq", "safetensors", "grok-1", "dalle2-prior"], tyro.conf.Positional]
+    """What the file is: an official Transformer-VQ checkpoint (.npz of '/'-joined names, or Flax msgpack), Linnet's own export,
+    Grok-1: the release's folder with ckpt-0, or a Hugging Face conversion (a .safetensors file, or the folder of several), or a
+    checkpoint of DALLE2-pytorch's prior (.pth: a trainer's, a model's, an average's)."""
     file: Annotated[Path | None, tyro.conf.Positional] = None
     out: Path | None = None
-    """The folder of the new run."""
+    """The folder of the new run (dalle2-prior: runs/FILE if not given)."""
     block_len: int | None = None
     """As the model was trained, where the file does not tell (the paper's: 512)."""
     mem_len: int | None = None
@@ -35,12 +37,14 @@ class ImportFlags:
     """The paper's: 1 for enwik8, 0.005 for PG-19 and ImageNet64."""
     agg_cache: bool | None = None
     source: str | None = None
-    """Text to evaluate the run on; this Python's standard library if not given."""
+    """Data to evaluate the run on: text (this Python's standard library if not given), or pairs of embeddings for a prior."""
     tokenizer: str | None = None
     """What the model's ids mean, kept with the run: a sentencepiece .model, a tokenizer.json, or a folder with one."""
     settings: Path | None = None
     """grok-1: a config.json with the model's sizes; one that lies in or beside the checkpoint is used if not given, else the
-    published sizes."""
+    published sizes. dalle2-prior: the JSON it was trained with, for what weights do not tell."""
+    which: Literal["ema", "online"] = "ema"
+    """dalle2-prior: the averaged weights or the trained ones, where the file has both."""
     weights: Weights = "float32"
     """grok-1: bring matrices to so few bits while importing. What has fewer already stays as it is."""
     plan: bool = False
@@ -62,6 +66,10 @@ def import_command(argv: list[str]) -> int:
 
     if flags.plan:
         return _plan(flags)
+    if flags.kind == "dalle2-prior":
+        from linnet.cli.import_prior import import_prior
+
+        return import_prior(flags)
     if flags.file is None or flags.out is None:
         raise refuse("FILE" if flags.file is None else "--out", None, "given", "name what to import, and --out RUN")
     tokenizer = None if flags.tokenizer is None else open_tokenizer(flags.tokenizer)
@@ -79,7 +87,8 @@ def import_command(argv: list[str]) -> int:
     else:
         cfg, params, buffers = _transformer_vq(flags, flags.file)
     if flags.source is not None:
-        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, source=flags.source))
+        places = {"images": None, "texts": None, "metadata": None} if cfg.family == "prior" else {}
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, source=flags.source, **places))
     if tokenizer is not None:
         cfg = dataclasses.replace(cfg, model=_with_tokenizer(cfg.model, tokenizer, flags))
     if is_float32(params):
@@ -94,6 +103,8 @@ def import_command(argv: list[str]) -> int:
 
 
 def _with_tokenizer(model: Any, tokenizer: Tokenizer, flags: ImportFlags) -> Any:
+    if isinstance(model, PriorConfig):
+        raise refuse("--tokenizer", flags.tokenizer, "left out: a prior reads embeddings", "leave it out")
     if tokenizer.n_vocab > model.n_vocab:
         needs = f"at most the model's {model.n_vocab} ids (it has {tokenizer.n_vocab})"
         raise refuse("--tokenizer", flags.tokenizer, needs, "name the one that the model was trained with")
@@ -194,4 +205,4 @@ def export_command(argv: list[str]) -> int:
 
 
 def _lengths(cfg: RunConfig) -> dict[str, int]:
-    return {"sequence_len": cfg.data.sequence_len, "update_len": cfg.data.update_len}
+    return {"sequence_len": cfg.tokens.sequence_len, "update_len": cfg.tokens.update_len}

@@ -19,6 +19,7 @@ COMMANDS = {
     "train": ("train", "train a preset (or a config.json), or go on with a run"),
     "eval": ("evaluate", "bits per byte, perplexity and loss by position of a run on any split"),
     "sample": ("sample", "write text or paint pictures with a run"),
+    "imagine": ("imagine", "paint pictures of a text with a prior and a painter"),
     "serve": ("serve", "serve runs over HTTP as OpenAI does, with sessions and a playground"),
     "data": ("data", "prepare data for training, look at it, check it"),
     "tokenizer": ("tokenizer", "train a tokenizer, or see what one makes of a text"),

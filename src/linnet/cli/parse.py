@@ -32,15 +32,31 @@ class RunFlags:
     """No progress."""
 
 
-def parse_run(argv: list[str], command: str, words: str) -> RunFlags:
-    """`PRESET [flags]`: the preset (or the path of a config.json, or of a run) comes first, flags change it."""
+def parse_run(argv: list[str], command: str, words: str, base: RunConfig | None = None) -> RunFlags:
+    """`PRESET [flags]`: the preset (or the path of a config.json, or of a run) comes first, flags change it. `base`: what it is,
+    where the caller has read it."""
     if not argv or argv[0].startswith("-"):
         if argv and argv[0] not in ("-h", "--help"):
             raise UserError(f"name a preset first, as in `linnet {command} quickstart {' '.join(argv)}`. {_known()}")
         words += f"\n\nPRESET comes first. {_known()} The defaults below are those of quickstart."
         parse(RunFlags, ["--help"], f"{command} PRESET", words, RunFlags(config=presets.get("quickstart")))
-    config = base_config(argv[0])
+    config = base_config(argv[0]) if base is None else base
     return parse(RunFlags, argv[1:], f"{command} {argv[0]}", words, RunFlags(config=config))
+
+
+def config_first(argv: list[str]) -> list[str]:
+    """`--config FILE` says the same as FILE in front, wherever it stands."""
+    for i, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name != "--config":
+            continue
+        if not equals and i + 1 == len(argv):
+            raise UserError("--config needs the path of a file. Fix: --config FILE.json.")
+        rest = argv[:i] + argv[i + (1 if equals else 2) :]
+        if rest and not rest[0].startswith("-"):
+            raise UserError(f"{rest[0]!r} and --config both say what to train. Fix: leave one of them out.")
+        return [value if equals else argv[i + 1], *rest]
+    return argv
 
 
 def base_config(name: str) -> RunConfig:

@@ -62,7 +62,7 @@ def sized(minutes: float, seed: int) -> RunConfig:
     from linnet.train.throughput import matmul_flops
 
     cfg = presets.get("quickstart")
-    work = 3 * registry.get(cfg.family).flops_per_token(cfg.model) * cfg.data.batch_size * cfg.data.update_len
+    work = 3 * registry.get(cfg.family).flops_per_token(cfg.model) * cfg.data.batch_size * cfg.tokens.update_len
     seconds = max(minutes * 60 - SECONDS_BESIDES, minutes * 30)
     every = max(5, int(seconds * matmul_flops()[0] * EXPECTED_MFU / work) // 4)
     steps = 4 * every  # so that the last evaluation is the end
@@ -87,10 +87,10 @@ def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
     from linnet.train.samples import sample_text
 
     run = open_run(out)
-    data = open_data(cfg.data, cfg.seed)
+    data = open_data(cfg.tokens, cfg.seed)
     n_batch = -(-data.test.n_windows // cfg.data.batch_size)
     result = evaluate(
-        run.family,
+        run.writer,
         cfg,
         run.params,
         run.buffers,
@@ -104,7 +104,7 @@ def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
         json.dumps({"model": result.to_json(), "compressors": compressors}, indent=2) + "\n"
     )
     text = sample_text(
-        run.family, cfg, run.params, run.buffers, run.vocabulary, prompt="def ", n_tokens=400, seed=cfg.seed
+        run.writer, cfg, run.params, run.buffers, run.vocabulary, prompt="def ", n_tokens=400, seed=cfg.seed
     )
     (out / "samples" / "quickstart.txt").write_text(text)
     report = write_report(out)

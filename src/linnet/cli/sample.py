@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 512
 TEXT_TOP_P = 0.9
+TOKENS_ONLY = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop",
+    "ignore_end",
+    "complete",
+    "keep",
+)
+PRIORS_ONLY = ("embedding", "steps", "solver", "guidance", "nearest")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +41,12 @@ class Flags:
     run: Annotated[Path, tyro.conf.Positional]
     """The run's folder."""
     prompt: str = ""
-    """What the text begins with."""
+    """What the text begins with. Priors: what the picture shows."""
     prompt_file: Path | None = None
     """A file to take the prompt from."""
     n: int = 1
-    """How many samples. The first is the same whatever their number."""
+    """How many samples. The first is the same whatever their number. Priors: so many are drawn, and the one most like the text is
+    kept."""
     max_tokens: int | None = None
     """The longest a text may get (512); a `moe` run ends at its context. A picture is always whole."""
     temperature: float = 1.0
@@ -51,11 +65,22 @@ class Flags:
     ignore_end: bool = False
     """Go on after the end of a document."""
     out: Path | None = None
-    """Pictures: the folder for the PNGs and the sheet; RUN/samples/pictures if not given."""
+    """Pictures: the folder for the PNGs and the sheet; RUN/samples/pictures if not given. Priors: for the embedding and the sheet of
+    its nearest pictures; RUN/samples."""
     complete: tuple[Path, ...] = ()
     """Pictures: go on from the upper part of each of these (`--n` times each), which stays as it is."""
     keep: float = 0.5
     """Pictures: the share of the rows of `--complete` that is seen."""
+    embedding: Path | None = None
+    """Priors: an .npy with text embeddings (one, or a row each), in place of a prompt."""
+    steps: int | None = None
+    """Priors: denoising steps (16 with dpm, 64 with ddim, all with ddpm)."""
+    solver: Literal["dpm", "ddim", "ddpm"] | None = None
+    """Priors: DPM-Solver++(2M) if not given, DDIM or DDPM."""
+    guidance: float = 1.0
+    """Priors: how much further than the text says; 1 is as trained."""
+    nearest: int = 8
+    """Priors: how many of the data's pictures to show."""
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
     weights: Weights = "float32"
@@ -69,7 +94,7 @@ def sample_command(argv: list[str]) -> int:
         Flags,
         argv,
         "sample",
-        "Writes text or paints pictures with a run. The same seed gives the same, whatever the batch.",
+        "Writes text, paints pictures, or predicts a picture's embedding with a run. The same seed gives the same, always.",
     )
     if flags.n < 1:
         raise refuse("--n", flags.n, "at least 1", "use 1")
@@ -77,6 +102,7 @@ def sample_command(argv: list[str]) -> int:
         raise refuse("--max-tokens", flags.max_tokens, "at least 1", "use 512")
     if not 0 <= flags.seed < 2**32:
         raise refuse("--seed", flags.seed, "between 0 and 2**32 - 1", "use 0")
+    from linnet import config as configs
     from linnet.cli.startup import prepare_jax
     from linnet.families.detokenize import check_stops
     from linnet.families.generate import generate
@@ -86,8 +112,19 @@ def sample_command(argv: list[str]) -> int:
     check_stops(flags.stop)
     # Bytes that are no text come from the command line as surrogates; a prompt may have any.
     prompt = flags.prompt.encode(errors="surrogateescape") if flags.prompt_file is None else _read(flags.prompt_file)
+    is_prior = configs.load(flags.run / "config.json").family == "prior"
+    if is_prior:
+        refuse_given(flags, TOKENS_ONLY, f"{flags.run} is a prior, which predicts an embedding")
+        if flags.weights == "int8":
+            raise refuse("--weights", flags.weights, "float32 or bfloat16 for a prior, which is small", "leave it out")
+    else:
+        refuse_given(flags, PRIORS_ONLY, f"{flags.run} is no prior")
     prepare_jax()
     run = open_run(flags.run, flags.checkpoint, flags.weights)
+    if is_prior:
+        from linnet.cli.sample_prior import predict
+
+        return predict(flags, run, prompt)
     if run.vocabulary.shape is not None:
         from linnet.cli.sample_pictures import paint
 
@@ -96,7 +133,7 @@ def sample_command(argv: list[str]) -> int:
         raise refuse("--complete / --out", str(flags.run), "a run that paints pictures", "leave them out")
     tokenizer = run.vocabulary.tokenizer
     stream = generate(
-        run.family.decoder,
+        run.writer.decoder,
         run.params,
         run.buffers,
         run.cfg.model,
@@ -121,6 +158,15 @@ def sample_command(argv: list[str]) -> int:
     else:
         _print_many(stream, begin, flags.n)
     return 0
+
+
+def refuse_given(flags: Flags, names: tuple[str, ...], why: str) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(flags)}
+    for name in names:
+        if getattr(flags, name) != defaults[name]:
+            shown = getattr(flags, name)
+            field = f"--{name.replace('_', '-')}"
+            raise refuse(field, str(shown) if isinstance(shown, Path) else shown, f"left out: {why}", "leave it out")
 
 
 def drawing_settings(flags: Flags, n: int, top_p: float) -> SamplingSettings:

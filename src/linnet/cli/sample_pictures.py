@@ -33,7 +33,7 @@ def paint(flags: Flags, run: Run, shape: tuple[int, int, int]) -> int:
         settings = drawing_settings(flags, len(part), 1.0)
         painted.append(
             sample_pictures(
-                run.family, run.cfg, run.params, run.buffers, shape, part, settings, seeds[at : at + AT_ONCE]
+                run.writer, run.cfg, run.params, run.buffers, shape, part, settings, seeds[at : at + AT_ONCE]
             )
         )
     pictures = np.concatenate(painted)

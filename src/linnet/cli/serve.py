@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from linnet.cli.parse import parse
-from linnet.errors import refuse
+from linnet.errors import UserError, refuse
 from linnet.weights import Weights
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from linnet.data.encoders import Encoder
+    from linnet.data.pairs.gallery import Gallery
+    from linnet.serve.prior.served import ServedPrior
     from linnet.serve.served import ServedModel
     from linnet.serve.template import ChatTemplate
+    from linnet.train.runs import Run
 
 KEYS = "LINNET_API_KEYS"
 SAY_SECONDS = 5.0
@@ -35,7 +39,7 @@ class Flags:
     """Anything but a loopback address needs an API key."""
     port: int = 8000
     slots: int = 8
-    """Requests of a model that decode together."""
+    """Requests of a model that are computed together."""
     queue: int = 64
     """Requests of a model that may wait; beyond that clients are told to come again."""
     prefix_mb: int = 512
@@ -55,7 +59,7 @@ class Flags:
 
 
 def serve_command(argv: list[str]) -> int:
-    words = "Serves runs over HTTP as OpenAI does, with sessions, and a playground at /."
+    words = "Serves runs over HTTP as OpenAI does, with sessions, priors, and a playground at /."
     flags = parse(Flags, argv, "serve", words)
     if not flags.runs:
         raise refuse("RUN", "nothing", "at least one run", "name a run's folder")
@@ -81,10 +85,6 @@ def serve_command(argv: list[str]) -> int:
     prepare_jax()
     models = [_open(name, folder, flags, template) for (name, folder), template in zip(names, templates, strict=True)]
     lifecycle = Lifecycle()
-    for model in models:
-        length = "however long" if model.context is None else f"up to {model.context} tokens"
-        state = f"{model.state_bytes / 1e6:.1f} MB a user, {length}"
-        print(f"{model.name}: {flags.slots} slots, {state}.", file=sys.stderr)
     if flags.batch is None:
         print(f"Serving on http://{flags.host}:{flags.port} (Ctrl-C drains and stops).", file=sys.stderr, flush=True)
     app = make_app(models, keys=keys, lifecycle=lifecycle, host=None if flags.batch else flags.host)
@@ -103,7 +103,7 @@ def serve_command(argv: list[str]) -> int:
     return 0
 
 
-def _batch(app: ASGIApp, models: list[ServedModel], lines: list[dict[str, Any]], flags: Flags) -> int:
+def _batch(app: ASGIApp, models: list[ServedModel | ServedPrior], lines: list[dict[str, Any]], flags: Flags) -> int:
     import asyncio
 
     from linnet.serve.http.batch import run_batch
@@ -132,17 +132,78 @@ def _progress() -> Callable[[int, int], None]:
     return say
 
 
-def _open(name: str, folder: Path, flags: Flags, template: ChatTemplate) -> ServedModel:
-    from linnet.serve.engine import EngineConfig
-    from linnet.serve.served import serve_model
+def _open(name: str, folder: Path, flags: Flags, template: ChatTemplate) -> ServedModel | ServedPrior:
+    """A model, ready; and a line about it."""
     from linnet.train.runs import open_run
 
     run = open_run(folder, flags.checkpoint, flags.weights)
+    return _open_prior(name, run, flags) if run.cfg.family == "prior" else _open_tokens(name, run, flags, template)
+
+
+def _open_prior(name: str, run: Run, flags: Flags) -> ServedPrior:
+    from linnet.serve.prior.served import serve_prior
+
+    if flags.weights == "int8":
+        raise refuse("--weights", flags.weights, "float32 or bfloat16 for a prior", "leave it out")
+    encoder, no_words = _encoder(run)
+    gallery, no_gallery = _gallery(run)
+    model = serve_prior(
+        name,
+        run.cfg.prior,
+        run.params,
+        encoder=encoder,
+        gallery=gallery,
+        n_slots=flags.slots,
+        max_waiting=flags.queue,
+    )
+    print(f"{name}: {flags.slots} slots of denoising, embeddings of width {model.width}.", file=sys.stderr)
+    for missing in (no_words, no_gallery):
+        if missing:
+            print(f"{name}: {missing}", file=sys.stderr)
+    return model
+
+
+def _encoder(run: Run) -> tuple[Encoder | None, str | None]:
+    """Of the vectors it was trained on, or why there is none."""
+    from linnet.data.encoders import open_encoder
+    from linnet.data.pairs.encoded_by import encoder_of
+
+    name = encoder_of(run.cfg.pairs)
+    if name is None:
+        return None, "nobody noted which encoder made its texts' vectors: it takes vectors, not words."
+    try:
+        return open_encoder(name), None
+    except UserError as error:
+        return None, f"it takes vectors, not words: {error}"
+
+
+def _gallery(run: Run) -> tuple[Gallery | None, str | None]:
+    """The images of its data, or why there are none: a run whose data is gone is served all the same."""
+    from linnet.data.pairs.gallery import Gallery
+    from linnet.data.pairs.opening import open_pairs
+    from linnet.serve.prior.served import MOST_GALLERY
+
+    try:
+        pairs = open_pairs(run.cfg.pairs, run.cfg.seed)
+    except UserError as error:
+        return None, f"without a gallery, since its data cannot be opened: {error}"
+    gallery, width = Gallery(pairs), run.cfg.prior.dim
+    if pairs.image_width != width:
+        return None, f"without a gallery: its data is {pairs.image_width} wide by now, the model {width}."
+    if gallery.n_rows > MOST_GALLERY:
+        return None, f"without a gallery: its data has {gallery.n_rows:,} images, more than {MOST_GALLERY:,}."
+    return gallery, None
+
+
+def _open_tokens(name: str, run: Run, flags: Flags, template: ChatTemplate) -> ServedModel:
+    from linnet.serve.engine import EngineConfig
+    from linnet.serve.served import serve_model
+
     config = EngineConfig(n_slots=flags.slots, max_waiting=flags.queue, prefix_bytes=flags.prefix_mb << 20)
     vocabulary = run.vocabulary
-    return serve_model(
+    model = serve_model(
         name,
-        run.family,
+        run.writer,
         run.cfg.model,
         run.params,
         run.buffers,
@@ -152,6 +213,9 @@ def _open(name: str, folder: Path, flags: Flags, template: ChatTemplate) -> Serv
         template,
         flags.sessions_mb << 20,
     )
+    length = "however long" if model.context is None else f"up to {model.context} tokens"
+    print(f"{name}: {flags.slots} slots, {model.state_bytes / 1e6:.1f} MB a user, {length}.", file=sys.stderr)
+    return model
 
 
 def _name(run: str) -> tuple[str, Path]:

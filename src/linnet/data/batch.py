@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Shaped
@@ -22,6 +22,14 @@ class Batch:
     targets: Int32[Array | np.ndarray, "B T"]
     doc_ids: Int32[Array | np.ndarray, "B T"]
     loss_mask: Float32[Array | np.ndarray, "B T"]
+    condition: Any = None  # B E: the embedding of each sequence's picture (zeros where there is none), or None
+
+    def stretch(self, start: int, stop: int) -> Batch:
+        """Positions start to stop of the same sequences."""
+        inputs, targets, doc_ids, mask = (
+            np.asarray(x)[:, start:stop] for x in (self.inputs, self.targets, self.doc_ids, self.loss_mask)
+        )
+        return Batch(inputs=inputs, targets=targets, doc_ids=doc_ids, loss_mask=mask, condition=self.condition)
 
 
 class Window(NamedTuple):
@@ -68,8 +76,15 @@ class Split(Protocol):
         ...
 
 
-def cut(split: Split, windows: Sequence[int], start: int, stop: int, n_rows: int) -> Batch:
-    """Positions start to stop of these windows, then rows of nothing but padding up to `n_rows`."""
+def cut(
+    split: Split,
+    windows: Sequence[int],
+    start: int,
+    stop: int,
+    n_rows: int,
+    embeds: Float32[np.ndarray, "n E"] | None = None,
+) -> Batch:
+    """Positions start to stop of these windows, then rows of nothing but padding up to `n_rows`. `embeds`: of all windows."""
     assert len(windows) <= n_rows, f"{len(windows)} windows do not fit into {n_rows} rows"
     shape = (n_rows, stop - start)
     inputs, targets = np.full(shape, PAD, np.int32), np.full(shape, PAD, np.int32)
@@ -84,4 +99,8 @@ def cut(split: Split, windows: Sequence[int], start: int, stop: int, n_rows: int
     if not before:
         inputs[:, 0] = split.end_id
     inputs[:, 1:] = targets[:, :-1]
-    return Batch(inputs=inputs, targets=targets, doc_ids=doc_ids, loss_mask=mask)
+    condition = None
+    if embeds is not None:
+        condition = np.zeros((n_rows, embeds.shape[1]), np.float32)
+        condition[: len(windows)] = embeds[list(windows)]
+    return Batch(inputs=inputs, targets=targets, doc_ids=doc_ids, loss_mask=mask, condition=condition)

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float32
 
 from linnet.config import DataConfig
 from linnet.data import order
 from linnet.data.batch import Batch, Split, cut
+from linnet.data.condition import Condition
 from linnet.data.holdout import SPLITS
 from linnet.data.tokenizer import Tokenizer
 from linnet.errors import UserError, refuse
@@ -32,6 +34,8 @@ class Data:
     test: Split
     origin: dict[str, Any]
     """Where the splits came from, for `describe`."""
+    condition: Condition | None = None
+    """The embeddings of the pictures, where a model is told of them."""
 
     def batch(self, step: int, host: int = 0, n_hosts: int = 1) -> Batch:
         """Update `step` of training. Sequences follow each other in the order of (seed, epoch), and each is read in
@@ -43,7 +47,7 @@ class Data:
         rows = order.share(self.cfg.batch_size, host, n_hosts)
         first = sequence * self.cfg.batch_size + rows.start
         windows = order.windows_at(self.seed, first, len(rows), self.train.n_windows)
-        return cut(self.train, windows, update * length, (update + 1) * length, len(rows))
+        return cut(self.train, windows, update * length, (update + 1) * length, len(rows), self.embeds("train"))
 
     def evaluation(self, split: str, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
         """Whole sequences [batch_size, sequence_len] in the split's order, the last batch filled up with masked rows:
@@ -59,7 +63,7 @@ class Data:
         windows = [i * chosen.n_windows // n for i in range(n)]
         # The checks above run now; only the reading waits for the loop.
         return (
-            cut(chosen, windows[at : at + batch_size], 0, self.cfg.sequence_len, batch_size)
+            cut(chosen, windows[at : at + batch_size], 0, self.cfg.sequence_len, batch_size, self.embeds(split))
             for at in range(0, n, batch_size)
         )
 
@@ -67,6 +71,10 @@ class Data:
         if name not in SPLITS:
             raise refuse("split", name, f"one of {', '.join(SPLITS)}", "choose one of them")
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
+
+    def embeds(self, split: str) -> Float32[np.ndarray, "n E"] | None:
+        """Of the pictures of a split, in its order."""
+        return None if self.condition is None else self.condition.embeds[split]
 
     @property
     def n_vocab(self) -> int:
@@ -82,8 +90,18 @@ class Data:
         content = chosen.content(0, chosen.n_tokens)
         return content.tobytes() if content.dtype == np.uint8 else self.tokenizer.decode(content.tolist())
 
-    def must_fit(self, n_vocab: int, end_id: int) -> None:
-        """A model must know every id: one beyond its vocabulary would be read as another."""
+    def must_fit(self, n_vocab: int, end_id: int, d_condition: int = 0) -> None:
+        """A model must know every id: one beyond its vocabulary would be read as another. And it is told of embeddings of the
+        width it knows, or of none."""
+        width = 0 if self.condition is None else self.condition.width
+        if width != d_condition:
+            if not width:
+                fix = "set --data.condition builtin, or --model.d-condition 0"
+                raise refuse(
+                    "data.condition", None, f"embeddings of width {d_condition}: the model is told of them", fix
+                )
+            needs = f"{width}, the width of the embeddings of data.condition ({self.cfg.condition})"
+            raise refuse("model.d_condition", d_condition, needs, f"use --model.d-condition {width}")
         if self.n_vocab > n_vocab:
             raise refuse("model.n_vocab", n_vocab, f"at least the data's {self.n_vocab} ids", f"use {self.n_vocab}")
         if self.tokenizer.end_id != end_id:
@@ -93,7 +111,9 @@ class Data:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Of the content of all splits: a resumed run compares it and so notices that its data changed."""
-        return hashlib.sha256("".join(self.split(name).fingerprint() for name in SPLITS).encode()).hexdigest()
+        parts = [self.split(name).fingerprint() for name in SPLITS]
+        parts += [] if self.condition is None else [self.condition.fingerprint]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
         """Plain values for logs, reports and `config.json`'s neighbours; `warnings` are sentences for the user."""

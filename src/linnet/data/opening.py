@@ -11,6 +11,7 @@ import numpy as np
 
 from linnet.config import DataConfig
 from linnet.data import index as indexes
+from linnet.data.condition import of_emoji, of_pictures, refuse_condition_of_text
 from linnet.data.dataset import Data
 from linnet.data.emoji import SIZES, open_emoji
 from linnet.data.holdout import SPLITS, divide
@@ -57,6 +58,7 @@ def _text(cfg: DataConfig, seed: int) -> Data:
     train, validation, test = (open_text(division.pieces[name], cfg.sequence_len) for name in SPLITS)
     if not train.n_tokens:
         raise refuse("data.source", cfg.source, "large enough to leave something to train on", "name a larger source")
+    refuse_condition_of_text(cfg)
     origin = {"source": cfg.source, "root": str(source.root), "left_out": division.left_out, "held_out": division.how}
     return Data(
         cfg=cfg,
@@ -79,8 +81,19 @@ def _prepared(cfg: DataConfig, seed: int, folder: Path) -> Data:
     splits = {name: indexes.open_split(folder, index, name, cfg.sequence_len) for name in SPLITS}
     held_out = dict.fromkeys(("validation", "test"), index.held_out)
     origin = {"source": cfg.source, "root": str(folder), "left_out": {"source": index.left_out}, "held_out": held_out}
+    condition = None
+    if shape is None:
+        refuse_condition_of_text(cfg)
+    elif cfg.condition is not None:
+        condition = of_pictures(cfg.condition, splits, shape)
     return Data(
-        cfg=cfg, seed=seed, tokenizer=indexes.the_tokenizer(folder, index), shape=shape, origin=origin, **splits
+        cfg=cfg,
+        seed=seed,
+        tokenizer=indexes.the_tokenizer(folder, index),
+        shape=shape,
+        origin=origin,
+        condition=condition,
+        **splits,
     )
 
 
@@ -98,7 +111,15 @@ def _emoji(cfg: DataConfig, seed: int, size: int) -> Data:
     }
     held_out = dict.fromkeys(("validation", "test"), "whole concepts, by a hash of their names")
     origin = {"source": cfg.source, "root": "embedded", "left_out": {}, "held_out": held_out}
-    return Data(cfg=cfg, seed=seed, tokenizer=BytesTokenizer(), shape=shape, origin=origin, **splits)
+    return Data(
+        cfg=cfg,
+        seed=seed,
+        tokenizer=BytesTokenizer(),
+        shape=shape,
+        origin=origin,
+        condition=None if cfg.condition is None else of_emoji(cfg.condition, split_of),
+        **splits,
+    )
 
 
 def _refuse_division(cfg: DataConfig, why: str) -> None:

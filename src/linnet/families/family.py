@@ -28,14 +28,9 @@ class Keys:
 
 
 class Family(Protocol):
-    """`cfg` is the family's own config. `batch` has inputs, targets, doc_ids and loss_mask, each B x T."""
+    """What the trainer needs. `cfg` is the family's own config, `batch` a tree of arrays with rows in front."""
 
     name: str
-
-    @property
-    def decoder(self) -> Decoder:
-        """How it writes, token by token."""
-        ...
 
     def param_specs(self, cfg: Any) -> Any: ...
 
@@ -57,10 +52,6 @@ class Family(Protocol):
 
     def update_buffers(self, buffers: Any, statistics: Any, cfg: Any) -> Any: ...
 
-    def nats(self, params: Any, buffers: Any, carry: Any, batch: Any, cfg: Any) -> tuple[Float[Array, "B T"], Any]:
-        """-log p of every target (masked or not), and the carry after the batch: what evaluation needs."""
-        ...
-
     def diagnostics(self, buffers: Any, metrics: Any, cfg: Any) -> dict[str, Any]:
         """Figures about the model's insides; computed only on steps that log them."""
         ...
@@ -70,5 +61,18 @@ class Family(Protocol):
         ...
 
     def flops_per_token(self, cfg: Any) -> int:
-        """Of a forward pass; training takes three times that."""
+        """Of a forward pass; training takes three times that. Of families that do not read tokens: per row."""
+        ...
+
+
+class TokenFamily(Family, Protocol):
+    """A family that reads and writes tokens: `batch` has inputs, targets, doc_ids and loss_mask, each B x T."""
+
+    @property
+    def decoder(self) -> Decoder:
+        """How it writes, token by token."""
+        ...
+
+    def nats(self, params: Any, buffers: Any, carry: Any, batch: Any, cfg: Any) -> tuple[Float[Array, "B T"], Any]:
+        """-log p of every target (masked or not), and the carry after the batch: what evaluation needs."""
         ...

@@ -35,7 +35,7 @@ class Decoder(Protocol):
 
     def init_slots(self, cfg: Any, n: int) -> Any: ...
 
-    def admit(self, params: Any, buffers: Any, prompt: Sequence[int], cfg: Any) -> Any: ...
+    def admit(self, params: Any, buffers: Any, prompt: Sequence[int], cfg: Any, state: Any = None, /) -> Any: ...
 
     def insert(self, slots: Any, one: Any, i: int) -> Any: ...
 
@@ -85,11 +85,13 @@ def generate(
     stop: Sequence[str] = (),
     ignore_end: bool = False,
     allowed: Sequence[int] | None = None,
+    states: Sequence[Any] | None = None,
     n_ticks: int = N_TICKS,
     token_bytes: Callable[[int], bytes] = byte_of,
 ) -> Iterator[list[Piece | None]]:
     """Yields after each dispatch one piece a row; None for a row that ended earlier. Prompts are ids without the leading end id,
-    which every sequence gets as in training. Rows with the same prompt are read once. Only ids that are `allowed` are drawn."""
+    which every sequence gets as in training. Rows with the same prompt are read once. Only ids that are `allowed` are drawn.
+    `states`: what the decoder's rows begin from, where that is not nothing; rows may share one."""
     _check(prompts, settings, seeds, stop, max_tokens, n_ticks, cfg.n_vocab)
     return _stream(
         decoder,
@@ -97,6 +99,7 @@ def generate(
         buffers,
         cfg,
         [[cfg.end_id, *prompt] for prompt in prompts],
+        [None] * len(prompts) if states is None else states,
         [
             _Row(_most(prompt, max_tokens, cfg.context), stop, None if ignore_end else cfg.end_id, token_bytes)
             for prompt in prompts
@@ -114,6 +117,7 @@ def _stream(
     buffers: Any,
     cfg: Any,
     prompts: list[list[int]],
+    states: Sequence[Any],
     rows: list[_Row],
     settings: SamplingSettings,
     rules: Rules | None,
@@ -126,12 +130,14 @@ def _stream(
     slots = decoder.init_slots(cfg, n_slot)
     first = np.full((n_slot,), cfg.end_id, np.int32)
     seen = np.zeros((n_slot, cfg.n_vocab), np.int32)
-    rows_of: dict[tuple[int, ...], list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        rows_of.setdefault(tuple(prompt), []).append(i)
-    for prompt, places in rows_of.items():
+    rows_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for i, (prompt, state) in enumerate(zip(prompts, states, strict=True)):
+        rows_of.setdefault((id(state), tuple(prompt)), []).append(i)
+    for (_, prompt), places in rows_of.items():
         *read, last = prompt
-        one = decoder.admit(params, buffers, read, cfg) if read else None
+        one = state = states[places[0]]
+        if read:
+            one = decoder.admit(params, buffers, read, cfg, *([] if state is None else [state]))
         for i in places:
             slots = slots if one is None else decoder.insert(slots, one, i)
             first[i] = last

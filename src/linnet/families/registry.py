@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, cast
 
 from linnet.errors import refuse
-from linnet.families.family import Family
+from linnet.families.family import Family, TokenFamily
+
+TOKENS = ("vq", "moe")
+ALL = (*TOKENS, "prior")
 
 
 def get(name: str) -> Family:
     """Imported when asked for: `linnet --help` should not wait for JAX."""
-    if name == "vq":
-        from linnet.families.vq import family
+    if name not in ALL:
+        raise refuse("family", name, f"one of {', '.join(ALL)}", "use one of them")
+    return cast(Family, cast(Any, importlib.import_module(f"linnet.families.{name}.family")))
 
-        return cast(Family, cast(Any, family))
-    if name == "moe":
-        from linnet.families.moe import family
 
-        return cast(Family, cast(Any, family))
-    raise refuse("family", name, "vq or moe", "use one of them")
+def tokens(name: str) -> TokenFamily:
+    """One that reads and writes tokens."""
+    if name not in TOKENS:
+        raise refuse(
+            "family", name, f"{' or '.join(TOKENS)}, which read and write tokens", "use a run of such a family"
+        )
+    return cast(TokenFamily, get(name))

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from linnet import rng
-from linnet.families.family import Family
+from linnet.families.family import TokenFamily
 from linnet.nn.sampling import Rules, SamplingSettings, sampling_settings
 from linnet.pytree import n_bytes
 from linnet.serve.request import MOST_TOP, Choice, Sampling
@@ -52,7 +52,7 @@ class Ticket:
 
 
 class Backend:
-    def __init__(self, family: Family, cfg: Any, params: Any, buffers: Any, n_slots: int) -> None:
+    def __init__(self, family: TokenFamily, cfg: Any, params: Any, buffers: Any, n_slots: int) -> None:
         self.decoder: Any = family.decoder
         self.cfg, self.n_slots = cfg, n_slots
         self._params, self._buffers = self.decoder.hold(params), buffers

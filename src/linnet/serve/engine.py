@@ -7,8 +7,6 @@ device never waits for Python.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,16 +15,15 @@ import numpy as np
 
 from linnet.data.tokenizer import Tokenizer
 from linnet.errors import UserError, refuse
-from linnet.families.family import Family
+from linnet.families.family import TokenFamily
 from linnet.serve.backend import N_TICKS, Backend, Ticket
 from linnet.serve.constraint import Grammars
 from linnet.serve.job import Job
+from linnet.serve.loop import Loop
 from linnet.serve.prefix import PrefixCache
-from linnet.serve.request import Choice, Draining, FinishReason, OnEvent, Request
-from linnet.serve.scheduler import Plan, Scheduler
+from linnet.serve.request import Choice, OnEvent, Request
+from linnet.serve.scheduler import Plan
 from linnet.serve.state import State, model_fingerprint
-
-log = logging.getLogger("linnet.serve")
 
 LEAST_TICKS = 4
 """Of a dispatch that ends early to free a slot: with fewer the device would wait for the host."""
@@ -57,10 +54,10 @@ class _Flight:
     jobs: dict[int, Job]
 
 
-class Engine:
+class Engine(Loop[Job]):
     def __init__(
         self,
-        family: Family,
+        family: TokenFamily,
         cfg: Any,
         params: Any,
         buffers: Any,
@@ -69,25 +66,17 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config, self.clock = config, clock
+        super().__init__(config.n_slots, config.max_waiting, clock, "linnet-engine")
+        self.config = config
         self.backend = Backend(family, cfg, params, buffers, config.n_slots)
         self.fingerprint = model_fingerprint(params, buffers, cfg)
         self.prefix = PrefixCache(self.backend.chunk_len, config.prefix_bytes)
         self._cfg, self._tokenizer = cfg, tokenizer
         self._grammars = Grammars(tokenizer, n_vocab=cfg.n_vocab)
-        self._scheduler = Scheduler(config.n_slots, config.max_waiting)
-        self._jobs: dict[str, Job] = {}
         self._flight: _Flight | None = None
-        self._changed = threading.Condition()
-        self._draining = self._stopping = False
         self._n_tokens = 0
-        self._thread = threading.Thread(target=self._run, name="linnet-engine", daemon=True)
 
     # From any thread
-
-    def start(self) -> Engine:
-        self._thread.start()
-        return self
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """Events follow in the engine's thread, ending with exactly one `Finished`. What is wrong is refused here and now."""
@@ -106,23 +95,7 @@ class Engine:
             job.memory = self.backend.placed(job.memory)
         elif request.use_prefix_cache:
             job.keys = self.prefix.keys(job.to_read)
-        with self._changed:
-            if self._draining:
-                raise Draining("the server is about to stop. Fix: try another one, or try again later.")
-            self._scheduler.submit(
-                request.id,
-                priority=request.priority,
-                deadline=request.deadline,
-                n_chunks=job.n_chunks(self.backend.chunk_len),
-                now=self.clock(),
-            )
-            self._jobs[request.id] = job
-            self._changed.notify()
-
-    def cancel(self, id: str) -> None:
-        with self._changed:
-            self._scheduler.cancel(id)
-            self._changed.notify()
+        self._queue(job, job.n_chunks(self.backend.chunk_len))
 
     def stats(self) -> dict[str, float]:
         with self._changed:
@@ -139,23 +112,6 @@ class Engine:
                 "prefix_bytes": self.prefix.n_bytes,
                 "state_bytes": self.backend.state_bytes,
             }
-
-    def stop(self, *, within: float) -> bool:
-        """Takes nothing new, lets what runs finish within so many seconds, then ends the rest. True: all had finished."""
-        with self._changed:
-            self._draining = True
-            self._changed.notify()
-        until = time.monotonic() + within
-        while self._jobs and time.monotonic() < until:
-            time.sleep(0.01)
-        left = list(self._jobs)
-        for id in left:
-            self.cancel(id)
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        self._thread.join(timeout=30)
-        return not left
 
     def _check(self, request: Request) -> None:
         n_vocab = self._cfg.n_vocab
@@ -180,20 +136,6 @@ class Engine:
             raise refuse("min_tokens", sampling.min_tokens, needs, "allow another id, or leave it out")
 
     # In the engine's thread
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while self._scheduler.is_idle and self._flight is None and not self._stopping:
-                    self._changed.wait()
-                if self._stopping and self._scheduler.is_idle:
-                    break
-                plan = self._scheduler.plan(self.clock())
-            try:
-                self._carry_out(plan)
-            except Exception as error:
-                log.exception("a batch failed")
-                self._fail_batch(str(error))
 
     def _carry_out(self, plan: Plan) -> None:
         for id, reason in plan.ended:
@@ -347,19 +289,7 @@ class Engine:
             state = State(memory=memory, last=tokens[n - 1], n_tokens=job.n_tokens_after, model=self.fingerprint)
         self._end(job, reason, stopped_by=stopped_by, state=state)
 
-    def _end(self, job: Job, reason: FinishReason, **told: Any) -> None:
-        with self._changed:
-            self._scheduler.ended(job.request.id)
-            del self._jobs[job.request.id]
-        job.finish(reason, **told)
-
-    def _fail_batch(self, error: str) -> None:
-        """Whatever had begun is lost: what it wrote may not have been told, or its place not have been taken. Who waits goes on."""
-        self._flight = None
-        with self._changed:
-            lost = [job for id, job in self._jobs.items() if self._scheduler.has_begun(id)]
-        for job in lost:
-            self._end(job, "error", error=error)
+    def _reset(self) -> None:
         self.backend.reset()
 
 

@@ -12,8 +12,8 @@ from linnet.families.detokenize import check_stops
 from linnet.nn.sampling_bounds import LEAST_REPETITION_PENALTY, LEAST_TEMPERATURE
 
 FinishReason = Literal["stop", "length", "stuck", "cancelled", "deadline", "error"]
-"""stop: an end id, a stop id, a stop string, or a finished grammar. length: max_tokens, or the model's context. stuck: its own grammar
-and rules leave no token, or the grammar became too much work. The others end a request from outside."""
+"""stop: an end id, a stop id, a stop string, or a finished grammar; of a prior, its last step. length: max_tokens, or the model's
+context. stuck: its own grammar and rules leave no token, or the grammar became too much work. The others end it from outside."""
 
 MOST_STOPS, MOST_STOP_BYTES, MOST_TOP, MOST_BIAS = 16, 1024, 20, 1024
 MOST_SEED = 2**32 - 1
@@ -161,16 +161,22 @@ class Produced:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finished:
-    """The last event of every request; there is exactly one."""
+class Ended:
+    """The last event of every request, of whatever kind; there is exactly one."""
 
     reason: FinishReason
+    error: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finished(Ended):
+    """Of a request for tokens."""
+
     stopped_by: str | int | None
     """The stop string, or the stop or end id, that ended it."""
     n_prompt: int
     n_tokens: int
     state: Any
-    error: str | None
 
 
 Event = PromptRead | Produced | Finished

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from linnet.data.tokenizer import Tokenizer
-from linnet.families.family import Family
+from linnet.families.family import TokenFamily
 from linnet.serve.engine import Engine, EngineConfig
 from linnet.serve.request import OnEvent, Request
 from linnet.serve.sessions import MOST_BYTES, Sessions
@@ -47,7 +47,7 @@ class ServedModel:
 
 def serve_model(
     name: str,
-    family: Family,
+    family: TokenFamily,
     cfg: Any,
     params: Any,
     buffers: Any,

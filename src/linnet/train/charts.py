@@ -275,7 +275,7 @@ def heat_map(
     left, right, top = 14 + LETTER * max(2, len(str(len(values)))), width - 10, 34.0
     bottom = top + tall * len(values)
     wide = (right - left) / max(len(x), 1)
-    parts = [text(0, 12, y_label), *_heat_legend(low, high, width, y_text)]
+    parts = [text(0, 12, y_label), *heat_legend(low, high, width, y_text)]
     every = max(1, math.ceil(14 / tall))
     for r, row in enumerate(values):
         if r % every == 0:
@@ -294,7 +294,8 @@ def heat_map(
     return wrap(parts, width, bottom + 38, label)
 
 
-def _heat_legend(low: float, high: float, width: float, y_text: Callable[[float], str]) -> list[str]:
+def heat_legend(low: float, high: float, width: float, y_text: Callable[[float], str]) -> list[str]:
+    """The scale of the colours, in the upper right corner."""
     end, begin = y_text(high), y_text(low)
     x = width - 10 - len(end) * LETTER - 84
     cells = "".join(rect(x + 4 * i, 4, 4.5, 9, f"h{i}") for i in range(LEVELS))

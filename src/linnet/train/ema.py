@@ -1,4 +1,4 @@
-"""A moving average of the weights, as ema-pytorch keeps it: its decay grows with the steps, and it begins as a copy.
+"""A moving average of the weights: of one decay from the first update on, or as ema-pytorch keeps it, whose decay grows.
 
 The step count before an update decides what the update does; the count after it, how fast the average forgets.
 """
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
+from linnet.config import TrainConfig
 from linnet.errors import refuse
 
 T = TypeVar("T")
@@ -27,7 +28,8 @@ class EmaConfig:
     update_every: int = 10
     """Only every so many steps is anything done."""
     inv_gamma: float = 1.0
-    power: float = 2 / 3
+    power: float | None = 2 / 3
+    """None: nothing grows, the decay is `beta` at every step."""
     min_value: float = 0.0
     """The smallest decay, once there is one."""
 
@@ -38,12 +40,28 @@ class EmaConfig:
         if self.update_every < 1 or self.update_after_step < 0:
             got = (self.update_every, self.update_after_step)
             raise refuse("ema.update_every / ema.update_after_step", got, "at least 1 and 0", "use 10 and 100")
-        if not (self.inv_gamma > 0 and self.power > 0):
+        if not self.inv_gamma > 0 or (self.power is not None and not self.power > 0):
             raise refuse("ema.inv_gamma / ema.power", (self.inv_gamma, self.power), "above 0", "use 1 and 2/3")
+
+
+def settings(cfg: TrainConfig) -> EmaConfig | None:
+    """None where no average is kept."""
+    if cfg.ema_decay is None:
+        return None
+    return EmaConfig(
+        beta=cfg.ema_decay,
+        update_after_step=cfg.ema_after,
+        update_every=cfg.ema_every,
+        inv_gamma=cfg.ema_inv_gamma,
+        power=cfg.ema_power,
+        min_value=cfg.ema_min,
+    )
 
 
 def decay(cfg: EmaConfig, step: ArrayLike) -> Float[Array, ""]:
     """At a count of `step` updates seen."""
+    if cfg.power is None:
+        return jnp.full((), cfg.beta, jnp.float32)
     age = jnp.maximum(jnp.asarray(step, jnp.float32) - cfg.update_after_step - 1, 0.0)
     grown = 1.0 - (1.0 + age / cfg.inv_gamma) ** -cfg.power
     return jnp.where(age > 0, jnp.clip(grown, cfg.min_value, cfg.beta), 0.0)
@@ -51,6 +69,8 @@ def decay(cfg: EmaConfig, step: ArrayLike) -> Float[Array, ""]:
 
 def update(cfg: EmaConfig, ema: T, params: T, step: ArrayLike) -> T:
     """The average after the update that has seen `step` others before it. At a decay of 0 it is the weights, bit for bit."""
+    if cfg.power is None:
+        return jax.tree.map(lambda old, new: cfg.beta * old + (1 - cfg.beta) * new, ema, params)
     step = jnp.asarray(step, jnp.int32)
     due = step % cfg.update_every == 0
     # The first true update after the copies begins from the weights too, which is what a decay of 0 says.

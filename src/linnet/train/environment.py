@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of malloc.h
+
 PACKAGES = ("linnet", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
 
 
@@ -110,3 +112,12 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+def keep_memory() -> None:
+    """Lets the process keep its large buffers from one update to the next, where the C library can (glibc). Else each is asked of the
+    system anew and its pages are cleared once more, a fifth of an update's time. To be called before JAX has started its threads."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)):
+            mallopt(option, value)

@@ -13,7 +13,7 @@ import numpy as np
 
 from linnet.config import RunConfig
 from linnet.data import Batch, Data
-from linnet.families.family import Family
+from linnet.families.family import TokenFamily
 
 N_POSITION_BINS = 16
 
@@ -66,13 +66,13 @@ class Evaluation:
         }
 
 
-def make_nats(family: Family, cfg: RunConfig) -> Callable[..., Any]:
+def make_nats(family: TokenFamily, cfg: RunConfig) -> Callable[..., Any]:
     """The compiled reader of one stretch of sequences."""
     return jax.jit(lambda params, buffers, carry, batch: family.nats(params, buffers, carry, batch, cfg.model))
 
 
 def evaluate(
-    family: Family,
+    family: TokenFamily,
     cfg: RunConfig,
     params: Any,
     buffers: Any,
@@ -85,16 +85,16 @@ def evaluate(
     progress: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
 ) -> Evaluation:
     """Reads whole sequences stretch by stretch, so that memory does not follow their length."""
-    data.must_fit(cfg.model.n_vocab, cfg.model.end_id)
+    data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
     nats = nats or make_nats(family, cfg)
     size = batch_size or cfg.data.batch_size
-    length, stretch = cfg.data.sequence_len, cfg.data.update_len
+    length, stretch = cfg.tokens.sequence_len, cfg.tokens.update_len
     total, count, n_bytes = np.zeros(length), np.zeros(length), 0
     lengths = data.tokenizer.lengths()
     for batch in progress(data.evaluation(split, size, limit)):
         carry = family.empty_carry(cfg.model, size)
         for start in range(0, length, stretch):
-            part = jax.tree.map(lambda x, a=start: np.asarray(x[:, a : a + stretch]), batch)
+            part = batch.stretch(start, start + stretch)
             values, carry = nats(params, buffers, carry, part)
             counted = np.asarray(part.loss_mask, np.float64)
             total[start : start + stretch] += (np.asarray(values, np.float64) * counted).sum(axis=0)

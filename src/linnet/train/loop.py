@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
-import math
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -16,25 +16,22 @@ import optax
 from linnet import config as configs
 from linnet import params as weights
 from linnet.config import RunConfig
-from linnet.data import Batch, Data, open_data
 from linnet.errors import UserError
 from linnet.families import registry
 from linnet.families.family import Family
-from linnet.train import environment, vocabulary
+from linnet.train import environment
 from linnet.train.checkpoint import Checkpoints
-from linnet.train.evaluate import Evaluation, evaluate, make_nats
 from linnet.train.folder import RunFolder
 from linnet.train.interchange import stored_weights
 from linnet.train.interrupt import Interrupt, watch
+from linnet.train.judge import Interrupted, Judge, Judged, open_judge
 from linnet.train.metrics import MetricsLog, open_trackers, require_trackers
 from linnet.train.optim import optimizer as make_optimizer
 from linnet.train.optim import schedule
 from linnet.train.progress import Progress
-from linnet.train.samples import write_sample
-from linnet.train.state import TrainState, abstract_state, fresh_buffers, fresh_state, model_weights, start_from
+from linnet.train.state import TrainState, abstract_state, fresh_buffers, fresh_state, start_from
 from linnet.train.step import compile_step
 from linnet.train.throughput import Meter, matmul_flops
-from linnet.train.vocabulary import Vocabulary
 
 log = logging.getLogger("linnet")
 
@@ -42,6 +39,8 @@ log = logging.getLogger("linnet")
 FREE_TO_CHANGE = {
     "train.log_every",
     "train.eval_every",
+    "train.eval_minutes",
+    "train.eval_timesteps",
     "train.eval_sequences",
     "train.checkpoint_every",
     "train.checkpoint_minutes",
@@ -66,26 +65,25 @@ class Outcome:
     step: int
     finished: bool
     """False: interrupted and saved."""
-    evaluation: Evaluation | None
+    evaluation: Judged | None
     """Of the last validation, if there was one."""
 
 
 def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: int | None = None) -> Outcome:
     """Trains a run to its end, from its last checkpoint if it has one. `stop_at` ends this part early, saved, as if interrupted."""
     require_trackers(cfg.train.trackers)
-    data = open_data(cfg.data, cfg.seed)
-    data.must_fit(cfg.model.n_vocab, cfg.model.end_id)
+    judge = open_judge(cfg)
     old = check_folder(cfg, folder)
     if stored_weights.is_weights_alone(folder.path):
         stored_weights.must_be_trainable(folder.path)
     folder.create()
     with folder.lock(), watch() as interrupt:
-        vocabulary.keep(folder.path, data)
+        judge.keep(folder.path)
         if old is None or old != cfg:
             configs.save(cfg, folder.config)
         (folder.path / "environment.json").write_text(json.dumps(environment.describe(), indent=2) + "\n")
         with Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
-            return _Run(cfg, folder, data, checkpoints, interrupt, quiet).to_end(stop_at)
+            return _Run(cfg, folder, judge, checkpoints, interrupt, quiet).to_end(stop_at)
 
 
 def check_folder(cfg: RunConfig, folder: RunFolder) -> RunConfig | None:
@@ -122,17 +120,16 @@ class _Run:
         self,
         cfg: RunConfig,
         folder: RunFolder,
-        data: Data,
+        judge: Judge,
         checkpoints: Checkpoints,
         interrupt: Interrupt,
         quiet: bool,
     ) -> None:
-        self.cfg, self.folder, self.data, self.checkpoints = cfg, folder, data, checkpoints
+        self.cfg, self.folder, self.judge, self.checkpoints = cfg, folder, judge, checkpoints
         self.interrupt, self.quiet = interrupt, quiet
         self.family: Family = registry.get(cfg.family)
         self.optimizer: optax.GradientTransformation = make_optimizer(cfg.optim, self.family.param_specs(cfg.model))
-        self.nats = make_nats(self.family, cfg)
-        self.saved_at = time.monotonic()
+        self.saved_at = self.judged_at = time.monotonic()
         self.alarmed: set[int] = set()
 
     def to_end(self, stop_at: int | None) -> Outcome:
@@ -140,11 +137,12 @@ class _Run:
         state, start = self._restore_or_begin()
         total = cfg.optim.total_steps
         end = total if stop_at is None else min(stop_at, total)
-        bytes_per_token = self.data.train.n_bytes / self.data.train.n_tokens
         trackers = open_trackers(cfg.train.trackers, self.folder.path, configs.to_json(cfg), resume_step=start or None)
         with (
             MetricsLog(self.folder.path, trackers) as self.metrics,
-            Progress(total, start=start, quiet=self.quiet, bytes_per_token=bytes_per_token) as self.progress,
+            Progress(
+                total, start=start, quiet=self.quiet, bits_per_nat=self.judge.bits_per_nat, unit=self.judge.unit
+            ) as self.progress,
         ):
             kept = self.metrics.truncate_after(start)
             self._introduce(start)
@@ -159,8 +157,10 @@ class _Run:
             if step < total:
                 self._event(step, "interrupted", f"Stopped at step {step} of {total}. Run the same command to go on.")
                 return Outcome(step=step, finished=False, evaluation=evaluation)
-            if step > start and not self._eval_due(step) and self.data.validation.n_windows:
+            if step > start and not self._eval_due(step) and self.judge.n_validation:
                 evaluation = self._evaluate(state, step)
+            if self.judge.n_test and not any(r["kind"] == "test" for r in kept):
+                self._test(state, step)
             self._event(step, "finished", f"Finished {total} steps.")
             return Outcome(step=step, finished=True, evaluation=evaluation)
 
@@ -173,16 +173,17 @@ class _Run:
         target = abstract_state(self.family, self.cfg, self.optimizer)
         restored = self.checkpoints.restore(target, set_aside=True)
         theirs = restored.extra.get("data")
-        if theirs is not None and theirs != self.data.fingerprint:
+        if theirs is not None and theirs != self.judge.fingerprint:
             raise UserError(
-                f"the data at {self.cfg.data.source!r} is not what this run was trained on (fingerprint {self.data.fingerprint[:12]}, "
-                f"the run has {theirs[:12]}), so it cannot be continued exactly. Fix: restore the data, or start a new run with --out."
+                f"the data at {self.cfg.data.source!r} is not what this run was trained on (fingerprint "
+                f"{self.judge.fingerprint[:12]}, the run has {theirs[:12]}), so it cannot be continued exactly. "
+                "Fix: restore the data, or start a new run with --out."
             )
         return restored.state, restored.step
 
     def _introduce(self, start: int) -> None:
         count = weights.count(self.family.param_specs(self.cfg.model))
-        described = self.data.describe()
+        described = self.judge.describe()
         (self.folder.path / "data.json").write_text(json.dumps(described, indent=2) + "\n")
         for warning in described["warnings"]:
             self._event(start, "warning", warning)
@@ -191,17 +192,16 @@ class _Run:
             start,
             what,
             f"{'Resuming' if start else 'Starting'} at step {start} of {self.cfg.optim.total_steps}: {count:,} parameters, "
-            f"{self.data.train.n_tokens:,} training tokens.",
+            f"{self.judge.amount()}.",
         )
 
-    def _steps(self, state: TrainState, start: int, end: int) -> tuple[TrainState, int, Evaluation | None]:
+    def _steps(self, state: TrainState, start: int, end: int) -> tuple[TrainState, int, Judged | None]:
         """Updates from `start` to `end` or an interruption. The next batch is made while the device works on this one."""
         cfg, evaluation, step = self.cfg, None, start
         if start >= end:
             return state, start, None
-        tokens = cfg.data.batch_size * cfg.data.update_len
-        meter = Meter(tokens, 3 * self.family.flops_per_token(cfg.model), matmul_flops()[0])
-        batch = jax.device_put(self.data.batch(start))
+        meter = Meter(self.judge.n_per_update, 3 * self.family.flops_per_token(cfg.model), matmul_flops()[0])
+        batch = jax.device_put(self.judge.batch(start))
         update = compile_step(self.family, cfg, self.optimizer, state, batch)
         last_metrics: dict[str, jax.Array] | None = None
         while step < end and not self.interrupt.requested:
@@ -228,16 +228,17 @@ class _Run:
             self._check_finite(step, last_metrics, state)
         return state, step, evaluation
 
-    def _next_batch(self, step: int) -> tuple[Batch, float]:
+    def _next_batch(self, step: int) -> tuple[Any, float]:
         start = time.perf_counter()
-        batch = jax.device_put(self.data.batch(step))
+        batch = jax.device_put(self.judge.batch(step))
         return batch, time.perf_counter() - start
 
-    def _keep_and_judge(self, step: int, state: TrainState, meter: Meter) -> Evaluation | None:
+    def _keep_and_judge(self, step: int, state: TrainState, meter: Meter) -> Judged | None:
         """Saves when due, and always before evaluating: an evaluation that fails costs nothing."""
         train, start = self.cfg.train, time.perf_counter()
-        eval_due = self._eval_due(step)
-        minutes = (time.monotonic() - self.saved_at) / 60
+        minutes, unjudged = (time.monotonic() - self.saved_at) / 60, (time.monotonic() - self.judged_at) / 60
+        by_minutes = train.eval_minutes and unjudged >= train.eval_minutes and self.judge.n_validation
+        eval_due = self._eval_due(step) or by_minutes
         every_steps = train.checkpoint_every and step % train.checkpoint_every == 0
         every_minutes = train.checkpoint_minutes and minutes >= train.checkpoint_minutes
         if not (eval_due or every_steps or every_minutes):
@@ -250,67 +251,50 @@ class _Run:
 
     def _eval_due(self, step: int) -> bool:
         every = self.cfg.train.eval_every
-        return bool(every) and step % every == 0 and self.data.validation.n_windows > 0
+        return bool(every) and step % every == 0 and self.judge.n_validation > 0
 
-    def _evaluate(self, state: TrainState, step: int) -> Evaluation | None:
-        train = self.cfg.train
-        params, buffers = model_weights(state)
-        n = self.data.validation.n_windows if train.eval_sequences is None else train.eval_sequences
-        n_batch = math.ceil(min(n, self.data.validation.n_windows) / self.cfg.data.batch_size)
-        stopped = False
-
-        def watched(batches: Iterable[Batch]) -> Iterable[Batch]:
-            nonlocal stopped
-            for batch in self.progress.track(batches, "validation", n_batch):
-                if self.interrupt.requested:
-                    stopped = True
-                    return
-                yield batch
-
-        result = evaluate(
-            self.family,
-            self.cfg,
-            params,
-            buffers,
-            self.data,
-            "validation",
-            nats=self.nats,
-            limit=train.eval_sequences,
-            progress=watched,
-        )
-        if stopped:  # half an evaluation is none: it is done again when the run goes on
+    def _evaluate(self, state: TrainState, step: int) -> Judged | None:
+        try:
+            result = self.judge.evaluate(state, self._watched)
+        except Interrupted:
             return None
-        self.metrics.write("eval", step, **{k: v for k, v in result.to_json().items() if k != "per_position"})
+        self.judged_at = time.monotonic()
+        self.metrics.write("eval", step, **result.record)
         self.checkpoints.mark_best(step, result.loss)
-        self.progress.say(
-            f"step {step}: validation {result.bits_per_byte:.4f} bits per {result.unit} ({result.loss:.4f} nats per token)"
-        )
-        if train.sample_tokens and not self.interrupt.requested:
-            writes = Vocabulary(tokenizer=self.data.tokenizer, shape=self.data.shape)
-            write_sample(self.family, self.cfg, params, buffers, writes, self.folder.samples, step, train.sample_tokens)
+        self.progress.say(f"step {step}: {result.words}")
+        if not self.interrupt.requested:
+            self.judge.show(state, step, self.folder.samples)
         return result
+
+    def _test(self, state: TrainState, step: int) -> None:
+        """Of the best weights there are: those of the last step may have been better before."""
+        best = self.checkpoints.best()
+        if best is not None and best != step:
+            state = self.checkpoints.restore(abstract_state(self.family, self.cfg, self.optimizer), "best").state
+        with contextlib.suppress(Interrupted):
+            result = self.judge.test(state, step if best is None else best, self.folder.path, self._watched)
+            self.metrics.write("test", step, **result.record)
+            self.progress.say(result.words)
+
+    def _watched(self, batches: Iterable[Any], label: str, n_batch: int) -> Iterable[Any]:
+        for batch in self.progress.track(batches, label, n_batch):
+            if self.interrupt.requested:
+                raise Interrupted
+            yield batch
 
     def _log(self, step: int, state: TrainState, metrics: dict[str, jax.Array], meter: Meter) -> None:
         values = {name: jax.device_get(value) for name, value in metrics.items()}
         figures = self.family.diagnostics(state.buffers, metrics, self.cfg.model)
-        rates = meter.read()
-        nats = float(values["loss_lm_per_token_unscaled"]) / max(float(values["loss_mask_per_token"]), 1e-9)
-        per_byte = self.data.train.n_tokens / self.data.train.n_bytes / math.log(2)
-        record = {name: value for name, value in values.items() if value.ndim == 0 and name != "loss"}
+        logged = self.judge.logged(step, values, meter.read())
         self.metrics.write(
             "train",
             step,
-            **record,
-            loss=nats,
-            loss_total=values["loss"],
-            **({"loss_commit": values["loss_commit_per_token"]} if "loss_commit_per_token" in values else {}),
-            bits_per_byte=nats * per_byte,
+            **logged.record,
             lr=self.cfg.optim.lr * float(schedule(self.cfg.optim)(step - 1)),
             rss_bytes=environment.rss_bytes(),
-            **rates,
             **figures,
         )
-        self.progress.update(step, loss=nats, tokens_per_second=rates["tokens_per_second"])
+        self.progress.update(step, loss=logged.loss, per_second=logged.per_second)
         self._watch(step, self.family.alarms(figures, self.cfg.train.collapse_alarm, self.cfg.model))
 
     def _watch(self, step: int, alarms: dict[int, str]) -> None:
@@ -341,7 +325,7 @@ class _Run:
             )
 
     def _extra(self) -> dict[str, Any]:
-        return {"data": self.data.fingerprint}
+        return {"data": self.judge.fingerprint}
 
     def _event(self, step: int, event: str, message: str) -> None:
         self.metrics.write("event", step, event=event, message=message)

@@ -69,8 +69,9 @@ class MetricsLog:
         return record
 
     def truncate_after(self, step: int) -> list[dict[str, Any]]:
-        """Forgets the train and eval lines after `step` (a resumed run writes them again); returns what is left."""
-        kept = [r for r in read_metrics(self.path) if r.get("kind") not in ("train", "eval") or r["step"] <= step]
+        """Forgets the figures after `step` (a resumed run writes them again); returns what is left."""
+        figures = ("train", "eval", "test")
+        kept = [r for r in read_metrics(self.path) if r.get("kind") not in figures or r["step"] <= step]
         text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
         os.close(self._fd)
         try:
@@ -275,11 +276,15 @@ class BackgroundTracker:
 
 
 def flat_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """`train/loss`, `eval/validation/loss`, `train/codebook/entropy/3`: what a tracker shows of a line."""
+    """`train/loss`, `eval/validation/loss`, `train/codebook/entropy/3`: what a tracker shows of a line. A name with a slash is
+    whole already (the reference prior's names, which dashboards know)."""
     kind = record["kind"]
     prefix = f"{kind}/{record['split']}" if "split" in record else kind
     hidden = ("kind", "step", "time", "split", "nonfinite")
-    yield from _flatten(prefix, ((name, value) for name, value in record.items() if name not in hidden))
+    whole = {name: value for name, value in record.items() if "/" in name}
+    yield from ((name, float(value)) for name, value in whole.items() if isinstance(value, int | float))
+    rest = ((name, value) for name, value in record.items() if name not in hidden and name not in whole)
+    yield from _flatten(prefix, rest)
 
 
 def _flatten(prefix: str, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, float]]:

@@ -1,4 +1,4 @@
-"""From gradients to updates: clip, one of four rules, learning rate and schedule, then decay that neither of them scales.
+"""From gradients to updates: clip, one of four rules, learning rate and schedule, and decay that they scale only if asked to.
 
 Layers are stacked on a leading axis; rules that look at a whole matrix see each layer by itself, as if nothing were stacked.
 """
@@ -26,7 +26,10 @@ Schedule = Callable[[ArrayLike], Float[Array, "*N"]]
 
 
 def schedule(cfg: OptimConfig) -> Schedule:
-    """The learning rate's multiplier at a step (from 0): up from 0 to 1, down until `cfg.steps`, then held."""
+    """The learning rate's multiplier at a step (from 0): up from 0 to 1, down until `cfg.steps`, then held. The dampened ones are
+    the reference prior's: never at 0 at first, and a cosine that comes back up after its end."""
+    if cfg.schedule.startswith("dampened"):
+        return _dampened(cfg)
     warmup, span = cfg.warmup_steps, cfg.steps - cfg.warmup_steps
 
     def multiplier(step: ArrayLike) -> Float[Array, "*N"]:
@@ -45,25 +48,36 @@ def schedule(cfg: OptimConfig) -> Schedule:
     return multiplier
 
 
+def _dampened(cfg: OptimConfig) -> Schedule:
+    def multiplier(step: ArrayLike) -> Float[Array, "*N"]:
+        now = jnp.asarray(step, jnp.float32)
+        held = jnp.minimum(1.0, (now + 1) / cfg.warmup_steps) if cfg.warmup_steps else jnp.ones_like(now)
+        return held * 0.5 * (1 + jnp.cos(jnp.pi * now / cfg.steps)) if cfg.schedule == "dampened_cosine" else held
+
+    return multiplier
+
+
 def optimizer(cfg: OptimConfig, specs: Any) -> optax.GradientTransformation:
     """`specs` is the tree of the parameters' Specs. The state is arrays only, the update a pure function."""
     multiplier = schedule(cfg)
-    return optax.chain(
+    parts = [
         optax.identity() if cfg.clip is None else optax.clip_by_global_norm(cfg.clip),
         _rule(cfg, specs),
         optax.scale_by_schedule(lambda step: -cfg.lr * multiplier(step)),
-        _decay(cfg.decay, specs),
-    )
+    ]
+    # Before the schedule an update still points up the gradient, hence the sign.
+    parts.insert(2 if cfg.decay_by_lr else 3, _decay(-cfg.decay if cfg.decay_by_lr else cfg.decay, specs))
+    return optax.chain(*parts)
 
 
 def _rule(cfg: OptimConfig, specs: Any) -> optax.GradientTransformation:
     if cfg.name == "adamw":
-        return _adam()
+        return _adam(cfg)
     if cfg.name == "lion":
         return optax.scale_by_lion(b1=0.95, b2=0.98)
     if cfg.name == "adafactor":
         return _grouped(specs, lambda spec: _Group("all", spec.stack_shape), {"all": _adafactor()})
-    return _grouped(specs, _muon_group, {"matrices": _muon(), "rest": _adam()})
+    return _grouped(specs, _muon_group, {"matrices": _muon(), "rest": _adam(cfg)})
 
 
 def _muon_group(spec: Spec) -> _Group:
@@ -73,8 +87,8 @@ def _muon_group(spec: Spec) -> _Group:
     return _Group("rest", ())
 
 
-def _adam() -> optax.GradientTransformation:
-    return optax.scale_by_adam(b1=0.9, b2=0.98, eps=1e-9)
+def _adam(cfg: OptimConfig) -> optax.GradientTransformation:
+    return optax.scale_by_adam(b1=cfg.b1, b2=cfg.b2, eps=cfg.eps)
 
 
 def _adafactor() -> optax.GradientTransformation:

@@ -12,7 +12,7 @@ from linnet.train.plots import Draw
 from linnet.train.svg import DARK, LIGHT, STYLE
 
 UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-SECURITY = "default-src 'none'; style-src 'unsafe-inline'"
+SECURITY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def document(title: str, sections: Sequence[str]) -> str:

@@ -78,14 +78,14 @@ def loss_figure(
         y_label=unit,
         width=width,
         height=height,
-        y_top=_top(y or ey),
+        y_top=top(y or ey),
         levels=levels if bits else (),
         y_text=decimals,
         points=500,
     )
 
 
-def _top(values: Sequence[float]) -> float:
+def top(values: Sequence[float]) -> float:
     """The first steps fall from so high that the rest would be a flat line: cut the axis where the fall is over."""
     ordered = sorted(values)
     return max(ordered[int(0.93 * (len(ordered) - 1))], ordered[0]) * 1.02
@@ -95,16 +95,21 @@ Draw = Callable[[float, float], str | None]
 """A figure, drawn at a width and a height."""
 
 
-def small_figures(records: Sequence[Record]) -> Iterator[tuple[str, Draw]]:
+TOKEN_SCALARS = (
+    ("Learning rate", "lr", 1.0, "", 4, False),
+    ("Gradient norm", "grad_norm", 1.0, "global norm, before clipping", 5, True),
+    ("Throughput", "tokens_per_second", 1.0, "tokens per second", 3, False),
+    ("Memory", "rss_bytes", 1e-9, "GB resident", 1, False),
+    ("Commitment loss", "loss_commit", 1.0, "squared distance of keys to codes", 2, True),
+    ("Waiting for data", "wait_share", 100.0, "% of a step", 6, False),
+)
+"""Title, name in the metrics, factor, unit (none: a rule, not a measurement), colour, logarithmic."""
+
+
+def small_figures(
+    records: Sequence[Record], wanted: Sequence[tuple[str, str, float, str, int, bool]] = TOKEN_SCALARS
+) -> Iterator[tuple[str, Draw]]:
     """Title and figure of each scalar that the run measured: raw and smoothed, from zero or logarithmic."""
-    wanted = (
-        ("Learning rate", "lr", 1.0, "", 4, False),
-        ("Gradient norm", "grad_norm", 1.0, "global norm, before clipping", 5, True),
-        ("Throughput", "tokens_per_second", 1.0, "tokens per second", 3, False),
-        ("Memory", "rss_bytes", 1e-9, "GB resident", 1, False),
-        ("Commitment loss", "loss_commit", 1.0, "squared distance of keys to codes", 2, True),
-        ("Waiting for data", "wait_share", 100.0, "% of a step", 6, False),
-    )
     for title, name, scale, unit, colour, log in wanted:
         x, y = curve(records, "train", name, scale)
         if log:

@@ -24,9 +24,10 @@ LINE_SECONDS = 10.0
 
 
 class Progress:
-    """`with Progress(1000) as progress: ... progress.update(step, loss=1.2, tokens_per_second=5e3)`.
+    """`with Progress(1000) as progress: ... progress.update(step, loss=1.2, per_second=5e3)`.
 
-    `start` is the step a resumed run begins at; `bytes_per_token` turns nats per token into bits per byte.
+    `start` is the step a resumed run begins at; `bits_per_nat` turns the loss into bits per byte, where that means something;
+    `unit` is what is read so many times a second.
     """
 
     def __init__(
@@ -36,12 +37,13 @@ class Progress:
         start: int = 0,
         label: str = "training",
         quiet: bool = False,
-        bytes_per_token: float = 1.0,
+        bits_per_nat: float | None = None,
+        unit: str = "tok",
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total, self.step, self.label = total, start, label
-        self._bits_per_nat = 1.0 / (math.log(2.0) * bytes_per_token)
+        self._bits_per_nat, self._unit = bits_per_nat, unit
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._quiet = quiet
@@ -69,12 +71,12 @@ class Progress:
         elif not self._quiet and self._first is not None:
             self._print(self.line())
 
-    def update(self, step: int, loss: float | None = None, tokens_per_second: float | None = None) -> None:
+    def update(self, step: int, loss: float | None = None, per_second: float | None = None) -> None:
         self.step = step
         if loss is not None:
             self._loss = loss
-        if tokens_per_second is not None:
-            self._speed = tokens_per_second
+        if per_second is not None:
+            self._speed = per_second
         now = self._clock()
         if self._first is None:  # the first step holds the compilation, which says nothing of the others
             self._first = (step, now)
@@ -106,9 +108,12 @@ class Progress:
     def _note(self, now: float) -> str:
         parts: list[str] = []
         if self._loss is not None:
-            parts += [f"loss {self._loss:.3f}", f"{self._loss * self._bits_per_nat:.3f} bits/byte"]
+            parts.append(f"loss {self._loss:.3f}")
+            if self._bits_per_nat is not None:
+                parts.append(f"{self._loss * self._bits_per_nat:.3f} bits/byte")
         if self._speed is not None:
-            parts.append(f"{self._speed:,.0f} tok/s" if self._speed < 1e5 else f"{self._speed / 1e3:,.0f}k tok/s")
+            speed = f"{self._speed:,.0f}" if self._speed < 1e5 else f"{self._speed / 1e3:,.0f}k"
+            parts.append(f"{speed} {self._unit}/s")
         left = self.seconds_left(now)
         if left is not None and self.step < self.total:
             parts.append(f"{duration(left)} left")

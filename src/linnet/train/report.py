@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from linnet.train import plots, report_codebooks, report_experts
+from linnet.train import plots, report_codebooks, report_experts, report_prior, retrieval
 from linnet.train.metrics import read_metrics, replace_text
 from linnet.train.page import card, clean, document, facts, half, none, section, table, two_widths, words
 from linnet.train.plots import Record, finite
@@ -44,21 +44,37 @@ def write_report(run: Path) -> Path:
 def render(run: Path) -> str:
     name, records = run.resolve().name, read_metrics(run)
     config = _read_object(run / "config.json")
-    compressors, quick_model = _compressors(_read_object(run / "quickstart.json"))
     sections = [
         _header(name, config, records),
         _headlines(records, config),
+        *(_of_prior(run, records) if _is_prior(config) else _of_tokens(run, records, config)),
+        _events(records),
+        _config(config),
+        _environment(_read_object(run / "environment.json")),
+    ]
+    return document(f"{name} – Linnet report", [part for part in sections if part])
+
+
+def _is_prior(config: dict[str, Any]) -> bool:
+    return config.get("family") == "prior"
+
+
+def _of_tokens(run: Path, records: Sequence[Record], config: dict[str, Any]) -> list[str]:
+    compressors, quick_model = _compressors(_read_object(run / "quickstart.json"))
+    return [
         _comparison(compressors, quick_model, records),
         _loss(records, compressors),
         _training(records),
         *_insides(records, config),
         _evaluations(run),
         _samples(run),
-        _events(records),
-        _config(config),
-        _environment(_read_object(run / "environment.json")),
     ]
-    return document(f"{name} – Linnet report", [part for part in sections if part])
+
+
+def _of_prior(run: Path, records: Sequence[Record]) -> list[str]:
+    files = [_read_object(path) for path in sorted(run.glob("eval_*.json"))[:MOST_EVALS]]
+    lead = "The pictures nearest to what it predicts for prompts, the newest first."
+    return [*report_prior.sections(retrieval.read(run), records, files), _pictures(run, "Nearest pictures", lead)]
 
 
 # Reading
@@ -122,24 +138,10 @@ def _date(seconds: Any) -> str | None:
 def _headlines(records: Sequence[Record], config: dict[str, Any]) -> str:
     if not records:
         return none("This run has no metrics yet.")
-    tiles: list[tuple[str, str, str]] = []
-    for name, title in (("bits_per_byte", "Bits per byte"), ("loss", "Nats per token")):
-        steps, values = plots.curve(records, "eval", name)
-        if values:
-            best = min(range(len(values)), key=values.__getitem__)
-            note = "its best" if values[best] == values[-1] else f"best {values[best]:.3f} at {steps[best]:,.0f}"
-            tiles.append((title, f"{values[-1]:.3f}", f"validation; {note}"))
-            break
     step = max(int(r["step"]) for r in records)
+    good, amount = report_prior.tiles(records) if _is_prior(config) else _token_tiles(records, config, step)
     total = sum(plots.setting(config, "optim", name) or 0.0 for name in ("steps", "extra_steps"))
-    tiles.append(("Steps", f"{step:,}", f"of {total:,.0f}" if total else ""))
-    batch, length = plots.setting(config, "data", "batch_size"), plots.setting(config, "data", "update_len")
-    if batch and length:
-        tiles.append(("Tokens seen", compact(step * batch * length), f"{compact(batch * length)} a step"))
-    speeds, shares = (plots.curve(records, "train", name)[1] for name in ("tokens_per_second", "mfu"))
-    if speeds:
-        use = f"{100 * statistics.median(shares):.0f}% of peak FLOP/s" if shares else "median"
-        tiles.append(("Tokens per second", compact(statistics.median(speeds)), use))
+    tiles = [*good, ("Steps", f"{step:,}", f"of {total:,.0f}" if total else ""), *amount]
     resumed = sum(r.get("event") == "resume" for r in records)
     tiles.append(
         (
@@ -157,6 +159,31 @@ def _headlines(records: Sequence[Record], config: dict[str, Any]) -> str:
         for i, (title, value, note) in enumerate(tiles)
     )
     return f'<dl class="tiles">{body}</dl>'
+
+
+Tiles = list[tuple[str, str, str]]
+"""Title, value and a note."""
+
+
+def _token_tiles(records: Sequence[Record], config: dict[str, Any], step: int) -> tuple[Tiles, Tiles]:
+    """Of quality, and of amount."""
+    good: Tiles = []
+    for name, title in (("bits_per_byte", "Bits per byte"), ("loss", "Nats per token")):
+        steps, values = plots.curve(records, "eval", name)
+        if values:
+            best = min(range(len(values)), key=values.__getitem__)
+            note = "its best" if values[best] == values[-1] else f"best {values[best]:.3f} at {steps[best]:,.0f}"
+            good.append((title, f"{values[-1]:.3f}", f"validation; {note}"))
+            break
+    amount: Tiles = []
+    batch, length = plots.setting(config, "data", "batch_size"), plots.setting(config, "data", "update_len")
+    if batch and length:
+        amount.append(("Tokens seen", compact(step * batch * length), f"{compact(batch * length)} a step"))
+    speeds, shares = (plots.curve(records, "train", name)[1] for name in ("tokens_per_second", "mfu"))
+    if speeds:
+        use = f"{100 * statistics.median(shares):.0f}% of peak FLOP/s" if shares else "median"
+        amount.append(("Tokens per second", compact(statistics.median(speeds)), use))
+    return good, amount
 
 
 def _comparison(compressors: list[tuple[str, float]], model: float | None, records: Sequence[Record]) -> str:
@@ -228,7 +255,7 @@ def _newest(folder: Path, pattern: str) -> list[Path]:
     return sorted(filter(Path.is_file, folder.glob(pattern)), key=order, reverse=True)
 
 
-def _pictures(run: Path) -> str:
+def _pictures(run: Path, title: str, lead: str) -> str:
     """Sheets painted during training, the newest first, and the last that `linnet sample` painted."""
     files = _newest(run / "samples", "*.png")
     shown = [*_newest(run / "samples" / "pictures", "sheet.png"), *files[:MOST_SHEETS]]
@@ -242,12 +269,13 @@ def _pictures(run: Path) -> str:
         name = "linnet sample" if path.name == "sheet.png" else path.stem
         image = f'<img alt="{clean(name)}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
         parts.append(f"<details open><summary>{clean(name)}</summary>{image}</details>")
-    lead = f"What the model paints, with the same seeds at every step; the newest of {len(files)}."
-    return section("Pictures", f'<div class="card">{"".join(parts)}</div>', lead=lead)
+    if not parts:
+        return ""
+    return section(title, f'<div class="card">{"".join(parts)}</div>', lead=lead)
 
 
 def _samples(run: Path) -> str:
-    pictures = _pictures(run)
+    pictures = _pictures(run, "Pictures", "What the model paints, with the same seeds at every step; the newest first.")
     files = _newest(run / "samples", "*.txt")
     if not files:
         return pictures or section("Samples", none("No samples written yet."))

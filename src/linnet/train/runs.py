@@ -12,7 +12,7 @@ from linnet import quant
 from linnet.config import RunConfig
 from linnet.errors import refuse
 from linnet.families import registry
-from linnet.families.family import Family
+from linnet.families.family import Family, TokenFamily
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.folder import RunFolder
 from linnet.train.interchange import stored_weights
@@ -32,10 +32,15 @@ class Run:
     step: int
     folder: Path
 
+    @property
+    def writer(self) -> TokenFamily:
+        """The family, for what only families of tokens do."""
+        return registry.tokens(self.cfg.family)
+
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
         """Read only when asked for: weights can be exported without it."""
-        return read_vocabulary(self.folder, self.cfg.model.n_vocab)
+        return read_vocabulary(self.folder, self.cfg.writer.n_vocab)
 
 
 def open_run(path: Path, which: str = "best", weights: Weights = "float32") -> Run:

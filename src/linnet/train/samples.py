@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float32, UInt8
 
 from linnet.config import RunConfig
 from linnet.data.pixels import contact_sheet, pixels_of_ids
-from linnet.families.family import Family
+from linnet.families.family import TokenFamily
 from linnet.families.generate import generate
+from linnet.families.vq import slots as vq_slots
+from linnet.families.vq.config import VQConfig
+from linnet.families.vq.guided import Guided
 from linnet.nn.sampling import SamplingSettings, sampling_settings
 from linnet.tokens import FIRST_BYTE, N_BYTE_IDS
 from linnet.train.vocabulary import Vocabulary
@@ -23,7 +26,7 @@ N_PICTURES, SHEET_COLUMNS, SHEET_SIDE = 8, 8, 64
 
 
 def write_sample(
-    family: Family,
+    family: TokenFamily,
     cfg: RunConfig,
     params: Any,
     buffers: Any,
@@ -31,14 +34,18 @@ def write_sample(
     folder: Path,
     step: int,
     n_tokens: int,
+    embeds: Float32[np.ndarray, "n E"] | None = None,
 ) -> Path:
-    """The run's seed draws it at every step, so that samples of different steps can be compared. Pictures are always whole."""
+    """The run's seed draws it at every step, so that samples of different steps can be compared. Pictures are always whole; where
+    the model is told what they show, by `embeds`, they are painted from some of these."""
     folder.mkdir(exist_ok=True)
     if vocabulary.shape is not None:
         seeds = [(cfg.seed + i) % 2**32 for i in range(N_PICTURES)]
         settings = sampling_settings(N_PICTURES)
         seen = [b""] * N_PICTURES
-        pictures = sample_pictures(family, cfg, params, buffers, vocabulary.shape, seen, settings, seeds)
+        if embeds is not None:
+            embeds = embeds[[i * len(embeds) // N_PICTURES for i in range(N_PICTURES)]] if len(embeds) else None
+        pictures = sample_pictures(family, cfg, params, buffers, vocabulary.shape, seen, settings, seeds, embeds)
         path = folder / f"step_{step:08d}.png"
         path.write_bytes(contact_sheet(pictures, SHEET_COLUMNS, sheet_scale(vocabulary.shape)))
         return path
@@ -49,7 +56,7 @@ def write_sample(
 
 
 def sample_text(
-    family: Family,
+    family: TokenFamily,
     cfg: RunConfig,
     params: Any,
     buffers: Any,
@@ -75,7 +82,7 @@ def sample_text(
 
 
 def sample_pictures(
-    family: Family,
+    family: TokenFamily,
     cfg: RunConfig,
     params: Any,
     buffers: Any,
@@ -83,13 +90,20 @@ def sample_pictures(
     seen: Sequence[bytes],
     settings: SamplingSettings,
     seeds: Sequence[int],
+    embeds: Float32[np.ndarray, "n E"] | None = None,
+    guidance: float = 1.0,
 ) -> UInt8[np.ndarray, "n h w 3"]:
-    """Pictures that begin with the values given, equally many for each. Only values are drawn: a special id is no colour."""
+    """Pictures that begin with the values given, equally many for each. Only values are drawn: a special id is no colour. `embeds`:
+    of length 1, what each shall show; a `guidance` above 1 makes more of that than the model does by itself."""
+    decoder, states = family.decoder, None
+    if embeds is not None:
+        decoder = vq_slots if guidance == 1.0 else Guided(guidance)
+        states = told_states(decoder, params, embeds, cfg.vq)
     size, n_seen = int(np.prod(shape)), len(seen[0])
     ids = [[value + FIRST_BYTE for value in values] for values in seen]
     if n_seen < size:
         pieces = generate(
-            family.decoder,
+            decoder,
             params,
             buffers,
             cfg.model,
@@ -99,12 +113,22 @@ def sample_pictures(
             seeds=seeds,
             ignore_end=True,
             allowed=range(FIRST_BYTE, N_BYTE_IDS),
+            states=states,
         )
         for row in pieces:
             for i, piece in enumerate(row):
                 ids[i] += [] if piece is None else piece.tokens
     pixels, _ = pixels_of_ids(np.array(ids, np.int32), (len(ids), *shape))
     return pixels
+
+
+def told_states(decoder: Any, params: Any, embeds: Float32[np.ndarray, "n E"], cfg: VQConfig) -> list[Any]:
+    """One for every row; equal rows share theirs."""
+    made: dict[bytes, Any] = {}
+    for embed in embeds:
+        if embed.tobytes() not in made:
+            made[embed.tobytes()] = decoder.told_state(params, embed, cfg)
+    return [made[embed.tobytes()] for embed in embeds]
 
 
 def sheet_scale(shape: tuple[int, int, int]) -> int:

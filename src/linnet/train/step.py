@@ -11,9 +11,9 @@ from jaxtyping import Array
 
 from linnet import rng
 from linnet.config import RunConfig
-from linnet.data import Batch
 from linnet.families.family import Aux, Family, Keys
 from linnet.pytree import replace
+from linnet.train import ema as moving_average
 from linnet.train import environment
 from linnet.train.state import TrainState
 
@@ -26,7 +26,7 @@ def make_step(family: Family, cfg: RunConfig, optimizer: optax.GradientTransform
 
 
 def compile_step(
-    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch
+    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, state: TrainState, batch: Any
 ) -> Any:
     """The update compiled for this state and batch, before it runs: what the compiler leaves behind is given back first, so that
     it does not add to the peak."""
@@ -36,7 +36,7 @@ def compile_step(
 
 
 def update(
-    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch
+    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, state: TrainState, batch: Any
 ) -> tuple[TrainState, Metrics]:
     keys = _keys(state, cfg)
     loss, aux, gradient = _loss_and_gradient(family, cfg, state, batch, keys)
@@ -45,9 +45,9 @@ def update(
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     buffers = family.update_buffers(state.buffers, aux.statistics, cfg.model)
-    ema, decay = state.ema, cfg.train.ema_decay
-    if decay is not None:
-        ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
+    ema, how = state.ema, moving_average.settings(cfg.train)
+    if how is not None:
+        ema = moving_average.update(how, ema, params, state.step)
 
     def if_finite(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
@@ -79,7 +79,7 @@ def _keys(state: TrainState, cfg: RunConfig) -> Keys:
 
 
 def _loss_and_gradient(
-    family: Family, cfg: RunConfig, state: TrainState, batch: Batch, keys: Keys
+    family: Family, cfg: RunConfig, state: TrainState, batch: Any, keys: Keys
 ) -> tuple[Array, Aux, Any]:
     """Mean over micro-batches. Rows draw their randomness by their place in the whole batch, so cutting it changes nothing."""
     n = cfg.train.accumulate

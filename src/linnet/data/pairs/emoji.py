@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float32
 
+from linnet.config import PairsConfig
 from linnet.data.cache import cache_folder
 from linnet.data.emoji import FOLDER, open_emoji
 from linnet.data.encoders.builtin import WEIGHTS, open_builtin
@@ -20,7 +21,6 @@ from linnet.data.encoders.network import SIZE
 from linnet.data.holdout import SPLITS
 from linnet.data.index import sha256_of
 from linnet.data.pairs.captions import ArrayCaptions
-from linnet.data.pairs.config import PairsConfig
 from linnet.data.pairs.pairs import Pairs, fingerprint_of
 from linnet.data.pairs.vectors import ArrayShard, Vectors
 from linnet.data.whole_file import write_array

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float32, Int64, UInt8
 
+from linnet.config import EMOJI_PAIRS
 from linnet.data.holdout import SPLITS
-from linnet.data.pairs.config import EMOJI_PAIRS
 from linnet.data.pairs.pairs import Pairs
 
 BLOCK = 65_536

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from linnet.config import EMOJI_PAIRS, PairsConfig
 from linnet.data.pairs import emoji, sources
-from linnet.data.pairs.config import EMOJI_PAIRS, PairsConfig
 from linnet.data.pairs.embed import refuse_unfinished
 from linnet.data.pairs.pairs import Pairs, divide, fingerprint_of
 from linnet.data.pairs.scan import scan
@@ -27,6 +27,8 @@ def open_pairs(cfg: PairsConfig, seed: int) -> Pairs:
     if cfg.source == EMOJI_PAIRS and cfg.images is None:
         return emoji.open_emoji_pairs(cfg, seed)
     source = find_source(cfg)
+    if cfg.mix and source.encodings is not None:
+        raise refuse("data.mix", cfg.mix, "0 where a text has a vector for every token: tokens do not mix", "use 0")
     kinds = {"image": source.images, "text": source.texts, "text encodings": source.encodings}
     found = {
         what: scan(vectors, what, padded=what == "text encodings")

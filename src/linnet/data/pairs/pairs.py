@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int64
 
+from linnet.config import PairsConfig
 from linnet.data import order
 from linnet.data.holdout import SPLITS
 from linnet.data.pairs.batch import PairBatch
 from linnet.data.pairs.captions import Captions
-from linnet.data.pairs.config import PairsConfig
 from linnet.data.pairs.vectors import Vectors
 from linnet.errors import UserError, refuse
+from linnet.pytree import replace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,26 @@ class Pairs:
         share = order.share(self.cfg.batch_size, host, n_hosts)
         train = self.rows["train"]
         chosen = order.windows_at(self.seed, step * self.cfg.batch_size + share.start, len(share), len(train))
-        return self.at(train[chosen], len(share))
+        batch = self.at(train[chosen], len(share))
+        return batch if not self.cfg.mix else self._mixed(batch, step, share)
+
+    def _mixed(self, batch: PairBatch, step: int, share: range) -> PairBatch:
+        """Some rows with others of the split. All draws of a step are made, and a host takes its own."""
+        draws = np.random.Generator(np.random.Philox(key=np.array([self.seed, step], np.uint64)))
+        values = draws.random((3, self.cfg.batch_size))[:, share.start : share.stop]
+        mixed, weight, other = values[0] < self.cfg.mix, values[1], values[2]
+        train = self.rows["train"]
+        weight = np.where(mixed, weight, 0.0).astype(np.float32)[:, None]
+        partners = train[(other * len(train)).astype(np.int64)]
+
+        def between(own: np.ndarray, vectors: Vectors) -> np.ndarray:
+            blend = (1 - weight) * own + weight * vectors.read(partners)
+            lengths = np.linalg.norm(own, axis=1, keepdims=True)
+            scaled = blend * (lengths / np.maximum(np.linalg.norm(blend, axis=1, keepdims=True), 1e-12))
+            return np.where(weight > 0, scaled, own).astype(np.float32)
+
+        text, image = np.asarray(batch.text_embed), np.asarray(batch.image_embed)
+        return replace(batch, text_embed=between(text, self.texts), image_embed=between(image, self.images))
 
     def evaluation(self, split: str, batch_size: int, limit: int | None = None) -> Iterator[PairBatch]:
         """Every pair of a split once, in its order, the last batch filled up with masked rows. `limit` takes so many, spread

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64, Shaped
 
+from linnet.config import PairsConfig
 from linnet.data.holdout import SPLITS
 from linnet.data.pairs.captions import ArrayCaptions, Captions, ParquetCaptions
-from linnet.data.pairs.config import PairsConfig
 from linnet.data.pairs.shards import find_shards, gaps, match, refuse_misaligned, refuse_unequal
 from linnet.data.pairs.unpack import npz_names, unpack_column, unpack_npz
 from linnet.data.pairs.vectors import ArrayShard, Vectors, map_npy, open_npy

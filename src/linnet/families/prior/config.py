@@ -53,6 +53,9 @@ class PriorConfig:
     """Chance that a row trains without its text; guidance needs it."""
     p_drop_image: float = 0.1
     """Chance that a row trains without its noised image; guidance needs it."""
+    text_noise: float = 0.0
+    """Noise added to a text's embedding in training, as a share of its length, which it keeps: a small set of pairs is then not
+    learnt by heart."""
     schedule: Schedule = "cosine"
     objective: Objective = "x_start"
     """What the network predicts."""
@@ -101,6 +104,8 @@ class PriorConfig:
         for name in ("p_drop_text", "p_drop_image"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise refuse(f"model.{name}", getattr(self, name), "between 0 and 1", "use 0.1, or 0 for none")
+        if not self.text_noise >= 0:
+            raise refuse("model.text_noise", self.text_noise, "0 or more", "use 0 for none")
         if self.min_snr_gamma is not None and not self.min_snr_gamma > 0:
             raise refuse("model.min_snr_gamma", self.min_snr_gamma, "above 0, or none", "use 5")
         if self.image_embed_scale is not None and not self.image_embed_scale > 0:

@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.params import N_BUCKET, LayerParams
+from linnet.families.prior.product import product
 from linnet.nn import rows
-from linnet.nn.linear import linear
 
 EPSILON = 1e-5
 COSINE_SCALE = 16.0
@@ -47,7 +47,7 @@ def unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
 
 def times(x: Float[Array, "*B D"], weight: Any) -> Float[Array, "*B E"]:
     if not isinstance(weight, tuple):
-        return linear(x, weight)
+        return product(x, weight)
     return rows.dot(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
 
 

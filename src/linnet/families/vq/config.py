@@ -72,6 +72,14 @@ class VQConfig:
     """Move codes that nothing uses onto keys of the current batch."""
     dead_code_below: float = 0.01
     """A code whose moving count is below this is dead."""
+    d_condition: int = 0
+    """Width of an embedding that a sequence may be told of: what the picture shall show. 0: none."""
+    n_place: int = 0
+    """With `d_condition`: values of a picture. What an embedding says, it says otherwise of every place."""
+    p_drop_condition: float = 0.1
+    """Chance that a sequence trains without its embedding: painting without one needs it, and so does guidance."""
+    condition_noise: float = 0.0
+    """Length of the noise added to an embedding (of length 1) in training: predicted ones are a little off."""
     remat: bool = False
     """Recompute each unit in the backward pass: less memory, a third more work."""
 
@@ -94,6 +102,15 @@ class VQConfig:
             raise refuse("model.c_gamma", self.c_gamma, "between 0 and 1", "use 0.99")
         if not self.pe_lam > 1.0:
             raise refuse("model.pe_lam", self.pe_lam, "above 1", "use 100000")
+        if self.d_condition < 0:
+            raise refuse("model.d_condition", self.d_condition, "0 or more", "use 0 for none")
+        if (self.n_place > 0) != (self.d_condition > 0):
+            needs = "the values of a picture where model.d_condition is set, else 0"
+            raise refuse("model.n_place", self.n_place, needs, "use data.sequence_len, or 0 without model.d_condition")
+        if not 0.0 <= self.p_drop_condition <= 1.0:
+            raise refuse("model.p_drop_condition", self.p_drop_condition, "between 0 and 1", "use 0.1, or 0 for never")
+        if not self.condition_noise >= 0.0:
+            raise refuse("model.condition_noise", self.condition_noise, "0 or more", "use 0 for none")
         if self.n_expert < 0 or (self.n_expert and not 1 <= self.n_choice <= self.n_expert):
             needs = "0 experts, or at least as many as model.n_choice (1 or more)"
             raise refuse("model.n_expert / model.n_choice", (self.n_expert, self.n_choice), needs, "use 8 and 2")
@@ -106,8 +123,10 @@ class VQConfig:
             raise refuse("model.c_beta", self.c_beta, "0 or more", "use 0.0001")
 
     def check_lengths(self, sequence_len: int, update_len: int) -> None:
-        """Blocks must divide an update; a sequence may be as long as you like."""
-        del sequence_len
+        """Blocks must divide an update; a sequence may be as long as you like, but a picture that the model is told of is whole."""
+        if self.d_condition and sequence_len != self.n_place:
+            needs = f"data.sequence_len ({sequence_len}), one picture"
+            raise refuse("model.n_place", self.n_place, needs, f"use --model.n-place {sequence_len}")
         if update_len % self.block_len:
             raise refuse(
                 "data.update_len",

@@ -93,6 +93,9 @@ def from_reference(tree: Tree, cfg: VQConfig) -> tuple[VQParams, VQBuffers]:
 
 def to_reference(params: VQParams, buffers: VQBuffers | None, cfg: VQConfig) -> dict[str, np.ndarray]:
     """The reference's tree. Its unused bias of an untied model is zero. Also takes gradients (without buffers)."""
+    for name, value in (("n_expert", cfg.n_expert), ("d_condition", cfg.d_condition)):
+        if value:
+            raise refuse(f"model.{name}", value, "0: the reference has no place for these weights", "use safetensors")
     tree = {EMBED: params.embed, TIED_BIAS: params.out_bias if cfg.e_tie else jnp.zeros_like(params.out_bias)}
     if cfg.pe_abs:
         tree[SCALE] = params.position_scale

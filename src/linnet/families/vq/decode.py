@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from linnet import quant
 from linnet.families import drawing
 from linnet.families.vq.config import VQConfig
-from linnet.families.vq.model import distance_vectors, key_scale
+from linnet.families.vq.model import distance_vectors, key_scale, told
 from linnet.families.vq.params import VQBuffers, VQParams
 from linnet.nn import codebook
 from linnet.nn.experts import Mixture
@@ -45,6 +45,7 @@ class UnitMemory:
 class Slots:
     units: tuple[UnitMemory, ...]  # not stacked: a stack would be copied where one unit is read
     position: Int[Array, " B"]  # tokens read so far
+    condition: Any = None  # B D: what each is told, or None in a model that nothing conditions
 
 
 @pytree
@@ -70,6 +71,7 @@ class Prepared:
     out_norm_bias: Any
     logits: Cut  # D x A, padded
     logits_bias: Float[Array, " A"]
+    place: Any = None  # P D, or None in a model that nothing conditions
 
 
 @partial(jax.jit, static_argnames="cfg")
@@ -102,6 +104,7 @@ def prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
         out_norm_bias=params.out_norm_bias,
         logits=cut(params.embed.T if cfg.e_tie else params.w_out),
         logits_bias=params.out_bias,
+        place=params.place,
     )
 
 
@@ -125,7 +128,7 @@ def tick(
     prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig
 ) -> tuple[Slots, Float[Array, "B A"]]:
     """Every slot reads one token; the logits of its next."""
-    return _tick(prepared, slots, tokens, cfg)
+    return read_token(prepared, slots, tokens, cfg)
 
 
 @partial(
@@ -153,14 +156,19 @@ def decode(
     del active
 
     def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
-        return _tick(prepared, slots, tokens, cfg)
+        return read_token(prepared, slots, tokens, cfg)
 
     return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
 
 
-def _tick(prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig) -> tuple[Slots, Array]:
+def read_token(
+    prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig
+) -> tuple[Slots, Float[Array, "B A"]]:
+    """A tick, to be part of a program."""
     dtype = jnp.dtype(cfg.dtype)
     x = prepared.embed[tokens].astype(dtype)
+    if cfg.d_condition:
+        x = x + told(prepared.place, slots.condition, slots.position, cfg).astype(dtype)
     if cfg.pe_abs:
         wave = sinusoid(slots.position, cfg.d_model, cfg.pe_lam)
         x = x + (prepared.position_scale * wave).astype(dtype)
@@ -179,7 +187,7 @@ def _tick(prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQCon
     if cfg.e_preln:
         x = rms_norm_affine(x, prepared.out_gain, prepared.out_norm_bias)
     logits = dot(x, prepared.logits)[:, : cfg.n_vocab] + prepared.logits_bias
-    return Slots(units=tuple(units), position=slots.position + 1), cfg.e_scale * logits
+    return replace(slots, units=tuple(units), position=slots.position + 1), cfg.e_scale * logits
 
 
 def _unit(

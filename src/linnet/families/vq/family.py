@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from linnet import rng
 from linnet.families.expert_figures import expert_alarms, expert_diagnostics, router_cost, router_metrics
@@ -34,7 +35,9 @@ def empty_carry(cfg: VQConfig, batch_size: int) -> model.VQCarry:
 
 def carry_axes(carry: model.VQCarry) -> model.VQCarry:
     return model.VQCarry(
-        attention=jax.tree.map(lambda _: 1, carry.attention), position=jax.tree.map(lambda _: 0, carry.position)
+        attention=jax.tree.map(lambda _: 1, carry.attention),
+        position=jax.tree.map(lambda _: 0, carry.position),
+        condition=jax.tree.map(lambda _: 0, carry.condition),
     )
 
 
@@ -49,6 +52,10 @@ def loss(
 ) -> tuple[Float[Array, ""], Aux]:
     """Mean over B x T of `mask * nll`, plus the commitment loss. The mask is not renormalised here, but it is in the metrics."""
     mask = batch.loss_mask.astype(jnp.float32)
+    dropout = None if keys is None else _dropout(keys, first_row, batch.inputs.shape[0])
+    if cfg.d_condition:
+        embeds = batch.condition if dropout is None else _disturbed(batch.condition, dropout, cfg)
+        carry = model.conditioned(params, carry, embeds, cfg)
     x, carry, aux = model.forward(
         params,
         buffers,
@@ -57,7 +64,7 @@ def loss(
         cfg,
         documents=batch.doc_ids,
         mask=mask,
-        dropout=None if keys is None else _dropout(keys, first_row, batch.inputs.shape[0]),
+        dropout=dropout,
     )
     nll = jnp.mean(mask * model.nats(params, x, batch.targets, cfg))
     commitment = jnp.sum(aux.commitment)
@@ -97,6 +104,8 @@ def nats(
     params: VQParams, buffers: VQBuffers, carry: model.VQCarry, batch: Any, cfg: VQConfig
 ) -> tuple[Float[Array, "B T"], model.VQCarry]:
     batch_size, n_token = batch.inputs.shape
+    if cfg.d_condition:
+        carry = model.conditioned(params, carry, batch.condition, cfg)
     stretch = _reading_stretch(cfg, batch_size, n_token)
 
     def cut(x: Array) -> Array:
@@ -149,6 +158,20 @@ def alarms(figures: dict[str, Any], least: float, cfg: VQConfig) -> dict[int, st
 
 def flops_per_token(cfg: VQConfig) -> int:
     return model.n_flops_per_token(cfg)
+
+
+def _disturbed(embeds: Float[Array, "B E"], dropout: model.Dropout, cfg: VQConfig) -> Float[Array, "B E"]:
+    """Embeddings as training shows them: a little off, and now and then none. Held for a whole sequence."""
+
+    def row(embed: Float[Array, " E"], key: PRNGKeyArray) -> Float[Array, " E"]:
+        if cfg.condition_noise:
+            noise = jax.random.normal(rng.stream(key, "condition noise"), embed.shape)
+            off = embed + cfg.condition_noise / math.sqrt(cfg.d_condition) * noise
+            embed = off * jax.lax.rsqrt(jnp.sum(off**2)) * jnp.any(embed != 0)  # none stays none
+        keep = jax.random.bernoulli(rng.stream(key, "condition"), 1.0 - cfg.p_drop_condition)
+        return jnp.where(keep, embed, 0.0)
+
+    return jax.vmap(row)(embeds, dropout.sequence)
 
 
 def _dropout(keys: Keys, first_row: int | Int[Array, ""], batch_size: int) -> model.Dropout:

@@ -1,6 +1,7 @@
 """The `vq` model: embedding, gated attention units run by scan, logits; and its training loss.
 
-Letters: B batch, T tokens, D model width, G units, H heads, K key width, V value width per head, S codes, A vocabulary.
+Letters: B batch, T tokens, D model width, G units, H heads, K key width, V value width per head, S codes, A vocabulary,
+E width of a condition.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class VQCarry:
 
     attention: AttentionState  # stacked over units
     position: Int[Array, " B"]  # tokens read so far
+    condition: Any = None  # B D: what it is told, read by every place (zeros: nothing); None in a model without
 
 
 @pytree
@@ -68,7 +70,25 @@ def empty_carry(cfg: VQConfig, batch: int) -> VQCarry:
             batch, cfg.n_head, cfg.mem_len, cfg.n_code, cfg.d_k, cfg.d_v, jnp.dtype(cfg.dtype), leading=(cfg.n_unit,)
         ),
         position=jnp.zeros((batch,), jnp.int32),
+        condition=jnp.zeros((batch, cfg.d_model), jnp.float32) if cfg.d_condition else None,
     )
+
+
+def conditioned(params: VQParams, carry: VQCarry, embeds: Float[Array, "B E"], cfg: VQConfig) -> VQCarry:
+    """Sequences that are told of embeddings of length 1; a row of zeros is told of none.
+
+    The state holds what is told, and every place reads it anew, in its own way. A prefix that only attention reads would be one old
+    key among many: beyond the window it counts by its code alone."""
+    # Numbers of size 1, as embeddings of tokens are.
+    wide = math.sqrt(cfg.d_condition) * embeds.astype(jnp.float32)
+    return replace(carry, condition=jnp.matmul(wide, params.w_condition, precision="highest"))
+
+
+def told(
+    places: Float[Array, "P D"], condition: Float[Array, "*B D"], position: Int[Array, "*B"], cfg: VQConfig
+) -> Float[Array, "*B D"]:
+    """What is added to the input at a position."""
+    return condition * places[jnp.minimum(position, cfg.n_place - 1)]
 
 
 def forward(
@@ -96,6 +116,9 @@ def forward(
     documents = into_blocks(documents, block_len, attention_blocks.EMPTY)
     mask = jnp.ones(tokens.shape, jnp.float32) if mask is None else mask
     x = params.embed[into_blocks(tokens, block_len)].astype(dtype)
+    if cfg.d_condition:
+        place = into_blocks(carry.position[:, None] + jnp.arange(n_token), block_len)
+        x = x + told(params.place, carry.condition[:, None], place, cfg).astype(dtype)
     if cfg.pe_abs:
         position = into_blocks(carry.position[:, None] + jnp.arange(n_token), block_len)
         x = x + (params.position_scale * sinusoid(position, cfg.d_model, cfg.pe_lam)).astype(dtype)
@@ -124,7 +147,7 @@ def forward(
     x, (attention_after, aux) = jax.lax.scan(unit, x, inputs)
     x = out_of_blocks(x, n_token)
     read = n_token if length is None else length.astype(jnp.int32)
-    return x, VQCarry(attention=attention_after, position=carry.position + read), aux
+    return x, replace(carry, attention=attention_after, position=carry.position + read), aux
 
 
 def logits(params: VQParams, x: Float[Array, "*B D"], cfg: VQConfig) -> Float[Array, "*B A"]:

@@ -1,6 +1,6 @@
 """The weights of a `vq` model: each declared once, the gated attention units stacked on a leading axis.
 
-Letters: G units, D model width, H heads, K key width, V value width, S codes, A vocabulary.
+Letters: G units, D model width, H heads, K key width, V value width, S codes, A vocabulary, E width of a condition, P places.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class VQParams:
     w_out: Any  # D A, or None when tied
     out_bias: Any  # A
     mixture: Any = None  # G ..: a `Mixture` after each unit, or None without experts
+    w_condition: Any = None  # E D, or None where nothing conditions the model
+    place: Any = None  # P D: how each place reads it, or None
 
 
 @pytree
@@ -70,6 +72,9 @@ def param_specs(cfg: VQConfig) -> VQParams:
         w_out=None if cfg.e_tie else Spec((d, cfg.n_vocab), ("model", "vocab"), "fan_in", least="int8"),
         out_bias=Spec((cfg.n_vocab,), ("vocab",), "zeros"),
         mixture=_mixture_specs(cfg) if cfg.n_expert else None,
+        w_condition=Spec((cfg.d_condition, d), (None, "model"), "fan_in") if cfg.d_condition else None,
+        # Rows looked up, as embeddings are: the optimiser treats them so.
+        place=Spec((cfg.n_place, d), ("vocab", "model"), "zeros") if cfg.d_condition else None,
     )
 
 

@@ -1,6 +1,7 @@
 """The state of `vq` sequences while they decode: a fixed number of slots, each of one size however long its sequence.
 
-Letters: B slots, H heads, R = B H rows, S codes, M window, W = M + 1 ring columns, N = S + W columns, V value width, G units.
+Letters: B slots, H heads, R = B H rows, S codes, M window, W = M + 1 ring columns, N = S + W columns, V value width, G units,
+E width of a condition.
 
 A row's memory is N columns. Each has a code, a count of keys and the sum of their values: the first S are the table (column s
 holds all old keys of code s), the other W are a ring of single keys. The token at position p sits in ring column p mod W; when
@@ -31,7 +32,7 @@ from linnet.families.vq.decode import (
     table_size,
     tick,
 )
-from linnet.families.vq.model import VQCarry, empty_carry, forward, logits, nats
+from linnet.families.vq.model import VQCarry, conditioned, empty_carry, forward, logits, nats
 from linnet.families.vq.params import VQBuffers, VQParams
 from linnet.nn import codebook
 from linnet.nn.attention import AttentionState
@@ -57,6 +58,7 @@ def init_slots(cfg: VQConfig, n: int) -> Slots:
             for _ in range(cfg.n_unit)
         ),
         position=jnp.zeros((n,), jnp.int32),
+        condition=jnp.zeros((n, cfg.d_model), jnp.float32) if cfg.d_condition else None,
     )
 
 
@@ -67,6 +69,12 @@ def hold(params: VQParams) -> VQParams:
 def empty_state(cfg: VQConfig) -> VQCarry:
     """The state of a sequence of which nothing was read."""
     return empty_carry(cfg, 1)
+
+
+@partial(jax.jit, static_argnames="cfg")
+def told_state(params: VQParams, embed: Float[Array, " E"], cfg: VQConfig) -> VQCarry:
+    """The state of a sequence that is told of an embedding of length 1, before it read anything."""
+    return conditioned(params, empty_carry(cfg, 1), embed[None], cfg)
 
 
 def state_like(cfg: VQConfig, n_read: int) -> VQCarry:
@@ -171,7 +179,8 @@ def insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
         )
 
     units = tuple(put(memory, jax.tree.map(lambda x, g=g: x[g], one.attention)) for g, memory in enumerate(slots.units))
-    return Slots(units=units, position=slots.position.at[i].set(position))
+    condition = None if slots.condition is None else slots.condition.at[i].set(one.condition[0])
+    return Slots(units=units, position=slots.position.at[i].set(position), condition=condition)
 
 
 @partial(jax.jit, static_argnames="cfg")
@@ -219,7 +228,11 @@ def extract(
         )
 
     units = [take(weights, memory) for weights, memory in zip(prepared.units, slots.units, strict=True)]
-    return VQCarry(attention=jax.tree.map(lambda *x: jnp.stack(x), *units), position=position[None])
+    return VQCarry(
+        attention=jax.tree.map(lambda *x: jnp.stack(x), *units),
+        position=position[None],
+        condition=None if slots.condition is None else slots.condition[i][None],
+    )
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -232,7 +245,8 @@ def clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
         zeros = jnp.zeros((n_head, memory.count.shape[1]), jnp.float32)
         return replace(memory, count=jax.lax.dynamic_update_slice(memory.count, zeros, (i * n_head, 0)))
 
-    return Slots(units=tuple(map(empty, slots.units)), position=slots.position.at[i].set(0))
+    condition = None if slots.condition is None else slots.condition.at[i].set(0.0)
+    return Slots(units=tuple(map(empty, slots.units)), position=slots.position.at[i].set(0), condition=condition)
 
 
 __all__ = [
@@ -254,4 +268,5 @@ __all__ = [
     "prepare",
     "state_like",
     "tick",
+    "told_state",
 ]

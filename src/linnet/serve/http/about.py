@@ -10,11 +10,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from linnet.serve.http.asking import check_ids, encode
 from linnet.serve.http.limits import read_json
 from linnet.serve.http.metrics import CONTENT_TYPE
-from linnet.serve.http.model import Model
+from linnet.serve.http.model import Model, PriorModel, is_prior
 from linnet.serve.http.problem import ApiError
 from linnet.serve.http.schemas import DetokenizeAsk, TokenizeAsk
 from linnet.serve.http.service import Service
-from linnet.serve.http.shapes import ModelCard, ModelList, RoleCard, TemplateCard, Text, Tokens
+from linnet.serve.http.shapes import ModelCard, ModelList, PriorCard, RoleCard, TemplateCard, Text, Tokens
 from linnet.serve.template import ChatTemplate
 
 POLICY = (
@@ -24,12 +24,12 @@ POLICY = (
 
 
 async def list_models(service: Service, http: HttpRequest) -> Response:
-    body: ModelList = {"object": "list", "data": [_card(model) for model in service.models.values()]}
+    body: ModelList = {"object": "list", "data": [_card(model) for model in service.all_models]}
     return JSONResponse(body)
 
 
 async def show_model(service: Service, http: HttpRequest) -> Response:
-    return JSONResponse(_card(service.model(http.path_params["id"])))
+    return JSONResponse(_card(service.any_model(http.path_params["id"])))
 
 
 async def tokenize(service: Service, http: HttpRequest) -> Response:
@@ -83,7 +83,31 @@ def _template(template: ChatTemplate) -> TemplateCard:
     }
 
 
-def _card(model: Model) -> ModelCard:
+def _card(model: Model | PriorModel) -> ModelCard | PriorCard:
+    return _prior_card(model) if is_prior(model) else _token_card(model)
+
+
+def _prior_card(model: PriorModel) -> PriorCard:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "linnet",
+        "fingerprint": model.fingerprint,
+        "family": "prior",
+        "width": model.width,
+        "text_width": model.text_width,
+        "timesteps": model.timesteps,
+        "takes_text": model.takes_text,
+        "max_encodings": model.most_encodings,
+        "can_guide": model.can_guide,
+        "gallery": model.gallery_rows,
+        "pictures": model.has_pictures,
+        "state_bytes": model.state_bytes,
+    }
+
+
+def _token_card(model: Model) -> ModelCard:
     return {
         "id": model.name,
         "object": "model",

@@ -6,16 +6,33 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from anyio import to_thread
 
-from linnet.serve.http.metrics import Metrics
-from linnet.serve.http.model import Model
-from linnet.serve.request import Event, Finished, Produced, Request
+from linnet.serve.request import Ended, Event, Produced
 
 MOST_TOGETHER = 512
 """Tokens and their likeliest that are told a reader in one piece. To write thousands takes a second that all others wait, and a
 reader who does not read needs no more of them written."""
+
+
+class Asked(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+R = TypeVar("R", bound=Asked)
+R_contra = TypeVar("R_contra", bound=Asked, contravariant=True)
+E = TypeVar("E")
+E_co = TypeVar("E_co", covariant=True)
+
+
+class Taker(Protocol[R_contra, E_co]):
+    """A model that takes requests of one kind and tells events of another."""
+
+    def submit(self, request: R_contra, on_event: Callable[[E_co], None]) -> None: ...
+    def cancel(self, id: str) -> None: ...
 
 
 class Bridge:
@@ -23,10 +40,10 @@ class Bridge:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._events: deque[tuple[Callable[[Event], None], Event]] = deque()
+        self._events: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._is_woken = False
 
-    def put(self, receiver: Callable[[Event], None], event: Event) -> None:
+    def put(self, receiver: Callable[[E], None], event: E) -> None:
         """From any thread."""
         self._events.append((receiver, event))
         # If the flag is still up, the loop has yet to look, and will see what was just added.
@@ -42,12 +59,23 @@ class Bridge:
             receiver(event)
 
 
-class Answers:
+class Answers(Generic[R, E]):
     """The requests of one call. What waits for a slow reader is merged when it reads, and is never more than its answers' tokens."""
 
-    def __init__(self, model: Model, requests: Sequence[Request], bridge: Bridge, metrics: Metrics) -> None:
-        self._model, self._requests, self._bridge, self._metrics = model, requests, bridge, metrics
-        self._waiting: list[list[Event]] = [[] for _ in requests]
+    def __init__(
+        self,
+        model: Taker[R, E],
+        requests: Sequence[R],
+        bridge: Bridge,
+        *,
+        watch: Callable[[], Callable[[E], None]],
+        merge: Callable[[Sequence[E]], list[E]],
+        takes_long: Callable[[R], bool] = lambda request: False,
+    ) -> None:
+        """`watch`: makes what sees the events of one request. `takes_long`: to submit it; then the loop must not wait for it."""
+        self._model, self._requests, self._bridge = model, requests, bridge
+        self._watch, self._merge, self._takes_long = watch, merge, takes_long
+        self._waiting: list[list[E]] = [[] for _ in requests]
         self._news = asyncio.Event()
         self._open: set[int] = set()
         """Those submitted whose end did not arrive yet."""
@@ -61,31 +89,33 @@ class Answers:
             self.close()
             raise
 
-    async def _submit_one(self, i: int, request: Request) -> None:
-        watch = self._metrics.watch(self._model.name)
+    async def _submit_one(self, i: int, request: R) -> None:
+        see = self._watch()
 
-        def receive(event: Event) -> None:
-            watch.see(event)
+        def receive(event: E) -> None:
+            see(event)
             self._receive(i, event)
+
+        def put(event: E) -> None:
+            self._bridge.put(receive, event)
 
         self._open.add(i)
         try:
-            if request.sampling.constraint is None:
-                self._model.submit(request, lambda event: self._bridge.put(receive, event))
-            else:  # compiling a grammar takes a while: the loop must not wait for it
-                put = self._bridge.put
-                await to_thread.run_sync(self._model.submit, request, lambda event: put(receive, event))
+            if self._takes_long(request):
+                await to_thread.run_sync(self._model.submit, request, put)
+            else:
+                self._model.submit(request, put)
         except Exception:
             self._open.discard(i)
             raise
 
-    def _receive(self, i: int, event: Event) -> None:
+    def _receive(self, i: int, event: E) -> None:
         self._waiting[i].append(event)
-        if isinstance(event, Finished):
+        if isinstance(event, Ended):
             self._open.discard(i)
         self._news.set()
 
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+    async def events(self) -> AsyncIterator[tuple[int, E]]:
         """Until every request has ended."""
         n_left = len(self._requests)
         while n_left:
@@ -93,8 +123,8 @@ class Answers:
             self._news.clear()
             for i, waiting in enumerate(self._waiting):
                 self._waiting[i] = []
-                for event in merge(waiting, MOST_TOGETHER):
-                    n_left -= isinstance(event, Finished)
+                for event in self._merge(waiting):
+                    n_left -= isinstance(event, Ended)
                     yield i, event
 
     def close(self) -> None:

@@ -15,13 +15,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from linnet.errors import refuse
-from linnet.serve.http import about, images, openai_text, schemas, sessions, shapes
+from linnet.serve.http import about, images, openai_text, priors, schemas, sessions, shapes
 from linnet.serve.http.auth import Doors, Keys
 from linnet.serve.http.edge import Edge
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Calls, Limits
 from linnet.serve.http.metrics import Metrics
-from linnet.serve.http.model import Model
+from linnet.serve.http.model import Model, PriorModel
 from linnet.serve.http.openapi import Endpoint, describe
 from linnet.serve.http.problem import ApiError, explained
 from linnet.serve.http.service import Service
@@ -35,7 +35,7 @@ async def _document(service: Service, http: HttpRequest) -> Response:
 
 ENDPOINTS = (
     Endpoint("GET", "/v1/models", about.list_models, "The models served", gives=shapes.ModelList),
-    Endpoint("GET", "/v1/models/{id:path}", about.show_model, "One model", gives=shapes.ModelCard),
+    Endpoint("GET", "/v1/models/{id:path}", about.show_model, "One model", gives=shapes.ModelCard | shapes.PriorCard),
     Endpoint(
         "POST",
         "/v1/completions",
@@ -61,6 +61,15 @@ ENDPOINTS = (
         "Draw pictures",
         takes=schemas.ImageAsk,
         gives=shapes.ImagesAnswer,
+        streams=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/priors/sample",
+        priors.sample,
+        "From a text to the embedding of an image",
+        takes=schemas.PriorAsk,
+        gives=shapes.PriorAnswer,
         streams=True,
     ),
     Endpoint("POST", "/v1/tokenize", about.tokenize, "Text to ids", takes=schemas.TokenizeAsk, gives=shapes.Tokens),
@@ -92,7 +101,7 @@ ENDPOINTS = (
 
 
 def make_app(
-    models: Sequence[Model],
+    models: Sequence[Model | PriorModel],
     *,
     keys: Sequence[str],
     limits: Limits | None = None,
@@ -109,7 +118,7 @@ def make_app(
         names = [model.name for model in models]
         raise refuse("models", names, "at least one, each with a name of its own", "rename one")
     limits, lifecycle, metrics = limits or Limits(), lifecycle or Lifecycle(), Metrics(models)
-    service = Service(models=by_name, limits=limits, metrics=metrics, lifecycle=lifecycle, clock=clock)
+    service = Service(all_models=tuple(models), limits=limits, metrics=metrics, lifecycle=lifecycle, clock=clock)
     edge = Middleware(
         Edge,
         keys=Keys(keys),

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from linnet.serve.http.model import Model
+from linnet.serve.http.model import Served
+from linnet.serve.prior.request import Sampled, SampleEvent
 from linnet.serve.request import Event, Finished, Produced, PromptRead
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -19,7 +20,7 @@ GROWING = ("_total", "_hits", "_misses")
 
 
 class Metrics:
-    def __init__(self, models: Sequence[Model]) -> None:
+    def __init__(self, models: Sequence[Served]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCounts(models))
         self._http = Counter("linnet_http_requests", "Calls by status", ["route", "status"], registry=self._registry)
@@ -28,6 +29,7 @@ class Metrics:
         self._prompt = self._tokens("linnet_prompt_tokens", "Tokens of prompts")
         self._cached = self._tokens("linnet_prompt_tokens_cached", "Of them from the prefix cache")
         self._produced = self._tokens("linnet_completion_tokens", "Tokens of answers")
+        self._sample = self._seconds("linnet_sample_seconds", "From the call to a prior's embedding")
         self._ended = Counter("linnet_ended", "Requests by ending", ["model", "reason"], registry=self._registry)
 
     def answered(self, route: str, status: int) -> None:
@@ -35,6 +37,9 @@ class Metrics:
 
     def watch(self, model: str) -> Watch:
         return Watch(self, model)
+
+    def watch_sample(self, model: str) -> SampleWatch:
+        return SampleWatch(self, model)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -77,8 +82,22 @@ class Watch:
         self._produced.inc(n)
 
 
+class SampleWatch:
+    """The time of one embedding."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._model, self._ended, self._sample = model, metrics._ended, metrics._sample.labels(model)
+        self._start = time.monotonic()
+
+    def see(self, event: SampleEvent) -> None:
+        if isinstance(event, Sampled):
+            self._ended.labels(self._model, event.reason).inc()
+            if event.embedding is not None:
+                self._sample.observe(time.monotonic() - self._start)
+
+
 class _EngineCounts(Collector):
-    def __init__(self, models: Sequence[Model]) -> None:
+    def __init__(self, models: Sequence[Served]) -> None:
         self._models = models
 
     def collect(self) -> Iterable[Metric]:

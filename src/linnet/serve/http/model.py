@@ -1,10 +1,17 @@
-"""What the server needs of a model it serves. The engine is one; the tests' fake is another."""
+"""What the server needs of a model it serves: one of tokens, or a prior. Engines are behind some; the tests' fakes are others."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+from jaxtyping import Float32
+from typing_extensions import TypeIs
+
 from linnet.data.tokenizer import Tokenizer
+from linnet.serve.prior.request import OnSampleEvent, SampleRequest
+from linnet.serve.prior.served import Neighbour
 from linnet.serve.request import OnEvent, Request
 from linnet.serve.template import ChatTemplate
 
@@ -47,11 +54,31 @@ class Sessions(Protocol):
     def delete(self, id: str) -> None: ...
 
 
-class Model(Protocol):
-    """One served model. `submit` and `cancel` may be called from any thread."""
+class Served(Protocol):
+    """One served model of any kind. `cancel` and its `submit` may be called from any thread."""
 
     @property
     def name(self) -> str: ...
+    @property
+    def family(self) -> str: ...
+    @property
+    def state_bytes(self) -> int:
+        """Of one slot, however much it has read."""
+        ...
+
+    @property
+    def created(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+    def cancel(self, id: str) -> None: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+
+class Model(Served, Protocol):
+    """A model of tokens."""
+
     @property
     def tokenizer(self) -> Tokenizer: ...
     @property
@@ -62,8 +89,6 @@ class Model(Protocol):
     @property
     def template(self) -> ChatTemplate: ...
     @property
-    def family(self) -> str: ...
-    @property
     def n_vocab(self) -> int: ...
     @property
     def context(self) -> int | None:
@@ -71,21 +96,48 @@ class Model(Protocol):
         ...
 
     @property
-    def state_bytes(self) -> int:
-        """Of one slot, however much it has read."""
-        ...
-
-    @property
-    def created(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
     def sessions(self) -> Sessions: ...
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """QueueFull, Draining or UserError, before any event."""
         ...
 
-    def cancel(self, id: str) -> None: ...
 
-    def stats(self) -> dict[str, float]: ...
+class PriorModel(Served, Protocol):
+    """A model that makes an image's embedding from a text's. `embed` and `nearest` take a while: not in the event loop."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def text_width(self) -> int: ...
+    @property
+    def timesteps(self) -> int: ...
+    @property
+    def can_guide(self) -> bool: ...
+    @property
+    def most_encodings(self) -> int:
+        """Of one text; 0: it takes none."""
+        ...
+
+    @property
+    def takes_text(self) -> bool:
+        """The encoder of its texts is at hand."""
+        ...
+
+    @property
+    def gallery_rows(self) -> int:
+        """Images that `nearest` finds among; 0: there is no gallery."""
+        ...
+
+    @property
+    def has_pictures(self) -> bool: ...
+    def embed(self, texts: Sequence[str]) -> Float32[np.ndarray, "n X"]: ...
+    def nearest(self, embedding: Float32[np.ndarray, " D"], k: int) -> list[Neighbour]: ...
+
+    def submit(self, request: SampleRequest, on_event: OnSampleEvent) -> None:
+        """QueueFull, Draining or UserError, before any event."""
+        ...
+
+
+def is_prior(model: Model | PriorModel) -> TypeIs[PriorModel]:
+    return model.family == "prior"

@@ -27,7 +27,7 @@ ERRORS = {
     409: "The session is in use",
     413: "The body is too large",
     415: "The body is of another type",
-    422: "The request's own grammar and rules leave no token to go on with",
+    422: "The request's own rules leave nothing to answer with",
     429: "Too much at once; see Retry-After",
     431: "The headers are too large",
     500: "The server failed",
@@ -133,5 +133,7 @@ def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
         return {"type": "object"}
     schema = TypeAdapter(kind).json_schema(ref_template=REF, mode="serialization")
     schemas |= schema.pop("$defs", {})
+    if not isinstance(kind, type):  # one of several
+        return schema
     schemas[kind.__name__] = schema
     return {"$ref": REF.format(model=kind.__name__)}

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from linnet.errors import UserError
 from linnet.serve.http.shapes import Problem
-from linnet.serve.request import Draining, Finished, QueueFull, TooLong
+from linnet.serve.request import Draining, Ended, QueueFull, TooLong
 
 FAILURES = logging.getLogger("linnet.failures")
 MOST_MESSAGE = 2000
@@ -94,7 +94,7 @@ def explained(error: Exception, request_id: str) -> ApiError:
     return problem
 
 
-def of_ending(finished: Finished, request_id: str) -> ApiError | None:
+def of_ending(finished: Ended, request_id: str) -> ApiError | None:
     """None if the answer is whole."""
     match finished.reason:
         case "stop" | "length":
@@ -103,7 +103,7 @@ def of_ending(finished: Finished, request_id: str) -> ApiError | None:
             message = f"the answer cannot go on: {finished.error or 'its grammar leaves no token'}"
             return ApiError(422, message, code="no_token_left")
         case "deadline":
-            message = "the deadline passed before the answer was whole. Fix: allow more seconds or fewer tokens."
+            message = "the deadline passed before the answer was whole. Fix: allow more seconds, or ask for less."
             return ApiError(504, message, param="deadline_seconds", code="deadline", headers=NO_RETRY)
         case "cancelled":
             return ApiError(503, "the request was cancelled by the server. Fix: try again.", code="cancelled")

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from linnet.families.prior.plan import Solver
 from linnet.nn.sampling_bounds import LEAST_REPETITION_PENALTY, LEAST_TEMPERATURE
+from linnet.serve.prior.request import MOST_GUIDANCE
 from linnet.serve.request import MOST_BIAS, MOST_SEED, MOST_STOPS, MOST_TOP
 
 MOST_ANSWERS = 128
@@ -29,12 +31,19 @@ Stop = Annotated[
     Field(union_mode="left_to_right"),
 ]
 
+MOST_NEAREST, MOST_TOLD = 64, 256
+Caption = Annotated[str, Field(min_length=1, max_length=1 << 13)]
+Captions = Annotated[list[Caption], Field(fail_fast=True, min_length=1, max_length=MOST_ANSWERS)]
+Vector = Annotated[list[float], Field(fail_fast=True, min_length=1, max_length=1 << 14)]
+Vectors = Annotated[list[Vector], Field(fail_fast=True, min_length=1, max_length=1 << 10)]
+SeveralVectors = Annotated[list[Vectors], Field(fail_fast=True, min_length=1, max_length=MOST_ANSWERS)]
+
 
 class Ask(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, protected_namespaces=())
 
     model: str | None = None
-    """Left out: the first model of the server."""
+    """Left out: the first model of the server that can do it."""
 
 
 class SamplingAsk(Ask):
@@ -161,6 +170,34 @@ class ImageAsk(SamplingAsk):
     output_format: Literal["png"] | None = None
     partial_images: int | None = Field(None, ge=0, le=256)
     """So many unfinished pictures are sent before the whole one, where `stream` is true."""
+
+
+class PriorAsk(Ask):
+    """Of `input` and `embeddings` exactly one is given."""
+
+    input: Annotated[Caption | Captions, Field(union_mode="left_to_right")] | None = None
+    embeddings: Annotated[Vector | Vectors, Field(union_mode="left_to_right")] | None = None
+    """Of texts, as the model's encoder gives them."""
+    encodings: Annotated[Vectors | SeveralVectors, Field(union_mode="left_to_right")] | None = None
+    """Of each text's tokens, beside its embedding, for models that take them."""
+    n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
+    """Candidates for each text; number i has the seed `seed + i`."""
+    guidance: float | None = Field(None, ge=0, le=MOST_GUIDANCE)
+    steps: int | None = Field(None, ge=2, lt=2**31)
+    """At most as many as the model was trained with; left out: 16 of dpm, 64 of ddim, all of ddpm."""
+    solver: Solver | None = None
+    """Left out: dpm."""
+    eta: float | None = Field(None, ge=0, le=1)
+    """Of ddim: 0 adds no noise on the way."""
+    seed: int | None = Field(None, ge=0, le=MOST_SEED)
+    nearest: int | None = Field(None, ge=0, le=MOST_NEAREST)
+    """So many of the gallery's images are told that each result is nearest to."""
+    progress: int | None = Field(None, ge=0, le=MOST_TOLD)
+    """How often a stream tells how far each candidate is."""
+    stream: bool | None = None
+    user: str | None = None
+    priority: int | None = Field(None, ge=-100, le=100)
+    deadline_seconds: float | None = Field(None, gt=0)
 
 
 class TokenizeAsk(Ask):

@@ -6,48 +6,105 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
-from linnet.serve.http.answers import Answers, Bridge
+from linnet.errors import refuse
+from linnet.serve.http.answers import MOST_TOGETHER, Answers, Bridge, merge
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Limits
 from linnet.serve.http.metrics import Metrics
-from linnet.serve.http.model import Model
+from linnet.serve.http.model import Model, PriorModel, Served, is_prior
 from linnet.serve.http.problem import ApiError, draining
-from linnet.serve.request import Request
+from linnet.serve.prior.request import Denoised, SampleEvent, SampleRequest
+from linnet.serve.request import Event, Request
+
+Kind = TypeVar("Kind", bound=Served)
 
 
 @dataclasses.dataclass(kw_only=True)
 class Service:
-    models: Mapping[str, Model]
+    all_models: Sequence[Model | PriorModel]
     limits: Limits
     metrics: Metrics
     lifecycle: Lifecycle
     clock: Callable[[], float] = time.monotonic
     """The engine's."""
+    models: Mapping[str, Model] = dataclasses.field(init=False)
+    """Of tokens, by name."""
+    priors: Mapping[str, PriorModel] = dataclasses.field(init=False)
     _in_use: set[str] = dataclasses.field(default_factory=set)
     _bridge: tuple[asyncio.AbstractEventLoop, Bridge] | None = None
 
+    def __post_init__(self) -> None:
+        self.priors = {model.name: model for model in self.all_models if is_prior(model)}
+        self.models = {model.name: model for model in self.all_models if not is_prior(model)}
+
     def model(self, name: str | None) -> Model:
-        if name is None:
-            return next(iter(self.models.values()))
-        if name not in self.models:
-            message = f"there is no model {name[:200]!r}. Fix: use one of {', '.join(self.models)}."
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return self.models[name]
+        needs, fix = "a model of tokens (this is a prior: it makes embeddings)", "use POST /v1/priors/sample"
+        return self._of_kind(self.models, self.priors, name, needs, fix)
+
+    def prior(self, name: str | None) -> PriorModel:
+        needs, fix = "a prior (this is a model of tokens)", "use /v1/completions, or name a model whose family is prior"
+        return self._of_kind(self.priors, self.models, name, needs, fix)
+
+    def any_model(self, name: str) -> Model | PriorModel:
+        for model in self.all_models:
+            if model.name == name:
+                return model
+        names = ", ".join(model.name for model in self.all_models)
+        message = f"there is no model {name[:200]!r}. Fix: use one of {names}."
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _of_kind(
+        self, mine: Mapping[str, Kind], others: Mapping[str, Served], name: str | None, needs: str, fix: str
+    ) -> Kind:
+        """By name; without one the first of its kind."""
+        if name is None and mine:
+            return next(iter(mine.values()))
+        name = next(iter(others)) if name is None else name
+        if name in mine:
+            return mine[name]
+        self.any_model(name)
+        raise refuse("model", name, needs, fix)
 
     @property
     def most_state_bytes(self) -> int:
         """Of a state as a file: what a slot holds, perhaps laid out otherwise."""
-        return 2 * max(model.state_bytes for model in self.models.values())
+        return 2 * max((model.state_bytes for model in self.models.values()), default=0)
 
-    async def submit(self, model: Model, requests: Sequence[Request]) -> Answers:
+    async def submit(self, model: Model, requests: Sequence[Request]) -> Answers[Request, Event]:
         """The caller must close what it gets."""
+        answers = Answers(
+            model,
+            requests,
+            self._bridge_here(),
+            watch=lambda: self.metrics.watch(model.name).see,
+            merge=partial(merge, most=MOST_TOGETHER),
+            takes_long=lambda request: request.sampling.constraint is not None,  # its grammar is compiled then
+        )
+        await self._begin(answers)
+        return answers
+
+    async def submit_samples(
+        self, model: PriorModel, requests: Sequence[SampleRequest]
+    ) -> Answers[SampleRequest, SampleEvent]:
+        """The caller must close what it gets."""
+        answers = Answers(
+            model,
+            requests,
+            self._bridge_here(),
+            watch=lambda: self.metrics.watch_sample(model.name).see,
+            merge=_latest,
+        )
+        await self._begin(answers)
+        return answers
+
+    async def _begin(self, answers: Answers[Any, Any]) -> None:
         if self.lifecycle.is_draining:
             raise draining()
-        answers = Answers(model, requests, self._bridge_here(), self.metrics)
         await answers.submit()
         self.lifecycle.answers.add(answers)
-        return answers
 
     def hold(self, session: str) -> None:
         """One call at a time may go on from a session: two would leave it where neither ended."""
@@ -67,3 +124,9 @@ class Service:
         if self._bridge is None or self._bridge[0] is not loop:
             self._bridge = (loop, Bridge())
         return self._bridge[1]
+
+
+def _latest(events: Sequence[SampleEvent]) -> list[SampleEvent]:
+    """Of how far it was, only the last counts."""
+    told = [i for i, one in enumerate(events) if isinstance(one, Denoised)]
+    return [one for i, one in enumerate(events) if not isinstance(one, Denoised) or i == told[-1]]

@@ -119,6 +119,44 @@ class ImagesAnswer(TypedDict):
     usage: ImageUsage
 
 
+class NearPicture(TypedDict):
+    row: int
+    """In the gallery: the model's data in order of train, validation, test."""
+    cosine: float
+    caption: str | None
+    b64_json: str | None
+    """PNG, where the gallery has pictures."""
+
+
+class Candidate(TypedDict):
+    embedding: list[float]
+    seed: int
+    cosine: float | None
+    """To the text's embedding; null where their widths differ."""
+
+
+class PriorResult(Candidate):
+    """The candidate that is most like the text, and all of them."""
+
+    index: int
+    object: Literal["prior.embedding"]
+    best: int
+    candidates: list[Candidate]
+    nearest: list[NearPicture] | None
+    """Of the best; null unless asked for."""
+
+
+class PriorAnswer(TypedDict):
+    id: str
+    object: Literal["prior.sample"]
+    created: int
+    model: str
+    system_fingerprint: str
+    steps: int
+    """That the solver took."""
+    data: list[PriorResult]
+
+
 class RoleCard(TypedDict):
     prefix: str
     suffix: str
@@ -150,9 +188,34 @@ class ModelCard(TypedDict):
     """How /v1/chat/completions makes one text of a conversation."""
 
 
+class PriorCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    fingerprint: str
+    family: Literal["prior"]
+    width: int
+    """Of the embeddings it makes."""
+    text_width: int
+    """Of the embeddings and encodings it takes."""
+    timesteps: int
+    """Most steps of a sample."""
+    takes_text: bool
+    """Whether `input` may be words; else only embeddings."""
+    max_encodings: int
+    """Of one text; 0: it takes none."""
+    can_guide: bool
+    gallery: int
+    """Images that `nearest` finds among; 0: there are none."""
+    pictures: bool
+    """Whether they can be shown."""
+    state_bytes: int
+
+
 class ModelList(TypedDict):
     object: Literal["list"]
-    data: list[ModelCard]
+    data: list[ModelCard | PriorCard]
 
 
 class Tokens(TypedDict):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from linnet.config import OptimConfig
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.convert import to_reference
 from linnet.families.prior.diffusion import Draws, loss
@@ -17,7 +18,7 @@ from linnet.families.prior.params import PriorParams, param_specs
 from linnet.families.prior.plan import Plan, make_plan
 from linnet.families.prior.sampling import best, make_rows, prepare, run
 from linnet.train import ema
-from linnet.train.adamw import AdamWConfig, adamw, learning_rate
+from linnet.train.optim import optimizer, schedule
 from linnet.train.verify.prior import PriorGolden, PriorReplay
 
 # The ends of the names of runs, and what they change.
@@ -136,19 +137,23 @@ def replay_trainer(golden: PriorGolden) -> PriorReplay:
     """Loss, gradient, clip, AdamW and the moving average, step after step, with the noise and times of the file."""
     settings, prior = golden.meta["config"], golden.settings("prior")
     cfg, params = golden.model(golden.settings("network"), timesteps=prior["timesteps"])
-    optim = AdamWConfig(
+    n_step = len(golden.get("in/image_embed"))
+    waved = settings.get("cosine_decay_max_steps")
+    optim = OptimConfig(
         lr=settings["lr"],
         decay=settings["wd"],
+        decay_by_lr=True,
         b1=settings["betas"][0],
         b2=settings["betas"][1],
         eps=settings["eps"],
         clip=settings.get("max_grad_norm"),
         warmup_steps=settings.get("warmup_steps") or 0,
-        cosine_steps=settings.get("cosine_decay_max_steps"),
+        schedule="dampened_constant" if waved is None else "dampened_cosine",
+        steps=waved or 1 + n_step + (settings.get("warmup_steps") or 0),  # of the first only a cosine's length matters
     )
     prefix = "ema_"
     average = ema.EmaConfig(**{n.removeprefix(prefix): v for n, v in settings.items() if n.startswith(prefix)})
-    rule, rate = adamw(optim, param_specs(cfg)), learning_rate(optim)
+    rule, share = optimizer(optim, param_specs(cfg)), schedule(optim)
     encoded = prior.get("condition_on_text_encodings", True)
 
     @jax.jit
@@ -160,7 +165,6 @@ def replay_trainer(golden: PriorGolden) -> PriorReplay:
 
     every = jnp.ones(golden.get("in/times").shape[1], bool)
     state, mean = rule.init(params), params  # pyright: ignore[reportArgumentType]
-    n_step = len(golden.get("in/image_embed"))
     values: dict[str, Any] = {}
     losses, norms = [], []
     for i in range(n_step):
@@ -178,8 +182,8 @@ def replay_trainer(golden: PriorGolden) -> PriorReplay:
     values |= {
         "out/loss": np.stack(losses),
         "out/grad_norm_preclip": np.stack(norms),
-        "out/lr_used": np.repeat(np.asarray(rate(steps))[:, None], n_group, axis=1),
-        "out/lr_after": np.repeat(np.asarray(rate(n_step)), n_group),
+        "out/lr_used": np.repeat(optim.lr * np.asarray(share(steps))[:, None], n_group, axis=1),
+        "out/lr_after": np.repeat(optim.lr * np.asarray(share(n_step)), n_group),
         "out/ema_decay_after_update": np.stack([ema.decay(average, i + 1) for i in steps]),
         "out/ema_step": np.asarray([n_step]),
         "out/ema_initted": np.asarray([float(n_step > ema.begins(average))]),

@@ -52,9 +52,9 @@ def replay_train(golden: Golden) -> Replay:
         if batch.inputs.shape != (rows, length):
             raise UserError(f"{golden.path}: in/batch{call} has another shape than in/batch1.")
         figures = []
-        for start in range(0, length, cfg.data.update_len):
+        for start in range(0, length, cfg.tokens.update_len):
             part = replace(
-                batch, **{name: x[:, start : start + cfg.data.update_len] for name, x in vars(batch).items()}
+                batch, **{name: x[:, start : start + cfg.tokens.update_len] for name, x in vars(batch).items()}
             )
             buffers = jax.tree.map(jnp.copy, state.buffers)  # the step consumes the state it is given
             state, metrics = step(state, part)

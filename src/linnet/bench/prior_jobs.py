@@ -1,0 +1,104 @@
+"""The jobs of the diffusion prior: the trainer's own update, and sampling from noise to embeddings. What is counted are samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from linnet import rng
+from linnet.bench.jobs import BACKWARD, fresh_weights
+from linnet.bench.measure import Job
+from linnet.config import RunConfig
+from linnet.data.pairs import PairBatch
+from linnet.families import registry
+from linnet.families.prior import sampling
+from linnet.families.prior.config import PriorConfig
+from linnet.families.prior.layers import unit
+from linnet.families.prior.plan import Solver, make_plan
+from linnet.train.optim import optimizer as make_optimizer
+from linnet.train.state import fresh_state
+from linnet.train.step import compile_step
+
+PREFIX = "prior-"
+
+
+def prior_job(name: str, cfg: RunConfig) -> Job:
+    """`prior-train`, or a solver and its number of steps, as in `prior-ddim-64`."""
+    what, _, steps = name.removeprefix(PREFIX).partition("-")
+    return _sample(cfg, cast(Solver, what), int(steps)) if steps else _train(cfg)
+
+
+def _train(cfg: RunConfig) -> Job:
+    """Updates one after another, each on a batch that is handed over from the host, as the trainer does."""
+    family, model = registry.get(cfg.family), cfg.prior
+    optimizer = make_optimizer(cfg.optim, family.param_specs(model))
+    state, batch = fresh_state(family, cfg, optimizer), jax.device_get(pairs(cfg))
+    update: Callable[..., Any] | None = None
+
+    def compile_() -> Any:
+        nonlocal update
+        update = compile_step(family, cfg, optimizer, state, jax.device_put(batch))
+        return update
+
+    def run() -> None:
+        nonlocal state
+        assert update is not None
+        state, metrics = update(state, jax.device_put(batch))
+        jax.block_until_ready((state, metrics))
+
+    n_text = model.max_text_len + model.n_text_token
+    flops = BACKWARD * _flops(model, n_text + model.n_new_token, n_past=0, n_last=1)
+    return Job(tokens=cfg.data.batch_size, flops_per_token=flops, compile=compile_, run=run)
+
+
+def _sample(cfg: RunConfig, solver: Solver, steps: int) -> Job:
+    """From texts to embeddings: all texts are read, then every row takes all its steps. Weights are prepared before, as in serving."""
+    model, batch = cfg.prior, pairs(cfg)
+    params = sampling.prepare(fresh_weights(cfg)[0], model)
+    plan = make_plan(model, steps, solver)
+    n = cfg.data.batch_size
+    how, keys = sampling.make_rows([plan] * n, [1.0] * n), jax.random.split(rng.root(cfg.seed), n)
+    given = (params, batch.text_embed, batch.encodings, how, keys)
+    whole: Callable[..., Any] | None = None
+
+    def compile_() -> Any:
+        nonlocal whole
+        whole = sampling.run.lower(*given, cfg=model, guided=False, n_step=len(plan)).compile()
+        return whole
+
+    def run() -> None:
+        assert whole is not None
+        jax.block_until_ready(whole(*given))
+
+    n_text = model.max_text_len + model.n_text_token
+    read = _flops(model, n_text, n_past=0, n_last=0)
+    flops = read + len(plan) * _flops(model, model.n_new_token, n_past=n_text, n_last=1)
+    return Job(tokens=n, flops_per_token=flops, compile=compile_, run=run, extra=lambda _: {"steps": len(plan)})
+
+
+def pairs(cfg: RunConfig) -> PairBatch:
+    """Directions at random: what they mean is nothing to a clock."""
+    model, n = cfg.prior, cfg.data.batch_size
+
+    def directions(name: str, *shape: int) -> Any:
+        return unit(jax.random.normal(rng.stream(rng.root(cfg.seed), name), (n, *shape)))
+
+    return PairBatch(
+        text_embed=directions("text", model.d_text),
+        image_embed=directions("image", model.dim),
+        encodings=directions("encodings", model.max_text_len, model.d_text) if model.text_encodings else None,
+        mask=jnp.ones((n,), jnp.float32),
+    )
+
+
+def _flops(cfg: PriorConfig, n_token: int, *, n_past: int, n_last: int) -> float:
+    """Of a sample's forward pass over `n_token` tokens after `n_past` others. In the last layer all tokens have keys and values, but
+    only `n_last` look and think."""
+    wide, hidden = cfg.n_head * cfg.d_head, cfg.ff_mult * cfg.dim
+    of_keys, of_rest = 2 * cfg.dim * 2 * cfg.d_head, 2 * cfg.dim * (2 * wide + 3 * hidden)
+    looking = 2 * 2 * wide * (1 + n_past + n_token)
+    whole_layers = (cfg.depth - 1) * n_token * (of_keys + of_rest + looking)
+    return whole_layers + n_token * of_keys + n_last * (of_rest + looking + 2 * cfg.dim**2 * cfg.final_proj)

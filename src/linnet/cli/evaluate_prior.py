@@ -1,0 +1,165 @@
+"""`linnet eval` of a prior: losses of both sets of weights, five cosines, and retrieval beside three baselines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linnet.errors import UserError, refuse
+
+if TYPE_CHECKING:
+    from linnet.cli.evaluate import Flags
+    from linnet.config import PairsConfig, RunConfig
+    from linnet.families.prior.params import PriorParams
+    from linnet.train.evaluate_prior import PriorEvaluation
+    from linnet.train.retrieval import Row
+
+WEIGHTS = {"online": "the weights as trained", "ema": "their moving average"}
+
+
+def evaluate_prior_run(flags: Flags) -> int:
+    if flags.weights != "float32":
+        raise refuse("--weights", flags.weights, "float32 for a prior", "leave it out")
+    from linnet.cli.startup import prepare_jax
+    from linnet.data.pairs import open_pairs
+    from linnet.train import retrieval
+    from linnet.train.environment import peak_rss_bytes
+    from linnet.train.evaluate_prior import evaluate_prior
+    from linnet.train.metrics import replace_text
+    from linnet.train.progress import track
+
+    prepare_jax()
+    cfg, weights, step = _opened(flags)
+    timesteps = _timesteps(flags, cfg)
+    data_cfg, split = _data(flags, cfg.pairs)
+    pairs = open_pairs(data_cfg, cfg.seed)
+    size = flags.batch_size or cfg.data.batch_size
+    n_batch = math.ceil(min(pairs.n_rows(split), flags.limit or 10**12) / size)
+    result = evaluate_prior(
+        cfg,
+        weights,
+        pairs,
+        split,
+        timesteps=timesteps,
+        batch_size=size,
+        limit=flags.limit,
+        progress=lambda batches: track(batches, "evaluating", n_batch, quiet=flags.json),
+    )
+    shown = split if flags.source is None else "source"
+    rows: list[Row] = []
+    notes: list[str] = []
+    if result.predicted:
+        n_steps, predicted = next(iter(result.predicted.items()))
+        simple, note = _baselines(flags, cfg, pairs)
+        notes += [note] if note else []
+        rows, matrix = retrieval.side_by_side(
+            pairs, split, result.pairs, predicted.texts, predicted.embeds, predicted.images, simple
+        )
+        if flags.source is None and flags.limit is None:  # the report tells of whole splits of its own
+            retrieval.write(flags.run, rows, matrix, split, step, n_steps)
+    record = {
+        **{name: _plain(value) for name, value in result.to_json().items()},
+        "split": shown,
+        "step": step,
+        "run": str(flags.run),
+        "peak_rss_bytes": peak_rss_bytes(),
+        "retrieval": [retrieval.row_json(row) for row in rows],
+        **({} if flags.source is None else {"source": flags.source}),
+        **({"notes": notes} if notes else {}),
+    }
+    path = flags.run / f"eval_{shown}.json"
+    replace_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
+    if flags.json:
+        print(json.dumps(record, allow_nan=False))
+    else:
+        _tell(record, result, rows, notes, path)
+    return 0
+
+
+def _opened(flags: Flags) -> tuple[RunConfig, dict[str, PriorParams], int]:
+    """Both sets of weights, where the run has both."""
+    from linnet.train.interchange.stored_weights import is_weights_alone
+    from linnet.train.runs import open_run, open_state
+
+    if is_weights_alone(flags.run):
+        run = open_run(flags.run, flags.checkpoint)
+        return run.cfg, {"online": run.params}, run.step
+    cfg, state, step = open_state(flags.run, flags.checkpoint)
+    return cfg, {"online": state.params} | ({} if state.ema is None else {"ema": state.ema}), step
+
+
+def _timesteps(flags: Flags, cfg: RunConfig) -> tuple[int, ...]:
+    chosen = cfg.train.eval_timesteps if flags.timesteps is None else flags.timesteps
+    most = cfg.prior.timesteps
+    if any(not 1 <= n <= most for n in chosen):
+        raise refuse("--timesteps", chosen, f"between 1 and the diffusion's {most}", f"use {min(64, most)}")
+    return chosen
+
+
+def _data(flags: Flags, trained_on: PairsConfig) -> tuple[PairsConfig, str]:
+    """The run's own pairs, or all of another source's; and which split of them."""
+    if flags.source is None:
+        return trained_on, flags.split
+    whole = {"validation_fraction": 0.0, "test_fraction": 0.0, "split_key": None}
+    named = {"source": flags.source, "images": None, "texts": None, "metadata": None}
+    return dataclasses.replace(trained_on, **whole, **named), "train"
+
+
+def _baselines(flags: Flags, cfg: RunConfig, pairs: Any) -> tuple[Any, str]:
+    """Fitted on what the run was trained on, whatever is evaluated; none (and why) where that is not here."""
+    from linnet.data.pairs import open_pairs
+    from linnet.train import retrieval
+    from linnet.train.evaluate_prior import must_fit
+
+    if flags.source is None:
+        return retrieval.baselines(pairs), ""
+    try:
+        own = open_pairs(cfg.pairs, cfg.seed)
+        must_fit(own, cfg.prior)
+    except UserError as error:
+        return None, f"No baselines: they are fitted on the run's own training pairs, and {error}"
+    return retrieval.baselines(own), ""
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _tell(record: dict[str, Any], result: PriorEvaluation, rows: list[Row], notes: list[str], path: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from linnet.train.evaluate_prior import FIGURES
+    from linnet.train.report_prior import NAMES, verdict
+
+    console = Console()
+    losses = ", ".join(f"{value:.4f} with {WEIGHTS[who]}" for who, value in result.losses.items())
+    console.print(
+        f"{record['split']} at step {record['step']}: {result.loss_type} loss {losses}; {result.pairs:,} pairs."
+    )
+    if result.cosines:
+        table = Table(title="Five cosines, by number of denoising steps")
+        table.add_column("")
+        for n in result.cosines:
+            table.add_column(f"{n:,}", justify="right")
+        for name in FIGURES:
+            table.add_row(name, *(_cell(figures[name]) for figures in result.cosines.values()))
+        console.print(table)
+    if rows:
+        n_steps = next(iter(result.cosines))
+        table = Table(title=f"Finding the true image among {rows[0].n:,}, in {n_steps:,} steps", caption=verdict(rows))
+        for title in ("predicted by", "cosine", "recall@1", "recall@10"):
+            table.add_column(title, justify="left" if title == "predicted by" else "right")
+        for row in rows:
+            table.add_row(NAMES.get(row.name, row.name), *map(_cell, (row.cosine, row.recall_1, row.recall_10)))
+        console.print(table)
+    for note in notes:
+        console.print(note)
+    console.print(f"All figures are in {path}; `linnet report` shows them.")
+
+
+def _cell(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "–"

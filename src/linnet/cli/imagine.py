@@ -1,0 +1,126 @@
+"""`linnet imagine`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from linnet.cli.parse import parse
+from linnet.errors import refuse
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import UInt8
+
+PRIOR, PAINTER = Path("runs/prior-emoji"), Path("runs/emoji-imagine")
+N_NEAREST = 3
+MOST_WORDS = 40
+"""Letters of a file's name that come from the text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    text: Annotated[str, tyro.conf.Positional]
+    """What the pictures shall show."""
+    prior: Path = PRIOR
+    """A run of the family prior: from the text's embedding to that of a picture."""
+    painter: Path = PAINTER
+    """A vq run that paints and was trained with data.condition."""
+    n: int = 4
+    """How many pictures. The first is the same whatever their number."""
+    seed: int = 0
+    """Picture i is drawn by seed + i."""
+    steps: int | None = None
+    """Of the prior's diffusion; 64 if not given."""
+    prior_guidance: float = 1.0
+    """Above 1 the prior makes more of the text."""
+    guidance: float = 1.0
+    """Above 1 the painter makes more of the embedding, at twice the work."""
+    temperature: float = 1.0
+    """Of the painter; 0 takes the likeliest value always."""
+    top_p: float = 1.0
+    """Of the painter: only the likeliest values that hold this probability together."""
+    out: Path | None = None
+    """The PNG with all pictures; each goes to a file of its own beside it. PAINTER/samples/imagined/TEXT.png if not given."""
+    checkpoint: str = "best"
+    """Of both runs: `best` (by validation loss), `latest`, or a step."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def imagine_command(argv: list[str]) -> int:
+    flags = parse(
+        Flags,
+        argv,
+        "imagine",
+        "Paints pictures of a text: a prior draws what their embedding might be, a painter paints that. The same seed gives the same.",
+    )
+    _check(flags)
+    from linnet.cli.startup import prepare_jax
+    from linnet.nn.sampling import sampling_settings
+    from linnet.train.imagine import open_imagination
+
+    settings = sampling_settings(1, temperature=flags.temperature, top_p=flags.top_p)
+    prepare_jax()
+    both = open_imagination(flags.prior, flags.painter, flags.checkpoint)
+    seeds = [(flags.seed + i) % 2**32 for i in range(flags.n)]
+    embeds = both.embeds(flags.text, seeds, steps=flags.steps, guidance=flags.prior_guidance)
+    nearest = both.nearest(embeds, N_NEAREST) or [[] for _ in seeds]
+    pictures = both.paint(embeds, settings, seeds, guidance=flags.guidance)
+    sheet, files = _write(flags, pictures)
+    records: list[dict[str, Any]] = [
+        {
+            "file": str(file),
+            "seed": seed,
+            "nearest": [{"caption": caption, "cosine": round(cosine, 4)} for caption, cosine in found],
+        }
+        for file, seed, found in zip(files, seeds, nearest, strict=True)
+    ]
+    if flags.json:
+        about = {"text": flags.text, "prior": str(flags.prior), "painter": str(flags.painter), "shape": both.shape}
+        print(json.dumps(about | {"sheet": str(sheet), "pictures": records}))
+        return 0
+    for record in records:
+        print(f"{record['file']}  (seed {record['seed']})")
+        for near in record["nearest"]:
+            print(f"    {near['cosine']:.2f}  {near['caption']}")
+    print(f"All of them are on {sheet}. Beside each: the captions of the real pictures nearest to what was imagined.")
+    return 0
+
+
+def _check(flags: Flags) -> None:
+    """What makes no sense is refused before anything is opened."""
+    if not flags.text.strip():
+        raise refuse("TEXT", flags.text, "some words", 'write them, as in `linnet imagine "red heart"`')
+    if flags.n < 1:
+        raise refuse("--n", flags.n, "at least 1", "use 4")
+    if not 0 <= flags.seed < 2**32:
+        raise refuse("--seed", flags.seed, "between 0 and 2**32 - 1", "use 0")
+    for name, value in (("--guidance", flags.guidance), ("--prior-guidance", flags.prior_guidance)):
+        if not 0 <= value <= 100:
+            raise refuse(name, value, "between 0 and 100", "use 1, which is none")
+    if flags.out is not None and flags.out.suffix.lower() != ".png":
+        raise refuse("--out", str(flags.out), "the path of a .png", f"use {flags.out}.png")
+
+
+def _write(flags: Flags, pictures: UInt8[np.ndarray, "n h w 3"]) -> tuple[Path, list[Path]]:
+    from linnet.data.pixels import contact_sheet, to_image
+    from linnet.train.samples import SHEET_COLUMNS, sheet_scale
+
+    name = re.sub(r"[^\w]+", "-", flags.text.strip().lower())[:MOST_WORDS].strip("-") or "imagined"
+    sheet = flags.out or flags.painter / "samples" / "imagined" / f"{name}.png"
+    files = [sheet.with_name(f"{sheet.stem}_{i:04d}.png") for i in range(len(pictures))]
+    height, width, channels = pictures.shape[1:]
+    try:
+        sheet.parent.mkdir(parents=True, exist_ok=True)
+        for file, picture in zip(files, pictures, strict=True):
+            file.write_bytes(to_image(picture))
+        sheet.write_bytes(contact_sheet(pictures, SHEET_COLUMNS, sheet_scale((height, width, channels))))
+    except OSError as error:
+        raise refuse("--out", str(sheet), f"a file that can be written ({error.strerror})", "choose another") from None
+    return sheet, files

@@ -1,0 +1,84 @@
+"""`linnet import dalle2-prior`: a checkpoint of the reference's prior becomes a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linnet.errors import refuse
+
+if TYPE_CHECKING:
+    from linnet.cli.interchange import ImportFlags
+    from linnet.train.interchange.dalle2_parts import Train
+
+OF_OTHERS = ("tokenizer", "block_len", "mem_len", "pe_lam", "e_scale", "agg_cache")
+STEPS = 10_000
+"""Updates that an imported run goes on for, unless it is told."""
+
+
+def import_prior(flags: ImportFlags) -> int:
+    if flags.file is None:
+        raise refuse("FILE", None, "given", "name the checkpoint to import")
+    for name in OF_OTHERS:
+        if getattr(flags, name) is not None:
+            needs = "left out: a prior has no such setting"
+            raise refuse(f"--{name.replace('_', '-')}", getattr(flags, name), needs, "leave it out")
+    if flags.weights != "float32":
+        raise refuse("--weights", flags.weights, "float32 with dalle2-prior, which is small", "leave it out")
+    out = flags.out or Path("runs") / flags.file.stem
+    settings, train = _settings(flags.settings)
+    from linnet.cli.startup import prepare_jax
+    from linnet.config import PairsConfig, RunConfig
+    from linnet.train.interchange.dalle2_config import PRESET, optim_config, train_config
+    from linnet.train.interchange.dalle2_prior import read_prior_checkpoint
+    from linnet.train.interchange.stored_weights import held_leaves, must_be_new, write_stored_run
+
+    must_be_new(out)
+    prepare_jax()
+    found = read_prior_checkpoint(flags.file, settings, flags.which)
+    steps = max(STEPS, (train.warmup_steps or 0) + 1, train.cosine_decay_max_steps or 1)
+    cfg = RunConfig(
+        preset=PRESET,
+        family="prior",
+        seed=train.random_seed,
+        model=found.cfg,
+        data=PairsConfig() if flags.source is None else PairsConfig(source=flags.source),
+        optim=optim_config(train, steps),
+        train=train_config(train, found.cfg.timesteps),
+    )
+    # As weights alone: until it is trained, its data and all of its training may still be chosen.
+    write_stored_run(out, cfg, held_leaves(found.params), lambda folder: None, lambda words: None)
+    model = found.cfg
+    facts = ", ".join(f"{name} {value}" for name, value in found.facts.items())
+    print(
+        f"{'Averaged' if found.which == 'ema' else 'Trained'} weights: width {model.dim}, {model.depth} layers, {model.timesteps} "
+        f"steps ({model.schedule})" + (f"; {facts}." if facts else ".")
+    )
+    if flags.which != found.which:
+        print(f"The file has no {flags.which} weights.")
+    if flags.settings is None:
+        print(
+            f"Assumed, since weights do not tell it: it predicts {model.objective}, embeddings are scaled by "
+            f"{model.scale:g}, texts have no token encodings, and conditions were dropped in training. Else: --settings FILE.json."
+        )
+    if flags.source is None:
+        print(
+            f"Its pairs are {cfg.data.source} until others are named: --source, or `linnet train {out} --data.source PAIRS`."
+        )
+    print(f"The run is in {out}. Next: linnet sample {out} --embedding FILE.npy; linnet eval {out}; linnet serve {out}")
+    return 0
+
+
+def _settings(path: Path | None) -> tuple[dict[str, Any], Train]:
+    """What the reference's JSON says (the whole of it, or its part `prior`), as fields of our model; and how it was trained."""
+    from linnet.config import from_dict
+    from linnet.train.interchange.dalle2_config import import_settings
+    from linnet.train.interchange.dalle2_parts import Train, read_json, read_prior
+
+    if path is None:
+        return {}, Train()
+    values = read_json(path)
+    whole = isinstance(values, dict) and "prior" in values
+    said = values["prior"] if whole else values
+    train = from_dict(Train, values.get("train") or {}, "train.") if whole else Train()
+    return import_settings(read_prior(said), said), train

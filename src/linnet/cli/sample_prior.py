@@ -1,0 +1,212 @@
+"""`linnet sample` for a prior: text to the embedding of a picture, and the pictures of the run's data that lie nearest to it.
+
+Letters: B texts, n candidates of each, X width of text, D width of an embedding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float32, Int64
+
+from linnet import rng
+from linnet.data.encoders.encoder import open_encoder
+from linnet.data.pairs import open_pairs
+from linnet.data.pairs.encoded_by import encoder_of
+from linnet.data.pairs.gallery import Gallery, Nearest, unit
+from linnet.data.pixels import contact_sheet
+from linnet.data.whole_file import write_array, write_whole
+from linnet.errors import UserError, refuse
+from linnet.families.prior import sampling
+from linnet.families.prior.config import PriorConfig
+from linnet.families.prior.plan import Plan, Solver, make_plan
+from linnet.train.samples import sheet_scale
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from linnet.cli.sample import Flags
+    from linnet.train.runs import Run
+
+AT_ONCE = 64
+"""Rows denoised together: memory stays bounded, and a row's bits do not depend on it."""
+USUAL_STEPS: dict[Solver, int] = {"dpm": 16, "ddim": 64}
+MOST_GUIDANCE = 100.0
+MOST_LETTERS = 40
+"""Of a file's name, from the prompt."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predicted:
+    embeds: Float32[np.ndarray, "B D"]
+    """Of each text the candidate most like it."""
+    chosen: Int64[np.ndarray, " B"]
+    cosines: Float32[np.ndarray, "B n"] | None
+    """With the text; none where texts and images are of different widths."""
+
+
+def predict(flags: Flags, run: Run, prompt: bytes) -> int:
+    cfg, solver = run.cfg.prior, flags.solver or "dpm"
+    plan = _plan(flags, cfg, solver)
+    texts, shown = _texts(flags, run, prompt.decode(errors="replace").strip())
+    found = _draw(flags, run, texts, plan)
+    gallery, remark = _gallery(run)
+    nearest = None if gallery is None else gallery.nearest(found.embeds, flags.nearest)
+    files = _write(flags, shown, found, nearest)
+    if cfg.text_encodings:
+        print("This prior was trained with encodings of its texts' tokens; they are missing here.", file=sys.stderr)
+    if flags.json:
+        record = {
+            "run": str(flags.run),
+            "steps": len(plan),
+            "solver": solver,
+            "guidance": flags.guidance,
+            "texts": [_record(flags, name, i, found, gallery, nearest) for i, name in enumerate(shown)],
+            "files": [str(file) for file in files],
+            "remark": remark,
+        }
+        print(json.dumps(record))
+        return 0
+    for i, name in enumerate(shown):
+        cosine = "" if found.cosines is None else f"; cosine with the text {found.cosines[i, found.chosen[i]]:.3f}"
+        print(f"{name} (seed {flags.seed + int(found.chosen[i])}{cosine})")
+        if nearest is not None:
+            for k, near in enumerate(nearest.cosines[i]):
+                caption = "" if nearest.captions is None else f"  {nearest.captions[i][k]}"
+                print(f"  {near:.3f}{caption or f'  row {nearest.rows[i, k]}'}")
+    print(remark or "", end="\n" if remark else "")
+    print("Written: " + ", ".join(str(file) for file in files))
+    return 0
+
+
+def _plan(flags: Flags, cfg: PriorConfig, solver: Solver) -> Plan:
+    """Refuses what cannot be before anything is computed."""
+    if flags.nearest < 1:
+        raise refuse("--nearest", flags.nearest, "at least 1", "use 8")
+    if not 0 <= flags.guidance <= MOST_GUIDANCE:
+        raise refuse("--guidance", flags.guidance, f"0 to {MOST_GUIDANCE:g}", "use 1, which is none")
+    sampling.check_guidance(flags.guidance, cfg)
+    if flags.n > 1 and cfg.d_text != cfg.dim:
+        needs = f"1: texts ({cfg.d_text} wide) and images ({cfg.dim}) have no cosine to choose by"
+        raise refuse("--n", flags.n, needs, "use 1 and other seeds")
+    steps = min(USUAL_STEPS.get(solver, cfg.timesteps), cfg.timesteps) if flags.steps is None else flags.steps
+    return make_plan(cfg, steps, solver)
+
+
+def _texts(flags: Flags, run: Run, prompt: str) -> tuple[Float32[np.ndarray, "B X"], list[str]]:
+    """Their embeddings, and what each is called."""
+    width = run.cfg.prior.d_text
+    if flags.embedding is not None:
+        if prompt:
+            raise refuse("--embedding", str(flags.embedding), "given without a prompt", "leave one of them out")
+        values = _read(flags.embedding)
+        if values.ndim != 2 or not len(values) or values.shape[1] != width or not np.isfinite(values).all():
+            needs = f"finite numbers in rows of {width}, as the prior's texts are"
+            raise refuse("--embedding", f"{flags.embedding}, {values.shape}", needs, "embed with its encoder")
+        name = flags.embedding.stem
+        return values, [name] if len(values) == 1 else [f"{name}[{i}]" for i in range(len(values))]
+    if not prompt:
+        raise refuse("--prompt", prompt, "a text for the prior to read", "use --prompt TEXT, or --embedding FILE.npy")
+    encoder = encoder_of(run.cfg.pairs)
+    if encoder is None:
+        raise UserError(
+            f"nobody noted which encoder made the pairs of {flags.run} ({run.cfg.pairs.images or run.cfg.pairs.source}), so a text "
+            "cannot be typed. Fix: give its embedding with --embedding FILE.npy, or train on pairs made by `linnet data embed`."
+        )
+    values = open_encoder(encoder).embed_texts([prompt])
+    if values.shape[1] != width:
+        needs = f"as wide as the prior's texts, {width}"
+        raise refuse(f"the width of the encoder {encoder}", values.shape[1], needs, "use --embedding FILE.npy")
+    return values, [prompt]
+
+
+def _read(path: Path) -> Float32[np.ndarray, ...]:
+    try:
+        values = np.load(path, allow_pickle=False)
+        return np.atleast_2d(np.asarray(values, np.float32))
+    except (OSError, ValueError, EOFError, TypeError) as error:
+        needs = f"an .npy file of numbers ({getattr(error, 'strerror', None) or error})"
+        raise refuse("--embedding", str(path), needs, "check the path") from None
+
+
+def _draw(flags: Flags, run: Run, texts: Float32[np.ndarray, "B X"], plan: Plan) -> Predicted:
+    """Candidate i is drawn by seed + i, as a server would draw it."""
+    cfg, n = run.cfg.prior, flags.n
+    params = _prepare(run.params, cfg)
+    rows = np.repeat(texts, n, axis=0)
+    seeds = np.tile([(flags.seed + i) % 2**32 for i in range(n)], len(texts)).astype(np.uint32)
+    keys = jax.vmap(lambda seed: rng.stream(rng.root(seed), "sample"))(jnp.asarray(seeds))
+    parts = [
+        sampling.sample(
+            params,
+            jnp.asarray(rows[at : at + AT_ONCE]),
+            None,
+            plan,
+            keys[at : at + AT_ONCE],
+            cfg,
+            guidance=flags.guidance,
+        )
+        for at in range(0, len(rows), AT_ONCE)
+    ]
+    candidates = np.concatenate([np.asarray(part) for part in parts]).reshape(len(texts), n, cfg.dim)
+    if cfg.d_text != cfg.dim:
+        return Predicted(embeds=candidates[:, 0], chosen=np.zeros(len(texts), np.int64), cosines=None)
+    cosines = np.einsum("bnd,bd->bn", unit(candidates), unit(texts))
+    chosen = np.argmax(cosines, axis=1)
+    return Predicted(embeds=candidates[np.arange(len(texts)), chosen], chosen=chosen, cosines=cosines)
+
+
+def _gallery(run: Run) -> tuple[Gallery | None, str | None]:
+    """The pictures of the run's data; without them, why not. An embedding is of use all the same."""
+    try:
+        pairs = open_pairs(run.cfg.pairs, run.cfg.seed)
+    except UserError as error:
+        return None, f"No nearest pictures: {error}"
+    if pairs.image_width != run.cfg.prior.dim:
+        source = run.cfg.pairs.images or run.cfg.pairs.source
+        words = f"No nearest pictures: the embeddings of {source} are {pairs.image_width} wide, the prior's {run.cfg.prior.dim}."
+        return None, words
+    return Gallery(pairs), None
+
+
+def _write(flags: Flags, shown: list[str], found: Predicted, nearest: Nearest | None) -> list[Path]:
+    """The embeddings, and where the data has pictures a sheet: a row for each text, the nearest first."""
+    words = re.sub(r"[^\w]+", "-", shown[0] if len(shown) == 1 else shown[0].split("[")[0]).strip("-")
+    folder = flags.out or flags.run / "samples"
+    place = folder / f"{words[:MOST_LETTERS].strip('-') or 'prior'}-seed{flags.seed}.npy"
+    write_array(place, found.embeds)
+    if nearest is None or nearest.pictures is None:
+        return [place]
+    n_row, k, height, width, channels = nearest.pictures.shape
+    pictures = nearest.pictures.reshape(n_row * k, height, width, channels)
+    sheet = place.with_suffix(".png")
+    write_whole(sheet, contact_sheet(pictures, k, sheet_scale((height, width, channels))))
+    return [place, sheet]
+
+
+def _record(
+    flags: Flags, name: str, i: int, found: Predicted, gallery: Gallery | None, nearest: Nearest | None
+) -> dict[str, Any]:
+    near = []
+    if gallery is not None and nearest is not None:
+        for k, cosine in enumerate(nearest.cosines[i]):
+            caption = None if nearest.captions is None else nearest.captions[i][k]
+            row = int(gallery.source_rows[nearest.rows[i, k]])
+            near.append({"row": row, "cosine": float(cosine), "caption": caption})
+    return {
+        "text": name,
+        "seed": (flags.seed + int(found.chosen[i])) % 2**32,
+        "cosines_with_text": None if found.cosines is None else found.cosines[i].tolist(),
+        "embedding": found.embeds[i].tolist(),
+        "nearest": near,
+    }
+
+
+_prepare = jax.jit(sampling.prepare, static_argnums=1)

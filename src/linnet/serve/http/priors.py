@@ -1,0 +1,248 @@
+"""/v1/priors/sample: an image's embedding from a text or its embedding, the best of several, and the pictures that it is near to."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import numpy as np
+from anyio import to_thread
+from jaxtyping import Float32
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from linnet.data.pairs.gallery import unit
+from linnet.errors import refuse
+from linnet.serve.http.answers import Answers
+from linnet.serve.http.limits import read_json
+from linnet.serve.http.model import PriorModel
+from linnet.serve.http.problem import ApiError, of_ending
+from linnet.serve.http.schemas import PriorAsk
+from linnet.serve.http.service import Service
+from linnet.serve.http.shapes import Candidate, NearPicture, PriorAnswer, PriorResult
+from linnet.serve.http.sse import EventStream, event, told_errors, unless_gone
+from linnet.serve.prior.request import Denoised, Sampled, SampleEvent, SampleRequest
+from linnet.serve.request import MOST_SEED
+
+DEFAULT_TOLD = 16
+PASSED_ON = ("steps", "solver", "eta", "guidance")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Text:
+    """What a sample is made for."""
+
+    embedding: Float32[np.ndarray, " X"]
+    encodings: Float32[np.ndarray, "L X"] | None = None
+
+
+async def sample(service: Service, http: HttpRequest) -> Response:
+    ask = await read_json(http, PriorAsk, service.limits)
+    model = service.prior(ask.model)
+    if ask.nearest and not model.gallery_rows:
+        raise refuse("nearest", ask.nearest, "0: this model has no gallery", "leave it out")
+    if ask.progress is not None and not ask.stream:
+        raise refuse("progress", ask.progress, "left out unless stream is true", "set stream to true")
+    if ask.eta is not None and ask.solver != "ddim":
+        raise refuse("eta", ask.eta, "left out unless solver is ddim", "set solver to ddim")
+    id = f"prior-{uuid.uuid4().hex}"
+    # Before any work: as many as there will be, whatever they say.
+    n_texts = max(len(_several(ask.input)), len(_vectors(ask.embeddings)))
+    _check_bounds(service, ask, n_texts)
+    texts = await _texts(ask, model)
+    requests = _requests(service, ask, id, texts)
+    sampling = _Sampling(ask, model, texts, requests, id, http.scope["state"]["request_id"])
+    answers = await service.submit_samples(model, requests)
+    if ask.stream:
+        return EventStream(told_errors(sampling.stream(answers), sampling.request_id), answers.close)
+    try:
+        return JSONResponse(await unless_gone(http.receive, sampling.whole(answers)))
+    finally:
+        answers.close()
+
+
+def _check_bounds(service: Service, ask: PriorAsk, n_texts: int) -> None:
+    limits, n = service.limits, ask.n or 1
+    if n_texts * n > limits.answers:
+        got = f"{n_texts} texts x {n}"
+        raise refuse("the number of answers", got, f"at most {limits.answers}", "send several calls")
+    if ask.deadline_seconds is not None and ask.deadline_seconds > limits.deadline_seconds:
+        raise refuse("deadline_seconds", ask.deadline_seconds, f"at most {limits.deadline_seconds:g}", "allow fewer")
+
+
+async def _texts(ask: PriorAsk, model: PriorModel) -> list[Text]:
+    """Words are embedded here, vectors are taken as they are."""
+    if (ask.input is None) == (ask.embeddings is None):
+        raise refuse("input and embeddings", "none or both", "one of the two", "give input, or its embeddings")
+    if ask.encodings is not None and ask.embeddings is None:
+        raise refuse("encodings", "given without embeddings", "given with them", "give the embeddings, too")
+    if ask.input is not None:
+        if not model.takes_text:
+            needs = "left out: the encoder that this model's texts went through is not at hand"
+            raise refuse("input", "given", needs, "give embeddings (and encodings, where /v1/models says so)")
+        return [Text(one) for one in await to_thread.run_sync(model.embed, _several(ask.input))]
+    vectors = [_array("embeddings", one, model.text_width) for one in _vectors(ask.embeddings)]
+    encodings = _encodings(ask, len(vectors))
+    if encodings is None:
+        return [Text(one) for one in vectors]
+    rows = [np.stack([_array("encodings", row, model.text_width) for row in one]) for one in encodings]
+    return [Text(one, several) for one, several in zip(vectors, rows, strict=True)]
+
+
+def _several(given: str | list[str] | None) -> list[str]:
+    return [] if given is None else [given] if isinstance(given, str) else given
+
+
+def _vectors(given: list[float] | list[list[float]] | None) -> list[list[float]]:
+    """A list of numbers is one vector."""
+    several = [one for one in given or [] if isinstance(one, list)]
+    return several or [[one for one in given if not isinstance(one, list)]] if given else []
+
+
+def _encodings(ask: PriorAsk, n: int) -> list[list[list[float]]] | None:
+    """Of each text its own; of one text they may stand by themselves."""
+    if ask.encodings is None:
+        return None
+    found: list[Any] = list(ask.encodings)
+    if isinstance(found[0][0], float | int):
+        found = [found]
+    if len(found) != n:
+        raise refuse("encodings", f"of {len(found)} texts", f"of {n}, as many as embeddings", "give one list for each")
+    return found
+
+
+def _array(field: str, values: Sequence[float], width: int) -> Float32[np.ndarray, " X"]:
+    if len(values) != width:
+        raise refuse(f"the width of {field}", len(values), f"{width}, the model's", "see text_width in /v1/models")
+    with np.errstate(over="ignore"):  # what is too large is refused by the request
+        return np.asarray(values, np.float64).astype(np.float32)
+
+
+def _requests(service: Service, ask: PriorAsk, id: str, texts: Sequence[Text]) -> list[SampleRequest]:
+    """A text's i-th candidate is the same whatever other texts came with it."""
+    n, deadline = ask.n or 1, ask.deadline_seconds
+    seed = secrets.randbelow(MOST_SEED + 1) if ask.seed is None else ask.seed
+    given = {name: getattr(ask, name) for name in PASSED_ON if getattr(ask, name) is not None}
+    return [
+        SampleRequest(
+            id=f"{id}-{t * n + i}",
+            text=text.embedding,
+            encodings=text.encodings,
+            seed=(seed + i) % (MOST_SEED + 1),
+            n_told=(DEFAULT_TOLD if ask.progress is None else ask.progress) if ask.stream else 0,
+            priority=ask.priority or 0,
+            deadline=None if deadline is None else service.clock() + deadline,
+            **given,
+        )
+        for t, text in enumerate(texts)
+        for i in range(n)
+    ]
+
+
+class _Sampling:
+    """One call under way."""
+
+    def __init__(
+        self,
+        ask: PriorAsk,
+        model: PriorModel,
+        texts: Sequence[Text],
+        requests: Sequence[SampleRequest],
+        id: str,
+        request_id: str,
+    ) -> None:
+        self._model, self._texts, self._requests, self.request_id = model, texts, requests, request_id
+        self._n, self._k, self._id = ask.n or 1, ask.nearest or 0, id
+        self._created = int(time.time())
+
+    async def whole(self, answers: Answers[SampleRequest, SampleEvent]) -> PriorAnswer:
+        found: dict[int, Sampled] = {}
+        async for i, one in answers.events():
+            if isinstance(one, Sampled):
+                found[i] = self._checked(one)
+        return await self._answer(found)
+
+    async def stream(self, answers: Answers[SampleRequest, SampleEvent]) -> AsyncGenerator[bytes, None]:
+        found: dict[int, Sampled] = {}
+        async for i, one in answers.events():
+            if isinstance(one, Sampled):
+                found[i] = self._checked(one)
+            else:
+                yield event(await self._progress(i, one), "prior.progress")
+        yield event({"type": "prior.completed", **await self._answer(found)}, "prior.completed")
+
+    async def _progress(self, i: int, one: Denoised) -> dict[str, Any]:
+        text, candidate = divmod(i, self._n)
+        return {
+            "type": "prior.progress",
+            "index": text,
+            "candidate": candidate,
+            "step": one.step,
+            "steps": one.n_steps,
+            "cosine": self._cosine(one.start, text),
+            "nearest": await self._nearest(one.start),
+        }
+
+    def _checked(self, one: Sampled) -> Sampled:
+        problem = of_ending(one, self.request_id)
+        if problem is not None:
+            raise problem
+        if one.embedding is None or not np.isfinite(one.embedding).all():
+            message = "the embedding has left the range of numbers. Fix: use less guidance, or more steps."
+            raise ApiError(422, message, code="not_finite")
+        return one
+
+    async def _answer(self, found: dict[int, Sampled]) -> PriorAnswer:
+        return {
+            "id": self._id,
+            "object": "prior.sample",
+            "created": self._created,
+            "model": self._model.name,
+            "system_fingerprint": self._model.fingerprint,
+            "steps": found[0].n_steps,
+            "data": [await self._result(t, found) for t in range(len(self._texts))],
+        }
+
+    async def _result(self, t: int, found: dict[int, Sampled]) -> PriorResult:
+        places = range(t * self._n, (t + 1) * self._n)
+        embeddings = [one for i in places if (one := found[i].embedding) is not None]
+        candidates: list[Candidate] = [
+            {"embedding": one.tolist(), "seed": self._requests[i].seed, "cosine": self._cosine(one, t)}
+            for i, one in zip(places, embeddings, strict=True)
+        ]
+        best = most_like(embeddings, self._texts[t].embedding)
+        return {
+            "index": t,
+            "object": "prior.embedding",
+            "best": best,
+            **candidates[best],
+            "candidates": candidates,
+            "nearest": await self._nearest(embeddings[best]),
+        }
+
+    def _cosine(self, embedding: np.ndarray, text: int) -> float | None:
+        """To the text, where both are of one width; a start that is no number yet has none."""
+        likeness = cosine(embedding, self._texts[text].embedding)
+        return None if likeness is None or not np.isfinite(likeness) else likeness
+
+    async def _nearest(self, embedding: np.ndarray) -> list[NearPicture] | None:
+        if not self._k or not np.isfinite(embedding).all():
+            return None
+        near = await to_thread.run_sync(self._model.nearest, embedding, self._k)
+        return [{"row": one.row, "cosine": one.cosine, "caption": one.caption, "b64_json": one.picture} for one in near]
+
+
+def cosine(embedding: np.ndarray, text: np.ndarray) -> float | None:
+    if embedding.shape != text.shape:
+        return None
+    return float(unit(embedding) @ unit(text))
+
+
+def most_like(candidates: Sequence[np.ndarray], text: np.ndarray) -> int:
+    """By cosine to the text, of equals the first. Where widths differ there is no cosine, and it is the first."""
+    likeness = [cosine(one, text) for one in candidates]
+    return int(np.argmax([-2.0 if one is None else one for one in likeness]))

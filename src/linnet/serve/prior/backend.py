@@ -1,0 +1,186 @@
+"""The device's side: slots, each with a text that was read, a place in its own plan, and a key. No decisions here.
+
+A slot's numbers depend on its own request alone: its products are those of `nn.rows`, its noise is drawn by its own key. Letters:
+B slots, S steps there is room for, D width, X width of text, L text tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray, UInt32
+
+from linnet import rng
+from linnet.families.prior import sampling
+from linnet.families.prior.config import PriorConfig
+from linnet.families.prior.network import TextMemory
+from linnet.families.prior.params import PriorParams
+from linnet.families.prior.plan import Plan
+from linnet.families.prior.sampling import OPTIONS, Rows, SamplerState
+from linnet.pytree import n_bytes, pytree
+from linnet.serve.prior.request import SampleRequest
+
+MEMORY_RANK = 4
+"""Keys and values have their layers in front of the rows; all else has the rows first."""
+
+
+@pytree
+class Slots:
+    """All that the device holds of B requests. One row is a seat: put it back anywhere and it goes on with the same bits."""
+
+    memory: TextMemory
+    how: Rows
+    state: SamplerState
+    keys: PRNGKeyArray  # [B]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """A step on its way."""
+
+    done: Int[Array, " B"]
+    """To wait for."""
+    embeddings: Float[Array, "B D"] | None
+    """Of the rows as they are now, and the starts they predict; none unless somebody looks."""
+    starts: Float[Array, "B D"] | None
+
+
+class PriorBackend:
+    def __init__(self, cfg: PriorConfig, params: PriorParams, n_slots: int) -> None:
+        self.cfg, self.n_slots = cfg, n_slots
+        self._params = _prepare(params, cfg)
+        self._null = _null(self._params, cfg) if cfg.can_guide else None
+        self._nobody = _seat(self._params, *_nothing(cfg), cfg=cfg)
+        self.reset()
+        self.state_bytes: int = n_bytes(self._slots) // n_slots
+
+    def reset(self) -> None:
+        """Empty slots: at the start, and after a failure. A row of no steps stands still."""
+        self._slots = _repeated(self._nobody, self.n_slots)
+
+    def warm_up(self) -> None:
+        """Compiles every program, so that the first request waits for none."""
+        self.put(0, self._nobody)
+        for guided in {False, self._null is not None}:
+            jax.block_until_ready(self.tick(guided=guided, look=True).done)
+        self.take(0)
+        self.reset()
+
+    def seat(self, request: SampleRequest, plan: Plan) -> Slots:
+        """Reads the text, once for all steps, and draws what is started from. Does not wait for the device."""
+        text, encodings, how, _ = _nothing(self.cfg)
+        text[0] = request.text
+        if encodings is not None and request.encodings is not None:
+            encodings[0, : len(request.encodings)] = request.encodings  # an encoding of zeros is padding
+        how = sampling.make_rows([plan], [request.guidance], self.cfg.timesteps)
+        return _seat(self._params, text, encodings, how, np.uint32(request.seed), cfg=self.cfg)
+
+    def put(self, slot: int, seat: Slots) -> None:
+        self._slots = _put(self._slots, slot, seat)
+
+    def take(self, slot: int) -> Slots:
+        """The slot's request as a value; what stays in the slot means nothing any more."""
+        return _take(self._slots, slot)
+
+    def tick(self, *, guided: bool, look: bool) -> Ticket:
+        """Starts one step of all slots, and does not wait for it. `guided`: some row is. Others are the same bits either way."""
+        slots = self._slots
+        null = self._null if guided else None
+        state = _step(self._params, slots.memory, null, slots.how, slots.state, slots.keys, cfg=self.cfg)
+        self._slots = dataclasses.replace(slots, state=state)
+        embeddings, starts = _look(state, cfg=self.cfg) if look else (None, None)
+        return Ticket(done=state.step, embeddings=embeddings, starts=starts)
+
+
+def _nothing(cfg: PriorConfig) -> tuple[Float32[np.ndarray, "1 X"], Float32[np.ndarray, "1 L X"] | None, Rows, Any]:
+    """Arguments of a seat that nobody sits in."""
+    encodings = np.zeros((1, cfg.max_text_len, cfg.d_text), np.float32) if cfg.text_encodings else None
+    room = cfg.timesteps
+    how = Rows(
+        times=np.zeros((1, room), np.int32),  # pyright: ignore[reportArgumentType]
+        factors=np.zeros((1, room, sampling.N_FACTOR), np.float32),  # pyright: ignore[reportArgumentType]
+        n_step=np.zeros((1,), np.int32),  # pyright: ignore[reportArgumentType]
+        guidance=np.ones((1,), np.float32),  # pyright: ignore[reportArgumentType]
+    )
+    return np.zeros((1, cfg.d_text), np.float32), encodings, how, np.uint32(0)
+
+
+def key_of(seed: int | UInt32[Array, ""]) -> PRNGKeyArray:
+    """What a request's noise comes from."""
+    return rng.stream(rng.root(seed), "sample")
+
+
+def _row_axis(leaf: Any) -> int:
+    return 1 if leaf.ndim == MEMORY_RANK else 0
+
+
+# All with the options that keep a row's bits its own, however many stand beside it.
+
+
+@partial(jax.jit, static_argnums=1)
+def _prepare(params: PriorParams, cfg: PriorConfig) -> PriorParams:
+    return sampling.prepare(params, cfg)
+
+
+@partial(jax.jit, static_argnums=1, compiler_options=OPTIONS)
+def _null(params: PriorParams, cfg: PriorConfig) -> TextMemory:
+    return sampling.null_memory(params, cfg)
+
+
+@partial(jax.jit, static_argnames="cfg", compiler_options=OPTIONS)
+def _seat(
+    params: PriorParams,
+    text: Float[Array, "1 X"],
+    encodings: Float[Array, "1 L X"] | None,
+    how: Rows,
+    seed: UInt32[Array, ""],
+    *,
+    cfg: PriorConfig,
+) -> Slots:
+    key = key_of(seed)[None]
+    noise = sampling.draw_noise(key, jnp.zeros((1,), jnp.int32), cfg)
+    memory = sampling.read(params, text, encodings, cfg)
+    return Slots(memory=memory, how=how, state=sampling.start(noise, cfg), keys=key)
+
+
+@partial(jax.jit, static_argnames="cfg", compiler_options=OPTIONS)
+def _step(
+    params: PriorParams,
+    memory: TextMemory,
+    null: TextMemory | None,
+    how: Rows,
+    state: SamplerState,
+    keys: PRNGKeyArray,
+    *,
+    cfg: PriorConfig,
+) -> SamplerState:
+    noise = sampling.draw_noise(keys, state.step + 1, cfg)
+    return sampling.step(params, memory, null, state, how, noise, cfg)
+
+
+@partial(jax.jit, static_argnames="cfg", compiler_options=OPTIONS)
+def _look(state: SamplerState, *, cfg: PriorConfig) -> tuple[Float[Array, "B D"], Float[Array, "B D"]]:
+    return sampling.finish(state, cfg), state.start / cfg.scale
+
+
+@partial(jax.jit, static_argnums=1)
+def _repeated(seat: Slots, n_slots: int) -> Slots:
+    return jax.tree.map(lambda x: jnp.repeat(x, n_slots, axis=_row_axis(x)), seat)
+
+
+@jax.jit
+def _put(slots: Slots, slot: int | Int[Array, ""], seat: Slots) -> Slots:
+    def one(all_rows: Array, row: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(all_rows, row, slot, _row_axis(all_rows))
+
+    return jax.tree.map(one, slots, seat)
+
+
+@jax.jit
+def _take(slots: Slots, slot: int | Int[Array, ""]) -> Slots:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, _row_axis(x)), slots)

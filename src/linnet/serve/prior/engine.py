@@ -1,0 +1,186 @@
+"""Denoising many embeddings at once: requests at different steps, with different plans and guidance, in one batch of slots.
+
+The loop, the queue and the slots' turns are those of the token engine (`Loop`, `Scheduler`): a step here is a token there. What is
+not: no prompt is read in chunks (a text is one short pass, made when its request gets its slot), there is no state to keep, and how
+many steps a request takes is known from the start, so the host need not look at the device to know who ends when.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from linnet.errors import refuse
+from linnet.families.prior.config import PriorConfig
+from linnet.families.prior.params import PriorParams
+from linnet.families.prior.plan import Plan, Solver, make_plan
+from linnet.families.prior.sampling import check_guidance
+from linnet.serve.loop import Loop
+from linnet.serve.prior.backend import PriorBackend, Slots, Ticket
+from linnet.serve.prior.request import Denoised, OnSampleEvent, Sampled, SampleRequest
+from linnet.serve.request import FinishReason
+from linnet.serve.scheduler import Plan as Turn
+from linnet.serve.state import model_fingerprint
+
+USUAL_STEPS: dict[Solver, int] = {"dpm": 16, "ddim": 64}
+"""DDPM takes them all."""
+PLANS_KEPT = 256
+
+
+class Job:
+    """One request on its way."""
+
+    def __init__(self, request: SampleRequest, plan: Plan, on_event: OnSampleEvent) -> None:
+        self.request, self.plan = request, plan
+        self.seat: Slots | None = None
+        """Where it goes on, if it was parked."""
+        self.slot: int | None = None
+        self.n_done = 0
+        """Steps that were started."""
+        self.is_done = False
+        self._on_event = on_event
+
+    @property
+    def is_told(self) -> bool:
+        """The step just started is one of those at even distances that are told, the end not among them."""
+        n, parts = len(self.plan), self.request.n_told + 1
+        return self.n_done < n and self.n_done * parts // n > (self.n_done - 1) * parts // n
+
+    def tell(self, step: int, start: np.ndarray) -> None:
+        self._on_event(Denoised(step=step, n_steps=len(self.plan), start=start))
+
+    def finish(self, reason: FinishReason, *, embedding: np.ndarray | None = None, error: str | None = None) -> None:
+        self.is_done = True
+        self._on_event(Sampled(reason=reason, error=error, embedding=embedding, n_steps=len(self.plan)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A step that was not read back yet, and who looks at it: (job, slot, step)."""
+
+    ticket: Ticket
+    lookers: list[tuple[Job, int, int]]
+
+
+class PriorEngine(Loop[Job]):
+    def __init__(
+        self,
+        cfg: PriorConfig,
+        params: PriorParams,
+        *,
+        n_slots: int = 8,
+        max_waiting: int = 64,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, value in (("--slots", n_slots), ("--queue", max_waiting)):
+            if value < 1:
+                raise refuse(name, value, "at least 1", "use the default")
+        if cfg.text_encodings and not cfg.replaces:
+            needs = "1.15 or 1.6 where there are text encodings (older ones hide padding, and a slot has room for it)"
+            raise refuse("model.release", cfg.release, needs, "use `linnet sample`")
+        super().__init__(n_slots, max_waiting, clock, "linnet-prior")
+        self.cfg, self.n_slots = cfg, n_slots
+        self.backend = PriorBackend(cfg, params, n_slots)
+        self.fingerprint = model_fingerprint(params, None, cfg)
+        self._flight: _Flight | None = None
+        self._n_steps = self._n_samples = 0
+
+    # From any thread
+
+    def submit(self, request: SampleRequest, on_event: OnSampleEvent) -> None:
+        """Events follow in the engine's thread, ending with exactly one `Sampled`. What is wrong is refused here and now."""
+        self._queue(Job(request, plan_for(request, self.cfg), on_event), n_chunks=0)
+
+    def stats(self) -> dict[str, float]:
+        with self._changed:
+            scheduler = self._scheduler
+            return {
+                "slots": self.n_slots,
+                "waiting": scheduler.waiting,
+                "running": scheduler.running,
+                "parked": scheduler.parked,
+                "steps_total": self._n_steps,
+                "samples_total": self._n_samples,
+            }
+
+    # In the engine's thread
+
+    def _carry_out(self, plan: Turn) -> None:
+        for id, reason in plan.ended:
+            self._jobs.pop(id).finish(reason)
+        for id, slot in plan.park:
+            job = self._jobs[id]
+            job.seat, job.slot = self.backend.take(slot), None
+        for id, slot in plan.place:
+            job = self._jobs[id]
+            self.backend.put(slot, job.seat or self.backend.seat(job.request, job.plan))
+            job.seat, job.slot = None, slot
+        with self._changed:  # others add jobs meanwhile
+            running = {job.slot: job for job in self._jobs.values() if job.slot is not None}
+        before, self._flight = self._flight, None
+        if running:
+            self._flight = self._tick(running)
+        if (
+            before is not None
+        ):  # read back while the next one runs: the device does not wait, and is one step ahead at most
+            self._collect(before)
+
+    def _tick(self, running: dict[int, Job]) -> _Flight:
+        lookers: list[tuple[Job, int, int]] = []
+        guided = any(job.request.guidance != 1.0 for job in running.values())
+        with self._changed:
+            for slot, job in running.items():
+                job.n_done += 1
+                self._scheduler.ticked(job.request.id, 1)
+                ends = job.n_done == len(job.plan)
+                if ends or job.is_told:
+                    lookers.append((job, slot, job.n_done))
+                if ends:  # its slot is free for the next tick, before the answer is told
+                    job.slot = None
+                    self._scheduler.leaves(job.request.id)
+        ticket = self.backend.tick(guided=guided, look=bool(lookers))
+        self._n_steps += len(running)
+        return _Flight(ticket, lookers)
+
+    def _collect(self, flight: _Flight) -> None:
+        ticket = flight.ticket
+        if ticket.embeddings is None or ticket.starts is None:
+            jax.block_until_ready(ticket.done)
+            return
+        embeddings, starts = np.asarray(ticket.embeddings), np.asarray(ticket.starts)
+        for job, slot, step in flight.lookers:
+            if job.is_done:
+                continue
+            if step < len(job.plan):
+                job.tell(step, starts[slot].copy())
+                continue
+            self._n_samples += 1
+            self._end(job, "stop", embedding=embeddings[slot].copy())
+
+    def _reset(self) -> None:
+        self.backend.reset()
+
+
+def plan_for(request: SampleRequest, cfg: PriorConfig) -> Plan:
+    """How it is denoised; what the model cannot do is refused."""
+    if request.text.shape != (cfg.d_text,):
+        raise refuse("the embedding's width", request.text.shape, f"({cfg.d_text},)", "use the model's own encoder")
+    if request.encodings is not None:
+        if not cfg.text_encodings:
+            raise refuse("encodings", "given", "left out: the model was trained without", "leave them out")
+        n, width = request.encodings.shape
+        if not 1 <= n <= cfg.max_text_len or width != cfg.d_text:
+            needs = f"1 to {cfg.max_text_len} of width {cfg.d_text}"
+            raise refuse("encodings", f"{n} of width {width}", needs, "use the model's own encoder")
+    check_guidance(request.guidance, cfg)
+    usual = min(USUAL_STEPS.get(request.solver, cfg.timesteps), cfg.timesteps)
+    steps = usual if request.steps is None else request.steps
+    return _plan(cfg, steps, request.solver, request.eta)
+
+
+_plan = functools.lru_cache(maxsize=PLANS_KEPT)(make_plan)

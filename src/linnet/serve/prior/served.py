@@ -1,0 +1,153 @@
+"""A prior as the server sees it: its engine, the encoder of its texts, and the pictures that its embeddings are near to."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float32
+
+from linnet.data.encoders import Encoder
+from linnet.data.pairs.gallery import Gallery
+from linnet.data.pixels import to_image
+from linnet.errors import refuse
+from linnet.families.prior.config import PriorConfig
+from linnet.families.prior.params import PriorParams
+from linnet.serve.prior.engine import PriorEngine
+from linnet.serve.prior.request import OnSampleEvent, SampleRequest
+
+MOST_GALLERY = 100_000
+"""Rows. Each look compares with all of them, many times a second while somebody watches."""
+PICTURES_KEPT = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Neighbour:
+    """An image that an embedding is near to."""
+
+    row: int
+    cosine: float
+    caption: str | None
+    picture: str | None
+    """PNG in base64, where the set has pictures."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedPrior:
+    name: str
+    engine: PriorEngine
+    encoder: Encoder | None
+    """Of the vectors it was trained on; None: nobody knows, and only vectors can be given."""
+    gallery: Gallery | None
+    has_pictures: bool
+    """The gallery can be shown, not only told."""
+    created: int
+
+    @property
+    def family(self) -> str:
+        return "prior"
+
+    @property
+    def width(self) -> int:
+        return self.engine.cfg.dim
+
+    @property
+    def text_width(self) -> int:
+        return self.engine.cfg.d_text
+
+    @property
+    def timesteps(self) -> int:
+        return self.engine.cfg.timesteps
+
+    @property
+    def can_guide(self) -> bool:
+        return self.engine.cfg.can_guide
+
+    @property
+    def most_encodings(self) -> int:
+        return self.engine.cfg.max_text_len if self.engine.cfg.text_encodings else 0
+
+    @property
+    def takes_text(self) -> bool:
+        """One that reads encodings needs them, and encoders here give embeddings alone."""
+        return self.encoder is not None and not self.most_encodings
+
+    @property
+    def gallery_rows(self) -> int:
+        return 0 if self.gallery is None else self.gallery.n_rows
+
+    @property
+    def state_bytes(self) -> int:
+        return self.engine.backend.state_bytes
+
+    @property
+    def fingerprint(self) -> str:
+        return self.engine.fingerprint
+
+    def embed(self, texts: Sequence[str]) -> Float32[np.ndarray, "n X"]:
+        assert self.encoder is not None
+        return self.encoder.embed_texts(texts)
+
+    def nearest(self, embedding: Float32[np.ndarray, " D"], k: int) -> list[Neighbour]:
+        """By cosine, the nearest first."""
+        assert self.gallery is not None
+        found = self.gallery.nearest(embedding[None], k)
+        captions = found.captions[0] if found.captions else [None] * found.rows.shape[1]
+        pictures = (
+            [None] * len(captions)
+            if found.pictures is None
+            else [_png(one.tobytes(), one.shape) for one in found.pictures[0]]
+        )
+        return [
+            Neighbour(row=int(row), cosine=float(cosine), caption=caption, picture=picture)
+            for row, cosine, caption, picture in zip(found.rows[0], found.cosines[0], captions, pictures, strict=True)
+        ]
+
+    def submit(self, request: SampleRequest, on_event: OnSampleEvent) -> None:
+        self.engine.submit(request, on_event)
+
+    def cancel(self, id: str) -> None:
+        self.engine.cancel(id)
+
+    def stats(self) -> dict[str, float]:
+        return self.engine.stats()
+
+
+def serve_prior(
+    name: str,
+    cfg: PriorConfig,
+    params: PriorParams,
+    *,
+    encoder: Encoder | None,
+    gallery: Gallery | None,
+    n_slots: int,
+    max_waiting: int,
+) -> ServedPrior:
+    """Starts the engine of a prior, its programs compiled and its encoder tried."""
+    if encoder is not None:
+        width = encoder.embed_texts(["a linnet"]).shape[1]
+        if width != cfg.d_text:
+            raise refuse(
+                f"the width of {encoder.name}'s texts", width, f"{cfg.d_text}, the model's", "name its own encoder"
+            )
+    engine = PriorEngine(cfg, params, n_slots=n_slots, max_waiting=max_waiting)
+    engine.backend.warm_up()
+    anywhere = np.ones((1, cfg.dim), np.float32)
+    return ServedPrior(
+        name=name,
+        engine=engine.start(),
+        encoder=encoder,
+        gallery=gallery,
+        has_pictures=gallery is not None and gallery.nearest(anywhere, 1).pictures is not None,
+        created=int(time.time()),
+    )
+
+
+@functools.lru_cache(maxsize=PICTURES_KEPT)
+def _png(pixels: bytes, shape: tuple[int, ...]) -> str:
+    """The same few pictures are shown again and again while an embedding settles."""
+    return base64.b64encode(to_image(np.frombuffer(pixels, np.uint8).reshape(shape))).decode()

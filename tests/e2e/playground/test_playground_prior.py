@@ -1,0 +1,81 @@
+"""The playground's priors: a caption, and the pictures that its embedding comes nearest to while it is denoised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playground_page import Asked, ended, needs_browser
+from playground_server import SingingModel, serving
+from playwright.sync_api import Page, expect
+from prior_fake import FakePrior
+
+pytestmark = needs_browser
+
+
+@pytest.fixture(scope="module")
+def prior() -> FakePrior:
+    return FakePrior("prior", seconds_a_step=0.02)
+
+
+@pytest.fixture(scope="module")
+def address(text: SingingModel, prior: FakePrior) -> Iterator[str]:
+    with serving(text, prior) as address:
+        yield address
+
+
+def test_the_nearest_pictures_change_until_the_best_stands_first(page: Page, asked: Asked) -> None:
+    page.select_option("#model", "prior")
+    for hidden in ("#paper", "#canvas", "#sessions", "#sampling", "#memory"):
+        expect(page.locator(hidden)).to_be_hidden()
+    for name, value in {"steps": 40, "guidance": 2.5, "n": 4, "seed": 0}.items():
+        page.fill(f"#p-{name}", str(value))
+    page.evaluate(
+        """() => {
+            window.seen = [];
+            new MutationObserver(() => seen.push([...near.querySelectorAll('.row')].map(
+                row => [...row.querySelectorAll('img')].map(one => one.alt).join(' '))))
+                .observe(near, { subtree: true, childList: true });
+        }"""
+    )
+    page.fill("#prompt", "blue")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("#status")).to_contain_text("Step")
+    ended(page)
+    expect(page.locator("#status")).to_contain_text("Done, 40 steps · cosine to the text 1.000, the best of 4 · seed 0")
+    body = asked.bodies("/v1/priors/sample")[-1]
+    assert [body[name] for name in ("input", "steps", "guidance", "n", "seed")] == ["blue", 40, 2.5, 4, 0]
+    assert len({rows[0] for rows in page.evaluate("seen") if rows and rows[0]}) > 2
+    best = page.locator("#near .row").first
+    expect(best).to_have_class("row best")
+    expect(best.locator("p")).to_contain_text("Seed 2")
+    expect(best.locator("img").first).to_have_attribute("alt", "blue")
+    expect(best.locator("figcaption").first).to_have_text("blue1.000")
+    assert page.evaluate("[...near.querySelectorAll('img')].every(one => one.naturalWidth === 1)")
+    page.click("#again")
+    ended(page)
+    assert asked.bodies("/v1/priors/sample")[-1]["seed"] == 4
+    page.select_option("#model", "text")
+    expect(page.locator("#near")).to_be_hidden()
+    expect(page.locator("#sampling")).to_be_visible()
+
+
+def test_stop_ends_it_and_an_empty_caption_is_asked_for(page: Page, prior: FakePrior) -> None:
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.select_option("#model", "prior")
+    page.click("#run")
+    expect(page.locator("#problem")).to_contain_text("Write a caption first.")
+    page.fill("#prompt", "green")
+    page.evaluate("document.querySelector('#p-steps').value = 90")
+    page.click("#run")
+    expect(page.locator("#near img").first).to_be_visible()
+    page.keyboard.press("Escape")
+    ended(page)
+    expect(page.locator("#status")).to_contain_text("Stopped")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('input, select')].filter(n => !(n.getAttribute('aria-label') || n.labels?.length)).length"
+    )
+    assert unnamed == 0
+    page.wait_for_timeout(100)
+    assert prior.requests[-1].id in prior.cancelled

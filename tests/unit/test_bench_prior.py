@@ -1,0 +1,113 @@
+"""`linnet bench prior`: which jobs, held to what, and how their figures are told; the jobs themselves on a tiny model."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from test_bench import result
+
+from linnet import presets
+from linnet.bench import prior, prior_jobs, run, table, targets
+from linnet.config import PairsConfig, RunConfig
+from linnet.errors import UserError
+from linnet.families.prior import product
+from linnet.families.prior.config import PriorConfig
+
+TINY = dataclasses.replace(
+    presets.get(prior.PRIOR_PRESET),
+    preset="tiny-prior",
+    model=PriorConfig(dim=16, depth=2, n_head=2, d_head=8, text_encodings=True, max_text_len=3),
+    data=PairsConfig(batch_size=2),
+)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[str, int, int]], dict[str, Any]]:
+    """Every job makes 8 samples a CPU-second."""
+    asked: list[tuple[str, int, int]] = []
+
+    def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
+        length, batch = cfg.prior.max_text_len, cfg.data.batch_size
+        assert cfg.prior.text_encodings == (length > 0)
+        asked.append((job, length, batch))
+        rates = {"tokens_per_cpu_second": 8.0, "gemm_gflops_per_cpu_second": 85.0}
+        return result(job=job, preset=cfg.preset, sequence_len=length, batch=batch, **rates)
+
+    monkeypatch.setattr(prior, "measure_apart", fake)
+    return asked, prior.run_prior()
+
+
+def test_every_target_of_the_prior_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, got = measured(monkeypatch)
+    wanted = {(f"prior-{t.job}", t.sequence_len, t.batch) for t in targets.PRIOR_TARGETS}
+    assert wanted <= set(asked)
+    assert len(set(asked)) == len(asked)
+    assert [row.get("target") for row in got["rows"]][:6] == [130, 9, 7, 25, 4, None]
+    assert [row.get("reached") for row in got["rows"]][:6] == [False, False, True, False, True, None]
+
+
+def test_the_table_tells_samples_and_how_their_cost_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = table.markdown_prior(measured(monkeypatch)[1])
+    assert "| sample, DDIM, 64 steps, 77 encodings, batch 16 | 8 | 4, 4 |" in page
+    assert "| train, no encodings, batch 64 | 8 | 130, 130 |" in page
+    assert "16 and 64 steps of DDIM, batch 64: 125.0 and 125.0 CPU-ms a sample, 1.00 times as much." in page
+
+
+def test_a_preset_of_tokens_is_refused() -> None:
+    with pytest.raises(UserError, match=r"PRESET is 'bench-s'.*family prior.*use bench-prior"):
+        prior.run_prior("bench-s")
+
+
+def test_the_model_measured_is_the_one_the_targets_stand_for() -> None:
+    model = presets.get(prior.PRIOR_PRESET).prior
+    assert (model.dim, model.depth, model.n_head, model.d_head) == (512, 6, 8, 64)
+
+
+@pytest.mark.trial
+def test_the_job_of_training_updates_the_weights() -> None:
+    train = prior_jobs.prior_job("prior-train", TINY)
+    train.compile()
+    for _ in range(2):
+        train.run()
+    state = inspect.getclosurevars(train.run).nonlocals["state"]
+    assert (int(state.step), int(state.skipped), train.tokens) == (2, 0, 2)
+
+
+def test_the_job_of_sampling_gives_embeddings() -> None:
+    sample = prior_jobs.prior_job("prior-dpm-4", TINY)
+    whole = sample.compile()
+    sample.run()
+    given = inspect.getclosurevars(sample.run).nonlocals["given"]
+    found, _ = whole(*given)
+    assert found.shape == (2, 16)
+    assert np.isfinite(found).all()
+    assert sample.extra(1.0) == {"steps": 4}
+
+
+def test_a_sample_costs_its_text_once_and_every_step_again() -> None:
+    jobs = [prior_jobs.prior_job(f"prior-ddim-{n}", TINY) for n in (4, 8, 16)]
+    flops, steps = [job.flops_per_token for job in jobs], [job.extra(1.0)["steps"] for job in jobs]
+    each = (flops[1] - flops[0]) / (steps[1] - steps[0])
+    text = flops[0] - steps[0] * each
+    assert flops[2] == text + steps[2] * each
+    # 4 tokens through the first layer, each looking at 5 places, and their keys and values in the last.
+    assert text == 4 * (2 * 16 * (2 * 16 + 2 * 8 + 3 * 64) + 4 * 16 * 5) + 4 * 2 * 16 * 2 * 8
+
+
+@pytest.mark.trial
+def test_a_job_is_measured_in_a_process_of_its_own() -> None:
+    got = run.measure_apart("prior-ddim-4", TINY, seconds=0.1, gemm_size=64)
+    assert (got["sequence_len"], got["batch"], got["steps"]) == (3, 2, 4)
+    assert got["tokens_per_cpu_second"] > 0
+
+
+def test_the_products_gradients_are_the_plain_products() -> None:
+    x, w = jax.random.normal(jax.random.key(0), (2, 3, 8)), jax.random.normal(jax.random.key(1), (8, 4))
+    plain = jax.grad(lambda x, w: (x @ w).sum() ** 2, (0, 1))(x, w)
+    ours = jax.jit(jax.grad(lambda x, w: product.product(x, w).sum() ** 2, (0, 1)))(x, w)
+    for a, b in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

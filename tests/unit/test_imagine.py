@@ -1,0 +1,171 @@
+"""`linnet imagine`: from words to pixels, the same for the same seed, and runs that do not go together are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from linnet import params, rng
+from linnet.cli import main
+from linnet.config import DataConfig, PairsConfig, RunConfig
+from linnet.data.emoji import open_emoji
+from linnet.errors import UserError
+from linnet.families import registry
+from linnet.families.prior.config import PriorConfig
+from linnet.families.vq.config import VQConfig
+from linnet.nn.sampling import sampling_settings
+from linnet.pytree import replace
+from linnet.train.imagine import Imagination, open_imagination
+from linnet.train.runs import write_run
+
+SHAPE = (4, 4, 3)
+PAINTER = RunConfig(
+    model=VQConfig(d_model=16, d_k=8, d_v=16, n_code=6, n_layer=1, block_len=8, mem_len=8, d_condition=256, n_place=48),
+    data=DataConfig(source="pictures", sequence_len=48, update_len=48, batch_size=2, condition="builtin"),
+)
+PRIOR = RunConfig(
+    family="prior",
+    model=PriorConfig(dim=256, depth=1, n_head=1, d_head=8, ff_mult=1, timesteps=8),
+    data=PairsConfig(),
+    train=dataclasses.replace(PAINTER.train, eval_timesteps=(4,)),
+)
+
+
+def written(path: Path, cfg: RunConfig) -> Path:
+    family = registry.get(cfg.family)
+    made = params.init(family.param_specs(cfg.model), rng.root(1))
+    if getattr(made, "place", None) is not None:  # else an untrained painter does not hear what it is told
+        made = replace(made, place=jax.random.normal(rng.root(3), made.place.shape))
+    write_run(path, cfg, made, params.init(family.buffer_specs(cfg.model), rng.root(2)))
+    if cfg.family == "vq":
+        (path / "data.json").write_text(json.dumps({"shape": SHAPE}))
+    return path
+
+
+def changed(cfg: RunConfig, **changes: Any) -> RunConfig:
+    """Keyed by dotted names."""
+    for name, value in changes.items():
+        part, _, field = name.partition(".")
+        cfg = dataclasses.replace(cfg, **{part: dataclasses.replace(getattr(cfg, part), **{field: value})})
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("imagine")
+    return written(folder / "prior", PRIOR), written(folder / "painter", PAINTER)
+
+
+@pytest.fixture(scope="module")
+def both(runs: tuple[Path, Path]) -> Imagination:
+    return open_imagination(*runs)
+
+
+def imagined(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit:
+        main(["imagine", *arguments])
+    out, err = capsys.readouterr()
+    return int(exit.value.code or 0), out, err
+
+
+def test_words_become_pictures_in_files(
+    runs: tuple[Path, Path], both: Imagination, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "heart.png"
+    where = ["--prior", str(runs[0]), "--painter", str(runs[1]), "--out", str(out)]
+    code, words, _ = imagined(capsys, "red heart", *where, "--n", "2", "--seed", "5", "--steps", "4", "--json")
+    assert code == 0
+    record = json.loads(words)
+    assert [picture["seed"] for picture in record["pictures"]] == [5, 6]
+    captions = open_emoji(32)[1]
+    for picture in record["pictures"]:
+        assert len(picture["nearest"]) == 3
+        assert all(near["caption"] in captions and -1 <= near["cosine"] <= 1 for near in picture["nearest"])
+    files = [Path(picture["file"]) for picture in record["pictures"]]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["heart.png", "heart_0000.png", "heart_0001.png"]
+    painted = [np.asarray(Image.open(file)) for file in files]
+    assert [picture.shape for picture in painted] == [SHAPE, SHAPE]
+    # The second alone, by its own seed: what stands beside it makes no difference.
+    embeds = both.embeds("red heart", [6], steps=4)
+    np.testing.assert_allclose(np.linalg.norm(embeds, axis=1), 1, atol=1e-5)
+    np.testing.assert_array_equal(both.paint(embeds, sampling_settings(1), [6])[0], painted[1])
+
+
+def test_the_text_the_embedding_and_guidance_make_a_difference(both: Imagination) -> None:
+    one, two = (both.embeds(text, [0, 0], steps=4) for text in ("red heart", "a blue whale in the sea"))
+    np.testing.assert_array_equal(one[0], one[1])
+    assert np.abs(one - two).max() > 1e-3
+    settings = sampling_settings(1)
+    first, second = both.paint(np.stack([one[0], two[0]]), settings, [1, 1])
+    assert (first != second).any()
+    assert (both.paint(one[:1], settings, [1], guidance=3.0)[0] != first).any()
+
+
+def test_absent_runs_are_named_with_the_commands_that_make_them(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for where in ([], ["--prior", str(runs[0]), "--painter", str(tmp_path)]):
+        code, _, err = imagined(capsys, "red heart", *where)
+        assert code == 2
+        assert "linnet train prior-emoji" in err
+        assert "linnet train emoji-imagine" in err
+
+
+def test_runs_that_do_not_go_together_are_refused(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    prior, painter = runs
+    with pytest.raises(UserError, match="--prior is .*family vq"):
+        open_imagination(painter, painter)
+    with pytest.raises(UserError, match="--painter is .*nothing conditions"):
+        open_imagination(prior, prior)
+    plain = dataclasses.replace(PAINTER, model=dataclasses.replace(PAINTER.vq, d_condition=0, n_place=0))
+    with pytest.raises(UserError, match="--painter is .*nothing conditions"):
+        open_imagination(prior, written(tmp_path / "plain", plain))
+    with pytest.raises(UserError, match=r"model.d_condition of .* is 8, .* 256"):
+        open_imagination(prior, written(tmp_path / "narrow", changed(PAINTER, **{"model.d_condition": 8})))
+    elsewhere = changed(PRIOR, **{"data.source": "laion"})
+    with pytest.raises(UserError, match="encoder is known"):
+        open_imagination(written(tmp_path / "laion", elsewhere), painter)
+    reads_tokens = changed(PRIOR, **{"model.max_text_len": 4, "model.text_encodings": True})
+    with pytest.raises(UserError, match="text_encodings"):
+        open_imagination(written(tmp_path / "tokens", reads_tokens), painter)
+
+
+def test_an_encoder_that_differs_is_refused(
+    runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linnet.train.imagine.encoder_of", lambda pairs: "open_clip:ViT-B-32/openai")
+    with pytest.raises(UserError, match=r"data.condition of .* is 'builtin', .*open_clip"):
+        open_imagination(*runs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("  ",), "some words"),
+        (("heart", "--n", "0"), "--n is 0"),
+        (("heart", "--seed", "-1"), "--seed is -1"),
+        (("heart", "--guidance", "-2"), "--guidance is -2"),
+        (("heart", "--out", "heart.jpg"), r"--out is 'heart.jpg'"),
+        (("heart", "--top-p", "0"), "top_p is 0"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = imagined(capsys, *arguments)
+    assert code == 2
+    assert words in err
+
+
+def test_a_painter_that_always_knew_cannot_be_guided(both: Imagination) -> None:
+    always = changed(both.painter.cfg, **{"model.p_drop_condition": 0.0})
+    one = dataclasses.replace(both, painter=dataclasses.replace(both.painter, cfg=always))
+    with pytest.raises(UserError, match="guidance is 2.0"):
+        one.paint(np.ones((1, 256), np.float32), sampling_settings(1), [0], guidance=2.0)
