@@ -263,7 +263,7 @@ def test_a_prior_is_evaluated_told_and_reported(tiny: Path, capsys: pytest.Captu
     expected = evaluate_prior(cfg, {"online": weights, "ema": weights}, pairs, "test", timesteps=(2,)).to_json()
     assert {name: record[name] for name in expected} == pytest.approx(expected)
     assert (record["step"], record["pairs"], record["split"]) == (0, 10, "test")
-    assert [row["name"] for row in record["retrieval"]] == ["prior", "text", "mean", "ridge"]
+    assert [row["name"] for row in record["retrieval"]] == ["prior", "best of several", "text", "mean", "ridge"]
     read = retrieval.read(tiny)
     assert read is not None
     assert read.matrix is not None
@@ -296,7 +296,7 @@ def test_other_pairs_are_read_whole_and_the_runs_own_table_stays(
     assert eval_command([str(tiny), "--source", str(other), "--timesteps", "2", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["split"], record["pairs"], record["source"]) == ("source", 6, str(other))
-    assert [row["name"] for row in record["retrieval"]] == ["prior", "text", "mean", "ridge"]
+    assert [row["name"] for row in record["retrieval"]] == ["prior", "best of several", "text", "mean", "ridge"]
     assert (tiny / "retrieval.json").read_text() == "as it was"
     assert (tiny / "eval_source.json").is_file()
 

@@ -157,12 +157,13 @@ def test_captions_belong_to_the_rows_that_were_evaluated(tmp_path: Path) -> None
     pairs = made(tmp_path, texts, images, validation=0.25, test=0.25)
     for limit in (None, 4):
         chosen = pairs.evaluated("test", limit)
-        part = (texts[chosen], images[chosen], images[chosen])
+        part = (texts[chosen], images[chosen], images[chosen], texts[chosen])
         rows, matrix = retrieval.side_by_side(pairs, "test", len(chosen), *part, retrieval.baselines(pairs))
         assert matrix.captions == tuple(f"caption {row}" for row in chosen)
-        assert [row.name for row in rows] == ["prior", "text", "mean", "ridge"]
+        assert [row.name for row in rows] == ["prior", retrieval.BEST, "text", "mean", "ridge"]
         assert rows[0].recall_1 == 1.0
-    first = (texts[chosen][:2], images[chosen][:2], images[chosen][:2])
+        assert rows[1].cosine == rows[2].cosine  # both are the texts
+    first = (texts[chosen][:2], images[chosen][:2], images[chosen][:2], None)
     rows, matrix = retrieval.side_by_side(pairs, "test", len(chosen), *first, None)
     assert matrix.captions == tuple(f"caption {row}" for row in chosen[:2])
     assert [row.name for row in rows] == ["prior"]

@@ -46,6 +46,7 @@ def evaluate_prior_run(flags: Flags) -> int:
         timesteps=timesteps,
         batch_size=size,
         limit=flags.limit,
+        choose=True,
         progress=lambda batches: track(batches, "evaluating", n_batch, quiet=flags.json),
     )
     shown = split if flags.source is None else "source"
@@ -56,7 +57,7 @@ def evaluate_prior_run(flags: Flags) -> int:
         simple, note = _baselines(flags, cfg, pairs)
         notes += [note] if note else []
         rows, matrix = retrieval.side_by_side(
-            pairs, split, result.pairs, predicted.texts, predicted.embeds, predicted.images, simple
+            pairs, split, result.pairs, predicted.texts, predicted.embeds, predicted.images, predicted.chosen, simple
         )
         if flags.source is None and flags.limit is None:  # the report tells of whole splits of its own
             retrieval.write(flags.run, rows, matrix, split, step, n_steps)

@@ -26,9 +26,12 @@ from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.params import PriorParams
 from linnet.families.prior.plan import Plan, make_plan
 from linnet.pytree import replace
+from linnet.train.retrieval import CANDIDATE_STEPS, N_CANDIDATES
 
 N_DRAWS = 4
 """Times and noises at which a pair's loss is taken: one would say more of the draw than of the pair."""
+MOST_CHOSEN = 1000
+"""Pairs for which the best of several candidates is looked for, at most."""
 MOST_KEPT = 10_000
 """Predicted embeddings kept for retrieval, however many pairs are evaluated."""
 FIGURES = (
@@ -49,6 +52,8 @@ class Predicted:
     texts: Float32[np.ndarray, "n T"]
     images: Float32[np.ndarray, "n D"]
     embeds: Float32[np.ndarray, "n D"]
+    chosen: Float32[np.ndarray, "n D"] | None = None
+    """Of several candidates each the one most like its text, where that was asked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,9 +101,11 @@ def evaluate_prior(
     timesteps: Sequence[int] | None = None,
     batch_size: int | None = None,
     limit: int | None = None,
+    choose: bool = False,
     progress: Progress = lambda batches: batches,
 ) -> PriorEvaluation:
-    """`weights`: as in `PriorEvaluation.losses`. One pass over the split, all figures of a batch together."""
+    """`weights`: as in `PriorEvaluation.losses`. One pass over the split, all figures of a batch together. `choose`: also the best of
+    several candidates, unless there are very many pairs."""
     model, size = cfg.prior, batch_size or cfg.data.batch_size
     must_fit(pairs, model)
     plans = {n: make_plan(model, n) for n in (cfg.train.eval_timesteps if timesteps is None else timesteps)}
@@ -107,6 +114,8 @@ def evaluate_prior(
     losses = dict.fromkeys(weights, 0.0)
     sums: dict[int, dict[str, float]] = {n: dict.fromkeys(FIGURES, 0.0) for n in plans}
     kept: dict[int, list[tuple[np.ndarray, ...]]] = {n: [] for n in plans}
+    chosen: list[np.ndarray] = []
+    choose = choose and len(pairs.evaluated(split, limit)) <= MOST_CHOSEN and pairs.text_width == pairs.image_width
     seen = 0
     for batch in progress(pairs.evaluation(split, size, limit)):
         n = int(np.sum(batch.mask))
@@ -121,6 +130,8 @@ def evaluate_prior(
                 sums[n_step][name] += value
             if seen < MOST_KEPT:
                 kept[n_step].append((np.asarray(batch.text_embed[:n]), np.asarray(batch.image_embed[:n]), embeds[:n]))
+        if choose:
+            chosen.append(_chosen(sampled, batch, key, seen, model)[:n])
         seen += n
     return PriorEvaluation(
         split=split,
@@ -128,7 +139,10 @@ def evaluate_prior(
         loss_type=model.loss,
         losses={who: value / seen for who, value in losses.items()},
         cosines={n_step: {name: v / seen for name, v in figures.items()} for n_step, figures in sums.items()},
-        predicted={n_step: Predicted(**_joined(rows)) for n_step, rows in kept.items()},
+        predicted={
+            n_step: Predicted(**_joined(rows), chosen=np.concatenate(chosen) if choose else None)
+            for n_step, rows in kept.items()
+        },
     )
 
 
@@ -175,6 +189,16 @@ def _predict(
     keys = _row_keys(rng.stream(key, "noise"), first_row, len(batch.mask))
     encodings = None if batch.encodings is None else jnp.asarray(batch.encodings)
     return np.asarray(sampling.sample(params, jnp.asarray(batch.text_embed), encodings, plan, keys, cfg))
+
+
+def _chosen(
+    params: PriorParams, batch: PairBatch, key: Array, first_row: int, cfg: PriorConfig
+) -> Float32[np.ndarray, "B D"]:
+    """Of each row's candidates the best, as `linnet sample --n` gives it."""
+    plan = make_plan(cfg, min(CANDIDATE_STEPS, cfg.timesteps), "dpm")
+    keys = (rng.at(rng.stream(key, "candidates"), i) for i in range(N_CANDIDATES))
+    candidates = [_predict(params, batch, plan, one, first_row, cfg) for one in keys]
+    return np.asarray(sampling.best(jnp.stack(candidates, axis=1), jnp.asarray(batch.text_embed)))
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -65,12 +65,14 @@ class PriorJudge:
         del state, step, folder
 
     def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> Judged:
-        result = self._evaluated(state, "test", watch, None)
+        result = self._evaluated(state, "test", watch, None, choose=True)
         if result.predicted:
             write_retrieval(folder, self._pairs, result, step)
         return Judged(record=_record(result), loss=result.loss, words=result.words())
 
-    def _evaluated(self, state: TrainState, split: str, watch: Watch, limit: int | None) -> PriorEvaluation:
+    def _evaluated(
+        self, state: TrainState, split: str, watch: Watch, limit: int | None, choose: bool = False
+    ) -> PriorEvaluation:
         weights = {"online": state.params} | ({} if state.ema is None else {"ema": state.ema})
         n = self._pairs.n_rows(split) if limit is None else min(limit, self._pairs.n_rows(split))
         n_batch = math.ceil(n / self._cfg.data.batch_size)
@@ -80,6 +82,7 @@ class PriorJudge:
             self._pairs,
             split,
             limit=limit,
+            choose=choose,
             progress=lambda batches: watch(batches, split, n_batch),
         )
 
@@ -96,6 +99,6 @@ def _record(result: PriorEvaluation) -> dict[str, Any]:
 def write_retrieval(folder: Path, pairs: Pairs, result: PriorEvaluation, step: int) -> Path:
     """The prior beside its baselines, and captions against predicted images, for the report: at the first number of steps."""
     n_steps, predicted = next(iter(result.predicted.items()))
-    given = (predicted.texts, predicted.embeds, predicted.images)
+    given = (predicted.texts, predicted.embeds, predicted.images, predicted.chosen)
     rows, matrix = retrieval.side_by_side(pairs, result.split, result.pairs, *given, retrieval.baselines(pairs))
     return retrieval.write(folder, rows, matrix, result.split, step, n_steps)

@@ -32,6 +32,7 @@ GOOD_VALUES = {
 
 NAMES = {
     retrieval.PRIOR: "this prior",
+    retrieval.BEST: f"this prior, the best of {retrieval.N_CANDIDATES} by {retrieval.CANDIDATE_STEPS} steps of DPM-Solver++",
     "text": "the text used as the image",
     "mean": "the mean image",
     "ridge": "ridge regression",
@@ -262,7 +263,8 @@ def _name(row: Row) -> str:
 def verdict(rows: Iterable[Row]) -> str:
     """One sentence: whom the prior beats, and in what."""
     by_name = {row.name: row for row in rows}
-    ours = by_name.pop(retrieval.PRIOR, None)
+    single, best = by_name.pop(retrieval.PRIOR, None), by_name.pop(retrieval.BEST, None)
+    ours, who = (single, "The prior") if best is None else (best, "The best of the prior's candidates")
     if ours is None or not by_name:
         return ""
     kinds: tuple[tuple[str, Callable[[Row], float]], ...] = (
@@ -273,9 +275,9 @@ def verdict(rows: Iterable[Row]) -> str:
     lost = [(kind, [_name(row) for row in by_name.values() if not of(ours) > of(row)]) for kind, of in kinds]
     behind = [f"{', '.join(names)} in {kind}" for kind, names in lost if names]
     return (
-        f"The prior does not beat {'; '.join(behind)}."
+        f"{who} does not beat {'; '.join(behind)}."
         if behind
-        else "The prior beats every baseline, in cosine and in retrieval."
+        else f"{who} beats every baseline, in cosine and in retrieval."
     )
 
 

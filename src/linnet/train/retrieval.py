@@ -21,7 +21,9 @@ from linnet.data.pairs.gallery import unit
 from linnet.train.metrics import replace_text
 
 FILE_NAME = "retrieval.json"
-PRIOR = "prior"
+PRIOR, BEST = "prior", "best of several"
+N_CANDIDATES, CANDIDATE_STEPS = 16, 16
+"""How many candidates the best is chosen of, in how many steps of DPM-Solver++."""
 BLOCK = 4096
 """Rows in memory at a time, of what is read and of what is compared."""
 MOST_FITTED, MOST_CHOOSING = 2**18, 2**13
@@ -217,12 +219,14 @@ def side_by_side(
     texts: Float[np.ndarray, "n T"],
     predicted: Float[np.ndarray, "n D"],
     images: Float[np.ndarray, "n D"],
+    chosen: Float[np.ndarray, "n D"] | None,
     simple: Baselines | None,
 ) -> tuple[list[Row], SimilarityMatrix]:
     """A prior beside its baselines (where they could be fitted), and captions against what it predicts. The rows are the first of
     `n_evaluated` that `Pairs.evaluation` spread over the split."""
     at = np.arange(len(texts)) * pairs.n_rows(split) // n_evaluated
-    rows = compare({PRIOR: predicted, **({} if simple is None else simple.predict(texts))}, images)
+    best = {} if chosen is None else {BEST: chosen}
+    rows = compare({PRIOR: predicted, **best, **({} if simple is None else simple.predict(texts))}, images)
     return rows, similarity(pairs.captions(split, at.tolist()), texts, predicted, images)
 
 
