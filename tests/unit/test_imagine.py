@@ -95,7 +95,7 @@ def test_words_become_pictures_in_files(
     # The second alone, by its own seed: what stands beside it makes no difference.
     embeds = both.embeds("red heart", [6], steps=4)
     np.testing.assert_allclose(np.linalg.norm(embeds, axis=1), 1, atol=1e-5)
-    np.testing.assert_array_equal(both.paint(embeds, sampling_settings(1), [6])[0], painted[1])
+    np.testing.assert_array_equal(both.paint(embeds, sampling_settings(1), [6], guidance=1.5)[0], painted[1])
 
 
 def test_the_text_the_embedding_and_guidance_make_a_difference(both: Imagination) -> None:
