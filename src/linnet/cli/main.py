@@ -17,7 +17,10 @@ COMMANDS = {
         "train a small model on this Python's own source, evaluate it, and read what it writes",
     ),
     "train": ("train", "train a preset (or a config.json), or go on with a run"),
-    "eval": ("evaluate", "bits per byte, perplexity and loss by position (of a prior: losses, cosines, retrieval) on any split"),
+    "eval": (
+        "evaluate",
+        "bits per byte, perplexity and loss by position (of a prior: losses, cosines, retrieval) on any split",
+    ),
     "sample": ("sample", "write text, paint pictures or predict embeddings with a run"),
     "imagine": ("imagine", "paint pictures of a text with a prior and a painter"),
     "serve": ("serve", "serve runs over HTTP as OpenAI does, with sessions and a playground"),

@@ -13,7 +13,6 @@ from linnet.config import DataConfig, OptimConfig, RunConfig, from_dict
 from linnet.errors import UserError
 from linnet.families import registry
 from linnet.families.vq.convert import TIED_BIAS, to_reference
-from linnet.pytree import replace
 from linnet.train.optim import optimizer, schedule
 from linnet.train.state import start_from
 from linnet.train.step import make_step
@@ -53,9 +52,7 @@ def replay_train(golden: Golden) -> Replay:
             raise UserError(f"{golden.path}: in/batch{call} has another shape than in/batch1.")
         figures = []
         for start in range(0, length, cfg.tokens.update_len):
-            part = replace(
-                batch, **{name: x[:, start : start + cfg.tokens.update_len] for name, x in vars(batch).items()}
-            )
+            part = batch.stretch(start, start + cfg.tokens.update_len)
             buffers = jax.tree.map(jnp.copy, state.buffers)  # the step consumes the state it is given
             state, metrics = step(state, part)
             figures.append(all_metrics(buffers, metrics, m.cfg))
