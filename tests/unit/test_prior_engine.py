@@ -176,14 +176,17 @@ def test_deadlines_a_full_queue_and_a_drain_end_as_they_should(monkeypatch: pyte
             while engine.stats()["running"] <= i:
                 pass
         gate.let(1)
-        waits = Heard(engine, wanted(CFG, 2, steps=4, deadline=50.0))
-        with pytest.raises(QueueFull):
-            Heard(engine, wanted(CFG, 3, steps=4))
+        waiting: list[Heard] = []
+        with pytest.raises(
+            QueueFull
+        ):  # one waits, and a few may stand ready before the slots, should the engine look in between
+            waiting.extend(Heard(engine, wanted(CFG, i, steps=4, deadline=50.0)) for i in range(2, 12))
+        assert waiting
         now[0] = 6.0
         gate.let(1000)
         assert [one.end().reason for one in late] == ["deadline", "deadline"]
         assert engine.stop(within=30.0)
-        assert waits.end().reason == "stop"
+        assert {one.end().reason for one in waiting} == {"stop"}
         with pytest.raises(Draining):
             engine.submit(wanted(CFG, 5), lambda event: None)
 

@@ -26,7 +26,7 @@ from linnet.data.whole_file import write_array, write_whole
 from linnet.errors import UserError, refuse
 from linnet.families.prior import sampling
 from linnet.families.prior.config import PriorConfig
-from linnet.families.prior.plan import Plan, Solver, make_plan
+from linnet.families.prior.plan import Plan, Solver, make_plan, usual_steps
 from linnet.train.samples import sheet_scale
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 AT_ONCE = 64
 """Rows denoised together: memory stays bounded, and a row's bits do not depend on it."""
-USUAL_STEPS: dict[Solver, int] = {"dpm": 16, "ddim": 64}
 MOST_GUIDANCE = 100.0
 MOST_LETTERS = 40
 """Of a file's name, from the prompt."""
@@ -96,7 +95,7 @@ def _plan(flags: Flags, cfg: PriorConfig, solver: Solver) -> Plan:
     if flags.n > 1 and cfg.d_text != cfg.dim:
         needs = f"1: texts ({cfg.d_text} wide) and images ({cfg.dim}) have no cosine to choose by"
         raise refuse("--n", flags.n, needs, "use 1 and other seeds")
-    steps = min(USUAL_STEPS.get(solver, cfg.timesteps), cfg.timesteps) if flags.steps is None else flags.steps
+    steps = usual_steps(cfg, solver) if flags.steps is None else flags.steps
     return make_plan(cfg, steps, solver)
 
 

@@ -21,6 +21,7 @@ ALL_NOISE = -5.1  # half the log of the signal-to-noise ratio from where solvers
 
 Solver = Literal["ddpm", "ddim", "dpm"]
 SOLVERS: tuple[Solver, ...] = ("ddpm", "ddim", "dpm")
+_USUAL_STEPS: dict[Solver, int] = {"dpm": 16, "ddim": 64}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +43,11 @@ class Plan:
         """All but the times, in the order above."""
         found = (self.of_x, self.of_output, self.keep, self.start, self.before, self.noise)
         return np.stack(found, axis=-1).astype(np.float32)
+
+
+def usual_steps(cfg: PriorConfig, solver: Solver) -> int:
+    """Where nobody asks for a number. DDPM takes them all."""
+    return min(_USUAL_STEPS.get(solver, cfg.timesteps), cfg.timesteps)
 
 
 def make_plan(cfg: PriorConfig, steps: int | None = None, solver: Solver | None = None, eta: float = 1.0) -> Plan:

@@ -18,7 +18,7 @@ import numpy as np
 from linnet.errors import refuse
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.params import PriorParams
-from linnet.families.prior.plan import Plan, Solver, make_plan
+from linnet.families.prior.plan import Plan, make_plan, usual_steps
 from linnet.families.prior.sampling import check_guidance
 from linnet.serve.loop import Loop
 from linnet.serve.prior.backend import PriorBackend, Slots, Ticket
@@ -27,8 +27,6 @@ from linnet.serve.request import FinishReason
 from linnet.serve.scheduler import Plan as Turn
 from linnet.serve.state import model_fingerprint
 
-USUAL_STEPS: dict[Solver, int] = {"dpm": 16, "ddim": 64}
-"""DDPM takes them all."""
 PLANS_KEPT = 256
 
 
@@ -178,8 +176,7 @@ def plan_for(request: SampleRequest, cfg: PriorConfig) -> Plan:
             needs = f"1 to {cfg.max_text_len} of width {cfg.d_text}"
             raise refuse("encodings", f"{n} of width {width}", needs, "use the model's own encoder")
     check_guidance(request.guidance, cfg)
-    usual = min(USUAL_STEPS.get(request.solver, cfg.timesteps), cfg.timesteps)
-    steps = usual if request.steps is None else request.steps
+    steps = usual_steps(cfg, request.solver) if request.steps is None else request.steps
     return _plan(cfg, steps, request.solver, request.eta)
 
 
