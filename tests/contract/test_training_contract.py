@@ -118,7 +118,7 @@ def test_accumulation_changes_nothing(family: Name, source: Path) -> None:
     and the balance loss, which is a product of two means and so each micro-batch's own (a test of moe says which)."""
     off = {"vq": {"model.restart_dead_codes": False}, "moe": {"model.balance_weight": 0.0}}[family]
     results: list[Any] = []
-    for n in (1, 2, 4):
+    for n in (1, 4):  # each compiles an update of its own
         cfg, fam, rule, state, data = parts(source, family, **{"train.accumulate": n, **off})
         after, metrics = jax.jit(functools.partial(update, fam, cfg, rule))(state, data.batch(0))
         results.append((after.params, after.buffers, after.carry, metrics["loss"], metrics["grad_norm"]))

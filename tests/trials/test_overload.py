@@ -86,7 +86,7 @@ async def _alone(server: Server, seeds: list[int], n_tokens: int) -> dict[int, s
 
 
 def test_a_small_flood_is_answered_or_told_to_come_again() -> None:
-    n, n_tokens, server = 120, 200, shared_server()
+    n, n_tokens, server = 120, 100, shared_server()
     flood = asyncio.run(_flood(server, n, 100, n_tokens, come_seconds=0.1))
     _check(server, flood, n, n_tokens)
     assert flood.statuses[429], "it was no flood"

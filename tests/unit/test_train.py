@@ -27,7 +27,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("stops", [(20,), (7, 8, 31)], ids=str)
+@pytest.mark.parametrize("stops", [pytest.param((20,), marks=pytest.mark.trial), (7, 8, 31)], ids=str)
 def test_resumed_equals_uninterrupted(source: Path, whole: Path, stops: tuple[int, ...], tmp_path: Path) -> None:
     """Also in the middle of a sequence (odd steps), where the carry counts, and across the ends of epochs."""
     cfg = tiny.config(source)
