@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from linnet.families.prior import sampling
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.params import PriorParams, param_specs
-from linnet.families.prior.sampling import prepare
 from linnet.params import Spec, map_specs
 
 
@@ -40,8 +39,8 @@ def model(cfg: PriorConfig, seed: int = 0) -> PriorParams:
 
 
 def prepared(cfg: PriorConfig) -> PriorParams:
-    """As sampled with; in one program, since it is made of many small ones."""
-    return jax.jit(prepare, static_argnums=1)(model(cfg), cfg)
+    """As sampled with."""
+    return sampling.prepared(model(cfg), cfg)
 
 
 def inputs(cfg: PriorConfig, n_row: int, seed: int = 1) -> dict[str, Any]:

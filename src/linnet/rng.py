@@ -19,3 +19,8 @@ def stream(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
 
 def at(key: PRNGKeyArray, step: int | Int[Array, ""]) -> PRNGKeyArray:
     return jax.random.fold_in(key, step)
+
+
+def of_sample(seed: int | UInt32[Array, ""]) -> PRNGKeyArray:
+    """What a sample with this seed is drawn by: in a server as by a command, so that both give the same."""
+    return stream(root(seed), "sample")

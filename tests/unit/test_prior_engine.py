@@ -13,11 +13,11 @@ import pytest
 from prior_asks import Heard, running, wanted
 from prior_tiny import config, model, prepared
 
+from linnet import rng
 from linnet.errors import UserError
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.plan import Plan, make_plan
 from linnet.families.prior.sampling import make_rows, run, sample
-from linnet.serve.prior.backend import key_of
 from linnet.serve.prior.engine import PriorEngine, plan_for
 from linnet.serve.prior.request import SampleRequest
 from linnet.serve.request import Draining, QueueFull
@@ -39,7 +39,7 @@ def plan_of(cfg: PriorConfig, ask: SampleRequest) -> Plan:
 
 
 def key(ask: SampleRequest) -> Any:
-    return key_of(np.uint32(ask.seed))  # pyright: ignore[reportArgumentType]
+    return rng.of_sample(np.uint32(ask.seed))  # pyright: ignore[reportArgumentType]
 
 
 def by_run(cfg: PriorConfig, asks: list[SampleRequest]) -> np.ndarray:

@@ -15,7 +15,7 @@ from linnet.config import RunConfig
 from linnet.data.pairs import PairBatch
 from linnet.families import registry
 from linnet.families.prior import sampling
-from linnet.families.prior.config import PriorConfig
+from linnet.families.prior.flops import flops_of
 from linnet.families.prior.layers import unit
 from linnet.families.prior.plan import Solver, make_plan
 from linnet.train.optim import optimizer as make_optimizer
@@ -50,7 +50,7 @@ def _train(cfg: RunConfig) -> Job:
         jax.block_until_ready((state, metrics))
 
     n_text = model.max_text_len + model.n_text_token
-    flops = BACKWARD * _flops(model, n_text + model.n_new_token, n_past=0, n_last=1)
+    flops = BACKWARD * flops_of(model, n_text + model.n_new_token, n_past=0, n_last=1)
     return Job(tokens=cfg.data.batch_size, flops_per_token=flops, compile=compile_, run=run)
 
 
@@ -74,8 +74,8 @@ def _sample(cfg: RunConfig, solver: Solver, steps: int) -> Job:
         jax.block_until_ready(whole(*given))
 
     n_text = model.max_text_len + model.n_text_token
-    read = _flops(model, n_text, n_past=0, n_last=0)
-    flops = read + len(plan) * _flops(model, model.n_new_token, n_past=n_text, n_last=1)
+    read = flops_of(model, n_text, n_past=0, n_last=0)
+    flops = read + len(plan) * flops_of(model, model.n_new_token, n_past=n_text, n_last=1)
     return Job(tokens=n, flops_per_token=flops, compile=compile_, run=run, extra=lambda _: {"steps": len(plan)})
 
 
@@ -92,13 +92,3 @@ def pairs(cfg: RunConfig) -> PairBatch:
         encodings=directions("encodings", model.max_text_len, model.d_text) if model.text_encodings else None,
         mask=jnp.ones((n,), jnp.float32),
     )
-
-
-def _flops(cfg: PriorConfig, n_token: int, *, n_past: int, n_last: int) -> float:
-    """Of a sample's forward pass over `n_token` tokens after `n_past` others. In the last layer all tokens have keys and values, but
-    only `n_last` look and think."""
-    wide, hidden = cfg.n_head * cfg.d_head, cfg.ff_mult * cfg.dim
-    of_keys, of_rest = 2 * cfg.dim * 2 * cfg.d_head, 2 * cfg.dim * (2 * wide + 3 * hidden)
-    looking = 2 * 2 * wide * (1 + n_past + n_token)
-    whole_layers = (cfg.depth - 1) * n_token * (of_keys + of_rest + looking)
-    return whole_layers + n_token * of_keys + n_last * (of_rest + looking + 2 * cfg.dim**2 * cfg.final_proj)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from linnet.cli import file_names
 from linnet.cli.parse import parse
 from linnet.errors import refuse
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 PRIOR, PAINTER = Path("runs/prior-emoji"), Path("runs/emoji-imagine")
 N_NEAREST = 3
 USUAL_GUIDANCE = 1.5
-MOST_WORDS = 40
-"""Letters of a file's name that come from the text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +120,7 @@ def _write(flags: Flags, pictures: UInt8[np.ndarray, "n h w 3"]) -> tuple[Path, 
     from linnet.data.pixels import contact_sheet, to_image
     from linnet.train.samples import SHEET_COLUMNS, sheet_scale
 
-    name = re.sub(r"[^\w]+", "-", flags.text.strip().lower())[:MOST_WORDS].strip("-") or "imagined"
+    name = file_names.of_words(flags.text.strip().lower(), "imagined")
     sheet = flags.out or flags.painter / "samples" / "imagined" / f"{name}.png"
     files = [sheet.with_name(f"{sheet.stem}_{i:04d}.png") for i in range(len(pictures))]
     height, width, channels = pictures.shape[1:]

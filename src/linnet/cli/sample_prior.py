@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from linnet import rng
+from linnet.cli import file_names
 from linnet.data.encoders.encoder import open_encoder
 from linnet.data.pairs import open_pairs
 from linnet.data.pairs.encoded_by import encoder_of
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 AT_ONCE = 64
 """Rows denoised together: memory stays bounded, and a row's bits do not depend on it."""
 MOST_GUIDANCE = 100.0
-MOST_LETTERS = 40
-"""Of a file's name, from the prompt."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,10 +136,10 @@ def _read(path: Path) -> Float32[np.ndarray, ...]:
 def _draw(flags: Flags, run: Run, texts: Float32[np.ndarray, "B X"], plan: Plan) -> Predicted:
     """Candidate i is drawn by seed + i, as a server would draw it."""
     cfg, n = run.cfg.prior, flags.n
-    params = _prepare(run.params, cfg)
+    params = sampling.prepared(run.params, cfg)
     rows = np.repeat(texts, n, axis=0)
     seeds = np.tile([(flags.seed + i) % 2**32 for i in range(n)], len(texts)).astype(np.uint32)
-    keys = jax.vmap(lambda seed: rng.stream(rng.root(seed), "sample"))(jnp.asarray(seeds))
+    keys = jax.vmap(rng.of_sample)(jnp.asarray(seeds))
     parts = [
         sampling.sample(
             params,
@@ -177,9 +175,9 @@ def _gallery(run: Run) -> tuple[Gallery | None, str | None]:
 
 def _write(flags: Flags, shown: list[str], found: Predicted, nearest: Nearest | None) -> list[Path]:
     """The embeddings, and where the data has pictures a sheet: a row for each text, the nearest first."""
-    words = re.sub(r"[^\w]+", "-", shown[0] if len(shown) == 1 else shown[0].split("[")[0]).strip("-")
+    words = shown[0] if len(shown) == 1 else shown[0].split("[")[0]
     folder = flags.out or flags.run / "samples"
-    place = folder / f"{words[:MOST_LETTERS].strip('-') or 'prior'}-seed{flags.seed}.npy"
+    place = folder / f"{file_names.of_words(words.strip(), 'prior')}-seed{flags.seed}.npy"
     write_array(place, found.embeds)
     if nearest is None or nearest.pictures is None:
         return [place]
@@ -206,6 +204,3 @@ def _record(
         "embedding": found.embeds[i].tolist(),
         "nearest": near,
     }
-
-
-_prepare = jax.jit(sampling.prepare, static_argnums=1)

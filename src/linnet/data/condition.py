@@ -90,9 +90,8 @@ def _embedded(splits: Mapping[str, Split], shape: tuple[int, int, int]) -> tuple
             pictures = splits[name].content(at * size, stop * size).reshape(stop - at, *shape)
             made.append(encoder.embed_images(_resized(pictures, SIZE)))
     rows = np.concatenate(made)
-    with contextlib.suppress(
-        UserError
-    ):  # a home that cannot be written to costs time at the next opening, nothing else
+    # A home that cannot be written to costs time at the next opening, nothing else.
+    with contextlib.suppress(UserError):
         write_array(place, rows)
     return rows, key
 

@@ -142,7 +142,7 @@ def _stream(
             slots = slots if one is None else decoder.insert(slots, one, i)
             first[i] = last
             np.add.at(seen[i], np.asarray(prompt[1:], np.int32), 1)  # the leading end id is ours, no repetition
-    keys = jnp.stack([rng.stream(rng.root(seed), "sample") for seed in seeds])
+    keys = jnp.stack([rng.of_sample(seed) for seed in seeds])
     tokens, seen = jnp.asarray(first), jnp.asarray(seen)
     while not all(row.finish for row in rows):
         slots, seen, drawn, logprobs, _ = decoder.decode(

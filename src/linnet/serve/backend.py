@@ -281,16 +281,12 @@ class _RuleTable:
 
 @partial(jax.jit, static_argnums=0)
 def _keys(n_slots: int) -> PRNGKeyArray:
-    return jnp.stack([_key(0)] * n_slots)
+    return jnp.stack([rng.of_sample(0)] * n_slots)
 
 
 @jax.jit
 def _set_key(keys: PRNGKeyArray, slot: int | Int[Array, ""], seed: UInt32[Array, ""]) -> PRNGKeyArray:
-    return keys.at[slot].set(_key(seed))
-
-
-def _key(seed: int | UInt32[Array, ""]) -> PRNGKeyArray:
-    return rng.stream(rng.root(seed), "sample")
+    return keys.at[slot].set(rng.of_sample(seed))
 
 
 @jax.jit

@@ -109,7 +109,7 @@ def evaluate_prior(
     model, size = cfg.prior, batch_size or cfg.data.batch_size
     must_fit(pairs, model)
     plans = {n: make_plan(model, n) for n in (cfg.train.eval_timesteps if timesteps is None else timesteps)}
-    sampled = prepared(list(weights.values())[-1], model)
+    sampled = sampling.prepared(list(weights.values())[-1], model)
     key = rng.stream(rng.root(cfg.seed), "evaluation")
     losses = dict.fromkeys(weights, 0.0)
     sums: dict[int, dict[str, float]] = {n: dict.fromkeys(FIGURES, 0.0) for n in plans}
@@ -177,9 +177,6 @@ def row_losses(
 
     total, _ = jax.lax.scan(one, jnp.zeros((n_row,), jnp.float32), jnp.arange(N_DRAWS))
     return total / N_DRAWS
-
-
-prepared = jax.jit(sampling.prepare, static_argnums=1)
 
 
 def _predict(

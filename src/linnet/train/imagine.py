@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -24,7 +23,7 @@ from linnet.data.pairs.encoded_by import encoder_of
 from linnet.data.pairs.gallery import Gallery, unit
 from linnet.errors import UserError, refuse
 from linnet.families.prior import sampling
-from linnet.families.prior.plan import make_plan
+from linnet.families.prior.plan import make_plan, usual_steps
 from linnet.nn.sampling import SamplingSettings
 from linnet.train.folder import RunFolder
 from linnet.train.runs import Run, open_run
@@ -46,13 +45,13 @@ class Imagination:
     ) -> Float32[np.ndarray, "n E"]:
         """One for every seed, of length 1: what a picture of this text might be. The same seed gives the same as a server."""
         cfg = self.prior.cfg.prior
-        plan = make_plan(cfg, min(64, cfg.timesteps) if steps is None else steps)
+        plan = make_plan(cfg, usual_steps(cfg, "ddim") if steps is None else steps)
         told = self.encoder.embed_texts([text])
         if told.shape[1] != cfg.d_text:
             needs = f"{cfg.d_text}, the width of the prior's texts"
             raise refuse(f"the width of the encoder {self.encoder.name}", told.shape[1], needs, "use another prior")
-        keys = jnp.stack([rng.stream(rng.root(seed), "sample") for seed in seeds])
-        params = jax.jit(partial(sampling.prepare, cfg=cfg))(self.prior.params)
+        keys = jnp.stack([rng.of_sample(seed) for seed in seeds])
+        params = sampling.prepared(self.prior.params, cfg)
         told = jnp.repeat(jnp.asarray(told), len(seeds), axis=0)
         return unit(np.asarray(sampling.sample(params, told, None, plan, keys, cfg, guidance=guidance)))
 

@@ -13,6 +13,7 @@ from linnet.families.family import Aux, Keys
 from linnet.families.prior import diffusion
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.diffusion import SELF_CONDITIONED
+from linnet.families.prior.flops import flops_of
 from linnet.families.prior.layers import unit
 from linnet.families.prior.params import PriorParams, param_specs
 
@@ -83,13 +84,10 @@ def alarms(figures: dict[str, Any], least: float, cfg: PriorConfig) -> dict[int,
 
 
 def flops_per_token(cfg: PriorConfig) -> int:
-    """Per pair: products with weights and of attention, over all tokens of its sequence."""
-    n_token = (cfg.max_text_len if cfg.text_encodings or cfg.replaces else 0) + cfg.n_text_token + cfg.n_new_token
-    wide, hidden = cfg.n_head * cfg.d_head, cfg.ff_mult * cfg.dim
-    weights = cfg.dim * (2 * wide + 2 * cfg.d_head + 3 * hidden)
-    per_layer = 2 * n_token * weights + 2 * 2 * n_token * (n_token + 1) * wide
+    """Per pair, over all tokens of its sequence."""
+    n_text = (cfg.max_text_len if cfg.text_encodings or cfg.replaces else 0) + cfg.n_text_token
     passes = 1 + SELF_CONDITIONED / 3 if cfg.self_cond else 1  # the first prediction has no backward pass
-    return int(passes * (cfg.depth * per_layer + 2 * cfg.dim**2))
+    return int(passes * flops_of(cfg, n_text + cfg.n_new_token, n_past=0, n_last=1))
 
 
 __all__ = [

@@ -84,6 +84,10 @@ def _apart(matrix: Float[Array, "D E"]) -> Float[Array, "D E2"]:
     return matrix if matrix.shape[1] * matrix.dtype.itemsize % PAGE else jnp.pad(matrix, [(0, 0), (0, rows.LANES)])
 
 
+prepared = jax.jit(prepare, static_argnums=1)
+"""In one program: it is made of many small ones."""
+
+
 def start(noise: Float[Array, "B D"], cfg: PriorConfig) -> SamplerState:
     x = unit(noise) * cfg.scale if cfg.normalize_start else noise
     return SamplerState(x=x, start=jnp.zeros_like(x), step=jnp.zeros((len(x),), jnp.int32))
@@ -145,14 +149,12 @@ def _guided(
     """With and without conditions in one batch. A guidance of 1 is the network as it is, bit for bit. One row goes as two: XLA
     fuses a batch of one in another way, and rounds differently."""
     if null is None and len(x) == 1:
-        twice = jax.tree.map(lambda a: jnp.repeat(a, 2, axis=_row_axis(a)), memory)
+        twice = jax.tree.map(lambda a: jnp.repeat(a, 2, axis=row_axis(a)), memory)
         pair = [None if a is None else jnp.repeat(a, 2, axis=0) for a in (x, times, known)]
         return denoise(params, twice, pair[0], pair[1], None, pair[2], cfg)[:1]  # pyright: ignore[reportArgumentType]
     if null is None:
         return denoise(params, memory, x, times, None, known, cfg)
-    both = jax.tree.map(
-        lambda a, b: jnp.concatenate([a, jnp.broadcast_to(b, a.shape)], axis=_row_axis(a)), memory, null
-    )
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, jnp.broadcast_to(b, a.shape)], axis=row_axis(a)), memory, null)
     twice = None if known is None else jnp.concatenate([known, known])
     keep = jnp.arange(2 * len(x)) < len(x)
     output = denoise(params, both, jnp.concatenate([x, x]), jnp.concatenate([times, times]), keep, twice, cfg)
@@ -161,8 +163,8 @@ def _guided(
     return jnp.where(guidance[:, None] == 1.0, with_text, mixed)
 
 
-def _row_axis(leaf: Array) -> int:
-    """Keys and values have layers in front; what is seen has not."""
+def row_axis(leaf: Array) -> int:
+    """Keys and values have layers in front of the rows; all else that is held of a row has none."""
     return 1 if leaf.ndim == 4 else 0
 
 
@@ -182,7 +184,7 @@ def read(
         return read_text(params, text_embed, encodings, None, cfg)
     pair = None if encodings is None else jnp.repeat(encodings, 2, axis=0)
     memory = read_text(params, jnp.repeat(text_embed, 2, axis=0), pair, None, cfg)
-    return jax.tree.map(lambda a: jax.lax.slice_in_dim(a, 0, 1, axis=_row_axis(a)), memory)
+    return jax.tree.map(lambda a: jax.lax.slice_in_dim(a, 0, 1, axis=row_axis(a)), memory)
 
 
 def null_memory(params: PriorParams, cfg: PriorConfig) -> TextMemory:

@@ -21,12 +21,9 @@ from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.network import TextMemory
 from linnet.families.prior.params import PriorParams
 from linnet.families.prior.plan import Plan
-from linnet.families.prior.sampling import OPTIONS, Rows, SamplerState
+from linnet.families.prior.sampling import OPTIONS, Rows, SamplerState, row_axis
 from linnet.pytree import n_bytes, pytree
 from linnet.serve.prior.request import SampleRequest
-
-MEMORY_RANK = 4
-"""Keys and values have their layers in front of the rows; all else has the rows first."""
 
 
 @pytree
@@ -53,7 +50,7 @@ class Ticket:
 class PriorBackend:
     def __init__(self, cfg: PriorConfig, params: PriorParams, n_slots: int) -> None:
         self.cfg, self.n_slots = cfg, n_slots
-        self._params = _prepare(params, cfg)
+        self._params = sampling.prepared(params, cfg)
         self._null = _null(self._params, cfg) if cfg.can_guide else None
         self._nobody = _seat(self._params, *_nothing(cfg), cfg=cfg)
         self.reset()
@@ -110,21 +107,7 @@ def _nothing(cfg: PriorConfig) -> tuple[Float32[np.ndarray, "1 X"], Float32[np.n
     return np.zeros((1, cfg.d_text), np.float32), encodings, how, np.uint32(0)
 
 
-def key_of(seed: int | UInt32[Array, ""]) -> PRNGKeyArray:
-    """What a request's noise comes from."""
-    return rng.stream(rng.root(seed), "sample")
-
-
-def _row_axis(leaf: Any) -> int:
-    return 1 if leaf.ndim == MEMORY_RANK else 0
-
-
 # All with the options that keep a row's bits its own, however many stand beside it.
-
-
-@partial(jax.jit, static_argnums=1)
-def _prepare(params: PriorParams, cfg: PriorConfig) -> PriorParams:
-    return sampling.prepare(params, cfg)
 
 
 @partial(jax.jit, static_argnums=1, compiler_options=OPTIONS)
@@ -142,7 +125,7 @@ def _seat(
     *,
     cfg: PriorConfig,
 ) -> Slots:
-    key = key_of(seed)[None]
+    key = rng.of_sample(seed)[None]
     noise = sampling.draw_noise(key, jnp.zeros((1,), jnp.int32), cfg)
     memory = sampling.read(params, text, encodings, cfg)
     return Slots(memory=memory, how=how, state=sampling.start(noise, cfg), keys=key)
@@ -170,17 +153,17 @@ def _look(state: SamplerState, *, cfg: PriorConfig) -> tuple[Float[Array, "B D"]
 
 @partial(jax.jit, static_argnums=1)
 def _repeated(seat: Slots, n_slots: int) -> Slots:
-    return jax.tree.map(lambda x: jnp.repeat(x, n_slots, axis=_row_axis(x)), seat)
+    return jax.tree.map(lambda x: jnp.repeat(x, n_slots, axis=row_axis(x)), seat)
 
 
 @jax.jit
 def _put(slots: Slots, slot: int | Int[Array, ""], seat: Slots) -> Slots:
     def one(all_rows: Array, row: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(all_rows, row, slot, _row_axis(all_rows))
+        return jax.lax.dynamic_update_slice_in_dim(all_rows, row, slot, row_axis(all_rows))
 
     return jax.tree.map(one, slots, seat)
 
 
 @jax.jit
 def _take(slots: Slots, slot: int | Int[Array, ""]) -> Slots:
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, _row_axis(x)), slots)
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, row_axis(x)), slots)

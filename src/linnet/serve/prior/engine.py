@@ -123,9 +123,8 @@ class PriorEngine(Loop[Job]):
         before, self._flight = self._flight, None
         if running:
             self._flight = self._tick(running)
-        if (
-            before is not None
-        ):  # read back while the next one runs: the device does not wait, and is one step ahead at most
+        # Read back while the next one runs: the device does not wait, and is one step ahead at most.
+        if before is not None:
             self._collect(before)
 
     def _tick(self, running: dict[int, Job]) -> _Flight:
