@@ -1,0 +1,221 @@
+"""`linnet launch`: a command in several processes of this machine, as one cluster over the loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+from linnet.cli.parse import parse
+from linnet.cluster.last_word import EXIT_PEER_LOST
+from linnet.cluster.place import COORDINATOR, LAUNCHER, PROCESS_ID, PROCESSES
+from linnet.errors import UserError, refuse
+
+WORDS = """Runs a linnet command in several processes of this machine, as one cluster: linnet launch --processes 4 -- train quickstart.
+
+Process 0 speaks as always, what the others say begins with their number. The first Ctrl-C or SIGTERM is passed on to all, and they
+save and stop; the second ends them at once. The exit code is that of the process which failed first."""
+
+COMMAND = [sys.executable, "-c", "from linnet.cli import main; main()"]
+GRACE_SECONDS = 2.0
+"""What the others are given to end by themselves once one has failed: without it they cannot go on."""
+HURRY_SECONDS = 5.0
+"""What is given after the second signal."""
+POLL_SECONDS = 0.05
+NOT_MENDED = (0, 2, 3, 75)
+"""Exit codes that another start would only bring again."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    processes: int
+    """How many."""
+    devices_per_process: int | None = None
+    """On CPU: so many devices in each process. One if not given."""
+    restarts: int = 0
+    """How often all are started again after one of them was lost. A run goes on from its last committed checkpoint."""
+
+
+def launch_command(argv: list[str]) -> int:
+    cut = argv.index("--") if "--" in argv else len(argv)
+    flags, command = parse(Flags, argv[:cut], "launch", WORDS), argv[cut + 1 :]
+    _check(flags, command)
+    with _Signals() as signals:
+        for restart in range(flags.restarts + 1):
+            code = _Cluster(flags, command, signals).to_end()
+            if code in NOT_MENDED or signals.count or restart == flags.restarts:
+                return code
+            _say(f"Restart {restart + 1} of {flags.restarts}: all {flags.processes} processes are started again.")
+    raise AssertionError("the last round returns")
+
+
+def _check(flags: Flags, command: list[str]) -> None:
+    if not command:
+        raise UserError(
+            "launch needs a command after `--`. Fix: as in `linnet launch --processes 4 -- train quickstart`."
+        )
+    if command[0] == "launch":
+        raise refuse("COMMAND", "launch", "another command", "name what the processes are to do, such as train")
+    if flags.processes < 1:
+        raise refuse("--processes", flags.processes, "at least 1", "use 2")
+    if flags.devices_per_process is not None and flags.devices_per_process < 1:
+        raise refuse("--devices-per-process", flags.devices_per_process, "at least 1", "use 1")
+    if flags.restarts < 0:
+        raise refuse("--restarts", flags.restarts, "0 or more", "use 0")
+
+
+class _Signals:
+    """Counts Ctrl-C and SIGTERM while the cluster lasts. The processes are in sessions of their own: a terminal's Ctrl-C comes
+    here only."""
+
+    def __init__(self) -> None:
+        self.count, self.last = 0, signal.SIGTERM
+
+    def __enter__(self) -> _Signals:
+        self._old = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _signalled(self, number: int, frame: object) -> None:
+        self.count, self.last = self.count + 1, signal.Signals(number)
+
+
+class _Cluster:
+    """One life of all processes: it ends when they all have, or soon after the first of them failed."""
+
+    def __init__(self, flags: Flags, command: list[str], signals: _Signals) -> None:
+        self.flags, self.command, self.signals = flags, command, signals
+        self.passed_on = 0
+        self.first_failed: tuple[int, int] | None = None  # which process, and its exit code
+        self.kill_at = float("inf")
+
+    def to_end(self) -> int:
+        address = f"127.0.0.1:{_free_port()}"
+        cores = os.sched_getaffinity(0)
+        processes: list[subprocess.Popen[str]] = []
+        for i in range(self.flags.processes):
+            # Inherited by the process. On shared cores each would start threads for all of them, and updates take half as long again
+            # or twice as long.
+            os.sched_setaffinity(0, fair_share(sorted(cores), i, self.flags.processes))
+            processes.append(self._start(i, address))
+        os.sched_setaffinity(0, cores)
+        readers = [
+            reader for i, process in enumerate(processes) if i for reader in _read(i, process.stdout, process.stderr)
+        ]
+        try:
+            while any(process.poll() is None for process in processes):
+                self._watch(processes)
+                time.sleep(POLL_SECONDS)
+            self._watch(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        for reader in readers:
+            reader.join()
+        return 0 if self.first_failed is None else self.first_failed[1]
+
+    def _start(self, i: int, address: str) -> subprocess.Popen[str]:
+        environ = dict(os.environ) | {
+            COORDINATOR: address,
+            PROCESSES: str(self.flags.processes),
+            PROCESS_ID: str(i),
+            LAUNCHER: str(os.getpid()),
+        }
+        if self.flags.devices_per_process is not None:
+            environ["JAX_NUM_CPU_DEVICES"] = str(self.flags.devices_per_process)
+        pipe = None if i == 0 else subprocess.PIPE
+        return subprocess.Popen(
+            [*COMMAND, *self.command],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+    def _watch(self, processes: list[subprocess.Popen[str]]) -> None:
+        """Passes signals on, notes the first failure, and kills what does not end after it."""
+        if self.signals.count > self.passed_on:
+            self.passed_on = self.signals.count
+            for process in processes:
+                process.send_signal(self.signals.last)
+            if self.passed_on > 1:
+                self.kill_at = min(self.kill_at, time.monotonic() + HURRY_SECONDS)
+        codes = [(i, _exit_code(process)) for i, process in enumerate(processes) if process.poll() is not None]
+        failed = [(i, code) for i, code in codes if code]
+        if failed and self.first_failed is None:
+            self.first_failed = the_first(failed)
+            left = len(processes) - len(codes)
+            if left and self.first_failed[1] != 75:
+                i, code = self.first_failed
+                others = "the other one is" if left == 1 else f"the other {left} are"
+                _say(f"Process {i} {_how(code)}: {others} stopped within {GRACE_SECONDS:g} s.")
+                self.kill_at = min(self.kill_at, time.monotonic() + GRACE_SECONDS)
+        if time.monotonic() > self.kill_at:
+            for process in processes:
+                process.kill()
+
+
+def the_first(failed: list[tuple[int, int]]) -> tuple[int, int]:
+    """Of those seen to have failed at one moment. Who only says that another was lost was not the first."""
+    return min(failed, key=lambda one: one[1] == EXIT_PEER_LOST)
+
+
+def fair_share(cores: list[int], i: int, n: int) -> list[int]:
+    """The cores of process `i` of `n`: a part of them, or one that it shares with others."""
+    if n >= len(cores):
+        return [cores[i % len(cores)]]
+    return cores[i * len(cores) // n : (i + 1) * len(cores) // n]
+
+
+def _exit_code(process: subprocess.Popen[str]) -> int:
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def _how(code: int) -> str:
+    try:
+        return f"was ended by {signal.Signals(code - 128).name}"
+    except ValueError:
+        return f"ended with exit code {code}"
+
+
+def _free_port() -> int:
+    """Asked of the system and given back. Another could take it before process 0 does: then the start fails, and is said to."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def _read(i: int, out: IO[str] | None, err: IO[str] | None) -> list[threading.Thread]:
+    """Threads that pass on what a process says, line by line, with its number in front."""
+
+    def pass_on(source: IO[str], to: IO[str]) -> None:
+        with source:
+            for line in source:
+                with contextlib.suppress(
+                    OSError
+                ):  # whoever read our words is gone; the process must not wait for them to be read
+                    print(f"[{i}] {line}", end="", file=to, flush=True)
+
+    pairs = [(source, to) for source, to in ((out, sys.stdout), (err, sys.stderr)) if source is not None]
+    threads = [threading.Thread(target=pass_on, args=pair, daemon=True) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _say(words: str) -> None:
+    print(f"linnet launch: {words}", file=sys.stderr, flush=True)

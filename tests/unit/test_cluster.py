@@ -1,0 +1,333 @@
+"""The processes of a cluster: what the environment says of them, who is gone, who is slow. No JAX, no second process."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from linnet.cli.launch import fair_share, the_first
+from linnet.cluster.echo import is_echo
+from linnet.cluster.place import ALONE, Bounds, Member, find_bounds, find_place
+from linnet.cluster.pulse import FAILED_SECONDS, Ears, Pulse, Sign, Silent
+from linnet.errors import UserError
+from linnet.train.watch_cluster import Alone, Together, stragglers, watched
+
+EXPLICIT = {"LINNET_COORDINATOR": "node0:1234", "LINNET_PROCESSES": "4", "LINNET_PROCESS_ID": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NODELIST": "node[001-004]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "0",
+}
+
+
+# Where it is.
+
+
+def test_without_a_word_in_the_environment_a_process_is_alone(tmp_path: Path) -> None:
+    assert find_place({}, tmp_path) == ALONE
+    batch_script = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
+    assert find_place(batch_script, tmp_path) == ALONE  # the script of sbatch itself, not a task of srun's
+    assert find_place({**SLURM, "SLURM_NTASKS": "1"}, tmp_path) == ALONE
+    assert find_place({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path) == ALONE  # any pod
+
+
+def test_linnets_own_variables_come_first(tmp_path: Path) -> None:
+    place = find_place({**SLURM, **EXPLICIT}, tmp_path)
+    assert (place.kind, place.coordinator, place.index, place.count) == ("explicit", "node0:1234", 2, 4)
+    assert find_place({**SLURM, "LINNET_PROCESSES": "1"}, tmp_path) == ALONE
+
+
+def test_a_slurm_step_and_an_indexed_job_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = find_place(SLURM, tmp_path)
+    assert (place.kind, place.index, place.count) == ("slurm", 3, 4)
+    job = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="LINNET_COORDINATOR"):
+        find_place(job, tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert find_place(job, tmp_path).kind == "kubernetes"
+
+
+def test_a_machine_with_tpu_chips_asks_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "accel0").touch()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert find_place({}, tmp_path) == ALONE  # chips without their library
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert find_place({}, tmp_path).kind == "tpu"
+    assert find_place({"JAX_PLATFORMS": "cpu"}, tmp_path) == ALONE
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"LINNET_PROCESSES": None}, "LINNET_PROCESSES"),
+        ({"LINNET_PROCESSES": "four"}, "LINNET_PROCESSES"),
+        ({"LINNET_PROCESSES": "0"}, "LINNET_PROCESSES"),
+        ({"LINNET_PROCESS_ID": None}, "LINNET_PROCESS_ID"),
+        ({"LINNET_PROCESS_ID": "4"}, "LINNET_PROCESS_ID"),
+        ({"LINNET_PROCESS_ID": "-1"}, "LINNET_PROCESS_ID"),
+        ({"LINNET_COORDINATOR": None}, "LINNET_COORDINATOR"),
+        ({"LINNET_COORDINATOR": "node0"}, "LINNET_COORDINATOR"),
+        ({"LINNET_COORDINATOR": "node0:99999"}, "LINNET_COORDINATOR"),
+    ],
+)
+def test_what_is_half_said_is_refused_by_name(changes: dict[str, str | None], named: str, tmp_path: Path) -> None:
+    environ = {name: value for name, value in {**EXPLICIT, **changes}.items() if value is not None}
+    with pytest.raises(UserError, match=named):
+        find_place(environ, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"SLURM_PROCID": None}, "SLURM_PROCID"),
+        ({"SLURM_LOCALID": None}, "SLURM_LOCALID"),
+        ({"SLURM_PROCID": "4"}, "SLURM_PROCID"),
+        ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS"),
+    ],
+)
+def test_a_broken_slurm_step_is_refused_by_name(changes: dict[str, str | None], named: str, tmp_path: Path) -> None:
+    environ = {name: value for name, value in {**SLURM, **changes}.items() if value is not None}
+    with pytest.raises(UserError, match=named):
+        find_place(environ, tmp_path)
+
+
+def test_bounds_have_usual_values_and_refuse_nonsense() -> None:
+    assert find_bounds({}) == Bounds(lost=30.0, start=300.0)
+    assert find_bounds({"LINNET_LOST_SECONDS": "4.5"}).lost == 4.5
+    for bad in ("soon", "0", "nan"):
+        with pytest.raises(UserError, match="LINNET_START_SECONDS"):
+            find_bounds({"LINNET_START_SECONDS": bad})
+
+
+@pytest.mark.parametrize(("n_core", "n"), [(2, 4), (8, 3), (8, 8), (1, 1), (5, 2)])
+def test_every_process_has_a_core_and_no_core_is_left_out(n_core: int, n: int) -> None:
+    cores = list(range(10, 10 + n_core))
+    shares = [fair_share(cores, i, n) for i in range(n)]
+    assert all(shares)
+    assert {core for share in shares for core in share} == set(cores)
+    if n <= n_core:
+        assert sum(map(len, shares)) == n_core
+
+
+def test_who_misses_another_is_not_taken_for_the_first_to_fail() -> None:
+    assert the_first([(0, 76), (2, 137), (3, 76)]) == (2, 137)
+    assert the_first([(1, 76)]) == (1, 76)
+
+
+# Who is gone.
+
+
+def sign(index: int, beat: int = 0, **more: object) -> Sign:
+    return dataclasses.replace(Sign(index=index, host=f"h{index}", beat=beat), **more)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_process_without_new_signs_is_gone_after_the_bound_and_named() -> None:
+    ears = Ears(3)
+    for beat in range(5):
+        ears.hear([sign(0, beat), sign(1, beat, step=beat), sign(2, min(beat, 1), step=17)], 1.0)
+    assert [one.index for one in ears.silent(2.0)] == [2]
+    assert ears.verdict(4.0, 4.0) is None
+    for beat in range(5, 7):
+        ears.hear([sign(0, beat), sign(1, beat), sign(2, 1, step=17)], 1.0)
+    words = ears.verdict(4.0, 4.0)
+    assert words is not None
+    assert "process 2 on h2" in words
+    assert "step 17" in words
+    assert "process 1" not in words
+
+
+def test_a_process_that_never_spoke_is_gone_too() -> None:
+    ears = Ears(2)
+    for beat in range(6):
+        ears.hear([sign(0, beat)], 1.0)
+    assert "process 1 " in str(ears.verdict(4.0, 4.0))
+
+
+def test_a_broken_connection_shortens_the_wait_but_accuses_nobody_who_speaks() -> None:
+    ears = Ears(2)
+    for beat in range(4):
+        ears.hear([sign(0, beat, broken=True), sign(1, beat)], 1.0)
+    assert ears.verdict(30.0, 2.0) is None
+    for beat in range(4, 8):
+        ears.hear([sign(0, beat, broken=True), sign(1, 3)], 1.0)
+    assert "process 1" in str(ears.verdict(30.0, 2.0))
+
+
+def test_a_process_that_failed_is_named_with_its_reason_after_the_others_had_time_to_fail_too() -> None:
+    ears = Ears(2)
+    ears.hear([sign(0), sign(1, 1, failed="the disk is full")], 1.0)
+    assert ears.verdict(30.0, 30.0) is None
+    ears.hear([sign(0, 1, broken=True), sign(1, 1, failed="the disk is full")], FAILED_SECONDS - 1.0)
+    assert ears.verdict(30.0, 2.0) is None  # silent, with a connection broken: but it has said why
+    ears.hear([sign(0, 2), sign(1, 1, failed="the disk is full")], 1.0)
+    assert "the disk is full" in str(ears.verdict(30.0, 30.0))
+
+
+class Board:
+    """The key-value store, in memory; `down` makes it behave as one whose process is gone or stopped."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, str] = {}
+        self.down: Callable[[], None] = lambda: None
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        self.down()
+        self.notes[key] = value
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        self.down()
+        return [(name, text) for name, text in list(self.notes.items()) if name.startswith(key)]
+
+
+class Left:
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.at = threading.Event()
+
+    def __call__(self, words: str, after: float) -> None:
+        self.words.append(words)
+        self.at.set()
+        time.sleep(3600)  # as one who leaves says nothing more
+
+
+def beating(board: Board, index: int, count: int, lost: float = 1.0) -> tuple[Pulse, Left]:
+    left = Left()
+    member = Member(index=index, count=count, host=f"h{index}")
+    return Pulse(board, member, Bounds(lost=lost, start=9.0), "h0:1234", left), left
+
+
+def test_all_name_the_process_that_fell_silent_and_say_what_is_kept() -> None:
+    board = Board()
+    pulses = [beating(board, i, 3) for i in range(3)]
+    for pulse, _ in pulses:
+        pulse.saved = lambda: "Nothing after step 15 is kept."
+        pulse.start()
+    pulses[2][0].stepped(17, 0.0)
+    time.sleep(0.6)
+    assert not any(left.words for _, left in pulses)
+    pulses[2][0].stop()  # killed, for all the others can see
+    for _, left in pulses[:2]:
+        assert left.at.wait(10.0)
+        assert "process 2 on h2" in left.words[0]
+        assert "step 17" in left.words[0]
+        assert "Nothing after step 15 is kept." in left.words[0]
+        assert "--restarts" in left.words[0]
+
+
+@pytest.mark.parametrize("how", ["refused", "stuck"])
+def test_process_0_is_missed_when_its_store_is_gone_or_hangs(how: str) -> None:
+    board = Board()
+    pulse, left = beating(board, 1, 2)
+    pulse.start()
+
+    def gone() -> None:
+        if how == "stuck":
+            time.sleep(3600)
+        raise RuntimeError("UNAVAILABLE")
+
+    board.down = gone
+    assert left.at.wait(10.0)
+    assert "process 0 at h0:1234" in left.words[0]
+
+
+def test_a_process_that_says_it_fails_is_heard_though_it_falls_silent_at_once() -> None:
+    board = Board()
+    (judge, left), (other, _) = beating(board, 0, 2), beating(board, 1, 2)
+    judge.start()
+    other.fail("no room on the disk")
+    assert left.at.wait(10.0)
+    assert "no room on the disk" in left.words[0]
+
+
+def wrapped(error: Exception) -> Exception:
+    try:
+        try:
+            raise error
+        except Exception as cause:
+            raise UserError("The checkpoint of step 3 could not be written.") from cause
+    except UserError as found:
+        return found
+
+
+def test_an_error_that_a_lost_process_left_behind_is_known_by_its_status_wherever_it_hides() -> None:
+    gloo = ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:14746")
+    assert is_echo(gloo)
+    assert is_echo(wrapped(RuntimeError("UNAVAILABLE: Socket closed")))
+    assert not is_echo(wrapped(OSError("No space left on device")))
+    assert not is_echo(UserError("data.source is UNKNOWN: it must be a file."))
+
+
+def test_a_process_on_its_own_is_watched_by_nobody() -> None:
+    with watched(say=print, tell=print, saved=lambda: None) as watch:
+        assert isinstance(watch, Alone)
+        watch.stepped(1, 0.0)
+    with pytest.raises(ValueError, match="UNKNOWN"), watched(say=print, tell=print, saved=lambda: None):
+        raise ValueError("UNKNOWN: passes through at once")
+
+
+# Who is slow.
+
+
+def test_the_slow_host_and_the_slow_core_are_told_apart() -> None:
+    usual = {"host_seconds": 0.010, "probe_seconds": 0.001}
+    signs = {i: sign(i, **usual) for i in range(4)}
+    assert stragglers(signs) == {}
+    signs[2] = sign(2, host_seconds=0.062, probe_seconds=0.001)
+    signs[3] = sign(3, host_seconds=0.010, probe_seconds=0.0045)
+    found = stragglers(signs)
+    assert set(found) == {2, 3}
+    assert "6.2 times" in found[2]
+    assert "host" in found[2]
+    assert "4.5 times" in found[3]
+
+
+def test_small_host_work_is_no_straggler_and_two_processes_can_be_told_apart() -> None:
+    assert stragglers({0: sign(0, host_seconds=0.0001), 1: sign(1, host_seconds=0.001)}) == {}
+    assert set(stragglers({0: sign(0, host_seconds=0.01), 1: sign(1, host_seconds=0.1)})) == {1}
+    assert stragglers({0: sign(0, host_seconds=0.01)}) == {}
+
+
+def test_a_straggler_is_named_once_and_only_when_it_was_slow_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulse, _ = beating(Board(), 0, 3)
+    now, said = [0.0], []
+    monkeypatch.setattr("linnet.train.watch_cluster.time.monotonic", lambda: now[0])
+    watch = Together(pulse, lambda step, words: said.append((step, words)), lambda words: None)
+
+    def step(n: int, slow: bool) -> None:
+        now[0] += pulse.late + 0.1
+        pulse.ears.hear([sign(i, n, host_seconds=0.5 if slow and i == 1 else 0.01) for i in range(3)], 1.0)
+        watch.stepped(n, 0.01)
+
+    step(1, slow=True)
+    assert not said
+    step(2, slow=True)
+    step(3, slow=True)
+    assert [at for at, _ in said] == [2]
+    assert "Process 1 on h1" in said[0][1]
+    for n, slow in ((4, False), (5, True), (6, True)):
+        step(n, slow)
+    assert [at for at, _ in said] == [2, 6]
+
+
+def test_waiting_is_told_at_once_and_written_when_the_run_goes_on() -> None:
+    pulse, _ = beating(Board(), 0, 3)
+    told: list[str] = []
+    said: list[tuple[int, str]] = []
+    watch = Together(pulse, lambda step, words: said.append((step, words)), told.append)
+    assert pulse.on_silence is not None
+    for seconds in (6.0, 7.0):
+        pulse.on_silence([Silent(index=2, seconds=seconds, sign=sign(2, step=17))])
+    assert told == ["Waiting for process 2 on h2 since 6 s, last seen at step 17."]
+    pulse.ears.hear([sign(2, 9)], 0.0)
+    pulse.on_silence([])
+    assert not said
+    watch.stepped(18, 0.0)
+    assert said == [(18, "Process 2 on h2 was silent for 7 s, and goes on.")]
