@@ -137,7 +137,7 @@ def test_a_reader_is_not_confused_by_a_checkpoint_deleted_meanwhile(
             shutil.copytree(saved.folder / "000000002", saved.folder / "000000003")
             body = json.loads((path / "manifest" / "manifest.json").read_text()) | {"step": 3}
             del body["crc32"]
-            body["crc32"] = snapshot._body_checksum(body)
+            body["crc32"] = snapshot.body_checksum(body)
             (saved.folder / "000000003" / "manifest" / "manifest.json").write_text(json.dumps(body))
             shutil.rmtree(path)
         calls.append(path)

@@ -140,6 +140,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+def fill(path: Path) -> None:
+    disk = os.statvfs(path.parent)
+    path.write_bytes(bytes(disk.f_bavail * disk.f_bsize))
+
+
 def test_full_disk_in_the_middle_of_a_save_loses_nothing(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,9 +159,10 @@ def test_full_disk_in_the_middle_of_a_save_loses_nothing(
             saver.wait()
     assert [entry.name for entry in saver.folder.iterdir()] == ["000000001"]
     assert bits(saver.restore(target).state) == bits(state)
-    (small_disk / "filler").write_bytes(bytes((os.statvfs(small_disk).f_bavail) * os.statvfs(small_disk).f_bsize))
+    fill(small_disk / "filler")
     with pytest.raises(CheckpointError, match=r"step 2"):
         saver.save(2, state, extra={}, wait=True)
+    fill(small_disk / "more")  # what the failed save had open was freed a moment later
     with pytest.raises(CheckpointError, match=r"best.json cannot be written"):
         saver.mark_best(1, 1.0)
     (small_disk / "filler").unlink()

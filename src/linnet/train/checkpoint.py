@@ -1,7 +1,8 @@
 """The checkpoints of a run: saved in the background, the latest and the best kept, damage passed over.
 
-A checkpoint is a folder named by its step (see `snapshot`). Only the process that holds the run's lock may save or
-set aside; readers change nothing on disk.
+A checkpoint is a folder named by its step (see `snapshot`). Only the run that holds the lock may save or set aside;
+readers change nothing on disk. The processes of a run on several machines call these functions together: the first
+one looks at the folder, decides and deletes for all, and each writes and reads its share of the arrays.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import orbax.checkpoint as ocp
 
 from linnet.errors import UserError, refuse
-from linnet.train import snapshot
+from linnet.train import quiet, shares, snapshot, together
 from linnet.train.snapshot import Damaged, Restored
+from linnet.train.writer import Deserted, Writer
 
 log = logging.getLogger("linnet")
 
@@ -44,10 +45,10 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int) -> None:
         if keep < 1:
             raise refuse("checkpoint.keep", keep, "at least 1", "keep 1 or more checkpoints")
-        snapshot.hush_orbax()
+        quiet.hush_orbax()
         self.folder = folder.absolute()
         self.keep = keep
-        self._writer: ocp.AsyncCheckpointer | None = None
+        self._writer: Writer | None = None
         self._in_flight: tuple[int, int] | None = None  # Step and bytes of the save that is being written.
 
     # Reading.
@@ -79,28 +80,19 @@ class Checkpoints:
         if set_aside:
             self._sweep()
         if step != "latest":
-            return self._restore_one(target, self._chosen(step))
+            return self._restore_one(target, together.decided(lambda: self._chosen(step)))
         damaged: dict[int, str] = {}
         while True:
-            left = [s for s in self.steps() if s not in damaged]
-            if not left:
-                raise self._nothing_left(damaged)
+            number = together.decided(lambda: self._newest(damaged))
             try:
-                restored = snapshot.read(self._path(left[-1]), target)
+                restored = snapshot.read(self._path(number), target)
                 break
             except Damaged as why:
-                if self._path(left[-1]).exists():  # If not, the training has deleted an old one meanwhile.
-                    damaged[left[-1]] = str(why)
-        for number, why in damaged.items():
-            # Only now: when nothing at all can be read, the fault may lie elsewhere, and nothing is renamed.
-            where = f" It is set aside as {self._set_aside(number)}." if set_aside else ""
-            log.warning(
-                "The checkpoint of step %d is damaged (%s). Step %d is used instead.%s",
-                number,
-                why,
-                restored.step,
-                where,
-            )
+                # If it is not there, the training has deleted an old one meanwhile.
+                if together.decided(lambda: self._path(number).exists()):  # noqa: B023, called at once
+                    damaged[number] = str(why)
+        # Only now: when nothing at all can be read, the fault may lie elsewhere, and nothing is renamed.
+        together.decided(lambda: self._pass_over(damaged, restored.step, set_aside=set_aside))
         return restored
 
     # Writing.
@@ -112,20 +104,16 @@ class Checkpoints:
         A step that is saved already stays as it is. The failure of an earlier save is raised here.
         """
         self.wait()
-        if step in self.steps():
-            return
         extra = json.loads(json.dumps(extra))  # Fails here if it is not JSON, and no later change of it counts.
-        copy = snapshot.copy_to_host(state)
-        need = math.ceil(ROOM * copy.nbytes)
+        need = math.ceil(ROOM * shares.nbytes(state))
         try:
+            if not together.decided(lambda: self._make_room(step, need)):
+                return
+            copy = shares.copy_to_host(state)
             if self._writer is None:
-                self._sweep()
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._writer = snapshot.new_writer()
-            if _free_bytes(self.folder) < need:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._writer = Writer()
             self._in_flight = (step, need)
-            snapshot.write(self._writer, self._path(step), step, copy, extra)
+            self._writer.write(self._path(step), step, copy, extra)
         except Exception as error:
             raise self._failed(step, need, error) from error
         if wait:
@@ -137,7 +125,7 @@ class Checkpoints:
             return
         step, need = self._in_flight
         try:
-            self._writer.wait_until_finished()
+            self._writer.wait()
         except Exception as error:
             raise self._failed(step, need, error) from error
         self._in_flight = None
@@ -180,6 +168,30 @@ class Checkpoints:
             raise self._nothing_left({})
         what = "the step of an evaluated checkpoint" if step == "best" else "a saved step"
         raise refuse("step", step, f"{what} of {self.folder}", f"use latest, or one of {steps}")
+
+    def _newest(self, damaged: dict[int, str]) -> int:
+        left = [step for step in self.steps() if step not in damaged]
+        if not left:
+            raise self._nothing_left(damaged)
+        return left[-1]
+
+    def _pass_over(self, damaged: dict[int, str], used: int, *, set_aside: bool) -> None:
+        for number, why in damaged.items():
+            where = f" It is set aside as {self._set_aside(number)}." if set_aside else ""
+            log.warning(
+                "The checkpoint of step %d is damaged (%s). Step %d is used instead.%s", number, why, used, where
+            )
+
+    def _make_room(self, step: int, need: int) -> bool:
+        """Whether to save `step`: not if it is there already. Fails if the disk is too full for it."""
+        if step in self.steps():
+            return False
+        if self._writer is None:
+            self._sweep()
+            self.folder.mkdir(parents=True, exist_ok=True)
+        if _free_bytes(self.folder) < need:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return True
 
     def _restore_one(self, target: Any, step: int) -> Restored:
         try:
@@ -238,8 +250,14 @@ class Checkpoints:
             with contextlib.suppress(Exception):
                 self._writer.close()
             self._writer = None
-        shutil.rmtree(self.folder / f"{self._path(step).name}{TEMPORARY}", ignore_errors=True)
+        if jax.process_index() == 0:
+            shutil.rmtree(self.folder / f"{self._path(step).name}{TEMPORARY}", ignore_errors=True)
         intact = f"Earlier checkpoints are intact: {self.steps() or 'there are none yet'}."
+        if isinstance(error, Deserted):
+            return CheckpointError(
+                f"The checkpoint of step {step} is not written: {error}. {intact} "
+                f"Fix: see what that process said last, then resume."
+            )
         if not _is_full(error):
             return CheckpointError(
                 f"The checkpoint of step {step} could not be written to {self.folder} ({snapshot.short(error)}). "

@@ -1,20 +1,16 @@
-"""One checkpoint on disk: Orbax writes the leaves by name, a manifest beside them proves every one by a checksum.
+"""One checkpoint on disk: the leaves by name, in Orbax's form, and a manifest that proves each one by a checksum.
 
-Written by Orbax's own threads and committed by one rename: a folder with a step for its name is whole.
+A folder with a step for its name is whole (see `writer`). It is read on any mesh, by any number of processes, which
+all call `read` together: each one reads the pieces it needs, and no process ever needs a whole leaf.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
-import os
-import sys
-import traceback
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array
-from orbax.checkpoint import future
 
 from linnet.errors import UserError
 from linnet.pytree import named_leaves
+from linnet.train import checksum, shares, together
+
+log = logging.getLogger("linnet")
 
 STATE, MANIFEST = "state", "manifest"
 
@@ -42,87 +40,47 @@ class Restored:
     extra: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class HostCopy:
-    """A state off the device: the leaves by name (random keys as their numbers), and what each one is."""
-
-    leaves: dict[str, np.ndarray]
-    kinds: dict[str, str]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.nbytes for leaf in self.leaves.values())
-
-
-def copy_to_host(state: Any) -> HostCopy:
-    """Real copies: on CPU a view would share the memory that the next step may overwrite."""
-    leaves = {name: np.array(leaf, copy=True, order="C") for name, leaf in _named(state).items()}
-    return HostCopy(leaves=leaves, kinds=_kinds(state))
-
-
-def write(writer: ocp.AsyncCheckpointer, path: Path, step: int, copy: HostCopy, extra: dict[str, Any]) -> None:
-    """Begins to write in the background. `writer.wait_until_finished` tells the end, and any failure."""
-    arrays, manifest = ocp.args.PyTreeSave(_not_empty(copy.leaves)), _ManifestSave(step=step, extra=extra, copy=copy)
-    writer.save(path, args=ocp.args.Composite(state=arrays, manifest=manifest))
-
-
-@dataclasses.dataclass(repr=False)
-class _ManifestSave(ocp.args.CheckpointArgs):
-    step: int
-    extra: dict[str, Any]
-    copy: HostCopy
-
-
-class _ManifestHandler(ocp.AsyncCheckpointHandler):
-    """Writes the manifest beside the arrays. The checksums are computed here, in Orbax's thread."""
-
-    async def async_save(self, directory: Any, args: _ManifestSave) -> list[ocp.Future]:  # pyright: ignore
-        return [future.CommitFutureAwaitingContractedSignals(self._write(Path(directory), args), name=MANIFEST)]
-
-    async def _write(self, directory: Path, args: _ManifestSave) -> None:
-        if jax.process_index() == 0:
-            rows = {
-                name: {"kind": args.copy.kinds[name], "crc32": _leaf_checksum(name, leaf)}
-                for name, leaf in args.copy.leaves.items()
-            }
-            body = {"step": args.step, "extra": args.extra, "leaves": rows}
-            with open(directory / f"{MANIFEST}.json", "w") as file:
-                file.write(json.dumps(body | {"crc32": _body_checksum(body)}))
-                file.flush()
-                os.fsync(file.fileno())  # As TensorStore does with the arrays, so that a power cut loses nothing.
-
-    def save(self, directory: Any, args: _ManifestSave) -> None:
-        raise AssertionError("only the asynchronous way is used")
-
-    def restore(self, directory: Any, args: Any = None) -> None:
-        raise AssertionError("`read` reads it")
-
-
-# Orbax wants a class for both ways. Only the first is used.
-ocp.args.register_with_handler(_ManifestHandler, for_save=True, for_restore=True)(_ManifestSave)
-
-
-def new_writer() -> ocp.AsyncCheckpointer:
-    # `write` hands over copies of ours, so Orbax need not copy again. Weights do not compress: that time is saved.
-    types = ocp.type_handlers
-    registry = types.create_type_handler_registry(
-        (np.ndarray, types.NumpyHandler(deepcopy_host_arrays=False)), (jax.Array, types.ArrayHandler())
-    )
-    arrays = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
-    # Folders are made at once: in the background, a process that ends without `close` would wait for them five minutes.
-    now = ocp.AsyncOptions(create_directories_asynchronously=False)
-    options = ocp.CompositeOptions(async_options=now)
-    both = ocp.CompositeCheckpointHandler(state=arrays, manifest=_ManifestHandler(), composite_options=options)
-    return ocp.AsyncCheckpointer(both, async_options=now)
-
-
 def read(path: Path, target: Any) -> Restored:
-    """Reads one checkpoint and proves its content. `Damaged` if it fails, `UserError` if `target` is another model."""
-    manifest = _read_manifest(path)
-    _refuse_other_model(path, manifest["leaves"], target)
-    wanted = {name: _placed(leaf) for name, leaf in _named(target).items()}
-    stored = _not_empty(wanted)
-    with contextlib.closing(ocp.Checkpointer(ocp.PyTreeCheckpointHandler())) as reader:
+    """Reads one checkpoint and proves its content. `Damaged` if it fails, `UserError` if `target` is another model.
+
+    All processes come to the same end: what one of them cannot read, or finds wrong, is damaged for all.
+    """
+    manifest, found, fault = {}, {}, None
+    try:
+        manifest = _read_manifest(path)
+        _refuse_other_model(path, manifest["leaves"], target)
+        found = _read_arrays(path, target)
+        report = {"fault": None, "damaged": True, "sums": _held_sums(found, manifest["leaves"])}
+    except Exception as error:
+        fault, report = error, {"fault": str(error), "damaged": isinstance(error, Damaged), "sums": {}}
+    reports = together.everyone(report)
+    _settle(fault, reports)
+    _prove(found, manifest["leaves"], [each["sums"] for each in reports])
+    leaves = [_like(found[name], leaf) for name, leaf in named_leaves(target)]
+    state = jax.tree.unflatten(jax.tree.structure(target), leaves)
+    return Restored(state=state, step=manifest["step"], extra=manifest["extra"])
+
+
+def _settle(fault: Exception | None, reports: list[dict[str, Any]]) -> None:
+    """Raises if any process has met a fault: its own one first, so that nothing is hidden, or else another's."""
+    if all(report["fault"] is None for report in reports):
+        return
+    if all(report["damaged"] for report in reports):
+        raise Damaged(next(report["fault"] for report in reports if report["fault"] is not None)) from fault
+    if fault is not None and not isinstance(fault, Damaged):
+        raise fault
+    process, words = next((i, report["fault"]) for i, report in enumerate(reports) if not report["damaged"])
+    raise UserError(f"Process {process} cannot read the checkpoint: {words}")
+
+
+def _read_arrays(path: Path, target: Any) -> dict[str, Array]:
+    """The leaves by name, of each the pieces that this process needs."""
+    wanted = {name: _placed(leaf) for name, leaf in shares.named(target).items()}
+    stored, myself = shares.not_empty(wanted), jax.process_index()
+    # No process waits for another here: if one of them fails, the others must hear of it, and not wait for ever.
+    alone = ocp.options.MultiprocessingOptions(primary_host=myself, active_processes={myself})
+    arrays = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    with contextlib.closing(ocp.Checkpointer(arrays, multiprocessing_options=alone)) as reader:
         try:
             how = ocp.checkpoint_utils.construct_restore_args(stored)
             found = reader.restore(path / STATE, args=ocp.args.PyTreeRestore(stored, restore_args=how))
@@ -130,13 +88,42 @@ def read(path: Path, target: Any) -> Restored:
             raise
         except Exception as error:  # Damaged files make Orbax and TensorStore raise nearly anything.
             raise Damaged(f"the arrays cannot be read: {short(error)}") from error
-    found |= {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in wanted.items() if name not in stored}
-    wrong = [n for n, row in manifest["leaves"].items() if _leaf_checksum(n, np.asarray(found[n])) != row["crc32"]]
-    if wrong:
+    for name, leaf in wanted.items():
+        if name not in stored:
+            found[name] = jax.make_array_from_callback(
+                leaf.shape, leaf.sharding, lambda cuts, leaf=leaf: np.zeros(leaf.shape, leaf.dtype)[cuts]
+            )
+    return found
+
+
+def _held_sums(found: dict[str, Array], rows: dict[str, Any]) -> dict[str, int]:
+    return {name: checksum.of_held(found[name]) for name, row in rows.items() if "sum" in row}
+
+
+def _prove(found: dict[str, Array], rows: dict[str, Any], sums: list[dict[str, int]]) -> None:
+    """Compares what all processes together have read with what was written."""
+    wrong, unproven = [], []
+    for name, row in rows.items():
+        leaf = found[name]
+        if "sum" in row:
+            # A leaf on the devices of this process alone was read whole by each process.
+            expected = row["sum"] * checksum.copies(leaf) * (len(sums) if leaf.is_fully_addressable else 1)
+            proven = (sum(each[name] for each in sums) - expected) % checksum.MODULUS == 0
+        elif leaf.is_fully_addressable or leaf.is_fully_replicated:
+            proven = _crc32(name, np.asarray(leaf)) == row["crc32"]
+        else:
+            unproven.append(name)
+            continue
+        if not proven:
+            wrong.append(name)
+    if wrong := sorted({name for each in together.everyone(wrong) for name in each}):
         raise Damaged(f"the content of {_some(wrong)} does not match its checksum")
-    leaves = [_like(found[name], leaf) for name, leaf in named_leaves(target)]
-    state = jax.tree.unflatten(jax.tree.structure(target), leaves)
-    return Restored(state=state, step=manifest["step"], extra=manifest["extra"])
+    if unproven and jax.process_index() == 0:
+        log.warning(
+            "The checksums of this checkpoint are of an old kind, for whole arrays: %s, cut over several processes, "
+            "could not be proven. Fix: nothing need be done. Checkpoints saved from now on can be proven on any mesh.",
+            _some(unproven),
+        )
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -144,7 +131,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_bytes())
         found = manifest.pop("crc32")
-        sound = found == _body_checksum(manifest) and manifest["step"] == int(path.name)
+        sound = found == body_checksum(manifest) and manifest["step"] == int(path.name)
     except FileNotFoundError:
         raise Damaged(f"{file.name} is missing") from None
     except PermissionError as error:
@@ -157,7 +144,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _refuse_other_model(path: Path, rows: dict[str, Any], target: Any) -> None:
-    saved, asked = {name: row["kind"] for name, row in rows.items()}, _kinds(target)
+    saved, asked = {name: row["kind"] for name, row in rows.items()}, shares.kinds(target)
     both = saved.keys() & asked.keys()
     faults = {
         "missing in it": sorted(asked.keys() - both),
@@ -172,39 +159,8 @@ def _refuse_other_model(path: Path, rows: dict[str, Any], target: Any) -> None:
         )
 
 
-def _named(tree: Any) -> dict[str, Any]:
-    """The leaves by name, with random keys as their numbers. Works on arrays and on abstract leaves."""
-    pairs = list(named_leaves(tree))
-    named = {name: _numbers(leaf) for name, leaf in pairs}
-    assert len(named) == len(pairs), f"two leaves share a name among {sorted(name for name, _ in pairs)}"
-    return named
-
-
-def _kinds(tree: Any) -> dict[str, str]:
-    """Dtype and shape of every leaf, as in `float32[3, 4]`."""
-    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_leaves(tree)}
-
-
-def _not_empty(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Orbax refuses arrays without elements. Their shape and dtype are in the manifest, and that is all of them."""
-    return {name: leaf for name, leaf in leaves.items() if leaf.size}
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _numbers(leaf: Any) -> Any:
-    if not _is_key(leaf):
-        return leaf
-    if isinstance(leaf, jax.Array):
-        return jax.random.key_data(leaf)
-    data = jax.eval_shape(jax.random.key_data, leaf)
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
-
-
 def _like(found: Array, leaf: Any) -> Array:
-    if not _is_key(leaf):
+    if not shares.is_key(leaf):
         return found
     return jax.random.wrap_key_data(found, impl=jax.random.key_impl(jnp.empty((), dtype=leaf.dtype)))
 
@@ -214,12 +170,13 @@ def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _leaf_checksum(name: str, leaf: np.ndarray) -> int:
+def _crc32(name: str, leaf: np.ndarray) -> int:
+    """How whole leaves were proven before they could be cut."""
     content = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
     return zlib.crc32(content.data, zlib.crc32(f"{name} {leaf.dtype} {leaf.shape}".encode()))
 
 
-def _body_checksum(body: dict[str, Any]) -> int:
+def body_checksum(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
@@ -231,39 +188,3 @@ def short(error: Exception) -> str:
 def _some(names: list[str], at_most: int = 8) -> str:
     more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
     return ", ".join(names[:at_most]) + more
-
-
-class _NotOrbax(logging.Filter):
-    """What Orbax logs is for its authors; what a user must know is raised or logged by Linnet."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        return "orbax" not in Path(record.pathname).parts and not _from_orbax(error)
-
-
-@functools.cache
-def hush_orbax() -> None:
-    """Keeps Orbax's own words off the terminal, once for the process. Other libraries are heard as before.
-
-    When one array of many fails, Orbax raises that error and abandons the other arrays: closes the event loop under
-    them, and leaves their tasks to the garbage collector. Their complaints come later, through these three ways.
-    """
-    logging.getLogger("absl").addFilter(_NotOrbax())
-    logging.getLogger("asyncio").addFilter(_NotOrbax())
-    sys.unraisablehook = functools.partial(_report_unraisable, sys.unraisablehook)
-
-
-def _report_unraisable(otherwise: Callable[[Any], None], unraisable: Any) -> None:
-    error = unraisable.exc_value
-    abandoned = unraisable.object is None and str(error) == "Event loop is closed"
-    if not abandoned and not _from_orbax(error):
-        otherwise(unraisable)
-
-
-def _from_orbax(error: BaseException | None) -> bool:
-    """Whether an error was raised in Orbax or by TensorStore, whose errors have no frames but always name the store."""
-    if error is None:
-        return False
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    named = any(words in str(error) for words in ("tensorstore", "OCDBT database", "local file"))
-    return named or any("orbax" in Path(file).parts for file in files)
