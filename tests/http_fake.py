@@ -19,7 +19,19 @@ from linnet.families.detokenize import TextAssembler
 from linnet.serve.http.app import make_app
 from linnet.serve.http.limits import Limits
 from linnet.serve.http.model import Model, PriorModel, Sessions
-from linnet.serve.request import Choice, Draining, Finished, OnEvent, Produced, PromptRead, QueueFull, Request, TooLong
+from linnet.serve.request import (
+    Choice,
+    Draining,
+    Finished,
+    NoSession,
+    OnEvent,
+    Produced,
+    PromptRead,
+    QueueFull,
+    Request,
+    SessionInUse,
+    TooLong,
+)
 from linnet.serve.template import PLAIN
 
 
@@ -32,6 +44,7 @@ class FakeSession:
 class FakeSessions:
     def __init__(self) -> None:
         self.all: dict[str, FakeSession] = {}
+        self.held: set[str] = set()
         self.most = 1024
         self._names = (f"session-{i}" for i in itertools.count())
 
@@ -44,8 +57,20 @@ class FakeSessions:
 
     def get(self, id: str) -> FakeSession:
         if id not in self.all:
-            raise UserError(f"no session {id}")
+            raise NoSession(id)
         return self.all[id]
+
+    def n_tokens(self, id: str) -> int:
+        return self.get(id).n_tokens
+
+    def hold(self, id: str, call: str) -> None:
+        self.get(id)
+        if id in self.held:
+            raise SessionInUse(id)
+        self.held.add(id)
+
+    def release(self, id: str) -> None:
+        self.held.remove(id)
 
     def put(self, id: str, state: Any, n_tokens: int) -> None:
         self.get(id)

@@ -37,6 +37,28 @@ class Draining(UserError):
     """The engine is about to stop, and takes nothing new."""
 
 
+class NoSession(UserError):
+    def __init__(self, id: str) -> None:
+        super().__init__(f"there is no session {id[:64]!r}. Fix: create one, or restore a saved one.")
+
+
+class SessionInUse(UserError):
+    """One call at a time may go on from a session: two would leave it where neither ended."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"session {id!r} is in use by another call. Fix: wait for its end, or fork the session.")
+
+
+class AnswerLost(UserError):
+    """The call was made before, and the session went on by it, but whoever computed it was gone before it could answer."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(
+            f"session {id!r} went on by this call, but its answer was lost with the replica that made it. Fix: go on from there; "
+            "fork a session before a call that must be repeatable."
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constraint:
     """What the text must match."""

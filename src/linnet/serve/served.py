@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 from linnet.data.tokenizer import Tokenizer
 from linnet.families.family import TokenFamily
 from linnet.serve.engine import Engine, EngineConfig
 from linnet.serve.request import OnEvent, Request
+from linnet.serve.session_folder import FolderSessions
 from linnet.serve.sessions import MOST_BYTES, Sessions
 from linnet.serve.template import PLAIN, ChatTemplate
 
@@ -25,7 +27,7 @@ class ServedModel:
     context: int | None
     created: int
     engine: Engine
-    sessions: Sessions
+    sessions: Sessions | FolderSessions
 
     @property
     def state_bytes(self) -> int:
@@ -56,11 +58,16 @@ def serve_model(
     config: EngineConfig,
     template: ChatTemplate = PLAIN,
     session_bytes: int = MOST_BYTES,
+    session_folder: Path | None = None,
 ) -> ServedModel:
-    """Starts the engine of a model, its programs compiled."""
+    """Starts the engine of a model, its programs compiled. Without a folder its sessions end with this process."""
     engine = Engine(family, cfg, params, buffers, tokenizer, config)
     engine.backend.warm_up()
-    sessions = Sessions(engine.backend.state_like, engine.fingerprint, most_bytes=session_bytes)
+    like, fingerprint = engine.backend.state_like, engine.fingerprint
+    if session_folder is None:
+        sessions = Sessions(like, fingerprint, most_bytes=session_bytes)
+    else:
+        sessions = FolderSessions(session_folder, like, fingerprint, most_bytes=session_bytes)
     return ServedModel(
         name=name,
         tokenizer=tokenizer,

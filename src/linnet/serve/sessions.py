@@ -11,6 +11,7 @@ from typing import Any
 from linnet.errors import UserError
 from linnet.serve import state as states
 from linnet.serve.held import HeldBytes
+from linnet.serve.request import NoSession, SessionInUse
 from linnet.serve.state import State
 
 MOST_SESSIONS = 1024
@@ -25,6 +26,22 @@ class Session:
     """Of the conversation; the end id that it begins with is not counted."""
 
 
+def new_id() -> str:
+    return f"session-{secrets.token_urlsafe(16)}"
+
+
+def must_have_room(n: int, most: int, n_bytes: int, most_bytes: int) -> None:
+    if n >= most:
+        raise UserError(f"there are {most} sessions, as many as may be. Fix: delete one first.")
+    if n_bytes >= most_bytes:
+        held = f"{n_bytes >> 20:,} MB of {most_bytes >> 20:,}"
+        raise UserError(f"the sessions' states fill their room ({held}). Fix: delete one first.")
+
+
+def nothing_read(id: str) -> UserError:
+    return UserError(f"the session {id[:64]!r} has read nothing yet. Fix: continue it once before saving it.")
+
+
 class Sessions:
     """Of one model. From any thread. A session is deleted by its owner only: when there is no room, a new one is refused. One that
     is there may always go on."""
@@ -35,6 +52,7 @@ class Sessions:
         self._like, self._model, self._most, self._most_bytes = like, model, most, most_bytes
         self._sessions: dict[str, Session] = {}
         self._held = HeldBytes()
+        self._in_use: set[str] = set()
         self._lock = threading.Lock()
 
     def create(self) -> str:
@@ -43,8 +61,22 @@ class Sessions:
     def get(self, id: str) -> Session:
         with self._lock:
             if id not in self._sessions:
-                raise UserError(f"there is no session {id[:64]!r}. Fix: create one, or restore a saved one.")
+                raise NoSession(id)
             return self._sessions[id]
+
+    def n_tokens(self, id: str) -> int:
+        return self.get(id).n_tokens
+
+    def hold(self, id: str, call: str) -> None:
+        self.get(id)
+        with self._lock:
+            if id in self._in_use:
+                raise SessionInUse(id)
+            self._in_use.add(id)
+
+    def release(self, id: str) -> None:
+        with self._lock:
+            self._in_use.remove(id)
 
     def put(self, id: str, state: State, n_tokens: int) -> None:
         """The session goes on from here; one that was deleted meanwhile stays deleted."""
@@ -61,7 +93,7 @@ class Sessions:
     def save(self, id: str) -> bytes:
         session = self.get(id)
         if session.state is None:
-            raise UserError(f"the session {id[:64]!r} has read nothing yet. Fix: continue it once before saving it.")
+            raise nothing_read(id)
         return states.to_bytes(session.state)
 
     def restore(self, data: bytes) -> str:
@@ -91,13 +123,9 @@ class Sessions:
         return self._held.total
 
     def _add(self, session: Session) -> str:
-        id = f"session-{secrets.token_urlsafe(16)}"
+        id = new_id()
         with self._lock:
-            if len(self._sessions) >= self._most:
-                raise UserError(f"there are {self._most} sessions, as many as may be. Fix: delete one first.")
-            if self.n_bytes >= self._most_bytes:
-                held = f"{self.n_bytes >> 20:,} MB of {self._most_bytes >> 20:,}"
-                raise UserError(f"the sessions' states fill their room ({held}). Fix: delete one first.")
+            must_have_room(len(self._sessions), self._most, self.n_bytes, self._most_bytes)
             self._sessions[id] = session
             if session.state is not None:
                 self._held.add(session.state.memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -108,10 +109,11 @@ def make_app(
     lifecycle: Lifecycle | None = None,
     clock: Callable[[], float] = time.monotonic,
     host: str | None = None,
+    is_replica: bool = False,
 ) -> Starlette:
     """Without keys everyone who reaches the socket may ask, if by a name of this machine's own or of `host`, where it is served.
 
-    `clock` must be the engine's: deadlines are on it.
+    `clock` must be the engine's: deadlines are on it. A replica is asked by its front only, which names the calls and counts them.
     """
     by_name = {model.name: model for model in models}
     if not models or len(by_name) < len(models):
@@ -123,14 +125,15 @@ def make_app(
         Edge,
         keys=Keys(keys),
         doors=Doors(None if keys else host),
-        calls=Calls(limits.calls_per_key),
+        calls=Calls(sys.maxsize if is_replica else limits.calls_per_key),
         lifecycle=lifecycle,
         metrics=metrics,
+        is_replica=is_replica,
     )
     return Starlette(
         routes=[Route(one.path, _route(service, one), methods=[one.method]) for one in ENDPOINTS],
         middleware=[edge],
-        exception_handlers={HTTPException: _no_route},
+        exception_handlers={HTTPException: no_route},
     )
 
 
@@ -138,7 +141,7 @@ def _route(service: Service, endpoint: Endpoint) -> Callable[[HttpRequest], Awai
     return partial(endpoint.handler, service)
 
 
-async def _no_route(http: HttpRequest, error: Exception) -> Response:
+async def no_route(http: HttpRequest, error: Exception) -> Response:
     problem = explained(error, http.scope["state"]["request_id"])
     known = {404: "there is nothing at this path", 405: "this path does not know this method"}
     message = known.get(problem.status, str(problem))

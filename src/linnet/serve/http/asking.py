@@ -15,7 +15,6 @@ from anyio import to_thread
 from linnet.errors import refuse
 from linnet.serve.http.limits import Limits
 from linnet.serve.http.model import Model
-from linnet.serve.http.problem import ApiError
 from linnet.serve.http.schemas import PlainFormat, SamplingAsk, TextAsk
 from linnet.serve.http.service import Service
 from linnet.serve.request import MOST_SEED, Constraint, Finished, Request, Sampling
@@ -26,13 +25,30 @@ PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 PASSED_ON_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias")
 
 
+class Held:
+    """A session that a call goes on from. It is given back exactly once: the next call may hold it right after."""
+
+    def __init__(self, model: Model, id: str, call: str) -> None:
+        self.id, self._sessions, self._is_held = id, model.sessions, True
+        self._sessions.hold(id, call)
+
+    def release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._sessions.release(self.id)
+
+
 @dataclasses.dataclass(frozen=True)
 class Start:
     """Where the answers go on from."""
 
     state: Any = None
     n_tokens: int = 0
-    session: str | None = None
+    session: Held | None = None
+
+    def release(self) -> None:
+        if self.session is not None:
+            self.session.release()
 
 
 async def encode(model: Model, text: str, limits: Limits) -> tuple[int, ...]:
@@ -146,14 +162,18 @@ def requests_of(
     ]
 
 
-async def open_start(service: Service, model: Model, ask: TextAsk) -> Start:
-    """Holds the session, if there is one, until `service.release`."""
+async def open_start(model: Model, ask: TextAsk, call: str) -> Start:
+    """Holds the session, if there is one, until `keep_end` or `Start.release`."""
     if ask.session is not None and ask.state is not None:
         raise refuse("state", "given with a session", "left out then", "give one of the two")
     if ask.session is not None:
-        session = _session(model, ask.session)
-        service.hold(ask.session)
-        return Start(session.state, session.n_tokens, ask.session)
+        held = Held(model, ask.session, call)
+        try:
+            session = await to_thread.run_sync(model.sessions.get, held.id)
+        except BaseException:
+            held.release()
+            raise
+        return Start(session.state, session.n_tokens, held)
     if ask.state is not None:
         try:
             data = base64.b64decode(ask.state, validate=True)
@@ -165,17 +185,12 @@ async def open_start(service: Service, model: Model, ask: TextAsk) -> Start:
 
 
 async def keep_end(model: Model, start: Start, finished: Finished, return_state: bool) -> str | None:
-    """Leaves the session where the answer ended; the state as base64 if the client wants to hold it."""
+    """Leaves the session where the answer ended, free for the next call, which may come as soon as this end is told. The state as
+    base64 if the client wants to hold it."""
     if start.session is not None:
         n_tokens = start.n_tokens + finished.n_prompt + finished.n_tokens
-        await to_thread.run_sync(model.sessions.put, start.session, finished.state, n_tokens)
+        await to_thread.run_sync(model.sessions.put, start.session.id, finished.state, n_tokens)
+        start.release()
     if not return_state:
         return None
     return base64.b64encode(await to_thread.run_sync(model.sessions.pack, finished.state)).decode()
-
-
-def _session(model: Model, id: str) -> Any:
-    try:
-        return model.sessions.get(id)
-    except ValueError as error:
-        raise ApiError(404, str(error), param="session", code="session_not_found") from None

@@ -27,16 +27,26 @@ class Edge:
     """Pure ASGI: it stands in nobody's way when a client leaves or a stream is long."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: Keys, doors: Doors, calls: Calls, lifecycle: Lifecycle, metrics: Metrics
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys,
+        doors: Doors,
+        calls: Calls,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+        is_replica: bool = False,
     ) -> None:
-        self._app, self._keys, self._doors = app, keys, doors
+        """A replica's calls come from its front, which has named them: a name tells a second attempt from another call."""
+        self._app, self._keys, self._doors, self._is_replica = app, keys, doors, is_replica
         self._calls, self._lifecycle, self._metrics = calls, lifecycle, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = _Call(scope, send)
+        given = Headers(scope=scope).get("x-request-id") if self._is_replica else None
+        call = _Call(scope, send, given or f"req_{uuid.uuid4().hex}")
         try:
             with ExitStack() as held:
                 headers = Headers(scope=scope)
@@ -64,8 +74,8 @@ class Edge:
 class _Call:
     """One call, for its log line."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self.id = f"req_{uuid.uuid4().hex}"
+    def __init__(self, scope: Scope, send: Send, id: str) -> None:
+        self.id = id
         self.owner = "nobody"
         self.status: int | None = None
         self._scope, self._send = scope, send

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
+import signal
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Protocol, TextIO
 
@@ -88,12 +92,31 @@ def run(
 ) -> None:
     """Serves until a signal. Returns when all is drained."""
     check_host(host, has_keys)
-    _log_lines(sys.stderr)
+    log_lines(sys.stderr)
+    _run(server_config(app, host, port), lifecycle, drain_seconds)
+
+
+def run_replica(app: ASGIApp, lifecycle: Lifecycle, *, socket: Path, drain_seconds: float) -> None:
+    """Serves a front until a signal, or until its end. The front logs the calls."""
+    log_lines(sys.stderr, ("linnet.failures",))
+    threading.Thread(target=_end_with_front, daemon=True).start()
+    config = server_config(app, "", 0)
+    config.uds = str(socket)
+    _run(config, lifecycle, drain_seconds)
+
+
+def _end_with_front() -> None:
+    """The front holds the other end of standard input, and never writes: to read is to wait for its end."""
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _run(config: uvicorn.Config, lifecycle: Lifecycle, drain_seconds: float) -> None:
     # What is there now stays. To look through all of it again in every full collection would stop the engine and everyone's
     # answers for a tenth of a second and more.
     gc.collect()
     gc.freeze()
-    DrainingServer(server_config(app, host, port), lifecycle, drain_seconds).run()
+    DrainingServer(config, lifecycle, drain_seconds).run()
 
 
 def server_config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
@@ -112,10 +135,10 @@ def server_config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
     )
 
 
-def _log_lines(file: TextIO) -> None:
+def log_lines(file: TextIO, names: Sequence[str] = ("linnet.access", "linnet.failures")) -> None:
     """The server's logs are JSON already: one object a line, nothing around it."""
     handler = logging.StreamHandler(file)
-    for name in ("linnet.access", "linnet.failures"):
+    for name in names:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO)

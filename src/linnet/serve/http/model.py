@@ -29,14 +29,27 @@ class Session(Protocol):
 
 
 class Sessions(Protocol):
-    """Every function may be called from any thread, and raises UserError for an id that is not there."""
+    """Every function may be called from any thread, and raises NoSession for an id that is not there."""
 
     def create(self) -> str: ...
+
+    def n_tokens(self, id: str) -> int:
+        """Quick, as `hold` and `release` are: for the event loop, too."""
+        ...
+
+    def hold(self, id: str, call: str) -> None:
+        """Until `release` nobody else may go on from it (SessionInUse). `call` names who holds it: AnswerLost where an earlier
+        attempt of the same call has put its end there already."""
+        ...
+
+    def release(self, id: str) -> None:
+        """Only by who holds it."""
+        ...
 
     def get(self, id: str) -> Session: ...
 
     def put(self, id: str, state: Any, n_tokens: int) -> None:
-        """The session goes on from here."""
+        """The session goes on from here. Only by who holds it."""
         ...
 
     def fork(self, id: str) -> str: ...

@@ -66,7 +66,7 @@ async def completions(service: Service, http: HttpRequest) -> Response:
         sampling=sampling,
         n=n,
         best_of=best_of,
-        start=await _start(service, model, ask, len(prompts) * best_of),
+        start=await _start(model, ask, len(prompts) * best_of, http.scope["state"]["request_id"]),
         prompt_logprobs=bool(ask.echo) and ask.logprobs is not None,
         is_scoring=is_scoring,
     )
@@ -92,12 +92,12 @@ async def chat(service: Service, http: HttpRequest) -> Response:
     )
     n = ask.n or 1
     messages = [(message.role, message.text) for message in ask.messages]
-    start = await _start(service, model, ask, n)
+    start = await _start(model, ask, n, http.scope["state"]["request_id"])
     try:
         text = model.template.text(messages, goes_on=start.n_tokens > 0)
         prompt = await encode(model, text, service.limits)
     except BaseException:
-        _release(service, start)
+        start.release()
         raise
     job = Job(
         model=model,
@@ -145,15 +145,10 @@ def _check_completion(ask: CompletionAsk, n: int, best_of: int) -> bool:
     return True
 
 
-async def _start(service: Service, model: Model, ask: TextAsk, n_answers: int) -> Start:
+async def _start(model: Model, ask: TextAsk, n_answers: int, call: str) -> Start:
     if n_answers > 1 and (ask.session is not None or ask.return_state):
         raise refuse("the number of answers", n_answers, "1 where a state is kept", "fork the session for each answer")
-    return await open_start(service, model, ask)
-
-
-def _release(service: Service, start: Start) -> None:
-    if start.session is not None:
-        service.release(start.session)
+    return await open_start(model, ask, call)
 
 
 async def _answer(service: Service, http: HttpRequest, job: Job) -> Response:
@@ -175,12 +170,12 @@ async def _answer(service: Service, http: HttpRequest, job: Job) -> Response:
         )
         answers = await service.submit(job.model, requests)
     except BaseException:
-        _release(service, job.start)
+        job.start.release()
         raise
 
     def close() -> None:
         answers.close()
-        _release(service, job.start)
+        job.start.release()
 
     request_id = http.scope["state"]["request_id"]
     run = _Run(job, answers, id, request_id)

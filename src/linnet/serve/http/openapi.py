@@ -31,12 +31,12 @@ ERRORS = {
     429: "Too much at once; see Retry-After",
     431: "The headers are too large",
     500: "The server failed",
-    503: "The server is about to stop",
+    503: "The server is about to stop, or a replica of it did",
     504: "The deadline passed",
 }
 AT_THE_DOOR = (403, 431)
 """For probes, too."""
-WITHOUT_BODY = (400, 401, 403, 404, 405, 429, 431, 500)
+WITHOUT_BODY = (400, 401, 403, 404, 405, 429, 431, 500, 503)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from linnet.errors import UserError
 from linnet.serve.http.shapes import Problem
-from linnet.serve.request import Draining, Ended, QueueFull, TooLong
+from linnet.serve.request import AnswerLost, Draining, Ended, NoSession, QueueFull, SessionInUse, TooLong
 
 FAILURES = logging.getLogger("linnet.failures")
 MOST_MESSAGE = 2000
@@ -65,6 +65,12 @@ def as_problem(error: Exception) -> ApiError | None:
             return draining()
         case TooLong():  # OpenAI's code, which clients know
             return ApiError(400, str(error), code="context_length_exceeded")
+        case NoSession():
+            return ApiError(404, str(error), param="session", code="session_not_found")
+        case SessionInUse():
+            return ApiError(409, str(error), param="session", code="session_in_use")
+        case AnswerLost():
+            return ApiError(503, str(error), param="session", code="answer_lost", headers=NO_RETRY)
         case UserError():
             return ApiError(400, str(error))
         case ValidationError():

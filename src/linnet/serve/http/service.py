@@ -1,4 +1,4 @@
-"""What all routes share: the models, the limits, the way to the engine, and which sessions are in use."""
+"""What all routes share: the models, the limits, and the way to the engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class Service:
     models: Mapping[str, Model] = dataclasses.field(init=False)
     """Of tokens, by name."""
     priors: Mapping[str, PriorModel] = dataclasses.field(init=False)
-    _in_use: set[str] = dataclasses.field(default_factory=set)
     _bridge: tuple[asyncio.AbstractEventLoop, Bridge] | None = None
 
     def __post_init__(self) -> None:
@@ -105,19 +104,6 @@ class Service:
             raise draining()
         await answers.submit()
         self.lifecycle.answers.add(answers)
-
-    def hold(self, session: str) -> None:
-        """One call at a time may go on from a session: two would leave it where neither ended."""
-        self.must_be_free(session)
-        self._in_use.add(session)
-
-    def release(self, session: str) -> None:
-        self._in_use.discard(session)
-
-    def must_be_free(self, session: str) -> None:
-        if session in self._in_use:
-            message = f"session {session!r} is in use by another call. Fix: wait for its end, or fork the session."
-            raise ApiError(409, message, param="session", code="session_in_use")
 
     def _bridge_here(self) -> Bridge:
         loop = asyncio.get_running_loop()

@@ -6,13 +6,13 @@ from anyio import to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from linnet.errors import UserError
 from linnet.serve.http.limits import read_file, read_json
 from linnet.serve.http.model import Model
 from linnet.serve.http.problem import ApiError
 from linnet.serve.http.schemas import SessionAsk
 from linnet.serve.http.service import Service
 from linnet.serve.http.shapes import Deleted, SessionCard
+from linnet.serve.request import NoSession
 
 
 async def create(service: Service, http: HttpRequest) -> Response:
@@ -49,8 +49,11 @@ async def restore(service: Service, http: HttpRequest) -> Response:
 
 async def delete(service: Service, http: HttpRequest) -> Response:
     model, id = _find(service, http)
-    service.must_be_free(id)
-    await to_thread.run_sync(model.sessions.delete, id)
+    model.sessions.hold(id, http.scope["state"]["request_id"])
+    try:
+        await to_thread.run_sync(model.sessions.delete, id)
+    finally:
+        model.sessions.release(id)
     body: Deleted = {"id": id, "object": "session", "deleted": True}
     return JSONResponse(body)
 
@@ -60,12 +63,11 @@ def _find(service: Service, http: HttpRequest) -> tuple[Model, str]:
     id = http.path_params["id"]
     for model in service.models.values():
         try:
-            model.sessions.get(id)
-        except UserError:
+            model.sessions.n_tokens(id)
+        except NoSession:
             continue
         return model, id
-    message = f"there is no session {id[:200]!r}. Fix: create one with POST /v1/sessions."
-    raise ApiError(404, message, param="session", code="session_not_found")
+    raise NoSession(id)
 
 
 def _card(model: Model, id: str) -> Response:
@@ -73,7 +75,7 @@ def _card(model: Model, id: str) -> Response:
         "id": id,
         "object": "session",
         "model": model.name,
-        "n_tokens": model.sessions.get(id).n_tokens,
+        "n_tokens": model.sessions.n_tokens(id),
         "state_bytes": model.state_bytes,
     }
     return JSONResponse(card)

@@ -1,0 +1,200 @@
+"""The replicas' processes: started, watched, started again when one dies, replaced one after another, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from linnet.cluster.place import PROCESSES
+from linnet.serve.replicas import upstream
+
+SOCKET = "LINNET_REPLICA_SOCKET"
+"""Tells a server in its environment that it is a replica, and where it is to listen. It drains when its standard input ends: with the
+front, however that ends."""
+READY_POLL_SECONDS = 0.05
+FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
+"""Before a replica that died is started again: twice as long each time, until one lives."""
+LIVES_SECONDS = 60.0
+GONE_SECONDS = 1.0
+STOP_SECONDS = 10.0
+"""Beyond the drain, for a replica that has nothing left to do."""
+
+
+class NotStarted(Exception):
+    """The first replica ended before it was ready, and has said why."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the replica ended with {code}")
+        self.code = code
+
+
+class Replica:
+    """One process."""
+
+    def __init__(self, number: int, process: Process, socket: Path) -> None:
+        self.number, self.process, self.socket = number, process, socket
+        self.n_running = 0
+        """Calls that the front has passed on to it, and that have not ended."""
+        self.n_taken = 0
+        self.is_retired = False
+        """It may end: another has its place."""
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        self.n_running += 1
+        self.n_taken += 1
+        try:
+            yield
+        finally:
+            self.n_running -= 1
+
+    async def until_ready(self) -> bool:
+        """False: it ended before."""
+        while self.process.returncode is None:
+            if await upstream.is_ready(self.socket):
+                return True
+            await asyncio.sleep(READY_POLL_SECONDS)
+        return False
+
+    async def gone(self) -> None:
+        """After its line went dead: until it is certain that it holds no session's lock any more, or that it lives after all."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), GONE_SECONDS)
+
+    def retire(self) -> None:
+        self.is_retired = True
+        self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+
+class Fleet:
+    """Places, each with the replica that has it, or None while there is none."""
+
+    def __init__(self, n: int, command: Callable[[int], Sequence[str]], folder: Path) -> None:
+        """`command` starts the replica of a place; `folder` is for their sockets, and nobody else's."""
+        self._command, self._folder = command, folder
+        self.places: list[Replica | None] = [None] * n
+        self.n_restarts = 0
+        self._n_started = 0
+        self._all: set[Replica] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._rolling = asyncio.Lock()
+        self._is_stopping = False
+
+    @property
+    def ready(self) -> list[Replica]:
+        return [one for one in self.places if one is not None]
+
+    def choose(self, tried: Collection[Replica] = ()) -> Replica | None:
+        """The one with the fewest calls; among equals, who had the fewest."""
+        free = [one for one in self.ready if one not in tried and one.process.returncode is None]
+        return min(free, key=lambda one: (one.n_running, one.n_taken), default=None)
+
+    async def start(self) -> None:
+        """Returns when the first is ready. The others then find its compiled programs on the disk, and come when they are ready."""
+        first = await self._launch(0)
+        if not await first.until_ready():
+            raise NotStarted(await first.process.wait())
+        self._seat(first)
+        for number in range(1, len(self.places)):
+            self._background(self._fill(number, FIRST_DELAY))
+
+    async def replace_all(self) -> None:
+        """One after another: who runs finishes, who comes meanwhile is answered by another."""
+        async with self._rolling:
+            for number, old in enumerate(list(self.places)):
+                if old is None or self._is_stopping:
+                    continue  # that place gets a new one anyway
+                new = await self._launch(number)
+                if not await new.until_ready():
+                    _say(f"the new replica {number} {_ending(new.process)}; the old ones go on.")
+                    return
+                old.retire()
+                self._seat(new)
+                _say(f"replica {number} is replaced.")
+
+    def replace_all_soon(self) -> None:
+        self._background(self.replace_all())
+
+    async def stop(self, within: float) -> None:
+        self._is_stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # from here on nobody starts one
+        for replica in self._all:
+            replica.retire()
+        ends = [replica.process.wait() for replica in self._all]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*ends), within + STOP_SECONDS)
+        for replica in self._all:
+            replica.signal(signal.SIGKILL)
+            await replica.process.wait()
+
+    async def _fill(self, number: int, delay: float) -> None:
+        """Starts a replica for an empty place, as often as it takes."""
+        while not self._is_stopping:
+            replica = await self._launch(number)
+            if await replica.until_ready():
+                self._seat(replica, delay)
+                return
+            if not self._is_stopping:
+                _say(f"replica {number} {_ending(replica.process)} before it was ready; again in {delay:g} s.")
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LONGEST_DELAY)
+
+    def _seat(self, replica: Replica, delay: float = FIRST_DELAY) -> None:
+        self.places[replica.number] = replica
+        self._background(self._watch(replica, delay))
+
+    async def _watch(self, replica: Replica, delay: float) -> None:
+        began = time.monotonic()
+        await replica.process.wait()
+        self._all.discard(replica)
+        if replica.is_retired or self._is_stopping:
+            return
+        self.places[replica.number] = None
+        self.n_restarts += 1
+        delay = FIRST_DELAY if time.monotonic() - began > LIVES_SECONDS else delay
+        _say(f"replica {replica.number} {_ending(replica.process)}; another is started in {delay:g} s.")
+        await asyncio.sleep(delay)
+        await self._fill(replica.number, min(2 * delay, LONGEST_DELAY))
+
+    async def _launch(self, number: int) -> Replica:
+        self._n_started += 1
+        socket = self._folder / f"{self._n_started}.sock"
+        # It is a server alone, also where the front was started as one task of several.
+        environment = {**os.environ, SOCKET: str(socket), PROCESSES: "1"}
+        # A session of its own: Ctrl-C is the front's to hear, which then drains.
+        process = await asyncio.create_subprocess_exec(
+            *self._command(number), stdin=PIPE, env=environment, start_new_session=True
+        )
+        replica = Replica(number, process, socket)
+        self._all = {one for one in self._all if one.process.returncode is None} | {replica}
+        return replica
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _ending(process: Process) -> str:
+    code = process.returncode
+    if code is not None and code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,216 @@
+"""The one endpoint before the replicas. It knows who may ask and who has room; what is asked and answered it passes on as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from linnet.serve.http.app import ENDPOINTS, no_route
+from linnet.serve.http.auth import Doors, Keys
+from linnet.serve.http.edge import Edge
+from linnet.serve.http.lifecycle import Lifecycle
+from linnet.serve.http.limits import Calls, Limits, read_bytes
+from linnet.serve.http.metrics import CONTENT_TYPE, Metrics
+from linnet.serve.http.openapi import Endpoint
+from linnet.serve.http.problem import NO_RETRY, ApiError, ClientGone, draining
+from linnet.serve.http.sse import event, unless_gone
+from linnet.serve.replicas import metrics as replica_metrics
+from linnet.serve.replicas.fleet import Fleet, Replica
+from linnet.serve.replicas.upstream import Answer, Call, Lost, get_text, passed_on
+
+ELSEWHERE = frozenset({"queue_full", "draining"})
+"""Codes of refusals that another replica need not share."""
+MOST_LOST = 2
+"""Replicas that may go away under one call: perhaps it is the call that they die of."""
+
+
+def make_front(
+    fleet: Fleet, *, keys: Sequence[str], limits: Limits, lifecycle: Lifecycle, host: str, state_bytes: int
+) -> Starlette:
+    """`state_bytes`: of the largest state that a body may carry."""
+    counts = Metrics(())
+    edge = Middleware(
+        Edge,
+        keys=Keys(keys),
+        doors=Doors(None if keys else host),
+        calls=Calls(limits.calls_per_key),
+        lifecycle=lifecycle,
+        metrics=counts,
+    )
+
+    async def health(http: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(http: HttpRequest) -> Response:
+        if lifecycle.is_draining or not fleet.ready:
+            return JSONResponse({"status": "draining" if lifecycle.is_draining else "starting"}, 503)
+        return JSONResponse({"status": "ready"})
+
+    async def metrics(http: HttpRequest) -> Response:
+        asked = fleet.ready
+        told = await asyncio.gather(*(get_text(one.socket, b"/metrics") for one in asked), return_exceptions=True)
+        texts = {one.number: text for one, text in zip(asked, told, strict=True) if isinstance(text, str)}
+        text = replica_metrics.merged(counts.text().decode(), texts, fleet)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    own = {"/health": health, "/ready": ready, "/metrics": metrics}
+    routes = [
+        Route(
+            one.path,
+            own.get(one.path) or Passing(fleet, one, limits, lifecycle, state_bytes),
+            methods=[one.method],
+        )
+        for one in ENDPOINTS
+    ]
+    return Starlette(routes=routes, middleware=[edge], exception_handlers={HTTPException: no_route})
+
+
+class Passing:
+    """One route. The whole call is read before it is passed on, so that a second replica can have it."""
+
+    def __init__(
+        self, fleet: Fleet, endpoint: Endpoint, limits: Limits, lifecycle: Lifecycle, state_bytes: int
+    ) -> None:
+        self._fleet, self._lifecycle = fleet, lifecycle
+        self._is_work = endpoint.streams
+        """The others are answered during a drain, too."""
+        in_base64 = 4 * min(state_bytes, limits.state_bytes) // 3
+        self._most = limits.state_bytes if endpoint.takes == "file" else limits.body_bytes + in_base64
+        self._seconds = limits.body_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_work and self._lifecycle.is_draining:
+            raise draining()
+        body = await read_bytes(HttpRequest(scope, receive), self._most, self._seconds)
+        query = b"?" + scope["query_string"] if scope["query_string"] else b""
+        call = Call(
+            id=scope["state"]["request_id"],
+            method=scope["method"],
+            target=scope["raw_path"] + query,
+            headers=scope["headers"],
+            body=body,
+        )
+        told = _Told(send)
+        closing = _Closing()
+        self._lifecycle.answers.add(closing)
+        try:
+            await unless_gone(receive, closing.unless_closed(self._pass(call, told)))
+        except ApiError as problem:
+            await told.fail(problem)
+        except ClientGone:
+            if not told.is_whole:  # once it has everything, it may go
+                raise
+
+    async def _pass(self, call: Call, told: _Told) -> None:
+        tried: list[Replica] = []
+        refusals: list[tuple[Answer, bytes]] = []
+        n_lost = 0
+        while n_lost < MOST_LOST and (replica := self._fleet.choose(tried)) is not None:
+            tried.append(replica)
+            try:
+                with replica.busy():
+                    async with passed_on(call, replica.socket) as answer:
+                        if answer.is_stream:
+                            return await told.stream(answer)
+                        body = await answer.whole()
+                        if not _is_for_another(answer.status, body):
+                            return await told.whole(answer, body)
+                        refusals.append((answer, body))
+            except Lost:
+                if told.has_begun:
+                    raise _cut_short() from None
+                n_lost += 1
+                await replica.gone()
+        if not refusals:
+            raise draining() if self._lifecycle.is_draining else _nobody(n_lost)
+        soonest = min(refusals, key=lambda one: _seconds(one[0]))
+        await told.whole(*soonest)
+
+
+class _Told:
+    """What the client has been told so far: a whole answer at once, a stream from its first bytes on. Before that another replica may
+    answer."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = self.is_whole = False
+
+    async def stream(self, answer: Answer) -> None:
+        async for piece in answer.pieces:
+            await self._begin(answer)
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        await self.whole(answer, b"")
+
+    async def whole(self, answer: Answer, body: bytes) -> None:
+        await self._begin(answer)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        self.is_whole = True
+
+    async def fail(self, problem: ApiError) -> None:
+        """In a stream that has begun, the error is its last event."""
+        if not self.has_begun:
+            raise problem
+        await self._send({"type": "http.response.body", "body": event(problem.body()), "more_body": False})
+
+    async def _begin(self, answer: Answer) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send({"type": "http.response.start", "status": answer.status, "headers": list(answer.headers)})
+
+
+class _Closing:
+    """Lets the end of a drain end a call, with a word."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def unless_closed(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = asyncio.create_task(work)
+        try:
+            await self._task
+        except asyncio.CancelledError:
+            if not self._is_closed:
+                raise
+            raise ApiError(503, "the request was cancelled by the server. Fix: try again.", code="cancelled") from None
+
+
+def _is_for_another(status: int, body: bytes) -> bool:
+    return status in (429, 503) and json.loads(body)["error"]["code"] in ELSEWHERE
+
+
+def _seconds(answer: Answer) -> float:
+    told = answer.header(b"retry-after")
+    return int(told) if told.isdigit() else math.inf
+
+
+def _cut_short() -> ApiError:
+    message = (
+        "the replica that was answering died. Fix: ask again; with the same seed the answer is the same. A session is where it was, "
+        "unless its n_tokens have grown: then only the end of this answer is missing."
+    )
+    return ApiError(503, message, code="replica_lost", headers=NO_RETRY)
+
+
+def _nobody(n_lost: int) -> ApiError:
+    if n_lost:
+        message = f"{n_lost} replicas died before they could answer. Fix: try again later, and see the server's log."
+        return ApiError(503, message, code="replica_lost", headers=NO_RETRY)
+    message = "no replica is ready. Fix: try again in some seconds."
+    return ApiError(503, message, code="no_replica", headers={"retry-after": "5"})

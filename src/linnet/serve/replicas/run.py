@@ -1,0 +1,101 @@
+"""From a command to a served endpoint with replicas behind it, and to the end of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from linnet.errors import refuse
+from linnet.serve.http.lifecycle import DrainingServer, Lifecycle, check_host, log_lines, server_config
+from linnet.serve.http.limits import Limits
+from linnet.serve.replicas.fleet import Fleet, NotStarted
+from linnet.serve.replicas.front import make_front
+from linnet.serve.replicas.upstream import get_json
+
+
+def run_front(
+    command: Callable[[int, Path], Sequence[str]],
+    n: int,
+    *,
+    keys: Sequence[str],
+    host: str,
+    port: int,
+    drain_seconds: float,
+    sessions: Path | None,
+) -> int:
+    """Serves until a signal; returns the exit code when all is drained. `command` starts replica i with its sessions in a folder.
+    Without a folder of the user's, sessions last as long as the server."""
+    check_host(host, bool(keys))
+    _must_be_free(host, port)
+    log_lines(sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="linnet-", ignore_cleanup_errors=True) as own:  # this user's only
+        folder = Path(own)
+        kept = folder / "sessions" if sessions is None else sessions.resolve()
+        fleet = Fleet(n, lambda number: command(number, kept), folder)
+        return asyncio.run(_serve(fleet, keys=keys, host=host, port=port, drain_seconds=drain_seconds))
+
+
+def _must_be_free(host: str, port: int) -> None:
+    """Told before the replicas are started, which takes a while; the port itself is taken when the first is ready."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        needs = f"one that {host} lets us listen on ({error.strerror})"
+        raise refuse("--port", port, needs, "use another, or end who listens there") from None
+
+
+async def _serve(fleet: Fleet, *, keys: Sequence[str], host: str, port: int, drain_seconds: float) -> int:
+    lifecycle = Lifecycle()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, fleet.replace_all_soon)
+    try:
+        if (ended_by := await _start(fleet)) is not None:
+            return 128 + ended_by
+        app = make_front(
+            fleet,
+            keys=keys,
+            limits=Limits(),
+            lifecycle=lifecycle,
+            host=host,
+            state_bytes=await _most_state_bytes(fleet),
+        )
+        words = f"Serving on http://{host}:{port} with {len(fleet.places)} replicas (Ctrl-C drains and stops)."
+        print(words, file=sys.stderr, flush=True)
+        await DrainingServer(server_config(app, host, port), lifecycle, drain_seconds).serve()
+    except NotStarted as error:
+        return error.code if error.code > 0 else 1
+    finally:
+        await fleet.stop(drain_seconds)
+    return 0
+
+
+async def _start(fleet: Fleet) -> int | None:
+    """Until the first replica is ready; or a signal comes before, and then its number."""
+    loop, starting = asyncio.get_running_loop(), asyncio.create_task(fleet.start())
+    came: list[int] = []
+
+    def end(number: int) -> None:
+        came.append(number)
+        starting.cancel()
+
+    for one in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(one, end, one)
+    try:
+        await starting
+    except asyncio.CancelledError:
+        if not came:
+            raise
+    finally:  # uvicorn has handlers of its own
+        for one in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(one)
+    return came[0] if came else None
+
+
+async def _most_state_bytes(fleet: Fleet) -> int:
+    """Of a state as a file, as a server alone counts it."""
+    cards = (await get_json(fleet.ready[0].socket, b"/v1/models"))["data"]
+    return 2 * max((card["state_bytes"] for card in cards if card["family"] != "prior"), default=0)

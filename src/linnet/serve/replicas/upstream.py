@@ -1,0 +1,156 @@
+"""One call from the front to a replica: HTTP/1.1 over its Unix socket, a connection for each, so that to close it is to cancel it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import h11
+
+from linnet.serve.http.limits import MOST_HEADER_BYTES
+
+READ_BYTES = 1 << 16
+OF_A_CONNECTION = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
+)
+"""Headers that mean this connection, not the call."""
+NOT_ASKED = OF_A_CONNECTION | {b"content-length", b"authorization", b"host", b"x-request-id"}
+"""The front measures the body itself, has checked the key and the name it was called by, and names the call."""
+NOT_ANSWERED = OF_A_CONNECTION | {b"date", b"x-request-id"}
+"""The front writes its own."""
+
+HeaderList = Sequence[tuple[bytes, bytes]]
+
+
+class Lost(Exception):
+    """The replica is not there, or went away before its answer was whole."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """As it goes to a replica: all of it, since it may have to go to a second one."""
+
+    id: str
+    method: str
+    target: bytes
+    """The path with its query."""
+    headers: HeaderList = ()
+    body: bytes = b""
+
+    @property
+    def wire_headers(self) -> list[tuple[bytes, bytes]]:
+        length = [(b"content-length", str(len(self.body)).encode())] if self.body else []
+        mine = [(b"host", b"localhost"), (b"x-request-id", self.id.encode()), (b"connection", b"close"), *length]
+        return [*_without(self.headers, NOT_ASKED), *mine]
+
+
+class Answer:
+    def __init__(self, response: h11.Response, pieces: AsyncGenerator[bytes, None]) -> None:
+        self.status = response.status_code
+        self.headers = _without(response.headers, NOT_ANSWERED)
+        self.pieces = pieces
+        """Of its body, as they come; Lost if they end too early."""
+
+    def header(self, name: bytes) -> bytes:
+        return dict(self.headers).get(name, b"")
+
+    @property
+    def is_stream(self) -> bool:
+        return self.header(b"content-type").startswith(b"text/event-stream")
+
+    async def whole(self) -> bytes:
+        return b"".join([piece async for piece in self.pieces])
+
+
+@contextlib.asynccontextmanager
+async def passed_on(call: Call, socket: Path) -> AsyncIterator[Answer]:
+    """The connection ends with the block: an answer that is not whole by then is cancelled."""
+    try:
+        reader, writer = await asyncio.open_unix_connection(str(socket))
+    except OSError as error:
+        raise Lost(str(error)) from None
+    try:
+        wire = h11.Connection(h11.CLIENT, max_incomplete_event_size=2 * MOST_HEADER_BYTES)
+        writer.write(_written(wire, call))
+        # An answer may come before all of the body is taken, and then says why.
+        async with _sending(writer):
+            response = await _response(wire, reader)
+            pieces = _pieces(wire, reader)
+            async with contextlib.aclosing(pieces):
+                yield Answer(response, pieces)
+    finally:
+        writer.transport.abort()
+
+
+async def get_json(socket: Path, target: bytes) -> Any:
+    """For the front's own questions."""
+    async with passed_on(_own(target), socket) as answer:
+        return json.loads(await answer.whole())
+
+
+async def get_text(socket: Path, target: bytes) -> str:
+    async with passed_on(_own(target), socket) as answer:
+        return (await answer.whole()).decode()
+
+
+async def is_ready(socket: Path) -> bool:
+    try:
+        async with passed_on(_own(b"/ready"), socket) as answer:
+            return answer.status == 200
+    except Lost:
+        return False
+
+
+def _own(target: bytes) -> Call:
+    return Call(id="front", method="GET", target=target)
+
+
+def _written(wire: h11.Connection, call: Call) -> bytes:
+    events = [
+        h11.Request(method=call.method, target=call.target, headers=call.wire_headers),
+        *([h11.Data(data=call.body)] if call.body else []),
+        h11.EndOfMessage(),
+    ]
+    return b"".join(wire.send(event) or b"" for event in events)
+
+
+@contextlib.asynccontextmanager
+async def _sending(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    task = asyncio.create_task(writer.drain())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _response(wire: h11.Connection, reader: asyncio.StreamReader) -> h11.Response:
+    while not isinstance(event := await _next(wire, reader), h11.Response):
+        if isinstance(event, h11.ConnectionClosed):
+            raise Lost("it closed the connection without an answer")
+    return event
+
+
+async def _pieces(wire: h11.Connection, reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
+    while not isinstance(event := await _next(wire, reader), h11.EndOfMessage):
+        assert isinstance(event, h11.Data)
+        yield bytes(event.data)
+
+
+async def _next(wire: h11.Connection, reader: asyncio.StreamReader) -> h11.Event:
+    try:
+        while (event := wire.next_event()) is h11.NEED_DATA:
+            wire.receive_data(await reader.read(READ_BYTES))
+    except (h11.RemoteProtocolError, OSError) as error:
+        raise Lost(str(error)) from None
+    assert not isinstance(event, type)
+    return event
+
+
+def _without(headers: Iterable[tuple[bytes, bytes]], names: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name.lower() not in names]

@@ -1,0 +1,231 @@
+"""Conversations kept in a folder that several servers may share: each goes on from where whichever of them left it.
+
+A state is a value, so a session is one small thing: a file that is replaced whole. Who goes on from a session locks it, and a process
+that dies lets go of its locks: nothing has to be cleaned up after it, and what it answered is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from linnet.errors import UserError, refuse
+from linnet.serve import state as states
+from linnet.serve.request import AnswerLost, NoSession, SessionInUse
+from linnet.serve.sessions import MOST_BYTES, MOST_SESSIONS, Session, must_have_room, new_id, nothing_read
+from linnet.serve.state import State
+
+ID = re.compile(r"session-[A-Za-z0-9_-]{22}")
+"""What `new_id` makes. Ids come from clients, and become names of files."""
+MOST_HEAD = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Head:
+    """The first line of a session's file; its state follows."""
+
+    n_tokens: int
+    call: str
+    """That left it here; the same call, made again, must not go on from its own end."""
+
+
+class FolderSessions:
+    """Of one model. From any thread of any process. A session is deleted by its owner only."""
+
+    def __init__(
+        self,
+        folder: Path,
+        like: Callable[[int], Any],
+        model: str,
+        *,
+        most: int = MOST_SESSIONS,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self._like, self._model, self._most, self._most_bytes = like, model, most, most_bytes
+        self._folder = folder / model[:32]  # a state is of use to the weights that made it only
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _locked(self._folder / "room.lock"):
+                pass
+        except OSError as error:
+            needs = f"a folder that can be written ({error.strerror})"
+            raise refuse("--sessions", str(folder), needs, "choose another") from None
+        self._held: dict[str, tuple[int, str]] = {}
+        """By id: the lock, and the call that it is held for."""
+
+    def create(self) -> str:
+        return self._add(lambda path: _write(path, Head(n_tokens=0, call=""), b""))
+
+    def n_tokens(self, id: str) -> int:
+        with self._open(id) as file:
+            return _head(id, file.readline(MOST_HEAD)).n_tokens
+
+    def hold(self, id: str, call: str) -> None:
+        try:
+            lock = os.open(_lock(self._path(id)), os.O_RDWR)
+        except FileNotFoundError:
+            raise NoSession(id) from None
+        try:
+            _try_lock(lock, id)
+            with self._open(id) as file:
+                if _head(id, file.readline(MOST_HEAD)).call == call:
+                    raise AnswerLost(id)
+        except BaseException:
+            os.close(lock)
+            raise
+        self._held[id] = (lock, call)
+
+    def release(self, id: str) -> None:
+        os.close(self._held.pop(id)[0])
+
+    def get(self, id: str) -> Session:
+        data = self._state(id)
+        return self.unpack(data) if data else Session(None, 0)
+
+    def put(self, id: str, state: State, n_tokens: int) -> None:
+        """The session goes on from here. Once this returns, it does so whatever becomes of this process."""
+        path, (_, call) = self._path(id), self._held[id]
+        _write(_new(path), Head(n_tokens=n_tokens, call=call), states.to_bytes(state))
+        os.replace(_new(path), path)
+
+    def fork(self, id: str) -> str:
+        """Both are the same file until one of them goes on: files are replaced, never changed."""
+
+        def link(path: Path) -> None:
+            try:
+                os.link(self._path(id), path)
+            except FileNotFoundError:
+                raise NoSession(id) from None
+
+        return self._add(link)
+
+    def save(self, id: str) -> bytes:
+        data = self._state(id)
+        if not data:
+            raise nothing_read(id)
+        return data
+
+    def restore(self, data: bytes) -> str:
+        session = self.unpack(data)
+        return self._add(lambda path: _write(path, Head(n_tokens=session.n_tokens, call=""), data))
+
+    def pack(self, state: State) -> bytes:
+        return states.to_bytes(state)
+
+    def unpack(self, data: bytes) -> Session:
+        state = states.from_bytes(data, self._like, self._model)
+        return Session(state, state.n_tokens - 1)
+
+    def delete(self, id: str) -> None:
+        try:
+            self._path(id).unlink()
+        except FileNotFoundError:
+            raise NoSession(id) from None
+        _lock(self._path(id)).unlink(missing_ok=True)
+
+    def __len__(self) -> int:
+        return len(self._sizes()[0])
+
+    @property
+    def n_bytes(self) -> int:
+        """That all states take; one that several have counts once."""
+        return sum(self._sizes()[1].values())
+
+    def _sizes(self) -> tuple[list[str], dict[int, int]]:
+        """The ids, and how large each file is."""
+        ids, sizes = [], {}
+        for entry in os.scandir(self._folder):
+            if ID.fullmatch(entry.name):
+                with contextlib.suppress(FileNotFoundError):  # deleted just now
+                    about = os.stat(entry.path)
+                    ids.append(entry.name)
+                    sizes[about.st_ino] = about.st_size
+        return ids, sizes
+
+    def _add(self, make: Callable[[Path], None]) -> str:
+        """`make` writes the file; it counts once there is room for it."""
+        id = new_id()
+        path = self._path(id)
+        make(_new(path))
+        try:
+            with _locked(self._folder / "room.lock"):
+                ids, sizes = self._sizes()
+                must_have_room(len(ids), self._most, sum(sizes.values()), self._most_bytes)
+                os.close(os.open(_lock(path), os.O_RDWR | os.O_CREAT, 0o600))
+                os.replace(_new(path), path)
+        except BaseException:
+            _new(path).unlink(missing_ok=True)
+            raise
+        return id
+
+    def _path(self, id: str) -> Path:
+        if not ID.fullmatch(id):
+            raise NoSession(id)
+        return self._folder / id
+
+    def _open(self, id: str) -> Any:
+        try:
+            return open(self._path(id), "rb")
+        except FileNotFoundError:
+            raise NoSession(id) from None
+
+    def _state(self, id: str) -> bytes:
+        """Empty: nothing was read yet."""
+        with self._open(id) as file:
+            head, data = _head(id, file.readline(MOST_HEAD)), file.read()
+        if head.n_tokens and not data:
+            raise _damaged(id)
+        return data
+
+
+def _new(path: Path) -> Path:
+    """Where it is written before it is whole: by its holder only, or before anyone knows its id."""
+    return path.with_name(f"{path.name}.new")
+
+
+def _lock(path: Path) -> Path:
+    """Beside it, since a lock belongs to a file and the session's is replaced by every turn."""
+    return path.with_name(f"{path.name}.lock")
+
+
+def _write(path: Path, head: Head, data: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(json.dumps(dataclasses.asdict(head)).encode() + b"\n")
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _head(id: str, line: bytes) -> Head:
+    try:
+        return Head(**json.loads(line))
+    except (ValueError, TypeError):
+        raise _damaged(id) from None
+
+
+def _damaged(id: str) -> UserError:
+    return UserError(
+        f"the file of session {id!r} is damaged. Fix: delete the session, or restore it from a saved state."
+    )
+
+
+def _try_lock(lock: int, id: str) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SessionInUse(id) from None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Opened anew each time: threads that share an open file share its lock."""
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600)) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,378 @@
+"""The front before its replicas: whom it asks, what it does when one is full or dies, and that a client sees one server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from http_fake import FakeModel
+from prometheus_client.parser import text_string_to_metric_families
+from replica_fakes import FakeFleet, Harm, fronted, ready_command
+
+from linnet.errors import UserError
+from linnet.serve.http.lifecycle import Lifecycle
+from linnet.serve.http.limits import Limits
+from linnet.serve.replicas.fleet import Fleet, NotStarted, Replica
+from linnet.serve.replicas.run import run_front
+from linnet.serve.request import AnswerLost
+
+ASK = {"prompt": "abc", "max_tokens": 4, "seed": 0}
+
+
+def talk(
+    what: Callable[[httpx.AsyncClient, FakeFleet], Awaitable[Any]], *replicas: FakeModel | Harm, **more: Any
+) -> Any:
+    async def run() -> Any:
+        async with fronted(*replicas, **more) as (client, fleet):
+            return await what(client, fleet)
+
+    return asyncio.run(run())
+
+
+async def hangs_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """As one that is killed while it computes."""
+    await reader.read(100)
+    writer.close()
+
+
+async def dies_in_a_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read(100)
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+    writer.write(b"9\r\ndata: 1\n\n\r\n")
+    await writer.drain()
+    writer.close()
+
+
+async def dies_after_the_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read(100)
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+    await writer.drain()
+    writer.close()
+
+
+def test_calls_go_where_the_fewest_are() -> None:
+    models = [FakeModel(seconds_a_token=0.05), FakeModel(seconds_a_token=0.05)]
+
+    async def four(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(4)))
+        assert [answer.json()["choices"][0]["text"] for answer in answers] == ["abca"] * 4
+        assert [one.n_running for one in fleet.ready] == [0, 0]
+
+    talk(four, *models)
+    assert [len(model.requests) for model in models] == [2, 2]
+
+
+def test_a_full_replica_sends_to_another_and_only_a_full_house_is_429() -> None:
+    slow = [FakeModel(seconds_a_token=0.1, most=1), FakeModel(seconds_a_token=0.1, most=1)]
+
+    async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+        first = asyncio.create_task(client.post("/v1/completions", json=ASK))
+        while not slow[0].running:
+            await asyncio.sleep(0.01)
+        fleet.ready[1].n_running = 5  # the front thinks that the first has more room, which it has not
+        second = asyncio.create_task(client.post("/v1/completions", json=ASK))
+        while not slow[1].running:
+            await asyncio.sleep(0.01)
+        third = await client.post("/v1/completions", json=ASK)
+        assert third.status_code == 429
+        assert third.json()["error"]["code"] == "queue_full"
+        assert third.headers["retry-after"] == "3"
+        assert [(await one).status_code for one in (first, second)] == [200, 200]
+
+    talk(ask, *slow)
+
+
+@pytest.mark.parametrize("harm", [hangs_up, dies_after_the_head])
+def test_a_call_that_nothing_was_told_of_is_made_again_elsewhere(harm: Harm) -> None:
+    async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> httpx.Response:
+        return await client.post("/v1/completions", json={**ASK, "stream": True})
+
+    answer = talk(ask, harm, FakeModel())
+    assert answer.status_code == 200
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_both_attempts_at_a_call_have_one_name_so_that_a_session_knows_it_again() -> None:
+    model, names = FakeModel(), []
+    hold = model.store.hold
+
+    async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        names.extend(line[14:].decode() for line in head.split(b"\r\n") if line.startswith(b"x-request-id: "))
+        writer.close()
+
+    def holding(id: str, call: str) -> None:
+        names.append(call)
+        hold(id, call)
+        raise AnswerLost(id)
+
+    model.store.hold = holding  # type: ignore[method-assign]
+
+    async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> httpx.Response:
+        return await client.post("/v1/completions", json={**ASK, "session": model.store.create()})
+
+    answer = talk(ask, dies, model)
+    assert names == [answer.headers["x-request-id"]] * 2
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "answer_lost")
+    assert answer.headers["x-should-retry"] == "false"
+
+
+def test_a_call_that_replicas_die_of_takes_two_at_most_with_it() -> None:
+    model = FakeModel()
+
+    async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> httpx.Response:
+        fleet.ready[2].n_taken = 1
+        return await client.post("/v1/completions", json=ASK)
+
+    answer = talk(ask, hangs_up, hangs_up, model)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
+    assert answer.headers["x-should-retry"] == "false"
+    assert not model.requests
+
+
+def test_a_stream_that_is_cut_short_ends_with_a_word() -> None:
+    async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> httpx.Response:
+        return await client.post("/v1/completions", json={**ASK, "stream": True})
+
+    answer = talk(ask, dies_in_a_stream, FakeModel())
+    first, last, _ = answer.text.split("\n\n")
+    assert first == "data: 1"
+    assert json.loads(last[6:])["error"]["code"] == "replica_lost"
+
+
+def test_without_a_replica_the_front_says_so_and_lives() -> None:
+    async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+        assert (await client.get("/ready")).json() == {"status": "ready"}
+        fleet.places = [None]
+        none = await client.post("/v1/completions", json=ASK)
+        assert (none.status_code, none.json()["error"]["code"]) == (503, "no_replica")
+        assert "retry-after" in none.headers
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "starting"})
+        assert (await client.get("/health")).status_code == 200
+
+    talk(ask, FakeModel())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_its_request_on_the_replica(stream: bool) -> None:
+    model = FakeModel(seconds_a_token=0.01)
+
+    async def leave(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+        app = client._transport.app  # type: ignore[attr-defined]
+        body = json.dumps({**ASK, "max_tokens": 2000, "stream": stream}).encode()
+        incoming: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+        gone = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if incoming:
+                return incoming.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            pass
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "query_string": b"",
+            "headers": headers,
+        }
+        call = asyncio.create_task(app(scope, receive, send))
+        while not model.running:
+            await asyncio.sleep(0.01)
+        gone.set()
+        await call
+        began = time.monotonic()
+        while model.running:
+            assert time.monotonic() - began < 5, "its replica goes on for nobody"
+            await asyncio.sleep(0.01)
+        assert fleet.ready[0].n_running == 0
+
+    talk(leave, model)
+    assert model.cancelled == {model.requests[0].id}
+
+
+def test_keys_names_and_limits_are_the_fronts() -> None:
+    async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+        assert (await client.post("/v1/completions", json=ASK)).status_code == 401
+        known = {"authorization": "Bearer a-secret-key"}
+        calls = [client.post("/v1/completions", json=ASK, headers=known) for _ in range(3)]
+        statuses = sorted(answer.status_code for answer in await asyncio.gather(*calls))
+        assert statuses == [200, 200, 429], "calls of one key over both replicas"
+        large = await client.post("/v1/tokenize", json={"text": "x" * 5000}, headers=known)
+        assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
+
+    limits = Limits(calls_per_key=2, body_bytes=2000)
+    slow = [FakeModel(seconds_a_token=0.02), FakeModel(seconds_a_token=0.02)]
+    talk(ask, *slow, keys=("a-secret-key",), limits=limits, state_bytes=3)
+
+    async def foreign(client: httpx.AsyncClient, fleet: FakeFleet) -> httpx.Response:
+        return await client.get("/v1/models", headers={"host": "evil.example"})
+
+    assert talk(foreign, FakeModel()).status_code == 403
+
+
+def test_replica_and_front_call_a_call_by_one_name() -> None:
+    async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+        failed = await client.post("/v1/completions", json={**ASK, "prompt": "BOOM"})
+        assert failed.status_code == 500
+        assert failed.headers["x-request-id"] in failed.json()["error"]["message"]
+        forged = await client.get("/v1/models", headers={"x-request-id": "mine"})
+        assert forged.headers["x-request-id"].startswith("req_")
+
+    talk(ask, FakeModel())
+
+
+def test_every_route_is_there_and_answers_as_without_a_front() -> None:
+    async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+        made = (await client.post("/v1/sessions", json={})).json()["id"]
+        assert (await client.get(f"/v1/sessions/{made}")).json()["n_tokens"] == 0
+        assert (await client.post("/v1/sessions/restore?model=no", content=b"x")).status_code == 404
+        assert (await client.delete(f"/v1/sessions/{made}")).json()["deleted"]
+        assert (await client.get(f"/v1/sessions/{made}")).json()["error"]["code"] == "session_not_found"
+        assert (await client.get("/v1/models/fake")).json()["id"] == "fake"
+        assert (await client.get("/nowhere")).status_code == 404
+        assert (await client.put("/v1/models")).status_code == 405
+        assert "/v1/completions" in (await client.get("/openapi.json")).json()["paths"]
+        assert "<html" in (await client.get("/")).text
+
+    talk(ask, FakeModel())
+
+
+def test_metrics_carry_the_replica_and_what_all_share_comes_once() -> None:
+    async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> str:
+        for _ in range(2):
+            await client.post("/v1/completions", json=ASK)
+        fleet.n_restarts = 7
+        return (await client.get("/metrics")).text
+
+    text = talk(ask, FakeModel(), FakeModel())
+    found = {
+        (sample.name, sample.labels.get("replica")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert [found["linnet_completion_tokens_total", number] for number in "01"] == [4, 4]
+    assert found["linnet_replicas_ready", None] == 2
+    assert found["linnet_replica_restarts_total", None] == 7
+    assert found["linnet_http_requests_total", None] == 2
+    assert not [key for key in found if key[0].startswith("linnet_http") and key[1]]
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names)), "one group for each name, as the format asks"
+
+
+def test_a_drain_refuses_new_work_and_ends_what_is_late_with_a_word() -> None:
+    lifecycle, model = Lifecycle(), FakeModel(seconds_a_token=0.02)
+
+    async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+        asked = {**ASK, "max_tokens": 1000}
+        late = [asyncio.create_task(client.post("/v1/completions", json={**asked, "stream": s})) for s in (False, True)]
+        while len(model.running) < 2 or model.n_tokens < 4:
+            await asyncio.sleep(0.01)
+        lifecycle.drain()
+        assert (await client.get("/ready")).json() == {"status": "draining"}
+        refused = await client.post("/v1/completions", json=ASK)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert (await client.get("/v1/models")).status_code == 200
+        lifecycle.close_answers()
+        whole, stream = [await one for one in late]
+        assert (whole.status_code, whole.json()["error"]["code"]) == (503, "cancelled")
+        assert json.loads(stream.text.strip().split("\n\n")[-1][6:])["error"]["code"] == "cancelled"
+
+    talk(ask, model, lifecycle=lifecycle)
+
+
+def with_fleet(what: Callable[[Fleet], Awaitable[None]], folder: Path, n: int = 2) -> None:
+    async def run() -> None:
+        fleet = Fleet(n, ready_command, folder)
+        try:
+            async with asyncio.timeout(30):
+                await fleet.start()
+                await what(fleet)
+        finally:
+            await fleet.stop(0)
+        assert all(one.process.returncode is not None for one in fleet.ready)
+
+    asyncio.run(run())
+
+
+async def all_ready(fleet: Fleet) -> list[Replica]:
+    while len(fleet.ready) < len(fleet.places):
+        await asyncio.sleep(0.02)
+    return fleet.ready
+
+
+def test_a_replica_that_dies_is_started_again_and_the_front_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def kill(fleet: Fleet) -> None:
+        old = await all_ready(fleet)
+        os.kill(old[0].process.pid, signal.SIGKILL)
+        while fleet.places[0] is old[0]:
+            await asyncio.sleep(0.02)
+        assert fleet.choose() is old[1]
+        new = await all_ready(fleet)
+        assert new[0].process.pid != old[0].process.pid
+        assert new[1] is old[1]
+        assert fleet.n_restarts == 1
+
+    with_fleet(kill, tmp_path)
+    assert "replica 0 was ended by SIGKILL; another is started in" in capsys.readouterr().err
+
+
+def test_a_replica_that_cannot_start_tells_its_exit_code(tmp_path: Path) -> None:
+    async def run() -> None:
+        fleet = Fleet(2, lambda number: [sys.executable, "-c", "raise SystemExit(2)"], tmp_path)
+        with pytest.raises(NotStarted) as error:
+            await fleet.start()
+        assert error.value.code == 2
+        await fleet.stop(0)
+
+    asyncio.run(run())
+
+
+def test_a_port_that_is_taken_is_refused_before_a_replica_is_started(tmp_path: Path) -> None:
+    started: list[int] = []
+
+    def command(number: int, sessions: Path) -> list[str]:
+        started.append(number)
+        return ready_command(number)
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match="--port"):
+            run_front(command, 2, keys=(), host="127.0.0.1", port=port, drain_seconds=0, sessions=tmp_path)
+    assert not started
+
+
+def test_replicas_are_replaced_one_after_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def roll(fleet: Fleet) -> None:
+        old = await all_ready(fleet)
+        rolling = asyncio.create_task(fleet.replace_all())
+        while not rolling.done():
+            assert len(fleet.ready) == 2, "there are always as many as before"
+            await asyncio.sleep(0.01)
+        await rolling
+        assert not {one.process.pid for one in old} & {one.process.pid for one in fleet.ready}
+        assert [await one.process.wait() for one in old] == [0, 0], "they were let end by themselves"
+        assert fleet.n_restarts == 0
+
+    with_fleet(roll, tmp_path)
+    assert "replica 1 is replaced" in capsys.readouterr().err
