@@ -1,0 +1,1 @@
+"""What a run would take on devices that are not here: programs compiled for them, read, and never run."""

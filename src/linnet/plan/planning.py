@@ -1,0 +1,179 @@
+"""From a run and a number of devices to meshes worth compiling, and from their plans to the one to use."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from linnet import params
+from linnet.config import RunConfig
+from linnet.errors import UserError, refuse
+from linnet.families import registry
+from linnet.families.prior.config import PriorConfig
+from linnet.mesh import MESH_AXES, mesh_text, n_devices, n_row_parts, parse_mesh
+from linnet.plan import outcome, roofline
+from linnet.plan.chips import Chip
+from linnet.plan.outcome import MOST_DEVICES, Plan
+from linnet.plan.sizes import in_words
+
+SHORT_LIST = 4
+"""Meshes compiled when none is asked for: each takes the compiler seconds to a minute."""
+
+
+def plan_apart(runs: Sequence[RunConfig], most: int = MOST_DEVICES) -> Iterator[Plan]:
+    """Plans of these runs as they come, compiled in a process of their own: only a fresh one can pretend to have the devices."""
+    command = [sys.executable, "-m", "linnet.plan.worker"]
+    with (
+        tempfile.TemporaryFile("w+") as said,  # the compiler talks a lot, and matters only where it fails
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            json.dump({"runs": [dataclasses.asdict(cfg) for cfg in runs], "most": most}, process.stdin)
+            process.stdin.close()
+            for line in process.stdout:
+                yield outcome.from_json(json.loads(line))
+        except BaseException:
+            process.kill()
+            raise
+        if process.wait():
+            said.seek(0)
+            raise RuntimeError(f"the compiler gave up (exit code {process.returncode}):\n{said.read()[-4000:]}")
+
+
+def with_mesh(cfg: RunConfig, mesh: str) -> RunConfig:
+    return dataclasses.replace(cfg, mesh=mesh)
+
+
+def possible(cfg: RunConfig, n: int) -> list[RunConfig]:
+    """The run on every mesh of `n` devices that fits it."""
+    found: list[RunConfig] = []
+    for sizes in _factored(n, len(MESH_AXES)):
+        try:
+            found.append(with_mesh(cfg, mesh_text(dict(zip(MESH_AXES, sizes, strict=True)))))
+        except UserError:
+            continue
+    return found
+
+
+def _factored(n: int, axes: int) -> Iterator[tuple[int, ...]]:
+    if axes == 1:
+        yield (n,)
+        return
+    for first in (size for size in range(1, n + 1) if n % size == 0):
+        yield from ((first, *rest) for rest in _factored(n // first, axes - 1))
+
+
+def with_enough_rows(cfg: RunConfig, n: int) -> RunConfig:
+    """The run itself where some mesh of `n` devices fits it; else with one row for each of them."""
+    if possible(cfg, n):
+        return cfg
+    data: Any = dataclasses.replace(cfg.data, batch_size=n * cfg.train.accumulate)
+    return dataclasses.replace(cfg, data=data)
+
+
+def short_list(cfg: RunConfig, n: int, hbm: float) -> list[RunConfig]:
+    """Of the meshes whose state would fit, those that seem to have the least to say; where none fits, those that hold the least."""
+    if n < 1:
+        raise refuse("--devices", n, "at least 1", "say how many there are")
+    guesses = [(guess(run), run) for run in possible(cfg, n)]
+    fitting = [pair for pair in guesses if pair[0].held <= hbm]
+    if fitting:
+        chosen = sorted(fitting, key=lambda pair: pair[0].sent)
+    else:
+        chosen = sorted(guesses, key=lambda pair: pair[0].held)
+    return [run for _, run in chosen[:SHORT_LIST]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Guess:
+    """Bytes a device, roughly: which meshes to compile is decided by these, and nothing else."""
+
+    held: float
+    sent: float
+
+
+def guess(cfg: RunConfig) -> Guess:
+    sizes, family, model = parse_mesh(cfg.mesh), registry.get(cfg.family), cfg.model
+    weights = 4.0 * params.count(family.param_specs(model))
+    copies = 1 + {"adamw": 2.0, "muon": 1.0, "lion": 1.0, "adafactor": 0.01}[cfg.optim.name]
+    copies += 1 + (cfg.train.ema_decay is not None)  # gradients, and an average
+    mine = weights / (sizes["fsdp"] * sizes["model"] * sizes["expert"])
+    if isinstance(model, PriorConfig):
+        element, width, layers = 4, model.dim, model.depth
+        tokens = cfg.data.batch_size
+    else:
+        element, width, layers = (2 if model.dtype == "bfloat16" else 4), model.d_model, model.n_layer
+        tokens = cfg.data.batch_size * cfg.tokens.update_len
+    rows = tokens * width * element / n_row_parts(sizes)
+
+    def ring(axis: str) -> float:
+        return (sizes[axis] - 1) / sizes[axis]
+
+    sent = 2 * mine * ring("data")
+    sent += ring("fsdp") * weights / (sizes["model"] * sizes["expert"]) * (1 + 2 * element / 4)
+    sent += 2 * 4 * layers * rows * ring("model") + 4 * layers * rows * sizes["expert"] * ring("expert")
+    carried = cfg.data.updates_per_sequence > 1
+    held = mine * copies + (_carry_bytes(cfg) / (n_row_parts(sizes) * sizes["model"]) if carried else 0.0)
+    return Guess(held=held, sent=sent)
+
+
+def _carry_bytes(cfg: RunConfig) -> float:
+    import jax
+
+    carry = jax.eval_shape(lambda: registry.get(cfg.family).empty_carry(cfg.model, cfg.data.batch_size))
+    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(carry)))
+
+
+def recommended(plans: Sequence[Plan], chip: Chip, hbm: float) -> Plan | None:
+    """Of those that fit, the one with the least to say; None where none fits."""
+
+    def communication(plan: Plan) -> float:
+        return roofline.times(plan.program, plan.memory.state, chip, plan.dtype).communication
+
+    return min((plan for plan in plans if plan.memory.total <= hbm), key=communication, default=None)
+
+
+def what_would_fit(cfg: RunConfig, plans: Sequence[Plan], hbm: float) -> list[str]:
+    """Words for a run that does not fit: what to change, the cheapest first."""
+    least = min(plans, key=lambda plan: plan.memory.total)
+    words: list[str] = []
+    sizes = parse_mesh(least.mesh)
+    if least.memory.state > hbm:
+        whole = least.memory.state * least.n_device
+        need = 2 ** math.ceil(math.log2(whole / hbm))
+        words.append(f"more devices: its state alone, {in_words(whole)}, takes {need} of them, cut by fsdp")
+    if cfg.model.remat != "full":
+        words.append("--model.remat full: activations are computed again instead of kept")
+    rows = cfg.data.batch_size // cfg.train.accumulate // n_row_parts(sizes)
+    if rows > 1:
+        words.append(f"--train.accumulate {cfg.train.accumulate * rows}: one row a device at a time")
+    elif not isinstance(cfg.model, PriorConfig):
+        words.append("a shorter --data.update-len: a row alone is too much")
+    if least.memory.optimizer > least.memory.parameters:
+        words.append("--optim.name adafactor: the optimiser keeps next to nothing")
+    if sizes["data"] > 1:
+        words.append("a mesh with fsdp in place of data: weights are cut, not copied")
+    if not words:
+        words.append(f"more devices than {least.n_device}, along fsdp or model")
+    return words
+
+
+def remat_plans(cfg: RunConfig) -> list[RunConfig]:
+    """The run with each way to compute again in the backward pass."""
+    models: list[Any] = [dataclasses.replace(cfg.model, remat=remat) for remat in ("none", "some", "full")]
+    return [dataclasses.replace(cfg, model=model) for model in models]
+
+
+def must_agree(cfg: RunConfig, devices: int | None) -> None:
+    sizes = parse_mesh(cfg.mesh)
+    if devices is not None and cfg.mesh and n_devices(sizes) != devices:
+        needs = f"as many as the mesh has ({n_devices(sizes)})"
+        raise refuse("--devices", devices, needs, "leave one of --devices and --mesh out")

@@ -1,0 +1,131 @@
+"""What a compiled program does in one call, counted from its own text: products, collectives, and what they move.
+
+XLA's own count takes the body of a loop once, however often it runs; here every loop counts as often as it does. Work other than
+products (norms, exponentials, sorting) is not counted as FLOPs, as is usual.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from linnet.plan.collectives import Collective, Types, collectives_of, types_of
+from linnet.plan.hlo import Computation, Instruction, Module, parse, width
+
+
+class UnknownTrips(ValueError):
+    """A loop runs as often as its data say, and nobody said how often to count it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """Of one device, in one call."""
+
+    flops: float
+    product_bytes: float
+    """Operands read and results written by the products: what passes through memory where all else is fused into them."""
+    collectives: dict[Collective, float]
+    """How often each happens."""
+    n_assumed: int
+    """Loops whose number of turns was assumed."""
+
+    def sent(self) -> float:
+        return sum(one.sent * times for one, times in self.collectives.items())
+
+    def sent_by_kind(self) -> dict[str, float]:
+        kinds: dict[str, float] = {}
+        for one, times in self.collectives.items():
+            kinds[one.kind] = kinds.get(one.kind, 0.0) + one.sent * times
+        return kinds
+
+
+Trips = Callable[[Instruction], float]
+
+
+def read(text: str, *, cut: str | None = None, trips: Trips | None = None, element: int | None = None) -> Program:
+    """`cut`: the same program as it was cut for its devices, before it was fitted to this machine, which tells the true types of
+    what is sent. `trips`: how often to count a loop that the data decide on; without it such a loop is an error. `element`: bytes
+    of a float in products, where the model's are narrower than this machine's."""
+    module = parse(text)
+    types = types_of(parse(cut)) if cut is not None else {}
+    return _Reader(module, types, trips, element).of(module.entry)
+
+
+class _Reader:
+    def __init__(self, module: Module, types: Types, trips: Trips | None, element: int | None) -> None:
+        self.module, self.types, self.trips, self.element = module, types, trips, element
+        self.known: dict[str, Program] = {}
+
+    def of(self, name: str) -> Program:
+        if name not in self.known:
+            computation = self.module.computations[name]
+            total = _NOTHING
+            for one in computation:
+                total = _plus(total, self._one(one, computation), 1)
+            self.known[name] = total
+        return self.known[name]
+
+    def _one(self, one: Instruction, where: Computation) -> Program:
+        if one.opcode == "while":
+            return self._loop(one)
+        if one.opcode == "conditional":  # one branch runs: the one with the most to do
+            return max(map(self.of, one.branches()), key=lambda branch: (branch.flops, branch.sent()))
+        if one.opcode in ("fusion", "call", "async-start"):
+            return _sum([self.of(name) for name in one.all_called()])
+        if one.opcode == "dot":
+            return self._product(one, where)
+        assert one.opcode != "convolution", "no model here has a convolution: count it before you use one"
+        collectives = collectives_of(one, where, self.module, self.types)
+        return dataclasses.replace(_NOTHING, collectives=dict.fromkeys(collectives, 1.0)) if collectives else _NOTHING
+
+    def _loop(self, one: Instruction) -> Program:
+        turns: float | None = one.known_trips
+        assumed = turns is None
+        if turns is None:
+            if self.trips is None:
+                raise UnknownTrips(f"loop {one.name} runs as often as its data say: say how often to count it")
+            turns = self.trips(one)
+        inside = _sum([self.of(name) for name in one.all_called()])
+        total = _plus(_NOTHING, inside, turns)
+        return dataclasses.replace(total, n_assumed=inside.n_assumed + assumed)
+
+    def _product(self, one: Instruction, where: Computation) -> Program:
+        left = where.instructions[one.operands[0]].shapes[0]
+        summed = math.prod(left.dims[i] for i in one.numbers("lhs_contracting_dims"))
+        arrays = [one.shapes[0], *(where.instructions[name].shapes[0] for name in one.operands)]
+        moved = sum(shape.size * min(width(shape.dtype), self.element or 8) for shape in arrays)
+        return dataclasses.replace(_NOTHING, flops=2.0 * one.shapes[0].size * summed, product_bytes=float(moved))
+
+
+_NOTHING = Program(flops=0.0, product_bytes=0.0, collectives={}, n_assumed=0)
+
+
+def _sum(programs: list[Program]) -> Program:
+    total = _NOTHING
+    for one in programs:
+        total = _plus(total, one, 1)
+    return total
+
+
+def _plus(total: Program, more: Program, times: float) -> Program:
+    if more is _NOTHING:
+        return total
+    collectives = dict(total.collectives)
+    for one, n in more.collectives.items():
+        collectives[one] = collectives.get(one, 0.0) + n * times
+    return Program(
+        flops=total.flops + times * more.flops,
+        product_bytes=total.product_bytes + times * more.product_bytes,
+        collectives=collectives,
+        n_assumed=total.n_assumed + more.n_assumed,
+    )
+
+
+def on_more_rows(program: Program, n_device: int, n_lead: int, times: int) -> Program:
+    """The same on a mesh of `n_device` whose leading axis, of `n_lead`, is `times` as long, with as many rows more."""
+    collectives: dict[Collective, float] = {}
+    for one, n in program.collectives.items():
+        more = one.on_more_rows(n_device, n_lead, times)
+        collectives[more] = collectives.get(more, 0.0) + n
+    return dataclasses.replace(program, collectives=collectives)

@@ -1,0 +1,120 @@
+"""What serving takes: weights and slots on each device of a mesh, the state of a session, and how many fit. Shapes only, no program.
+
+Rows of a batch are not cut here: a mesh serves one replica, and more rows are more replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, get_args
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from linnet import params, sharding
+from linnet.config import RunConfig
+from linnet.errors import refuse
+from linnet.families import registry
+from linnet.families.parts import check_serving, decoding_rules
+from linnet.families.vq.config import VQConfig
+from linnet.mesh import MESH_AXES, n_devices, parse_mesh
+from linnet.plan.sizes import in_words
+from linnet.weights import Weights
+
+SHORT_TEXT = 1024
+"""Tokens of a short conversation: of a state that grows with its text, one figure would say nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serving:
+    mesh: str
+    n_device: int
+    parameters: int
+    weights: Weights
+    weight_bytes: float
+    """On each device, with what decoding computes from them ahead."""
+    read_bytes: float
+    """Of those, what is read for every token."""
+    slot_bytes: float
+    """Of one slot, on each device."""
+    session_bytes: float
+    """Of one session's state as a value, whole: what is kept and moved. The longest that the model allows."""
+    short_session_bytes: float
+    """After SHORT_TEXT tokens."""
+    flops_per_token: int
+
+    def n_slot(self, hbm: float) -> int:
+        """Slots that fit beside the weights, where they share the memory with nothing else."""
+        return max(0, math.floor((hbm - self.weight_bytes) / self.slot_bytes))
+
+
+def plan_serving(cfg: RunConfig, weights: str) -> Serving:
+    if weights not in get_args(Weights):
+        raise refuse("--weights", weights, f"one of {', '.join(get_args(Weights))}", "use bfloat16")
+    sizes = parse_mesh(cfg.mesh)
+    check_serving(sizes, "--mesh", cfg.mesh)
+    model, family = cfg.writer, registry.tokens(cfg.family)
+    mesh: Any = AbstractMesh(
+        tuple(sizes[name] for name in MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
+    )
+    specs = family.param_specs(model)
+    held: Any = weights
+    placed = sharding.abstract_weights(specs, mesh, held, decoding_rules(family.RULES), n_group=sizes["model"])
+    mine, whole = sharding.bytes_per_device(placed), _bytes(placed)
+    read = float(mine)
+    if isinstance(model, VQConfig):  # decoding holds a second copy, cut and joined as it wants it
+        buffers = params.abstract(family.buffer_specs(model))
+        ahead = jax.eval_shape(lambda p, b: family.decoder.prepare(p, b, model), placed, buffers)
+        read = _bytes(ahead) * mine / whole
+        mine += read
+    return Serving(
+        mesh=cfg.mesh,
+        n_device=n_devices(sizes),
+        parameters=params.count(specs),
+        weights=held,
+        weight_bytes=mine,
+        read_bytes=read,
+        slot_bytes=_slot_bytes(model, family, sizes["model"]),
+        session_bytes=_session_bytes(model, family, None),
+        short_session_bytes=_session_bytes(model, family, SHORT_TEXT),
+        flops_per_token=family.flops_per_token(model),
+    )
+
+
+def _slot_bytes(model: Any, family: Any, n_part: int) -> float:
+    """Values (of one head) or heads of keys and values are cut by the mesh's model axis; small figures are everywhere."""
+    slots = jax.eval_shape(lambda: family.decoder.init_slots(model, 1))
+    if isinstance(model, VQConfig):
+        cut = _bytes(slots.units if model.n_head > 1 else [unit.total for unit in slots.units])
+    else:
+        cut = _bytes((slots.keys, slots.values))
+    return cut / n_part + _bytes(slots) - cut
+
+
+def _session_bytes(model: Any, family: Any, n_read: int | None) -> float:
+    length = n_read if n_read is not None else model.context or SHORT_TEXT
+    return float(_bytes(jax.eval_shape(lambda: family.decoder.state_like(model, length))))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def in_full(plan: Serving, n_slot: int, hbm: float) -> str:
+    slots = plan.slot_bytes * n_slot
+    total = plan.weight_bytes + slots
+    fits = "It fits" if total <= hbm else "It does not fit"
+    lines = [
+        f"Serving on mesh {plan.mesh or 'of one device'}: {plan.n_device} devices, weights in {plan.weights}, {n_slot} slots.",
+        "",
+        "Bytes on each device:",
+        f"  weights              {in_words(plan.weight_bytes):>9}",
+        f"  {n_slot:4} slots           {in_words(slots):>9}",
+        f"  in all               {in_words(total):>9}",
+        "",
+        f"{fits} in {in_words(hbm)}, which holds {plan.n_slot(hbm):,} slots beside the weights.",
+        f"A session's state is {in_words(plan.session_bytes)}; after {SHORT_TEXT:,} tokens {in_words(plan.short_session_bytes)}.",
+        f"FLOPs a token: {plan.flops_per_token:.4g}.",
+    ]
+    return "\n".join(lines)

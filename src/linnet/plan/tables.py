@@ -1,0 +1,190 @@
+"""The tables of docs/scale.md: each preset on meshes of up to 4,096 devices, with as many rows a device as before (weak), and with
+the preset's own batch (strong)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from linnet import presets
+from linnet.config import RunConfig
+from linnet.errors import UserError
+from linnet.mesh import mesh_text, n_row_parts, parse_mesh
+from linnet.plan import roofline
+from linnet.plan.chips import CHIPS, Chip
+from linnet.plan.outcome import Plan
+from linnet.plan.serving import Serving
+from linnet.plan.sessions import TURN, traffic
+from linnet.plan.sizes import in_words, seconds_in_words
+from linnet.plan.words import markdown
+
+DEVICES = (1, 8, 64, 256, 1024, 4096)
+PRESETS = ("enwik8", "pg19", "imagenet64", "grok-1")
+ROWS = {"enwik8": 4, "pg19": 4, "imagenet64": 4, "grok-1": 1}
+"""Of a device, where their number is kept. Memory decides: a row's carried state and activations take gigabytes."""
+
+
+def weak(preset: str, n: int) -> RunConfig:
+    """As many rows a device however many there are. Eight devices share the weights of a large vq model, 256 those of grok-1."""
+    if preset == "grok-1":
+        expert = min(n, 8)
+        fsdp = min(n // expert, 32)
+        sizes = {"data": n // expert // fsdp, "fsdp": fsdp, "expert": expert}
+    elif preset == "enwik8":
+        sizes = {"data": n}
+    else:
+        fsdp = min(n, 8)
+        sizes = {"data": n // fsdp, "fsdp": fsdp}
+    return _sized(presets.get(preset), mesh_text(sizes), ROWS[preset] * n)
+
+
+def strong(preset: str, n: int) -> RunConfig | None:
+    """The preset's own batch: where rows run out, devices share the model's width. None where nothing is left to share."""
+    cfg = presets.get(preset)
+    rows = min(n, cfg.data.batch_size)
+    sizes = {"expert" if preset == "grok-1" else "data": rows, "model": n // rows}
+    try:
+        return _sized(cfg, mesh_text(sizes), cfg.data.batch_size)
+    except UserError:
+        return None
+
+
+def _sized(cfg: RunConfig, mesh: str, rows: int) -> RunConfig:
+    data: Any = dataclasses.replace(cfg.data, batch_size=rows)
+    return dataclasses.replace(cfg, mesh=mesh, data=data)
+
+
+HEADER = (
+    "devices",
+    "mesh",
+    "rows a device",
+    "state",
+    "in all",
+    "sent",
+    "compute",
+    "memory",
+    "communication",
+    "bound by",
+    "of peak",
+)
+
+
+def table(plans: Sequence[Plan], chip: Chip) -> str:
+    return markdown(HEADER, [_row(plan, chip) for plan in plans]) + "\n\n" + where_it_stops(plans, chip)
+
+
+def _row(plan: Plan, chip: Chip) -> list[str]:
+    times = roofline.times(plan.program, plan.memory.state, chip, plan.dtype)
+    share = roofline.share_of_peak(plan.useful_flops, plan.n_device, times.step, chip, plan.dtype)
+    too_much = " (too much)" if plan.memory.total > chip.hbm else ""
+    return [
+        f"{plan.n_device:,}" + (" *" if plan.compiled_mesh is not None else ""),
+        plan.mesh or "one device",
+        f"{plan.rows / n_row_parts(parse_mesh(plan.mesh)):g}",
+        in_words(plan.memory.state),
+        in_words(plan.memory.total) + too_much,
+        in_words(plan.program.sent()),
+        *(seconds_in_words(t) if t else "-" for t in (times.compute, times.memory, times.communication)),
+        times.bound,
+        f"{share:.0%}",
+    ]
+
+
+def where_it_stops(plans: Sequence[Plan], chip: Chip) -> str:
+    """The first mesh on which devices talk longer than they work."""
+    for plan in plans:
+        times = roofline.times(plan.program, plan.memory.state, chip, plan.dtype)
+        if times.communication > max(times.compute, times.memory):
+            return f"Communication is the bound from {plan.n_device:,} devices on."
+    return f"Communication is not the bound on up to {plans[-1].n_device:,} devices."
+
+
+def remat_table(runs: Sequence[RunConfig], plans: Sequence[Plan]) -> str:
+    """What it saves, and what it costs, to compute again in the backward pass."""
+    header = ("preset", "mesh", "remat", "temporaries a device", "TFLOPs a device", "of them the model's own")
+    rows = [
+        (
+            run.preset,
+            plan.mesh,
+            run.model.remat,
+            in_words(plan.memory.temporary),
+            f"{plan.program.flops / 1e12:,.4g}",
+            f"{plan.useful_flops / plan.n_device / plan.program.flops:.0%}",
+        )
+        for run, plan in zip(runs, plans, strict=True)
+    ]
+    return markdown(header, rows)
+
+
+def chips_table() -> str:
+    header = ("chip", "bf16", "float32", "memory", "its rate", "links", "joined by them", "network", "source")
+    rows = [
+        (
+            chip.name,
+            f"{chip.bf16_flops / 1e12:g} TFLOP/s",
+            f"{chip.float32_flops / 1e12:g} TFLOP/s",
+            in_words(chip.hbm),
+            f"{in_words(chip.hbm_bandwidth)}/s",
+            f"{in_words(chip.link)}/s",
+            f"{chip.domain:,}",
+            f"{in_words(chip.network)}/s",
+            chip.source,
+        )
+        for chip in CHIPS.values()
+    ]
+    return markdown(header, rows)
+
+
+def sessions_table(plans: Sequence[tuple[str, Serving]], chip: Chip) -> str:
+    """One replica of each."""
+    header = (
+        "preset",
+        "a replica",
+        "weights a device",
+        "a session",
+        "sessions held",
+        "a token of each",
+        f"answers of {TURN} tokens a second",
+        "to move a session",
+        "answers that may begin with a move",
+        "through a store, were it a tenth of them",
+    )
+    rows: list[list[str]] = []
+    for preset, plan in plans:
+        found = traffic(plan, chip, "bfloat16")
+        where = f"{plan.mesh or 'one device'}, {plan.weights}"
+        sizes = [in_words(plan.weight_bytes), in_words(plan.session_bytes)]
+        if found is None:
+            rows.append([preset, where, *sizes, "none", *["-"] * 5])
+            continue
+        rows.append(
+            [
+                preset,
+                where,
+                *sizes,
+                f"{found.sessions:,}",
+                seconds_in_words(found.tick),
+                f"{found.turns:.3g}",
+                seconds_in_words(found.move),
+                f"{found.moved_share:.0%}",
+                f"{in_words(found.store_rate(0.1, plan.session_bytes))}/s",
+            ]
+        )
+    return markdown(header, rows)
+
+
+def replicas_table(plans: Sequence[tuple[str, Serving]], chip: Chip) -> str:
+    """Of N replicas: sessions held, answers a second, and what a shared store would carry."""
+    header = ("replicas", *(f"{preset}: sessions, answers/s, store" for preset, _ in plans))
+    found = [(plan, traffic(plan, chip, "bfloat16")) for _, plan in plans]
+    rows: list[list[str]] = []
+    for n in DEVICES:
+        cells = [
+            "-"
+            if one is None
+            else f"{n * one.sessions:,}, {n * one.turns:,.0f}, {in_words(n * one.store_rate(0.1, plan.session_bytes))}/s"
+            for plan, one in found
+        ]
+        rows.append([f"{n:,}", *cells])
+    return markdown(header, rows)

@@ -1,0 +1,140 @@
+"""The update of a run, compiled for its mesh without one weight: bytes a device by kind, FLOPs, collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from linnet import sharding
+from linnet.config import RunConfig
+from linnet.data.batch import Batch
+from linnet.data.pairs.batch import PairBatch
+from linnet.families import registry
+from linnet.families.family import Family
+from linnet.families.prior.config import PriorConfig
+from linnet.mesh import mesh_text, n_devices, n_row_parts, parse_mesh
+from linnet.nn import experts
+from linnet.plan import program
+from linnet.plan.compiling import compile_for_reading
+from linnet.plan.hlo import Instruction
+from linnet.plan.outcome import MOST_DEVICES, Memory, Plan, useful_flops
+from linnet.train.optim import optimizer as make_optimizer
+from linnet.train.state import abstract_state
+from linnet.train.step import make_step
+
+
+def plan_training(cfg: RunConfig, most: int = MOST_DEVICES) -> Plan:
+    """Of a mesh larger than `most`, a part is compiled: fewer rows on a shorter data axis, so that every device holds and does just
+    the same; collectives along that axis are then drawn out to its length."""
+    sizes = parse_mesh(cfg.mesh)
+    part, times = _foldable(cfg, most)
+    part_sizes = parse_mesh(part.mesh)
+    memory, found = _compiled(part)
+    if times > 1:
+        found = program.on_more_rows(found, n_devices(part_sizes), part_sizes["data"], times)
+    return Plan(
+        mesh=mesh_text(sizes),
+        n_device=n_devices(sizes),
+        rows=cfg.data.batch_size,
+        memory=memory,
+        program=found,
+        useful_flops=useful_flops(cfg),
+        dtype="float32" if isinstance(cfg.model, PriorConfig) else cfg.model.dtype,
+        compiled_mesh=part.mesh if times > 1 else None,
+        assumed_turns=even_turns(part) if found.n_assumed else None,
+    )
+
+
+@functools.cache
+def _compiled(cfg: RunConfig) -> tuple[Memory, program.Program]:
+    """One part may stand for several meshes."""
+    mesh = sharding.make_mesh(parse_mesh(cfg.mesh))
+    family: Family = registry.get(cfg.family)
+    optimizer = make_optimizer(cfg.optim, family.param_specs(cfg.model))
+    state = abstract_state(family, cfg, optimizer, mesh)
+    batch = abstract_batch(cfg, family, mesh)
+    with jax.set_mesh(mesh):
+        compiled = compile_for_reading(make_step(family, cfg, optimizer, mesh).lower(state, batch))
+    turns = even_turns(cfg)
+    found = program.read(
+        compiled.text,
+        cut=compiled.cut,
+        trips=None if turns is None else _always(turns),
+        element=4 if isinstance(cfg.model, PriorConfig) else jnp.dtype(cfg.model.dtype).itemsize,
+    )
+    memory = Memory(
+        parameters=sharding.bytes_per_device(state.params),
+        optimizer=sharding.bytes_per_device(state.opt_state),
+        average=sharding.bytes_per_device(state.ema),
+        codebooks=sharding.bytes_per_device(state.buffers),
+        carry=sharding.bytes_per_device(state.carry),
+        batch=sharding.bytes_per_device(batch),
+        temporary=compiled.temporary_bytes,
+        results=compiled.output_bytes,
+    )
+    return memory, found
+
+
+def _foldable(cfg: RunConfig, most: int) -> tuple[RunConfig, int]:
+    """The run on as much of its data axis as can be compiled, and how many times shorter that is."""
+    sizes, times = parse_mesh(cfg.mesh), 1
+    while n_devices(sizes) > most and sizes["data"] % 4 == 0:
+        sizes["data"] //= 2  # two are left: else there were no axis to draw out
+        times *= 2
+    data: Any = dataclasses.replace(cfg.data, batch_size=cfg.data.batch_size // times)
+    return dataclasses.replace(cfg, mesh=mesh_text(sizes), data=data), times
+
+
+def _always(turns: float) -> program.Trips:
+    def trips(loop: Instruction) -> float:
+        del loop
+        return turns
+
+    return trips
+
+
+def even_turns(cfg: RunConfig) -> float | None:
+    """How often an expert's loop over its tokens runs when all experts are chosen equally often; None without experts. No other
+    loop of an update waits for data to say how often it runs."""
+    model = cfg.model
+    if isinstance(model, PriorConfig) or not model.n_expert:
+        return None
+    sizes = parse_mesh(cfg.mesh)
+    rows = cfg.data.batch_size // cfg.train.accumulate // n_row_parts(sizes)
+    # Devices that share the experts look at each other's tokens.
+    pairs = rows * cfg.tokens.update_len * sizes["expert"] * model.n_choice
+    height = experts._block(pairs, model.n_expert // sizes["expert"])  # pyright: ignore[reportPrivateUsage]
+    return float(math.ceil(pairs / model.n_expert / height))
+
+
+def abstract_batch(cfg: RunConfig, family: Family, mesh: Mesh) -> Any:
+    """Shapes, types and places of what an update reads."""
+    rows = cfg.data.batch_size
+
+    def array(dtype: Any, *rest: int) -> Any:
+        shape = (rows, *rest)
+        place = sharding.place(shape, ("batch", *(None,) * len(rest)), mesh, family.RULES)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    if isinstance(cfg.model, PriorConfig):
+        encodings = array(jnp.float32, cfg.model.max_text_len, cfg.model.d_text) if cfg.model.text_encodings else None
+        return PairBatch(
+            text_embed=array(jnp.float32, cfg.model.d_text),
+            image_embed=array(jnp.float32, cfg.model.dim),
+            encodings=encodings,
+            mask=array(jnp.float32),
+        )
+    tokens = array(jnp.int32, cfg.tokens.update_len)
+    return Batch(
+        inputs=tokens,
+        targets=tokens,
+        doc_ids=tokens,
+        loss_mask=array(jnp.float32, cfg.tokens.update_len),
+        condition=array(jnp.float32, cfg.d_condition) if cfg.d_condition else None,
+    )

@@ -1,0 +1,27 @@
+"""The process that compiles: runs and their meshes as JSON come in, a plan of each as a line of JSON goes out
+(`python -m linnet.plan.worker`). It pretends to have the devices, and never gives them anything to do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from linnet.config import run_from_dict
+from linnet.mesh import n_devices, parse_mesh
+from linnet.plan.compiling import pretend
+from linnet.plan.outcome import MOST_DEVICES, to_json
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    configs = [run_from_dict(values) for values in task["runs"]]
+    pretend(min(MOST_DEVICES, max(n_devices(parse_mesh(cfg.mesh)) for cfg in configs)))
+    from linnet.plan.training import plan_training
+
+    for cfg in configs:
+        print(json.dumps(to_json(plan_training(cfg, task["most"]))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
