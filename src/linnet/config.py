@@ -14,6 +14,7 @@ from linnet.errors import UserError, refuse
 from linnet.families.moe.config import MoEConfig
 from linnet.families.prior.config import PriorConfig
 from linnet.families.vq.config import VQConfig
+from linnet.mesh import ROW_AXES, n_row_parts, parse_mesh
 
 EMBEDDED_CORPUS = "python-stdlib"
 EMOJI_PAIRS = "emoji-pairs"
@@ -243,6 +244,9 @@ class RunConfig:
     preset: str = "custom"
     family: Literal["vq", "moe", "prior"] = "vq"
     seed: int = 0
+    mesh: str = ""
+    """How devices share the work, as data=2,model=2: rows are cut by data, fsdp and expert, weights by fsdp, model and expert. Empty:
+    one device. A run may go on with another."""
     model: VQConfig | MoEConfig | PriorConfig = dataclasses.field(default_factory=VQConfig)
     data: DataConfig | PairsConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
@@ -266,6 +270,20 @@ class RunConfig:
             )
         if not 0 <= self.seed < 2**32:
             raise refuse("seed", self.seed, "between 0 and 2**32 - 1", "use 0")
+        self._check_mesh()
+
+    def _check_mesh(self) -> None:
+        sizes = parse_mesh(self.mesh)
+        rows, parts = self.data.batch_size // self.train.accumulate, n_row_parts(sizes)
+        if rows % parts:
+            named = " x ".join(f"{name}={sizes[name]}" for name in ROW_AXES if sizes[name] > 1)
+            needs = f"rows of a micro-batch (data.batch_size / train.accumulate) in equal parts for {named} of the mesh"
+            raise refuse("data.batch_size", self.data.batch_size, needs, self._fix_rows(parts))
+        self.model.check_mesh(sizes)
+
+    def _fix_rows(self, parts: int) -> str:
+        fitting = _round_up(self.data.batch_size, parts * self.train.accumulate)
+        return f"use --data.batch-size {fitting}, or a mesh whose axes {', '.join(ROW_AXES)} make fewer parts"
 
     def _check_timesteps(self, most: int) -> None:
         if any(n > most for n in self.train.eval_timesteps):
@@ -343,9 +361,18 @@ def load(path: Path) -> RunConfig:
 def run_from_dict(values: dict[str, Any]) -> RunConfig:
     """Without the version."""
     family = values.get("family", "vq")  # a config without one is of the first there was
+    values = _older(values)
     if family not in MODELS:
         raise refuse("family", family, f"one of {', '.join(MODELS)}", "choose one of them")
     return from_dict(RunConfig, values, "", {"model": MODELS[family], "data": DATA[family]})
+
+
+def _older(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings as earlier versions wrote them, in today's words."""
+    model = values.get("model")
+    if isinstance(model, dict) and isinstance(model.get("remat"), bool):
+        values = values | {"model": model | {"remat": "full" if model["remat"] else "none"}}
+    return values
 
 
 def from_dict(cls: type, values: Any, where: str, known: dict[str, type] | None = None) -> Any:

@@ -24,7 +24,7 @@ OF_EACH = {"vq": "quickstart", "moe": "moe-cpu"}
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_setting_is_in_the_file_and_comes_back(family: Name, tmp_path: Path) -> None:
-    cfg = tiny.config(Path("corpus.txt"), family, **{"model.dtype": "bfloat16", "model.remat": True, "seed": 7})
+    cfg = tiny.config(Path("corpus.txt"), family, **{"model.dtype": "bfloat16", "model.remat": "full", "seed": 7})
     configs.save(cfg, tmp_path / "config.json")
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["family"] == family

@@ -12,9 +12,10 @@ import pytest
 
 from linnet import params, rng
 from linnet.errors import UserError
+from linnet.families.moe.params import RULES
 from linnet.params import Spec
 from linnet.pytree import named_leaves, pytree, replace, static
-from linnet.sharding import make_mesh, partition, shardings
+from linnet.sharding import make_mesh, open_mesh, partition, shardings
 
 
 @pytree
@@ -77,10 +78,11 @@ def test_an_axis_that_does_not_divide_stays_whole() -> None:
 import jax
 from linnet.params import Spec
 from linnet.sharding import make_mesh, partition, shardings
+rules = {"model": "fsdp", "heads": "model", "vocab": "model"}
 mesh = make_mesh({"fsdp": 2, "model": 4})
-assert partition(Spec((4, 8, 64), ("layers", "model", "heads")), mesh) == jax.sharding.PartitionSpec(None, "fsdp", "model")
-assert partition(Spec((259, 8), ("vocab", "model")), mesh) == jax.sharding.PartitionSpec(None, "fsdp")
-placed = jax.device_put(jax.numpy.ones((4, 8, 64)), shardings(Spec((4, 8, 64), ("layers", "model", "heads")), mesh))
+assert partition((4, 8, 64), ("layers", "model", "heads"), mesh, rules) == jax.sharding.PartitionSpec(None, "fsdp", "model")
+assert partition((259, 8), ("vocab", "model"), mesh, rules) == jax.sharding.PartitionSpec(None, "fsdp")
+placed = jax.device_put(jax.numpy.ones((4, 8, 64)), shardings(Spec((4, 8, 64), ("layers", "model", "heads")), mesh, rules))
 assert {s.data.shape for s in placed.addressable_shards} == {(4, 4, 16)}
 print("fits")
 """
@@ -92,14 +94,21 @@ print("fits")
 def test_a_mesh_of_one_device_cuts_nothing() -> None:
     mesh = make_mesh()
     assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "model": 1, "expert": 1}
-    placed = jax.device_put(params.init(specs(), rng.root(0)), shardings(specs(), mesh))
+    placed = jax.device_put(params.init(specs(), rng.root(0)), shardings(specs(), mesh, RULES))
     assert placed.weight.shape == (4, 8, 64)
-    assert len(partition(specs().weight, mesh)) == 3
+    assert len(partition(specs().weight.shape, specs().weight.axes, mesh, RULES)) == 3
 
 
 @pytest.mark.parametrize(
-    ("sizes", "words"), [({"rows": 2}, "one of data"), ({"data": 0}, "at least 1"), ({"data": 4096}, "devices")]
+    ("text", "words"),
+    [
+        ("rows=2", "axes among data, fsdp, model, expert"),
+        ("data=0", "a whole number from 1 on"),
+        ("data", "write it as --mesh data=2"),
+        ("data=2,data=2", "once"),
+        ("data=4096", "devices"),
+    ],
 )
-def test_an_impossible_mesh_is_refused(sizes: dict[str, int], words: str) -> None:
+def test_an_impossible_mesh_is_refused(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        make_mesh(sizes)
+        open_mesh(text)

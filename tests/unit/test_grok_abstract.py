@@ -14,11 +14,11 @@ import json
 import jax, jax.numpy as jnp
 from linnet import presets, sharding
 from linnet.families.moe import model
-from linnet.families.moe.params import param_specs
+from linnet.families.moe.params import RULES, param_specs
 
 cfg = presets.get("grok-1").model
 mesh = sharding.make_mesh({"model": 8})
-weights = sharding.abstract_weights(param_specs(cfg), mesh, "int8", n_group=8)
+weights = sharding.abstract_weights(param_specs(cfg), mesh, "int8", RULES, n_group=8)
 tokens = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
 
 def next_logits(weights, tokens):

@@ -11,7 +11,10 @@ import linnet
 
 ROOT = Path(linnet.__file__).parent
 RANK = {
-    **dict.fromkeys(("errors", "pytree", "rng", "params", "sharding", "quant", "tokens", "weights", "__init__"), 0),
+    **dict.fromkeys(
+        ("errors", "cluster", "mesh", "pytree", "rng", "params", "sharding", "quant", "tokens", "weights", "__init__"),
+        0,
+    ),
     "nn": 1,
     "families": 2,
     **dict.fromkeys(("config", "presets"), 3),
@@ -19,6 +22,7 @@ RANK = {
     "train": 5,
     "serve": 5,
     "bench": 6,
+    "plan": 6,
     "cli": 7,
 }
 

@@ -34,7 +34,7 @@ def gradient(params: Any, tokens: Any, targets: Any, cfg: MoEConfig, plain: bool
     [
         pytest.param({"n_expert": 3, "n_choice": 1, "n_q_head": 6}, 2, 13, marks=pytest.mark.trial),
         ({"n_expert": 5, "n_choice": 3, "n_kv_head": 4}, 1, 37),
-        pytest.param({"remat": True}, 3, 150, marks=pytest.mark.trial),
+        pytest.param({"remat": "full"}, 3, 150, marks=pytest.mark.trial),
     ],
     ids=str,
 )

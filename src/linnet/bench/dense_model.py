@@ -90,7 +90,7 @@ def _forward(
         seen = codebook.statistics(jax.lax.stop_gradient(k), chosen, mask, cfg.n_code)
         return x + (mixed * gate) @ p.w_res.astype(x.dtype), (seen, jnp.mean(mask * square_error))
 
-    if cfg.remat:
+    if cfg.remat != "none":
         unit = jax.checkpoint(unit)
     codes = codebook.code_vectors(buffers.code_count, buffers.code_total)
     x, (seen, commitment) = jax.lax.scan(unit, x, (params.units, codes))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import traceback
 
+from linnet import cluster
 from linnet.errors import UserError
 
 EXIT_OK, EXIT_FAILED, EXIT_USER, EXIT_NOT_FINITE = 0, 1, 2, 3
@@ -32,10 +34,13 @@ COMMANDS = {
     "import": ("interchange", "make a run of weights from elsewhere"),
     "export": ("interchange", "write a run's weights for elsewhere"),
     "presets": ("presets", "list the presets"),
+    "plan": ("plan", "bytes, FLOPs and communication of a run on devices that are not here"),
+    "launch": ("launch", "run a command in several processes of this machine, as one cluster"),
 }
 
 EXIT_CODES = """Exit codes: 0 done; 1 a check failed (verify, data check); 2 something asked for cannot be done; 3 the loss stayed not
-finite; 75 interrupted and saved: run the same command again to go on; 128 + n ended at once by signal n."""
+finite; 75 interrupted and saved: run the same command again to go on; 76 another process of the cluster was lost: start them
+all again to go on from the last checkpoint; 128 + n ended at once by signal n."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -54,9 +59,11 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"linnet: there is no command {name!r}.\n\n{_overview()}", file=sys.stderr)
         sys.exit(EXIT_USER)
     command = getattr(importlib.import_module(f"linnet.cli.{COMMANDS[name][0]}"), f"{name.replace('-', '_')}_command")
+    failed: Exception | None = None
     try:
         code = command(rest)
     except UserError as error:
+        failed = error
         print(f"linnet {name}: {error}", file=sys.stderr)
         code = getattr(error, "exit_code", EXIT_USER)
     except BrokenPipeError:  # the reader of our output went away, as `head` does
@@ -64,6 +71,12 @@ def main(arguments: list[str] | None = None) -> None:
         code = EXIT_OK
     except KeyboardInterrupt:
         code = 130
+    except Exception as error:
+        if cluster.describe().count == 1:
+            raise
+        traceback.print_exc()
+        failed, code = error, EXIT_FAILED
+    cluster.leave(code or EXIT_OK, failed)
     sys.exit(code or EXIT_OK)
 
 

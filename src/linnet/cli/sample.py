@@ -85,6 +85,8 @@ class Flags:
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
     weights: Weights = "float32"
     """The bits that weights are held in."""
+    mesh: str = ""
+    """Devices that share the model, as model=2 or model=2,expert=2; one if not given."""
     json: bool = False
     """Print one JSON object when all is done, instead of streaming."""
 
@@ -106,7 +108,7 @@ def sample_command(argv: list[str]) -> int:
     from linnet.cli.startup import prepare_jax
     from linnet.families.detokenize import check_stops
     from linnet.families.generate import generate
-    from linnet.train.runs import open_run
+    from linnet.train.runs import decoding_mesh, open_run
 
     drawing_settings(flags, 1, 1.0)  # refuses what makes no sense before the run is opened
     check_stops(flags.stop)
@@ -120,7 +122,7 @@ def sample_command(argv: list[str]) -> int:
     else:
         refuse_given(flags, PRIORS_ONLY, f"{flags.run} is no prior")
     prepare_jax()
-    run = open_run(flags.run, flags.checkpoint, flags.weights)
+    run = open_run(flags.run, flags.checkpoint, flags.weights, decoding_mesh(flags.run, flags.mesh))
     if is_prior:
         from linnet.cli.sample_prior import predict
 

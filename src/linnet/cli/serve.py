@@ -46,6 +46,10 @@ class Flags:
     """Memory for the states of beginnings that were read before; 0: none."""
     sessions_mb: int = 4096
     """Memory for the states of a model's sessions: beyond it no new one begins, and those that are there go on."""
+    sessions: Path | None = None
+    """Sessions are files in this folder: they are there again after a restart, and servers that share it share them."""
+    replicas: int = 1
+    """Engine processes behind the one endpoint, each with slots of its own. Any of them goes on with any session."""
     keys_file: Path | None = None
     """API keys, one a line; also from the environment, LINNET_API_KEYS, separated by commas."""
     drain_seconds: float = 30.0
@@ -56,6 +60,8 @@ class Flags:
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
     weights: Weights = "float32"
     """The bits that weights are held in. `linnet eval RUN --weights int8` tells what fewer of them cost."""
+    mesh: str = ""
+    """Devices that share each model, as model=2 or model=2,expert=2; one if not given."""
 
 
 def serve_command(argv: list[str]) -> int:
@@ -65,42 +71,81 @@ def serve_command(argv: list[str]) -> int:
         raise refuse("RUN", "nothing", "at least one run", "name a run's folder")
     if flags.sessions_mb < 1:
         raise refuse("--sessions-mb", flags.sessions_mb, "at least 1", "use 4096")
+    if flags.replicas < 1 or (flags.replicas > 1 and flags.batch is not None):
+        raise refuse("--replicas", flags.replicas, "at least 1, and 1 for a batch", "leave it out")
+    if flags.queue < flags.replicas:
+        raise refuse("--queue", flags.queue, f"at least one place for each replica ({flags.replicas})", "use 64")
     if not 0 <= flags.port < 65536:
         raise refuse("--port", flags.port, "0 to 65535", "use 8000")
-    keys = _keys(flags.keys_file)
+    from linnet.serve.replicas.fleet import SOCKET
+
+    socket = os.environ.get(SOCKET)
+    keys = [] if socket else _keys(flags.keys_file)
     from linnet.cli.startup import prepare_jax
     from linnet.serve.http.app import make_app
     from linnet.serve.http.auth import Keys
     from linnet.serve.http.batch import read_lines
-    from linnet.serve.http.lifecycle import Lifecycle, check_host, run
+    from linnet.serve.http.lifecycle import Lifecycle, check_host, run, run_replica
     from linnet.serve.template import read_template
 
-    check_host(flags.host, bool(keys))
+    if socket is None:
+        check_host(flags.host, bool(keys))
     Keys(keys)  # refuses weak ones before anything is loaded
     names = [_name(run) for run in flags.runs]
     if len({name for name, _ in names}) < len(names):
         raise refuse("RUN", " ".join(flags.runs), "runs with names of their own", "name one by NAME=FOLDER")
     lines = [] if flags.batch is None else read_lines(flags.batch[0])
     templates = [read_template(folder) for _, folder in names]
+    if flags.replicas > 1:
+        return _replicas(argv, flags, keys)
     prepare_jax()
     models = [_open(name, folder, flags, template) for (name, folder), template in zip(names, templates, strict=True)]
     lifecycle = Lifecycle()
-    if flags.batch is None:
+    if flags.batch is None and socket is None:
         print(f"Serving on http://{flags.host}:{flags.port} (Ctrl-C drains and stops).", file=sys.stderr, flush=True)
-    app = make_app(models, keys=keys, lifecycle=lifecycle, host=None if flags.batch else flags.host)
+    app = make_app(
+        models,
+        keys=keys,
+        lifecycle=lifecycle,
+        host=None if flags.batch or socket else flags.host,
+        is_replica=socket is not None,
+    )
     if flags.batch is not None:
         return _batch(app, models, lines, flags)
-    run(
-        app,
-        lifecycle,
-        host=flags.host,
-        port=flags.port,
-        has_keys=bool(keys),
-        drain_seconds=flags.drain_seconds,
-    )
+    if socket is not None:
+        run_replica(app, lifecycle, socket=Path(socket), drain_seconds=flags.drain_seconds)
+    else:
+        run(
+            app,
+            lifecycle,
+            host=flags.host,
+            port=flags.port,
+            has_keys=bool(keys),
+            drain_seconds=flags.drain_seconds,
+        )
     for model in models:
         model.engine.stop(within=1.0)
     return 0
+
+
+def _replicas(argv: list[str], flags: Flags, keys: list[str]) -> int:
+    """The same command again for each replica, on a socket and with its share of the queue; later flags count."""
+    from linnet.serve.replicas.run import run_front
+
+    def command(number: int, sessions: Path) -> list[str]:
+        queue = flags.queue // flags.replicas + (number < flags.queue % flags.replicas)
+        own = ["--replicas", "1", "--queue", str(queue), "--sessions", str(sessions)]
+        return [sys.executable, "-c", "from linnet.cli import main; main()", "serve", *argv, *own]
+
+    return run_front(
+        command,
+        flags.replicas,
+        keys=keys,
+        host=flags.host,
+        port=flags.port,
+        drain_seconds=flags.drain_seconds,
+        sessions=flags.sessions,
+    )
 
 
 def _batch(app: ASGIApp, models: list[ServedModel | ServedPrior], lines: list[dict[str, Any]], flags: Flags) -> int:
@@ -134,9 +179,9 @@ def _progress() -> Callable[[int, int], None]:
 
 def _open(name: str, folder: Path, flags: Flags, template: ChatTemplate) -> ServedModel | ServedPrior:
     """A model, ready; and a line about it."""
-    from linnet.train.runs import open_run
+    from linnet.train.runs import decoding_mesh, open_run
 
-    run = open_run(folder, flags.checkpoint, flags.weights)
+    run = open_run(folder, flags.checkpoint, flags.weights, decoding_mesh(folder, flags.mesh))
     return _open_prior(name, run, flags) if run.cfg.family == "prior" else _open_tokens(name, run, flags, template)
 
 
@@ -212,6 +257,7 @@ def _open_tokens(name: str, run: Run, flags: Flags, template: ChatTemplate) -> S
         config,
         template,
         flags.sessions_mb << 20,
+        flags.sessions,
     )
     length = "however long" if model.context is None else f"up to {model.context} tokens"
     print(f"{name}: {flags.slots} slots, {model.state_bytes / 1e6:.1f} MB a user, {length}.", file=sys.stderr)

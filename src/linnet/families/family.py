@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from linnet.families.generate import Decoder
 from linnet.pytree import pytree
+from linnet.sharding import Rules
 
 
 @pytree
@@ -31,6 +32,8 @@ class Family(Protocol):
     """What the trainer needs. `cfg` is the family's own config, `batch` a tree of arrays with rows in front."""
 
     name: str
+    RULES: Rules
+    """Which axes of a mesh cut which axes of the model: the one table of the family."""
 
     def param_specs(self, cfg: Any) -> Any: ...
 
@@ -38,8 +41,8 @@ class Family(Protocol):
 
     def empty_carry(self, cfg: Any, batch_size: int) -> Any: ...
 
-    def carry_axes(self, carry: Any) -> Any:
-        """Which axis of each leaf of a carry counts the batch's rows."""
+    def carry_names(self, carry: Any) -> Any:
+        """What each axis of a carry's leaves is; one of them is the batch's rows."""
         ...
 
     def loss(

@@ -10,12 +10,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from linnet import rng
+from linnet import rng, sharding
 from linnet.errors import refuse
 from linnet.families.detokenize import TextAssembler, check_stops
+from linnet.families.parts import everywhere, mesh_of, on_mesh_of
 from linnet.nn.sampling import Rules, SamplingSettings
 from linnet.tokens import FIRST_BYTE
 
@@ -125,6 +127,7 @@ def _stream(
     n_ticks: int,
 ) -> Iterator[list[Piece | None]]:
     n_slot = len(rows)
+    decoder = on_mesh_of(decoder, params)
     params = decoder.hold(params)
     prepared = decoder.prepare(params, buffers, cfg)
     slots = decoder.init_slots(cfg, n_slot)
@@ -142,8 +145,11 @@ def _stream(
             slots = slots if one is None else decoder.insert(slots, one, i)
             first[i] = last
             np.add.at(seen[i], np.asarray(prompt[1:], np.int32), 1)  # the leading end id is ours, no repetition
-    keys = jnp.stack([rng.of_sample(seed) for seed in seeds])
-    tokens, seen = jnp.asarray(first), jnp.asarray(seen)
+    mesh = mesh_of(params)
+    keys = everywhere(mesh, jnp.stack([rng.of_sample(seed) for seed in seeds]))
+    seen, tokens = everywhere(mesh, seen), first
+    # What is not the model's comes from the host: of several processes each has it, and it counts as one array.
+    settings, rules = jax.tree.map(np.asarray, (settings, rules))
     while not all(row.finish for row in rows):
         slots, seen, drawn, logprobs, _ = decoder.decode(
             prepared,
@@ -157,8 +163,8 @@ def _stream(
             cfg=cfg,
             n_ticks=n_ticks,
         )
-        tokens = drawn[-1]
-        drawn_here, logprobs_here = np.asarray(drawn), np.asarray(logprobs)
+        drawn_here, logprobs_here = sharding.to_host((drawn, logprobs))
+        tokens = drawn_here[-1]
         yield [
             None if row.finish else row.take(drawn_here[:, i].tolist(), logprobs_here[:, i].tolist())
             for i, row in enumerate(rows)

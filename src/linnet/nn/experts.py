@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from linnet import quant
+from linnet import quant, sharding
+from linnet.nn.linear import rows
 from linnet.nn.norm import rms_norm_gain
 from linnet.pytree import pytree
 from linnet.quant import Half, Matrix, Quantized
+from linnet.sharding import Names, Rules
 
 HEIGHTS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 256)
 """Rows multiplied at once where prompts are read. An expert's rows are one product of the least of these that holds them, so little
@@ -44,9 +46,10 @@ class Routing:
     weight: Float[Array, "P C"]  # the chosen ones' probabilities, not made to add up to one
 
 
-def route(x: Float[Array, "P D"], router: Float[Array, "D E"], n_choice: int) -> Routing:
+def route(x: Float[Array, "*B D"], router: Float[Array, "D E"], n_choice: int) -> Routing:
     """In float32: a rounding here would change which expert is chosen."""
-    return choose(jnp.matmul(x.astype(jnp.float32), router, precision="highest"), n_choice)
+    logits = jnp.matmul(x.astype(jnp.float32), router, precision="highest")
+    return choose(logits.reshape(-1, logits.shape[-1]), n_choice)
 
 
 def choose(logits: Float[Array, "P E"], n_choice: int) -> Routing:
@@ -94,6 +97,11 @@ def _by_expert(
     """Pairs in the order of their experts, those of tokens that are not real last; how many pairs each expert has."""
     if n_token is not None:
         chosen = jnp.where(jnp.arange(chosen.shape[0])[:, None] < n_token, chosen, n_expert)
+    return _sorted(chosen, n_expert)
+
+
+def _sorted(chosen: Int[Array, "P C"], n_expert: int) -> tuple[Int[Array, " N"], Int[Array, " E"]]:
+    """Choices of no expert (`n_expert`) come last."""
     flat = chosen.reshape(-1)
     sizes = jnp.sum(flat[:, None] == jnp.arange(n_expert), axis=0, dtype=jnp.int32)
     return jnp.argsort(flat, stable=True), sizes
@@ -251,13 +259,47 @@ class Mixture:
 
 
 def mixture_half(
-    h: Float[Array, "*B D"], mixture: Mixture, n_choice: int, *, plain: bool = False
+    h: Float[Array, "*B D"], mixture: Mixture, n_choice: int, names: Names, rules: Rules, *, plain: bool = False
 ) -> tuple[Float[Array, "*B D"], Routing]:
-    """What is added to `h`, before its last norm."""
-    x = rms_norm_gain(h, mixture.in_gain).reshape(-1, h.shape[-1])
-    routing = route(x, mixture.router, n_choice)
-    y = (all_experts if plain else chosen_experts)(x, routing, mixture.experts).reshape(h.shape)
+    """What is added to `h`, before its last norm. `names`: of the axes of `h`."""
+    x = rms_norm_gain(h, mixture.in_gain)
+    routing = route(rows(x), mixture.router, n_choice)
+    if plain:
+        y = all_experts(x.reshape(-1, x.shape[-1]), routing, mixture.experts).reshape(h.shape)
+    else:
+        y = _spread_experts(x, routing, mixture.experts, names, rules)
     return y, routing
+
+
+def _spread_experts(
+    x: Float[Array, "*B D"], routing: Routing, experts: ExpertWeights, names: Names, rules: Rules
+) -> Float[Array, "*B D"]:
+    """`chosen_experts` on a mesh. Devices that share the experts show each other their tokens; each computes what its own experts
+    (or its part of their hidden units) make of them, and gives back the sums. No token is ever dropped."""
+    n_local = routing.probability.shape[-1] // sharding.axis_size("expert")
+    shared, divided = sharding.axis_size("expert") > 1, sharding.axis_size("model") > 1
+
+    def here(x: Array, chosen: Array, weight: Array, experts: ExpertWeights) -> Array:
+        shape = x.shape
+        x, chosen, weight = (a.reshape(-1, a.shape[-1]) for a in (x, chosen, weight))
+        if shared:
+            x, chosen, weight = (jax.lax.all_gather(a, "expert", tiled=True) for a in (x, chosen, weight))
+            chosen = chosen - jax.lax.axis_index("expert") * n_local
+        mine = (chosen >= 0) & (chosen < n_local)
+        order, sizes = _sorted(jnp.where(mine, chosen, n_local), n_local)
+        y = _weighted(x, weight, experts.gate, experts.value, experts.out, order, sizes, 0)
+        if divided:
+            y = jax.lax.psum(y, "model")
+        if shared:
+            y = jax.lax.psum_scatter(y, "expert", tiled=True)
+        return y.reshape(shape)
+
+    if sharding.current() is None:
+        return chosen_experts(x.reshape(-1, x.shape[-1]), routing, experts).reshape(x.shape)
+    chosen, weight = (a.reshape(*x.shape[:-1], -1) for a in (routing.chosen, routing.weight))
+    wide, tall = ("experts", None, "hidden"), ("experts", "hidden", None)
+    weights = ExpertWeights(gate=wide, value=wide, out=tall)
+    return sharding.local(here, rules, (x, chosen, weight, experts), (names, names, names, weights), names, x)
 
 
 @pytree

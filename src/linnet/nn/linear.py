@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from linnet import quant
+from linnet import quant, sharding
 from linnet.quant import Half, Matrix, Quantized
 
 
 def linear(x: Float[Array, "*B D"], weights: Matrix) -> Float[Array, "*B E"]:
     """`x @ weights`, in the type of `x`. Quantised weights have no gradient."""
     if isinstance(weights, Quantized | Half):
-        return quant.matmul(_rows(x), weights).reshape(*x.shape[:-1], -1)
+        return quant.matmul(rows(x), weights).reshape(*x.shape[:-1], -1)
     return _linear(x, weights)
 
 
@@ -21,7 +21,7 @@ def linear(x: Float[Array, "*B D"], weights: Matrix) -> Float[Array, "*B E"]:
 def _linear(x: Float[Array, "*B D"], weights: Float[Array, "D E"]) -> Float[Array, "*B E"]:
     """Autodiff would ask for the transposed gradient of the weights and transpose it back, for which XLA copies the wide cotangent
     and falls to half of its speed on the CPU."""
-    return (_rows(x) @ weights.astype(x.dtype)).reshape(*x.shape[:-1], -1)
+    return jnp.einsum("...d,de->...e", rows(x), weights.astype(x.dtype)).reshape(*x.shape[:-1], -1)
 
 
 def _forward(x: Array, weights: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -30,13 +30,14 @@ def _forward(x: Array, weights: Array) -> tuple[Array, tuple[Array, Array]]:
 
 def _backward(kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
     x, weights = kept
-    d_weights = jnp.einsum("td,te->de", _rows(x), _rows(d_out), preferred_element_type=jnp.float32)
-    d_x = jnp.einsum("te,de->td", _rows(d_out), weights.astype(x.dtype)).reshape(x.shape)
+    d_weights = jnp.einsum("...d,...e->de", rows(x), rows(d_out), preferred_element_type=jnp.float32)
+    d_x = jnp.einsum("...e,de->...d", rows(d_out), weights.astype(x.dtype)).reshape(x.shape)
     return d_x, d_weights.astype(weights.dtype)
 
 
 _linear.defvjp(_forward, _backward)
 
 
-def _rows(x: Float[Array, "*B D"]) -> Float[Array, "T D"]:
-    return x.reshape(-1, x.shape[-1])
+def rows(x: Float[Array, "*B D"]) -> Float[Array, "*T D"]:
+    """One after the other. On a mesh they stay as they are: to flatten axes of which it cuts an inner one would move every row."""
+    return x if sharding.current() is not None else x.reshape(-1, x.shape[-1])

@@ -124,12 +124,19 @@ def few_experts(
     layer: int | Int[Array, ""],
     wanted: Bool[Array, " N"],
     n_choice: int,
+    first: int | Int[Array, ""] = 0,
 ) -> Float[Array, "N D"]:
-    """The experts of a few tokens: only those that were chosen are read, each once."""
-    n_expert = router.shape[-1]
+    """The experts of a few tokens: only those that were chosen are read, each once. Where `experts` are some of each layer's, from
+    the `first` on, what these add: the rest is another device's."""
+    n_layer, _, n_expert = router.shape
+    n_here = experts.gate.shape[0] // n_layer
     here = group_rows(jnp.full(wanted.shape, layer, jnp.int32), wanted)
     routing = choose(streamed(x.astype(jnp.float32), router, here), n_choice)
-    pairs = group_rows((layer * n_expert + routing.chosen).reshape(-1).astype(jnp.int32), jnp.repeat(wanted, n_choice))
+    member, ours = routing.chosen, jnp.repeat(wanted, n_choice)
+    if n_here < n_expert:
+        member = member - first
+        ours = ours & ((member >= 0) & (member < n_here)).reshape(-1)
+    pairs = group_rows((layer * n_here + member).reshape(-1).astype(jnp.int32), ours)
     each = jnp.repeat(x, n_choice, axis=0)
     hidden = activation(streamed(each, experts.gate, pairs), streamed(each, experts.value, pairs))
     y = streamed(hidden, experts.out, pairs).reshape(*routing.weight.shape, -1)

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
-from linnet import rng
+from linnet import rng, sharding
 from linnet.families.family import TokenFamily
+from linnet.families.parts import mesh_of, on_mesh_of
 from linnet.nn.sampling import Rules, SamplingSettings, sampling_settings
 from linnet.pytree import n_bytes
 from linnet.serve.request import MOST_TOP, Choice, Sampling
@@ -53,7 +55,9 @@ class Ticket:
 
 class Backend:
     def __init__(self, family: TokenFamily, cfg: Any, params: Any, buffers: Any, n_slots: int) -> None:
-        self.decoder: Any = family.decoder
+        self.decoder: Any = on_mesh_of(family.decoder, params)
+        mesh = mesh_of(params)
+        self._everywhere = None if mesh is None else sharding.whole(mesh)
         self.cfg, self.n_slots = cfg, n_slots
         self._params, self._buffers = self.decoder.hold(params), buffers
         self._prepared = self.decoder.prepare(self._params, buffers, cfg)
@@ -64,10 +68,12 @@ class Backend:
 
     def reset(self) -> None:
         """Empty slots: at the start, and after a failure that may have left them in any state."""
-        self._slots = self.placed(self.decoder.init_slots(self.cfg, self.n_slots))
-        self._tokens = self.placed(np.zeros((self.n_slots,), np.int32))
-        self._written = self.placed(np.zeros((self.n_slots, self.cfg.n_vocab), np.int32))
-        self._table = _RuleTable(self.n_slots, self.cfg.n_vocab)
+        first = self._everywhere or jax.devices()[0]
+        slots = self.decoder.init_slots(self.cfg, self.n_slots)
+        self._slots = slots if self._everywhere else jax.device_put(slots, first)
+        self._tokens = jax.device_put(np.zeros((self.n_slots,), np.int32), first)
+        self._written = jax.device_put(np.zeros((self.n_slots, self.cfg.n_vocab), np.int32), first)
+        self._table = _RuleTable(self.n_slots, self.cfg.n_vocab, self._everywhere)
         self._held = [0] * self.n_slots
         """Tokens that each slot has read."""
         self._known: list[Any] = [None] * self.n_slots
@@ -89,10 +95,10 @@ class Backend:
         self.put(0, after)
         self.reset()
 
-    def placed(self, arrays: Any) -> Any:
+    def placed(self, memory: Any) -> Any:
         """Where the programs have what they return. For arguments from elsewhere (a file, say) they would be compiled once more, and
         the first request that has them would wait for it."""
-        return jax.device_put(arrays, jax.devices()[0])
+        return self.decoder.placed(memory) if self._everywhere else jax.device_put(memory, jax.devices()[0])
 
     # Reading prompts
 
@@ -222,13 +228,15 @@ class Backend:
 class _RuleTable:
     """Every slot's settings and rules on the host, sent to the device when they changed."""
 
-    def __init__(self, n_slots: int, n_vocab: int) -> None:
+    def __init__(self, n_slots: int, n_vocab: int, everywhere: NamedSharding | None = None) -> None:
+        self._everywhere = everywhere
+        """Of a mesh."""
         self._settings = jax.tree.map(lambda x: np.array(x), sampling_settings(n_slots))
         self._bias = np.zeros((n_slots, n_vocab), np.float32)
         self._late = np.zeros((n_slots, n_vocab), bool)
         self._late_until = np.zeros((n_slots,), np.int32)
         self._prompted = np.zeros((n_slots, n_vocab), bool)
-        self._keys = _keys(n_slots)
+        self._keys = jax.device_put(_keys(n_slots), everywhere)
         self._restricted: dict[int, np.ndarray] = {}
         self._device: tuple[SamplingSettings, Rules] | None = None
 
@@ -260,7 +268,7 @@ class _RuleTable:
         if self._device is None:
             # Copied first: the device may read from the host's memory, later than this, and the table changes meanwhile.
             table = (self._settings, self._bias, self._late, self._late_until, self._prompted)
-            settings, bias, late, late_until, prompted = jax.device_put(jax.tree.map(np.copy, table))
+            settings, bias, late, late_until, prompted = jax.device_put(jax.tree.map(np.copy, table), self._everywhere)
             self._device = settings, Rules(bias=bias, late=late, late_until=late_until, prompted=prompted)
         settings, rules = self._device
         if self._restricted:
@@ -268,7 +276,7 @@ class _RuleTable:
             for slot, allowed in self._restricted.items():
                 bias[slot, ~allowed] = -np.inf
             self._restricted = {}
-            rules = dataclasses.replace(rules, bias=jax.device_put(bias))
+            rules = dataclasses.replace(rules, bias=jax.device_put(bias, self._everywhere))
         return settings, rules, self._keys
 
     def row(self, slot: int) -> tuple[SamplingSettings, Rules, PRNGKeyArray]:

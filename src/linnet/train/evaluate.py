@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from linnet import sharding
 from linnet.config import RunConfig
 from linnet.data import Batch, Data
 from linnet.families.family import TokenFamily
@@ -80,6 +82,7 @@ def evaluate(
     split: str,
     *,
     nats: Callable[..., Any] | None = None,
+    mesh: Mesh | None = None,
     batch_size: int | None = None,
     limit: int | None = None,
     progress: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
@@ -88,14 +91,18 @@ def evaluate(
     data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
     nats = nats or make_nats(family, cfg)
     size = batch_size or cfg.data.batch_size
+    mesh = sharding.make_mesh() if mesh is None else mesh
+    begin = _beginning(family, cfg, size, mesh)
     length, stretch = cfg.tokens.sequence_len, cfg.tokens.update_len
     total, count, n_bytes = np.zeros(length), np.zeros(length), 0
     lengths = data.tokenizer.lengths()
     for batch in progress(data.evaluation(split, size, limit)):
-        carry = family.empty_carry(cfg.model, size)
+        carry = begin()
         for start in range(0, length, stretch):
             part = batch.stretch(start, start + stretch)
-            values, carry = nats(params, buffers, carry, part)
+            placed = sharding.put_rows(part, (0, 1), size, mesh, family.RULES)
+            values, carry = nats(params, buffers, carry, placed)
+            values = sharding.to_host(values)
             counted = np.asarray(part.loss_mask, np.float64)
             total[start : start + stretch] += (np.asarray(values, np.float64) * counted).sum(axis=0)
             count[start : start + stretch] += counted.sum(axis=0)
@@ -114,6 +121,13 @@ def evaluate(
         position_edges=edges,
         position_nats=means,
     )
+
+
+def _beginning(family: TokenFamily, cfg: RunConfig, size: int, mesh: Mesh) -> Callable[[], Any]:
+    """Makes the carry of sequences of which nothing was read, where it is to lie."""
+    shapes = jax.eval_shape(lambda: family.empty_carry(cfg.model, size))
+    places = sharding.places(shapes, family.carry_names(shapes), mesh, family.RULES)
+    return jax.jit(lambda: family.empty_carry(cfg.model, size), out_shardings=places)
 
 
 def position_edges(length: int) -> list[int]:

@@ -81,7 +81,9 @@ class Judge(Protocol):
         """How much there is to train on, in words."""
         ...
 
-    def batch(self, step: int) -> Any: ...
+    def batch(self, step: int, share: int = 0, n_shares: int = 1) -> Any:
+        """One of so many equal shares of an update's rows."""
+        ...
 
     def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> Logged:
         """A line about training: `values` as an update gave them."""

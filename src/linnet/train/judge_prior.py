@@ -36,8 +36,8 @@ class PriorJudge:
     def amount(self) -> str:
         return f"{self._pairs.n_rows('train'):,} training pairs"
 
-    def batch(self, step: int) -> PairBatch:
-        return self._pairs.batch(step)
+    def batch(self, step: int, share: int = 0, n_shares: int = 1) -> PairBatch:
+        return self._pairs.batch(step, share, n_shares)
 
     def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> Logged:
         seen = step * self._cfg.data.batch_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from linnet.config import RunConfig
 from linnet.data import Batch, open_data
@@ -44,8 +44,8 @@ class TokenJudge:
     def amount(self) -> str:
         return f"{self._data.train.n_tokens:,} training tokens"
 
-    def batch(self, step: int) -> Batch:
-        return self._data.batch(step)
+    def batch(self, step: int, share: int = 0, n_shares: int = 1) -> Batch:
+        return self._data.batch(step, share, n_shares)
 
     def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> Logged:
         del step
@@ -75,6 +75,7 @@ class TokenJudge:
             data,
             "validation",
             nats=self._nats,
+            mesh=cast(Any, state.step.sharding).mesh,
             limit=limit,
             progress=lambda batches: watch(batches, "validation", n_batch),
         )

@@ -12,26 +12,30 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from linnet import config as configs
 from linnet import params as weights
+from linnet import sharding
 from linnet.config import RunConfig
 from linnet.errors import UserError
 from linnet.families import registry
 from linnet.families.family import Family
-from linnet.train import environment
+from linnet.train import environment, together
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.folder import RunFolder
 from linnet.train.interchange import stored_weights
 from linnet.train.interrupt import Interrupt, watch
 from linnet.train.judge import Interrupted, Judge, Judged, open_judge
-from linnet.train.metrics import MetricsLog, open_trackers, require_trackers
+from linnet.train.lockstep import Lockstep, Wish
+from linnet.train.metrics import MetricsLog, NoMetrics, open_trackers, require_trackers
 from linnet.train.optim import optimizer as make_optimizer
 from linnet.train.optim import schedule
 from linnet.train.progress import Progress
-from linnet.train.state import TrainState, abstract_state, fresh_buffers, fresh_state, start_from
+from linnet.train.state import TrainState, abstract_state, fresh_buffers, fresh_state, placed_from
 from linnet.train.step import compile_step
 from linnet.train.throughput import Meter, matmul_flops
+from linnet.train.watch_cluster import watched
 
 log = logging.getLogger("linnet")
 
@@ -51,6 +55,7 @@ FREE_TO_CHANGE = {
     "train.trackers",
     "optim.extra_steps",
     "preset",
+    "mesh",
 }
 
 
@@ -72,18 +77,33 @@ class Outcome:
 def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: int | None = None) -> Outcome:
     """Trains a run to its end, from its last checkpoint if it has one. `stop_at` ends this part early, saved, as if interrupted."""
     require_trackers(cfg.train.trackers)
+    mesh = sharding.open_mesh(cfg.mesh)
     judge = open_judge(cfg)
-    old = check_folder(cfg, folder)
-    if stored_weights.is_weights_alone(folder.path):
-        stored_weights.must_be_trainable(folder.path)
-    folder.create()
-    with folder.lock(), watch() as interrupt:
-        judge.keep(folder.path)
-        if old is None or old != cfg:
-            configs.save(cfg, folder.config)
-        (folder.path / "environment.json").write_text(json.dumps(environment.describe(), indent=2) + "\n")
-        with Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
-            return _Run(cfg, folder, judge, checkpoints, interrupt, quiet).to_end(stop_at)
+    with contextlib.ExitStack() as stack:
+
+        def open_folder() -> None:
+            """By the first process: it alone writes there, but for the others' shares of a checkpoint."""
+            old = check_folder(cfg, folder)
+            if stored_weights.is_weights_alone(folder.path):
+                stored_weights.must_be_trainable(folder.path)
+            folder.create()
+            stack.enter_context(folder.lock())
+            judge.keep(folder.path)
+            if old is None or old != cfg:
+                configs.save(cfg, folder.config)
+            (folder.path / "environment.json").write_text(json.dumps(environment.describe(), indent=2) + "\n")
+
+        interrupt = stack.enter_context(watch())
+        together.decided(open_folder)
+        stack.enter_context(jax.set_mesh(mesh))
+        checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, keep=cfg.train.keep))
+        quiet = quiet or not _is_first()
+        return _Run(cfg, folder, mesh, judge, checkpoints, interrupt, quiet).to_end(stop_at)
+
+
+def _is_first() -> bool:
+    """The process that writes."""
+    return jax.process_index() == 0
 
 
 def check_folder(cfg: RunConfig, folder: RunFolder) -> RunConfig | None:
@@ -120,15 +140,18 @@ class _Run:
         self,
         cfg: RunConfig,
         folder: RunFolder,
+        mesh: Mesh,
         judge: Judge,
         checkpoints: Checkpoints,
         interrupt: Interrupt,
         quiet: bool,
     ) -> None:
-        self.cfg, self.folder, self.judge, self.checkpoints = cfg, folder, judge, checkpoints
+        self.cfg, self.folder, self.mesh, self.judge, self.checkpoints = cfg, folder, mesh, judge, checkpoints
         self.interrupt, self.quiet = interrupt, quiet
+        self.lockstep = Lockstep(mesh)
         self.family: Family = registry.get(cfg.family)
         self.optimizer: optax.GradientTransformation = make_optimizer(cfg.optim, self.family.param_specs(cfg.model))
+        self.share = sharding.share_here(cfg.data.batch_size, mesh, self.family.RULES)
         self.saved_at = self.judged_at = time.monotonic()
         self.alarmed: set[int] = set()
 
@@ -137,17 +160,21 @@ class _Run:
         state, start = self._restore_or_begin()
         total = cfg.optim.total_steps
         end = total if stop_at is None else min(stop_at, total)
-        trackers = open_trackers(cfg.train.trackers, self.folder.path, configs.to_json(cfg), resume_step=start or None)
         with (
-            MetricsLog(self.folder.path, trackers) as self.metrics,
+            self._open_metrics(start) as self.metrics,
             Progress(
                 total, start=start, quiet=self.quiet, bits_per_nat=self.judge.bits_per_nat, unit=self.judge.unit
             ) as self.progress,
+            watched(
+                say=lambda step, words: self._event(step, "straggler", words),
+                tell=self.progress.say,
+                saved=self.checkpoints.latest,
+            ) as self.peers,
         ):
-            kept = self.metrics.truncate_after(start)
+            judged, tested = together.decided(lambda: self._figures_kept(start))
             self._introduce(start)
             evaluation = None
-            if start and self._eval_due(start) and not any(r["kind"] == "eval" and r["step"] == start for r in kept):
+            if start and self._eval_due(start) and not judged:
                 evaluation = self._evaluate(
                     state, start
                 )  # it was interrupted between its checkpoint and its evaluation
@@ -159,18 +186,32 @@ class _Run:
                 return Outcome(step=step, finished=False, evaluation=evaluation)
             if step > start and not self._eval_due(step) and self.judge.n_validation:
                 evaluation = self._evaluate(state, step)
-            if self.judge.n_test and not any(r["kind"] == "test" for r in kept):
+            if self.judge.n_test and not tested:
                 self._test(state, step)
             self._event(step, "finished", f"Finished {total} steps.")
             return Outcome(step=step, finished=True, evaluation=evaluation)
 
+    def _open_metrics(self, start: int) -> MetricsLog | NoMetrics:
+        if not _is_first():
+            return NoMetrics()
+        trackers = self.cfg.train.trackers
+        named = open_trackers(trackers, self.folder.path, configs.to_json(self.cfg), resume_step=start or None)
+        return MetricsLog(self.folder.path, named)
+
+    def _figures_kept(self, start: int) -> list[bool]:
+        """Whether the step that a run goes on from was evaluated, and whether it was tested."""
+        kept = self.metrics.truncate_after(start)
+        judged = any(record["kind"] == "eval" and record["step"] == start for record in kept)
+        return [judged, any(record["kind"] == "test" for record in kept)]
+
     def _restore_or_begin(self) -> tuple[TrainState, int]:
         if stored_weights.is_weights_alone(self.folder.path):
             given = stored_weights.trainable_weights(self.folder.path, self.family.param_specs(self.cfg.model))
-            return start_from(self.family, self.cfg, self.optimizer, given, fresh_buffers(self.family, self.cfg)), 0
-        if not self.checkpoints.steps():
-            return fresh_state(self.family, self.cfg, self.optimizer), 0
-        target = abstract_state(self.family, self.cfg, self.optimizer)
+            buffers = fresh_buffers(self.family, self.cfg)
+            return placed_from(self.family, self.cfg, self.optimizer, given, buffers, self.mesh), 0
+        if together.decided(lambda: not self.checkpoints.steps()):
+            return fresh_state(self.family, self.cfg, self.optimizer, self.mesh), 0
+        target = abstract_state(self.family, self.cfg, self.optimizer, self.mesh)
         restored = self.checkpoints.restore(target, set_aside=True)
         theirs = restored.extra.get("data")
         if theirs is not None and theirs != self.judge.fingerprint:
@@ -184,7 +225,8 @@ class _Run:
     def _introduce(self, start: int) -> None:
         count = weights.count(self.family.param_specs(self.cfg.model))
         described = self.judge.describe()
-        (self.folder.path / "data.json").write_text(json.dumps(described, indent=2) + "\n")
+        if _is_first():
+            (self.folder.path / "data.json").write_text(json.dumps(described, indent=2) + "\n")
         for warning in described["warnings"]:
             self._event(start, "warning", warning)
         what = "resume" if start else "start"
@@ -192,8 +234,13 @@ class _Run:
             start,
             what,
             f"{'Resuming' if start else 'Starting'} at step {start} of {self.cfg.optim.total_steps}: {count:,} parameters, "
-            f"{self.judge.amount()}.",
+            f"{self.judge.amount()}{self._spread()}.",
         )
+
+    def _spread(self) -> str:
+        n = self.mesh.size
+        processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        return f", {n} devices{processes} ({self.cfg.mesh})" if n > 1 else ""
 
     def _steps(self, state: TrainState, start: int, end: int) -> tuple[TrainState, int, Judged | None]:
         """Updates from `start` to `end` or an interruption. The next batch is made while the device works on this one."""
@@ -201,15 +248,16 @@ class _Run:
         if start >= end:
             return state, start, None
         meter = Meter(self.judge.n_per_update, 3 * self.family.flops_per_token(cfg.model), matmul_flops()[0])
-        batch = jax.device_put(self.judge.batch(start))
-        update = compile_step(self.family, cfg, self.optimizer, state, batch)
+        batch, _ = self._next_batch(start)
+        update = compile_step(self.family, cfg, self.optimizer, state, batch, self.mesh)
         last_metrics: dict[str, jax.Array] | None = None
-        while step < end and not self.interrupt.requested:
+        while step < end and not self.lockstep.stops(self.interrupt.requested):
             state, metrics = update(state, batch)
             step += 1
             if step < end:
                 batch, waited = self._next_batch(step)
                 meter.stepped(waited)
+                self.peers.stepped(step, waited)
             else:
                 meter.stepped(0.0)
             if last_metrics is not None:  # one update behind, so that reading it never makes the device wait
@@ -230,7 +278,8 @@ class _Run:
 
     def _next_batch(self, step: int) -> tuple[Any, float]:
         start = time.perf_counter()
-        batch = jax.device_put(self.judge.batch(step))
+        rows = self.judge.batch(step, *self.share)
+        batch = sharding.put_rows(rows, self.share, self.cfg.data.batch_size, self.mesh, self.family.RULES)
         return batch, time.perf_counter() - start
 
     def _keep_and_judge(self, step: int, state: TrainState, meter: Meter) -> Judged | None:
@@ -238,10 +287,12 @@ class _Run:
         train, start = self.cfg.train, time.perf_counter()
         minutes, unjudged = (time.monotonic() - self.saved_at) / 60, (time.monotonic() - self.judged_at) / 60
         by_minutes = train.eval_minutes and unjudged >= train.eval_minutes and self.judge.n_validation
-        eval_due = self._eval_due(step) or by_minutes
-        every_steps = train.checkpoint_every and step % train.checkpoint_every == 0
         every_minutes = train.checkpoint_minutes and minutes >= train.checkpoint_minutes
-        if not (eval_due or every_steps or every_minutes):
+        wish = Wish(stop=self.interrupt.requested, save=bool(every_minutes), judge=bool(by_minutes))
+        agreed = self.lockstep.decide(wish)
+        eval_due = self._eval_due(step) or agreed.judge
+        every_steps = train.checkpoint_every and step % train.checkpoint_every == 0
+        if not (eval_due or every_steps or agreed.save):
             return None
         self.checkpoints.save(step, state, extra=self._extra())
         self.saved_at = time.monotonic()
@@ -262,15 +313,16 @@ class _Run:
         self.metrics.write("eval", step, **result.record)
         self.checkpoints.mark_best(step, result.loss)
         self.progress.say(f"step {step}: {result.words}")
-        if not self.interrupt.requested:
+        if not any(together.everyone(self.interrupt.requested)):
             self.judge.show(state, step, self.folder.samples)
         return result
 
     def _test(self, state: TrainState, step: int) -> None:
         """Of the best weights there are: those of the last step may have been better before."""
-        best = self.checkpoints.best()
+        best = together.decided(self.checkpoints.best)
         if best is not None and best != step:
-            state = self.checkpoints.restore(abstract_state(self.family, self.cfg, self.optimizer), "best").state
+            target = abstract_state(self.family, self.cfg, self.optimizer, self.mesh)
+            state = self.checkpoints.restore(target, "best").state
         with contextlib.suppress(Interrupted):
             result = self.judge.test(state, step if best is None else best, self.folder.path, self._watched)
             self.metrics.write("test", step, **result.record)
@@ -278,7 +330,7 @@ class _Run:
 
     def _watched(self, batches: Iterable[Any], label: str, n_batch: int) -> Iterable[Any]:
         for batch in self.progress.track(batches, label, n_batch):
-            if self.interrupt.requested:
+            if any(together.everyone(self.interrupt.requested)):
                 raise Interrupted
             yield batch
 

@@ -92,6 +92,22 @@ class MetricsLog:
         self.close()
 
 
+class NoMetrics:
+    """Of a process that does not write."""
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        pass
+
+    def truncate_after(self, step: int) -> list[dict[str, Any]]:
+        return []
+
+    def __enter__(self) -> NoMetrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def make_record(kind: str, step: int, now: float, values: dict[str, Any]) -> dict[str, Any]:
     """One line as strict JSON: what is not finite becomes null, and `nonfinite` says which values those were."""
     nonfinite: list[str] = []

@@ -7,12 +7,17 @@ import functools
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+from jax.sharding import Mesh
+
 from linnet import config as configs
-from linnet import quant
+from linnet import quant, sharding
 from linnet.config import RunConfig
 from linnet.errors import refuse
 from linnet.families import registry
 from linnet.families.family import Family, TokenFamily
+from linnet.families.parts import check_serving, put_weights
+from linnet.mesh import n_devices, parse_mesh
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.folder import RunFolder
 from linnet.train.interchange import stored_weights
@@ -43,39 +48,65 @@ class Run:
         return read_vocabulary(self.folder, self.cfg.writer.n_vocab)
 
 
-def open_run(path: Path, which: str = "best", weights: Weights = "float32") -> Run:
+def decoding_mesh(path: Path, text: str) -> Mesh | None:
+    """The mesh for `--mesh`, where a run can be sampled or served on it; None for one device."""
+    sizes = parse_mesh(text)
+    if n_devices(sizes) == 1:
+        return None
+    cfg = configs.load(RunFolder(path).config)
+    if cfg.family == "prior":
+        raise refuse("--mesh", text, "left out: a prior is small enough for one device", "leave it out")
+    check_serving(sizes, "--mesh", text)
+    cfg.model.check_mesh(sizes)
+    if jax.process_count() > 1:
+        needs = "the devices of one process: a model that is served is not cut across several"
+        raise refuse("--mesh", text, needs, "start this command without `linnet launch`; --replicas serves more")
+    return sharding.open_mesh(text)
+
+
+def open_run(path: Path, which: str = "best", weights: Weights = "float32", mesh: Mesh | None = None) -> Run:
     """The weights of a checkpoint, held in so many bits: `best` by validation loss (the latest if none was evaluated), `latest`, or
-    a step."""
+    a step. On a mesh each device gets its part, and reads no more."""
     if stored_weights.is_weights_alone(path):
-        return _open_weights(path, which, weights)
-    cfg, state, step = open_state(path, which)
+        return _open_weights(path, which, weights, mesh)
+    cfg, state, step = open_state(path, which, mesh)
     params, buffers = model_weights(state)
     family = registry.get(cfg.family)
+    specs = family.param_specs(cfg.model)
+    params = quant.lower(params, specs, weights)
     return Run(
         cfg=cfg,
         family=family,
-        params=quant.lower(params, family.param_specs(cfg.model), weights),
+        params=params if mesh is None else put_weights(specs, params, mesh, family.RULES),
         buffers=buffers,
         step=step,
         folder=path,
     )
 
 
-def _open_weights(path: Path, which: str, weights: Weights) -> Run:
+def _open_weights(path: Path, which: str, weights: Weights, mesh: Mesh | None) -> Run:
     """An imported run that was never trained."""
     if which not in ("best", "latest", "0"):
         raise refuse("--checkpoint", which, "best, latest or 0 (this run is imported weights)", "use latest")
     cfg = configs.load(RunFolder(path).config)
     family = registry.get(cfg.family)
-    params = stored_weights.read_weights(path, family.param_specs(cfg.model), weights)
-    return Run(cfg=cfg, family=family, params=params, buffers=fresh_buffers(family, cfg), step=0, folder=path)
+    specs, buffers = family.param_specs(cfg.model), fresh_buffers(family, cfg)
+    if mesh is None:
+        params = stored_weights.read_weights(path, specs, weights)
+    else:
+        # Leaf by leaf: no device ever holds the whole model.
+        params = stored_weights.read_weights(
+            path, specs, weights, lambda spec, leaf: put_weights(spec, leaf, mesh, family.RULES)
+        )
+        buffers = put_weights(family.buffer_specs(cfg.model), buffers, mesh, family.RULES)
+    return Run(cfg=cfg, family=family, params=params, buffers=buffers, step=0, folder=path)
 
 
-def open_state(path: Path, which: str) -> tuple[RunConfig, TrainState, int]:
+def open_state(path: Path, which: str, mesh: Mesh | None = None) -> tuple[RunConfig, TrainState, int]:
     folder = RunFolder(path)
     cfg = configs.load(folder.config)
     family = registry.get(cfg.family)
-    target = abstract_state(family, cfg, optimizer(cfg.optim, family.param_specs(cfg.model)))
+    target = abstract_state(family, cfg, optimizer(cfg.optim, family.param_specs(cfg.model)), mesh)
     with Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
         restored = checkpoints.restore(target, _chosen(checkpoints, which))
     return cfg, restored.state, restored.step

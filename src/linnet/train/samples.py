@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float32, UInt8
 
@@ -13,6 +14,7 @@ from linnet.config import RunConfig
 from linnet.data.pixels import contact_sheet, pixels_of_ids
 from linnet.families.family import TokenFamily
 from linnet.families.generate import generate
+from linnet.families.parts import on_mesh_of
 from linnet.families.vq import slots as vq_slots
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.guided import Guided
@@ -37,8 +39,11 @@ def write_sample(
     embeds: Float32[np.ndarray, "n E"] | None = None,
 ) -> Path:
     """The run's seed draws it at every step, so that samples of different steps can be compared. Pictures are always whole; where
-    the model is told what they show, by `embeds`, they are painted from some of these."""
-    folder.mkdir(exist_ok=True)
+    the model is told what they show, by `embeds`, they are painted from some of these. Of several processes all draw, each with its
+    part of the weights, and the first one writes."""
+    writes = jax.process_index() == 0
+    if writes:
+        folder.mkdir(exist_ok=True)
     if vocabulary.shape is not None:
         seeds = [(cfg.seed + i) % 2**32 for i in range(N_PICTURES)]
         settings = sampling_settings(N_PICTURES)
@@ -47,11 +52,13 @@ def write_sample(
             embeds = embeds[[i * len(embeds) // N_PICTURES for i in range(N_PICTURES)]] if len(embeds) else None
         pictures = sample_pictures(family, cfg, params, buffers, vocabulary.shape, seen, settings, seeds, embeds)
         path = folder / f"step_{step:08d}.png"
-        path.write_bytes(contact_sheet(pictures, SHEET_COLUMNS, sheet_scale(vocabulary.shape)))
+        if writes:
+            path.write_bytes(contact_sheet(pictures, SHEET_COLUMNS, sheet_scale(vocabulary.shape)))
         return path
     text = sample_text(family, cfg, params, buffers, vocabulary, prompt="", n_tokens=n_tokens, seed=cfg.seed)
     path = folder / f"step_{step:08d}.txt"
-    path.write_text(text)
+    if writes:
+        path.write_text(text)
     return path
 
 
@@ -124,6 +131,7 @@ def sample_pictures(
 
 def told_states(decoder: Any, params: Any, embeds: Float32[np.ndarray, "n E"], cfg: VQConfig) -> list[Any]:
     """One for every row; equal rows share theirs."""
+    decoder = on_mesh_of(decoder, params)
     made: dict[bytes, Any] = {}
     for embed in embeds:
         if embed.tobytes() not in made:

@@ -1,4 +1,4 @@
-"""The whole state of a training run: what a checkpoint holds, and all that the next step needs."""
+"""The whole state of a training run: what a checkpoint holds, and all that the next step needs; and where each part of it lies."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, UInt32
 
 from linnet import params as weights
-from linnet import rng
+from linnet import rng, sharding
 from linnet.config import RunConfig
 from linnet.families.family import Family
-from linnet.pytree import pytree
+from linnet.pytree import leaf_name, named_leaves, pytree, replace
 
 
 @pytree
@@ -34,15 +35,18 @@ class TrainState:
     """How many of the latest updates in a row were skipped."""
 
 
-def fresh_state(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation) -> TrainState:
+def fresh_state(
+    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+) -> TrainState:
+    """Made where it lies: no device, and no host, ever holds more than its part."""
     key = rng.root(cfg.seed)
+    mesh = sharding.make_mesh() if mesh is None else mesh
 
-    @jax.jit
     def make() -> TrainState:
         params = weights.init(family.param_specs(cfg.model), rng.stream(key, "params"))
         return start_from(family, cfg, optimizer, params, fresh_buffers(family, cfg))
 
-    return make()
+    return jax.jit(make, out_shardings=state_shardings(family, cfg, optimizer, mesh))()
 
 
 def fresh_buffers(family: Family, cfg: RunConfig) -> Any:
@@ -67,9 +71,83 @@ def start_from(
     )
 
 
-def abstract_state(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation) -> TrainState:
-    """Shapes and types only: what a checkpoint is restored into."""
-    return jax.eval_shape(lambda: fresh_state(family, cfg, optimizer))
+def placed_from(
+    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, params: Any, buffers: Any, mesh: Mesh
+) -> TrainState:
+    """`start_from` with weights from the host, laid onto the mesh part by part."""
+    rules, host = family.RULES, jax.tree.map(jnp.asarray, (params, buffers))
+    specs = (family.param_specs(cfg.model), family.buffer_specs(cfg.model))
+    there = jax.tree.map(
+        lambda x, to: jax.make_array_from_callback(x.shape, to, lambda index: x[index]),
+        host,
+        sharding.shardings(specs, mesh, rules),
+    )
+    begin = jax.jit(
+        lambda params, buffers: start_from(family, cfg, optimizer, params, buffers),
+        out_shardings=state_shardings(family, cfg, optimizer, mesh),
+    )
+    return begin(*there)
+
+
+def abstract_state(
+    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+) -> TrainState:
+    """Shapes, types and places only: what a checkpoint is restored into, and what a program is compiled for."""
+    mesh = sharding.make_mesh() if mesh is None else mesh
+    return jax.tree.map(
+        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
+        _shapes(family, cfg, optimizer),
+        state_shardings(family, cfg, optimizer, mesh),
+    )
+
+
+def _shapes(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation) -> TrainState:
+    def make() -> TrainState:
+        params = weights.init(family.param_specs(cfg.model), rng.root(0))
+        return start_from(family, cfg, optimizer, params, fresh_buffers(family, cfg))
+
+    return jax.eval_shape(make)
+
+
+def state_shardings(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Where every leaf lies: weights, their averages and what the optimiser keeps of them by the family's rules, the carry with its
+    rows, single numbers everywhere."""
+    shapes, rules = _shapes(family, cfg, optimizer), family.RULES
+    everywhere = jax.tree.map(lambda _: sharding.whole(mesh), shapes)
+    specs = family.param_specs(cfg.model)
+    params = sharding.shardings(specs, mesh, rules)
+    carry = None
+    if shapes.carry is not None:
+        names = family.carry_names(shapes.carry)
+        carry = sharding.places(shapes.carry, names, mesh, rules)
+    return replace(
+        everywhere,
+        params=params,
+        buffers=sharding.shardings(family.buffer_specs(cfg.model), mesh, rules),
+        carry=carry,
+        opt_state=_optimizer_shardings(shapes.opt_state, specs, mesh, rules),
+        ema=None if shapes.ema is None else params,
+    )
+
+
+def _optimizer_shardings(opt_state: Any, specs: Any, mesh: Mesh, rules: sharding.Rules) -> Any:
+    """An optimiser's leaf that is named as a weight lies as the weight does; where it lacks one of the weight's axes (a mean over
+    it), as the others do."""
+    known = dict(named_leaves(specs, is_leaf=weights.is_spec))
+
+    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        name = leaf_name(path)
+        spec = next((spec for end, spec in known.items() if name == end or name.endswith(f"/{end}")), None)
+        if spec is None or not leaf.ndim:
+            return sharding.whole(mesh)
+        if leaf.shape == spec.shape:
+            return sharding.place(leaf.shape, spec.axes, mesh, rules)
+        for gone in reversed(range(len(spec.shape))):
+            if leaf.shape == spec.shape[:gone] + spec.shape[gone + 1 :]:
+                return sharding.place(leaf.shape, spec.axes[:gone] + spec.axes[gone + 1 :], mesh, rules)
+        return sharding.whole(mesh)
+
+    return jax.tree_util.tree_map_with_path(one, opt_state)
 
 
 def model_weights(state: TrainState) -> tuple[Any, Any]:

@@ -7,30 +7,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array
 
-from linnet import rng
+from linnet import rng, sharding
 from linnet.config import RunConfig
 from linnet.families.family import Aux, Family, Keys
 from linnet.pytree import replace
 from linnet.train import ema as moving_average
 from linnet.train import environment
-from linnet.train.state import TrainState
+from linnet.train.state import TrainState, state_shardings
 
 Metrics = dict[str, Array]
 
 
-def make_step(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation) -> Any:
-    """The update as a jitted function. The state given is consumed: its memory becomes the new one's."""
-    return jax.jit(lambda state, batch: update(family, cfg, optimizer, state, batch), donate_argnums=0)
+def make_step(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None) -> Any:
+    """The update as a jitted function, to be called under `jax.set_mesh` of that mesh where it has several devices. The state given
+    is consumed: its memory becomes the new one's, which lies as the old one did."""
+    there = None
+    if mesh is not None:
+        there = (state_shardings(family, cfg, optimizer, mesh), sharding.whole(mesh))
+    return jax.jit(
+        lambda state, batch: update(family, cfg, optimizer, state, batch), donate_argnums=0, out_shardings=there
+    )
 
 
 def compile_step(
-    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, state: TrainState, batch: Any
+    family: Family,
+    cfg: RunConfig,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    batch: Any,
+    mesh: Mesh | None = None,
 ) -> Any:
     """The update compiled for this state and batch, before it runs: what the compiler leaves behind is given back first, so that
     it does not add to the peak."""
-    compiled = make_step(family, cfg, optimizer).lower(state, batch).compile()
+    compiled = make_step(family, cfg, optimizer, mesh).lower(state, batch).compile()
     environment.give_back_memory()
     return compiled
 
@@ -89,11 +101,17 @@ def _loss_and_gradient(
         (loss, aux), gradient = gradient_of(state.params, state.buffers, carry, batch, keys, 0, cfg.model)
         return loss, aux, gradient
     rows = cfg.data.batch_size // n
-    axes = family.carry_axes(carry)
+    names = family.carry_names(carry)
+    axes = jax.tree.map(lambda n: n.index("batch"), names, is_leaf=sharding.is_names)
+
+    def rows_of(x: Array, i: Array, names: sharding.Names) -> Array:
+        """Of a micro-batch. They lay on some devices only; now they are spread over all."""
+        part = jax.lax.dynamic_slice_in_dim(x, i * rows, rows, names.index("batch"))
+        return sharding.constrain(part, names, family.RULES)
 
     def one(i: Array) -> tuple[Array, Aux, Any]:
-        part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * rows, rows), batch)
-        part_carry = jax.tree.map(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, i * rows, rows, axis), carry, axes)
+        part = jax.tree.map(lambda x: rows_of(x, i, ("batch", *(None,) * (x.ndim - 1))), batch)
+        part_carry = jax.tree.map(lambda n, x: rows_of(x, i, n), names, carry, is_leaf=sharding.is_names)
         (loss, aux), gradient = gradient_of(state.params, state.buffers, part_carry, part, keys, i * rows, cfg.model)
         return loss, aux, gradient
 

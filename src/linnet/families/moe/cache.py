@@ -9,12 +9,16 @@ conversation, and of all that share a beginning, share them.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from linnet import sharding
 from linnet.families.moe.config import MoEConfig
+from linnet.families.moe.params import RULES
+from linnet.families.parts import decoding_rules
 from linnet.pytree import pytree, replace, static
 
 BLOCK = 128
@@ -49,7 +53,35 @@ def room(cfg: MoEConfig) -> int:
     return (-(-cfg.context // BLOCK) + 1) * BLOCK
 
 
+SLOT_NAMES: Any = Slots(
+    keys=cast(Any, (None, None, "kv_heads", None, None)),
+    values=cast(Any, (None, None, "kv_heads", None, None)),
+    tokens=cast(Any, (None, None)),
+    position=cast(Any, (None,)),
+)
+BLOCK_NAMES: Any = Block(
+    keys=cast(Any, (None, "kv_heads", None, None)),
+    values=cast(Any, (None, "kv_heads", None, None)),
+    tokens=cast(Any, (None,)),
+)
+"""On a mesh each device has the keys and values of some heads."""
+
+
+def _on_mesh(tree: Any, names: Any) -> Any:
+    rules = decoding_rules(RULES)
+    return jax.tree.map(lambda n, x: sharding.constrain(x, n, rules), names, tree, is_leaf=sharding.is_names)
+
+
 def init_slots(cfg: MoEConfig, n: int) -> Slots:
+    return _empty_slots(cfg, n) if sharding.current() is None else _slots_on_mesh(cfg, n)
+
+
+@partial(jax.jit, static_argnames=("cfg", "n"))
+def _slots_on_mesh(cfg: MoEConfig, n: int) -> Slots:
+    return _on_mesh(_empty_slots(cfg, n), SLOT_NAMES)
+
+
+def _empty_slots(cfg: MoEConfig, n: int) -> Slots:
     shape = (cfg.n_layer, n, cfg.n_kv_head, room(cfg), cfg.d_k)
     return Slots(
         keys=jnp.zeros(shape, cfg.dtype),
@@ -68,8 +100,21 @@ def insert(slots: Slots, one: Memory, i: int) -> Slots:
 
 def alone(one: Memory, cfg: MoEConfig) -> Slots:
     """A slot that holds this sequence, and no other slot."""
-    # Placed as what programs return is: a sequence of no block would else be read by a program of its own.
-    return insert(jax.device_put(init_slots(cfg, 1), jax.devices()[0]), one, 0)
+    slots = init_slots(cfg, 1)
+    if sharding.current() is None:
+        # Placed as what programs return is: a sequence of no block would else be read by a program of its own.
+        slots = jax.device_put(slots, jax.devices()[0])
+    return insert(slots, one, 0)
+
+
+def placed(one: Memory) -> Memory:
+    """A state from elsewhere, where the programs have theirs."""
+    return replace(one, blocks=tuple(_placed(block) for block in one.blocks))
+
+
+@jax.jit
+def _placed(block: Block) -> Block:
+    return _on_mesh(block, BLOCK_NAMES)
 
 
 def extract(slots: Slots, i: int, n_read: int, known: Memory | None = None) -> Memory:
@@ -97,17 +142,18 @@ def _put(slots: Slots, block: Block, i: int | Int[Array, ""], number: int | Int[
     def put(all_keys: Array, keys: Array) -> Array:
         return jax.lax.dynamic_update_slice(all_keys, jnp.asarray(keys)[:, None], (0, i, 0, at, 0))
 
-    return replace(
+    slots = replace(
         slots,
         keys=put(slots.keys, block.keys),
         values=put(slots.values, block.values),
         tokens=jax.lax.dynamic_update_slice(slots.tokens, jnp.asarray(block.tokens)[None], (i, at)),
     )
+    return _on_mesh(slots, SLOT_NAMES)
 
 
 @partial(jax.jit, donate_argnums=0)
 def _set_position(slots: Slots, i: int | Int[Array, ""], position: int | Int[Array, ""]) -> Slots:
-    return replace(slots, position=slots.position.at[i].set(position))
+    return _on_mesh(replace(slots, position=slots.position.at[i].set(position)), SLOT_NAMES)
 
 
 @jax.jit
@@ -122,4 +168,5 @@ def _take(slots: Slots, i: int | Int[Array, ""], number: int | Int[Array, ""], n
         return jnp.where(mine[:, None], block, 0)
 
     tokens = jax.lax.dynamic_slice(slots.tokens, (i, at), (1, BLOCK))[0]
-    return Block(keys=take(slots.keys), values=take(slots.values), tokens=jnp.where(mine, tokens, 0))
+    block = Block(keys=take(slots.keys), values=take(slots.values), tokens=jnp.where(mine, tokens, 0))
+    return _on_mesh(block, BLOCK_NAMES)

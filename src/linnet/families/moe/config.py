@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from linnet.errors import refuse
 from linnet.families.hidden import ffn_size
+from linnet.families.remat import Remat
+from linnet.mesh import must_divide
 from linnet.tokens import END, PAD
 
 
@@ -46,8 +49,9 @@ class MoEConfig:
     """Of the router-z loss, which keeps the router's logits small."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations. The router, norms and softmax are float32 always."""
-    remat: bool = False
-    """Recompute each layer in the backward pass: less memory, a third more work."""
+    remat: Remat = "none"
+    """What the backward pass computes again instead of keeping it. some: all of a layer but its products with weights; full: the
+    whole layer, for a third more work."""
 
     def __post_init__(self) -> None:
         sizes = ("n_vocab", "d_model", "d_k", "n_q_head", "n_kv_head", "n_layer", "n_expert", "n_choice", "context")
@@ -79,6 +83,14 @@ class MoEConfig:
     @property
     def d_ffn(self) -> int:
         return ffn_size(self.d_model, self.widening)
+
+    def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        """A mesh must cut the model evenly."""
+        must_divide("model.d_model", self.d_model, "fsdp", sizes)
+        must_divide("model.n_kv_head", self.n_kv_head, "model", sizes)
+        must_divide("model.n_q_head", self.n_q_head, "model", sizes)
+        must_divide("the experts' hidden width", self.d_ffn, "model", sizes)
+        must_divide("model.n_expert", self.n_expert, "expert", sizes)
 
     def check_lengths(self, sequence_len: int, update_len: int) -> None:
         """A sequence is read whole, and must fit the context."""

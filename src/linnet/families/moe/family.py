@@ -13,7 +13,7 @@ from linnet.families.family import Aux, Keys
 from linnet.families.moe import model
 from linnet.families.moe import slots as decoder
 from linnet.families.moe.config import MoEConfig
-from linnet.families.moe.params import MoEParams, param_specs
+from linnet.families.moe.params import RULES, MoEParams, param_specs
 from linnet.nn import experts as ex
 
 name = "moe"
@@ -29,7 +29,7 @@ def empty_carry(cfg: MoEConfig, batch_size: int) -> None:
     del cfg, batch_size
 
 
-def carry_axes(carry: None) -> None:
+def carry_names(carry: None) -> None:
     del carry
 
 
@@ -86,9 +86,10 @@ def flops_per_token(cfg: MoEConfig) -> int:
 
 
 __all__ = [
+    "RULES",
     "alarms",
     "buffer_specs",
-    "carry_axes",
+    "carry_names",
     "decoder",
     "diagnostics",
     "empty_carry",

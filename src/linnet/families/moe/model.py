@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from linnet import quant
 from linnet.families.moe.config import MoEConfig
-from linnet.families.moe.params import LayerParams, MoEParams
+from linnet.families.moe.params import RULES, LayerParams, MoEParams
+from linnet.families.remat import checkpointed
 from linnet.nn import experts as ex
 from linnet.nn import likelihood
 from linnet.nn.experts import ExpertWeights, Routing
@@ -51,13 +52,12 @@ def forward(
         mixed = attend(q, k, v, real, scores(cfg)).reshape(batch, n_token, -1)
         attention = rms_norm_gain(linear(mixed, p.w_o), p.attention_out_gain)
         h = h + attention
-        y, routing = ex.mixture_half(h, mixture(p), cfg.n_choice, plain=plain)
+        y, routing = ex.mixture_half(h, mixture(p), cfg.n_choice, ("batch", None, None), RULES, plain=plain)
         h = h + rms_norm_gain(y, p.experts_out_gain)
         inner = (linear(mixed, p.w_o), y, h) if keep_inner else None
         return h, LayerAux(routing=routing, inner=inner)
 
-    if cfg.remat:
-        layer = jax.checkpoint(layer, prevent_cse=False)
+    layer = checkpointed(layer, cfg.remat)
     return jax.lax.scan(layer, embed(params, tokens, cfg), params.layers)
 
 

@@ -11,6 +11,18 @@ from linnet.families.moe.config import MoEConfig
 from linnet.nn.experts import ExpertWeights
 from linnet.params import Spec
 from linnet.pytree import pytree
+from linnet.sharding import ROWS, Rules
+
+RULES: Rules = {
+    **ROWS,
+    "model": "fsdp",
+    "vocab": "model",
+    "heads": "model",
+    "kv_heads": "model",
+    "hidden": "model",
+    "experts": "expert",
+}
+"""How a mesh cuts the model."""
 
 
 @pytree

@@ -6,21 +6,22 @@ and an expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from linnet import quant
+from linnet import quant, sharding
 from linnet.families import drawing
 from linnet.families.moe import cache, model
-from linnet.families.moe.cache import BLOCK, Memory, Slots, alone, init_slots, insert
+from linnet.families.moe.cache import BLOCK, Memory, Slots, alone, init_slots, insert, placed
 from linnet.families.moe.config import MoEConfig
-from linnet.families.moe.params import LayerParams, MoEParams
+from linnet.families.moe.params import RULES, LayerParams, MoEParams, param_specs
+from linnet.families.parts import EVERYWHERE, WHOLE, Parts, cuts, decoding_rules, locally, parts, weight_cuts
 from linnet.nn import experts as ex
 from linnet.nn.grouped_query import attend_cached
 from linnet.nn.linear import linear
@@ -51,6 +52,26 @@ def prepare(params: MoEParams, buffers: Any, cfg: MoEConfig) -> MoEParams:
     """Nothing is computed ahead: the weights are read where they are, and no second copy of them is made."""
     del buffers, cfg
     return params
+
+
+def _by_parts(
+    run: Callable[..., tuple[Any, ...]], params: MoEParams, slots: Slots, cfg: MoEConfig, *rest: Any
+) -> tuple[Any, ...]:
+    """`run(params, slots, parts, *rest)`, on a mesh by each device for its part. It gives slots, and what is the same everywhere."""
+    if sharding.current() is None:
+        return run(params, slots, WHOLE, *rest)
+    of, rules = parts(), decoding_rules(RULES)
+    slot_cuts = jax.tree.map(
+        lambda names, x: cuts(x.shape, names, rules), cache.SLOT_NAMES, slots, is_leaf=sharding.is_names
+    )
+
+    def here(params: MoEParams, slots: Slots, rest: tuple[Any, ...]) -> tuple[Any, Any]:
+        slots, *told = run(params, slots, of, *rest)
+        return slots, told
+
+    ins = (weight_cuts(param_specs(cfg), params, rules), slot_cuts, EVERYWHERE)
+    slots, told = locally(here, (params, slots, rest), ins, (slot_cuts, EVERYWHERE))
+    return slots, *told
 
 
 def empty_state(cfg: MoEConfig) -> Memory:
@@ -127,6 +148,12 @@ def _read(
     params: MoEParams, one: Slots, tokens: Int[Array, " C"], length: Int[Array, ""], *, cfg: MoEConfig
 ) -> tuple[Slots, Float[Array, "C D"]]:
     """Reads `length` of these tokens into the only slot; the hidden vectors after them."""
+    return cast(Any, _by_parts(partial(_read_here, cfg=cfg), params, one, cfg, tokens, length))
+
+
+def _read_here(
+    params: MoEParams, one: Slots, of: Parts, tokens: Int[Array, " C"], length: Int[Array, ""], *, cfg: MoEConfig
+) -> tuple[Slots, Float[Array, "C D"]]:
     start = one.position[0]
     # What lies beyond the room is dropped: as one slice it would be moved back onto what was read before.
     all_tokens = one.tokens.at[0, start + jnp.arange(tokens.shape[0])].set(tokens, mode="drop")
@@ -151,16 +178,19 @@ def _read(
                 return _block(keys, number, 0, j), _block(values, number, 0, j), real
 
             mixed = attend_cached(q, position, read, position[-1] + 1, BLOCK, model.scores(cfg))
-            part = part + rms_norm_gain(linear(mixed.reshape(ROWS, -1), p.w_o), p.attention_out_gain)
+            y = of.added(linear(mixed.reshape(ROWS, -1), p.w_o), "model")
+            part = part + rms_norm_gain(y, p.attention_out_gain)
             return jax.lax.dynamic_update_slice_in_dim(h, part, i * ROWS, 0), keys, values
 
         h, keys, values = jax.lax.fori_loop(0, -(-length // ROWS), rows, (h, keys, values))
         x = rms_norm_gain(h, p.experts_in_gain)
         routing = ex.route(x, p.router, cfg.n_choice)
-        y = ex.chosen_experts(x, routing, experts, first=number * cfg.n_expert, n_token=length)
+        n_here = cfg.n_expert // of.expert
+        y = ex.chosen_experts(x, of.of_experts(routing), experts, first=number * n_here, n_token=length)
+        y = of.added(y, "model", "expert")
         return (h + rms_norm_gain(y, p.experts_out_gain), keys, values), None
 
-    h = model.embed(params, tokens, cfg)
+    h = _embed(params, tokens, cfg, of)
     numbers = jnp.arange(cfg.n_layer)
     (h, keys, values), _ = jax.lax.scan(layer, (h, one.keys, one.values), (layers, numbers))
     return Slots(keys=keys, values=values, tokens=all_tokens, position=one.position + length), h
@@ -171,7 +201,8 @@ def tick(
     params: MoEParams, slots: Slots, tokens: Int[Array, " B"], cfg: MoEConfig, active: Bool[Array, " B"] | None = None
 ) -> tuple[Slots, Float[Array, "B A"]]:
     """Every active slot reads one token; the logits of its next."""
-    return _tick(params, slots, tokens, jnp.ones(tokens.shape, bool) if active is None else active, cfg)
+    active = jnp.ones(tokens.shape, bool) if active is None else active
+    return cast(Any, _by_parts(partial(_tick, cfg=cfg), params, slots, cfg, tokens, active))
 
 
 @partial(
@@ -198,14 +229,25 @@ def decode(
     """As `drawing.draw` says. Slots that are not active stand still and cost nothing."""
     active = jnp.ones(tokens.shape, bool) if active is None else active
 
-    def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
-        return _tick(params, slots, tokens, active, cfg)
+    def run(params: MoEParams, slots: Slots, of: Parts, tokens: Any, active: Any, settings: Any, *rest: Any) -> Any:
+        keys, seen, rules, n = rest
 
-    return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
+        def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
+            return _tick(params, slots, of, tokens, active, cfg=cfg)
+
+        return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
+
+    return _by_parts(run, params, slots, cfg, tokens, active, settings, keys, seen, rules, n)
 
 
 def _tick(
-    params: MoEParams, slots: Slots, tokens: Int[Array, " B"], active: Bool[Array, " B"], cfg: MoEConfig
+    params: MoEParams,
+    slots: Slots,
+    of: Parts,
+    tokens: Int[Array, " B"],
+    active: Bool[Array, " B"],
+    *,
+    cfg: MoEConfig,
 ) -> tuple[Slots, Float[Array, "B A"]]:
     # A request ends before its context does; the rest of its dispatch writes into the spare block.
     position = jnp.minimum(slots.position, cache.room(cfg) - 1)
@@ -240,18 +282,28 @@ def _tick(
             return jax.lax.dynamic_update_slice_in_dim(mixed, one, i, 0), keys, values
 
         mixed, keys, values = jax.lax.fori_loop(0, n_active, slot, (jnp.zeros_like(q), keys, values))
-        y = streamed(mixed.reshape(len(tokens), -1), layers.w_o, here)
+        y = of.added(streamed(mixed.reshape(len(tokens), -1), layers.w_o, here), "model")
         h = h + rms_norm_gain(y, gain(layers.attention_out_gain))
         x = rms_norm_gain(h, gain(layers.experts_in_gain))
-        y = few_experts(x, layers.router, experts, number, active, cfg.n_choice)
+        first = of.first_expert(cfg.n_expert)
+        y = few_experts(x, layers.router, experts, number, active, cfg.n_choice, first)
+        y = of.added(y, "model", "expert")
         return h + rms_norm_gain(y, gain(layers.experts_out_gain)), keys, values
 
-    state = (model.embed(params, tokens, cfg), slots.keys, slots.values)
+    state = (_embed(params, tokens, cfg, of), slots.keys, slots.values)
     h, keys, values = jax.lax.fori_loop(0, cfg.n_layer, layer, state)
     x = rms_norm_gain(h, params.out_gain)
     scores = streamed_rows(x, params.embed, dense).astype(jnp.float32) * cfg.logit_scale
+    scores = of.together(scores, cfg.n_vocab)
     position = slots.position + active
     return Slots(keys=keys, values=values, tokens=read_tokens, position=position), scores
+
+
+def _embed(params: MoEParams, tokens: Int[Array, "*B"], cfg: MoEConfig, of: Parts) -> Float[Array, "*B D"]:
+    """As `model.embed`."""
+    dtype = jnp.dtype(cfg.dtype)
+    rows = quant.plain(of.rows(params.embed, tokens, cfg.n_vocab), dtype)
+    return rows * jnp.asarray(cfg.embed_scale, dtype)
 
 
 def _write(all_keys: Array, keys: Float[Array, "R H K"], number: Array, slot: Any, position: Array) -> Array:
@@ -286,6 +338,7 @@ __all__ = [
     "hold",
     "init_slots",
     "insert",
+    "placed",
     "prepare",
     "state_like",
     "tick",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from linnet.errors import refuse
+from linnet.families.remat import Remat
+from linnet.mesh import must_divide, no_experts
 
 Schedule = Literal["cosine", "linear", "quadratic", "sigmoid", "jsd"]
 Objective = Literal["x_start", "noise", "v"]
@@ -79,8 +82,9 @@ class PriorConfig:
     """Of the reference, whose network this is: 1.6 could not drop its text, 0.15 scored by scaled products and hid padding."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations. Norms, softmax and the loss are float32 always."""
-    remat: bool = False
-    """Recompute each layer in the backward pass: less memory, a third more work."""
+    remat: Remat = "none"
+    """What the backward pass computes again instead of keeping it. some: all of a layer but its products with weights; full: the
+    whole layer, for a third more work."""
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -112,6 +116,13 @@ class PriorConfig:
             raise refuse(
                 "model.image_embed_scale", self.image_embed_scale, "above 0, or none for sqrt(dim)", "use None"
             )
+
+    def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        """A mesh must cut the model evenly."""
+        must_divide("model.dim", self.dim, "fsdp", sizes)
+        must_divide("model.n_head", self.n_head, "model", sizes)
+        must_divide("the hidden width, model.dim * model.ff_mult,", self.dim * self.ff_mult, "model", sizes)
+        no_experts(sizes)
 
     @property
     def d_text(self) -> int:

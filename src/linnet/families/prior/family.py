@@ -15,7 +15,7 @@ from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.diffusion import SELF_CONDITIONED
 from linnet.families.prior.flops import flops_of
 from linnet.families.prior.layers import unit
-from linnet.families.prior.params import PriorParams, param_specs
+from linnet.families.prior.params import RULES, PriorParams, param_specs
 
 name = "prior"
 
@@ -30,7 +30,7 @@ def empty_carry(cfg: PriorConfig, batch_size: int) -> None:
     del cfg, batch_size
 
 
-def carry_axes(carry: None) -> None:
+def carry_names(carry: None) -> None:
     del carry
 
 
@@ -91,9 +91,10 @@ def flops_per_token(cfg: PriorConfig) -> int:
 
 
 __all__ = [
+    "RULES",
     "alarms",
     "buffer_specs",
-    "carry_axes",
+    "carry_names",
     "diagnostics",
     "empty_carry",
     "flops_per_token",

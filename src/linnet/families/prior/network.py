@@ -20,6 +20,7 @@ from linnet.families.prior import layers as parts
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.params import LayerParams, PriorParams
 from linnet.families.prior.tokens import new_tokens, text_tokens
+from linnet.families.remat import checkpointed
 from linnet.pytree import pytree
 
 Layer = tuple[Float[Array, "B N D"], Float[Array, "B N K"], Float[Array, "B N K"]]
@@ -174,7 +175,7 @@ def _run(
         return x, (k, v)
 
     if isinstance(params.layers, LayerParams):
-        body = jax.checkpoint(one) if cfg.remat else one
+        body = checkpointed(one, cfg.remat)
         some = jax.tree.map(lambda w: w[:n], params.layers)
         x, (keys, values) = jax.lax.scan(body, x, (some, jnp.arange(n), past.keys[:n], past.values[:n]))
         return x, keys, values

@@ -11,6 +11,10 @@ from typing import Any
 from linnet.families.prior.config import PriorConfig
 from linnet.params import Init, Spec
 from linnet.pytree import pytree
+from linnet.sharding import ROWS, Rules
+
+RULES: Rules = {**ROWS, "model": "fsdp", "heads": "model", "hidden": "model"}
+"""How a mesh cuts the model."""
 
 N_BUCKET = 32
 

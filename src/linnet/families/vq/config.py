@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from linnet.errors import refuse
+from linnet.families.hidden import ffn_size
+from linnet.families.remat import Remat
+from linnet.mesh import must_divide, no_experts
 from linnet.tokens import END
 
 
@@ -80,8 +84,9 @@ class VQConfig:
     """Chance that a sequence trains without its embedding: painting without one needs it, and so does guidance."""
     condition_noise: float = 0.0
     """Length of the noise added to an embedding (of length 1) in training: predicted ones are a little off."""
-    remat: bool = False
-    """Recompute each unit in the backward pass: less memory, a third more work."""
+    remat: Remat = "none"
+    """What the backward pass computes again instead of keeping it. some: all of a unit but its attention; full: the whole unit, for
+    a third more work."""
 
     def __post_init__(self) -> None:
         for name in ("n_vocab", "d_model", "d_k", "d_v", "n_head", "n_code", "n_layer", "block_len", "mem_len"):
@@ -121,6 +126,19 @@ class VQConfig:
             raise refuse("model.balance_weight / model.z_weight", got, "0 or more", "use 0 for none")
         if self.c_beta < 0.0:
             raise refuse("model.c_beta", self.c_beta, "0 or more", "use 0.0001")
+
+    def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        """A mesh must cut the model evenly."""
+        must_divide("model.d_model", self.d_model, "fsdp", sizes)
+        if self.n_head > 1:
+            must_divide("model.n_head", self.n_head, "model", sizes)
+        else:
+            must_divide("model.d_v", self.d_v, "model", sizes)
+        if self.n_expert:
+            must_divide("model.n_expert", self.n_expert, "expert", sizes)
+            must_divide("the experts' hidden width", ffn_size(self.d_model, self.widening), "model", sizes)
+        else:
+            no_experts(sizes)
 
     def check_lengths(self, sequence_len: int, update_len: int) -> None:
         """Blocks must divide an update; a sequence may be as long as you like, but a picture that the model is told of is whole."""

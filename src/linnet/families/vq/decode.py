@@ -16,66 +16,52 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from linnet import quant
+from linnet import quant, sharding
 from linnet.families import drawing
+from linnet.families.parts import WHOLE, Parts, decoding_rules, locally, weight_cuts
 from linnet.families.vq.config import VQConfig
+from linnet.families.vq.held import (
+    Prepared,
+    Slots,
+    UnitMemory,
+    UnitWeights,
+    apart,
+    by_parts,
+    part_config,
+    prepared_cuts,
+    slot_cuts,
+)
 from linnet.families.vq.model import distance_vectors, key_scale, told
-from linnet.families.vq.params import VQBuffers, VQParams
+from linnet.families.vq.params import RULES, VQBuffers, VQParams, buffer_specs
 from linnet.nn import codebook
 from linnet.nn.experts import Mixture
 from linnet.nn.norm import rms_norm, rms_norm_affine, rms_norm_gain
 from linnet.nn.position import sinusoid
-from linnet.nn.rows import COMPILER_OPTIONS, LANES, Cut, cut, dot
+from linnet.nn.rows import COMPILER_OPTIONS, LANES, cut, dot
 from linnet.nn.sampling import Rules, SamplingSettings
 from linnet.nn.streamed import few_experts
-from linnet.pytree import pytree, replace
+from linnet.pytree import replace
 from linnet.quant import Matrix, side_by_side
-
-
-@pytree
-class UnitMemory:
-    """What one unit remembers of every slot."""
-
-    total: Float[Array, "R N V"]
-    codes: Int[Array, "R W"]
-    count: Float[Array, "R N"]  # 0 where a column holds nothing; then its total may be anything finite
-
-
-@pytree
-class Slots:
-    units: tuple[UnitMemory, ...]  # not stacked: a stack would be copied where one unit is read
-    position: Int[Array, " B"]  # tokens read so far
-    condition: Any = None  # B D: what each is told, or None in a model that nothing conditions
-
-
-@pytree
-class UnitWeights:
-    gain: Float[Array, " D"]
-    bias: Float[Array, " D"]
-    project: Cut  # D x (HK + HK + HV + HV): queries, keys, values, gates
-    scores: tuple[Cut, ...]  # per head K x P: the code vectors, then r_0 .. r_M
-    offset: Float[Array, "H P"]  # u . C, then w . r
-    half_square: Float[Array, "H S"]  # |C|^2 / 2
-    out: Cut  # HV x D
-    mixture: Any  # a `Mixture`, or None without experts
-
-
-@pytree
-class Prepared:
-    """The weights as decoding wants them: one unit after the other, all constants computed."""
-
-    embed: Float[Array, "A D"]
-    position_scale: Any
-    units: tuple[UnitWeights, ...]
-    out_gain: Any
-    out_norm_bias: Any
-    logits: Cut  # D x A, padded
-    logits_bias: Float[Array, " A"]
-    place: Any = None  # P D, or None in a model that nothing conditions
 
 
 @partial(jax.jit, static_argnames="cfg")
 def prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
+    if sharding.current() is None:
+        return _prepare(params, buffers, cfg)
+    (divided, specs), mine = apart(params, cfg), part_config(cfg)
+
+    def here(params: VQParams, buffers: VQBuffers) -> Prepared:
+        joined = replace(params.units, w_kvg=side_by_side(*params.units.w_kvg))
+        return _prepare(replace(params, units=joined), buffers, mine)
+
+    ins = (
+        weight_cuts(specs, divided, decoding_rules(RULES)),
+        weight_cuts(buffer_specs(cfg), buffers, decoding_rules(RULES)),
+    )
+    return locally(here, (divided, buffers), ins, prepared_cuts(cfg))
+
+
+def _prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
     vectors = codebook.code_vectors(buffers.code_count, buffers.code_total)
     dtype = jnp.dtype(cfg.dtype)
 
@@ -128,7 +114,11 @@ def tick(
     prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig
 ) -> tuple[Slots, Float[Array, "B A"]]:
     """Every slot reads one token; the logits of its next."""
-    return read_token(prepared, slots, tokens, cfg)
+
+    def run(prepared: Prepared, slots: Slots, cfg: VQConfig, of: Parts, tokens: Any) -> tuple[Any, ...]:
+        return read_token(prepared, slots, tokens, cfg, of)
+
+    return cast(Any, by_parts(run, prepared, slots, cfg, slot_cuts(cfg.n_head, cfg.n_unit), tokens))
 
 
 @partial(
@@ -155,18 +145,28 @@ def decode(
     """As `drawing.draw` says. Slots that are not active tick with the others: what they hold means nothing."""
     del active
 
-    def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
-        return read_token(prepared, slots, tokens, cfg)
+    def run(
+        prepared: Prepared, slots: Slots, cfg: VQConfig, of: Parts, tokens: Any, settings: Any, keys: Any, *rest: Any
+    ) -> tuple[Any, ...]:
+        seen, rules, n = rest
 
-    return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
+        def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
+            return read_token(prepared, slots, tokens, cfg, of)
+
+        return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
+
+    return cast(
+        Any,
+        by_parts(run, prepared, slots, cfg, slot_cuts(cfg.n_head, cfg.n_unit), tokens, settings, keys, seen, rules, n),
+    )
 
 
 def read_token(
-    prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig
+    prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig, of: Parts = WHOLE
 ) -> tuple[Slots, Float[Array, "B A"]]:
-    """A tick, to be part of a program."""
+    """A tick, to be part of a program: of one device's part of the model, which is like `cfg`."""
     dtype = jnp.dtype(cfg.dtype)
-    x = prepared.embed[tokens].astype(dtype)
+    x = of.rows(prepared.embed, tokens, cfg.n_vocab).astype(dtype)
     if cfg.d_condition:
         x = x + told(prepared.place, slots.condition, slots.position, cfg).astype(dtype)
     if cfg.pe_abs:
@@ -179,15 +179,16 @@ def read_token(
     units = []
     for weights, memory in zip(prepared.units, slots.units, strict=True):
         y, memory = _unit(x, weights, memory, column, distance, begins, cfg)
-        x = x + y
+        x = x + of.added(y, "model")
         if weights.mixture is not None:
-            x = x + _mixture(x, weights.mixture, cfg)
+            x = x + _mixture(x, weights.mixture, cfg, of)
         units.append(memory)
     x = x.astype(jnp.float32)
     if cfg.e_preln:
         x = rms_norm_affine(x, prepared.out_gain, prepared.out_norm_bias)
-    logits = dot(x, prepared.logits)[:, : cfg.n_vocab] + prepared.logits_bias
-    return replace(slots, units=tuple(units), position=slots.position + 1), cfg.e_scale * logits
+    logits = dot(x, prepared.logits)[:, : prepared.logits_bias.shape[0]] + prepared.logits_bias
+    logits = of.together(cfg.e_scale * logits, cfg.n_vocab)
+    return replace(slots, units=tuple(units), position=slots.position + 1), logits
 
 
 def _unit(
@@ -239,11 +240,12 @@ def _taken(mixture: Mixture, g: int) -> Mixture:
     return jax.tree.map(one, mixture, is_leaf=quant.is_quantized)
 
 
-def _mixture(x: Float[Array, "B D"], mixture: Mixture, cfg: VQConfig) -> Float[Array, "B D"]:
+def _mixture(x: Float[Array, "B D"], mixture: Mixture, cfg: VQConfig, of: Parts) -> Float[Array, "B D"]:
     everyone = jnp.ones((x.shape[0],), bool)
     h = rms_norm_gain(x, mixture.in_gain)
-    y = few_experts(h, mixture.router[None], mixture.experts, 0, everyone, cfg.n_choice)
-    return rms_norm_gain(y, mixture.out_gain)
+    first = of.first_expert(cfg.n_expert)
+    y = few_experts(h, mixture.router[None], mixture.experts, 0, everyone, cfg.n_choice, first)
+    return rms_norm_gain(of.added(y, "model", "expert"), mixture.out_gain)
 
 
 def _write(

@@ -16,7 +16,7 @@ from linnet.families.vq import model
 from linnet.families.vq import slots as decoder
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.diagnostics import codebook_figures
-from linnet.families.vq.params import VQBuffers, VQParams, buffer_specs, param_specs
+from linnet.families.vq.params import RULES, VQBuffers, VQParams, buffer_specs, param_specs
 from linnet.nn import codebook
 from linnet.pytree import pytree
 
@@ -33,12 +33,7 @@ def empty_carry(cfg: VQConfig, batch_size: int) -> model.VQCarry:
     return model.empty_carry(cfg, batch_size)
 
 
-def carry_axes(carry: model.VQCarry) -> model.VQCarry:
-    return model.VQCarry(
-        attention=jax.tree.map(lambda _: 1, carry.attention),
-        position=jax.tree.map(lambda _: 0, carry.position),
-        condition=jax.tree.map(lambda _: 0, carry.condition),
-    )
+carry_names = model.carry_names
 
 
 def loss(
@@ -185,9 +180,10 @@ def _dropout(keys: Keys, first_row: int | Int[Array, ""], batch_size: int) -> mo
 
 
 __all__ = [
+    "RULES",
     "alarms",
     "buffer_specs",
-    "carry_axes",
+    "carry_names",
     "decoder",
     "diagnostics",
     "empty_carry",

@@ -8,16 +8,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from linnet.families import drawing
+from linnet.families.parts import EVERYWHERE, Parts
 from linnet.families.vq import slots as one_by_one
 from linnet.families.vq.config import VQConfig
-from linnet.families.vq.decode import Prepared, Slots, read_token
+from linnet.families.vq.decode import read_token
+from linnet.families.vq.held import Prepared, Slots, by_parts, slot_cuts
 from linnet.families.vq.model import VQCarry
 from linnet.families.vq.params import VQBuffers, VQParams
 from linnet.nn.rows import COMPILER_OPTIONS
@@ -50,7 +53,9 @@ class Guided:
         return one_by_one.prepare(params, buffers, cfg)
 
     def init_slots(self, cfg: VQConfig, n: int) -> Twice:
-        return Twice(both=one_by_one.init_slots(cfg, 2 * n), guidance=jnp.full((n,), self.guidance, jnp.float32))
+        return Twice(
+            both=one_by_one.init_slots(cfg, 2 * n), guidance=cast(Any, np.full((n,), self.guidance, np.float32))
+        )
 
     def told_state(self, params: VQParams, embed: Float[Array, " E"], cfg: VQConfig) -> Pair:
         return one_by_one.told_state(params, embed, cfg), one_by_one.empty_state(cfg)
@@ -99,11 +104,19 @@ def decode(
     """As `drawing.draw` says: what is drawn is read by both of a pair."""
     del active
 
-    def one(slots: Twice, tokens: Int[Array, " B"]) -> tuple[Twice, Float[Array, "B A"]]:
-        both, logits = read_token(prepared, slots.both, jnp.concatenate([tokens, tokens]), cfg)
-        told, untold = jnp.split(logits, 2)
-        guidance = slots.guidance[:, None]
-        mixed = jnp.where(guidance == 1.0, told, untold + guidance * (told - untold))
-        return replace(slots, both=both), mixed
+    def run(
+        prepared: Prepared, slots: Twice, cfg: VQConfig, of: Parts, tokens: Any, settings: Any, keys: Any, *rest: Any
+    ) -> tuple[Any, ...]:
+        seen, rules, n = rest
 
-    return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
+        def one(slots: Twice, tokens: Int[Array, " B"]) -> tuple[Twice, Float[Array, "B A"]]:
+            both, logits = read_token(prepared, slots.both, jnp.concatenate([tokens, tokens]), cfg, of)
+            told, untold = jnp.split(logits, 2)
+            guidance = slots.guidance[:, None]
+            mixed = jnp.where(guidance == 1.0, told, untold + guidance * (told - untold))
+            return replace(slots, both=both), mixed
+
+        return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
+
+    cut = Twice(both=slot_cuts(cfg.n_head, cfg.n_unit), guidance=cast(Any, EVERYWHERE))
+    return cast(Any, by_parts(run, prepared, slots, cfg, cut, tokens, settings, keys, seen, rules, n))

@@ -7,17 +7,17 @@ E width of a condition.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from linnet import rng
+from linnet import rng, sharding
 from linnet.families.hidden import ffn_size
 from linnet.families.vq.config import VQConfig
-from linnet.families.vq.params import UnitParams, VQBuffers, VQParams
+from linnet.families.vq.params import RULES, UnitParams, VQBuffers, VQParams, head_axis
 from linnet.nn import attention_blocks, codebook, experts, likelihood
 from linnet.nn.attention import AttentionState, Queries, attention, empty_state, into_blocks, out_of_blocks
 from linnet.nn.attention_dense import attention_dense
@@ -25,7 +25,7 @@ from linnet.nn.linear import linear
 from linnet.nn.norm import rms_norm, rms_norm_affine, rms_norm_gain
 from linnet.nn.position import sinusoid
 from linnet.pytree import pytree, replace
-from linnet.quant import side_by_side
+from linnet.quant import Matrix, side_by_side
 
 PROJECTED = "projected"
 
@@ -62,6 +62,25 @@ class UnitAux:
     codes: Int[Array, "*G B H T"]
     output: Any  # B T D, or None unless asked for
     router: Any = None  # RouterFigures, or None without experts
+
+
+STATE_NAMES: Any = AttentionState(
+    codes=cast(Any, ("batch", "heads", None)),
+    keys=cast(Any, ("batch", "heads", None, None)),
+    values=cast(Any, ("batch", "heads", None, "values")),
+    documents=cast(Any, ("batch", None)),
+    count=cast(Any, ("batch", "heads", None)),
+    total=cast(Any, ("batch", "heads", None, "values")),
+    table_document=cast(Any, ("batch",)),
+)
+"""Of one unit's state."""
+
+
+def carry_names(carry: VQCarry) -> Any:
+    """What each axis of a carry is."""
+    attention = jax.tree.map(lambda names: ("layers", *names), STATE_NAMES, is_leaf=sharding.is_names)
+    condition: Any = None if carry.condition is None else ("batch", None)
+    return VQCarry(attention=attention, position=cast(Any, ("batch",)), condition=condition)
 
 
 def empty_carry(cfg: VQConfig, batch: int) -> VQCarry:
@@ -135,13 +154,14 @@ def forward(
             y = _drop_rows(y, cfg.p_droplyr, _row_stream(drop.sequence, "layer"), whole=True)
         x = x + y
         if mixture is not None:
-            z, routing = experts.mixture_half(x, mixture, cfg.n_choice)
+            z, routing = experts.mixture_half(x, mixture, cfg.n_choice, (None, "batch", None, None), RULES)
             x = x + rms_norm_gain(z, mixture.out_gain)
             aux = replace(aux, router=experts.router_figures(routing, in_blocks.reshape(-1)))
         return x, (state, aux)
 
     # Norms, silu and the like are cheaper to compute again than to keep.
-    keep = () if cfg.remat else (PROJECTED, *attention_blocks.KEPT)
+    attended = attention_blocks.KEPT
+    keep = {"none": (PROJECTED, *attended), "some": attended, "full": ()}[cfg.remat]
     unit = jax.checkpoint(unit, policy=jax.checkpoint_policies.save_only_these_names(*keep), prevent_cse=False)
     inputs = (params.units, codes, carry.attention, jnp.arange(cfg.n_unit), params.mixture)
     x, (attention_after, aux) = jax.lax.scan(unit, x, inputs)
@@ -164,10 +184,23 @@ def unit_projections(
     hk, hv = cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
     scale = key_scale(cfg)
     h = rms_norm_affine(x, p.norm_gain, p.norm_bias)
-    weights = side_by_side(p.w_q, p.w_kvg)
-    q, k, v, g = jnp.split(checkpoint_name(linear(h, weights), PROJECTED), [hk, 2 * hk, 2 * hk + hv], axis=-1)
+    ends = [hk, 2 * hk, 2 * hk + hv]
+    if sharding.axis_size("model") == 1:
+        joined = checkpoint_name(linear(h, side_by_side(p.w_q, p.w_kvg)), PROJECTED)
+        q, k, v, g = jnp.split(joined, ends, axis=-1)
+    else:  # each cut for itself: a part of the joined product would be some keys and some values
+        names = (head_axis(cfg), head_axis(cfg), "values", "values")
+        parts = zip(_columns(side_by_side(p.w_q, p.w_kvg), ends), names, strict=True)
+        placed = (jax.tree.map(lambda w, n=n: sharding.constrain(w, (None, n), RULES), part) for part, n in parts)
+        q, k, v, g = (checkpoint_name(linear(h, w), PROJECTED) for w in placed)
     q = rms_norm(heads(q, cfg.n_head)) * scale
     return q, rms_norm(heads(k, cfg.n_head)) * scale, heads(jax.nn.silu(v), cfg.n_head), jax.nn.silu(g)
+
+
+def _columns(matrix: Matrix, ends: list[int]) -> list[Matrix]:
+    """Its outputs apart."""
+    edges = zip([0, *ends], [*ends, None], strict=True)
+    return [jax.tree.map(lambda w, a=a, b=b: w[..., a:b], matrix) for a, b in edges]
 
 
 def key_scale(cfg: VQConfig) -> float:
@@ -222,9 +255,7 @@ def _unit(
         queries = jax.tree.map(lambda a: a[0], queries)
         mixed = attention_dense(queries, keys[0], v[0], r, documents[0], block_len=cfg.block_len, **options)[None]
     else:
-        mixed, state = attention(
-            queries, keys, chosen, v, codes, r, state, documents, n_token=n_token, length=length, **options
-        )
+        mixed, state = _attention(queries, keys, chosen, v, codes, r, state, documents, length, n_token, options)
     mixed = mixed.swapaxes(-2, -3).reshape(gate.shape)
     y = linear(mixed * gate, p.w_res)
     if dropout is not None and cfg.p_dropres:
@@ -239,6 +270,41 @@ def _unit(
         state,
         _unit_aux(k, quantised, chosen, mask, cfg, candidates, out_of_blocks(y, n_token) if keep_outputs else None),
     )
+
+
+def _attention(
+    queries: Queries,
+    keys: Float[Array, "N B H L K"],
+    chosen: Int[Array, "N B H L"],
+    values: Float[Array, "N B H L V"],
+    codes: Float[Array, "H S K"],
+    distances: Float[Array, "H R K"],
+    state: AttentionState,
+    documents: Int[Array, "N B L"],
+    length: Int[Array, " B"] | None,
+    n_token: int,
+    options: dict[str, bool],
+) -> tuple[Float[Array, "N B H L V"], AttentionState]:
+    """Rows and heads (or of one head the parts of its values) know nothing of each other: each device attends its own."""
+    by_key, by_value = (None, "batch", "heads", None, None), (None, "batch", "heads", None, "values")
+    names = (
+        Queries(content=cast(Any, by_key), position=cast(Any, by_key)),
+        by_key,
+        by_key[:-1],
+        by_value,
+        ("heads", None, None),
+        ("heads", None, None),
+        STATE_NAMES,
+        (None, "batch", None),
+        None if length is None else ("batch",),
+    )
+
+    def attend(queries: Queries, *rest: Any) -> tuple[Array, AttentionState]:
+        *others, length = rest
+        return attention(queries, *others, n_token=n_token, length=length, **options)
+
+    args = (queries, keys, chosen, values, codes, distances, state, documents, length)
+    return sharding.local(attend, RULES, args, names, (by_value, STATE_NAMES), (values, state))
 
 
 def _unit_aux(

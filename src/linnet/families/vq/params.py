@@ -12,6 +12,18 @@ from linnet.families.vq.config import VQConfig
 from linnet.nn.experts import ExpertWeights, Mixture
 from linnet.params import Spec
 from linnet.pytree import pytree
+from linnet.sharding import ROWS, Rules
+
+RULES: Rules = {
+    **ROWS,
+    "model": "fsdp",
+    "vocab": "model",
+    "heads": "model",
+    "values": "model",
+    "hidden": "model",
+    "experts": "expert",
+}
+"""How a mesh cuts the model. Of one head only the values are cut: every device computes its scores, which are cheap."""
 
 
 @pytree
@@ -50,6 +62,7 @@ class VQBuffers:
 
 def param_specs(cfg: VQConfig) -> VQParams:
     g, d, hk, hv = cfg.n_unit, cfg.d_model, cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
+    heads = head_axis(cfg)
 
     def unit(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any, least: Any = "float32") -> Spec:
         return Spec((g, *shape), ("layers", *axes), init, least=least)
@@ -60,12 +73,12 @@ def param_specs(cfg: VQConfig) -> VQParams:
         units=UnitParams(
             norm_gain=unit((d,), ("model",), "ones"),
             norm_bias=unit((d,), ("model",), "zeros"),
-            w_q=unit((d, hk), ("model", "heads"), "fan_in", "int8"),
-            w_kvg=unit((d, hk + 2 * hv), ("model", "heads"), "fan_in", "int8"),
-            w_r=unit((d, hk), ("model", "heads"), "fan_in", "bfloat16"),
-            w_res=unit((hv, d), ("heads", "model"), "fan_in", "int8"),
-            u=unit((hk,), ("heads",), "zeros"),
-            w=unit((hk,), ("heads",), "zeros"),
+            w_q=unit((d, hk), ("model", heads), "fan_in", "int8"),
+            w_kvg=unit((d, hk + 2 * hv), ("model", "values"), "fan_in", "int8"),
+            w_r=unit((d, hk), ("model", heads), "fan_in", "bfloat16"),
+            w_res=unit((hv, d), ("values", "model"), "fan_in", "int8"),
+            u=unit((hk,), (heads,), "zeros"),
+            w=unit((hk,), (heads,), "zeros"),
         ),
         out_gain=Spec((d,), ("model",), "ones") if cfg.e_preln else None,
         out_norm_bias=Spec((d,), ("model",), "zeros") if cfg.e_preln else None,
@@ -76,6 +89,11 @@ def param_specs(cfg: VQConfig) -> VQParams:
         # Rows looked up, as embeddings are: the optimiser treats them so.
         place=Spec((cfg.n_place, d), ("vocab", "model"), "zeros") if cfg.d_condition else None,
     )
+
+
+def head_axis(cfg: VQConfig) -> str | None:
+    """The keys of several heads are cut by heads; those of one stay whole."""
+    return "heads" if cfg.n_head > 1 else None
 
 
 def _mixture_specs(cfg: VQConfig) -> Mixture:

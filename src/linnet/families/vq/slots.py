@@ -13,27 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from linnet import sharding
+from linnet.families.parts import EVERYWHERE, cuts, decoding_rules, locally
 from linnet.families.vq.config import VQConfig
-from linnet.families.vq.decode import (
-    Prepared,
-    Slots,
-    UnitMemory,
-    UnitWeights,
-    code_vectors,
-    decode,
-    leave_ring,
-    prepare,
-    table_size,
-    tick,
-)
-from linnet.families.vq.model import VQCarry, conditioned, empty_carry, forward, logits, nats
-from linnet.families.vq.params import VQBuffers, VQParams
+from linnet.families.vq.decode import code_vectors, decode, leave_ring, prepare, table_size, tick
+from linnet.families.vq.held import Prepared, Slots, UnitMemory, UnitWeights, part_config, prepared_cuts, slot_cuts
+from linnet.families.vq.model import VQCarry, carry_names, conditioned, empty_carry, forward, logits, nats
+from linnet.families.vq.params import RULES, VQBuffers, VQParams
 from linnet.nn import codebook
 from linnet.nn.attention import AttentionState
 from linnet.nn.attention_blocks import EMPTY
@@ -47,6 +40,16 @@ DOCUMENT = 0  # what a slot calls its current document; older documents are forg
 
 def init_slots(cfg: VQConfig, n: int) -> Slots:
     """`n` empty slots."""
+    return _empty_slots(cfg, n) if sharding.current() is None else _slots_by_parts(cfg, n)
+
+
+@partial(jax.jit, static_argnames=("cfg", "n"))
+def _slots_by_parts(cfg: VQConfig, n: int) -> Slots:
+    mine = part_config(cfg)
+    return locally(lambda: _empty_slots(mine, n), (), (), slot_cuts(cfg.n_head, cfg.n_unit))
+
+
+def _empty_slots(cfg: VQConfig, n: int) -> Slots:
     rows, ring, columns = n * cfg.n_head, cfg.mem_len + 1, table_size(cfg) + cfg.mem_len + 1
     return Slots(
         units=tuple(
@@ -74,7 +77,26 @@ def empty_state(cfg: VQConfig) -> VQCarry:
 @partial(jax.jit, static_argnames="cfg")
 def told_state(params: VQParams, embed: Float[Array, " E"], cfg: VQConfig) -> VQCarry:
     """The state of a sequence that is told of an embedding of length 1, before it read anything."""
-    return conditioned(params, empty_carry(cfg, 1), embed[None], cfg)
+    return _on_mesh(conditioned(params, empty_carry(cfg, 1), embed[None], cfg))
+
+
+@jax.jit
+def placed(one: VQCarry) -> VQCarry:
+    """A state from elsewhere, where the programs have theirs."""
+    return _on_mesh(one)
+
+
+def _on_mesh(one: VQCarry) -> VQCarry:
+    rules = decoding_rules(RULES)
+    return jax.tree.map(
+        lambda names, x: sharding.constrain(x, names, rules), carry_names(one), one, is_leaf=sharding.is_names
+    )
+
+
+def _state_cuts(one: VQCarry) -> Any:
+    """As `placed` does it."""
+    rules = decoding_rules(RULES)
+    return jax.tree.map(lambda names, x: cuts(x.shape, names, rules), carry_names(one), one, is_leaf=sharding.is_names)
 
 
 def state_like(cfg: VQConfig, n_read: int) -> VQCarry:
@@ -122,7 +144,8 @@ def _read(
     block_len: int,
 ) -> VQCarry:
     documents = _documents(carry, tokens, cfg)
-    return forward(params, buffers, tokens, carry, cfg, documents=documents, length=length, block_len=block_len)[1]
+    after = forward(params, buffers, tokens, carry, cfg, documents=documents, length=length, block_len=block_len)[1]
+    return _on_mesh(after)
 
 
 def _documents(carry: VQCarry, tokens: Int[Array, "1 C"], cfg: VQConfig) -> Int[Array, "1 C"]:
@@ -155,6 +178,19 @@ def chunk_logprobs(
 @partial(jax.jit, donate_argnums=0)
 def insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
     """Puts a sequence into slot `i`; the other slots are not touched."""
+    if sharding.current() is None:
+        return _insert(slots, one, i)
+    cut = _cuts_of(slots)
+    return locally(_insert, (slots, one, jnp.asarray(i)), (cut, _state_cuts(one), EVERYWHERE), cut)
+
+
+def _cuts_of(slots: Slots) -> Any:
+    """By heads, where there are several rows a slot."""
+    n_head = slots.units[0].codes.shape[0] // slots.position.shape[0]
+    return slot_cuts(n_head, len(slots.units))
+
+
+def _insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
     n_slot = slots.position.shape[0]
     position = one.position[0]
 
@@ -201,6 +237,14 @@ def extract(
     """The sequence in slot `i` as a state of its own; inserting it again gives the same bits as never having taken it out. How much
     it has read, and what is known of an earlier state, make no difference to this family."""
     del n_read, known
+    if sharding.current() is None:
+        return _extract(prepared, slots, i, cfg)
+    mine, out = part_config(cfg), _state_cuts(jax.eval_shape(lambda: empty_carry(cfg, 1)))
+    ins = (prepared_cuts(cfg), _cuts_of(slots), EVERYWHERE)
+    return locally(lambda p, slots, i: _extract(p, slots, i, mine), (prepared, slots, jnp.asarray(i)), ins, out)
+
+
+def _extract(prepared: Prepared, slots: Slots, i: int | Int[Array, ""], cfg: VQConfig) -> VQCarry:
     position = slots.position[i]
     window, n_table = cfg.mem_len, table_size(cfg)
     ring = window + 1
@@ -238,6 +282,12 @@ def extract(
 @partial(jax.jit, donate_argnums=0)
 def clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
     """Empties slot `i`. Counts of zero hide whatever the columns hold."""
+    if sharding.current() is None:
+        return _clear(slots, i)
+    return locally(_clear, (slots, jnp.asarray(i)), (_cuts_of(slots), EVERYWHERE), _cuts_of(slots))
+
+
+def _clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
     n_slot = slots.position.shape[0]
 
     def empty(memory: UnitMemory) -> UnitMemory:
@@ -265,6 +315,7 @@ __all__ = [
     "hold",
     "init_slots",
     "insert",
+    "placed",
     "prepare",
     "state_like",
     "tick",

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from linnet import params, quant, sharding
 from linnet.families.moe.config import MoEConfig
-from linnet.families.moe.params import param_specs
+from linnet.families.moe.params import RULES, param_specs
 from linnet.params import Spec
 from linnet.train.interchange.grok.leaves import Pair, Tensors, specs_by_name, to_leaves
 from linnet.train.interchange.grok.sizes import file_sizes, scale_groups
@@ -154,7 +154,7 @@ def _laid_out(cfg: MoEConfig, specs: Mapping[str, Spec], groups: Mapping[str, in
     mesh = AbstractMesh(tuple(whole.values()), tuple(whole), axis_types=(AxisType.Auto,) * len(whole))
     held = dict.fromkeys(WEIGHTS, 0)
     for name, spec in specs.items():
-        cuts = sharding.partition(spec, mesh)  # pyright: ignore[reportArgumentType]
+        cuts = sharding.partition(spec.shape, spec.axes, mesh, RULES)
         pieces = int(np.prod([whole[axis] for axis in cuts if isinstance(axis, str)]))
         for weights in WEIGHTS:
             held[weights] += sum(-(-part // pieces) for part in _parts(name, spec, weights, groups))

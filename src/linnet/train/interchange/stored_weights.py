@@ -141,8 +141,11 @@ def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
 # Reading.
 
 
-def read_weights(run: Path, specs: Any, weights: Weights = "float32") -> Any:
-    """The params tree, leaf by leaf: each is checked, held in as few bits as asked for, and handed to the device."""
+def read_weights(
+    run: Path, specs: Any, weights: Weights = "float32", place: Callable[[Spec, Any], Any] = lambda _, leaf: leaf
+) -> Any:
+    """The params tree, leaf by leaf: each is checked, held in as few bits as asked for, and handed to the device; or, by `place`, to
+    several."""
     index = _index(run)
     files = {name: read_safetensors(run / FOLDER / name)[0] for name in {leaf["file"] for leaf in index.values()}}
     wanted: set[str] = set()
@@ -151,7 +154,8 @@ def read_weights(run: Path, specs: Any, weights: Weights = "float32") -> Any:
         name = leaf_name(path)
         names = [name] if name in index else [f"{name}/{part}" for part in PAIR]
         wanted.update(names)
-        return quant.lower(_leaf(run, spec, [_array(run, index, files, n) for n in names], index, names), spec, weights)
+        leaf = _leaf(run, spec, [_array(run, index, files, n) for n in names], index, names)
+        return place(spec, quant.lower(leaf, spec, weights))
 
     tree = jax.tree_util.tree_map_with_path(load, specs, is_leaf=is_spec)
     if set(index) - wanted:
