@@ -16,10 +16,16 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every `linnet ..` line of a page's shell blocks, without its comment."""
+    """Every `linnet ..` line of a page's shell blocks, without its comment; what is launched is a command of its own."""
     blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("linnet ")]
-    return [shlex.split(line, comments=True)[1:] for line in lines]
+    words = [shlex.split(line, comments=True)[1:] for line in lines]
+    return [part for line in words for part in _apart(line)]
+
+
+def _apart(words: list[str]) -> list[list[str]]:
+    at = words.index("--") if "--" in words else len(words)
+    return [part for part in (words[:at], words[at + 1 :]) if part]
 
 
 SHOWN = [(page.name, words) for page in PAGES for words in commands(page)]
