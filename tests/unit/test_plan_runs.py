@@ -209,6 +209,8 @@ def test_the_command_refuses_what_does_not_agree(tmp_path: Path) -> None:
     configs.save(VQ, path)
     with pytest.raises(UserError, match=r"--devices is 8.*as many as the mesh has \(4\)"):
         plan_command([str(path), "--mesh", "data=4", "--devices", "8"])
+    with pytest.raises(UserError, match="--devices is 0.*at least 1"):
+        plan_command([str(path), "--devices", "0"])
     with pytest.raises(UserError, match="--chip is 'abacus'"):
         plan_command([str(path), "--chip", "abacus"])
 

@@ -174,6 +174,8 @@ def remat_plans(cfg: RunConfig) -> list[RunConfig]:
 
 def must_agree(cfg: RunConfig, devices: int | None) -> None:
     sizes = parse_mesh(cfg.mesh)
+    if devices is not None and devices < 1:
+        raise refuse("--devices", devices, "at least 1", "use 8")
     if devices is not None and cfg.mesh and n_devices(sizes) != devices:
         needs = f"as many as the mesh has ({n_devices(sizes)})"
         raise refuse("--devices", devices, needs, "leave one of --devices and --mesh out")
