@@ -20,6 +20,7 @@ from linnet.data import Batch
 from linnet.families.moe import family
 from linnet.families.moe.config import MoEConfig
 from linnet.families.moe.params import MoEParams
+from linnet.families.remat import Remat
 from linnet.nn import experts as ex
 from linnet.params import Spec, is_spec
 from linnet.train.folder import RunFolder
@@ -119,8 +120,9 @@ def test_the_figures_of_the_experts() -> None:
 
 
 @pytest.mark.trial
-def test_recomputing_changes_nothing() -> None:
-    again = dataclasses.replace(CFG, remat="full")
+@pytest.mark.parametrize("remat", ["some", "full"])
+def test_recomputing_changes_nothing(remat: Remat) -> None:
+    again = dataclasses.replace(CFG, remat=remat)
     slopes = (SLOPE(fresh(), batch(), cfg) for cfg in (CFG, again))
     for a, b in zip(*map(jax.tree.leaves, slopes), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)

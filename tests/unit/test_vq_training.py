@@ -16,6 +16,7 @@ from linnet import params as weights
 from linnet import rng
 from linnet.data import Batch
 from linnet.families.family import Keys
+from linnet.families.remat import Remat
 from linnet.families.vq import family
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.params import VQBuffers
@@ -116,6 +117,20 @@ def test_candidates_come_from_unmasked_keys_only() -> None:
     mask = jnp.asarray([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0]], jnp.float32)
     drawn = codebook.draw_keys(keys_, mask, 200, rng.root(0))
     assert set(np.asarray(drawn).reshape(-1).tolist()) == {0.0, 3.0, 10.0}
+
+
+def test_recomputing_changes_nothing() -> None:
+    def slope(remat: Remat) -> Any:
+        cfg = dataclasses.replace(PLAIN, remat=remat)
+        params, buffers = model(cfg)
+        carry = family.empty_carry(cfg, 2)
+        gradient = jax.grad(lambda p: family.loss(p, buffers, carry, batch(), None, 0, cfg)[0])
+        return jax.jit(gradient, compiler_options={"xla_backend_optimization_level": 0})(params)
+
+    kept = slope("none")
+    for again in (slope("some"), slope("full")):
+        for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_bfloat16_activations_over_float32_parameters() -> None:

@@ -38,15 +38,18 @@ class TrainState:
 def fresh_state(
     family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> TrainState:
-    """Made where it lies: no device, and no host, ever holds more than its part."""
+    return make_state(family, cfg, optimizer, sharding.make_mesh() if mesh is None else mesh)()
+
+
+def make_state(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
+    """A jitted function without arguments. The state is made where it lies: no device, and no host, ever holds more than its part."""
     key = rng.root(cfg.seed)
-    mesh = sharding.make_mesh() if mesh is None else mesh
 
     def make() -> TrainState:
         params = weights.init(family.param_specs(cfg.model), rng.stream(key, "params"))
         return start_from(family, cfg, optimizer, params, fresh_buffers(family, cfg))
 
-    return jax.jit(make, out_shardings=state_shardings(family, cfg, optimizer, mesh))()
+    return jax.jit(make, out_shardings=state_shardings(family, cfg, optimizer, mesh))
 
 
 def fresh_buffers(family: Family, cfg: RunConfig) -> Any:

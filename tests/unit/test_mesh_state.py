@@ -1,0 +1,55 @@
+"""Where a run's state lies on a mesh, without running anything: each device its part, from the first moment on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+PLACES = """
+import dataclasses, json
+import jax
+from linnet import presets, sharding
+from linnet.families import registry
+from linnet.pytree import named_leaves
+from linnet.train.optim import optimizer
+from linnet.train.state import abstract_state, make_state
+
+mesh = sharding.open_mesh("fsdp=4,model=2")
+found = {}
+for name in ("adamw", "lion", "adafactor", "muon"):
+    cfg = presets.get("bench-s")
+    cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, name=name))
+    family = registry.get(cfg.family)
+    rule = optimizer(cfg.optim, family.param_specs(cfg.model))
+    state = abstract_state(family, cfg, rule, mesh)
+    large = [(n, x) for n, x in named_leaves(state) if x.size > 10_000]
+    whole = [n for n, x in large if x.sharding.is_fully_replicated and not n.startswith("buffers")]
+    found[name] = {"large": len(large), "whole": whole}
+    if name == "adamw":
+        with jax.set_mesh(mesh):
+            compiled = make_state(family, cfg, rule, mesh).lower().compile()
+        memory = compiled.memory_analysis()
+        found["bytes"] = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        found["held"] = sharding.bytes_per_device(state)
+        found["made"] = memory.output_size_in_bytes + memory.temp_size_in_bytes
+        found["collectives"] = [c for c in ("all-gather", "all-reduce", "all-to-all") if c + "(" in compiled.as_text()]
+print(json.dumps(found))
+"""
+
+
+def test_no_device_ever_holds_more_than_its_part() -> None:
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", PLACES], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    for name in ("adamw", "lion", "adafactor", "muon"):
+        assert found[name]["large"] >= 5
+        assert not found[name]["whole"], f"{name} keeps whole: {found[name]['whole']}"
+    assert found["held"] < found["bytes"] / 3, "weights and their moments are cut by both axes, the codebooks by none"
+    assert found["made"] < found["bytes"] / 2, "nobody draws all of it to keep a part"
+    assert not found["collectives"], "each device draws its own part"
