@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import IO
 
 from linnet.cli.parse import parse
@@ -101,14 +102,10 @@ class _Cluster:
 
     def to_end(self) -> int:
         address = f"127.0.0.1:{_free_port()}"
-        cores = os.sched_getaffinity(0)
         processes: list[subprocess.Popen[str]] = []
         for i in range(self.flags.processes):
-            # Inherited by the process. On shared cores each would start threads for all of them, and updates take half as long again
-            # or twice as long.
-            os.sched_setaffinity(0, fair_share(sorted(cores), i, self.flags.processes))
-            processes.append(self._start(i, address))
-        os.sched_setaffinity(0, cores)
+            with _on_its_cores(i, self.flags.processes):
+                processes.append(self._start(i, address))
         readers = [
             reader for i, process in enumerate(processes) if i for reader in _read(i, process.stdout, process.stderr)
         ]
@@ -172,6 +169,21 @@ class _Cluster:
 def the_first(failed: list[tuple[int, int]]) -> tuple[int, int]:
     """Of those seen to have failed at one moment. Who only says that another was lost was not the first."""
     return min(failed, key=lambda one: one[1] == EXIT_PEER_LOST)
+
+
+@contextlib.contextmanager
+def _on_its_cores(i: int, n: int) -> Iterator[None]:
+    """What is started here inherits its share of the cores, where the system can say so (Linux). On shared cores each would start
+    threads for all of them, and updates take half as long again or twice as long."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, fair_share(sorted(cores), i, n))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def fair_share(cores: list[int], i: int, n: int) -> list[int]:

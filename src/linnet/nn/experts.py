@@ -276,6 +276,8 @@ def _spread_experts(
 ) -> Float[Array, "*B D"]:
     """`chosen_experts` on a mesh. Devices that share the experts show each other their tokens; each computes what its own experts
     (or its part of their hidden units) make of them, and gives back the sums. No token is ever dropped."""
+    if sharding.current() is None:
+        return chosen_experts(x.reshape(-1, x.shape[-1]), routing, experts).reshape(x.shape)
     n_local = routing.probability.shape[-1] // sharding.axis_size("expert")
     shared, divided = sharding.axis_size("expert") > 1, sharding.axis_size("model") > 1
 
@@ -294,8 +296,6 @@ def _spread_experts(
             y = jax.lax.psum_scatter(y, "expert", tiled=True)
         return y.reshape(shape)
 
-    if sharding.current() is None:
-        return chosen_experts(x.reshape(-1, x.shape[-1]), routing, experts).reshape(x.shape)
     chosen, weight = (a.reshape(*x.shape[:-1], -1) for a in (routing.chosen, routing.weight))
     wide, tall = ("experts", None, "hidden"), ("experts", "hidden", None)
     weights = ExpertWeights(gate=wide, value=wide, out=tall)
