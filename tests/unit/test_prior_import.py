@@ -20,8 +20,8 @@ from linnet.cli import main
 from linnet.config import OptimConfig, PairsConfig
 from linnet.families.prior.convert import to_reference
 from linnet.families.prior.schedule import betas
+from linnet.train.continuing import check_folder
 from linnet.train.folder import RunFolder
-from linnet.train.loop import check_folder
 from linnet.train.runs import open_run
 
 CFG = config(depth=1, timesteps=12, schedule="linear", text_encodings=False)

@@ -24,10 +24,11 @@ from linnet.config import RunConfig
 from linnet.errors import UserError
 from linnet.families import registry
 from linnet.pytree import named_leaves
+from linnet.train.continuing import check_folder
 from linnet.train.folder import RunFolder
 from linnet.train.interchange.stored_array import Leaf
 from linnet.train.interchange.stored_weights import has_weights, write_stored_run
-from linnet.train.loop import check_folder, train
+from linnet.train.loop import train
 from linnet.train.runs import open_run, open_state, write_run
 from linnet.train.state import fresh_buffers
 

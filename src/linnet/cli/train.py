@@ -81,9 +81,9 @@ def keep_remarks(config: RunConfig, out: Path, remarks: Sequence[str]) -> None:
     """Everything that could refuse the run is asked first: a run that does not start leaves nothing."""
     import sys
 
+    from linnet.train.continuing import check_folder
     from linnet.train.folder import RunFolder
     from linnet.train.judge import open_judge
-    from linnet.train.loop import check_folder
     from linnet.train.metrics import MetricsLog, require_trackers
 
     folder = RunFolder(out)

@@ -139,7 +139,7 @@ def _weighted_forward(x: Array, weight: Array, gate: Array, value: Array, out: A
     order, sizes, first = where
     experts = ExpertWeights(gate=gate, value=value, out=out)
     rows = _gather(x, order, weight.shape[1])
-    y = _forward(rows, experts, sizes, first, (_block(rows.shape[0], sizes.shape[0]),))
+    y = _forward(rows, experts, sizes, first, (training_block(rows.shape[0], sizes.shape[0]),))
     return _combine(y, weight, order), (x, weight, gate, value, out, order, sizes, y)
 
 
@@ -196,7 +196,7 @@ def _backward(
     x: Float[Array, "N D"], d_y: Float[Array, "N D"], experts: ExpertWeights, sizes: Int[Array, " E"]
 ) -> tuple[Float[Array, "N D"], ExpertWeights]:
     """Hidden values are computed again: cheaper than to keep them."""
-    size = _block(x.shape[0], sizes.shape[0])
+    size = training_block(x.shape[0], sizes.shape[0])
     padded, d_padded = (jnp.pad(a, [(0, size), (0, 0)]) for a in (x, d_y))
 
     def expert(d_x: Array, one: tuple[ExpertWeights, Array, Array]) -> tuple[Array, ExpertWeights]:
@@ -233,7 +233,7 @@ def _put(y: Float[Array, "N D"], rows: Float[Array, "R D"], at: Array, n_row: Ar
     return jax.lax.dynamic_update_slice_in_dim(y, rows, at, 0)
 
 
-def _block(n_pair: int, n_expert: int) -> int:
+def training_block(n_pair: int, n_expert: int) -> int:
     """Rows of a block in training: few enough that the last, partly empty block of each expert wastes little."""
     share = n_pair // n_expert
     return 16 if share <= 16 else 32 if share <= 96 else 64 if share <= 512 else 128

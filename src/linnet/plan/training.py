@@ -109,7 +109,7 @@ def even_turns(cfg: RunConfig) -> float | None:
     rows = cfg.data.batch_size // cfg.train.accumulate // n_row_parts(sizes)
     # Devices that share the experts look at each other's tokens.
     pairs = rows * cfg.tokens.update_len * sizes["expert"] * model.n_choice
-    height = experts._block(pairs, model.n_expert // sizes["expert"])  # pyright: ignore[reportPrivateUsage]
+    height = experts.training_block(pairs, model.n_expert // sizes["expert"])
     return float(math.ceil(pairs / model.n_expert / height))
 
 

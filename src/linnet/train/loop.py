@@ -23,6 +23,7 @@ from linnet.families import registry
 from linnet.families.family import Family
 from linnet.train import environment, together
 from linnet.train.checkpoint import Checkpoints
+from linnet.train.continuing import check_folder
 from linnet.train.folder import RunFolder
 from linnet.train.interchange import stored_weights
 from linnet.train.interrupt import Interrupt, watch
@@ -38,25 +39,6 @@ from linnet.train.throughput import Meter, matmul_flops
 from linnet.train.watch_cluster import watched
 
 log = logging.getLogger("linnet")
-
-# Settings that may change between two parts of one run: they alter neither parameters nor data order.
-FREE_TO_CHANGE = {
-    "train.log_every",
-    "train.eval_every",
-    "train.eval_minutes",
-    "train.eval_timesteps",
-    "train.eval_sequences",
-    "train.checkpoint_every",
-    "train.checkpoint_minutes",
-    "train.keep",
-    "train.max_bad_steps",
-    "train.collapse_alarm",
-    "train.sample_tokens",
-    "train.trackers",
-    "optim.extra_steps",
-    "preset",
-    "mesh",
-}
 
 
 class NotFinite(UserError):
@@ -104,33 +86,6 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
 def _is_first() -> bool:
     """The process that writes."""
     return jax.process_index() == 0
-
-
-def check_folder(cfg: RunConfig, folder: RunFolder) -> RunConfig | None:
-    """The config of the run that is there already, if this one may go on with it."""
-    if not folder.config.exists():
-        return None
-    old = configs.load(folder.config)
-    changed = sorted(
-        name for name, value in _flat(old).items() if value != _flat(cfg)[name] and name not in FREE_TO_CHANGE
-    )
-    if stored_weights.is_weights_alone(folder.path):  # nothing was trained yet: only the model is settled
-        changed = [name for name in changed if name.startswith(("model", "family"))]
-    if changed:
-        name = changed[0]
-        more = f" (and {', '.join(changed[1:])})" if len(changed) > 1 else ""
-        raise UserError(
-            f"{folder.path} holds a run with {name} = {_flat(old)[name]!r}, but you ask for {_flat(cfg)[name]!r}{more}. "
-            "Fix: choose another folder with --out, or the same settings to go on with that run."
-        )
-    return old
-
-
-def _flat(cfg: RunConfig) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in dataclasses.asdict(cfg).items():
-        flat |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
 
 
 class _Run:
