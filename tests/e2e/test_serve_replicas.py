@@ -104,7 +104,7 @@ def test_a_conversation_goes_on_from_replica_to_replica(server: str, fleet: Flee
     before = fleet.counts("linnet_completion_tokens_total")
     assert turns(fleet.address, moving, range(6)) == turns(server, straight, range(6))
     after = fleet.counts("linnet_completion_tokens_total")
-    assert [after[one] - before[one] for one in "01"] == [36, 36], "every second turn was the other's"
+    assert [after[one] - before.get(one, 0) for one in "01"] == [36, 36], "every second turn was the other's"
     assert saved(fleet.address, moving) == saved(server, straight)
     fork = httpx.post(f"{fleet.address}/v1/sessions/{moving}/fork", timeout=30).json()["id"]
     assert turns(fleet.address, fork, range(6, 8)) == turns(server, straight, range(6, 8))
@@ -156,15 +156,18 @@ def test_a_killed_replica_loses_nothing_that_was_answered(server: str, fleet: Fl
                 lines = stream.aiter_lines()
                 told = [await anext(lines)]
                 (number,) = [number for number, n in fleet.counts("linnet_replica_calls").items() if n]
-                # Three more make two on each, so one of them is on the replica that dies.
+                doomed = fleet.pids()[int(number)]
+                os.kill(doomed, signal.SIGSTOP)  # nothing that it has can end before it is killed
+                # Three more make two on each; were the other so quick that it took them one by one, there are more.
                 whole = [asyncio.create_task(client.post(url, json=long)) for _ in range(3)]
                 await asyncio.sleep(0.2)
-                assert fleet.counts("linnet_replica_calls") == {"0": 2, "1": 2}
-                os.kill(fleet.pids()[int(number)], signal.SIGKILL)
+                while (await asyncio.to_thread(fleet.counts, "linnet_replica_calls"))[number] < 2:
+                    whole.append(asyncio.create_task(client.post(url, json=long)))
+                os.kill(doomed, signal.SIGKILL)
                 told += [line async for line in lines if line]
             answers = [await one for one in whole]
-        assert [answer.status_code for answer in answers] == [200] * 3
-        assert [answer.json()["choices"] for answer in answers] == [want] * 3
+        assert {answer.status_code for answer in answers} == {200}
+        assert [answer.json()["choices"] for answer in answers] == [want] * len(whole)
         return told
 
     told = asyncio.run(kill_in_mid_answer())

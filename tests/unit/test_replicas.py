@@ -22,6 +22,8 @@ from replica_fakes import FakeFleet, Harm, fronted, ready_command
 from linnet.errors import UserError
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Limits
+from linnet.serve.replicas import fleet as fleets
+from linnet.serve.replicas import upstream
 from linnet.serve.replicas.fleet import Fleet, NotStarted, Replica
 from linnet.serve.replicas.run import run_front
 from linnet.serve.request import AnswerLost
@@ -344,6 +346,67 @@ def test_a_replica_that_cannot_start_tells_its_exit_code(tmp_path: Path) -> None
         await fleet.stop(0)
 
     asyncio.run(run())
+
+
+def test_a_replica_that_stands_still_is_passed_over_then_ended_and_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "OWN_SECONDS", 0.3)
+    monkeypatch.setattr(fleets, "PROBE_SECONDS", 0.05)
+
+    async def stop(fleet: Fleet) -> None:
+        still, other = await all_ready(fleet)
+        other.n_running = 3
+        assert fleet.choose() is still, "it has the fewest calls"
+        os.kill(still.process.pid, signal.SIGSTOP)
+        while not still.n_silent:
+            await asyncio.sleep(0.02)
+        assert fleet.choose() is other
+        assert fleet.choose([other]) is still, "better than nobody"
+        while fleet.places[0] is still:
+            await asyncio.sleep(0.02)
+        await all_ready(fleet)
+        assert fleet.n_restarts == 1
+
+    with_fleet(stop, tmp_path)
+    told = capsys.readouterr().err
+    assert "replica 0 stands still: it left 4 questions open, and is ended." in told
+    assert "replica 0 was ended by SIGKILL" in told
+
+
+def test_a_late_answer_is_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(upstream, "OWN_SECONDS", 0.3)
+    monkeypatch.setattr(fleets, "PROBE_SECONDS", 0.05)
+
+    async def pause(fleet: Fleet) -> None:
+        (one,) = await all_ready(fleet)
+        os.kill(one.process.pid, signal.SIGSTOP)
+        while one.n_silent < 2:
+            await asyncio.sleep(0.02)
+        os.kill(one.process.pid, signal.SIGCONT)
+        while one.n_silent:
+            await asyncio.sleep(0.02)
+        assert fleet.ready == [one]
+
+    with_fleet(pause, tmp_path, n=1)
+    assert not capsys.readouterr().err
+
+
+def test_metrics_do_not_wait_for_one_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "OWN_SECONDS", 0.3)
+
+    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the front hangs up
+        writer.close()
+
+    async def read(client: httpx.AsyncClient, fleet: FakeFleet) -> str:
+        return (await client.get("/metrics")).text
+
+    text = talk(read, never, FakeModel())
+    assert "linnet_replicas_ready 2.0" in text
+    assert 'replica="1"' in text
 
 
 def test_a_port_that_is_taken_is_refused_before_a_replica_is_started(tmp_path: Path) -> None:

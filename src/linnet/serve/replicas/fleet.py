@@ -24,6 +24,10 @@ FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
 """Before a replica that died is started again: twice as long each time, until one lives."""
 LIVES_SECONDS = 60.0
 GONE_SECONDS = 1.0
+PROBE_SECONDS = 2.0
+"""Between two questions whether a replica lives."""
+MOST_SILENT = 4
+"""Questions in a row that a replica may leave open before it is ended: it would hold its calls, and their sessions, for ever."""
 STOP_SECONDS = 10.0
 """Beyond the drain, for a replica that has nothing left to do."""
 
@@ -44,6 +48,8 @@ class Replica:
         self.n_running = 0
         """Calls that the front has passed on to it, and that have not ended."""
         self.n_taken = 0
+        self.n_silent = 0
+        """Questions whether it lives that it has left open since its last answer."""
         self.is_retired = False
         """It may end: another has its place."""
 
@@ -59,7 +65,7 @@ class Replica:
     async def until_ready(self) -> bool:
         """False: it ended before."""
         while self.process.returncode is None:
-            if await upstream.is_ready(self.socket):
+            if await upstream.says_yes(self.socket, b"/ready"):
                 return True
             await asyncio.sleep(READY_POLL_SECONDS)
         return False
@@ -68,6 +74,12 @@ class Replica:
         """After its line went dead: until it is certain that it holds no session's lock any more, or that it lives after all."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), GONE_SECONDS)
+
+    async def until_silent(self) -> None:
+        """Returns when it is taken for hanging."""
+        while self.n_silent < MOST_SILENT:
+            await asyncio.sleep(PROBE_SECONDS)
+            self.n_silent = 0 if await upstream.says_yes(self.socket, b"/health") else self.n_silent + 1
 
     def retire(self) -> None:
         self.is_retired = True
@@ -97,9 +109,9 @@ class Fleet:
         return [one for one in self.places if one is not None]
 
     def choose(self, tried: Collection[Replica] = ()) -> Replica | None:
-        """The one with the fewest calls; among equals, who had the fewest."""
+        """The one with the fewest calls; among equals, who had the fewest. One that may hang only if there is no other."""
         free = [one for one in self.ready if one not in tried and one.process.returncode is None]
-        return min(free, key=lambda one: (one.n_running, one.n_taken), default=None)
+        return min(free, key=lambda one: (one.n_silent > 0, one.n_running, one.n_taken), default=None)
 
     async def start(self) -> None:
         """Returns when the first is ready. The others then find its compiled programs on the disk, and come when they are ready."""
@@ -159,7 +171,11 @@ class Fleet:
 
     async def _watch(self, replica: Replica, delay: float) -> None:
         began = time.monotonic()
-        await replica.process.wait()
+        ending_it = asyncio.create_task(self._end_when_silent(replica))
+        try:
+            await replica.process.wait()
+        finally:
+            ending_it.cancel()
         self._all.discard(replica)
         if replica.is_retired or self._is_stopping:
             return
@@ -169,6 +185,12 @@ class Fleet:
         _say(f"replica {replica.number} {_ending(replica.process)}; another is started in {delay:g} s.")
         await asyncio.sleep(delay)
         await self._fill(replica.number, min(2 * delay, LONGEST_DELAY))
+
+    async def _end_when_silent(self, replica: Replica) -> None:
+        await replica.until_silent()
+        if not replica.is_retired:  # that one is asked nothing any more, and ends in its own time
+            _say(f"replica {replica.number} stands still: it left {MOST_SILENT} questions open, and is ended.")
+            replica.signal(signal.SIGKILL)
 
     async def _launch(self, number: int) -> Replica:
         self._n_started += 1

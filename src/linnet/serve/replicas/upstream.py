@@ -15,6 +15,8 @@ import h11
 from linnet.serve.http.limits import MOST_HEADER_BYTES
 
 READ_BYTES = 1 << 16
+OWN_SECONDS = 5.0
+"""For an answer to one of the front's own questions, none of which takes any computing. Who reads /metrics waits ten, as a rule."""
 OF_A_CONNECTION = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
 )
@@ -89,25 +91,35 @@ async def passed_on(call: Call, socket: Path) -> AsyncIterator[Answer]:
 
 async def get_json(socket: Path, target: bytes) -> Any:
     """For the front's own questions."""
-    async with passed_on(_own(target), socket) as answer:
+    async with _asked(socket, target) as answer:
         return json.loads(await answer.whole())
 
 
 async def get_text(socket: Path, target: bytes) -> str:
-    async with passed_on(_own(target), socket) as answer:
+    async with _asked(socket, target) as answer:
         return (await answer.whole()).decode()
 
 
-async def is_ready(socket: Path) -> bool:
+async def says_yes(socket: Path, target: bytes) -> bool:
+    """To /ready or /health; silence is no."""
     try:
-        async with passed_on(_own(b"/ready"), socket) as answer:
+        async with _asked(socket, target) as answer:
             return answer.status == 200
     except Lost:
         return False
 
 
-def _own(target: bytes) -> Call:
-    return Call(id="front", method="GET", target=target)
+@contextlib.asynccontextmanager
+async def _asked(socket: Path, target: bytes) -> AsyncIterator[Answer]:
+    """Lost also if it lets the front wait: a process that stands still keeps its connections."""
+    try:
+        async with (
+            asyncio.timeout(OWN_SECONDS),
+            passed_on(Call(id="front", method="GET", target=target), socket) as answer,
+        ):
+            yield answer
+    except TimeoutError:
+        raise Lost(f"no answer within {OWN_SECONDS:g} s") from None
 
 
 def _written(wire: h11.Connection, call: Call) -> bytes:
