@@ -121,15 +121,29 @@ def local(f: Callable[..., Any], rules: Rules, args: tuple[Any, ...], ins: tuple
 
     def one(names: Names, x: Any) -> Any:
         cuts = partition(x.shape, names, mesh, rules)
-        if not isinstance(x, quant.Quantized) or cuts[-2] is None:
-            return cuts
-        groups = cuts[-2] if partition(x.scales.shape, names, mesh, rules)[-2] is not None else None
-        return quant.Quantized(weight=cast(Any, cuts), scales=cast(Any, PartitionSpec(*cuts[:-2], groups, cuts[-1])))
+        return quantized_cuts(cuts, x.n_group, mesh) if isinstance(x, quant.Quantized) else cuts
 
     def specs(names: Any, like: Any) -> Any:
         return jax.tree.map(one, names, like, is_leaf=is_names)
 
-    return jax.shard_map(f, in_specs=specs(ins, args), out_specs=specs(out, like), check_vma=False)(*args)
+    return each_part(f, args, specs(ins, args), specs(out, like))
+
+
+def each_part(f: Callable[..., Any], args: tuple[Any, ...], ins: tuple[Any, ...], out: Any) -> Any:
+    """`f(*args)` of each device's part, on the mesh that is set. `ins` and `out` are cuts, or trees of them that may end above the
+    leaves; what is cut by nobody must come out the same on every device."""
+    return jax.shard_map(f, in_specs=ins, out_specs=out, check_vma=False)(*args)
+
+
+def quantized_cuts(cuts: PartitionSpec, n_group: int, mesh: Mesh | AbstractMesh) -> Any:
+    """Of an 8-bit matrix and of its scales. Where its inputs are cut, a part has the groups of its own inputs; of one group, or of
+    groups that do not divide so, every part has all."""
+    by = cuts[-2]
+    axes = (by,) if isinstance(by, str) else by or ()
+    n_part = math.prod(mesh.shape[axis] for axis in axes)
+    groups = by if n_group > 1 and n_group % n_part == 0 else None
+    scales = PartitionSpec(*cuts[:-2], groups, cuts[-1])
+    return quant.Quantized(weight=cast(Any, cuts), scales=cast(Any, scales))
 
 
 def is_names(x: Any) -> bool:
@@ -194,10 +208,10 @@ def abstract_weights(specs: Any, mesh: Mesh, weights: Weights, rules: Rules, n_g
         if held != "int8":
             return array(spec.shape, held, cuts)
         groups = n_group if cuts[-2] is not None else 1
-        shape = (*spec.shape[:-2], groups, spec.shape[-1])
+        both = quantized_cuts(cuts, groups, mesh)
         return quant.Quantized(
-            weight=cast(Any, array(spec.shape, jnp.int8, cuts)),
-            scales=cast(Any, array(shape, jnp.bfloat16, PartitionSpec(*cuts[:-2], None, cuts[-1]))),
+            weight=cast(Any, array(spec.shape, jnp.int8, both.weight)),
+            scales=cast(Any, array((*spec.shape[:-2], groups, spec.shape[-1]), jnp.bfloat16, both.scales)),
         )
 
     return map_specs(one, specs)

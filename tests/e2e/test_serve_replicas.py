@@ -113,7 +113,7 @@ def test_a_conversation_goes_on_from_replica_to_replica(server: str, fleet: Flee
 def test_one_session_serves_one_call_at_a_time_over_all_replicas(server: str, fleet: Fleet) -> None:
     async def together(session: str) -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=60) as client:
-            body = {"session": session, "prompt": "x", "max_tokens": 400, "seed": 1, "ignore_eos": True}
+            body = {"session": session, "prompt": "x", "max_tokens": 3000, "seed": 1, "ignore_eos": True}
             calls = [client.post(f"{fleet.address}/v1/completions", json=body) for _ in range(4)]
             return list(await asyncio.gather(*calls))
 
@@ -121,7 +121,7 @@ def test_one_session_serves_one_call_at_a_time_over_all_replicas(server: str, fl
     answers = asyncio.run(together(session))
     assert sorted(answer.status_code for answer in answers) == [200, 409, 409, 409]
     alone = new_session(server)
-    want = ask(server, session=alone, prompt="x", max_tokens=400, seed=1).json()["choices"]
+    want = ask(server, session=alone, prompt="x", max_tokens=3000, seed=1).json()["choices"]
     (got,) = [answer.json()["choices"] for answer in answers if answer.status_code == 200]
     assert got == want
     assert turns(fleet.address, session, range(2)) == turns(server, alone, range(2))
@@ -132,7 +132,7 @@ def test_the_queue_is_one_for_all(fleet: Fleet) -> None:
 
     async def flood() -> list[int]:
         async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=40)) as client:
-            body = {"prompt": "x", "max_tokens": 600, "seed": 1, "ignore_eos": True}
+            body = {"prompt": "x", "max_tokens": 3000, "seed": 1, "ignore_eos": True}
             calls = [client.post(f"{fleet.address}/v1/completions", json=body) for _ in range(24)]
             return [answer.status_code for answer in await asyncio.gather(*calls)]
 

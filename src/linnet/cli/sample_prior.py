@@ -18,9 +18,9 @@ from jaxtyping import Float32, Int64
 from linnet import rng
 from linnet.cli import file_names
 from linnet.data.encoders.encoder import open_encoder
-from linnet.data.pairs import open_pairs
 from linnet.data.pairs.encoded_by import encoder_of
 from linnet.data.pairs.gallery import Gallery, Nearest, unit
+from linnet.data.pairs.opening import open_gallery
 from linnet.data.pixels import contact_sheet
 from linnet.data.whole_file import write_array, write_whole
 from linnet.errors import UserError, refuse
@@ -163,14 +163,9 @@ def _draw(flags: Flags, run: Run, texts: Float32[np.ndarray, "B X"], plan: Plan)
 def _gallery(run: Run) -> tuple[Gallery | None, str | None]:
     """The pictures of the run's data; without them, why not. An embedding is of use all the same."""
     try:
-        pairs = open_pairs(run.cfg.pairs, run.cfg.seed)
+        return open_gallery(run.cfg.pairs, run.cfg.seed, run.cfg.prior.dim), None
     except UserError as error:
         return None, f"No nearest pictures: {error}"
-    if pairs.image_width != run.cfg.prior.dim:
-        source = run.cfg.pairs.images or run.cfg.pairs.source
-        words = f"No nearest pictures: the embeddings of {source} are {pairs.image_width} wide, the prior's {run.cfg.prior.dim}."
-        return None, words
-    return Gallery(pairs), None
 
 
 def _write(flags: Flags, shown: list[str], found: Predicted, nearest: Nearest | None) -> list[Path]:

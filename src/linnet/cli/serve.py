@@ -224,17 +224,13 @@ def _encoder(run: Run) -> tuple[Encoder | None, str | None]:
 
 def _gallery(run: Run) -> tuple[Gallery | None, str | None]:
     """The images of its data, or why there are none: a run whose data is gone is served all the same."""
-    from linnet.data.pairs.gallery import Gallery
-    from linnet.data.pairs.opening import open_pairs
+    from linnet.data.pairs.opening import open_gallery
     from linnet.serve.prior.served import MOST_GALLERY
 
     try:
-        pairs = open_pairs(run.cfg.pairs, run.cfg.seed)
+        gallery = open_gallery(run.cfg.pairs, run.cfg.seed, run.cfg.prior.dim)
     except UserError as error:
-        return None, f"without a gallery, since its data cannot be opened: {error}"
-    gallery, width = Gallery(pairs), run.cfg.prior.dim
-    if pairs.image_width != width:
-        return None, f"without a gallery: its data is {pairs.image_width} wide by now, the model {width}."
+        return None, f"without a gallery: {error}"
     if gallery.n_rows > MOST_GALLERY:
         return None, f"without a gallery: its data has {gallery.n_rows:,} images, more than {MOST_GALLERY:,}."
     return gallery, None

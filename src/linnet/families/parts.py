@@ -1,7 +1,7 @@
 """Decoding on a mesh: each device has its part of the weights and of the slots, and runs the same program on it.
 
 Heads (of one head its values), hidden units and the vocabulary are cut by the mesh's model axis, experts by its expert axis; slots
-are not cut by rows. A program is written for one device's part and run everywhere by `locally`, so the collectives are those that
+are not cut by rows. A program is written for one device's part and run everywhere by `each_part`, so the collectives are those that
 are written here: sums of what each part adds to the hidden vectors, and the logits put together. On one device nothing of this is
 there.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,12 +88,6 @@ def parts() -> Parts:
     return Parts(model=sharding.axis_size("model"), expert=sharding.axis_size("expert"))
 
 
-def locally(f: Callable[..., Any], args: tuple[Any, ...], ins: tuple[Any, ...], out: Any) -> Any:
-    """`f(*args)` of each device's part. `ins` and `out` are cuts, or trees of them that may end above the leaves; what is cut by
-    nobody must come out the same on every device."""
-    return jax.shard_map(f, in_specs=ins, out_specs=out, check_vma=False)(*args)
-
-
 def decoding_rules(rules: Rules) -> Rules:
     """Without rows, and with weights whole in their model width: no device waits for another's weights."""
     return {name: axis for name, axis in rules.items() if axis in ("model", "expert")}
@@ -113,18 +106,19 @@ def weight_cuts(specs: Any, weights: Any, rules: Rules) -> Any:
         cut = cuts(spec.shape, spec.axes, rules)
         if isinstance(leaf, Half):
             return Half(bits=cut)  # pyright: ignore[reportArgumentType]
-        return quantized_cuts(leaf, cut) if isinstance(leaf, Quantized) else cut
+        return _of_8_bits(leaf, cut) if isinstance(leaf, Quantized) else cut
 
     return jax.tree.map(one, specs, weights, is_leaf=is_spec)
 
 
-def quantized_cuts(matrix: Quantized, cut: PartitionSpec) -> Any:
-    by, n_part = cut[-2], parts().model
-    if by is not None and matrix.n_group > 1 and matrix.n_group % n_part:
+def _of_8_bits(matrix: Quantized, cut: PartitionSpec) -> Any:
+    mesh = sharding.current()
+    assert mesh is not None, "only on a mesh"
+    n_part = mesh.shape["model"]
+    if cut[-2] is not None and matrix.n_group > 1 and matrix.n_group % n_part:
         needs = f"a size that divides the {matrix.n_group} groups of scales of the 8-bit weights"
         raise refuse("mesh axis model", n_part, needs, f"use --mesh model={matrix.n_group}, or other --weights")
-    scales = PartitionSpec(*cut[:-2], by if matrix.n_group > 1 else None, cut[-1])
-    return Quantized(weight=cut, scales=scales)  # pyright: ignore[reportArgumentType]
+    return sharding.quantized_cuts(cut, matrix.n_group, mesh)
 
 
 def check_serving(sizes: dict[str, int], field: str, text: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from linnet.config import EMOJI_PAIRS, PairsConfig
 from linnet.data.pairs import emoji, sources
 from linnet.data.pairs.embed import refuse_unfinished
+from linnet.data.pairs.gallery import Gallery
 from linnet.data.pairs.pairs import Pairs, divide, fingerprint_of
 from linnet.data.pairs.scan import scan
 from linnet.data.pairs.shards import in_order
@@ -66,6 +67,15 @@ def open_pairs(cfg: PairsConfig, seed: int) -> Pairs:
         fingerprint=fingerprint_of([one.sha256 for one in found.values()], rows),
         found=tuple(warnings),
     )
+
+
+def open_gallery(cfg: PairsConfig, seed: int, width: int) -> Gallery:
+    """The images that predictions of so many numbers can be compared with."""
+    pairs = open_pairs(cfg, seed)
+    if pairs.image_width != width:
+        needs = f"a set with embeddings of images as wide as the prior's, {width}; these are {pairs.image_width} wide"
+        raise refuse("data.source", cfg.images or cfg.source, needs, "put back the data that the run was trained on")
+    return Gallery(pairs)
 
 
 def find_source(cfg: PairsConfig) -> PairSource:

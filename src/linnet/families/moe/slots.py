@@ -21,7 +21,7 @@ from linnet.families.moe import cache, model
 from linnet.families.moe.cache import BLOCK, Memory, Slots, alone, init_slots, insert, placed
 from linnet.families.moe.config import MoEConfig
 from linnet.families.moe.params import RULES, LayerParams, MoEParams, param_specs
-from linnet.families.parts import EVERYWHERE, WHOLE, Parts, cuts, decoding_rules, locally, parts, weight_cuts
+from linnet.families.parts import EVERYWHERE, WHOLE, Parts, cuts, decoding_rules, parts, weight_cuts
 from linnet.nn import experts as ex
 from linnet.nn.grouped_query import attend_cached
 from linnet.nn.linear import linear
@@ -31,6 +31,7 @@ from linnet.nn.rows import COMPILER_OPTIONS
 from linnet.nn.sampling import Rules, SamplingSettings
 from linnet.nn.streamed import few_experts, group_rows, streamed, streamed_rows
 from linnet.pytree import replace
+from linnet.sharding import each_part
 
 CHUNK = 512  # tokens of a prompt read at once: enough that an expert's weights are read for many of them
 ROWS = 64
@@ -70,7 +71,7 @@ def _by_parts(
         return slots, told
 
     ins = (weight_cuts(param_specs(cfg), params, rules), slot_cuts, EVERYWHERE)
-    slots, told = locally(here, (params, slots, rest), ins, (slot_cuts, EVERYWHERE))
+    slots, told = each_part(here, (params, slots, rest), ins, (slot_cuts, EVERYWHERE))
     return slots, *told
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from linnet import quant, sharding
 from linnet.families import drawing
-from linnet.families.parts import WHOLE, Parts, decoding_rules, locally, weight_cuts
+from linnet.families.parts import WHOLE, Parts, decoding_rules, weight_cuts
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.held import (
     Prepared,
@@ -42,6 +42,7 @@ from linnet.nn.sampling import Rules, SamplingSettings
 from linnet.nn.streamed import few_experts
 from linnet.pytree import replace
 from linnet.quant import Matrix, side_by_side
+from linnet.sharding import each_part
 
 
 @partial(jax.jit, static_argnames="cfg")
@@ -58,7 +59,7 @@ def prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
         weight_cuts(specs, divided, decoding_rules(RULES)),
         weight_cuts(buffer_specs(cfg), buffers, decoding_rules(RULES)),
     )
-    return locally(here, (divided, buffers), ins, prepared_cuts(cfg))
+    return each_part(here, (divided, buffers), ins, prepared_cuts(cfg))
 
 
 def _prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:

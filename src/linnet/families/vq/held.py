@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from linnet import sharding
-from linnet.families.parts import EVERYWHERE, WHOLE, locally, parts
+from linnet.families.parts import EVERYWHERE, WHOLE, parts
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.params import VQParams, head_axis, param_specs
 from linnet.nn.experts import ExpertWeights, Mixture
 from linnet.nn.rows import Cut
 from linnet.pytree import pytree, replace
+from linnet.sharding import each_part
 
 
 @pytree
@@ -168,5 +169,5 @@ def by_parts(
         slots, *told = run(prepared, slots, mine, of, *rest)
         return slots, told
 
-    slots, told = locally(here, (prepared, slots, rest), (prepared_cuts(cfg), cut, EVERYWHERE), (cut, EVERYWHERE))
+    slots, told = each_part(here, (prepared, slots, rest), (prepared_cuts(cfg), cut, EVERYWHERE), (cut, EVERYWHERE))
     return slots, *told

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from linnet import sharding
-from linnet.families.parts import EVERYWHERE, cuts, decoding_rules, locally
+from linnet.families.parts import EVERYWHERE, cuts, decoding_rules
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.decode import code_vectors, decode, leave_ring, prepare, table_size, tick
 from linnet.families.vq.held import Prepared, Slots, UnitMemory, UnitWeights, part_config, prepared_cuts, slot_cuts
@@ -32,6 +32,7 @@ from linnet.nn.attention import AttentionState
 from linnet.nn.attention_blocks import EMPTY
 from linnet.nn.likelihood import likeliest
 from linnet.pytree import replace
+from linnet.sharding import each_part
 
 CHUNK = 128  # the least number of prompt tokens read at once
 SHORT = 32  # the end of a prompt that is no longer has a program of its own: a short message costs little
@@ -46,7 +47,7 @@ def init_slots(cfg: VQConfig, n: int) -> Slots:
 @partial(jax.jit, static_argnames=("cfg", "n"))
 def _slots_by_parts(cfg: VQConfig, n: int) -> Slots:
     mine = part_config(cfg)
-    return locally(lambda: _empty_slots(mine, n), (), (), slot_cuts(cfg.n_head, cfg.n_unit))
+    return each_part(lambda: _empty_slots(mine, n), (), (), slot_cuts(cfg.n_head, cfg.n_unit))
 
 
 def _empty_slots(cfg: VQConfig, n: int) -> Slots:
@@ -181,7 +182,7 @@ def insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
     if sharding.current() is None:
         return _insert(slots, one, i)
     cut = _cuts_of(slots)
-    return locally(_insert, (slots, one, jnp.asarray(i)), (cut, _state_cuts(one), EVERYWHERE), cut)
+    return each_part(_insert, (slots, one, jnp.asarray(i)), (cut, _state_cuts(one), EVERYWHERE), cut)
 
 
 def _cuts_of(slots: Slots) -> Any:
@@ -241,7 +242,7 @@ def extract(
         return _extract(prepared, slots, i, cfg)
     mine, out = part_config(cfg), _state_cuts(jax.eval_shape(lambda: empty_carry(cfg, 1)))
     ins = (prepared_cuts(cfg), _cuts_of(slots), EVERYWHERE)
-    return locally(lambda p, slots, i: _extract(p, slots, i, mine), (prepared, slots, jnp.asarray(i)), ins, out)
+    return each_part(lambda p, slots, i: _extract(p, slots, i, mine), (prepared, slots, jnp.asarray(i)), ins, out)
 
 
 def _extract(prepared: Prepared, slots: Slots, i: int | Int[Array, ""], cfg: VQConfig) -> VQCarry:
@@ -284,7 +285,7 @@ def clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
     """Empties slot `i`. Counts of zero hide whatever the columns hold."""
     if sharding.current() is None:
         return _clear(slots, i)
-    return locally(_clear, (slots, jnp.asarray(i)), (_cuts_of(slots), EVERYWHERE), _cuts_of(slots))
+    return each_part(_clear, (slots, jnp.asarray(i)), (_cuts_of(slots), EVERYWHERE), _cuts_of(slots))
 
 
 def _clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
