@@ -166,6 +166,12 @@ def _whole_on_host(x: Any) -> Any:
     return multihost_utils.process_allgather(x, tiled=True)
 
 
+def put(x: Any, names: Names, mesh: Mesh, rules: Rules) -> jax.Array:
+    """An array that every process has whole: each device gets its part."""
+    held = np.asarray(x)
+    return jax.make_array_from_callback(held.shape, place(held.shape, names, mesh, rules), lambda index: held[index])
+
+
 def share_here(n_row: int, mesh: Mesh, rules: Rules) -> tuple[int, int]:
     """Which of how many equal shares of a batch's rows this process must read for its devices."""
     held = place((n_row,), ("batch",), mesh, rules).addressable_devices_indices_map((n_row,)).values()

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 PLACES = """
 import dataclasses, json
@@ -39,17 +41,69 @@ print(json.dumps(found))
 """
 
 
-def test_no_device_ever_holds_more_than_its_part() -> None:
+def on_eight_devices(program: str, *args: str) -> Any:
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", PLACES], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", program, *args],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_no_device_ever_holds_more_than_its_part() -> None:
+    found = on_eight_devices(PLACES)
     for name in ("adamw", "lion", "adafactor", "muon"):
         assert found[name]["large"] >= 5
         assert not found[name]["whole"], f"{name} keeps whole: {found[name]['whole']}"
     assert found["held"] < found["bytes"] / 3, "weights and their moments are cut by both axes, the codebooks by none"
     assert found["made"] < found["bytes"] / 2, "nobody draws all of it to keep a part"
     assert not found["collectives"], "each device draws its own part"
+
+
+GIVEN = """
+import dataclasses, json, sys
+from pathlib import Path
+import jax, numpy as np
+from linnet import presets, rng, sharding
+from linnet import params as weights
+from linnet.families import registry
+from linnet.pytree import named_leaves
+from linnet.train.interchange import stored_weights
+from linnet.train.optim import optimizer
+from linnet.train.state import abstract_state, begin_from
+
+cfg, run = presets.get("quickstart"), Path(sys.argv[1]) / "run"
+family = registry.get(cfg.family)
+specs = family.param_specs(cfg.model)
+drawn = weights.init(specs, rng.root(3))
+stored_weights.write_stored_run(run, cfg, stored_weights.held_leaves(drawn), lambda _: None, lambda _: None)
+
+mesh = sharding.open_mesh("fsdp=4,model=2")
+rule = optimizer(cfg.optim, specs)
+given = stored_weights.trainable_weights(
+    run, specs, lambda spec, leaf: sharding.put(leaf, spec.axes, mesh, family.RULES)
+)
+placed = [x.sharding for x in jax.tree.leaves(given)]
+state = begin_from(family, cfg, rule, given, mesh)
+wanted = abstract_state(family, cfg, rule, mesh)
+alike = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), state, wanted)
+same = jax.tree.map(lambda x, y: np.array_equal(np.asarray(x), np.asarray(y)), state.params, drawn)
+print(json.dumps({
+    "same": all(jax.tree.leaves(same)),
+    "elsewhere": [name for name, ok in named_leaves(alike) if not ok],
+    "cut": sum(not one.is_fully_replicated for one in placed),
+}))
+"""
+
+
+def test_weights_from_a_file_go_to_their_places_one_by_one_bit_for_bit(tmp_path: Path) -> None:
+    found = on_eight_devices(GIVEN, str(tmp_path))
+    assert found["same"]
+    assert not found["elsewhere"]
+    assert found["cut"] >= 5

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -186,5 +185,4 @@ def everywhere(mesh: Mesh | None, x: Any) -> jax.Array:
         return jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(everywhere(mesh, jax.random.key_data(x)))
-    held = np.asarray(x)
-    return jax.make_array_from_callback(held.shape, sharding.whole(mesh), lambda index: held[index])
+    return sharding.put(x, (None,) * x.ndim, mesh, {})

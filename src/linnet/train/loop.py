@@ -33,7 +33,7 @@ from linnet.train.metrics import MetricsLog, NoMetrics, open_trackers, require_t
 from linnet.train.optim import optimizer as make_optimizer
 from linnet.train.optim import schedule
 from linnet.train.progress import Progress
-from linnet.train.state import TrainState, abstract_state, fresh_buffers, fresh_state, placed_from
+from linnet.train.state import TrainState, abstract_state, begin_from, fresh_state
 from linnet.train.step import compile_step
 from linnet.train.throughput import Meter, matmul_flops
 from linnet.train.watch_cluster import watched
@@ -161,9 +161,11 @@ class _Run:
 
     def _restore_or_begin(self) -> tuple[TrainState, int]:
         if stored_weights.is_weights_alone(self.folder.path):
-            given = stored_weights.trainable_weights(self.folder.path, self.family.param_specs(self.cfg.model))
-            buffers = fresh_buffers(self.family, self.cfg)
-            return placed_from(self.family, self.cfg, self.optimizer, given, buffers, self.mesh), 0
+            specs, rules = self.family.param_specs(self.cfg.model), self.family.RULES
+            given = stored_weights.trainable_weights(
+                self.folder.path, specs, lambda spec, leaf: sharding.put(leaf, spec.axes, self.mesh, rules)
+            )
+            return begin_from(self.family, self.cfg, self.optimizer, given, self.mesh), 0
         if together.decided(lambda: not self.checkpoints.steps()):
             return fresh_state(self.family, self.cfg, self.optimizer, self.mesh), 0
         target = abstract_state(self.family, self.cfg, self.optimizer, self.mesh)

@@ -74,22 +74,16 @@ def start_from(
     )
 
 
-def placed_from(
-    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, params: Any, buffers: Any, mesh: Mesh
+def begin_from(
+    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, params: Any, mesh: Mesh
 ) -> TrainState:
-    """`start_from` with weights from the host, laid onto the mesh part by part."""
-    rules, host = family.RULES, jax.tree.map(jnp.asarray, (params, buffers))
-    specs = (family.param_specs(cfg.model), family.buffer_specs(cfg.model))
-    there = jax.tree.map(
-        lambda x, to: jax.make_array_from_callback(x.shape, to, lambda index: x[index]),
-        host,
-        sharding.shardings(specs, mesh, rules),
-    )
+    """Step 0 with weights that lie on the mesh already, and are given away; all the rest is made where it lies."""
     begin = jax.jit(
-        lambda params, buffers: start_from(family, cfg, optimizer, params, buffers),
+        lambda params: start_from(family, cfg, optimizer, params, fresh_buffers(family, cfg)),
         out_shardings=state_shardings(family, cfg, optimizer, mesh),
+        donate_argnums=0,
     )
-    return begin(*there)
+    return begin(params)
 
 
 def abstract_state(

@@ -166,11 +166,10 @@ def read_weights(
     return tree
 
 
-def trainable_weights(run: Path, specs: Any) -> Any:
-    """In float32, as optimisers need them."""
+def trainable_weights(run: Path, specs: Any, place: Callable[[Spec, Any], Any]) -> Any:
+    """In float32, as optimisers need them; leaf by leaf, so that only one is ever whole in a host's memory."""
     must_be_trainable(run)
-    tree = read_weights(run, specs)
-    return jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype), specs, tree, is_leaf=is_spec)
+    return read_weights(run, specs, place=lambda spec, leaf: place(spec, leaf.astype(spec.dtype)))
 
 
 def must_be_trainable(run: Path) -> None:
