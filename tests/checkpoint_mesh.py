@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compiler_flags import simulated
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "model", "expert")
@@ -63,11 +63,7 @@ def cluster(processes: int, script: str, *arguments: str, timeout: float = 120) 
 
 
 def _environment(devices: int) -> dict[str, str]:
-    return os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": str(Path(__file__).parent),
-        "JAX_PLATFORMS": "cpu",
-    }
+    return simulated(devices, quickly=False) | {"PYTHONPATH": str(Path(__file__).parent)}
 
 
 def join(address: str, processes: int, index: int) -> None:

@@ -17,6 +17,7 @@ from types import TracebackType
 
 import same_runs
 import tiny
+from compiler_flags import QUICKLY
 
 from linnet import config as configs
 from linnet.train.metrics import read_metrics
@@ -113,8 +114,7 @@ def write_config(folder: Path, steps: int, judged: bool) -> Path:
 def quick_to_compile() -> dict[str, str]:
     """On CPU only process 0 finds its programs in JAX's cache (the others have keys of their own, and never write), so
     every start compiles anew: most of a trial's time, and none of its matter."""
-    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    return dict(os.environ) | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {quick}"}
+    return dict(os.environ) | {"XLA_FLAGS": QUICKLY}
 
 
 class Launched:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from compiler_flags import QUICKLY
 
 CACHE = Path(__file__).parent.parent / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
@@ -17,6 +18,24 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 MAPS = Path("/proc/self/maps")
 MOST_MAPS = 25_000
 """Every program in memory takes some maps of the process, of which Linux allows 65,530: beyond them the compiler crashes."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quickly",
+        action="store_true",
+        help="without the compiler's optimisations, and without the tests marked `optimized`, which need them",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("quickly"):
+        os.environ["XLA_FLAGS"] = QUICKLY  # the workers' too: they are started later
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("quickly"):
+        items[:] = [item for item in items if item.get_closest_marker("optimized") is None]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from compiler_flags import simulated
 
 DEVICES = 8
-QUICKLY_COMPILED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""These runs are short: most of their time is the compiler's."""
 STEPS = 6
 # Widths of 32: at 16 by 16 the compiler's vectoriser takes minutes over one of moe's kernels.
 WIDE = {"model.d_model": 32, "model.d_k": 16}
@@ -75,12 +73,7 @@ def run_folder(folder: Path, case: str, mesh: str) -> Path:
 def train_all(folder: Path, wanted: list[tuple[str, str]], timeout: float) -> None:
     """In a process of its own: the number of devices is fixed when JAX starts."""
     here = Path(__file__).parent
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES} {QUICKLY_COMPILED}",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(here),
-    }
+    environment = simulated(DEVICES, quickly=True) | {"PYTHONPATH": str(here)}
     command = [sys.executable, "-m", "mesh_runs", str(folder), json.dumps(wanted)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import mesh_runs
 import pytest
 import tiny
+from compiler_flags import simulated
 
 from linnet import config as configs
 
@@ -20,11 +20,7 @@ LOSS, STATE = 1e-6, 2e-5
 
 
 def linnet(*words: str, devices: int = 1) -> None:
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {mesh_runs.QUICKLY_COMPILED}",
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = simulated(devices, quickly=True)
     done = subprocess.run([*LINNET, *words], env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 

@@ -17,6 +17,8 @@ from linnet.families.vq import convert, slots
 from linnet.families.vq.config import VQConfig
 from linnet.nn.sampling import nucleus, sampling_settings
 
+pytestmark = pytest.mark.optimized
+
 GOLDENS = Path(__file__).parents[3] / "shared" / "goldens" / "vq"
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 

@@ -9,6 +9,8 @@ import pytest
 
 from linnet.train.verify import verify_file
 
+pytestmark = pytest.mark.optimized
+
 GOLDENS = Path(__file__).parents[3] / "shared" / "goldens" / "vq"
 FILES = sorted(GOLDENS.glob("*.npz"))
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")

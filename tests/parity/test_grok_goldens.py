@@ -35,6 +35,7 @@ def copy_of_model(folder: Path, arrays: dict[str, np.ndarray]) -> Path:
 
 
 @needs_goldens
+@pytest.mark.optimized
 def test_a_whole_model_passes() -> None:
     result = verify_file(TINY_A)
     assert failed(result) == []

@@ -13,6 +13,8 @@ import pytest
 from linnet.errors import UserError
 from linnet.train.verify import verify_file
 
+pytestmark = pytest.mark.optimized
+
 GOLDENS = Path(__file__).parents[3] / "shared" / "goldens" / "prior"
 FILES = sorted(GOLDENS.glob("*.npz"))
 # One trainer (gradients too), and all that compiles fast. `make trials` takes every file.

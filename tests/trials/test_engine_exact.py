@@ -14,6 +14,8 @@ from engine_trials import length, result, sampling, solo
 from linnet.serve.engine import Engine
 from linnet.serve.request import Request, Sampling
 
+pytestmark = pytest.mark.optimized
+
 SEED = 4
 SECRET_LETTERS = 24
 PREFIX_BYTES = 1 << 18
@@ -57,15 +59,11 @@ def mixed(n: int, longest: int) -> Iterator[Request]:
         )
 
 
+@pytest.mark.trial  # fewer: tests/unit/test_engine.py and test_engine_moe.py
 @pytest.mark.parametrize(
     ("family", "n", "at_once", "longest", "n_slots", "solo_slots"),
-    [
-        ("vq", 32, 16, 256, 3, 3),
-        ("moe", 24, 16, 400, 3, 3),
-        pytest.param("vq-moe", 24, 16, 256, 3, 3, marks=pytest.mark.trial),
-        pytest.param("vq", 500, 64, 2048, 8, 1, marks=pytest.mark.trial),
-    ],
-    ids=["quick", "moe", "vq-moe", "full"],
+    [("moe", 24, 16, 400, 3, 3), ("vq-moe", 24, 16, 256, 3, 3), ("vq", 500, 64, 2048, 8, 1)],
+    ids=["moe", "vq-moe", "vq"],
 )
 def test_each_of_many_is_what_it_is_alone(
     family: str, n: int, at_once: int, longest: int, n_slots: int, solo_slots: int

@@ -20,6 +20,8 @@ from linnet.serve.request import QueueFull, Request
 from linnet.serve.sessions import Sessions
 from linnet.serve.state import State
 
+pytestmark = pytest.mark.optimized
+
 SECONDS = float(os.environ.get("LINNET_SCHEDULE_SECONDS", "600"))
 N_CLIENTS = 6
 STEPS = ("read_chunk", "rule", "begin", "put", "take", "dispatch")

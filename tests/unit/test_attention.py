@@ -21,7 +21,6 @@ from linnet.nn.attention_blocks import EMPTY
 from linnet.params import Spec, map_specs
 
 N_VOCAB = 30
-QUICK = {"xla_backend_optimization_level": 0}  # compiling is all the time these tests take
 TOLERANCE = 1e-5  # of the largest value of a tensor
 
 
@@ -47,7 +46,7 @@ def documents_of(tokens: np.ndarray) -> np.ndarray:
     return np.cumsum(tokens < N_VOCAB // 6, axis=1).astype(np.int32)
 
 
-@partial(jax.jit, static_argnames=("cfg", "dense", "block_len"), compiler_options=QUICK)
+@partial(jax.jit, static_argnames=("cfg", "dense", "block_len"))
 def run(
     params: Any,
     buffers: Any,
@@ -65,7 +64,7 @@ def run(
     return x, carry, aux.codes
 
 
-@partial(jax.jit, static_argnames=("cfg", "dense"), compiler_options=QUICK)
+@partial(jax.jit, static_argnames=("cfg", "dense"))
 def loss_and_gradient(
     params: Any, buffers: Any, tokens: Any, documents: Any, cfg: VQConfig, dense: bool
 ) -> tuple[Any, Any]:
@@ -239,7 +238,7 @@ def test_gradient_through_the_table(grad_thru_cache: bool) -> None:
         )
         return jnp.sum(out_of_blocks(out, n_token)[0, 0, -1])
 
-    got = jax.jit(jax.grad(last_output), compiler_options=QUICK)(values)[0, 0]
+    got = jax.jit(jax.grad(last_output))(values)[0, 0]
     score = keys[0, 0] @ content[0, 0, -1]
     score = score.at[-window - 1 :].add(distances[0, ::-1] @ position[0, 0, -1])
     weight = jax.nn.softmax(score)

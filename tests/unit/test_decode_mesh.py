@@ -65,6 +65,7 @@ def check(told: dict[str, Any]) -> None:
     assert told["weight_bytes"] < 0.9 * told["whole_weight_bytes"]
 
 
+@pytest.mark.optimized
 def test_decoding_on_a_mesh_equals_one_device() -> None:
     for told in ask(QUICK, timeout=400):
         check(told)

@@ -31,6 +31,8 @@ from linnet.serve.engine import Engine
 from linnet.serve.request import Constraint, Finished, Produced, PromptRead, Request
 from linnet.tokens import FIRST_BYTE, N_BYTE_IDS
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
@@ -52,7 +54,7 @@ def test_many_at_once_are_each_as_alone(engine: Engine) -> None:
             typical_p=float(draw.choice([1.0, 0.6])),
             priority=int(draw.integers(0, 3)),
         )
-        for _ in range(24)
+        for _ in range(12)
     ]
     asked = [Asked(engine, one) for one in requests]
     for one, waiting in zip(requests, asked, strict=True):

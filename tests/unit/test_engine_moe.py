@@ -21,6 +21,8 @@ from linnet.serve.request import Constraint, Request
 from linnet.serve.sessions import Sessions
 from linnet.serve.state import State
 
+pytestmark = pytest.mark.optimized
+
 CONTEXT = MOE.cfg.context
 
 

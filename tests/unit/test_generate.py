@@ -51,6 +51,7 @@ def tokens(row: list[Piece]) -> list[int]:
     return [token for piece in row for token in piece.tokens]
 
 
+@pytest.mark.optimized
 def test_same_seed_same_text_whatever_the_batch_and_the_dispatch() -> None:
     prompts = [byte_ids("once"), [], byte_ids("a longer prompt than one block"), byte_ids("once"), byte_ids("x")]
     together = run(prompts, [1, 2, 3, 4, 5], ignore_end=True)

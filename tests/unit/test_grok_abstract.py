@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+from compiler_flags import simulated
+
 from linnet import params, presets
 from linnet.families import registry
 
@@ -43,7 +45,7 @@ def test_the_preset_has_the_published_number_of_parameters() -> None:
 
 
 def test_it_compiles_for_eight_devices_without_its_weights() -> None:
-    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment = simulated(8, quickly=True)
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300, check=False
     )

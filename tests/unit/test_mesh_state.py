@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from compiler_flags import simulated
 
 PLACES = """
 import dataclasses, json
@@ -42,16 +43,9 @@ print(json.dumps(found))
 
 
 def on_eight_devices(program: str, *args: str) -> Any:
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *args],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [sys.executable, "-c", program, *args]
+    environment = simulated(8, quickly=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

@@ -95,6 +95,7 @@ def test_reading_in_chunks_equals_reading_at_once(weights: Weights) -> None:
     np.testing.assert_allclose(top[1][:, 0], want[70:end].max(axis=-1), atol=5e-5)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "changes",
     [{"weights": "int8"}, pytest.param({"weights": "bfloat16", "dtype": "bfloat16"}, marks=pytest.mark.trial)],
@@ -180,6 +181,7 @@ def test_nothing_of_an_earlier_occupant_is_taken_out() -> None:
     )
 
 
+@pytest.mark.optimized
 def test_decode_draws_the_same_tokens_however_the_ticks_are_cut_and_whoever_is_beside() -> None:
     cfg, params = make("int8")
 

@@ -70,11 +70,13 @@ def alone_and_among(cfg: PriorConfig, asks: list[SampleRequest]) -> list[np.ndar
     return alone
 
 
+@pytest.mark.optimized
 def test_a_row_is_the_same_alone_among_others_and_by_the_familys_own_scan() -> None:
     asks = [wanted(CFG, i, **how) for i, how in enumerate(HOW)]
     np.testing.assert_array_equal(np.stack(alone_and_among(CFG, asks)), by_run(CFG, asks))
 
 
+@pytest.mark.optimized
 @pytest.mark.trial
 @pytest.mark.parametrize(
     "options",

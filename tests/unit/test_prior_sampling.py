@@ -30,6 +30,7 @@ def drawn(
     return run(params, text, encodings, how, keys, cfg=cfg, guided=guided, n_step=12)[0]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"self_cond": True, "n_image_token": 2}, marks=pytest.mark.trial)],

@@ -111,6 +111,7 @@ def test_4096_tokens_decode_as_in_one_pass() -> None:
     assert n_bytes(state) == n_bytes(slots.init_slots(cfg, 1))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "changes", [{}, {"reset_at_documents": True, "n_head": 2}, {"weights": "int8"}, {"n_expert": 4}], ids=str
 )
@@ -155,6 +156,7 @@ def test_a_cleared_slot_is_as_new() -> None:
     np.testing.assert_array_equal(np.asarray(got)[:, 1], np.asarray(fresh)[:, 1])
 
 
+@pytest.mark.optimized
 def test_decode_draws_the_same_tokens_however_the_ticks_are_cut() -> None:
     cfg, _, _, prepared = make()
     settings = sampling_settings(4, temperature=1.2, top_p=0.95, repetition_penalty=1.1)

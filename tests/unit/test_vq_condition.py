@@ -115,6 +115,7 @@ def drawn(embeds: np.ndarray | None, seeds: list[int], decoder: Any = slots, pro
     return [([t for p in row for t in p.tokens], [x for p in row for x in p.logprobs]) for row in pieces]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("decoder", "prompt"), [(slots, ()), (guided.Guided(2.5), (5, 9, 200))], ids=["plain", "guided after a prompt"]
 )
