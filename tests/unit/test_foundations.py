@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiler_flags import simulated
 
 from linnet import params, rng
 from linnet.errors import UserError
@@ -86,7 +87,7 @@ placed = jax.device_put(jax.numpy.ones((4, 8, 64)), shardings(Spec((4, 8, 64), (
 assert {s.data.shape for s in placed.addressable_shards} == {(4, 4, 16)}
 print("fits")
 """
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    flags = simulated(8, quickly=True)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=flags, check=False)
     assert done.stdout.strip() == "fits", done.stderr
 
