@@ -190,7 +190,7 @@ def killed_equals_whole(folder: Path, *, processes: int, steps: int, kills: int,
             if draw.random() < 0.25:  # while it starts
                 time.sleep(draw.random() * 3.0)
             else:  # in mid-step or in mid-save: with a checkpoint every third step, one is being written most of the time
-                launched.reached(min(launched.last_step() + draw.randrange(1, max(2, steps // kills)), steps - 3))
+                launched.reached(min(launched.last_step() + draw.randrange(1, max(2, steps // (kills + 1))), steps - 3))
                 time.sleep(draw.random() * 0.1)
             launched.kill(draw.choice(launched.children()))
         words = launched.finish()

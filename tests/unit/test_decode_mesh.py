@@ -19,8 +19,6 @@ from linnet.train.runs import decoding_mesh
 TOLERANCE = 1e-5
 """Of log-probabilities, relative: sums over axes that are cut are rounded otherwise."""
 
-QUICK = [("experts", ["model=2,expert=2"], "float32"), ("moe", ["model=2,expert=2"], "float32")]
-"""Several heads: see the two processes below."""
 ALL = [
     ("one head", ["model=2", "model=4"], "float32"),
     ("heads", ["model=2", "model=4"], "float32"),
@@ -65,10 +63,11 @@ def check(told: dict[str, Any]) -> None:
     assert told["weight_bytes"] < 0.9 * told["whole_weight_bytes"]
 
 
-@pytest.mark.optimized
-def test_decoding_on_a_mesh_equals_one_device() -> None:
-    for told in ask(QUICK, timeout=400):
-        check(told)
+@pytest.mark.parametrize("name", [pytest.param("experts", marks=pytest.mark.optimized), "moe"])
+def test_decoding_on_a_mesh_equals_one_device(name: str) -> None:
+    """Several heads: see the two processes below."""
+    (told,) = ask([(name, ["model=2,expert=2"], "float32")], timeout=400)
+    check(told)
 
 
 @pytest.mark.trial

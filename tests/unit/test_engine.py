@@ -31,8 +31,6 @@ from linnet.serve.engine import Engine
 from linnet.serve.request import Constraint, Finished, Produced, PromptRead, Request
 from linnet.tokens import FIRST_BYTE, N_BYTE_IDS
 
-pytestmark = pytest.mark.optimized
-
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
@@ -40,6 +38,7 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.optimized
 def test_many_at_once_are_each_as_alone(engine: Engine) -> None:
     draw = np.random.default_rng(0)
     requests = [
@@ -66,6 +65,7 @@ def test_many_at_once_are_each_as_alone(engine: Engine) -> None:
         assert answer.end.n_tokens == one.sampling.max_tokens
 
 
+@pytest.mark.optimized
 def test_one_alone_runs_at_once_and_the_cache_changes_no_bit(engine: Engine) -> None:
     prompt = "a beginning that many share. " * 20
     with running_engine(prefix_bytes=0) as cold:
@@ -95,6 +95,7 @@ def test_a_newcomers_first_token_is_drawn_alone_and_cuts_nobodys_dispatch_short(
         assert len(event.tokens) == 1
 
 
+@pytest.mark.optimized
 def test_a_state_goes_on_as_if_never_stopped(engine: Engine) -> None:
     whole = ask(engine, "once upon", seed=9, max_tokens=40)
     for cut in (1, 7, 8, 9, 23):
@@ -107,6 +108,7 @@ def test_a_state_goes_on_as_if_never_stopped(engine: Engine) -> None:
         assert first.end.state.n_tokens == 1 + 9 + cut
 
 
+@pytest.mark.optimized
 def test_a_state_does_not_depend_on_neighbours(engine: Engine) -> None:
     alone = ask(engine, "hello", seed=2, max_tokens=21, return_state=True)
     neighbours = [Asked(engine, request("x" * 200, seed=i, max_tokens=50)) for i in range(4)]
@@ -241,6 +243,7 @@ def test_a_grammar_is_obeyed(engine: Engine) -> None:
     assert stuck.end.reason == "stuck"
 
 
+@pytest.mark.optimized
 def test_long_ones_make_room_and_stay_the_same() -> None:
     """More long requests than slots: they are parked and go on elsewhere, with the same bits."""
     with running_engine(n_slots=2) as engine:
