@@ -394,6 +394,21 @@ def test_a_late_answer_is_an_answer(
     assert not capsys.readouterr().err
 
 
+def test_one_that_has_no_room_for_more_is_alive(tmp_path: Path) -> None:
+    async def is_full(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def asked() -> list[bool]:
+        async with await asyncio.start_unix_server(is_full, str(tmp_path / "s")):
+            both = [await upstream.is_alive(tmp_path / "s"), await upstream.is_ready(tmp_path / "s")]
+        return [*both, await upstream.is_alive(tmp_path / "nobody")]
+
+    assert asyncio.run(asked()) == [True, False, False]
+
+
 def test_metrics_do_not_wait_for_one_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "OWN_SECONDS", 0.3)
 

@@ -24,7 +24,7 @@ FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
 """Before a replica that died is started again: twice as long each time, until one lives."""
 LIVES_SECONDS = 60.0
 GONE_SECONDS = 1.0
-PROBE_SECONDS = 2.0
+PROBE_SECONDS = 5.0
 """Between two questions whether a replica lives."""
 MOST_SILENT = 4
 """Questions in a row that a replica may leave open before it is ended: it would hold its calls, and their sessions, for ever."""
@@ -65,7 +65,7 @@ class Replica:
     async def until_ready(self) -> bool:
         """False: it ended before."""
         while self.process.returncode is None:
-            if await upstream.says_yes(self.socket, b"/ready"):
+            if await upstream.is_ready(self.socket):
                 return True
             await asyncio.sleep(READY_POLL_SECONDS)
         return False
@@ -79,7 +79,7 @@ class Replica:
         """Returns when it is taken for hanging."""
         while self.n_silent < MOST_SILENT:
             await asyncio.sleep(PROBE_SECONDS)
-            self.n_silent = 0 if await upstream.says_yes(self.socket, b"/health") else self.n_silent + 1
+            self.n_silent = 0 if await upstream.is_alive(self.socket) else self.n_silent + 1
 
     def retire(self) -> None:
         self.is_retired = True

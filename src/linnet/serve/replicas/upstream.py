@@ -100,13 +100,22 @@ async def get_text(socket: Path, target: bytes) -> str:
         return (await answer.whole()).decode()
 
 
-async def says_yes(socket: Path, target: bytes) -> bool:
-    """To /ready or /health; silence is no."""
+async def is_ready(socket: Path) -> bool:
+    return await _status(socket, b"/ready") == 200
+
+
+async def is_alive(socket: Path) -> bool:
+    """Whatever it says: one that is too busy for more calls is alive."""
+    return await _status(socket, b"/health") is not None
+
+
+async def _status(socket: Path, target: bytes) -> int | None:
+    """None: no answer."""
     try:
         async with _asked(socket, target) as answer:
-            return answer.status == 200
+            return answer.status
     except Lost:
-        return False
+        return None
 
 
 @contextlib.asynccontextmanager
