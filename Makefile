@@ -27,8 +27,8 @@ types: setup
 	$(BIN)/basedpyright
 
 unit: setup browser
-	$(BIN)/pytest -n 2 --dist worksteal -q --quickly
-	$(BIN)/pytest -n 2 --dist worksteal -q -m 'optimized and not trial'
+	$(BIN)/pytest -n 2 -q --quickly
+	$(BIN)/pytest -n 2 -q -m 'optimized and not trial'
 
 # The playground is tested in Chromium, an example with curl. CI installs them; elsewhere, where one is missing, its tests are skipped with a word.
 browser:

@@ -107,7 +107,7 @@ def with_secrets(n: int, context: int | None) -> Iterator[tuple[str, Request]]:
     ("family", "n", "at_once", "n_slots", "solo_slots"),
     [
         ("vq", 48, 24, 3, 3),
-        ("moe", 36, 24, 3, 3),
+        pytest.param("moe", 36, 24, 3, 3, marks=pytest.mark.trial),
         pytest.param("vq-moe", 48, 24, 3, 3, marks=pytest.mark.trial),
         pytest.param("vq", 1000, 64, 8, 1, marks=pytest.mark.trial),
     ],

@@ -181,7 +181,6 @@ def test_nothing_of_an_earlier_occupant_is_taken_out() -> None:
     )
 
 
-@pytest.mark.optimized
 def test_decode_draws_the_same_tokens_however_the_ticks_are_cut_and_whoever_is_beside() -> None:
     cfg, params = make("int8")
 

@@ -156,7 +156,6 @@ def test_a_cleared_slot_is_as_new() -> None:
     np.testing.assert_array_equal(np.asarray(got)[:, 1], np.asarray(fresh)[:, 1])
 
 
-@pytest.mark.optimized
 def test_decode_draws_the_same_tokens_however_the_ticks_are_cut() -> None:
     cfg, _, _, prepared = make()
     settings = sampling_settings(4, temperature=1.2, top_p=0.95, repetition_penalty=1.1)
