@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiler_flags import simulated
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from linnet import params, rng
 from linnet.errors import UserError
 from linnet.families.moe.params import RULES
 from linnet.params import Spec
 from linnet.pytree import named_leaves, pytree, replace, static
-from linnet.sharding import make_mesh, open_mesh, partition, shardings
+from linnet.sharding import make_mesh, open_mesh, partition, quantized_cuts, shardings
 
 
 @pytree
@@ -90,6 +91,20 @@ print("fits")
     flags = simulated(8, quickly=True)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=flags, check=False)
     assert done.stdout.strip() == "fits", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("n_group", "groups"),
+    [(1, None), (4, "model"), (8, "model"), (2, None), (6, None)],
+)
+def test_scales_of_8_bits_go_with_the_inputs_they_are_for(n_group: int, groups: str | None) -> None:
+    """Four parts of the inputs: each has its own groups where they divide evenly, and all of them where they do not."""
+    mesh = AbstractMesh((4, 2), ("model", "expert"))
+    by_inputs = quantized_cuts(PartitionSpec("expert", "model", None), n_group, mesh)
+    assert by_inputs.weight == PartitionSpec("expert", "model", None)
+    assert by_inputs.scales == PartitionSpec("expert", groups, None)
+    by_outputs = quantized_cuts(PartitionSpec("expert", None, "model"), 1, mesh)
+    assert by_outputs.scales == by_outputs.weight == PartitionSpec("expert", None, "model")
 
 
 def test_a_mesh_of_one_device_cuts_nothing() -> None:

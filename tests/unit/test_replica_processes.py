@@ -1,0 +1,162 @@
+"""The replicas' processes: started, missed when they die or stand still, replaced, and ended with their server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from replica_fakes import ready_command
+
+from linnet.errors import UserError
+from linnet.serve.replicas import fleet as fleets
+from linnet.serve.replicas import upstream
+from linnet.serve.replicas.fleet import Fleet, NotStarted, Replica
+from linnet.serve.replicas.run import run_front
+
+
+def with_fleet(what: Callable[[Fleet], Awaitable[None]], folder: Path, n: int = 2) -> None:
+    async def run() -> None:
+        fleet = Fleet(n, ready_command, folder)
+        try:
+            async with asyncio.timeout(30):
+                await fleet.start()
+                await what(fleet)
+        finally:
+            await fleet.stop(0)
+        assert all(one.process.returncode is not None for one in fleet.ready)
+
+    asyncio.run(run())
+
+
+async def all_ready(fleet: Fleet) -> list[Replica]:
+    while len(fleet.ready) < len(fleet.places):
+        await asyncio.sleep(0.02)
+    return fleet.ready
+
+
+def test_a_replica_that_dies_is_started_again_and_the_front_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def kill(fleet: Fleet) -> None:
+        old = await all_ready(fleet)
+        os.kill(old[0].process.pid, signal.SIGKILL)
+        while fleet.places[0] is old[0]:
+            await asyncio.sleep(0.02)
+        assert fleet.choose() is old[1]
+        new = await all_ready(fleet)
+        assert new[0].process.pid != old[0].process.pid
+        assert new[1] is old[1]
+        assert fleet.n_restarts == 1
+
+    with_fleet(kill, tmp_path)
+    assert "replica 0 was ended by SIGKILL; another is started in" in capsys.readouterr().err
+
+
+def test_a_replica_that_cannot_start_tells_its_exit_code(tmp_path: Path) -> None:
+    async def run() -> None:
+        fleet = Fleet(2, lambda number: [sys.executable, "-c", "raise SystemExit(2)"], tmp_path)
+        with pytest.raises(NotStarted) as error:
+            await fleet.start()
+        assert error.value.code == 2
+        await fleet.stop(0)
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_stands_still_is_passed_over_then_ended_and_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "OWN_SECONDS", 0.3)
+    monkeypatch.setattr(fleets, "PROBE_SECONDS", 0.05)
+
+    async def stop(fleet: Fleet) -> None:
+        still, other = await all_ready(fleet)
+        other.n_running = 3
+        assert fleet.choose() is still, "it has the fewest calls"
+        os.kill(still.process.pid, signal.SIGSTOP)
+        while not still.n_silent:
+            await asyncio.sleep(0.02)
+        assert fleet.choose() is other
+        assert fleet.choose([other]) is still, "better than nobody"
+        while fleet.places[0] is still:
+            await asyncio.sleep(0.02)
+        await all_ready(fleet)
+        assert fleet.n_restarts == 1
+
+    with_fleet(stop, tmp_path)
+    told = capsys.readouterr().err
+    assert "replica 0 stands still: it left 4 questions open, and is ended." in told
+    assert "replica 0 was ended by SIGKILL" in told
+
+
+def test_a_late_answer_is_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(upstream, "OWN_SECONDS", 0.3)
+    monkeypatch.setattr(fleets, "PROBE_SECONDS", 0.05)
+
+    async def pause(fleet: Fleet) -> None:
+        (one,) = await all_ready(fleet)
+        os.kill(one.process.pid, signal.SIGSTOP)
+        while one.n_silent < 2:
+            await asyncio.sleep(0.02)
+        os.kill(one.process.pid, signal.SIGCONT)
+        while one.n_silent:
+            await asyncio.sleep(0.02)
+        assert fleet.ready == [one]
+
+    with_fleet(pause, tmp_path, n=1)
+    assert not capsys.readouterr().err
+
+
+def test_one_that_has_no_room_for_more_is_alive(tmp_path: Path) -> None:
+    async def is_full(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def asked() -> list[bool]:
+        async with await asyncio.start_unix_server(is_full, str(tmp_path / "s")):
+            both = [await upstream.is_alive(tmp_path / "s"), await upstream.is_ready(tmp_path / "s")]
+        return [*both, await upstream.is_alive(tmp_path / "nobody")]
+
+    assert asyncio.run(asked()) == [True, False, False]
+
+
+def test_a_port_that_is_taken_is_refused_before_a_replica_is_started(tmp_path: Path) -> None:
+    started: list[int] = []
+
+    def command(number: int, sessions: Path) -> list[str]:
+        started.append(number)
+        return ready_command(number)
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match="--port"):
+            run_front(command, 2, keys=(), host="127.0.0.1", port=port, drain_seconds=0, sessions=tmp_path)
+    assert not started
+
+
+def test_replicas_are_replaced_one_after_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def roll(fleet: Fleet) -> None:
+        old = await all_ready(fleet)
+        rolling = asyncio.create_task(fleet.replace_all())
+        while not rolling.done():
+            assert len(fleet.ready) == 2, "there are always as many as before"
+            await asyncio.sleep(0.01)
+        await rolling
+        assert not {one.process.pid for one in old} & {one.process.pid for one in fleet.ready}
+        assert [await one.process.wait() for one in old] == [0, 0], "they were let end by themselves"
+        assert fleet.n_restarts == 0
+
+    with_fleet(roll, tmp_path)
+    assert "replica 1 is replaced" in capsys.readouterr().err
