@@ -53,7 +53,7 @@ def test_many_at_once_are_each_as_alone(engine: Engine) -> None:
             typical_p=float(draw.choice([1.0, 0.6])),
             priority=int(draw.integers(0, 3)),
         )
-        for _ in range(12)
+        for _ in range(24)
     ]
     asked = [Asked(engine, one) for one in requests]
     for one, waiting in zip(requests, asked, strict=True):
