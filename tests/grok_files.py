@@ -14,7 +14,7 @@ import numpy as np
 
 from linnet.families.moe.config import MoEConfig
 
-GOLDENS = Path(__file__).parents[2] / "shared" / "goldens" / "grok"
+GOLDENS = Path(__file__).parent / "goldens" / "grok"
 TINY_A = GOLDENS / "tiny_A"
 CONFIG = MoEConfig(
     n_vocab=40, end_id=2, pad_id=0, d_model=16, d_k=4, n_q_head=4, n_kv_head=2, n_layer=11, n_expert=3, context=32

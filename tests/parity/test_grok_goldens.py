@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ from grok_files import CONFIG, GOLDENS, TINY_A, write_release
 from linnet.errors import UserError
 from linnet.train.verify import Verification, verify_file
 
-IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 UNITS, RUNNER, ORDER = GOLDENS / "units" / "units.npz", GOLDENS / "e2e_tinyA.json", GOLDENS / "real_param_order.json"
-needs_goldens = pytest.mark.skipif(not TINY_A.is_dir() and not IN_CI, reason="no reference files here")
 
 
 def failed(result: Verification) -> list[str]:
@@ -34,7 +31,6 @@ def copy_of_model(folder: Path, arrays: dict[str, np.ndarray]) -> Path:
     return made
 
 
-@needs_goldens
 @pytest.mark.optimized
 def test_a_whole_model_passes() -> None:
     result = verify_file(TINY_A)
@@ -51,7 +47,6 @@ def test_a_whole_model_passes() -> None:
     assert all(check.name.startswith("bf16/") for check in left_out), "float32 needs no excuse"
 
 
-@needs_goldens
 def test_a_wrong_number_in_a_model_is_seen(tmp_path: Path) -> None:
     arrays = {name: np.array(value) for name, value in np.load(TINY_A / "forward.npz").items()}
     few = ("f32/full_logits", "f32/prefill_logits", "f32/decode_logits", "f32/decode_final_step")
@@ -68,7 +63,6 @@ def test_a_wrong_number_in_a_model_is_seen(tmp_path: Path) -> None:
     assert [skipped.name for skipped in result.not_checked] == ["f32/new"]
 
 
-@needs_goldens
 def test_units_pass() -> None:
     result = verify_file(UNITS)
     assert failed(result) == []
@@ -84,7 +78,6 @@ def test_units_pass() -> None:
     ] * 5
 
 
-@needs_goldens
 def test_a_wrong_number_in_units_is_seen(tmp_path: Path) -> None:
     arrays = {name: np.array(value) for name, value in np.load(UNITS).items()}
     wrong = ("rope/16/off0/f32", "rms/f32", "gelu/y", "softcap/y", "qlinear/f32/jit", "sample/f32/probs")
@@ -108,7 +101,6 @@ def runner(folder: Path, change: Any) -> Path:
     return folder / RUNNER.name
 
 
-@needs_goldens
 def test_the_runners_greedy_streams_are_written() -> None:
     result = verify_file(RUNNER)
     assert failed(result) == []
@@ -122,7 +114,6 @@ def test_the_runners_greedy_streams_are_written() -> None:
     assert all("random stream" in skipped.reason for skipped in result.not_checked)
 
 
-@needs_goldens
 def test_a_wrong_token_or_multiplier_of_a_runner_is_seen(tmp_path: Path) -> None:
     def change(told: dict[str, Any]) -> None:
         told["runs"][0]["out"][5] += 1
@@ -130,7 +121,6 @@ def test_a_wrong_token_or_multiplier_of_a_runner_is_seen(tmp_path: Path) -> None
     assert failed(verify_file(runner(tmp_path, change))) == ["runs/0"]
 
 
-@needs_goldens
 def test_the_order_of_the_real_checkpoint_passes_and_a_wrong_one_does_not(tmp_path: Path) -> None:
     assert failed(verify_file(ORDER)) == []
     listed = json.loads(ORDER.read_text())

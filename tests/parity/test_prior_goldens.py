@@ -15,7 +15,7 @@ from linnet.train.verify import verify_file
 
 pytestmark = pytest.mark.optimized
 
-GOLDENS = Path(__file__).parents[3] / "shared" / "goldens" / "prior"
+GOLDENS = Path(__file__).parents[1] / "goldens" / "prior"
 FILES = sorted(GOLDENS.glob("*.npz"))
 # One trainer (gradients too), and all that compiles fast. `make trials` takes every file.
 QUICK = (
@@ -52,7 +52,6 @@ SHARES = {
 }
 
 
-@pytest.mark.skipif(not FILES, reason="no reference files here")
 @pytest.mark.parametrize("name", SHARES)
 def test_a_share_of_a_long_golden(name: str, tmp_path: Path) -> None:
     whole = np.load(GOLDENS / f"{name}.npz")

@@ -45,7 +45,7 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_run_one_way(path: Path) -> None:
-    assert room(path) in RANK, f"{path.name} is in no room of the house: give it a rank here and in DESIGN.md"
+    assert room(path) in RANK, f"{path.name} is in no room of the house: give it a rank here and in CONTRIBUTING.md"
     for name in imported(path):
         assert RANK[name] <= RANK[room(path)], f"{path.relative_to(ROOT)} imports {name}, which stands above it"
 

@@ -24,11 +24,9 @@ from linnet.families.prior.schedule import betas
 from linnet.train.interchange.dalle2_prior import read_prior_checkpoint
 from linnet.train.interchange.torch_file import read_torch
 
-CHECKPOINTS = Path(__file__).parents[3] / "shared" / "goldens" / "prior" / "ckpt"
-needs_files = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no reference checkpoints here")
+CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "prior" / "ckpt"
 
 
-@needs_files
 def test_the_references_own_checkpoints_are_read_and_predict_what_it_predicted() -> None:
     expected = np.load(CHECKPOINTS / "nowarmup_expected.npz")
     trained = read_prior_checkpoint(CHECKPOINTS / "nowarmup_checkpoint.pth")
