@@ -12,7 +12,20 @@ import linnet
 ROOT = Path(linnet.__file__).parent
 RANK = {
     **dict.fromkeys(
-        ("errors", "cluster", "mesh", "pytree", "rng", "params", "sharding", "quant", "tokens", "weights", "__init__"),
+        (
+            "errors",
+            "local_path",
+            "cluster",
+            "mesh",
+            "pytree",
+            "rng",
+            "params",
+            "sharding",
+            "quant",
+            "tokens",
+            "weights",
+            "__init__",
+        ),
         0,
     ),
     "nn": 1,

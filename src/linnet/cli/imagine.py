@@ -12,6 +12,7 @@ import tyro
 from linnet.cli import file_names
 from linnet.cli.parse import parse
 from linnet.errors import refuse
+from linnet.local_path import FreeText
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +27,7 @@ USUAL_GUIDANCE = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    text: Annotated[str, tyro.conf.Positional]
+    text: Annotated[FreeText, tyro.conf.Positional]
     """What the pictures shall show."""
     prior: Path = PRIOR
     """A run of the family prior: from the text's embedding to that of a picture."""

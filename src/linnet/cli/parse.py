@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+import typing
+from collections.abc import Iterator
+from pathlib import Path, PurePath
 from typing import Annotated, Any, TypeVar
 
 import tyro
@@ -12,13 +14,37 @@ from linnet import config as configs
 from linnet import presets
 from linnet.config import RunConfig
 from linnet.errors import UserError
+from linnet.local_path import check_local, is_free_text
 
 T = TypeVar("T")
 
 
 def parse(arguments: type[T], argv: list[str], command: str, words: str, default: T | None = None) -> T:
     kwargs: dict[str, Any] = {} if default is None else {"default": default}
-    return tyro.cli(arguments, args=argv, prog=f"linnet {command}", description=words, **kwargs)
+    flags = tyro.cli(arguments, args=argv, prog=f"linnet {command}", description=words, **kwargs)
+    # Defaults come from a file here, whose locations a flag may replace; whoever opens them checks them.
+    known = dict(_strings(default)) if default is not None else {}
+    for name, value in _strings(flags):
+        if known.get(name) != value:
+            check_local(name, value)
+    return flags
+
+
+def _strings(flags: Any, prefix: str = "") -> Iterator[tuple[str, str | PurePath]]:
+    """Every path and string of a dataclass of flags, by the name it has on the command line, except free text."""
+    for name, hint in typing.get_type_hints(type(flags), include_extras=True).items():
+        value = getattr(flags, name)
+        if isinstance(value, RunConfig):  # its settings are flags of their own, without its name in front
+            yield from _strings(value)
+        elif dataclasses.is_dataclass(value):
+            yield from _strings(value, f"{prefix}{name}.")
+        elif not is_free_text(hint):
+            positional = tyro.conf.Positional in getattr(hint, "__metadata__", ())
+            shown = name.upper() if positional else f"--{prefix}{name.strip('_')}".replace("_", "-")
+            parts = value if isinstance(value, tuple) else (value,)
+            for i, part in enumerate(parts):
+                if isinstance(part, str | PurePath):
+                    yield (f"{shown}[{i}]" if len(parts) > 1 else shown), part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +86,7 @@ def config_first(argv: list[str]) -> list[str]:
 
 
 def base_config(name: str) -> RunConfig:
+    check_local("PRESET or RUN", name)
     path = Path(name)
     if path.suffix == ".json":
         return configs.load(path)

@@ -13,6 +13,7 @@ import tyro
 
 from linnet.cli.parse import parse
 from linnet.errors import refuse
+from linnet.local_path import FreeText
 from linnet.weights import Weights
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ PRIORS_ONLY = ("embedding", "steps", "solver", "guidance", "nearest")
 class Flags:
     run: Annotated[Path, tyro.conf.Positional]
     """The run's folder."""
-    prompt: str = ""
+    prompt: FreeText = ""
     """What the text begins with. Priors: what the picture shows."""
     prompt_file: Path | None = None
     """A file to take the prompt from."""
@@ -60,7 +61,7 @@ class Flags:
     repetition_penalty: float = 1.0
     seed: int = 0
     """Sample i is drawn by seed + i."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[FreeText, ...] = ()
     """End before any of these strings."""
     ignore_end: bool = False
     """Go on after the end of a document."""

@@ -12,6 +12,7 @@ import tyro
 
 from linnet.cli.parse import parse
 from linnet.errors import UserError, refuse
+from linnet.local_path import FreeText
 
 SUBCOMMANDS = """usage: linnet tokenizer train SOURCE... --out DIR|FILE.model [--help]
        linnet tokenizer show TEXT [--tokenizer X] [--help]
@@ -38,7 +39,7 @@ class TrainFlags:
 
 @dataclasses.dataclass(frozen=True)
 class ShowFlags:
-    text: Annotated[str, tyro.conf.Positional]
+    text: Annotated[FreeText, tyro.conf.Positional]
     """What to encode."""
     tokenizer: str = "bytes"
     """`bytes`, a sentencepiece .model, a Hugging Face tokenizer.json, or a folder with one (prepared data, a run)."""

@@ -23,6 +23,7 @@ from linnet.data.holdout import SPLITS
 from linnet.data.index import sha256_of
 from linnet.data.whole_file import write_array
 from linnet.errors import UserError, refuse
+from linnet.local_path import check_local
 
 BUILTIN = "builtin"
 VERSION = 1
@@ -106,6 +107,7 @@ def _resized(pictures: UInt8[np.ndarray, "n h w 3"], size: int) -> UInt8[np.ndar
 
 
 def _from_file(source: str, n_pictures: int) -> tuple[Float32[np.ndarray, "n E"], str]:
+    check_local("data.condition", source)
     path = Path(os.path.expanduser(source))
     try:
         rows = np.load(path, allow_pickle=False)

@@ -22,6 +22,7 @@ from linnet.data.source import find
 from linnet.data.text import open_text
 from linnet.data.tokenizer import BytesTokenizer
 from linnet.errors import UserError, refuse
+from linnet.local_path import check_local
 
 EMOJI = {f"emoji-{size}": size for size in SIZES}
 _DIVIDED_BY = ("validation_files", "test_files", "validation_fraction", "test_fraction")
@@ -29,6 +30,7 @@ _DIVIDED_BY = ("validation_files", "test_files", "validation_fraction", "test_fr
 
 def open_data(cfg: DataConfig, seed: int) -> Data:
     """Opens the data of a run, or says what is wrong with it before anything starts."""
+    check_local("data.source", cfg.source)
     path = Path(os.path.expanduser(cfg.source))
     if cfg.source in EMOJI:
         return _emoji(cfg, seed, EMOJI[cfg.source])

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from linnet.config import EMBEDDED_CORPUS
 from linnet.errors import UserError, refuse
+from linnet.local_path import check_local
 
 SNIFF_BYTES = 8192
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -51,7 +52,7 @@ def find(source: str, field: str = "data.source", packed: tuple[str, ...] = ()) 
     """`packed`: endings (in small letters) of names whose content the caller unpacks, so that a NUL byte is no fault."""
     if source == EMBEDDED_CORPUS:
         return _python_stdlib()
-    paths = named_files(source)
+    paths = named_files(source, field=field)
     if paths is None:
         needs = f"an existing file, folder or glob, or {EMBEDDED_CORPUS!r}"
         raise refuse(field, source, needs, _nearest(source, field))
@@ -62,7 +63,7 @@ def find_held_out(patterns: Sequence[str], below: Path, field: str) -> Found:
     """The files of several names, each once. A name is looked for as given, then below the root of the source."""
     parts: list[Found] = []
     for pattern in patterns:
-        paths = named_files(pattern)
+        paths = named_files(pattern, field=field)
         if paths is None or not paths[1]:
             paths = named_files(pattern, below) or paths
         if paths is None:
@@ -102,8 +103,9 @@ def _python_stdlib() -> Found:
     return found
 
 
-def named_files(pattern: str, below: Path = Path()) -> tuple[Path, list[Path]] | None:
+def named_files(pattern: str, below: Path = Path(), *, field: str = "SOURCE") -> tuple[Path, list[Path]] | None:
     """The root and the files of a path or glob; None when there is nothing of that name."""
+    check_local(field, pattern)
     pattern = os.path.expanduser(pattern)
     path = below / pattern
     kind = _kind(path) if pattern else None

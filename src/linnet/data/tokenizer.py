@@ -14,6 +14,7 @@ from jaxtyping import Int32
 
 from linnet.data.whole_file import write_whole
 from linnet.errors import UserError, refuse
+from linnet.local_path import check_local
 from linnet.tokens import END, FIRST_BYTE, N_BYTE_IDS
 
 BYTES = "bytes"
@@ -111,6 +112,7 @@ def open_tokenizer(name: str, *, end_token: str | None = None) -> Tokenizer:
     """`bytes`, a model file, or a folder with a saved tokenizer. `end_token` names the token that ends a document."""
     if name == BYTES:
         return _bytes(end_token)
+    check_local("--tokenizer", name)
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         path = _in_folder(path)

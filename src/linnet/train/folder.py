@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet.errors import UserError, refuse
+from linnet.local_path import check_local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,9 @@ class RunFolder:
     """The paths of one run. Nothing is written before `create`."""
 
     path: Path
+
+    def __post_init__(self) -> None:
+        check_local("run", self.path)
 
     @property
     def config(self) -> Path:

@@ -18,6 +18,7 @@ from linnet.data.pairs.sources import FOLDERS, PairSource
 from linnet.data.pictures import COMPRESSED_TARS
 from linnet.data.source import named_files
 from linnet.errors import UserError, refuse
+from linnet.local_path import check_local
 
 UNIT = (0.9, 1.1)
 """Mean lengths of embeddings that count as normalised."""
@@ -79,6 +80,9 @@ def open_gallery(cfg: PairsConfig, seed: int, width: int) -> Gallery:
 
 
 def find_source(cfg: PairsConfig) -> PairSource:
+    for field in ("images", "texts", "metadata") if cfg.images is not None else ("source",):
+        if getattr(cfg, field) is not None:
+            check_local(f"data.{field}", getattr(cfg, field))
     if cfg.images is not None:
         return sources.from_npy(cfg, cfg.images, cfg.texts, cfg.metadata, None)
     place = os.path.expanduser(cfg.source)

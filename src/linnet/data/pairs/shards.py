@@ -15,7 +15,7 @@ NAMED = 3
 
 def find_shards(place: str, suffix: str, field: str) -> list[Path]:
     """The files with this ending that a file, folder or glob names, in the order of their numbers."""
-    found = named_files(place)
+    found = named_files(place, field=field)
     if found is None:
         raise refuse(field, place, "an existing file, folder or glob", "correct the path")
     paths = [path for path in found[1] if path.suffix.lower() == suffix]

@@ -10,11 +10,11 @@ from linnet.config import EMOJI_PAIRS, PairsConfig, RunConfig
 from linnet.data.pairs import open_pairs
 from linnet.data.pairs.sources import FOLDERS
 from linnet.errors import UserError, refuse
+from linnet.local_path import is_remote
 from linnet.train.interchange.dalle2_config import optim_config, remarks, run_config, updates
 from linnet.train.interchange.dalle2_parts import Clip, Parts
 
 PLACEHOLDER = re.compile(r"\s*(<.*>)?\s*")
-URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 FLAGS = {
     "data.image_url": "--data.images PATH --data.metadata PATH",
     "data.text_url": "--data.texts PATH",
@@ -123,13 +123,13 @@ def _layout(data: PairsConfig) -> Path | None:
 
 
 def _unknown(value: str | None) -> bool:
-    return value is not None and bool(PLACEHOLDER.fullmatch(value) or URL.match(value))
+    return value is not None and bool(PLACEHOLDER.fullmatch(value) or is_remote(value))
 
 
 def _local(field: str, value: str) -> None:
     if PLACEHOLDER.fullmatch(value):
         raise refuse(field, value, "a path: this is a placeholder", f"edit the file, or add {FLAGS[field]}")
-    if URL.match(value):
+    if is_remote(value):
         needs = "a path on this machine: training reads at random and opens no addresses"
         raise refuse(field, value, needs, f"download it, and add {FLAGS[field]}")
 
