@@ -1,5 +1,7 @@
 # The two commands: `make run` and `make test`. Everything they need is installed into .venv from the lock file.
-PYTHON ?= python3
+# The first Python 3.11 or newer on the PATH; choose another with `make PYTHON=python3.12 ...`.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -12,11 +14,13 @@ test: lint types unit
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: requirements.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Linnet needs Python 3.11 or newer, this is %d.%d: use make PYTHON=python3.11" % v[:2])'
+$(VENV)/.installed: requirements.lock pyproject.toml scripts/install_lock.py
+	@test -n "$(PYTHON)" || { echo "Linnet needs Python 3.11 or newer, and there is none on the PATH. Fix: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Linnet needs Python 3.11 or newer, this is %d.%d. Fix: make PYTHON=python3.11" % v[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock
-	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@$(BIN)/python scripts/install_lock.py requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	$(BIN)/python -m pip --disable-pip-version-check check
 	@touch $@
 
 lint: setup

@@ -12,9 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from linnet import __version__
+
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of malloc.h
 
-PACKAGES = ("linnet", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
+PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
 
 
 def describe() -> dict[str, Any]:
@@ -23,8 +25,9 @@ def describe() -> dict[str, Any]:
 
     devices = jax.devices()
     kinds = sorted({device.device_kind for device in devices})
+    versions = {"linnet": __version__, **{name: _version(name) for name in PACKAGES}}
     return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), **versions},
         "git_commit": git_commit(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": cpu_model(),

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from importlib.metadata import version
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,6 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from linnet import __version__
 from linnet.errors import refuse
 from linnet.serve.http import about, images, openai_text, priors, schemas, sessions, shapes
 from linnet.serve.http.auth import Doors, Keys
@@ -31,7 +31,7 @@ FILE = "application/octet-stream"
 
 
 async def _document(service: Service, http: HttpRequest) -> Response:
-    return JSONResponse(describe(ENDPOINTS, version("linnet")))
+    return JSONResponse(describe(ENDPOINTS, __version__))
 
 
 ENDPOINTS = (
