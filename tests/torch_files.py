@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import random
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,38 @@ class Writer:
             for i, x in enumerate(self.storages):
                 archive.writestr(f"archive/data/{i}", x.astype("<f4").tobytes())
         return path
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    """One to four edits: a byte changed, a stretch removed, copied or replaced."""
+    changed = bytearray(data)
+    for _ in range(draw.choice((1, 1, 2, 4))):
+        at, kind, n = draw.randrange(len(changed) + 1), draw.randrange(6), draw.randint(1, 40)
+        if kind == 0 and at < len(changed):
+            changed[at] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            changed[at : at + 1] = draw.choice(PICKLE_BYTES)
+        elif kind == 2:
+            del changed[at : at + n]
+        elif kind == 3:
+            begin = draw.randrange(len(changed) + 1)
+            changed[at:at] = changed[begin : begin + n]
+        elif kind == 4:
+            width = draw.choice((1, 2, 4, 8))
+            changed[at : at + width] = draw.choice((0, 1, 0x7F, 0xFF)).to_bytes(1, "little") * width
+        else:
+            changed[at : at + n] = draw.randbytes(n)
+    return bytes(changed) or b"\0"
+
+
+PICKLE_BYTES = [bytes([code]) for code in b"KMJN\x88\x89)}\x85\x86\x87(thj\x95X\x8c\x8aG]qr\x94aesuc\x93R\x81bQ."]
+
+
+def repacked(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """The file with its pickle changed and every checksum right, so that the reader gets as far as the change."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as new:
+        for info in old.infolist():
+            member = old.read(info)
+            new.writestr(info.filename, change(member) if info.filename.endswith("/data.pkl") else member)
+    return made.getvalue()

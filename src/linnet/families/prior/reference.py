@@ -56,8 +56,9 @@ def infer_config(
     may not contradict them."""
     state = {name: np.asarray(value) for name, value in state.items()}
     names = current_names(state)
+    _check_ranks(names)
     depths = {
-        int(layer[1]) for name in names if (layer := re.match(BLOCK.replace(".", r"\.") + r"layers\.(\d+)\.", name))
+        int(layer[1]) for name in names if (layer := re.match(BLOCK.replace(".", r"\.") + r"layers\.(\d{1,5})\.", name))
     }
     first = BLOCK + "layers.0."
     if not depths or first + "1.5.weight" not in names:
@@ -96,6 +97,32 @@ def infer_config(
         if name in found and value != found[name]:
             raise refuse(f"model.{name}", value, f"{found[name]!r}, as the weights are", "leave it out")
     return PriorConfig(**{**settings, **found})
+
+
+REQUIRED = {
+    "learned_query": 1,
+    BLOCK + "rel_pos_bias.relative_attention_bias.weight": 2,
+    BLOCK + "layers.0.0.null_kv": 2,
+    BLOCK + "layers.0.1.5.weight": 2,
+}
+"""Axes of the weights that the settings are read from; these are in every network."""
+OPTIONAL = {
+    "to_time_embeds.0.weight": 2,
+    "to_time_embeds.0.1.net.2.weight": 2,
+    "null_text_encodings": 3,
+    "to_text_embeds.0.weight": 2,
+    "to_image_embeds.0.weight": 2,
+}
+
+
+def _check_ranks(weights: Mapping[str, np.ndarray]) -> None:
+    fix = "Fix: name a checkpoint of a DALLE2-pytorch prior."
+    for name, n_axes in {**REQUIRED, **OPTIONAL}.items():
+        if name not in weights:
+            if name in REQUIRED:
+                raise UserError(f"the weights have no {name!r}. {fix}")
+        elif weights[name].ndim != n_axes or 0 in weights[name].shape:
+            raise UserError(f"{name} has shape {weights[name].shape}, not {n_axes} axes of at least 1. {fix}")
 
 
 def release_of(state: Mapping[str, Any]) -> Release:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +21,12 @@ from linnet.train.interchange.torch_file import Inert, read_torch
 Which = Literal["ema", "online"]
 NETWORK, NOISE = "net.", "noise_scheduler."
 MARK = "learned_query"  # every network has one
+LARGEST = 1e15
+"""Above any count of steps or samples."""
+MAX_TIMESTEPS = 1_000_000
+NAME = re.compile(r"[A-Za-z0-9_.]{1,120}")
+VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){1,3}[a-z0-9.+-]{0,20}")
+MAX_VERSION_PARTS = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +48,9 @@ def read_prior_checkpoint(path: Path, settings: Mapping[str, Any] | None = None,
     states = find_states(loaded, path)
     taken: Which = which if which in states else next(iter(states))
     prior = states[taken]
-    cfg = infer_config(_network(prior, path), prior.get(NOISE + "betas"), settings or {})
+    # Before 0.11.0 the schedule's tables stood at the top of the state dict.
+    noise = prior.get(NOISE + "betas", prior.get("betas"))
+    cfg = infer_config(_network(prior, path), _table(noise, path), settings or {})
     others = [from_reference(_network(state, path), cfg) for name, state in states.items() if name != taken]
     return ImportedPrior(
         cfg=cfg,
@@ -93,44 +103,58 @@ def _network(state: Mapping[str, Any], path: Path) -> dict[str, np.ndarray]:
         for name, x in state.items()
         if isinstance(name, str) and (whole or name.startswith(NETWORK))
     }
+    size, total = path.stat().st_size, 0
     for name, value in found.items():
+        shown = name if NAME.fullmatch(name) else "a weight"
         if not isinstance(value, np.ndarray):
-            raise UserError(f"{path}: {name} is no tensor. Fix: name a checkpoint of a DALLE2-pytorch prior.")
+            raise UserError(f"{path}: {shown} is not a tensor. Fix: name a checkpoint of a DALLE2-pytorch prior.")
+        total += value.nbytes
+        if total > size:  # tensors are views: a small file could refer to the same bytes many times
+            raise UserError(f"{path}: its weights are larger than the file. Fix: download it again.")
         if not np.all(np.isfinite(value.astype(np.float32))):
-            raise UserError(f"{path}: {name} has values that are not finite. Fix: download it again.")
+            raise UserError(f"{path}: {shown} has values that are not finite. Fix: download it again.")
     return found
+
+
+def _table(value: Any, path: Path) -> np.ndarray | None:
+    if value is None:
+        return None
+    if not isinstance(value, np.ndarray) or value.ndim != 1 or not 0 < value.size <= MAX_TIMESTEPS:
+        raise UserError(f"{path}: its noise schedule is not a table. Fix: download it again.")
+    return value
 
 
 def _facts(loaded: Mapping[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for name in ("step", "epoch", "samples_seen", "best_validation_loss"):
-        value = loaded.get(name)
-        if isinstance(value, np.ndarray) and value.size == 1:
-            value = value.reshape(-1)[0].item()
-        if isinstance(value, int | float):
+        value = number(loaded.get(name))
+        if value is not None:
             facts[name] = value
-    version = loaded.get("version")
-    if isinstance(version, Inert):
-        found = _version(version)
-        facts |= {"version": found} if found else {}
-    elif isinstance(version, str):
-        facts["version"] = version
-    return facts
+    version = _version(loaded.get("version"))
+    return facts if version is None else {**facts, "version": version}
 
 
-def _version(version: Inert) -> str | None:
-    """packaging has stored its numbers in several ways: the first run of whole numbers is the release."""
-    stack: list[Any] = [version.arguments, version.state]
-    while stack:
-        value = stack.pop(0)
-        if isinstance(value, str) and value[:1].isdigit():
+def number(value: Any) -> int | float | None:
+    """A count or a loss, stored as a number or as a tensor with one element. Anything implausible is None."""
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.reshape(-1)[0].item()
+    return value if isinstance(value, int | float) and abs(value) < LARGEST else None
+
+
+def _version(version: Any) -> str | None:
+    """A string, or a `packaging.Version`, whose releases pickle its numbers in several ways: the first tuple of whole numbers found
+    is the release."""
+    todo: list[Any] = [version]
+    for _ in range(MAX_VERSION_PARTS):
+        if not todo:
+            break
+        value = todo.pop(0)
+        if isinstance(value, str) and VERSION.fullmatch(value):
             return value
-        if isinstance(value, tuple | list) and value and all(type(n) is int for n in value) and len(value) > 1:
-            return ".".join(map(str, value))
+        if isinstance(value, tuple | list) and 1 < len(value) < 8 and all(type(n) is int for n in value):
+            return ".".join(str(n) for n in value) if all(0 <= n < LARGEST for n in value) else None
         if isinstance(value, Inert):
-            stack += [value.arguments, value.state]
-        if isinstance(value, tuple | list):
-            stack += list(value)
-        if isinstance(value, dict):
-            stack += list(value.values())
+            todo += [value.arguments, value.state]
+        elif isinstance(value, tuple | list | dict):
+            todo += itertools.islice(value.values() if isinstance(value, dict) else value, MAX_VERSION_PARTS)
     return None

@@ -1,18 +1,21 @@
 """Reads torch's .pth files without torch, and without running anything that they name.
 
-Such a file is a zip: a pickle of what was saved, and the bytes of every tensor beside it. Python's unpickler calls whatever a pickle
-names. This reader calls nothing: it knows the opcodes that torch writes, makes tensors and plain containers, and keeps any other
-object (a version, a schedule of the optimiser) as its name only. Names from outside of the libraries that such checkpoints are
-made with are refused.
+Python's unpickler imports and calls whatever a pickle names. This reader calls nothing: it knows the opcodes that torch writes,
+builds plain containers and views of the file's tensors, and represents the few other objects that DALLE2-pytorch's checkpoints
+hold (a version, the warm-up schedule with its optimizer) by an `Inert` record. Any name outside `KNOWN` is refused.
+
+The file is untrusted: the number of opcodes, the depth and the expanded size of the result are bounded, and no value of the file
+appears in a message.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import stat
 import struct
-import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,9 +24,17 @@ import numpy as np
 
 from linnet.errors import UserError
 from linnet.train.interchange.pickle_stack import PLAIN, Name, PickleStack
+from linnet.train.interchange.torch_archive import TorchArchive
 
-MOST_PICKLE = 256 << 20
-MOST_AXES = 16
+MAX_OPCODES = 500_000
+"""A prior of 24 layers, saved with its trainer and CLIP, has about 100,000."""
+MAX_DEPTH = 32
+MAX_VALUES = 2_000_000
+"""Values that a walk over the result meets, where a shared one counts each time it is reached."""
+MAX_AXES = 16
+MAX_INT = 1 << 60
+"""Keys above it could be chosen to have equal hashes, which makes a dict quadratic."""
+
 STORAGES = {
     "FloatStorage": np.dtype("<f4"),
     "DoubleStorage": np.dtype("<f8"),
@@ -39,12 +50,36 @@ STORAGES = {
 TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 PARAMETER = ("torch._utils", "_rebuild_parameter")
 ORDERED = ("collections", "OrderedDict")
-LIBRARIES = ("torch", "collections", "packaging", "pytorch_warmup", "numpy", "dalle2_pytorch", "ema_pytorch")
+INERT = {
+    # Warm-up: the pickled schedule holds its optimizer, whose state is a defaultdict keyed by parameters.
+    ("pytorch_warmup.base", "LinearWarmup"),
+    ("torch.optim.adam", "Adam"),
+    ("torch.optim.adamw", "AdamW"),
+    ("collections", "defaultdict"),
+    ("__builtin__", "dict"),
+    ("builtins", "dict"),
+    # The version, as several releases of packaging pickle it.
+    ("packaging.version", "Version"),
+    ("packaging.version", "_Version"),
+    ("packaging._structures", "Infinity"),
+    ("packaging._structures", "InfinityType"),
+    ("packaging._structures", "NegativeInfinity"),
+    ("packaging._structures", "NegativeInfinityType"),
+    # Metadata beside the weights may be a device, a shape or a numpy scalar.
+    ("torch", "device"),
+    ("torch", "Size"),
+    ("numpy", "dtype"),
+    ("numpy.core.multiarray", "scalar"),
+    ("numpy._core.multiarray", "scalar"),
+    ("_codecs", "encode"),
+}
+KNOWN = INERT | {TENSOR, PARAMETER, ORDERED} | {("torch", name) for name in STORAGES}
+SHOWABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,79}")
 
 
 @dataclasses.dataclass(eq=False)
 class Inert:
-    """An object that is no tensor and no container: its name, and what was to be put into it. Nothing was made of it."""
+    """An object that is neither a tensor nor a plain container: its name, and what was to be put into it. It was not created."""
 
     module: str
     name: str
@@ -53,66 +88,72 @@ class Inert:
 
 
 def read_torch(path: Path) -> Any:
-    """What the file holds: dicts, lists, tuples, numbers, text, arrays; `Inert` for anything else."""
+    """The file's content: dicts, lists, tuples, numbers, text, read-only arrays; `Inert` for anything else."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return _Reader(path, archive).read()
-    except zipfile.BadZipFile:
-        raise UserError(
-            f"{path} is not a .pth file that torch 1.6 or later wrote. Fix: load and save it again with a newer torch."
-        ) from None
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"{path} is not a file. Fix: name the .pth file.")
+        with open(path, "rb") as file:
+            return _Reader(TorchArchive(path, file)).read()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}). Fix: check the path.") from None
 
 
 class _Reader(PickleStack):
-    def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
+    def __init__(self, archive: TorchArchive) -> None:
         super().__init__()
-        self.path, self.archive = path, archive
-        self.members = {info.filename: info for info in archive.infolist()}
-        pickles = [name for name in self.members if name.count("/") == 1 and name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            self.refuse("it has no single data.pkl")
-        self.folder = pickles[0].removesuffix("data.pkl")
-        order = self.members.get(self.folder + "byteorder")
-        if order is not None and self.bytes_of(order).strip() != b"little":
-            self.refuse("its numbers are stored big end first")
-        self.data = self.bytes_of(self.members[pickles[0]])
+        self.archive, self.data = archive, archive.pickle
         self.at = 0
         self.memo: dict[int, Any] = {}
-        self.storages: dict[str, np.ndarray] = {}
 
     def refuse(self, why: str) -> NoReturn:
-        raise UserError(
-            f"{self.path} is not a checkpoint that Linnet reads: {why}. Nothing in it was run. "
-            "Fix: download it again, and only from a source that you trust."
-        )
-
-    def bytes_of(self, info: zipfile.ZipInfo) -> bytes:
-        """torch never compresses: a member is as large in the file as out of it, so no small file can claim much."""
-        if info.compress_type != zipfile.ZIP_STORED:
-            self.refuse(f"{info.filename} is compressed")
-        if info.filename.endswith("data.pkl") and info.file_size > MOST_PICKLE:
-            self.refuse(f"its pickle has {info.file_size} bytes")
-        try:
-            return self.archive.read(info)
-        except (zipfile.BadZipFile, EOFError, RuntimeError, NotImplementedError, OSError) as error:
-            self.refuse(f"{info.filename} cannot be read ({error})")
+        self.archive.refuse(why)
 
     def read(self) -> Any:
         if self.take(2)[:1] != b"\x80" or self.data[1] not in (2, 3, 4, 5):
             self.refuse("its pickle does not begin as one")
-        while True:
+        for _ in range(MAX_OPCODES):
             code = self.take(1)
             if code == b".":
-                break
+                return self.result()
             if code not in OPCODES:
-                self.refuse(f"the byte {code[0]} at {self.at - 1} is no opcode of a checkpoint")
+                self.refuse(f"the byte {code[0]} at {self.at - 1} is not an opcode of a checkpoint")
             OPCODES[code](self)
+        self.refuse(f"its pickle has more than {MAX_OPCODES} opcodes")
+
+    def result(self) -> Any:
         value = self.pop()
         if self.stack or self.at != len(self.data):
             self.refuse("something is left over after the end")
+        self.check_extent(value)
         return value
+
+    def check_extent(self, root: Any) -> None:
+        """Depth and size of the result as a tree, so that any walk over it is short. A value that contains itself is refused.
+
+        Iterative, each container once: (depth, size) follow from those of its children.
+        """
+        known: dict[int, tuple[int, int] | None] = {}
+        todo = [root]
+        while todo:
+            value = todo[-1]
+            children = [child for child in _children(value) if isinstance(child, CONTAINERS)]
+            if id(value) not in known:
+                known[id(value)] = None
+                for child in children:
+                    if known.get(id(child), ()) is None:
+                        self.refuse("a value contains itself")
+                    if id(child) not in known:
+                        todo.append(child)
+                continue
+            todo.pop()
+            if known[id(value)] is not None:
+                continue
+            extents = [extent for child in children if (extent := known[id(child)]) is not None]
+            depth = 1 + max((depth for depth, _ in extents), default=0)
+            size = 1 + _n_children(value) + sum(size for _, size in extents)
+            if depth > MAX_DEPTH or size > MAX_VALUES:
+                self.refuse("its values are nested too deeply")
+            known[id(value)] = depth, size
 
     def take(self, n: int) -> bytes:
         if n < 0 or self.at + n > len(self.data):
@@ -124,7 +165,7 @@ class _Reader(PickleStack):
         return self.take(n).decode("utf-8", "replace")
 
     def frame(self) -> None:
-        """How many bytes follow: of no use where all are at hand."""
+        """A length hint for streaming readers."""
         self.take(8)
 
     def line(self) -> str:
@@ -136,18 +177,22 @@ class _Reader(PickleStack):
         return found
 
     def put(self, place: int) -> None:
-        if not self.stack:
-            self.refuse("a value is missing")
-        self.memo[place] = self.stack[-1]
+        value = self.pop()
+        self.push(value)
+        self.memo[place] = value
 
     def recall(self, place: int) -> None:
         if place not in self.memo:
-            self.refuse("it remembers what it never saw")
+            self.refuse("it refers to a value that it did not store")
         self.push(self.memo[place])
 
     def name(self, module: Any, name: Any) -> None:
-        if not (isinstance(module, str) and isinstance(name, str)) or module.split(".")[0] not in LIBRARIES:
-            self.refuse(f"it names {module}.{name}, which is no part of a checkpoint")
+        if not (isinstance(module, str) and isinstance(name, str)):
+            self.refuse("it names something by a value that is not text")
+        if (module, name) not in KNOWN:
+            shown = f"{module[:99]}.{name[:99]}"
+            odd = shown if SHOWABLE.fullmatch(shown) else "something"
+            self.refuse(f"it names {odd}, which is not part of a prior's checkpoint")
         self.push(Name(module, name))
 
     def call(self) -> None:
@@ -157,78 +202,97 @@ class _Reader(PickleStack):
         if called.key == ORDERED and not arguments:
             self.push({})
         elif called.key == TENSOR:
-            self.push(self.tensor(*arguments[:4]) if len(arguments) >= 4 else self.refuse("a tensor is not whole"))
+            self.push(self.tensor(*arguments[:4]) if len(arguments) >= 4 else self.refuse("a tensor is incomplete"))
         elif called.key == PARAMETER and arguments and isinstance(arguments[0], np.ndarray):
             self.push(arguments[0])
-        else:
+        elif called.key in INERT:
             self.push(Inert(called.module, called.name, arguments))
+        else:
+            self.refuse("it calls something that makes no tensor")
+
+    def new(self) -> None:
+        arguments, kind = self.pop(), self.pop()
+        if not isinstance(kind, Name) or kind.key not in INERT:
+            self.refuse("it makes something that is not part of a checkpoint")
+        self.push(Inert(kind.module, kind.name, arguments))
 
     def build(self) -> None:
-        """A container's own attributes (torch marks state dicts with their version) are of no use here."""
+        """A container's attributes (torch marks state dicts with their version) are not needed."""
         state, target = self.pop(), self.pop()
         if isinstance(target, Inert):
             target.state = state
         elif not isinstance(target, dict):
-            self.refuse("it changes what is no object")
+            self.refuse("it changes a value that is not an object")
         self.push(target)
 
     def items(self, pairs: list[Any]) -> None:
         target = self.pop()
-        if not isinstance(target, dict) or len(pairs) % 2:
-            self.refuse("values are set in what is no table")
-        for name, value in zip(pairs[::2], pairs[1::2], strict=True):
-            if not isinstance(name, str | int | float | bool | None):
-                self.refuse("a table has a key that is neither text nor a number")
-            target[name] = value
+        if len(pairs) % 2 or not isinstance(target, dict | Inert):
+            self.refuse("values are set in something that is not a table")
+        if isinstance(target, dict):  # an inert table's items are dropped: their keys may be tensors
+            for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+                if not _is_key(name):
+                    self.refuse("a table has a key that is neither text nor a number")
+                target[name] = value
         self.push(target)
 
     def append(self, values: list[Any]) -> None:
         target = self.pop()
         if not isinstance(target, list):
-            self.refuse("values are added to what is no list")
+            self.refuse("values are appended to something that is not a list")
         target.extend(values)
         self.push(target)
 
     def storage(self) -> None:
         value = self.pop()
-        if not (isinstance(value, tuple) and len(value) >= 5 and value[0] == "storage" and isinstance(value[1], Name)):
-            self.refuse("it refers to what is no storage")
-        _, kind, key, _, size = value[:5]
-        dtype = STORAGES.get(kind.name)
-        member = self.members.get(f"{self.folder}data/{key}")
-        if dtype is None or member is None or type(size) is not int:
-            self.refuse(f"the storage {key!r} of {kind.name} is not there or not of a known type")
-        if size * dtype.itemsize != member.file_size:
-            self.refuse(f"the storage {key!r} has {member.file_size} bytes, not {size} values of {dtype}")
-        if key not in self.storages:
-            self.storages[key] = np.frombuffer(self.bytes_of(member), dtype)
-        self.push(self.storages[key])
+        if not (isinstance(value, tuple) and len(value) >= 5 and isinstance(value[1], Name)):
+            self.refuse("it refers to something that is not a storage")
+        mark, kind, key, _, size = value[:5]
+        dtype = STORAGES.get(kind.name) if kind.module == "torch" else None
+        if not (isinstance(mark, str) and mark == "storage" and isinstance(key, str) and type(size) is int):
+            self.refuse("it refers to something that is not a storage")
+        if dtype is None:
+            self.refuse("a storage has a type that Linnet does not read")
+        self.push(self.archive.storage(key, dtype, size))
 
     def tensor(self, storage: Any, offset: Any, shape: Any, strides: Any) -> np.ndarray:
+        """A view: tensors that share a storage share its bytes."""
         numbers = (offset, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else (None,)
-        if not isinstance(storage, np.ndarray) or not all(type(n) is int and n >= 0 for n in numbers):
-            self.refuse("a tensor's shape is not one")
-        if len(shape) != len(strides) or len(shape) > MOST_AXES or math.prod(shape) > storage.size:
-            self.refuse("a tensor's shape is not one")
+        if not isinstance(storage, np.ndarray) or not all(type(n) is int and 0 <= n < MAX_INT for n in numbers):
+            self.refuse("a tensor's shape is invalid")
+        if len(shape) != len(strides) or len(shape) > MAX_AXES or math.prod(n for n in shape if n) * 8 > MAX_INT:
+            self.refuse("a tensor's shape is invalid")
         if math.prod(shape) == 0:
             return np.zeros(shape, storage.dtype)
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        if last >= storage.size:
+        if last >= storage.size or math.prod(shape) > storage.size:
             self.refuse("a tensor reaches beyond its storage")
         size = storage.dtype.itemsize
-        view = np.lib.stride_tricks.as_strided(storage[offset:], shape, [n * size for n in strides], writeable=False)
-        return np.array(view, order="C")
+        steps = [step * size if n > 1 else 0 for n, step in zip(shape, strides, strict=True)]
+        return np.lib.stride_tricks.as_strided(storage[offset:], shape, steps, writeable=False)
+
+
+CONTAINERS = (dict, list, tuple, Inert)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, Inert):
+        return (value.arguments, value.state)
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _n_children(value: Any) -> int:
+    return len(value) if isinstance(value, dict | list | tuple) else 2
+
+
+def _is_key(value: Any) -> bool:
+    return value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < MAX_INT)
 
 
 def _float(r: _Reader) -> None:
     r.push(struct.unpack(">d", r.take(8))[0])
-
-
-def _new(r: _Reader) -> None:
-    arguments, kind = r.pop(), r.pop()
-    if not isinstance(kind, Name):
-        r.refuse("it makes something that has no name")
-    r.push(Inert(kind.module, kind.name, arguments))
 
 
 def _global(r: _Reader) -> None:
@@ -259,7 +323,7 @@ OPCODES: dict[bytes, Callable[[_Reader], None]] = {
     b"c": _global,
     b"\x93": _stacked_global,
     b"R": _Reader.call,
-    b"\x81": _new,
+    b"\x81": _Reader.new,
     b"b": _Reader.build,
     b"Q": _Reader.storage,
 }

@@ -11,6 +11,8 @@ import dataclasses
 import math
 import os
 import pickletools
+import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -26,6 +28,7 @@ PROTOCOL = 4
 MOST_OPCODES = 1000  # the release's longest file has about 120
 MOST_TEXT = 256  # bytes of a name
 MOST_AXES = 8
+SHOWABLE = re.compile(r"[A-Za-z0-9_.<>|=]{1,80}")
 
 ARRAY = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")}
 NDARRAY, DTYPE, BFLOAT16 = ("numpy", "ndarray"), ("numpy", "dtype"), ("ml_dtypes", "bfloat16")
@@ -61,6 +64,8 @@ class _Object:
 def read_pickle(path: Path) -> StoredArray | StoredPair:
     """What the file holds. Anything but an array or an 8-bit pair, whole and of a known type, is a UserError."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
+            raise UserError(f"{path} cannot be read: it is not a file. Fix: check the path.")
         with open(path, "rb") as file:
             return _Reader(path, file).read()
     except OSError as error:
@@ -260,7 +265,8 @@ def _flags(values: tuple[Any, ...], expected: tuple[int, ...]) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else type(value).__name__.lstrip("_")
+    """A name of the file in a message. Other texts could hold terminal escapes; other values could be of any size."""
+    return value if isinstance(value, str) and SHOWABLE.fullmatch(value) else type(value).__name__.lstrip("_")
 
 
 OPCODES: dict[bytes, Callable[[_Reader], None]] = {
