@@ -14,6 +14,7 @@ from linnet.errors import UserError, refuse
 from linnet.families.moe.config import MoEConfig
 from linnet.families.prior.config import PriorConfig
 from linnet.families.vq.config import VQConfig
+from linnet.json_file import read_json
 from linnet.mesh import ROW_AXES, n_row_parts, parse_mesh
 
 EMBEDDED_CORPUS = "python-stdlib"
@@ -345,12 +346,14 @@ def save(cfg: RunConfig, path: Path) -> None:
 def load(path: Path) -> RunConfig:
     """The config of a run. Every field must be known and of its type: a run is repeated exactly or not at all."""
     try:
-        values = json.loads(path.read_text())
+        values = read_json(path)
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist, so this is not a run. Fix: name a folder made by `linnet train`."
         ) from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}). Fix: make it readable.") from None
+    except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}). Fix: restore it, or train again.") from None
     version = values.pop("version", None) if isinstance(values, dict) else None
     if version != CONFIG_VERSION:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from linnet.config import DataConfig, OptimConfig, PairsConfig, RunConfig, TrainConfig
-from linnet.errors import UserError
+from linnet.errors import UserError, did_you_mean
 from linnet.families.moe.config import MoEConfig
 from linnet.families.prior.config import PriorConfig
 from linnet.families.vq.config import VQConfig
@@ -270,6 +270,7 @@ PRESETS = {
 def get(name: str) -> RunConfig:
     if name not in PRESETS:
         raise UserError(
-            f"there is no preset {name!r}. Fix: use one of {', '.join(PRESETS)}, or the path of a config.json."
+            f"there is no preset {name!r}.{did_you_mean(name, PRESETS)} Fix: use one of {', '.join(PRESETS)}, or the path of a "
+            "config.json."
         )
     return PRESETS[name][1]()

@@ -15,6 +15,7 @@ RANK = {
         (
             "errors",
             "local_path",
+            "json_file",
             "cluster",
             "mesh",
             "pytree",

@@ -159,9 +159,9 @@ def test_another_width_is_refused_with_both_files(tmp_path: Path, kind: str) -> 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "damaged, cut short or no .npy"),
-        (b"not an array", "damaged, cut short or no .npy"),
-        (files.npy(files.vectors(9))[:-40], "damaged, cut short or no .npy"),
+        (b"", "is no .npy array"),
+        (b"not an array", "is no .npy array"),
+        (files.npy(files.vectors(9))[:-40], "is cut short: 212 bytes"),
         (files.npy(np.arange(9 * 7).reshape(9, 7)), "type of .* is 'int64'.*float16"),
         (files.npy(files.vectors(9)[0]), "shape of .*rows of numbers"),
     ],
@@ -177,7 +177,7 @@ def test_a_file_that_is_no_array_of_rows_is_refused(tmp_path: Path, content: byt
 def test_arrays_of_objects_are_never_unpickled(tmp_path: Path) -> None:
     root = files.folder(tmp_path / "in")
     np.save(root / "img_emb" / "img_emb_9.npy", np.array([{"a": 1}] * 9, object), allow_pickle=True)
-    with pytest.raises(UserError, match="img_emb_9.npy is damaged"):
+    with pytest.raises(UserError, match="img_emb_9.npy is pickled"):
         opened(root)
 
 
@@ -311,3 +311,23 @@ def test_an_empty_split_is_refused_when_it_is_evaluated(tmp_path: Path) -> None:
         pairs.evaluation("validation", 4)
     with pytest.raises(UserError, match="one of train, validation, test"):
         pairs.split("tset")
+
+
+def test_float64_that_overflows_float32_is_reported_as_such(tmp_path: Path) -> None:
+    image = files.vectors().astype(np.float64)
+    image[12, 3] = 1e39
+    image[15, 0] = np.inf
+    root = files.folder(tmp_path / "in", image=image, dtype=np.float64)
+    pairs = open_pairs(PairsConfig(source=str(root)), 0)
+    told = " ".join(pairs.warnings())
+    assert "1 of 23 image embeddings hold numbers too large for float32 (beyond 3.4e38) and are left out" in told
+    assert "1 of 23 image embeddings hold NaN or infinity" in told
+    assert pairs.origin["left_out"]["source"] == {"image_overflow": 1, "image_not_finite": 1}
+
+
+def test_a_parquet_of_doubles_that_overflow_float32_is_refused_by_row(tmp_path: Path) -> None:
+    image = files.vectors().astype(np.float64)
+    image[7, 1] = -1e300
+    path = files.parquet(tmp_path / "a.parquet", img_emb=image, text_emb=files.texts())
+    with pytest.raises(UserError, match=r"a.parquet, row 7: img_emb holds a number too large for float32"):
+        open_pairs(PairsConfig(source=str(path)), 0)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from linnet.cli.parse import parse
-from linnet.errors import UserError, refuse
+from linnet.errors import UserError, did_you_mean, refuse
 
 if TYPE_CHECKING:
     from linnet.data.documents import Documents
@@ -40,6 +40,8 @@ def data_command(argv: list[str]) -> int:
         return commands[argv[0]](argv[1:])
     asked = bool(argv) and argv[0] in ("-h", "--help")
     print(WORDS, file=sys.stdout if asked else sys.stderr)
+    if not asked and argv:
+        raise UserError(f"there is no command 'data {argv[0]}'.{did_you_mean(argv[0], commands)}")
     return 0 if asked else 2
 
 

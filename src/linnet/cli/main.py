@@ -8,7 +8,7 @@ import sys
 import traceback
 
 from linnet import cluster
-from linnet.errors import UserError
+from linnet.errors import UserError, did_you_mean
 
 EXIT_OK, EXIT_FAILED, EXIT_USER, EXIT_NOT_FINITE = 0, 1, 2, 3
 
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     name, rest = argv[0], argv[1:]
     if name not in COMMANDS:
-        print(f"linnet: there is no command {name!r}.\n\n{_overview()}", file=sys.stderr)
+        print(f"linnet: there is no command {name!r}.{did_you_mean(name, COMMANDS)}\n\n{_overview()}", file=sys.stderr)
         sys.exit(EXIT_USER)
     command = getattr(importlib.import_module(f"linnet.cli.{COMMANDS[name][0]}"), f"{name.replace('-', '_')}_command")
     failed: Exception | None = None

@@ -18,6 +18,7 @@ from jaxtyping import Float32, Int64
 from linnet import rng
 from linnet.cli import file_names
 from linnet.data.encoders.encoder import open_encoder
+from linnet.data.npy import as_float32, map_npy
 from linnet.data.pairs.encoded_by import encoder_of
 from linnet.data.pairs.gallery import Gallery, Nearest, unit
 from linnet.data.pairs.opening import open_gallery
@@ -126,10 +127,9 @@ def _texts(flags: Flags, run: Run, prompt: str) -> tuple[Float32[np.ndarray, "B 
 
 def _read(path: Path) -> Float32[np.ndarray, ...]:
     try:
-        values = np.load(path, allow_pickle=False)
-        return np.atleast_2d(np.asarray(values, np.float32))
-    except (OSError, ValueError, EOFError, TypeError) as error:
-        needs = f"an .npy file of numbers ({getattr(error, 'strerror', None) or error})"
+        return np.atleast_2d(as_float32(map_npy(path), str(path)))
+    except (ValueError, TypeError) as error:
+        needs = f"an .npy file of numbers ({error})"
         raise refuse("--embedding", str(path), needs, "check the path") from None
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from linnet.cli.parse import parse
-from linnet.errors import UserError, refuse
+from linnet.errors import UserError, did_you_mean, refuse
 from linnet.local_path import FreeText
 
 SUBCOMMANDS = """usage: linnet tokenizer train SOURCE... --out DIR|FILE.model [--help]
@@ -58,7 +58,10 @@ def tokenizer_command(argv: list[str]) -> int:
     if name in ("-h", "--help"):
         print(SUBCOMMANDS)
         return 0
-    raise UserError(f"name what to do with a tokenizer, train or show (got {name!r}).\n\n{SUBCOMMANDS}")
+    print(SUBCOMMANDS, file=sys.stderr)
+    raise UserError(
+        f"name what to do with a tokenizer, train or show (got {name!r}).{did_you_mean(name, ('train', 'show'))}"
+    )
 
 
 def _train(flags: TrainFlags) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import lzma
+import struct
 import tarfile
 import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from os import PathLike
+from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
 from linnet.errors import UserError
@@ -42,23 +45,55 @@ def kind_of(name: str) -> tuple[Kind, str]:
     return "text", codec
 
 
+DAMAGE = (
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    struct.error,
+    ArithmeticError,
+    LookupError,
+    RuntimeError,
+    OSError,
+    ValueError,
+)
+"""What Python's readers of archives raise on damaged content. (Of OSError, those that `is_disk_error` does not claim.)"""
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether the system refused, as opposed to the content being damaged. Decoders raise OSError without a number; EINVAL comes
+    from seeking to a place that damaged content names."""
+    return isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
+
+
+@contextlib.contextmanager
+def opened_zip(path: Path) -> Iterator[zipfile.ZipFile]:
+    """A zip (or .npz); damage that shows now or while it is read is an error that names the file."""
+    with unpacking(path), zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+def zip_files(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    """The members that are not folders. (`ZipInfo.is_dir` fails on an empty name.)"""
+    return [info for info in archive.infolist() if not info.filename.endswith("/")]
+
+
 @contextlib.contextmanager
 def unpacking(path: str | PathLike[str]) -> Iterator[None]:
     """Turns every way in which a packed file can be broken into a message that names it."""
     try:
         yield
-    except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, NotImplementedError) as error:
-        raise _broken(path, error) from None
-    except OSError as error:
-        if error.errno is not None:  # the system's refusal, and not what is in the file
+    except DAMAGE as error:
+        if isinstance(error, UserError) or is_disk_error(error):
             raise
         raise _broken(path, error) from None
 
 
 def _broken(path: str | PathLike[str], error: Exception) -> UserError:
     return UserError(
-        f"{path} cannot be unpacked ({error or type(error).__name__}). Fix: it is cut short, broken or not what its "
-        "name says; fetch or pack it again, or leave it out of the source."
+        f"{path} is damaged or cut short, and cannot be unpacked ({error or type(error).__name__}). Fix: it is broken or not what "
+        "its name says; fetch or pack it again, or leave it out of the source."
     )
 
 
@@ -85,9 +120,7 @@ def decompressed(codec: str, raw: BinaryIO) -> BinaryIO:
 def zip_members(raw: BinaryIO, left_out: Counter[str]) -> Iterator[tuple[str, BinaryIO]]:
     """Each file of a zip with its bytes, in the zip's order. A stream must be read before the next is asked for."""
     with zipfile.ZipFile(raw) as archive:
-        for info in archive.infolist():
-            if info.is_dir():
-                continue
+        for info in zip_files(archive):
             if info.flag_bits & 0x1:
                 raise zipfile.BadZipFile(f"{info.filename} is encrypted")
             if _hidden(info.filename):

@@ -21,6 +21,7 @@ from linnet.data.batch import Split
 from linnet.data.cache import cache_folder
 from linnet.data.holdout import SPLITS
 from linnet.data.index import sha256_of
+from linnet.data.npy import as_float32, map_npy
 from linnet.data.whole_file import write_array
 from linnet.errors import UserError, refuse
 from linnet.local_path import check_local
@@ -82,8 +83,8 @@ def _embedded(splits: Mapping[str, Split], shape: tuple[int, int, int]) -> tuple
     made_of = [str(VERSION), sha256_of(WEIGHTS), *(splits[name].fingerprint() for name in SPLITS)]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     place = cache_folder() / "condition" / f"{key[:32]}.npy"
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        return np.load(place, allow_pickle=False), key
+    with contextlib.suppress(UserError):
+        return np.array(map_npy(place)), key
     encoder, size, made = open_builtin(), int(np.prod(shape)), []
     for name in SPLITS:
         for at in range(0, splits[name].n_documents, BLOCK):
@@ -110,17 +111,14 @@ def _from_file(source: str, n_pictures: int) -> tuple[Float32[np.ndarray, "n E"]
     check_local("data.condition", source)
     path = Path(os.path.expanduser(source))
     try:
-        rows = np.load(path, allow_pickle=False)
-        if not isinstance(rows, np.ndarray):
-            raise ValueError("an archive")
-    except (OSError, ValueError, EOFError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else "not an .npy of numbers"
-        needs = f"builtin, or an .npy that can be read ({why})"
+        rows = map_npy(path)
+    except UserError as error:
+        needs = f"builtin, or an .npy of numbers that can be read ({error})"
         raise refuse("data.condition", source, needs, "use builtin, or correct the path") from None
     if rows.ndim != 2 or len(rows) != n_pictures or not np.issubdtype(rows.dtype, np.floating):
         got = f"{source}, {rows.dtype} of shape {rows.shape}"
         raise refuse("data.condition", got, f"a row of numbers for each of {n_pictures} pictures", "embed them again")
-    rows = np.asarray(rows, np.float32)
+    rows = as_float32(rows, source)
     length = np.linalg.norm(rows, axis=1, keepdims=True)
     bad = np.flatnonzero(~(np.isfinite(length) & (length > 0)))
     if bad.size:

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, Shaped
 
+from linnet.data.npy import map_npy
 from linnet.data.packed import Joined, PackedSplit
 from linnet.data.source import reading
 from linnet.data.tokenizer import Tokenizer, open_tokenizer
 from linnet.data.whole_file import write_whole
 from linnet.errors import UserError
+from linnet.json_file import parse_json
 
 FORMAT, VERSION = "linnet-data", 1
 INDEX = "index.json"
@@ -88,7 +90,7 @@ def load(folder: Path) -> Index:
     with reading(path):
         text = path.read_text(errors="replace")
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
         if fields.pop("format") != FORMAT:
             raise KeyError("format")
         version = fields.pop("version")
@@ -198,5 +200,4 @@ def _map(folder: Path, index: Index, shard: int) -> Shaped[np.ndarray, " n"]:
 
 
 def _documents(folder: Path, split: SplitIndex) -> Int64[np.ndarray, "documents 2"]:
-    with reading(folder / split.documents):
-        return np.load(folder / split.documents)
+    return np.array(map_npy(folder / split.documents))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tarfile
-import zipfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from linnet.data.archives import DAMAGE, is_disk_error, opened_zip, zip_files
 from linnet.errors import UserError, refuse
 
 if TYPE_CHECKING:
@@ -69,27 +69,9 @@ def _read_picture(file: InputFile, column: str | None, left_out: Counter[str]) -
         yield Member(file.name, file.path.read_bytes(), file.size)
 
 
-@contextlib.contextmanager
-def open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
-    try:
-        archive = zipfile.ZipFile(path)
-    except Exception as error:
-        # Damaged bytes make zipfile raise almost anything: BadZipFile, NotImplementedError, struct.error...
-        if _from_disk(error):
-            raise
-        raise _damaged(path, error) from None
-    with archive:
-        yield archive
-
-
-def zip_files(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """Not folders. (`is_dir` fails on an empty name.)"""
-    return [info for info in archive.infolist() if not info.filename.endswith("/")]
-
-
 def _read_zip(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[Member]:
     read = 0
-    with open_zip(file.path) as archive:
+    with opened_zip(file.path) as archive:
         for info in sorted(zip_files(archive), key=lambda info: info.filename):
             read += info.compress_size
             reason = "encrypted" if info.flag_bits & 1 else why_not(info.filename, info.file_size)
@@ -97,7 +79,7 @@ def _read_zip(file: InputFile, column: str | None, left_out: Counter[str]) -> It
                 try:
                     encoded = archive.read(info)
                 except Exception as error:
-                    if _from_disk(error):
+                    if is_disk_error(error):
                         raise
                     reason = "broken"
                 else:
@@ -142,7 +124,9 @@ def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
                 yield info
             # tarfile takes a cut or damaged header for the end. The real end is a block of zeros.
             end = archive.offset
-    except tarfile.TarError as error:
+    except DAMAGE as error:
+        if is_disk_error(error):
+            raise
         raise _damaged(path, error) from None
     with open(path, "rb") as file:
         file.seek(end)
@@ -180,7 +164,7 @@ def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
         with pq.ParquetFile(path, pre_buffer=False) as parquet:
             yield parquet
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        if _from_disk(error):
+        if is_disk_error(error):
             raise
         raise _damaged(path, error) from None
 
@@ -210,11 +194,6 @@ def _holds_bytes(kind: pa.DataType) -> bool:
     if isinstance(kind, pa.StructType):
         return any(field.name == "bytes" and _holds_bytes(field.type) for field in kind)
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-
-
-def _from_disk(error: Exception) -> bool:
-    """Not from what the file holds: the system's errors have a number, those of decoders have none."""
-    return isinstance(error, OSError) and error.errno is not None
 
 
 def _damaged(path: Path, why: object) -> UserError:

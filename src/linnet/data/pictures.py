@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from linnet.data.archives import opened_zip, zip_files
 from linnet.data.picture_readers import (
     DEFAULT_COLUMN,
     PICTURE_SUFFIXES,
@@ -22,9 +23,7 @@ from linnet.data.picture_readers import (
     check_column,
     has_pictures,
     open_parquet,
-    open_zip,
     why_not,
-    zip_files,
 )
 from linnet.data.source import named_files as named_files
 from linnet.data.source import reading
@@ -155,7 +154,7 @@ def _holds_pictures(suffix: str, path: Path) -> bool:
     if suffix in PICTURE_SUFFIXES or suffix == ".tar":
         return True
     if suffix == ".zip":
-        with contextlib.suppress(UserError), reading(path), open_zip(path) as archive:
+        with contextlib.suppress(UserError), reading(path), opened_zip(path) as archive:
             reasons = [why_not(info.filename) for info in zip_files(archive)]
             return 2 * reasons.count(None) > len(reasons)
     if suffix == ".parquet":

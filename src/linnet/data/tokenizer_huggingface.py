@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from linnet.data.tokenizer import HUGGINGFACE_FILE, not_a_tokenizer
 from linnet.data.tokenizer_pieces import Model, PieceTokenizer
 from linnet.errors import refuse
+from linnet.json_file import parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -75,11 +76,11 @@ def byte_letters() -> dict[str, int]:
 
 def _spec(content: bytes, name: str) -> dict[str, Any]:
     try:
-        spec = json.loads(content)
+        spec = parse_json(content)
     except ValueError as error:
         raise not_a_tokenizer(name, f"a tokenizer.json (it is not JSON: {error})") from None
     if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
-        keys = ", ".join(list(spec)[:6])
+        keys = ", ".join(str(key) for key in list(spec)[:6]) if isinstance(spec, dict) else type(spec).__name__
         raise not_a_tokenizer(name, f"a tokenizer.json with a 'model' (this one has {keys or 'nothing'})")
     return spec
 

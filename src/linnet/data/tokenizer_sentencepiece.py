@@ -11,20 +11,24 @@ from linnet.errors import refuse
 SPACE = "\u2581"
 """Stands for a space inside a piece."""
 KIND = "sentencepiece"
+MIN_LOG_LEVEL = 3
+"""Fatal only: the library prints errors about damaged models to stderr, besides raising them."""
 
 
 def open_sentencepiece(content: bytes, end_token: str | None = None, name: str = SENTENCEPIECE_FILE) -> PieceTokenizer:
+    import sentencepiece
     from sentencepiece import SentencePieceProcessor
 
+    sentencepiece.set_min_log_level(MIN_LOG_LEVEL)
     processor = SentencePieceProcessor()
     try:
         processor.LoadFromSerializedProto(content)
         n_vocab = processor.GetPieceSize()
-    except RuntimeError:
-        n_vocab = 0
+        names = [processor.IdToPiece(i) for i in range(n_vocab)]
+    except (RuntimeError, ValueError, LookupError):  # ValueError: a message or a piece that is not UTF-8
+        n_vocab, names = 0, []
     if not n_vocab:
         raise not_a_tokenizer(name, "a sentencepiece model (this file is none, or is cut short)")
-    names = [processor.IdToPiece(i) for i in range(n_vocab)]
     end_id = _end_id(processor.eos_id(), names, end_token)
     bytes_of = {i: bytes.fromhex(names[i][3:5]) for i in range(n_vocab) if processor.IsByte(i)}
     silent = {end_id, *(i for i in range(n_vocab) if processor.IsControl(i) or processor.IsUnknown(i))}

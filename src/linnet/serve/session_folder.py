@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet.errors import UserError, refuse
+from linnet.json_file import parse_json
 from linnet.serve import state as states
 from linnet.serve.request import AnswerLost, NoSession, SessionInUse
 from linnet.serve.sessions import MOST_BYTES, MOST_SESSIONS, Session, must_have_room, new_id, nothing_read
@@ -205,7 +206,7 @@ def _write(path: Path, head: Head, data: bytes) -> None:
 
 def _head(id: str, line: bytes) -> Head:
     try:
-        return Head(**json.loads(line))
+        return Head(**parse_json(line))
     except (ValueError, TypeError):
         raise _damaged(id) from None
 

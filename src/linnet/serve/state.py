@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.errors import UserError
+from linnet.json_file import parse_json
 from linnet.pytree import named_leaves
 
 FORMAT, VERSION, META = "linnet-state", 1, "linnet"
@@ -63,7 +64,7 @@ def from_bytes(content: bytes, like: Callable[[int], Any], model: str) -> State:
     try:
         arrays = {name: _array(stored) for name, stored in deserialize(content)}
         size = int.from_bytes(content[:8], "little")
-        meta = json.loads(json.loads(content[8 : 8 + size])["__metadata__"][META])
+        meta = parse_json(parse_json(content[8 : 8 + size])["__metadata__"][META])
         about = meta["about"]
         if meta["format"] != FORMAT or meta["version"] != VERSION or about["model"] is None:
             raise KeyError("format")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 from linnet.data import Data
 from linnet.data.tokenizer import BytesTokenizer, Tokenizer, has_tokenizer, open_tokenizer
 from linnet.errors import UserError
+from linnet.json_file import read_json
 from linnet.tokens import N_BYTE_IDS
 
 
@@ -45,7 +45,7 @@ def read_vocabulary(folder: Path, n_vocab: int) -> Vocabulary:
         )
     tokenizer = open_tokenizer(str(folder)) if has_tokenizer(folder) else BytesTokenizer()
     try:
-        shape = json.loads((folder / "data.json").read_text()).get("shape")
+        shape = read_json(folder / "data.json").get("shape")
     except (OSError, ValueError):
         shape = None
     return Vocabulary(tokenizer=tokenizer, shape=None if shape is None else (shape[0], shape[1], shape[2]))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -23,6 +22,7 @@ from linnet.data.picture_readers import (
 from linnet.data.pictures import COMPRESSED_TARS
 from linnet.data.source import named_files, reading
 from linnet.errors import UserError, refuse
+from linnet.json_file import parse_json
 
 CAPTION_FILES = ("captions.json", "captions.jsonl", "captions.parquet", "metadata.jsonl")
 FILE_KEYS = ("file_name", "file", "image_path", "image", "path", "filename", "name")
@@ -144,7 +144,7 @@ def _bytes(path: Path, start: int, size: int) -> bytes:
 
 def _caption_of(text: bytes, key: str) -> str | None:
     try:
-        caption = json.loads(text).get(key)
+        caption = parse_json(text).get(key)
     except (ValueError, AttributeError):
         return None
     return None if caption is None else str(caption)
@@ -182,9 +182,9 @@ def _table_rows(path: Path, key: str) -> Iterator[tuple[str, str]]:
             text = path.read_text("utf-8", "replace")
         try:
             rows = (
-                [json.loads(line) for line in text.splitlines() if line.strip()]
+                [parse_json(line) for line in text.splitlines() if line.strip()]
                 if path.suffix == ".jsonl"
-                else json.loads(text)
+                else parse_json(text)
             )
         except ValueError as error:
             raise UserError(f"{path} is no JSON ({error}). Fix: correct it.") from None

@@ -20,6 +20,7 @@ from linnet.data.encoders.builtin import WEIGHTS, open_builtin
 from linnet.data.encoders.network import SIZE
 from linnet.data.holdout import SPLITS
 from linnet.data.index import sha256_of
+from linnet.data.npy import map_npy
 from linnet.data.pairs.captions import ArrayCaptions
 from linnet.data.pairs.pairs import Pairs, fingerprint_of
 from linnet.data.pairs.vectors import ArrayShard, Vectors
@@ -80,8 +81,8 @@ def open_emoji_pairs(cfg: PairsConfig, seed: int) -> Pairs:
 def _embedded(key: str, pictures: np.ndarray, captions: list[str]) -> Float32[np.ndarray, "2 n D"]:
     """Texts, then images."""
     place = cache_folder() / "pairs" / f"emoji-{key[:32]}.npy"
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        return np.load(place, allow_pickle=False)
+    with contextlib.suppress(UserError):
+        return np.array(map_npy(place))
     encoder = open_builtin()
     made = np.stack([encoder.embed_texts(captions), encoder.embed_images(pictures)])
     # A home that cannot be written to costs seconds at the next opening, nothing else.

@@ -21,7 +21,7 @@ from linnet.data.source import reading
 from linnet.data.whole_file import write_whole
 from linnet.errors import UserError
 
-VERSION = 1
+VERSION = 2
 BLOCK_BYTES = 8 << 20
 NAMED_ROWS = 3
 """So many bad rows are named in a warning; the others are counted."""
@@ -32,6 +32,8 @@ class Scan:
     """Of one shard."""
 
     not_finite: list[int]
+    overflow: list[int]
+    """Finite in the file's float64, but too large for float32."""
     zero: list[int]
     mean_length: float
     """Of the good rows."""
@@ -52,21 +54,27 @@ class Found:
 def scan(vectors: Vectors, what: str, *, padded: bool = False) -> Found:
     """`padded`: rows of zeros are padding and no fault (text encodings)."""
     scans = [_cached(shard) for shard in vectors.shards]
-    bad: dict[str, list[int]] = {"not_finite": [], "zero": []}
+    bad: dict[str, list[int]] = {"not_finite": [], "overflow": [], "zero": []}
     for start, one in zip(vectors.starts.tolist(), scans, strict=False):
         bad["not_finite"] += [start + row for row in one.not_finite]
+        bad["overflow"] += [start + row for row in one.overflow]
         bad["zero"] += [] if padded else [start + row for row in one.zero]
-    words = {"not_finite": "hold NaN or infinity", "zero": "are all zeros and point nowhere"}
+    words = {
+        "not_finite": "hold NaN or infinity",
+        "overflow": "hold numbers too large for float32 (beyond 3.4e38)",
+        "zero": "are all zeros and point nowhere",
+    }
     warnings = [
         f"{len(rows):,} of {vectors.n_rows:,} {what} embeddings {words[reason]} and are left out: {_names(vectors, rows)}."
         for reason, rows in bad.items()
         if rows
     ]
-    sizes = np.array([s.n_rows - len(o.not_finite) - len(o.zero) for s, o in zip(vectors.shards, scans, strict=True)])
+    n_bad = [len(one.not_finite) + len(one.overflow) + len(one.zero) for one in scans]
+    sizes = np.array([shard.n_rows - n for shard, n in zip(vectors.shards, n_bad, strict=True)])
     lengths = np.array([one.mean_length for one in scans])
     digest = hashlib.sha256(json.dumps([[list(vectors.shape)], *([one.sha256] for one in scans)]).encode())
     return Found(
-        bad_rows=np.array(sorted(bad["not_finite"] + bad["zero"]), np.int64),
+        bad_rows=np.array(sorted(row for rows in bad.values() for row in rows), np.int64),
         left_out=dict(Counter({f"{what}_{reason}": len(rows) for reason, rows in bad.items() if rows})),
         mean_length=float((sizes * lengths).sum() / max(1, sizes.sum())),
         sha256=digest.hexdigest(),
@@ -100,6 +108,7 @@ def _place(shard: Shard) -> Path:
 def _scan_shard(shard: Shard) -> Scan:
     digest = hashlib.sha256()
     not_finite: list[int] = []
+    overflow: list[int] = []
     zero: list[int] = []
     total, n_good = 0.0, 0
     n_values = int(np.prod(shard.shape))
@@ -109,13 +118,23 @@ def _scan_shard(shard: Shard) -> Scan:
             block = np.ascontiguousarray(shard.stored(slice(start, min(start + rows, shard.n_rows))))
         digest.update(str(block.dtype).encode() + block.tobytes())
         flat = block.reshape(len(block), -1)
-        finite = np.asarray(np.isfinite(flat).all(1))
+        with np.errstate(over="ignore"):
+            trained = flat.astype(np.float32)  # what training reads
+        finite = np.asarray(np.isfinite(trained).all(1))
+        too_large = ~finite & np.asarray(np.isfinite(flat).all(1))
         # In float64, where the square of a finite float32 is finite and that of a tiny one is not zero.
-        squares = (np.where(finite[:, None], flat, 0).astype(np.float64) ** 2).sum(1)
+        squares = (np.where(finite[:, None], trained, 0).astype(np.float64) ** 2).sum(1)
         empty = finite & (squares == 0)
-        not_finite += (start + np.flatnonzero(~finite)).tolist()
+        not_finite += (start + np.flatnonzero(~finite & ~too_large)).tolist()
+        overflow += (start + np.flatnonzero(too_large)).tolist()
         zero += (start + np.flatnonzero(empty)).tolist()
         good = finite & ~empty
         total += float(np.sqrt(squares[good]).sum())
         n_good += int(good.sum())
-    return Scan(not_finite=not_finite, zero=zero, mean_length=total / max(1, n_good), sha256=digest.hexdigest())
+    return Scan(
+        not_finite=not_finite,
+        overflow=overflow,
+        zero=zero,
+        mean_length=total / max(1, n_good),
+        sha256=digest.hexdigest(),
+    )

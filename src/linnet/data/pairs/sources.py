@@ -12,10 +12,11 @@ from jaxtyping import Int64, Shaped
 
 from linnet.config import PairsConfig
 from linnet.data.holdout import SPLITS
+from linnet.data.npy import map_npy
 from linnet.data.pairs.captions import ArrayCaptions, Captions, ParquetCaptions
 from linnet.data.pairs.shards import find_shards, gaps, match, refuse_misaligned, refuse_unequal
 from linnet.data.pairs.unpack import npz_names, unpack_column, unpack_npz
-from linnet.data.pairs.vectors import ArrayShard, Vectors, map_npy, open_npy
+from linnet.data.pairs.vectors import ArrayShard, Vectors, open_npy
 from linnet.data.pairs.webdataset import TarCaptions, open_tar
 from linnet.data.picture_readers import open_parquet
 from linnet.data.source import reading

@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 import os
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
+from linnet.data.archives import opened_zip
 from linnet.data.cache import cache_folder
-from linnet.data.pairs.vectors import map_npy
+from linnet.data.npy import map_npy
 from linnet.data.picture_readers import open_parquet
 from linnet.data.source import reading
+from linnet.data.unpacked import UnpackBudget
 from linnet.errors import UserError, refuse
 
 VERSION = 1
@@ -54,34 +55,37 @@ def unpack_column(path: Path, column: str, n_rows: int) -> tuple[Path, Shaped[np
                         )
                     nothing = np.full(width, np.nan, np.float32)
                     block = np.stack([nothing if value is None else value for value in values])
-                    write(block.astype(np.float32).tobytes())
+                    with np.errstate(over="ignore"):
+                        written = block.astype(np.float32)
+                    _refuse_overflow(block, written, row, f"{path}, row {{}}: {column}")
+                    write(written.tobytes())
                     row += len(values)
             if width is None:
                 raise UserError(f"{path} has no rows. Fix: leave it out.")
     return place, map_npy(place)
 
 
-def unpack_npz(path: Path, array: str) -> tuple[Path, Shaped[np.ndarray, "n ..."]]:
+def unpack_npz(path: Path, array: str, limit_gb: float | None = None) -> tuple[Path, Shaped[np.ndarray, "n ..."]]:
+    """`limit_gb`: what the array may unpack to, see `max_unpacked`."""
     place = _place(path, array)
     if not place.exists():
-        with reading(path), _packed(path) as archive, archive.open(f"{array}.npy") as stored, _written(place) as write:
+        with (
+            reading(path),
+            opened_zip(path) as archive,
+            archive.open(f"{array}.npy") as stored,
+            _written(place) as write,
+        ):
+            budget = UnpackBudget(path, path.stat().st_size, limit_gb)
+            budget.claim(archive.getinfo(f"{array}.npy").file_size)
             while block := stored.read(COPY_BYTES):
+                budget.spend(len(block))
                 write(block)
     return place, map_npy(place)
 
 
 def npz_names(path: Path) -> list[str]:
-    with reading(path), _packed(path) as archive:
+    with reading(path), opened_zip(path) as archive:
         return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
-
-
-@contextlib.contextmanager
-def _packed(path: Path) -> Iterator[zipfile.ZipFile]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            yield archive
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        raise UserError(f"{path} is damaged or no .npz ({error}). Fix: make or fetch it again.") from None
 
 
 def _stretches(column: Any) -> Iterator[list[Any]]:
@@ -96,6 +100,15 @@ def _stretches(column: Any) -> Iterator[list[Any]]:
         )
     # A null inside a row is no number either.
     yield [value.values.to_numpy(zero_copy_only=False) if value.is_valid else None for value in column]
+
+
+def _refuse_overflow(values: np.ndarray, written: np.ndarray, first: int, where: str) -> None:
+    bad = np.flatnonzero((np.isfinite(values) & ~np.isfinite(written)).any(axis=1))
+    if bad.size:
+        raise UserError(
+            f"{where.format(first + bad[0])} holds a number too large for float32 (beyond 3.4e38). Fix: scale the embeddings, or "
+            "leave this row out."
+        )
 
 
 def _place(path: Path, what: str) -> Path:

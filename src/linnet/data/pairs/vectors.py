@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Float32, Int64, Shaped
 
-from linnet.data.source import reading
+from linnet.data.npy import map_npy
 from linnet.errors import UserError, refuse
 
 
@@ -113,17 +113,6 @@ def open_npy(path: Path, identity: str, *, n_axes: int = 2) -> ArrayShard:
     if array.dtype.kind != "f":
         raise refuse(f"the type of {path}", str(array.dtype), "float16, float32 or float64", "save it as one of those")
     return ArrayShard(path, identity, array)
-
-
-def map_npy(path: Path) -> Shaped[np.ndarray, "n ..."]:
-    with reading(path):
-        try:
-            return np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, SyntaxError) as error:
-            raise UserError(
-                f"{path} is damaged, cut short or no .npy file of numbers ({str(error).splitlines()[0] if str(error) else 'empty'}). "
-                "Fix: make or fetch it again, or leave it out."
-            ) from None
 
 
 def _words(shape: tuple[int, ...]) -> str:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import mmap
+import os
 from array import array
 from collections import Counter
 from pathlib import Path, PurePosixPath
@@ -14,9 +16,11 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from jaxtyping import Int64, Shaped
 
+from linnet.data.npy import check_size, read_npy_header
 from linnet.data.picture_readers import tar_members
 from linnet.data.source import reading
 from linnet.errors import UserError
+from linnet.json_file import parse_json
 
 HEADER_BYTES = 256
 """Enough for the header of any .npy of one vector; numpy pads it to 128 or a little more."""
@@ -72,7 +76,7 @@ class TarCaptions:
         if not is_json:
             return text.strip()
         try:
-            return str(json.loads(text).get(self.key) or "")
+            return str(parse_json(text).get(self.key) or "")
         except (ValueError, AttributeError):
             return ""
 
@@ -90,6 +94,8 @@ def open_tar(path: Path, image_endings: tuple[str, ...], text_endings: tuple[str
     """A sample without one of its embeddings is left out and counted; a tar without any is refused."""
     found = _Samples(image_endings, text_endings)
     with reading(path), open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise UserError(f"{path} is empty. Fix: fetch or make it again, or leave it out.")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         for info in tar_members(path):
             if info.isreg() and info.sparse is None:
@@ -181,28 +187,17 @@ def _vectors(shard: TarShard, sizes: Int64[np.ndarray, " n"]) -> TarShard:
     dtype, width = np.dtype(np.float32), None
     offsets = np.empty(shard.n_rows, np.int64)
     for i, (start, size) in enumerate(zip(shard.starts.tolist(), sizes.tolist(), strict=True)):
-        shape, this, offset = _header(shard.mapped[start : start + min(size, HEADER_BYTES)], shard.name_of(i))
-        n = int(np.prod(shape))
+        head = io.BytesIO(shard.mapped[start : start + min(size, HEADER_BYTES)])
+        header = read_npy_header(head, shard.name_of(i))
+        shape, this, n = header.shape, header.dtype, math.prod(header.shape)
         if width is None:
             dtype, width = this, n
-        if (n, this) != (width, dtype) or max(shape, default=0) != n or this.kind != "f":
+        if (n, this) != (width, dtype) or max(shape, default=0) != n or not n or this.kind != "f":
             raise UserError(
                 f"{shard.name_of(i)} is an array {shape} of {this}, but one vector of {width} floating-point numbers ({dtype}) is "
                 "expected, as the first sample has. Fix: embed all samples with one encoder, or leave this one out."
             )
-        if offset + n * this.itemsize > size:
-            raise UserError(f"{shard.name_of(i)} is cut short. Fix: make the tar again, or leave this sample out.")
-        offsets[i] = start + offset
+        check_size(header, size - header.offset, shard.name_of(i))
+        offsets[i] = start + header.offset
     assert width is not None
     return dataclasses.replace(shard, starts=offsets, dtype=dtype, shape=(width,))
-
-
-def _header(head: bytes, where: str) -> tuple[tuple[int, ...], np.dtype, int]:
-    file = io.BytesIO(head)
-    try:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{where} is no .npy array ({error}). Fix: make it again, or leave this sample out.") from None
-    return shape, dtype, file.tell()

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from starlette.types import ASGIApp, Message
 
 from linnet.errors import UserError, refuse
+from linnet.json_file import parse_json
 
 RETRY_SECONDS = 0.2
 
@@ -33,7 +34,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = parse_json(line)
             name, url, body = value["custom_id"], value["url"], value["body"]
             if not (isinstance(name, str) and isinstance(url, str) and url.startswith("/") and isinstance(body, dict)):
                 raise TypeError
@@ -56,7 +57,7 @@ def done_before(path: Path) -> set[str]:
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     try:
-        names = {json.loads(line)["custom_id"] for line in whole.splitlines() if line.strip()}
+        names = {parse_json(line)["custom_id"] for line in whole.splitlines() if line.strip()}
     except (ValueError, KeyError, TypeError):
         raise refuse("the output file", str(path), "answers of this batch, or a new file", "choose another") from None
     if whole != content:

@@ -206,10 +206,12 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} has {text}, which is no number. Fix: correct it.")
 
     try:
-        return json.loads(path.read_text(), parse_float=number, parse_constant=never)
+        return json.loads(path.read_bytes(), parse_float=number, parse_constant=never)
     except OSError as error:
         raise refuse("--config", str(path), f"a file that can be read ({error.strerror})", "check the path") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except UserError:
+        raise
+    except (ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}). Fix: correct it.") from None
 
 

@@ -5,57 +5,63 @@ from __future__ import annotations
 import math
 import os
 import zipfile
-import zlib
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
+from linnet.data.archives import opened_zip, zip_files
+from linnet.data.npy import check_size, read_npy_header
+from linnet.data.source import reading
+from linnet.data.unpacked import UnpackBudget
 from linnet.errors import UserError
 
-LARGEST = 64 * 2**30  # bytes unpacked; a small file that claims more is not a model
+
+def read_npz(path: Path, limit_gb: float | None = None) -> dict[str, np.ndarray]:
+    """All arrays by name. A damaged, foreign or pickled file is refused by name, and so is one that unpacks to more than
+    `max_unpacked` allows."""
+    _must_be_file(path)
+    with reading(path), opened_zip(path) as archive:
+        members = zip_files(archive)
+        budget = UnpackBudget(path, path.stat().st_size, limit_gb)
+        budget.claim(sum(member.file_size for member in members))
+        return {member.filename.removesuffix(".npy"): _read_array(archive, member, path) for member in members}
 
 
-def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """All arrays by name. A damaged, foreign or pickled file is refused by name."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = [m for m in archive.infolist() if not m.is_dir()]
-            claimed = sum(m.file_size for m in members)
-            if claimed > LARGEST:
-                raise UserError(
-                    f"{path} claims to unpack to {claimed} bytes. Fix: it is damaged or no model; copy it again."
-                )
-            arrays = {}
-            for member in members:
-                with archive.open(member) as file:
-                    arrays[member.filename.removesuffix(".npy")] = _read_array(file, member, path)
-            return arrays
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist. Fix: check the path.") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder, not an .npz file. Fix: name the file in it.") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise UserError(f"{path} is not a whole .npz file ({error}). Fix: copy it again.") from None
+def read_npz_array(path: Path, name: str) -> np.ndarray:
+    """One array, without reading the others."""
+    _must_be_file(path)
+    with reading(path), opened_zip(path) as archive:
+        member = archive.getinfo(f"{name}.npy")
+        UnpackBudget(path, path.stat().st_size).claim(member.file_size)
+        return _read_array(archive, member, path)
 
 
-def _read_array(file: IO[bytes], member: zipfile.ZipInfo, path: Path) -> np.ndarray:
-    name = member.filename
-    try:
-        version = np.lib.format.read_magic(file)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = header(file)
-    except ValueError as error:
-        raise UserError(f"{path}: {name} is not an array ({error}). Fix: write the file with numpy.savez.") from None
-    if dtype.hasobject:
-        raise UserError(f"{path}: {name} is pickled, which can run code when read. Fix: save it as plain numbers.")
-    body = file.read()
-    if len(body) != math.prod(shape) * dtype.itemsize:
+def npz_names(path: Path) -> set[str]:
+    with reading(path), opened_zip(path) as archive:
+        return {member.filename.removesuffix(".npy") for member in zip_files(archive)}
+
+
+def _must_be_file(path: Path) -> None:
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, not an .npz file. Fix: name the file in it.")
+    if not path.exists():
+        raise UserError(f"{path} does not exist. Fix: check the path.")
+
+
+def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> np.ndarray:
+    where = f"{path}: {member.filename}"
+    with archive.open(member) as file:
+        header = read_npy_header(file, where)
+        check_size(header, max(0, member.file_size - header.offset), where)
+        body = file.read(header.n_bytes + 1)
+    if len(body) != header.n_bytes:
         raise UserError(
-            f"{path}: {name} holds {len(body)} bytes, but its shape {shape} of {dtype} needs "
-            f"{math.prod(shape) * dtype.itemsize}. Fix: copy the file again."
+            f"{where} holds {len(body):,} bytes or more, but its shape {header.shape} of {header.dtype} needs {header.n_bytes:,}. "
+            "Fix: copy the file again."
         )
-    return np.frombuffer(body, dtype).reshape(shape, order="F" if fortran else "C")
+    values = np.frombuffer(body, header.dtype, math.prod(header.shape))
+    return values.reshape(header.shape, order="F" if header.fortran_order else "C")
 
 
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.errors import UserError
+from linnet.json_file import parse_json
 
 CHUNK = 8 << 20  # bytes read or looked at in one go
 MOST_HEADER = 100 << 20  # the safetensors library's own bound
@@ -149,7 +150,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredArray], dict[str, str]
             n = int.from_bytes(file.read(8), "little")
             if size < 8 or n > min(size - 8, MOST_HEADER):
                 raise ValueError("it is cut short")
-            described = json.loads(file.read(n))
+            described = parse_json(file.read(n))
         metadata = described.pop("__metadata__", {})
         arrays = {name: _described(path, 8 + n, value) for name, value in described.items()}
         at = 8 + n

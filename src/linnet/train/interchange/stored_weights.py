@@ -25,6 +25,7 @@ from linnet import config as configs
 from linnet import quant
 from linnet.config import RunConfig
 from linnet.errors import UserError, refuse
+from linnet.json_file import read_json
 from linnet.params import Spec, is_spec
 from linnet.pytree import leaf_name, named_leaves
 from linnet.train.folder import RunFolder
@@ -184,7 +185,7 @@ def must_be_trainable(run: Path) -> None:
 def _index(run: Path) -> dict[str, Any]:
     path = run / FOLDER / INDEX
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path)
         leaves = found["leaves"]
         if found["version"] != VERSION:
             raise refuse(f"version of {path}", found["version"], str(VERSION), "use the Linnet that wrote it")

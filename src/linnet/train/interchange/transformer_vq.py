@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from linnet.errors import UserError, refuse
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.convert import EMBED, config_from_reference, from_reference, infer_config
 from linnet.families.vq.params import VQBuffers, VQParams
+from linnet.json_file import parse_json
 from linnet.train.interchange.flax import flatten, read_flax
 from linnet.train.interchange.npz import read_npz
 
@@ -81,7 +81,7 @@ def _unwrap(arrays: dict[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
 
 def _settings(meta: np.ndarray, path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(str(meta[()]))
+        values = parse_json(str(meta[()]))
         settings = values.get("config", values)
     except (ValueError, AttributeError) as error:
         raise UserError(f"{path}: its 'meta' is not a JSON object ({error}). Fix: write it again.") from None

@@ -19,6 +19,7 @@ from linnet import quant
 from linnet.config import CONFIG_VERSION, RunConfig, run_from_dict
 from linnet.errors import UserError, refuse
 from linnet.families import registry
+from linnet.json_file import parse_json
 from linnet.params import abstract
 from linnet.pytree import leaf_name, named_leaves
 
@@ -52,7 +53,10 @@ def import_safetensors(path: Path) -> tuple[Any, Any, dict[str, Any]]:
         raise UserError(f"{path} was not written by Linnet. Fix: name a file made by `linnet export`.")
     if fingerprint(arrays, metadata["config"]) != metadata["fingerprint"]:
         raise UserError(f"{path} does not match its own fingerprint: it was changed or damaged. Fix: export it again.")
-    cfg_json = json.loads(metadata["config"])
+    try:
+        cfg_json = parse_json(metadata["config"])
+    except ValueError as error:
+        raise UserError(f"{path}: its config is not JSON ({error}). Fix: export it again.") from None
     cfg = _run_config(cfg_json, path)
     family = registry.get(cfg.family)
     wanted = {"params": abstract(family.param_specs(cfg.model)), "buffers": abstract(family.buffer_specs(cfg.model))}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from linnet.errors import UserError, refuse
+from linnet.json_file import parse_json
 from linnet.train.interchange.npz import read_npz
 
 KINDS = ("forward", "carry", "decode", "sample", "eval", "grads", "train", "schedule", "nucleus")
@@ -42,18 +42,31 @@ class Golden:
         return arrays[name]
 
 
-def read_golden(path: Path) -> Golden:
-    arrays = read_npz(path)
+def read_meta(arrays: dict[str, np.ndarray], path: Path) -> dict[str, Any]:
+    """Takes `meta` out of the arrays: a JSON object with the reference's `config`."""
     if "meta" not in arrays:
         raise UserError(
             f"{path} has no 'meta', so it is not a reference file. Fix: see the layouts `linnet verify` reads."
         )
     try:
-        meta = json.loads(str(arrays.pop("meta")[()]))
+        meta = parse_json(text_of(arrays.pop("meta")))
     except ValueError as error:
         raise UserError(f"{path}: its 'meta' is not JSON ({error}). Fix: write the file again.") from None
     if not isinstance(meta, dict) or not isinstance(meta.get("config"), dict):
         raise UserError(f"{path}: its 'meta' has no 'config' object. Fix: write the file again.")
+    return meta
+
+
+def text_of(value: np.ndarray) -> str:
+    """Of an array that is one string."""
+    if value.shape or value.dtype.kind not in "US":
+        raise ValueError(f"an array of {value.dtype} and shape {value.shape}, not a string")
+    return value.item() if value.dtype.kind == "U" else value.item().decode("utf-8", "replace")
+
+
+def read_golden(path: Path) -> Golden:
+    arrays = read_npz(path)
+    meta = read_meta(arrays, path)
     if meta.get("family") != "vq":
         raise refuse(f"{path}: family", meta.get("family"), "vq", "name a file of that family")
     if meta.get("kind") not in KINDS:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from linnet import json_file
 from linnet.errors import UserError
 from linnet.families.moe.config import MoEConfig
 from linnet.families.moe.params import MoEParams, param_specs
@@ -23,6 +22,7 @@ from linnet.train.interchange.grok.checkpoint import find_folder, read_checkpoin
 from linnet.train.interchange.grok.leaves import Pair, Tensor, Tensors
 from linnet.train.interchange.grok.settings import FILE as SETTINGS
 from linnet.train.interchange.grok.settings import grok_config
+from linnet.train.interchange.npz import npz_names
 
 Layout = Literal["forward", "units", "runner", "order"]
 FORWARD, UNITS = "forward.npz", "units.npz"
@@ -60,15 +60,14 @@ def _json_layout(path: Path) -> tuple[Layout, Path]:
 
 def _npz_names(path: Path) -> set[str]:
     try:
-        with zipfile.ZipFile(path) as archive:
-            return {name.removesuffix(".npy") for name in archive.namelist()}
-    except (OSError, zipfile.BadZipFile):
+        return npz_names(path)
+    except UserError:
         return set()
 
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json_file.read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}). Fix: copy it again.") from None
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,10 @@ from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.convert import from_reference
 from linnet.families.prior.params import PriorParams
 from linnet.families.prior.reference import network_config
-from linnet.train.interchange.npz import read_npz
+from linnet.json_file import parse_json
+from linnet.train.interchange.npz import read_npz, read_npz_array
 from linnet.train.verify.compare import Check, Skipped, Verification, compare
+from linnet.train.verify.golden import read_meta, text_of
 
 UNKNOWN = "not an output that Linnet knows"
 
@@ -79,21 +79,17 @@ Replayer = Callable[[PriorGolden], PriorReplay]
 def is_prior(path: Path) -> bool:
     """By its meta alone. Whatever cannot be read is left to the reader that says what is wrong."""
     try:
-        with zipfile.ZipFile(path) as archive, archive.open("meta.npy") as file:
-            found = np.lib.format.read_array(file, allow_pickle=False)
-        meta = json.loads(str(found[()]))
-    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile):
+        meta = parse_json(text_of(read_npz_array(path, "meta")))
+    except ValueError:
         return False
     return isinstance(meta, dict) and meta.get("family") == "prior"
 
 
 def read_prior(path: Path, kinds: Mapping[str, Any]) -> PriorGolden:
     arrays = read_npz(path)
-    meta = json.loads(str(arrays.pop("meta")[()]))
+    meta = read_meta(arrays, path)
     if meta.get("kind") not in kinds:
         raise refuse(f"{path}: kind", meta.get("kind"), f"one of {', '.join(kinds)}", "name a file of such a kind")
-    if not isinstance(meta.get("config"), dict):
-        raise UserError(f"{path}: its 'meta' has no 'config' object. Fix: write the file again.")
     return PriorGolden(path=path, meta=meta, arrays=arrays)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -14,6 +13,7 @@ from linnet.errors import UserError
 from linnet.families.prior import layers, schedule
 from linnet.families.prior.plan import ddim_times
 from linnet.families.prior.tokens import sinusoid
+from linnet.json_file import parse_json
 from linnet.train import ema
 from linnet.train.verify.prior import PriorGolden, PriorReplay
 
@@ -94,7 +94,7 @@ def replay_ema(golden: PriorGolden) -> PriorReplay:
     """A weight that is 1 at the first update, 2 at the second, and so on."""
     values: dict[str, Any] = {}
     for group in {name.split("/")[0] for name in golden.arrays}:
-        cfg = ema.EmaConfig(**json.loads(str(golden.get(f"{group}/cfg")[()])))
+        cfg = ema.EmaConfig(**parse_json(str(golden.get(f"{group}/cfg")[()])))
         n = len(golden.get(f"{group}/ema_value"))
 
         def one(average: Any, step: Any, cfg: ema.EmaConfig = cfg) -> tuple[Any, tuple[Any, Any]]:

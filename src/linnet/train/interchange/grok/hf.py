@@ -19,6 +19,7 @@ import numpy as np
 from linnet import quant
 from linnet.errors import UserError, refuse
 from linnet.families.moe.config import MoEConfig
+from linnet.json_file import read_json
 from linnet.pytree import named_leaves
 from linnet.train.interchange.grok.leaves import FLOATS, Tensor, Tensors, specs_by_name
 from linnet.train.interchange.grok.names import BY_LEAF, HEAD, WEIGHTS, Weight, converted_name, scheme_of, with_suffix
@@ -81,7 +82,7 @@ def _arrays(path: Path) -> dict[str, StoredArray]:
 
 def _indexed(path: Path) -> list[Path]:
     try:
-        names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+        names = set(read_json(path / INDEX)["weight_map"].values())
         if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
             raise ValueError("a file's name is not plain")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

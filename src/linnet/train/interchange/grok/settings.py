@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from linnet import config as configs
 from linnet import presets
 from linnet.errors import UserError, refuse
 from linnet.families.moe.config import MoEConfig
+from linnet.json_file import read_json
 
 NAMES = {
     "vocab_size": "n_vocab",
@@ -65,7 +65,7 @@ def _published() -> MoEConfig:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}). Fix: check the path.") from None
     if not isinstance(found, dict):

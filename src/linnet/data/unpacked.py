@@ -1,0 +1,70 @@
+"""How much a packed source may unpack to: a small file that claims or gives an enormous amount (a decompression bomb) is refused."""
+
+from __future__ import annotations
+
+import io
+from os import PathLike
+from typing import Any, BinaryIO, cast
+
+from linnet.errors import UserError, refuse
+
+RATIO = 100
+"""Text compresses to a tenth, logs to a fiftieth; weights and embeddings hardly at all. Bombs reach 1,000 and more."""
+FLOOR_BYTES = 256 << 20
+"""A small source may unpack to so much, whatever its ratio."""
+FLAG = "--max-unpacked-gb"
+
+
+def max_unpacked(packed_bytes: int, limit_gb: float | None = None) -> int:
+    """The bytes that `packed_bytes` may unpack to: what the user allows, or else a multiple of the packed size."""
+    if limit_gb is None:
+        return max(FLOOR_BYTES, RATIO * packed_bytes)
+    if not 0 < limit_gb < 1e9:
+        raise refuse(FLAG, limit_gb, "a positive number of gigabytes", "use 10")
+    return int(limit_gb * 1e9)
+
+
+class UnpackBudget:
+    """Counts unpacked bytes, and refuses the source when they exceed the limit."""
+
+    def __init__(self, where: str | PathLike[str], packed_bytes: int, limit_gb: float | None = None) -> None:
+        self._where, self._packed, self._given = where, packed_bytes, limit_gb is not None
+        self.limit = max_unpacked(packed_bytes, limit_gb)
+        self.n_bytes = 0
+
+    def spend(self, n: int) -> None:
+        self.n_bytes += n
+        if self.n_bytes > self.limit:
+            raise self._exceeded()
+
+    def claim(self, n: int) -> None:
+        """Refuses a claimed size before anything is unpacked, without counting it."""
+        if n > self.limit:
+            raise self._exceeded()
+
+    def _exceeded(self) -> UserError:
+        rule = f"{FLAG} allows" if self._given else f"{RATIO} times its packed size ({self._packed:,} bytes)"
+        return UserError(
+            f"{self._where} unpacks to more than {self.limit:,} bytes, which is more than {rule}; it may be a decompression bomb. "
+            f"Fix: leave it out, or, if you trust it, allow more with {FLAG}."
+        )
+
+
+class CountedStream(io.RawIOBase):
+    """Unpacked bytes of a stream, counted against a budget while they are read."""
+
+    def __init__(self, stream: BinaryIO, budget: UnpackBudget) -> None:
+        self._stream, self._budget = stream, budget
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        self._budget.spend(len(data))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def counted(stream: BinaryIO, budget: UnpackBudget) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(CountedStream(stream, budget), 1 << 16))
