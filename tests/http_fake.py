@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
+from waiting import PATIENCE
 
 from linnet.data.tokenizer import BytesTokenizer, Tokenizer
 from linnet.errors import UserError
@@ -116,6 +117,7 @@ class FakeModel:
         seconds_a_token: float = 0.0,
         most: int = 64,
         context: int | None = None,
+        held: bool = False,
     ) -> None:
         self.template, self.context = PLAIN, context
         self.name, self.shape, self.most, self.seconds_a_token = name, shape, most, seconds_a_token
@@ -127,6 +129,10 @@ class FakeModel:
         self.running: set[str] = set()
         self.n_tokens = 0
         self.is_draining = False
+        self.gate = threading.Event()
+        """A `held` model draws no second token before this is set, so that a test decides when its requests end."""
+        if not held:
+            self.gate.set()
 
     @property
     def sessions(self) -> Sessions:
@@ -179,9 +185,11 @@ class FakeModel:
         text, drawn, reason, error = TextAssembler(self.tokenizer.id_bytes, sampling.stop), [], "length", None
         for j in range(sampling.max_tokens):
             time.sleep(self.seconds_a_token)
+            while j and not self.gate.wait(0.005) and request.id not in self.cancelled and not _is_late(request):
+                pass
             if request.id in self.cancelled:
                 reason = "cancelled"
-            elif request.deadline is not None and time.monotonic() > request.deadline:
+            elif _is_late(request):
                 reason = "deadline"
             elif b"BOOM" in self.tokenizer.decode(prompt):
                 reason, error = "error", "the batch failed"
@@ -213,6 +221,10 @@ class FakeModel:
         )
 
 
+def _is_late(request: Request) -> bool:
+    return request.deadline is not None and time.monotonic() > request.deadline
+
+
 def ask(path: str, body: Any, model: FakeModel | None = None, **more: Any) -> httpx.Response:
     async def one(client: httpx.AsyncClient) -> httpx.Response:
         return await client.post(path, json=body)
@@ -226,7 +238,7 @@ def talk(what: Callable[[httpx.AsyncClient], Awaitable[Any]], *models: Model | P
         app = make_app(given or [FakeModel()], **{"keys": (), "limits": Limits(), **more})
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with (
-            asyncio.timeout(20),  # httpx has none of its own without a socket
+            asyncio.timeout(PATIENCE),  # httpx has none of its own without a socket
             httpx.AsyncClient(transport=transport, base_url="http://test") as client,
         ):
             return await what(client)

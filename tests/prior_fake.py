@@ -35,6 +35,8 @@ class FakePrior:
         most_encodings: int = 0,
         has_gallery: bool = True,
         most: int = 64,
+        held: bool = False,
+        paced: bool = False,
     ) -> None:
         self.name, self.width, self.text_width, self.takes_text = name, width, 26, takes_text
         self.most_encodings, self.seconds_a_step, self.most = most_encodings, seconds_a_step, most
@@ -42,6 +44,12 @@ class FakePrior:
         self.requests: list[SampleRequest] = []
         self.cancelled: set[str] = set()
         self.running: set[str] = set()
+        self.gate = threading.Event()
+        """A `held` model takes no second step before this is set."""
+        if not held:
+            self.gate.set()
+        self.pace = threading.Semaphore(1) if paced else None
+        """A paced model reports its next progress only when the reader has released this for the last one."""
 
     def embed(self, texts: Sequence[str]) -> Any:
         return np.asarray([[text.lower().count(chr(97 + i)) for i in range(26)] for text in texts], np.float32)
@@ -70,14 +78,18 @@ class FakePrior:
         found = self.made(request)
         for step in range(1, n + 1):
             time.sleep(self.seconds_a_step)
+            while step > 1 and not self.gate.wait(0.005) and request.id not in self.cancelled and not _is_late(request):
+                pass
             if request.id in self.cancelled:
                 reason = "cancelled"
-            elif request.deadline is not None and time.monotonic() > request.deadline:
+            elif _is_late(request):
                 reason = "deadline"
             if reason != "stop":
                 break
             if step < n and step * parts // n > (step - 1) * parts // n:
                 noise = np.random.default_rng(step).standard_normal(self.width).astype(np.float32)
+                if self.pace is not None:
+                    self.pace.acquire()
                 on_event(Denoised(step=step, n_steps=n, start=(step * found + (n - step) * noise) / n))
         self.running.discard(request.id)
         self._end(request, on_event, reason, found, n)
@@ -93,6 +105,10 @@ class FakePrior:
         found[: min(26, self.width)] = request.text[: self.width]
         found[request.seed % self.width] += abs(request.seed - 2) / 4
         return found * np.float32(np.nan) if request.seed == 13 else found
+
+
+def _is_late(request: SampleRequest) -> bool:
+    return request.deadline is not None and time.monotonic() > request.deadline
 
 
 def ask_prior(body: Any, model: FakePrior | None = None, **more: Any) -> httpx.Response:

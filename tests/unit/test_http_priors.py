@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -82,7 +84,9 @@ def test_nearest_pictures_come_with_captions_and_cosines() -> None:
 
 def test_a_stream_tells_how_far_each_candidate_is_and_then_the_answer() -> None:
     body = {"input": "white", "n": 2, "seed": 2, "steps": 20, "nearest": 3, "stream": True, "progress": 4}
-    *told, last = events(ask_prior(body, FakePrior(seconds_a_step=0.01)))
+    model = FakePrior(paced=True)  # progress that the reader has not taken yet would be replaced by newer progress
+    assert model.pace is not None
+    *told, last = events(talk(partial(_read, body, on_progress=model.pace.release), model))
     assert {(one["candidate"], one["step"]) for one in told} == {(i, step) for i in (0, 1) for step in (4, 8, 12, 16)}
     assert {one["type"] for one in told} == {"prior.progress"}
     assert {(one["index"], one["steps"]) for one in told} == {(0, 20)}
@@ -184,9 +188,9 @@ def test_a_server_of_priors_alone_says_so_to_who_wants_text() -> None:
 
 
 def test_a_full_queue_and_a_deadline_have_their_statuses() -> None:
-    full = ask_prior({"input": "a", "n": 2}, FakePrior(most=1, seconds_a_step=0.01))
+    full = ask_prior({"input": "a", "n": 2}, FakePrior(most=1, held=True))
     assert (full.status_code, full.headers["retry-after"]) == (429, "3")
-    late = ask_prior({"input": "a", "deadline_seconds": 0.05}, FakePrior(seconds_a_step=0.01))
+    late = ask_prior({"input": "a", "deadline_seconds": 0.05}, FakePrior(held=True))
     assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline")
     few = ask_prior({"input": ["a", "b"]}, limits=Limits(answers=1))
     assert few.status_code == 400
@@ -194,7 +198,7 @@ def test_a_full_queue_and_a_deadline_have_their_statuses() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_is_cancelled(stream: bool) -> None:
-    model = FakePrior(seconds_a_step=0.01)
+    model = FakePrior(held=True)
 
     async def leave(client: httpx.AsyncClient) -> None:
         body = {"input": "a", "n": 2, "steps": 100, "stream": stream}
@@ -210,7 +214,30 @@ def test_who_leaves_is_cancelled(stream: bool) -> None:
     assert model.cancelled == {request.id for request in model.requests}
 
 
-async def _call(client: httpx.AsyncClient, body: dict[str, Any], gone: asyncio.Event) -> None:
+async def _read(body: dict[str, Any], client: httpx.AsyncClient, on_progress: Callable[[], None]) -> httpx.Response:
+    """The whole stream; `on_progress` is called as each progress event arrives."""
+    got = b""
+
+    async def take(message: dict[str, Any]) -> None:
+        nonlocal got
+        got += message.get("body", b"")
+        for _ in range(message.get("body", b"").count(b'"prior.progress"')):
+            on_progress()
+
+    await _call(client, body, asyncio.Event(), take)
+    return httpx.Response(200, content=got, headers={"content-type": "text/event-stream"})
+
+
+async def _drop(message: dict[str, Any]) -> None:
+    del message
+
+
+async def _call(
+    client: httpx.AsyncClient,
+    body: dict[str, Any],
+    gone: asyncio.Event,
+    send: Callable[[dict[str, Any]], Awaitable[None]] = _drop,
+) -> None:
     """As a server would bring it to the app."""
     incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
@@ -219,9 +246,6 @@ async def _call(client: httpx.AsyncClient, body: dict[str, Any], gone: asyncio.E
             return incoming.pop()
         await gone.wait()
         return {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        del message
 
     scope = {
         "type": "http",

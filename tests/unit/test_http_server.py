@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import httpx
 import openai
 import pytest
 from http_fake import FakeModel
+from waiting import PATIENCE, until
 
 from linnet.serve.http.app import make_app
 from linnet.serve.http.lifecycle import DrainingServer, Lifecycle, server_config
@@ -29,32 +32,25 @@ def serving(*models: FakeModel, drain_seconds: float = 5.0, **limits: Any) -> It
     server = DrainingServer(server_config(app, "127.0.0.1", 0), lifecycle, drain_seconds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    _until(lambda: server.started)
+    until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield server, f"http://127.0.0.1:{port}", thread
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
-def _until(condition: Any, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)
-
-
 def _http(url: str) -> httpx.Client:
-    return httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=10)
+    return httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
     with (
         serving(FakeModel("text"), FakeModel("pixels", shape=(2, 2, 3))) as (_, url, _),
-        openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=10) as client,
+        openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE) as client,
     ):
         yield client
 
@@ -141,15 +137,19 @@ def test_openai_sees_its_own_errors(client: openai.OpenAI) -> None:
 
 
 def test_a_client_that_drops_its_connection_cancels_at_once() -> None:
-    model = FakeModel(seconds_a_token=0.005)
-    body = {"prompt": "abc", "max_tokens": 10_000}
+    """The model is held, so a request ends only by being cancelled."""
+    model, body = FakeModel(held=True), {"prompt": "abc", "max_tokens": 10_000}
     with serving(model) as (_, url, _), _http(url) as http:
         with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             next(response.iter_bytes())
-        _until(lambda: not model.running, 1)
-        with pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/completions", json=body, timeout=0.1)
-        _until(lambda: len(model.requests) == 2 and not model.running, 1)
+        until(lambda: not model.running)
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as line:
+            text = json.dumps(body)
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer {KEY}\r\n"
+            line.sendall(f"{head}content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())
+            until(lambda: len(model.requests) == 2)
+        until(lambda: not model.running)
     assert model.cancelled == {request.id for request in model.requests}
 
 
@@ -160,8 +160,8 @@ def test_headers_are_bounded() -> None:
 
 
 def test_a_signal_lets_what_runs_come_to_its_end() -> None:
-    model = FakeModel(seconds_a_token=0.01)
-    with serving(model) as (server, url, thread), _http(url) as http:
+    model = FakeModel(held=True)
+    with serving(model, drain_seconds=PATIENCE) as (server, url, thread), _http(url) as http:
         with http.stream(
             "POST", "/v1/completions", json={"prompt": "abc", "max_tokens": 90, "stream": True}
         ) as running:
@@ -173,14 +173,15 @@ def test_a_signal_lets_what_runs_come_to_its_end() -> None:
                 assert other.get("/ready").status_code == 503
                 assert other.get("/health").status_code == 200
                 assert other.post("/v1/completions", json={"prompt": "a"}).status_code == 503
+            model.gate.set()
             assert list(lines)[-2] == "data: [DONE]"
-        thread.join(5)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     assert not model.cancelled
 
 
 def test_a_drain_has_a_limit() -> None:
-    model = FakeModel(seconds_a_token=0.01)
+    model = FakeModel(held=True)
     with (
         serving(model, drain_seconds=0.2) as (server, url, thread),
         _http(url) as http,
@@ -188,6 +189,6 @@ def test_a_drain_has_a_limit() -> None:
     ):
         next(running.iter_lines())
         server.handle_exit(signal.SIGTERM, None)
-        thread.join(8)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     assert model.cancelled == {model.requests[0].id}

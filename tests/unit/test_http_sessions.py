@@ -65,10 +65,16 @@ def test_a_state_larger_than_other_bodies_may_be_is_taken_back() -> None:
 def test_a_session_serves_one_call_at_a_time() -> None:
     async def two(client: httpx.AsyncClient) -> list[int]:
         await client.post("/v1/sessions", json={})
-        calls = [client.post("/v1/completions", json={**ASK, "session": "session-0"}) for _ in range(2)]
+        body = {**ASK, "session": "session-0"}
+        calls = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)]
+        await asyncio.wait(
+            calls, return_when=asyncio.FIRST_COMPLETED
+        )  # the one that is refused: the model holds the other
+        model.gate.set()
         return sorted(response.status_code for response in await asyncio.gather(*calls))
 
-    assert talk(two, FakeModel(seconds_a_token=0.02)) == [200, 409]
+    model = FakeModel(held=True)
+    assert talk(two, model) == [200, 409]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -179,7 +185,7 @@ def test_a_partial_picture_has_its_own_index_even_where_some_came_together() -> 
 
 
 def test_pictures_are_sent_while_they_grow() -> None:
-    model = FakeModel(shape=(4, 4, 3), seconds_a_token=0.004)
+    model = FakeModel(shape=(4, 4, 3), seconds_a_token=0.02)
     response = ask("/v1/images/generations", {"stream": True, "partial_images": 3}, model)
     told = [part.split("\ndata: ") for part in response.text.split("\n\n") if part]
     assert [name for name, _ in told][-1] == "event: image_generation.completed"

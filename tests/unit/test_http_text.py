@@ -259,7 +259,7 @@ def test_a_stream_that_fails_says_so_in_its_last_event() -> None:
         ask(
             "/v1/completions",
             {"prompt": "abc", "stream": True, "deadline_seconds": 0.02},
-            FakeModel(seconds_a_token=0.01),
+            FakeModel(held=True),
         )
     )
     assert last["error"]["code"] == "deadline"
@@ -269,7 +269,7 @@ def test_endings_from_outside_are_errors() -> None:
     failed = ask("/v1/completions", {"prompt": "BOOM"})
     assert failed.status_code == 500
     assert failed.json()["error"]["type"] == "server_error"
-    slow = ask("/v1/completions", {"prompt": "a", "deadline_seconds": 0.02}, FakeModel(seconds_a_token=0.01))
+    slow = ask("/v1/completions", {"prompt": "a", "deadline_seconds": 0.02}, FakeModel(held=True))
     assert slow.status_code == 504
     assert slow.headers["x-should-retry"] == "false"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from http_fake import FakeModel
 from prometheus_client.parser import text_string_to_metric_families
 from replica_fakes import FakeFleet, Harm, fronted
+from waiting import eventually
 
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Limits
@@ -54,10 +54,14 @@ async def dies_after_the_head(reader: asyncio.StreamReader, writer: asyncio.Stre
 
 
 def test_calls_go_where_the_fewest_are() -> None:
-    models = [FakeModel(seconds_a_token=0.05), FakeModel(seconds_a_token=0.05)]
+    models = [FakeModel(held=True), FakeModel(held=True)]
 
     async def four(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
-        answers = await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(4)))
+        calls = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(4)]
+        await eventually(lambda: sum(len(model.requests) for model in models) == 4)
+        for model in models:
+            model.gate.set()
+        answers = await asyncio.gather(*calls)
         assert [answer.json()["choices"][0]["text"] for answer in answers] == ["abca"] * 4
         assert [one.n_running for one in fleet.ready] == [0, 0]
 
@@ -66,7 +70,7 @@ def test_calls_go_where_the_fewest_are() -> None:
 
 
 def test_a_full_replica_sends_to_another_and_only_a_full_house_is_429() -> None:
-    slow = [FakeModel(seconds_a_token=0.1, most=1), FakeModel(seconds_a_token=0.1, most=1)]
+    slow = [FakeModel(held=True, most=1), FakeModel(held=True, most=1)]
 
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
         first = asyncio.create_task(client.post("/v1/completions", json=ASK))
@@ -80,6 +84,8 @@ def test_a_full_replica_sends_to_another_and_only_a_full_house_is_429() -> None:
         assert third.status_code == 429
         assert third.json()["error"]["code"] == "queue_full"
         assert third.headers["retry-after"] == "3"
+        for model in slow:
+            model.gate.set()
         assert [(await one).status_code for one in (first, second)] == [200, 200]
 
     talk(ask, *slow)
@@ -159,7 +165,7 @@ def test_without_a_replica_the_front_says_so_and_lives() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_cancels_its_request_on_the_replica(stream: bool) -> None:
-    model = FakeModel(seconds_a_token=0.01)
+    model = FakeModel(held=True)
 
     async def leave(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
         app = client._transport.app  # type: ignore[attr-defined]
@@ -190,10 +196,7 @@ def test_a_client_that_leaves_cancels_its_request_on_the_replica(stream: bool) -
             await asyncio.sleep(0.01)
         gone.set()
         await call
-        began = time.monotonic()
-        while model.running:
-            assert time.monotonic() - began < 5, "its replica goes on for nobody"
-            await asyncio.sleep(0.01)
+        await eventually(lambda: not model.running)
         assert fleet.ready[0].n_running == 0
 
     talk(leave, model)
@@ -204,14 +207,19 @@ def test_keys_names_and_limits_are_the_fronts() -> None:
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
         assert (await client.post("/v1/completions", json=ASK)).status_code == 401
         known = {"authorization": "Bearer a-secret-key"}
-        calls = [client.post("/v1/completions", json=ASK, headers=known) for _ in range(3)]
+        calls = [asyncio.create_task(client.post("/v1/completions", json=ASK, headers=known)) for _ in range(3)]
+        await asyncio.wait(
+            calls, return_when=asyncio.FIRST_COMPLETED
+        )  # the one that is refused: the models hold the others
+        for model in slow:
+            model.gate.set()
         statuses = sorted(answer.status_code for answer in await asyncio.gather(*calls))
         assert statuses == [200, 200, 429], "calls of one key over both replicas"
         large = await client.post("/v1/tokenize", json={"text": "x" * 5000}, headers=known)
         assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
 
     limits = Limits(calls_per_key=2, body_bytes=2000)
-    slow = [FakeModel(seconds_a_token=0.02), FakeModel(seconds_a_token=0.02)]
+    slow = [FakeModel(held=True), FakeModel(held=True)]
     talk(ask, *slow, keys=("a-secret-key",), limits=limits, state_bytes=3)
 
     async def foreign(client: httpx.AsyncClient, fleet: FakeFleet) -> httpx.Response:
