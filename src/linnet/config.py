@@ -8,7 +8,9 @@ import json
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from linnet.errors import UserError, refuse
 from linnet.families.moe.config import MoEConfig
@@ -16,6 +18,7 @@ from linnet.families.prior.config import PriorConfig
 from linnet.families.vq.config import VQConfig
 from linnet.json_file import read_json
 from linnet.mesh import ROW_AXES, n_row_parts, parse_mesh
+from linnet.tuning import LoraConfig, Parent
 
 EMBEDDED_CORPUS = "python-stdlib"
 EMOJI_PAIRS = "emoji-pairs"
@@ -252,6 +255,9 @@ class RunConfig:
     data: DataConfig | PairsConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    parent: Annotated[Parent | None, tyro.conf.Suppress] = None
+    """What a fine-tuned run started from (`linnet train --from`); none: random weights."""
 
     def __post_init__(self) -> None:
         for name, known in (("model", MODELS), ("data", DATA)):

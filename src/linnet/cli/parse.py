@@ -53,7 +53,15 @@ class RunFlags:
 
     config: Annotated[tyro.conf.AvoidSubcommands[RunConfig], tyro.conf.arg(name="")]
     out: Path | None = None
-    """The run's folder; runs/PRESET if not given. A run that is there already is continued."""
+    """The run's folder; runs/PRESET (with --from: runs/NAME-tuned) if not given. A run that is there already is continued."""
+    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """Fine-tune: start from the weights, codebooks, tokenizer and model settings of a run, of an import, or of a file written by
+    `linnet export`; in place of PRESET. Defaults: its optimizer at a tenth of its peak learning rate, a cosine schedule over at most
+    1,000 steps, 5% of them warm-up; with --lora.rank: adamw at 2e-3. Flags override all of them."""
+    checkpoint: str = "best"
+    """Of the run in --from: best (by validation loss), latest or a step."""
+    keep_optimizer: bool = False
+    """With --from RUN: take over its optimizer state too (the learning-rate schedule starts anew)."""
     quiet: bool = False
     """No progress."""
 
@@ -68,6 +76,18 @@ def parse_run(argv: list[str], command: str, words: str, base: RunConfig | None 
         parse(RunFlags, ["--help"], f"{command} PRESET", words, RunFlags(config=presets.get("quickstart")))
     config = base_config(argv[0]) if base is None else base
     return parse(RunFlags, argv[1:], f"{command} {argv[0]}", words, RunFlags(config=config))
+
+
+def flag_value(argv: list[str], flag: str) -> str | None:
+    """What a flag is set to, where it is given: `--flag VALUE` or `--flag=VALUE`, with - and _ alike."""
+    for i, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") != flag:
+            continue
+        if not equals and i + 1 == len(argv):
+            raise UserError(f"{flag} needs a value. Fix: {flag} VALUE.")
+        return value if equals else argv[i + 1]
+    return None
 
 
 def config_first(argv: list[str]) -> list[str]:

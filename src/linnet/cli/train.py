@@ -6,24 +6,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linnet.cli.parse import config_first, parse_run
+from linnet.cli.finetune import parse_fine_tuning
+from linnet.cli.parse import config_first, flag_value, parse_run
 from linnet.config import RunConfig
+from linnet.errors import refuse
 
 if TYPE_CHECKING:
     from linnet.train.interchange.dalle2_parts import Parts
 
 WORDS = """Trains a model. The same command continues a run that was interrupted, exactly.
 
+PRESET starts from random weights. --from RUN|FILE in place of PRESET fine-tunes what you have, on --data.source, into a new run.
+
 --config FILE.json in place of PRESET: a run's config.json, or a settings file of DALLE2-pytorch's prior as it is, whose paths
 --data.images, --data.texts and --data.metadata (or --data.source) replace."""
 
 
 def train_command(argv: list[str]) -> int:
+    origin = flag_value(argv, "--from")
+    if origin is not None:
+        config, out, quiet = parse_fine_tuning(argv, Path(origin), WORDS)
+        return run_training(config, out, quiet)
     argv = config_first(argv)
     parts = _reference(argv)
     if parts is not None:
         return _train_reference(argv, parts)
     flags = parse_run(argv, "train", WORDS)
+    if flags.keep_optimizer:
+        raise refuse("--keep-optimizer", True, "used with --from RUN, whose optimizer state it keeps", "add --from RUN")
     out = flags.out or default_folder(argv[0], flags.config.preset)
     return run_training(flags.config, out, flags.quiet)
 

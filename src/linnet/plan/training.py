@@ -24,6 +24,7 @@ from linnet.plan import program
 from linnet.plan.compiling import compile_for_reading
 from linnet.plan.hlo import Instruction
 from linnet.plan.outcome import MOST_DEVICES, Memory, Plan, useful_flops
+from linnet.train.lora import trainable_specs
 from linnet.train.optim import optimizer as make_optimizer
 from linnet.train.state import abstract_state
 from linnet.train.step import make_step
@@ -56,7 +57,7 @@ def _compiled(cfg: RunConfig) -> tuple[Memory, program.Program]:
     """One part may stand for several meshes."""
     mesh = sharding.make_mesh(parse_mesh(cfg.mesh))
     family: Family = registry.get(cfg.family)
-    optimizer = make_optimizer(cfg.optim, family.param_specs(cfg.model))
+    optimizer = make_optimizer(cfg.optim, trainable_specs(family, cfg))
     state = abstract_state(family, cfg, optimizer, mesh)
     batch = abstract_batch(cfg, family, mesh)
     with jax.set_mesh(mesh):
@@ -69,7 +70,7 @@ def _compiled(cfg: RunConfig) -> tuple[Memory, program.Program]:
         element=4 if isinstance(cfg.model, PriorConfig) else jnp.dtype(cfg.model.dtype).itemsize,
     )
     memory = Memory(
-        parameters=sharding.bytes_per_device(state.params),
+        parameters=sharding.bytes_per_device((state.params, state.base)),
         optimizer=sharding.bytes_per_device(state.opt_state),
         average=sharding.bytes_per_device(state.ema),
         codebooks=sharding.bytes_per_device(state.buffers),

@@ -67,6 +67,10 @@ class Checkpoints:
         losses, steps = self._losses(), self.steps()
         return min((step for step in steps if step in losses), key=lambda step: (losses[step], step), default=None)
 
+    def chosen(self, step: int | str) -> int:
+        """The committed step that a number, "best" or "latest" names."""
+        return self._newest({}) if step == "latest" else self._chosen(step)
+
     def restore(
         self, target: Any, step: int | Literal["latest", "best"] = "latest", *, set_aside: bool = False
     ) -> Restored:
@@ -85,11 +89,11 @@ class Checkpoints:
         while True:
             number = together.decided(lambda: self._newest(damaged))
             try:
-                restored = snapshot.read(self._path(number), target)
+                restored = snapshot.read(self.path(number), target)
                 break
             except Damaged as why:
                 # If it is not there, the training has deleted an old one meanwhile.
-                if together.decided(lambda: self._path(number).exists()):  # noqa: B023, called at once
+                if together.decided(lambda: self.path(number).exists()):  # noqa: B023, called at once
                     damaged[number] = str(why)
         # Only now: when nothing at all can be read, the fault may lie elsewhere, and nothing is renamed.
         together.decided(lambda: self._pass_over(damaged, restored.step, set_aside=set_aside))
@@ -113,7 +117,7 @@ class Checkpoints:
             if self._writer is None:
                 self._writer = Writer()
             self._in_flight = (step, need)
-            self._writer.write(self._path(step), step, copy, extra)
+            self._writer.write(self.path(step), step, copy, extra)
         except Exception as error:
             raise self._failed(step, need, error) from error
         if wait:
@@ -157,7 +161,7 @@ class Checkpoints:
 
     # The files.
 
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
         return self.folder / f"{step:09d}"
 
     def _chosen(self, step: int | str) -> int:
@@ -195,7 +199,7 @@ class Checkpoints:
 
     def _restore_one(self, target: Any, step: int) -> Restored:
         try:
-            return snapshot.read(self._path(step), target)
+            return snapshot.read(self.path(step), target)
         except Damaged as why:
             raise UserError(
                 f"The checkpoint of step {step} in {self.folder} is damaged ({why}). "
@@ -215,7 +219,7 @@ class Checkpoints:
         """Renames a damaged checkpoint and forgets its loss. An earlier one of the same step keeps its name."""
         names = (f"{DAMAGED}{step:09d}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 10_000))))
         name = next(name for name in names if not (self.folder / name).exists())
-        self._path(step).rename(self.folder / name)
+        self.path(step).rename(self.folder / name)
         self._write_losses({s: loss for s, loss in self._losses().items() if s != step})
         return name
 
@@ -227,9 +231,9 @@ class Checkpoints:
         _sync(self.folder)  # What replaces the old ones must be on the disk before they go.
         for step in self.steps():
             if step not in stay:
-                gone = self.folder / f"{DELETED}{self._path(step).name}"
+                gone = self.folder / f"{DELETED}{self.path(step).name}"
                 try:
-                    self._path(step).rename(gone)
+                    self.path(step).rename(gone)
                 except OSError as error:
                     log.warning("The old checkpoint of step %d cannot be deleted (%s).", step, error)
                 shutil.rmtree(gone, ignore_errors=True)
@@ -251,7 +255,7 @@ class Checkpoints:
                 self._writer.close()
             self._writer = None
         if jax.process_index() == 0:
-            shutil.rmtree(self.folder / f"{self._path(step).name}{TEMPORARY}", ignore_errors=True)
+            shutil.rmtree(self.folder / f"{self.path(step).name}{TEMPORARY}", ignore_errors=True)
         intact = f"Earlier checkpoints are intact: {self.steps() or 'there are none yet'}."
         if isinstance(error, Deserted):
             return CheckpointError(

@@ -36,19 +36,31 @@ def check_folder(cfg: RunConfig, folder: RunFolder) -> RunConfig | None:
     if not folder.config.exists():
         return None
     old = configs.load(folder.config)
-    changed = sorted(
-        name for name, value in _flat(old).items() if value != _flat(cfg)[name] and name not in FREE_TO_CHANGE
-    )
+    ours, theirs = _flat(cfg), _flat(old)
+    names = (ours.keys() | theirs.keys()) - FREE_TO_CHANGE
+    changed = sorted(name for name in names if ours.get(name) != theirs.get(name))
     if stored_weights.is_weights_alone(folder.path):  # nothing was trained yet: only the model is settled
         changed = [name for name in changed if name.startswith(("model", "family"))]
     if changed:
         name = changed[0]
         more = f" (and {', '.join(changed[1:])})" if len(changed) > 1 else ""
         raise UserError(
-            f"{folder.path} holds a run with {name} = {_flat(old)[name]!r}, but you ask for {_flat(cfg)[name]!r}{more}. "
-            "Fix: choose another folder with --out, or the same settings to go on with that run."
+            f"{folder.path} holds a run with {name} = {_flat(old).get(name)!r}, but you ask for {_flat(cfg).get(name)!r}{more}. "
+            f"Fix: {_instead(folder, changed)}"
         )
     return old
+
+
+def _instead(folder: RunFolder, changed: list[str]) -> str:
+    """What would do what was asked for. A new folder alone starts from random weights, so the advice says so."""
+    same = f"give the same settings to continue that run (`linnet train {folder.path}`)"
+    if any(name.startswith(("model.", "family", "parent")) for name in changed):
+        return f"{same}, or train another model from random weights with another --out."
+    flag = f"--{changed[0].replace('_', '-')}"
+    return (
+        f"{same}; to start a new run from its weights, `linnet train --from {folder.path} {flag} .. --out ANOTHER`; --out without "
+        "--from starts from random weights."
+    )
 
 
 def _flat(cfg: RunConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 
 from linnet.config import RunConfig
+from linnet.data.tokenizer import Tokenizer
 from linnet.train.state import TrainState
 
 Watch = Callable[[Iterable[Any], str, int], Iterable[Any]]
@@ -100,15 +101,16 @@ class Judge(Protocol):
         ...
 
 
-def open_judge(cfg: RunConfig) -> Judge:
-    """Opens the run's data, or says what is wrong with it before anything starts."""
+def open_judge(cfg: RunConfig, tokenizer: Tokenizer | None = None) -> Judge:
+    """Opens the run's data, or says what is wrong with it before anything starts. `tokenizer`: what the data must be made with, where
+    the run has none of its own yet."""
     if cfg.family == "prior":
         from linnet.train.judge_prior import PriorJudge
 
         return PriorJudge(cfg)
     from linnet.train.judge_tokens import TokenJudge
 
-    return TokenJudge(cfg)
+    return TokenJudge(cfg, tokenizer)
 
 
 def scalars(values: dict[str, jax.Array]) -> dict[str, Any]:

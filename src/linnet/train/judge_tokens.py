@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from linnet.config import RunConfig
 from linnet.data import Batch, open_data
+from linnet.data.tokenizer import Tokenizer
 from linnet.families import registry
 from linnet.train import vocabulary
 from linnet.train.evaluate import evaluate, make_nats
@@ -21,9 +22,11 @@ class TokenJudge:
     unit = "tok"
     n_test = 0
 
-    def __init__(self, cfg: RunConfig) -> None:
+    def __init__(self, cfg: RunConfig, tokenizer: Tokenizer | None = None) -> None:
         self._cfg, self._family = cfg, registry.tokens(cfg.family)
         self._data = open_data(cfg.tokens, cfg.seed)
+        if tokenizer is not None and cfg.parent is not None:
+            vocabulary.must_match(Path(cfg.parent.path), self._data, tokenizer)
         self._data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
         self._nats = make_nats(self._family, cfg)
         self._bytes_per_token = self._data.train.n_bytes / self._data.train.n_tokens

@@ -18,10 +18,11 @@ from linnet import config as configs
 from linnet import params as weights
 from linnet import sharding
 from linnet.config import RunConfig
-from linnet.errors import UserError
+from linnet.errors import UserError, refuse
 from linnet.families import registry
 from linnet.families.family import Family
-from linnet.train import environment, together
+from linnet.train import environment, lora_base, together
+from linnet.train import parent as parents
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.continuing import check_folder
 from linnet.train.folder import RunFolder
@@ -29,11 +30,12 @@ from linnet.train.interchange import stored_weights
 from linnet.train.interrupt import Interrupt, watch
 from linnet.train.judge import Interrupted, Judge, Judged, open_judge
 from linnet.train.lockstep import Lockstep, Wish
+from linnet.train.lora import trainable_specs
 from linnet.train.metrics import MetricsLog, NoMetrics, open_trackers, require_trackers
 from linnet.train.optim import optimizer as make_optimizer
 from linnet.train.optim import schedule
 from linnet.train.progress import Progress
-from linnet.train.state import TrainState, abstract_state, begin_from, fresh_state
+from linnet.train.state import TrainState, abstract_state, fresh_state
 from linnet.train.step import compile_step
 from linnet.train.throughput import Meter, matmul_flops
 from linnet.train.watch_cluster import watched
@@ -60,13 +62,17 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
     """Trains a run to its end, from its last checkpoint if it has one. `stop_at` ends this part early, saved, as if interrupted."""
     require_trackers(cfg.train.trackers)
     mesh = sharding.open_mesh(cfg.mesh)
-    judge = open_judge(cfg)
+    trainable_specs(registry.get(cfg.family), cfg)  # refuses adapters that do not fit the model
+    begins = starts_from_parent(cfg, folder)
+    judge = open_judge(cfg, parents.tokenizer_of(cfg) if begins else None)
     with contextlib.ExitStack() as stack:
 
         def open_folder() -> None:
             """By the first process: it alone writes there, but for the others' shares of a checkpoint."""
             old = check_folder(cfg, folder)
-            if stored_weights.is_weights_alone(folder.path):
+            if begins:
+                parents.check_parent(cfg)
+            elif stored_weights.is_weights_alone(folder.path) and not cfg.lora.rank:
                 stored_weights.must_be_trainable(folder.path)
             folder.create()
             stack.enter_context(folder.lock())
@@ -81,6 +87,16 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, keep=cfg.train.keep))
         quiet = quiet or not _is_first()
         return _Run(cfg, folder, mesh, judge, checkpoints, interrupt, quiet).to_end(stop_at)
+
+
+def starts_from_parent(cfg: RunConfig, folder: RunFolder) -> bool:
+    """A fine-tuned run reads its parent once: from its checkpoint of step 0 on it is complete by itself."""
+    if stored_weights.is_weights_alone(folder.path) or Checkpoints(folder.checkpoints, keep=1).steps():
+        return False
+    if cfg.lora.rank and cfg.parent is None:
+        fix = "add --from RUN, or leave --lora.rank out"
+        raise refuse("lora.rank", cfg.lora.rank, "used with --from: adapters need weights to adapt", fix)
+    return cfg.parent is not None
 
 
 def _is_first() -> bool:
@@ -105,10 +121,14 @@ class _Run:
         self.interrupt, self.quiet = interrupt, quiet
         self.lockstep = Lockstep(mesh)
         self.family: Family = registry.get(cfg.family)
-        self.optimizer: optax.GradientTransformation = make_optimizer(cfg.optim, self.family.param_specs(cfg.model))
+        self.optimizer: optax.GradientTransformation = make_optimizer(cfg.optim, trainable_specs(self.family, cfg))
         self.share = sharding.share_here(cfg.data.batch_size, mesh, self.family.RULES)
         self.saved_at = self.judged_at = time.monotonic()
         self.alarmed: set[int] = set()
+        parent = cfg.parent
+        self.origin = (
+            "imported weights" if parent is None else f"{parent.path} (step {parent.step}, {parent.fingerprint[:12]})"
+        )
 
     def to_end(self, stop_at: int | None) -> Outcome:
         cfg = self.cfg
@@ -129,13 +149,12 @@ class _Run:
             judged, tested = together.decided(lambda: self._figures_kept(start))
             self._introduce(start)
             evaluation = None
-            if start and self._eval_due(start) and not judged:
-                evaluation = self._evaluate(
-                    state, start
-                )  # it was interrupted between its checkpoint and its evaluation
+            # Interrupted between its checkpoint and its evaluation; or fine-tuned, where step 0 tells what the parent achieves.
+            if (start or self.cfg.parent is not None) and self._eval_due(start) and not judged:
+                evaluation = self._evaluate(state, start)
             state, step, latest = self._steps(state, start, end)
             evaluation = latest or evaluation
-            self.checkpoints.save(step, state, extra=self._extra(), wait=True)
+            self._save(step, state, wait=True)
             if step < total:
                 self._event(step, "interrupted", f"Stopped at step {step} of {total}. Run the same command to go on.")
                 return Outcome(step=step, finished=False, evaluation=evaluation)
@@ -160,16 +179,19 @@ class _Run:
         return [judged, any(record["kind"] == "test" for record in kept)]
 
     def _restore_or_begin(self) -> tuple[TrainState, int]:
+        """The state to continue from, its step; and, in `self.origin`, where its weights came from."""
         if stored_weights.is_weights_alone(self.folder.path):
-            specs, rules = self.family.param_specs(self.cfg.model), self.family.RULES
-            given = stored_weights.trainable_weights(
-                self.folder.path, specs, lambda spec, leaf: sharding.put(leaf, spec.axes, self.mesh, rules)
+            self.origin = "imported weights"
+            return self._begun(
+                parents.begin_from_weights(self.family, self.cfg, self.optimizer, self.mesh, self.folder.path)
             )
-            return begin_from(self.family, self.cfg, self.optimizer, given, self.mesh), 0
         if together.decided(lambda: not self.checkpoints.steps()):
+            if self.cfg.parent is not None:
+                return self._begun(parents.begin(self.family, self.cfg, self.optimizer, self.mesh))
+            self.origin = f"random weights (seed {self.cfg.seed})"
             return fresh_state(self.family, self.cfg, self.optimizer, self.mesh), 0
         target = abstract_state(self.family, self.cfg, self.optimizer, self.mesh)
-        restored = self.checkpoints.restore(target, set_aside=True)
+        restored = lora_base.restore(self.folder.path, self.checkpoints, target, set_aside=True)
         theirs = restored.extra.get("data")
         if theirs is not None and theirs != self.judge.fingerprint:
             raise UserError(
@@ -179,8 +201,22 @@ class _Run:
             )
         return restored.state, restored.step
 
+    def _begun(self, state: TrainState) -> tuple[TrainState, int]:
+        """Saved at once where something outside the run was read: from here on the run is complete by itself."""
+        if state.base is not None:
+            lora_base.store(self.folder.path, state.base)
+        if self.cfg.parent is not None or state.base is not None:
+            self._save(0, state, wait=True)
+        return state, 0
+
+    def _save(self, step: int, state: TrainState, wait: bool = False) -> None:
+        self.checkpoints.save(step, lora_base.without_base(state), extra={"data": self.judge.fingerprint}, wait=wait)
+
     def _introduce(self, start: int) -> None:
         count = weights.count(self.family.param_specs(self.cfg.model))
+        amount = f"{count:,} parameters"
+        if self.cfg.lora.rank:
+            amount = f"{weights.count(trainable_specs(self.family, self.cfg)):,} of {amount} trained"
         described = self.judge.describe()
         if _is_first():
             (self.folder.path / "data.json").write_text(json.dumps(described, indent=2) + "\n")
@@ -190,8 +226,8 @@ class _Run:
         self._event(
             start,
             what,
-            f"{'Resuming' if start else 'Starting'} at step {start} of {self.cfg.optim.total_steps}: {count:,} parameters, "
-            f"{self.judge.amount()}{self._spread()}.",
+            f"{'Resuming' if start else 'Starting'} at step {start} of {self.cfg.optim.total_steps}"
+            f"{'' if start else f' from {self.origin}'}: {amount}, {self.judge.amount()}{self._spread()}.",
         )
 
     def _spread(self) -> str:
@@ -251,7 +287,7 @@ class _Run:
         every_steps = train.checkpoint_every and step % train.checkpoint_every == 0
         if not (eval_due or every_steps or agreed.save):
             return None
-        self.checkpoints.save(step, state, extra=self._extra())
+        self._save(step, state)
         self.saved_at = time.monotonic()
         evaluation = self._evaluate(state, step) if eval_due else None
         meter.pause(time.perf_counter() - start)
@@ -279,7 +315,7 @@ class _Run:
         best = together.decided(self.checkpoints.best)
         if best is not None and best != step:
             target = abstract_state(self.family, self.cfg, self.optimizer, self.mesh)
-            state = self.checkpoints.restore(target, "best").state
+            state = lora_base.restore(self.folder.path, self.checkpoints, target, "best").state
         with contextlib.suppress(Interrupted):
             result = self.judge.test(state, step if best is None else best, self.folder.path, self._watched)
             self.metrics.write("test", step, **result.record)
@@ -326,15 +362,12 @@ class _Run:
         if bad >= self.cfg.train.max_bad_steps:
             self._event(step, "failed", f"{bad} updates in a row were not finite.")
             saved = int(state.step)
-            self.checkpoints.save(saved, state, extra=self._extra(), wait=True)
+            self._save(saved, state, wait=True)
             raise NotFinite(
                 f"{bad} updates in a row had a loss or gradient that is not finite, so the run stops at step {step}. The weights of "
                 f"the last good update are saved as step {saved}. "
                 "Fix: lower --optim.lr, lengthen --optim.warmup-steps, or look at the data with `linnet report`."
             )
-
-    def _extra(self) -> dict[str, Any]:
-        return {"data": self.judge.fingerprint}
 
     def _event(self, step: int, event: str, message: str) -> None:
         self.metrics.write("event", step, event=event, message=message)

@@ -18,12 +18,15 @@ from linnet.families import registry
 from linnet.families.family import Family, TokenFamily
 from linnet.families.parts import check_serving, put_weights
 from linnet.mesh import n_devices, parse_mesh
+from linnet.train import lora_base
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.folder import RunFolder
 from linnet.train.interchange import stored_weights
+from linnet.train.lora import trainable_specs
 from linnet.train.optim import optimizer
 from linnet.train.state import TrainState, abstract_state, fresh_buffers, model_weights, start_from
 from linnet.train.vocabulary import Vocabulary, read_vocabulary
+from linnet.tuning import LoraConfig
 from linnet.weights import Weights
 
 
@@ -75,7 +78,7 @@ def open_run(path: Path, which: str = "best", weights: Weights = "float32", mesh
     specs = family.param_specs(cfg.model)
     params = quant.lower(params, specs, weights)
     return Run(
-        cfg=cfg,
+        cfg=dataclasses.replace(cfg, lora=LoraConfig()),  # adapters are merged
         family=family,
         params=params if mesh is None else put_weights(specs, params, mesh, family.RULES),
         buffers=buffers,
@@ -106,10 +109,17 @@ def open_state(path: Path, which: str, mesh: Mesh | None = None) -> tuple[RunCon
     folder = RunFolder(path)
     cfg = configs.load(folder.config)
     family = registry.get(cfg.family)
-    target = abstract_state(family, cfg, optimizer(cfg.optim, family.param_specs(cfg.model)), mesh)
+    target = abstract_state(family, cfg, optimizer(cfg.optim, trainable_specs(family, cfg)), mesh)
     with Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
-        restored = checkpoints.restore(target, _chosen(checkpoints, which))
+        restored = lora_base.restore(path, checkpoints, target, _chosen(checkpoints, which))
     return cfg, restored.state, restored.step
+
+
+def checkpoint_step(path: Path, which: str) -> int:
+    """The step of the checkpoint that `which` (best, latest or a step) names."""
+    folder = RunFolder(path)
+    with Checkpoints(folder.checkpoints, keep=1) as checkpoints:
+        return checkpoints.chosen(_chosen(checkpoints, which))
 
 
 def _chosen(checkpoints: Checkpoints, which: str) -> int | Literal["latest", "best"]:

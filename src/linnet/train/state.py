@@ -15,6 +15,7 @@ from linnet import rng, sharding
 from linnet.config import RunConfig
 from linnet.families.family import Family
 from linnet.pytree import leaf_name, named_leaves, pytree, replace
+from linnet.train.lora import trainable_specs, weights_of
 
 
 @pytree
@@ -33,6 +34,8 @@ class TrainState:
     """Updates skipped because something was not finite."""
     bad_run: Int[Array, ""]
     """How many of the latest updates in a row were skipped."""
+    base: Any = None
+    """With adapters: the frozen weights. They are stored once beside the checkpoints, not in each of them."""
 
 
 def fresh_state(
@@ -59,8 +62,12 @@ def fresh_buffers(family: Family, cfg: RunConfig) -> Any:
 def start_from(
     family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, params: Any, buffers: Any
 ) -> TrainState:
-    """Step 0 with given weights: a fresh run, or an imported model."""
+    """Step 0 with given weights: a fresh run, an imported model, or the base of adapters."""
+    base = None
+    if cfg.lora.rank:
+        base, params = params, weights.init(trainable_specs(family, cfg), rng.stream(rng.root(cfg.seed), "adapters"))
     return TrainState(
+        base=base,
         step=jnp.zeros((), jnp.int32),
         params=params,
         buffers=buffers,
@@ -75,15 +82,24 @@ def start_from(
 
 
 def begin_from(
-    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, params: Any, mesh: Mesh
+    family: Family,
+    cfg: RunConfig,
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    mesh: Mesh,
+    buffers: Any = None,
+    **kept: Any,
 ) -> TrainState:
-    """Step 0 with weights that lie on the mesh already, and are given away; all the rest is made where it lies."""
-    begin = jax.jit(
-        lambda params: start_from(family, cfg, optimizer, params, fresh_buffers(family, cfg)),
-        out_shardings=state_shardings(family, cfg, optimizer, mesh),
-        donate_argnums=0,
-    )
-    return begin(params)
+    """Step 0 with weights that lie on the mesh already, and are given away; all the rest is made where it lies. Buffers are fresh
+    where none are given; `kept` are other fields of the state (opt_state, ema) to take over where they are not None."""
+    given = {name: value for name, value in kept.items() if value is not None}
+
+    def start(params: Any, buffers: Any, given: dict[str, Any]) -> TrainState:
+        buffers = fresh_buffers(family, cfg) if buffers is None else buffers
+        return replace(start_from(family, cfg, optimizer, params, buffers), **given)
+
+    begin = jax.jit(start, out_shardings=state_shardings(family, cfg, optimizer, mesh), donate_argnums=(0, 1, 2))
+    return begin(params, buffers, given)
 
 
 def abstract_state(
@@ -111,7 +127,7 @@ def state_shardings(family: Family, cfg: RunConfig, optimizer: optax.GradientTra
     rows, single numbers everywhere."""
     shapes, rules = _shapes(family, cfg, optimizer), family.RULES
     everywhere = jax.tree.map(lambda _: sharding.whole(mesh), shapes)
-    specs = family.param_specs(cfg.model)
+    specs = trainable_specs(family, cfg)
     params = sharding.shardings(specs, mesh, rules)
     carry = None
     if shapes.carry is not None:
@@ -124,6 +140,7 @@ def state_shardings(family: Family, cfg: RunConfig, optimizer: optax.GradientTra
         carry=carry,
         opt_state=_optimizer_shardings(shapes.opt_state, specs, mesh, rules),
         ema=None if shapes.ema is None else params,
+        base=None if shapes.base is None else sharding.shardings(family.param_specs(cfg.model), mesh, rules),
     )
 
 
@@ -148,5 +165,6 @@ def _optimizer_shardings(opt_state: Any, specs: Any, mesh: Mesh, rules: sharding
 
 
 def model_weights(state: TrainState) -> tuple[Any, Any]:
-    """What is evaluated, sampled and exported: the moving average where there is one."""
-    return (state.params if state.ema is None else state.ema), state.buffers
+    """What is evaluated, sampled and exported: the moving average where there is one; adapters merged into their base."""
+    params = state.params if state.ema is None else state.ema
+    return weights_of(params, state.base), state.buffers

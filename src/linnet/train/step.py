@@ -16,6 +16,7 @@ from linnet.families.family import Aux, Family, Keys
 from linnet.pytree import replace
 from linnet.train import ema as moving_average
 from linnet.train import environment
+from linnet.train.lora import weights_of
 from linnet.train.state import TrainState, state_shardings
 
 Metrics = dict[str, Array]
@@ -96,7 +97,11 @@ def _loss_and_gradient(
     """Mean over micro-batches. Rows draw their randomness by their place in the whole batch, so cutting it changes nothing."""
     n = cfg.train.accumulate
     carry = _sequence_carry(family, cfg, state)
-    gradient_of = jax.value_and_grad(family.loss, has_aux=True)
+
+    def loss_of(params: Any, *rest: Any) -> tuple[Array, Aux]:
+        return family.loss(weights_of(params, state.base), *rest)
+
+    gradient_of = jax.value_and_grad(loss_of, has_aux=True)
     if n == 1:
         (loss, aux), gradient = gradient_of(state.params, state.buffers, carry, batch, keys, 0, cfg.model)
         return loss, aux, gradient

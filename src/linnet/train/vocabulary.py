@@ -32,7 +32,7 @@ def must_match(folder: Path, data: Data, own: Tokenizer) -> None:
         raise UserError(
             f"the data at {data.cfg.source!r} was made with another tokenizer ({_name(data.tokenizer)}) than the run in {folder} "
             f"({_name(own)}). Fix: prepare it with the run's own, `linnet data prepare SOURCE --tokenizer {folder} --out DIR`, "
-            "or start a new run with --out."
+            "or train another model on it: without --from, into another --out."
         )
 
 

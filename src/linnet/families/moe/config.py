@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 from linnet.errors import refuse
 from linnet.families.hidden import ffn_size
@@ -15,6 +15,8 @@ from linnet.tokens import END, PAD
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
+    FREE_WHEN_TUNED: ClassVar[frozenset[str]] = frozenset(("context", "balance_weight", "z_weight", "dtype", "remat"))
+    """Settings that fine-tuning may change: they alter training, speed or the longest text, not the weights."""
     n_vocab: int = 259
     """Symbols the model reads and writes. Bytes: 256 + pad, end and unknown."""
     end_id: int = END

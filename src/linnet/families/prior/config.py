@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 from linnet.errors import refuse
 from linnet.families.remat import Remat
@@ -21,6 +21,25 @@ SIZES = ("dim", "depth", "n_head", "d_head", "ff_mult", "timesteps", "n_time_tok
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PriorConfig:
+    FREE_WHEN_TUNED: ClassVar[frozenset[str]] = frozenset(
+        (
+            "p_drop_attention",
+            "p_drop_ff",
+            "p_drop_text",
+            "p_drop_image",
+            "text_noise",
+            "loss",
+            "min_snr_gamma",
+            "dtype",
+            "remat",
+            "normalize_training",
+            "normalize_start",
+            "normalize_steps",
+            "normalize_final",
+            "clip_start",
+        )
+    )
+    """Settings that fine-tuning may change: they alter training, speed or sampling, not the weights or what they mean."""
     dim: int = 256
     """Width of the image's embedding and of the network."""
     text_dim: int | None = None

@@ -17,6 +17,28 @@ from linnet.tokens import END
 class VQConfig:
     context: ClassVar[int | None] = None
     """Most tokens of one text: any number."""
+    FREE_WHEN_TUNED: ClassVar[frozenset[str]] = frozenset(
+        (
+            "block_len",
+            "grad_thru_cache",
+            "p_dropemb",
+            "p_dropsin",
+            "p_dropres",
+            "p_droplyr",
+            "balance_weight",
+            "z_weight",
+            "c_beta",
+            "c_gamma",
+            "dtype",
+            "reset_at_documents",
+            "restart_dead_codes",
+            "dead_code_below",
+            "p_drop_condition",
+            "condition_noise",
+            "remat",
+        )
+    )
+    """Settings that fine-tuning may change: they alter training or speed, not the weights or what they mean."""
     n_vocab: int = 259
     """Symbols the model reads and writes. Bytes: 256 + pad, end and unknown."""
     end_id: int = END

@@ -53,6 +53,12 @@ def is_quantized(run: Path) -> bool:
     return any(leaf["dtype"] == "I8" for leaf in _index(run).values())
 
 
+def fingerprint(run: Path) -> str:
+    """Of all leaves: their names, shapes, types and SHA-256."""
+    known = {name: [leaf["shape"], leaf["dtype"], leaf["sha256"]] for name, leaf in _index(run).items()}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
 # Writing.
 
 
@@ -167,17 +173,12 @@ def read_weights(
     return tree
 
 
-def trainable_weights(run: Path, specs: Any, place: Callable[[Spec, Any], Any]) -> Any:
-    """In float32, as optimisers need them; leaf by leaf, so that only one is ever whole in a host's memory."""
-    must_be_trainable(run)
-    return read_weights(run, specs, place=lambda spec, leaf: place(spec, leaf.astype(spec.dtype)))
-
-
 def must_be_trainable(run: Path) -> None:
     if is_quantized(run):
         raise UserError(
-            f"{run} holds its weights in 8 bits, which cannot be trained: an update is smaller than their steps. Fix: import a "
-            "float conversion (`linnet import grok-1` on safetensors, without --weights int8), or write one with "
+            f"{run} holds its weights in 8 bits, which cannot be trained: an update is smaller than their steps. Fix: train adapters "
+            f"on top of them (`linnet train --from {run} --lora.rank 8 --out RUN`), import a float conversion (`linnet import "
+            "grok-1` on safetensors, without --weights int8), or write one with "
             f"`linnet export {run} --format grok-hf` and import that."
         )
 

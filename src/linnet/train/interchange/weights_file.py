@@ -49,8 +49,7 @@ def export_safetensors(params: Any, buffers: Any, cfg_json: dict[str, Any], path
 def import_safetensors(path: Path) -> tuple[Any, Any, dict[str, Any]]:
     """Parameters, buffers and the config as JSON, bit for bit as exported. A changed file is refused."""
     arrays, metadata = _read(path)
-    if metadata.get("format") != FORMAT or not {"config", "fingerprint"} <= set(metadata):
-        raise UserError(f"{path} was not written by Linnet. Fix: name a file made by `linnet export`.")
+    _must_be_ours(path, metadata)
     if fingerprint(arrays, metadata["config"]) != metadata["fingerprint"]:
         raise UserError(f"{path} does not match its own fingerprint: it was changed or damaged. Fix: export it again.")
     try:
@@ -62,6 +61,23 @@ def import_safetensors(path: Path) -> tuple[Any, Any, dict[str, Any]]:
     wanted = {"params": abstract(family.param_specs(cfg.model)), "buffers": abstract(family.buffer_specs(cfg.model))}
     tree = _fill(wanted, arrays, path)
     return tree["params"], tree["buffers"], cfg_json
+
+
+def read_header(path: Path) -> tuple[RunConfig, str]:
+    """The config and the fingerprint of an exported file. No weight is read, so neither is checked against them."""
+    _, metadata = _read(path, arrays=False)
+    _must_be_ours(path, metadata)
+    return _run_config(json.loads(metadata["config"]), path), metadata["fingerprint"]
+
+
+def must_be_trainable(path: Path) -> None:
+    with safe_open(path, framework="numpy") as file:
+        quantized = any(file.get_slice(name).get_dtype() == "I8" for name in file.keys())  # noqa: SIM118
+    if quantized:
+        raise UserError(
+            f"{path} holds weights in 8 bits, which cannot be trained: an update is smaller than their steps. Fix: train adapters on "
+            "top of them with --lora.rank 8."
+        )
 
 
 def is_float32(params: Any) -> bool:
@@ -78,10 +94,16 @@ def fingerprint(arrays: dict[str, np.ndarray], config: str) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def _must_be_ours(path: Path, metadata: dict[str, str]) -> None:
+    if metadata.get("format") != FORMAT or not {"config", "fingerprint"} <= set(metadata):
+        raise UserError(f"{path} was not written by Linnet. Fix: name a file made by `linnet export`.")
+
+
+def _read(path: Path, arrays: bool = True) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     try:
         with safe_open(path, framework="numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            names = file.keys() if arrays else ()
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
     except FileNotFoundError:
         raise UserError(f"{path} does not exist. Fix: check the path.") from None
     except (SafetensorError, OSError) as error:

@@ -1,0 +1,73 @@
+"""`linnet train --from`: a new run that starts from the weights of another."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from linnet import config as configs
+from linnet.cli.parse import RunFlags, flag_value, parse
+from linnet.config import RunConfig
+from linnet.errors import UserError, refuse
+
+if TYPE_CHECKING:
+    from linnet.train.parent import Origin
+
+
+def parse_fine_tuning(argv: list[str], path: Path, words: str) -> tuple[RunConfig, Path, bool]:
+    """The run's settings, its folder, and whether it is quiet. The same command continues a run that was interrupted, without the
+    parent if need be."""
+    if not argv[0].startswith("-"):
+        raise UserError(f"{argv[0]!r} and --from {path} both say what to start from. Fix: leave one of them out.")
+    out = Path(flag_value(argv, "--out") or Path("runs") / f"{path.absolute().stem}-tuned")
+    started = _started(out, path)
+    config = _new(argv, path) if started is None else started
+    flags = parse(RunFlags, argv, f"train --from {path}", words, RunFlags(config=config))
+    config = flags.config
+    assert config.parent is not None
+    if started is None:
+        parent = dataclasses.replace(config.parent, optimizer=flags.keep_optimizer)
+        return dataclasses.replace(config, parent=parent), out, flags.quiet
+    if flags.keep_optimizer and not config.parent.optimizer:
+        raise refuse(
+            "--keep-optimizer", True, f"as when {out} was started: left out", "leave it out, or choose another --out"
+        )
+    if flags.checkpoint.isdecimal() and int(flags.checkpoint) != config.parent.step:
+        needs = f"{config.parent.step}, which {out} was started from"
+        raise refuse("--checkpoint", flags.checkpoint, needs, "leave it out, or choose another --out")
+    return config, out, flags.quiet
+
+
+def _started(out: Path, path: Path) -> RunConfig | None:
+    """The run that is in the folder already, if it was started from the same parent."""
+    if not (out / "config.json").is_file():
+        return None
+    if out.absolute() == path.absolute():
+        raise UserError(
+            f"--out is {out}, the run to start from, and nothing is overwritten. Fix: choose another --out."
+        )
+    found = configs.load(out / "config.json")
+    if found.parent is not None and found.parent.path == str(path.absolute()):
+        return found
+    came = "random or imported weights" if found.parent is None else found.parent.path
+    raise UserError(
+        f"{out} holds a run that was started from {came}, not from {path}, and nothing is overwritten. Fix: choose another --out, or "
+        f"continue that run with `linnet train {out}`."
+    )
+
+
+def _new(argv: list[str], path: Path) -> RunConfig:
+    from linnet.train.parent import find_origin
+    from linnet.train.tuned_config import tuned_config
+
+    origin: Origin = find_origin(path, flag_value(argv, "--checkpoint") or "best")
+    steps, rank = flag_value(argv, "--optim.steps") or "", flag_value(argv, "--lora.rank") or "0"
+    sources = ("--data.source", "--data.images")
+    return tuned_config(
+        origin.cfg,
+        origin.parent(),
+        steps=int(steps) if steps.isdecimal() else None,
+        lora=rank != "0",
+        other_data=any(flag_value(argv, name) is not None for name in sources),
+    )

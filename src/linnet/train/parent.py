@@ -1,0 +1,212 @@
+"""Fine-tuning: finding what `--from` names, and starting a run from its weights.
+
+A parent is a run (one of its checkpoints), a run of imported weights, or a file written by `linnet export`. It is read once, when the
+fine-tuned run starts; the run's own checkpoint of step 0 makes it independent of the parent from then on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from linnet import config as configs
+from linnet import quant, sharding
+from linnet.config import RunConfig
+from linnet.data.tokenizer import BytesTokenizer, Tokenizer, has_tokenizer, open_tokenizer
+from linnet.errors import UserError, refuse
+from linnet.families.family import Family
+from linnet.params import Spec, is_spec
+from linnet.tokens import N_BYTE_IDS
+from linnet.train import lora_base, snapshot
+from linnet.train.checkpoint import Checkpoints
+from linnet.train.folder import RunFolder
+from linnet.train.interchange import stored_weights, weights_file
+from linnet.train.runs import checkpoint_step, open_state
+from linnet.train.state import TrainState, begin_from, model_weights
+from linnet.tuning import Parent
+
+Kind = Literal["run", "weights", "file"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a parent is, before its weights are read."""
+
+    path: Path
+    kind: Kind
+    cfg: RunConfig
+    step: int
+    fingerprint: str
+
+    def parent(self, keep_optimizer: bool = False) -> Parent:
+        path, step, fingerprint = str(self.path.absolute()), self.step, self.fingerprint
+        return Parent(path=path, step=step, fingerprint=fingerprint, optimizer=keep_optimizer)
+
+
+def find_origin(path: Path, which: str = "best") -> Origin:
+    """`which`: best, latest or a step, of a run with checkpoints."""
+    if path.is_file():
+        return _of_file(path)
+    if not path.exists():
+        raise UserError(
+            f"--from {path}: there is no such run or file. Fix: name a run folder, or a file of `linnet export`."
+        )
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        raise UserError(
+            f"--from {path}: the folder holds no run (no config.json). Fix: name a run made by `linnet train` or `import`."
+        )
+    cfg = configs.load(folder.config)
+    if stored_weights.is_weights_alone(path):
+        return Origin(path=path, kind="weights", cfg=cfg, step=0, fingerprint=stored_weights.fingerprint(path))
+    step = checkpoint_step(path, which)
+    return Origin(path=path, kind="run", cfg=cfg, step=step, fingerprint=_run_fingerprint(folder, cfg, step))
+
+
+def _of_file(path: Path) -> Origin:
+    if path.suffix != ".safetensors":
+        raise UserError(
+            f"--from {path}: not a file of `linnet export`. Fix: import it first (`linnet import KIND {path} --out RUN`), then "
+            "use --from RUN."
+        )
+    cfg, fingerprint = weights_file.read_header(path)
+    return Origin(path=path, kind="file", cfg=cfg, step=0, fingerprint=fingerprint)
+
+
+def _run_fingerprint(folder: RunFolder, cfg: RunConfig, step: int) -> str:
+    """From the checksums of the weights that would be used: no array is read."""
+    kinds = ("params/", "ema/", "buffers/")
+    rows = snapshot.checksums(Checkpoints(folder.checkpoints, keep=1).path(step))
+    described = {name: row for name, row in rows.items() if name.startswith(kinds)}
+    if cfg.lora.rank:
+        described |= {f"base/{name}": row for name, row in lora_base.checksums(folder.path).items()}
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def tokenizer_of(cfg: RunConfig) -> Tokenizer | None:
+    """Of the parent. None where it is not known: a file holds weights and settings only, and a prior reads no tokens."""
+    if cfg.parent is None or cfg.family == "prior":
+        return None
+    path = Path(cfg.parent.path)
+    if path.is_dir() and has_tokenizer(path):
+        return open_tokenizer(str(path))
+    return BytesTokenizer() if cfg.writer.n_vocab == N_BYTE_IDS else None
+
+
+# Whether a run may start from it.
+
+
+def check_parent(cfg: RunConfig) -> None:
+    """Refuses what cannot be started, before anything is written."""
+    assert cfg.parent is not None
+    origin = find_origin(Path(cfg.parent.path), str(cfg.parent.step))
+    if origin.fingerprint != cfg.parent.fingerprint:
+        raise UserError(
+            f"{cfg.parent.path} is no longer what this run was to start from (fingerprint {origin.fingerprint[:12]}, expected "
+            f"{cfg.parent.fingerprint[:12]}). Fix: restore it, or start again with `linnet train --from` and another --out."
+        )
+    check_model(origin, cfg)
+    if origin.kind == "weights" and not cfg.lora.rank:
+        stored_weights.must_be_trainable(origin.path)
+    if origin.kind == "file" and not cfg.lora.rank:
+        weights_file.must_be_trainable(origin.path)
+    if cfg.parent.optimizer:
+        _check_kept_optimizer(origin, cfg)
+
+
+def check_model(origin: Origin, cfg: RunConfig) -> None:
+    """The model is the parent's, but for settings that neither change its weights nor what they mean."""
+    if cfg.family != origin.cfg.family:
+        fix = "leave --family out, or train from random weights without --from"
+        raise refuse("family", cfg.family, f"{origin.cfg.family}, as in {origin.path}", fix)
+    theirs = dataclasses.asdict(origin.cfg.model)
+    for name, value in dataclasses.asdict(cfg.model).items():
+        if value != theirs[name] and name not in type(cfg.model).FREE_WHEN_TUNED:
+            flag = f"--model.{name.replace('_', '-')}"
+            needs = f"{theirs[name]!r}, as in {origin.path}: a fine-tuned run keeps the model it starts from"
+            raise refuse(
+                f"model.{name}", value, needs, f"leave {flag} out, or train from random weights without --from"
+            )
+
+
+def _check_kept_optimizer(origin: Origin, cfg: RunConfig) -> None:
+    if origin.kind != "run":
+        fix = "leave it out: the optimizer starts fresh"
+        raise refuse(
+            "--keep-optimizer", str(origin.path), "a run with checkpoints, which hold its optimizer state", fix
+        )
+    if cfg.lora.rank or origin.cfg.lora.rank:
+        raise refuse(
+            "--keep-optimizer", True, "left out with adapters: their optimizer state is their own", "leave it out"
+        )
+    ours, theirs = cfg.optim, origin.cfg.optim
+    for name in ("name", "decay_by_lr"):  # they decide what the state consists of
+        if getattr(ours, name) != getattr(theirs, name):
+            needs = f"{getattr(theirs, name)!r}, as in {origin.path}, with --keep-optimizer"
+            raise refuse(f"optim.{name}", getattr(ours, name), needs, "leave one of the two out")
+
+
+# Starting from it.
+
+
+def begin(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Step 0 of a run with its parent's weights, on the mesh. All processes call it together."""
+    assert cfg.parent is not None
+    origin = find_origin(Path(cfg.parent.path), str(cfg.parent.step))
+    if origin.kind == "run":
+        return _begin_from_run(family, cfg, optimizer, mesh, origin)
+    if origin.kind == "weights":
+        return begin_from_weights(family, cfg, optimizer, mesh, origin.path)
+    place = _placing(family, mesh)
+    params, buffers, _ = weights_file.import_safetensors(origin.path)
+    params = jax.tree.map(place, family.param_specs(cfg.model), params, is_leaf=is_spec)
+    buffers = jax.tree.map(place, family.buffer_specs(cfg.model), buffers, is_leaf=is_spec)
+    return begin_from(family, cfg, optimizer, params, mesh, buffers)
+
+
+def begin_from_weights(
+    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh, path: Path
+) -> TrainState:
+    """Of a run of imported weights, leaf by leaf. 8-bit weights, which only adapters may start from, are widened to float32."""
+    specs = family.param_specs(cfg.model)
+    return begin_from(
+        family, cfg, optimizer, stored_weights.read_weights(path, specs, place=_placing(family, mesh)), mesh
+    )
+
+
+def _placing(family: Family, mesh: Mesh) -> Callable[[Spec, Any], jax.Array]:
+    """A weight in its type, on the mesh."""
+    return lambda spec, leaf: sharding.put(quant.plain(leaf, spec.dtype), spec.axes, mesh, family.RULES)
+
+
+def _begin_from_run(
+    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh, origin: Origin
+) -> TrainState:
+    assert cfg.parent is not None
+    _, state, _ = open_state(origin.path, str(origin.step), mesh)
+    if not cfg.parent.optimizer:
+        params, buffers = model_weights(state)
+        return begin_from(family, cfg, optimizer, params, mesh, buffers)
+    kept = _rewound(state.opt_state)
+    ema = state.ema if cfg.train.ema_decay is not None else None
+    return begin_from(family, cfg, optimizer, state.params, mesh, state.buffers, opt_state=kept, ema=ema)
+
+
+def _rewound(opt_state: Any) -> Any:
+    """Moments and their counts stay; the learning-rate schedule starts anew."""
+
+    def is_schedule(x: Any) -> bool:
+        return isinstance(x, optax.ScaleByScheduleState)
+
+    def one(x: Any) -> Any:
+        return jax.tree.map(lambda count: count * 0, x) if is_schedule(x) else x
+
+    return jax.tree.map(one, opt_state, is_leaf=is_schedule)

@@ -1,0 +1,43 @@
+"""The settings that a fine-tuned run starts with, unless flags say otherwise: the parent's, with a schedule that suits fine-tuning."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from linnet.config import DataConfig, OptimConfig, PairsConfig, RunConfig
+from linnet.tuning import LoraConfig, Parent
+
+STEPS = 1000
+"""At most: a parent may have been trained for many more."""
+LR_SHARE = 0.1
+"""Of the parent's peak learning rate: where its own schedule ended. A parent that was fine-tuned itself keeps its rate."""
+LORA_LR = 2e-3
+WARMUP_SHARE, MOST_WARMUP = 0.05, 100
+
+
+def tuned_config(
+    theirs: RunConfig, parent: Parent, *, steps: int | None = None, lora: bool = False, other_data: bool = False
+) -> RunConfig:
+    """`steps`: of the new run, where they are given, for the warm-up; `other_data`: it will be trained on another source."""
+    optim = _optim(theirs, min(theirs.optim.steps, STEPS) if steps is None else max(steps, 1), lora)
+    data: Any = _without_source(theirs.data) if other_data else theirs.data
+    return dataclasses.replace(theirs, optim=optim, data=data, lora=LoraConfig(), parent=parent)
+
+
+def _optim(theirs: RunConfig, steps: int, lora: bool) -> OptimConfig:
+    warmup = min(MOST_WARMUP, int(WARMUP_SHARE * steps))
+    if lora:
+        return OptimConfig(name="adamw", lr=LORA_LR, schedule="cosine", steps=steps, warmup_steps=warmup, clip=1.0)
+    own = theirs.optim
+    # The rate of adapters says nothing about the weights they were merged into.
+    lr = OptimConfig().lr * LR_SHARE if theirs.lora.rank else own.lr if theirs.parent is not None else own.lr * LR_SHARE
+    return dataclasses.replace(own, lr=lr, schedule="cosine", steps=steps, warmup_steps=warmup, extra_steps=0)
+
+
+def _without_source(data: DataConfig | PairsConfig) -> DataConfig | PairsConfig:
+    """Lengths and rows stay; which files are held out, and how files are read, belonged to the other source."""
+    if isinstance(data, PairsConfig):
+        return PairsConfig(batch_size=data.batch_size, mix=data.mix)
+    kept = {name: getattr(data, name) for name in ("sequence_len", "update_len", "batch_size", "condition")}
+    return DataConfig(**kept)
