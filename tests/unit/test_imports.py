@@ -24,6 +24,7 @@ RANK = {
             "sharding",
             "quant",
             "tokens",
+            "tuning",
             "weights",
             "__init__",
         ),

@@ -70,7 +70,8 @@ from linnet.families import registry
 from linnet.pytree import named_leaves
 from linnet.train.interchange import stored_weights
 from linnet.train.optim import optimizer
-from linnet.train.state import abstract_state, begin_from
+from linnet.train.parent import begin_from_weights
+from linnet.train.state import abstract_state
 
 cfg, run = presets.get("quickstart"), Path(sys.argv[1]) / "run"
 family = registry.get(cfg.family)
@@ -80,11 +81,8 @@ stored_weights.write_stored_run(run, cfg, stored_weights.held_leaves(drawn), lam
 
 mesh = sharding.open_mesh("fsdp=4,model=2")
 rule = optimizer(cfg.optim, specs)
-given = stored_weights.trainable_weights(
-    run, specs, lambda spec, leaf: sharding.put(leaf, spec.axes, mesh, family.RULES)
-)
-placed = [x.sharding for x in jax.tree.leaves(given)]
-state = begin_from(family, cfg, rule, given, mesh)
+state = begin_from_weights(family, cfg, rule, mesh, run)
+placed = [x.sharding for x in jax.tree.leaves(state.params)]
 wanted = abstract_state(family, cfg, rule, mesh)
 alike = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), state, wanted)
 same = jax.tree.map(lambda x, y: np.array_equal(np.asarray(x), np.asarray(y)), state.params, drawn)
