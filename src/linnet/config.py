@@ -239,6 +239,11 @@ class TrainConfig:
             raise refuse("train.eval_timesteps", self.eval_timesteps, "numbers of steps from 2 on", "use 64")
 
 
+OLD_RELEASES: dict[str, dict[str, Any]] = {
+    "1.15": {},
+    "1.6": {"text_conditioning": "learned_padding"},
+    "0.15": {"text_conditioning": "mask", "text_mask": "given", "scores": "product", "last_norm": "plain"},
+}
 MODELS: dict[str, type] = {"vq": VQConfig, "moe": MoEConfig, "prior": PriorConfig}
 DATA: dict[str, type] = {"vq": DataConfig, "moe": DataConfig, "prior": PairsConfig}
 
@@ -379,9 +384,21 @@ def run_from_dict(values: dict[str, Any]) -> RunConfig:
 def _older(values: dict[str, Any]) -> dict[str, Any]:
     """Settings as earlier versions wrote them, in today's words."""
     model = values.get("model")
-    if isinstance(model, dict) and isinstance(model.get("remat"), bool):
-        values = values | {"model": model | {"remat": "full" if model["remat"] else "none"}}
-    return values
+    if not isinstance(model, dict):
+        return values
+    if isinstance(model.get("remat"), bool):
+        model = model | {"remat": "full" if model["remat"] else "none"}
+    if values.get("family") == "prior" and "release" in model:
+        model = {name: value for name, value in model.items() if name != "release"} | _of_release(model["release"])
+    return values | {"model": model}
+
+
+def _of_release(release: Any) -> dict[str, Any]:
+    """The settings that a prior's `model.release` stood for, when it was one of three."""
+    if release not in OLD_RELEASES:
+        needs = f"one of {', '.join(OLD_RELEASES)}: later configs say what the network computes instead"
+        raise refuse("model.release", release, needs, "leave it out")
+    return OLD_RELEASES[release]
 
 
 def from_dict(cls: type, values: Any, where: str, known: dict[str, type] | None = None) -> Any:

@@ -46,6 +46,12 @@ def test_golden_trial(path: Path) -> None:
 
 # Of the files that compile many networks, what one network computes.
 SHARES = {
+    "legacy_0.15.4": r"out/(version|enc.*)",
+    "legacy_0.22.1": r"out/(version|enc.*)",
+    "legacy_1.1.0_continuous": r"out/(version|enc.*)",
+    "legacy_1.5.0": r"out/(version|enc.*)",
+    "net_1.10.0": r"out/full.*",
+    "net_1.10.9_self_cond": r"out/full.*",
     "net_base": r"out/full.*",
     "losses": r"out/loss/(l1/x_start|l2/noise|huber/v|l2/x_start)/enc",
     "sampling": r"out/(times/|n_noise/|)(ddpm|ddim5_eta1|ddim10_eta0|ddim10_eta0\.5)/noise/noenc",

@@ -20,6 +20,7 @@ from linnet.errors import UserError
 from linnet.families.prior.convert import to_reference
 from linnet.families.prior.network import network
 from linnet.families.prior.reference import infer_config
+from linnet.families.prior.releases import behaviour, recognize
 from linnet.families.prior.schedule import betas
 from linnet.train.interchange.dalle2_prior import _facts, find_states, read_prior_checkpoint
 from linnet.train.interchange.torch_file import Inert, read_torch
@@ -69,6 +70,10 @@ def test_checkpoints_saved_during_warm_up_are_read_to_the_bit(release: str) -> N
                 np.testing.assert_array_equal(state[name.removeprefix(prefix)], expected[name], err_msg=name)
     imported = read_prior_checkpoint(CHECKPOINTS / f"warmup_{release}_checkpoint.pth")
     assert (imported.facts["version"], imported.facts["step"]) == (release, 5)
+    x, t, text, enc = (jnp.asarray(expected[f"in/{name}"]) for name in ("x", "t", "te", "enc"))
+    run = jax.jit(lambda p: network(p, x, t, text, enc, None, None, None, imported.cfg))
+    for name, params in (("out/ema", imported.params), ("out/model", imported.other)):
+        np.testing.assert_allclose(run(params), expected[name], atol=1e-5 * np.abs(expected[name]).max())
 
 
 def test_a_bare_state_dict_is_read_to_the_bit() -> None:
@@ -97,7 +102,7 @@ def test_versions_are_read_however_they_were_stored() -> None:
 
 
 def test_schedule_tables_at_the_top_of_older_state_dicts_are_found(tmp_path: Path) -> None:
-    cfg = config(release="0.15", max_text_len=0, text_encodings=False, timesteps=12, schedule="linear")
+    cfg = config(**behaviour("0.6.2"), max_text_len=0, text_encodings=False, timesteps=12, schedule="linear")
     state = {f"net.{k}": v for k, v in to_reference(model(cfg), cfg).items()}
     renamed = {k.removesuffix(".g") + ".gamma" if k.endswith(".g") else k: v for k, v in state.items()}
     layout = {"model": {**renamed, "betas": betas("linear", 12)}, "scaler": {}, "version": "0.6.2", "step": 3}
@@ -136,26 +141,28 @@ def test_every_layout_gives_the_same_model(tmp_path: Path) -> None:
 
 
 def test_older_names_tell_the_release(tmp_path: Path) -> None:
-    old = config(release="0.15", max_text_len=0, text_encodings=False)
+    old = config(**behaviour("0.15.4"), max_text_len=0, text_encodings=False)
     state = to_reference(model(old), old)
     renamed = {k.removesuffix(".g") + ".gamma" if k.endswith(".g") else k: v for k, v in state.items()}
     shifts = {k.removesuffix("gamma") + "beta": np.zeros_like(v) for k, v in renamed.items() if k.endswith(".gamma")}
     found = read_prior_checkpoint(Writer().save(tmp_path / "old.pth", {**renamed, **shifts}))
-    assert found.cfg == old
-    middle = config(release="1.6", text_encodings=False)
+    assert (found.cfg, found.release.family) == (old, "A")
+    middle = config(**behaviour("1.1.0"), text_encodings=False)
     state = to_reference(model(middle), middle)
-    state["null_text_embed"] = state.pop("null_text_encodings")
-    assert read_prior_checkpoint(Writer().save(tmp_path / "middle.pth", state)).cfg == middle
+    assert "null_text_embed" in state
+    found = read_prior_checkpoint(Writer().save(tmp_path / "middle.pth", state))
+    assert (found.cfg, found.release.family) == (middle, "C1")
 
 
 def test_settings_may_add_to_the_weights_and_not_contradict_them() -> None:
     cfg = config(text_encodings=False)
     state = to_reference(model(cfg), cfg)
-    assert infer_config(state, None, {"objective": "v", "self_cond": True}).objective == "v"
+    release = recognize(state)
+    assert infer_config(state, None, {"objective": "v", "self_cond": True}, release).objective == "v"
     with pytest.raises(UserError, match=r"model\.depth"):
-        infer_config(state, None, {"depth": 9})
+        infer_config(state, None, {"depth": 9}, release)
     with pytest.raises(UserError, match="noise schedule"):
-        infer_config(state, np.linspace(0.1, 0.9, 40), {})
+        infer_config(state, np.linspace(0.1, 0.9, 40), {}, release)
 
 
 class Evil:

@@ -17,6 +17,7 @@ from linnet import rng
 from linnet.errors import UserError
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.plan import Plan, make_plan
+from linnet.families.prior.releases import behaviour
 from linnet.families.prior.sampling import make_rows, run, sample
 from linnet.serve.prior.engine import PriorEngine, plan_for
 from linnet.serve.prior.request import SampleRequest
@@ -95,6 +96,27 @@ def test_a_row_is_the_same_as_by_sample_whatever_the_model(options: dict[str, An
     asks = [wanted(cfg, i, **how) for i, how in enumerate(HOW)]
     for ask, found in zip(asks, alone_and_among(cfg, asks), strict=True):
         np.testing.assert_array_equal(found, by_sample(cfg, ask))
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "release",
+    [
+        "0.15.4",
+        pytest.param("0.16.19", marks=pytest.mark.trial),
+        pytest.param("1.1.0", marks=pytest.mark.trial),
+        pytest.param("1.8.4", marks=pytest.mark.trial),
+        "1.10.3",
+        pytest.param("1.12.0", marks=pytest.mark.trial),
+    ],
+)
+def test_every_release_is_served_as_it_is_sampled(release: str) -> None:
+    """Texts of any number of encodings, guided or not. Where texts are masked a slot has more room than they need."""
+    cfg = dataclasses.replace(CFG, depth=2, self_cond=release >= "1.8", **behaviour(release))
+    asks = [wanted(cfg, i, **how) for i, how in enumerate(HOW[:3])]
+    asks[1] = dataclasses.replace(asks[1], encodings=asks[1].encodings[:2])  # pyright: ignore[reportOptionalSubscript]
+    for ask, found in zip(asks, alone_and_among(cfg, asks), strict=True):
+        np.testing.assert_allclose(found, by_sample(cfg, ask), atol=1e-5 * np.abs(found).max())
 
 
 class Gate:
@@ -237,9 +259,9 @@ def test_what_a_model_cannot_do_is_refused_before_it_waits() -> None:
             wanted(cfg, 0, **change)
     with pytest.raises(UserError, match="without"):
         plan_for(good, config(text_encodings=False, max_text_len=0))
-    old = config(release="0.15")
-    with pytest.raises(UserError, match="release"):
-        PriorEngine(old, model(old))
+    roomless = config(**behaviour("0.15.4"), max_text_len=0)
+    with pytest.raises(UserError, match="max_text_len"):
+        PriorEngine(roomless, model(roomless))
 
 
 def test_an_engine_refuses_what_its_model_cannot_do_and_goes_on(engine: PriorEngine) -> None:

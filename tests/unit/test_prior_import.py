@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return {**found, "noise_scheduler.betas": betas("linear", 12)}
 
     path = tmp_path_factory.mktemp("checkpoint") / "trained.pth"
-    return Writer().save(path, {"model": state(1), "ema_model": state(2), "step": 7})
+    return Writer().save(path, {"model": state(1), "ema_model": state(2), "step": 7, "version": "1.15.6"})
 
 
 def linnet(*arguments: str | Path) -> Any:
@@ -63,7 +63,7 @@ def test_a_checkpoint_becomes_a_run_and_its_export_comes_back(
     monkeypatch.chdir(tmp_path)
     assert not linnet("import", "dalle2-prior", checkpoint)
     said = capsys.readouterr().out
-    assert "Averaged weights: width 16, 1 layers, 12 steps (linear); step 7." in said
+    assert "Averaged weights: width 16, 1 layers, 12 steps (linear); step 7, version 1.15.6." in said
     assert "Assumed, since weights do not tell it: it predicts x_start, embeddings are scaled by 4" in said
     run = open_run(Path("runs/trained"))
     assert run.cfg.prior == CFG

@@ -15,7 +15,9 @@ from linnet.families.prior.convert import from_reference, to_reference
 from linnet.families.prior.diffusion import Draws, draw, loss, row_errors, row_losses
 from linnet.families.prior.network import denoise, network, read_text
 from linnet.families.prior.params import param_specs
+from linnet.families.prior.releases import behaviour
 from linnet.families.prior.schedule import min_snr_weights, tables
+from linnet.families.prior.tokens import padding_of
 from linnet.params import is_spec
 from linnet.pytree import named_leaves, replace
 
@@ -32,9 +34,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "continuous_bare": {"continuous_time": True, "norm_out": False, "final_proj": False, "rotary": False},
     "narrow_text": {"text_dim": 10},
     "one_layer": {"depth": 1, "max_text_len": 0, "text_encodings": False},
-    "0.15": {"release": "0.15"},
+    **{release: {**behaviour(release), "norm_in": True, "normformer": True} for release in ("0.15.4", "0.22.3")},
+    "0.16.1": {**behaviour("0.16.1"), "continuous_time": True},
+    "0.23.2": {**behaviour("0.23.2"), "continuous_time": True},
+    "1.4.2": behaviour("1.4.2"),
+    "1.8.4": {**behaviour("1.8.4"), "self_cond": True, "n_image_token": 2},
+    "1.10.3": {**behaviour("1.10.3"), "self_cond": True, "continuous_time": True},
 }
-QUICK = ("all",)  # `make trials` takes the rest
+QUICK = ("all", "0.22.3")  # `make trials` takes the rest
 drawn = jax.jit(draw, static_argnums=(2, 3))
 
 
@@ -50,13 +57,37 @@ def test_text_that_was_read_once_gives_what_the_whole_network_gives(options: dic
 
     @jax.jit
     def both(params: Any, image: Any, text: Any, encodings: Any) -> tuple[Any, Any]:
-        whole = network(params, image, given["times"], text, encodings, keep_text, keep_image, known, cfg)
-        memory = read_text(params, text, encodings, keep_text, cfg)
+        padding = padding_of(encodings, cfg)
+        whole = network(
+            params, image, given["times"], text, encodings, keep_text, keep_image, known, cfg, padding=padding
+        )
+        memory = read_text(params, text, encodings, keep_text, cfg, padding=padding)
         return whole, denoise(params, memory, image, given["times"], keep_image, known, cfg)
 
     whole, split = both(params, given["image"], given["text"], encodings)
     assert float(jnp.std(whole)) > 0.01
     np.testing.assert_allclose(split, whole, rtol=2e-5, atol=2e-5 * float(jnp.max(jnp.abs(whole))))
+
+
+@pytest.mark.parametrize("release", ["0.15.4", pytest.param("0.22.3", marks=pytest.mark.trial)])
+def test_room_for_more_encodings_changes_nothing(release: str) -> None:
+    """A text keeps its positions in a memory that has room for longer ones."""
+    cfg = config(**behaviour(release), n_text_token=2)
+    params, given = model(cfg), inputs(cfg, 2)
+    encodings, text, image = given["encodings"][:, :3], given["text"], given["image"]
+    roomy = jnp.zeros_like(given["encodings"]).at[:, :3].set(encodings)
+
+    @jax.jit
+    def both(params: Any) -> tuple[Any, Any]:
+        whole = network(params, image, given["times"], text, encodings, None, None, None, cfg)
+        memory = read_text(
+            params, text, roomy, None, cfg, padding=padding_of(roomy, cfg), n_encodings=jnp.full((2,), 3)
+        )
+        return whole, denoise(params, memory, image, given["times"], None, None, cfg)
+
+    whole, split = both(params)
+    assert float(jnp.std(whole)) > 0.01
+    np.testing.assert_allclose(split, whole, atol=2e-5 * float(jnp.max(jnp.abs(whole))))
 
 
 def test_dropped_conditions_do_not_reach_the_prediction_and_kept_ones_do() -> None:
@@ -170,4 +201,5 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
 def test_a_config_is_hashable_and_says_whether_it_can_guide() -> None:
     assert len({config(), config()}) == 1
     assert config().can_guide
-    assert not any(cfg.can_guide for cfg in (config(p_drop_image=0.0), config(release="1.6")))
+    assert not any(cfg.can_guide for cfg in (config(p_drop_image=0.0), config(**behaviour("1.6.0"))))
+    assert config(**behaviour("0.20.1"), p_drop_image=0.0).can_guide  # that release drops only the text

@@ -9,6 +9,8 @@ from linnet.errors import refuse
 
 if TYPE_CHECKING:
     from linnet.cli.interchange import ImportFlags
+    from linnet.families.prior.config import PriorConfig
+    from linnet.families.prior.releases import Release
     from linnet.train.interchange.dalle2_parts import Train
 
 OF_OTHERS = ("tokenizer", "block_len", "mem_len", "pe_lam", "e_scale", "agg_cache")
@@ -35,7 +37,7 @@ def import_prior(flags: ImportFlags) -> int:
 
     must_be_new(out)
     prepare_jax()
-    found = read_prior_checkpoint(flags.file, settings, flags.which)
+    found = read_prior_checkpoint(flags.file, settings, flags.which, flags.release)
     steps = max(STEPS, (train.warmup_steps or 0) + 1, train.cosine_decay_max_steps or 1)
     cfg = RunConfig(
         preset=PRESET,
@@ -54,6 +56,7 @@ def import_prior(flags: ImportFlags) -> int:
         f"{'Averaged' if found.which == 'ema' else 'Trained'} weights: width {model.dim}, {model.depth} layers, {model.timesteps} "
         f"steps ({model.schedule})" + (f"; {facts}." if facts else ".")
     )
+    print(release_remark(found.release, model))
     if flags.which != found.which:
         print(f"The file has no {flags.which} weights.")
     if flags.settings is None:
@@ -67,6 +70,28 @@ def import_prior(flags: ImportFlags) -> int:
         )
     print(f"The run is in {out}. Next: linnet sample {out} --embedding FILE.npy; linnet eval {out}; linnet serve {out}")
     return 0
+
+
+def release_remark(release: Release, model: PriorConfig) -> str:
+    """What the network computes, and how that is known."""
+    from linnet.families.prior.releases import NEWEST, OLDEST, WRONG_VELOCITY, parse
+
+    text = {
+        "mask": "missing text is hidden from attention",
+        "learned_padding": "missing text is learned padding, and guidance has no effect",
+        "null_vectors": "missing text is learned null vectors"
+        + ("" if model.drop_text_embedding else ", and guidance does not drop the text's embedding"),
+    }[model.text_conditioning]
+    words = [
+        f"Network of DALLE2-pytorch {release.version}, family {release.family} ({release.source}): {model.scores} scores"
+        + ("" if model.bias_scale == 1 else f", position bias times {model.bias_scale:g}")
+        + f", {model.norms} norms, the last {model.last_norm}; {text}."
+    ]
+    if not parse(OLDEST) <= parse(release.version) <= parse(NEWEST):
+        words.append(f"Releases from {OLDEST} to {NEWEST} are known; this one is taken to be like the nearest of them.")
+    if parse(release.version) == parse(WRONG_VELOCITY):
+        words.append("If it was trained with predict_v, it cannot be used: that release has a wrong sign there.")
+    return " ".join(words)
 
 
 def _settings(path: Path | None) -> tuple[dict[str, Any], Train]:

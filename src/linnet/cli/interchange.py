@@ -45,6 +45,9 @@ class ImportFlags:
     published sizes. dalle2-prior: the JSON it was trained with, for what weights do not tell."""
     which: Literal["ema", "online"] = "ema"
     """dalle2-prior: the averaged weights or the trained ones, where the file has both."""
+    release: str | None = None
+    """dalle2-prior: the release of DALLE2-pytorch that trained it, as in 1.4.2, instead of the one saved in the file. Networks with
+    the same weights compute different things in different releases."""
     weights: Weights = "float32"
     """grok-1: bring matrices to so few bits while importing. What has fewer already stays as it is."""
     plan: bool = False
@@ -70,6 +73,8 @@ def import_command(argv: list[str]) -> int:
         from linnet.cli.import_prior import import_prior
 
         return import_prior(flags)
+    if flags.release is not None:
+        raise refuse("--release", flags.release, "left out: only dalle2-prior has releases", "leave it out")
     if flags.file is None or flags.out is None:
         raise refuse("FILE" if flags.file is None else "--out", None, "given", "name what to import, and --out RUN")
     tokenizer = None if flags.tokenizer is None else open_tokenizer(flags.tokenizer)

@@ -58,6 +58,8 @@ def predict(flags: Flags, run: Run, prompt: bytes) -> int:
     gallery, remark = _gallery(run)
     nearest = None if gallery is None else gallery.nearest(found.embeds, flags.nearest)
     files = _write(flags, shown, found, nearest)
+    if (unguided := sampling.guidance_remark(flags.guidance, cfg)) is not None:
+        print(unguided, file=sys.stderr)
     if cfg.text_encodings:
         print("This prior was trained with encodings of its texts' tokens; they are missing here.", file=sys.stderr)
     if flags.json:

@@ -14,7 +14,10 @@ from linnet.mesh import must_divide, no_experts
 Schedule = Literal["cosine", "linear", "quadratic", "sigmoid", "jsd"]
 Objective = Literal["x_start", "noise", "v"]
 Loss = Literal["l1", "l2", "huber"]
-Release = Literal["1.15", "1.6", "0.15"]
+Norm = Literal["plain", "maximum"]
+TextConditioning = Literal["null_vectors", "learned_padding", "mask"]
+TextMask = Literal["given", "given_or_nonzero", "nonzero", "all"]
+SelfCondLayout = Literal["before_query", "last", "last_zeros"]
 ROTATED = 32  # of a head's values at most so many are turned by the position
 SIZES = ("dim", "depth", "n_head", "d_head", "ff_mult", "timesteps", "n_time_token", "n_image_token", "n_text_token")
 
@@ -97,8 +100,27 @@ class PriorConfig:
     clip_start: bool = False
     """Clip predicted starts to [-1, 1] while sampling (noise and v only): what the reference does, and what cuts off every
     embedding scaled by sqrt(dim)."""
-    release: Release = "1.15"
-    """Of the reference, whose network this is: 1.6 could not drop its text, 0.15 scored by scaled products and hid padding."""
+    scores: Literal["cosine", "product"] = "cosine"
+    """Attention scores: 16 times the cosine of query and key, or their product divided by sqrt(d_head)."""
+    bias_scale: float = 1.0
+    """The relative position bias is multiplied by this."""
+    norms: Norm = "plain"
+    """All norms except the last. `maximum`: a row is first divided by its largest value."""
+    last_norm: Norm = "maximum"
+    """The norm after the last layer (`norm_out`)."""
+    text_conditioning: TextConditioning = "null_vectors"
+    """Missing text. `null_vectors`: learned vectors replace padding and everything dropped for guidance; `learned_padding`: they
+    replace padding only, so dropping changes nothing and there is no guidance; `mask`: it is hidden from attention."""
+    drop_text_embedding: bool = True
+    """`null_vectors`: dropping text replaces its embedding too, not only its token encodings."""
+    text_mask: TextMask = "given"
+    """`mask`: the token encodings that are seen. `given`: as a mask says, all without one; `given_or_nonzero`: without one those that
+    are not all zeros; `nonzero`: those, whatever a mask says; `all`."""
+    self_cond_layout: SelfCondLayout = "before_query"
+    """With `self_cond`, the end of the sequence. `before_query`: image, last prediction, query; `last`: image, image again, last
+    prediction, and no query; `last_zeros`: the same with zeros for the prediction."""
+    truncated_time: bool = False
+    """`continuous_time`: the sines and cosines of whole-numbered times are cut to whole numbers."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations. Norms, softmax and the loss are float32 always."""
     remat: Remat = "none"
@@ -115,8 +137,10 @@ class PriorConfig:
             raise refuse("model.text_dim", self.text_dim, "at least 1, or none for model.dim", "use None")
         if self.max_text_len < 0:
             raise refuse("model.max_text_len", self.max_text_len, "0 or more", "use 77 for CLIP's tokens")
-        if self.text_encodings and not self.max_text_len and self.replaces:
+        if self.text_encodings and not self.max_text_len and not self.masks_text:
             raise refuse("model.max_text_len", 0, "above 0 with model.text_encodings", "use 77 for CLIP's tokens")
+        if not self.bias_scale > 0:
+            raise refuse("model.bias_scale", self.bias_scale, "above 0", "use 1")
         if self.d_head % 2 and self.rotary:
             raise refuse("model.d_head", self.d_head, "even (positions turn pairs of values)", f"use {self.d_head + 1}")
         if self.dim % 2 and self.continuous_time:
@@ -156,25 +180,27 @@ class PriorConfig:
         return min(ROTATED, self.d_head) if self.rotary else 0
 
     @property
-    def cosine_attention(self) -> bool:
-        """Scores are 16 times a cosine, and the last norm is the stable one."""
-        return self.release != "0.15"
+    def masks_text(self) -> bool:
+        """Missing text is hidden from attention; otherwise learned vectors replace it."""
+        return self.text_conditioning == "mask"
 
     @property
-    def replaces(self) -> bool:
-        """Padding is replaced by learned vectors, not hidden from attention."""
-        return self.release != "0.15"
-
-    @property
-    def droppable(self) -> bool:
-        return self.release != "1.6"
+    def can_drop_text(self) -> bool:
+        """Dropping the text changes the prediction, which guidance needs."""
+        return self.text_conditioning != "learned_padding"
 
     @property
     def can_guide(self) -> bool:
-        """Guidance needs a model that was trained without its conditions now and then."""
-        return self.droppable and self.p_drop_text > 0 and self.p_drop_image > 0
+        """Guidance needs a model that was trained with its conditions dropped at times. Only `null_vectors` can drop the image."""
+        return self.can_drop_text and self.p_drop_text > 0 and (self.masks_text or self.p_drop_image > 0)
 
     @property
     def n_new_token(self) -> int:
         """Tokens that change from step to step: time, image, (self-conditioning,) query."""
-        return self.n_time_token + self.n_image_token + self.self_cond + 1
+        images = 2 * self.n_image_token if self.ends_with_self_cond else self.n_image_token
+        return self.n_time_token + images + 1 + (self.self_cond and not self.ends_with_self_cond)
+
+    @property
+    def ends_with_self_cond(self) -> bool:
+        """There is no query: the output is read at the self-conditioning token."""
+        return self.self_cond and self.self_cond_layout != "before_query"

@@ -51,6 +51,7 @@ NAMES = {
     "layers/w_back": FORWARD + "5.weight",
 }
 LOOKED_UP = ("time", "bias")  # tables: rows are looked up, so they stand the same way round
+PADDING = "null_text_embed"  # the name of null_encodings where they replace padding only
 ROTARY = "rotary_emb.freqs"
 LEADING_ONE = ("null_encodings", "null_text")  # the reference has a batch axis in front
 
@@ -65,7 +66,7 @@ def current_names(state: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name.endswith(".gamma"):
             name = name.removesuffix("gamma") + "g"
-        found["null_text_encodings" if name == "null_text_embed" else name] = value
+        found["null_text_encodings" if name == PADDING else name] = value
     return found
 
 
@@ -88,16 +89,16 @@ def from_reference(state: Mapping[str, Any], cfg: PriorConfig) -> PriorParams:
 
 
 def to_reference(params: PriorParams, cfg: PriorConfig) -> dict[str, np.ndarray]:
-    """The state dict as the reference would save it, by today's names; rotary frequencies included."""
+    """The state dict as the reference would save it, by the names of the release that computes the same; rotary frequencies
+    included."""
     found: dict[str, np.ndarray] = {}
     for (name, spec), (_, leaf) in zip(
         named_leaves(param_specs(cfg), is_leaf=is_spec), named_leaves(params), strict=True
     ):
         values = np.asarray(leaf)
         for i, value in enumerate(values) if spec.stack_shape else [(0, values)]:
-            found[_named(name).format(i=i)] = (
-                _turned(name, value)[None] if name in LEADING_ONE else _turned(name, value)
-            )
+            theirs = PADDING if name == "null_encodings" and not cfg.can_drop_text else _named(name)
+            found[theirs.format(i=i)] = _turned(name, value)[None] if name in LEADING_ONE else _turned(name, value)
     if cfg.n_rotated:
         for i in range(cfg.depth):
             found[ATTENTION.format(i=i) + ROTARY] = rotary_frequencies(cfg.n_rotated)

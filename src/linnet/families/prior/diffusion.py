@@ -16,6 +16,7 @@ from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.layers import unit
 from linnet.families.prior.network import network
 from linnet.families.prior.params import PriorParams
+from linnet.families.prior.tokens import padding_of
 from linnet.pytree import pytree
 
 SELF_CONDITIONED = 0.5  # share of the rows that see a first prediction
@@ -67,13 +68,14 @@ def row_losses(
     x0 = image_embed.astype(jnp.float32) * cfg.scale
     t, noise = draws.times, draws.noise
     noised = noise_of.q_sample(table, x0, t, noise)
-    known = None
+    known, padding = None, padding_of(encodings, cfg)
     if cfg.self_cond:
         # What the reference shows is the network's own output, whatever the network predicts, with nothing dropped.
-        first = network(params, noised, t, text_embed, encodings, None, None, None, cfg)
+        first = network(params, noised, t, text_embed, encodings, None, None, None, cfg, padding=padding)
         known = jax.lax.stop_gradient(jnp.where(draws.self_conditioned[:, None], first, 0.0))
+    keep = (draws.keep_text, draws.keep_image)
     predicted = network(
-        params, noised, t, text_embed, encodings, draws.keep_text, draws.keep_image, known, cfg, dropout=draws.dropout
+        params, noised, t, text_embed, encodings, *keep, known, cfg, padding=padding, dropout=draws.dropout
     )
     return row_errors(predicted, x0, draws, cfg)
 

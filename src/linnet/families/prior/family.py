@@ -85,7 +85,7 @@ def alarms(figures: dict[str, Any], least: float, cfg: PriorConfig) -> dict[int,
 
 def flops_per_token(cfg: PriorConfig) -> int:
     """Per pair, over all tokens of its sequence."""
-    n_text = (cfg.max_text_len if cfg.text_encodings or cfg.replaces else 0) + cfg.n_text_token
+    n_text = (cfg.max_text_len if cfg.text_encodings or not cfg.masks_text else 0) + cfg.n_text_token
     passes = 1 + SELF_CONDITIONED / 3 if cfg.self_cond else 1  # the first prediction has no backward pass
     return int(passes * flops_of(cfg, n_text + cfg.n_new_token, n_past=0, n_last=1))
 

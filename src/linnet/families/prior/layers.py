@@ -6,6 +6,7 @@ head, F hidden width, R rotated values. A weight is a matrix, or the pieces of o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from linnet.families.prior.config import PriorConfig
+from linnet.families.prior.config import Norm, PriorConfig
 from linnet.families.prior.params import N_BUCKET, LayerParams
 from linnet.families.prior.product import product
 from linnet.nn import rows
@@ -27,10 +28,22 @@ SMALLEST_LENGTH = 1e-12
 HIDDEN = -1e30
 
 
-def layer_norm(x: Float[Array, "*B D"], gain: Float[Array, " D"], *, stable: bool = False) -> Float[Array, "*B D"]:
-    """In float32. `stable` divides by the row's maximum first, through which no gradient flows."""
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Positions that differ from row to row."""
+
+    of_query: Int[Array, "B N"]
+    of_key: Int[Array, "B S"]
+    """One more than a token's position, since the null key has place 0."""
+    n: int
+    """All are below this."""
+
+
+def layer_norm(x: Float[Array, "*B D"], gain: Float[Array, " D"], kind: Norm = "plain") -> Float[Array, "*B D"]:
+    """In float32. `maximum` divides by the row's largest value first, through which no gradient flows. That is not the largest
+    magnitude: a row of negative values changes its sign, and a row of zeros becomes NaN, as in the reference."""
     wide = x.astype(jnp.float32)
-    if stable:
+    if kind == "maximum":
         wide = wide / jax.lax.stop_gradient(jnp.max(wide, axis=-1, keepdims=True))
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
@@ -63,11 +76,17 @@ def rotary_tables(first: int, n: int, width: int) -> tuple[Float[np.ndarray, "N 
     return np.cos(angle), np.sin(angle)
 
 
-def rotate(x: Float[Array, "*B N K"], first: int, width: int) -> Float[Array, "*B N K"]:
-    """Pairs of neighbours among the first `width` values are turned by their position; the rest stays."""
+def rotate(x: Float[Array, "B *H N K"], first: int | Places, width: int) -> Float[Array, "B *H N K"]:
+    """Pairs of neighbours among the first `width` values are turned by their position; the rest stays. Positions are those from
+    `first` on, or given for every row."""
     if not width:
         return x
-    cos, sin = rotary_tables(first, x.shape[-2], width)
+    if isinstance(first, int):
+        cos, sin = rotary_tables(first, x.shape[-2], width)
+    else:
+        cos, sin = (jnp.asarray(table)[first.of_query] for table in rotary_tables(0, first.n, width))
+        if x.ndim == 4:
+            cos, sin = cos[:, None], sin[:, None]
     turned = x[..., :width].astype(jnp.float32)
     pairs = turned.reshape(*turned.shape[:-1], -1, 2)
     across = jnp.stack([-pairs[..., 1], pairs[..., 0]], axis=-1).reshape(turned.shape)
@@ -92,19 +111,25 @@ def position_bias(table: Float[Array, "32 H"], first: int, n: int) -> Float[Arra
     return jnp.moveaxis(table[bucket(query - key)], -1, 0)
 
 
+def row_bias(table: Float[Array, "32 H"], places: Places) -> Float[Array, "B H N S"]:
+    """`position_bias` where rows differ in their positions."""
+    distance = jnp.maximum(places.of_query[:, :, None] - places.of_key[:, None], 0)
+    return jnp.moveaxis(table[jnp.asarray(bucket(np.arange(places.n)))[distance]], -1, 1)
+
+
 def visible(first: int, n: int) -> Bool[np.ndarray, "N S"]:
     return np.arange(first + n + 1) <= np.arange(first, first + n)[:, None] + 1
 
 
 def scaled_key(k: Float[Array, "*B K"], cfg: PriorConfig) -> Float[Array, "*B K"]:
     """Keys as they are compared, and so as they are remembered."""
-    if not cfg.cosine_attention:
+    if cfg.scores != "cosine":
         return k
     return (unit(k.astype(jnp.float32)) * math.sqrt(COSINE_SCALE)).astype(k.dtype)
 
 
 def keys_values(
-    x: Float[Array, "B N D"], p: LayerParams, first: int, cfg: PriorConfig
+    x: Float[Array, "B N D"], p: LayerParams, first: int | Places, cfg: PriorConfig
 ) -> tuple[Float[Array, "B N K"], Float[Array, "B N K"]]:
     """Of normed tokens at positions `first` and on."""
     k, v = jnp.split(times(x, p.w_kv)[..., : 2 * cfg.d_head], 2, axis=-1)
@@ -116,9 +141,9 @@ def attend(
     p: LayerParams,
     keys: Float[Array, "B S K"],
     values: Float[Array, "B S K"],
-    bias: Float[Array, "H N S"],
+    bias: Float[Array, "*B H N S"],
     seen: Bool[Array, "*B N S"],
-    first: int,
+    first: int | Places,
     cfg: PriorConfig,
     dropout: PRNGKeyArray | None = None,
 ) -> Float[Array, "B N D"]:
@@ -127,7 +152,7 @@ def attend(
     q = times(x, p.w_q)[..., : cfg.n_head * cfg.d_head]
     q = q.reshape(n_row, n_token, cfg.n_head, cfg.d_head).transpose(0, 2, 1, 3)  # B H N K
     q = rotate(q, first, cfg.n_rotated)
-    q = scaled_key(q, cfg) if cfg.cosine_attention else q * cfg.d_head**-0.5
+    q = scaled_key(q, cfg) if cfg.scores == "cosine" else q * cfg.d_head**-0.5
     flat = q.reshape(n_row, -1, cfg.d_head)
     score = jnp.einsum("bqk,bsk->bqs", flat, keys, preferred_element_type=jnp.float32)
     score = score.reshape(n_row, cfg.n_head, n_token, -1) + bias
@@ -135,17 +160,17 @@ def attend(
     weight = drop(jax.nn.softmax(score, axis=-1), dropout, cfg.p_drop_attention).astype(values.dtype)
     mixed = jnp.einsum("bqs,bsk->bqk", weight.reshape(n_row, -1, keys.shape[1]), values)
     mixed = mixed.reshape(n_row, cfg.n_head, n_token, -1).transpose(0, 2, 1, 3).reshape(n_row, n_token, -1)
-    return layer_norm(times(mixed, p.w_out)[..., : cfg.dim], p.out_gain)
+    return layer_norm(times(mixed, p.w_out)[..., : cfg.dim], p.out_gain, cfg.norms)
 
 
 def feed_forward(
     x: Float[Array, "B N D"], p: LayerParams, cfg: PriorConfig, dropout: PRNGKeyArray | None = None
 ) -> Float[Array, "B N D"]:
     hidden = cfg.dim * cfg.ff_mult
-    value, gate = jnp.split(times(layer_norm(x, p.ff_gain), p.w_in)[..., : 2 * hidden], 2, axis=-1)
+    value, gate = jnp.split(times(layer_norm(x, p.ff_gain, cfg.norms), p.w_in)[..., : 2 * hidden], 2, axis=-1)
     y = value * jax.nn.silu(gate)
     if p.mid_gain is not None:
-        y = layer_norm(y, p.mid_gain)
+        y = layer_norm(y, p.mid_gain, cfg.norms)
     return times(drop(y, dropout, cfg.p_drop_ff), p.w_back)[..., : cfg.dim]
 
 

@@ -79,10 +79,10 @@ def param_specs(cfg: PriorConfig) -> PriorParams:
     wide = d * cfg.n_time_token
     network = TimeNetwork(first=affine(d, 2 * wide), second=affine(2 * wide, 2 * wide), out=affine(2 * wide, wide))
     narrow = cfg.d_text != d
-    replaced = cfg.replaces and cfg.droppable
+    replaced = cfg.text_conditioning == "null_vectors"
     return PriorParams(
         query=Spec((d,), ("model",), "normal"),
-        null_encodings=Spec((cfg.max_text_len, d), (None, "model"), "normal") if cfg.replaces else None,
+        null_encodings=Spec((cfg.max_text_len, d), (None, "model"), "normal") if not cfg.masks_text else None,
         null_text=Spec((cfg.n_text_token, d), (None, "model"), "normal") if replaced else None,
         null_image=Spec((1, d), (None, "model"), "normal") if replaced else None,
         time=network if cfg.continuous_time else Spec((cfg.timesteps, wide), (None, "model"), "normal"),

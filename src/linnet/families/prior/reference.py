@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Float
 
 from linnet.errors import UserError, refuse
-from linnet.families.prior.config import PriorConfig, Release, Schedule
+from linnet.families.prior.config import PriorConfig, Schedule
 from linnet.families.prior.convert import BLOCK, ROTARY, current_names
+from linnet.families.prior.releases import Release
 from linnet.families.prior.schedule import betas
 
 SCHEDULES: tuple[Schedule, ...] = ("cosine", "linear", "quadratic", "sigmoid", "jsd")
@@ -35,11 +36,13 @@ NETWORK = {
     "attn_dropout": "p_drop_attention",
     "ff_dropout": "p_drop_ff",
 }
+CLIP_TOKENS = 77
 # What the reference's network has where nothing is said.
 DEFAULTS = {"n_head": 8, "d_head": 64, "ff_mult": 4, "max_text_len": 256}
 
 
 def network_config(settings: Mapping[str, Any], **more: Any) -> PriorConfig:
+    """`more`: fields of PriorConfig."""
     known = {ours: settings[theirs] for theirs, ours in NETWORK.items() if theirs in settings}
     if "num_timesteps" in settings:
         steps = settings["num_timesteps"]
@@ -50,10 +53,10 @@ def network_config(settings: Mapping[str, Any], **more: Any) -> PriorConfig:
 
 
 def infer_config(
-    state: Mapping[str, Any], noise: Float[np.ndarray, " T"] | None, settings: Mapping[str, Any]
+    state: Mapping[str, Any], noise: Float[np.ndarray, " T"] | None, settings: Mapping[str, Any], release: Release
 ) -> PriorConfig:
     """The model that a network's state dict is of. What weights do not tell comes from `settings` (fields of PriorConfig), which
-    may not contradict them."""
+    may not contradict them. What they mean depends on the `release` that trained them."""
     state = {name: np.asarray(value) for name, value in state.items()}
     names = current_names(state)
     _check_ranks(names)
@@ -87,8 +90,10 @@ def infer_config(
         "final_proj": BLOCK + "project_out.weight" in names,
         "normformer": first + "1.3.g" in names,
         "rotary": first + "0." + ROTARY in names,
-        "release": release_of(state),
+        **release.settings,
     }
+    if found["text_conditioning"] == "mask":  # any number of encodings: the setting is how many a server has room for
+        found["max_text_len"] = settings.get("max_text_len", CLIP_TOKENS if settings.get("text_encodings") else 0)
     if noise is not None:
         found |= {"timesteps": len(noise), "schedule": schedule_of(np.asarray(noise))}
     elif table is not None:
@@ -123,13 +128,6 @@ def _check_ranks(weights: Mapping[str, np.ndarray]) -> None:
                 raise UserError(f"the weights have no {name!r}. {fix}")
         elif weights[name].ndim != n_axes or 0 in weights[name].shape:
             raise UserError(f"{name} has shape {weights[name].shape}, not {n_axes} axes of at least 1. {fix}")
-
-
-def release_of(state: Mapping[str, Any]) -> Release:
-    """By the names that it used."""
-    if any(name.endswith(".gamma") for name in state):
-        return "0.15"
-    return "1.6" if "null_text_embed" in state else "1.15"
 
 
 def schedule_of(found: Float[np.ndarray, " T"]) -> Schedule:

@@ -24,9 +24,10 @@ from linnet.families.prior.layers import unit
 from linnet.families.prior.network import TextMemory, denoise, read_text
 from linnet.families.prior.params import LayerParams, PriorParams
 from linnet.families.prior.plan import Plan
+from linnet.families.prior.tokens import padding_of
 from linnet.nn import rows
 from linnet.nn.rows import COMPILER_OPTIONS
-from linnet.pytree import pytree
+from linnet.pytree import pytree, replace
 
 # Else XLA leaves out roundings to bfloat16 where it can, which depends on how many rows there are.
 OPTIONS = {**COMPILER_OPTIONS, "xla_allow_excess_precision": False}
@@ -177,20 +178,42 @@ def finish(state: SamplerState, cfg: PriorConfig) -> Float[Array, "B D"]:
 
 
 def read(
-    params: PriorParams, text_embed: Float[Array, "B X"], encodings: Float[Array, "B L X"] | None, cfg: PriorConfig
+    params: PriorParams,
+    text_embed: Float[Array, "B X"],
+    encodings: Float[Array, "B L X"] | None,
+    cfg: PriorConfig,
+    *,
+    n_encodings: Int[Array, " B"] | None = None,
 ) -> TextMemory:
-    """What texts leave behind, each row's bits the same alone and among others: one goes as two, as above."""
+    """What texts leave behind, each row's bits the same alone and among others: one goes as two, as above. `n_encodings`: see
+    `read_text`."""
+    padding = padding_of(encodings, cfg)
     if len(text_embed) > 1:
-        return read_text(params, text_embed, encodings, None, cfg)
-    pair = None if encodings is None else jnp.repeat(encodings, 2, axis=0)
-    memory = read_text(params, jnp.repeat(text_embed, 2, axis=0), pair, None, cfg)
+        return read_text(params, text_embed, encodings, None, cfg, padding=padding, n_encodings=n_encodings)
+    embed, encodings, padding, n_encodings = (
+        None if a is None else jnp.repeat(a, 2, axis=0) for a in (text_embed, encodings, padding, n_encodings)
+    )
+    memory = read_text(params, embed, encodings, None, cfg, padding=padding, n_encodings=n_encodings)  # pyright: ignore[reportArgumentType]
     return jax.tree.map(lambda a: jax.lax.slice_in_dim(a, 0, 1, axis=row_axis(a)), memory)
 
 
-def null_memory(params: PriorParams, cfg: PriorConfig) -> TextMemory:
-    """Of one row without text: the same for all."""
-    nothing = jnp.zeros((1, cfg.d_text), jnp.float32)
-    return read_text(params, nothing, None, jnp.zeros((1,), bool), cfg)
+def null_memory(params: PriorParams, text_embed: Float[Array, "B X"], cfg: PriorConfig) -> TextMemory | None:
+    """What dropped texts leave behind: one row for all, or where the embedding cannot be dropped one for each. None: it is made from
+    the memory of the text (`without_text`)."""
+    if cfg.masks_text:
+        return None
+    n_row = 1 if cfg.drop_text_embedding else len(text_embed)
+    if cfg.drop_text_embedding:
+        return read_text(params, jnp.zeros((1, cfg.d_text), jnp.float32), None, jnp.zeros((1,), bool), cfg)
+    embed = jnp.repeat(text_embed, 2, axis=0) if n_row == 1 else text_embed
+    memory = read_text(params, embed, None, jnp.zeros((len(embed),), bool), cfg)
+    return jax.tree.map(lambda a: jax.lax.slice_in_dim(a, 0, n_row, axis=row_axis(a)), memory)
+
+
+def without_text(memory: TextMemory) -> TextMemory:
+    """Everything but the null key is hidden, and what follows keeps its place."""
+    assert memory.seen is not None, "only a model that masks its text hides it"
+    return replace(memory, seen=jnp.zeros_like(memory.seen).at[:, 0].set(True))
 
 
 def draw_noise(keys: PRNGKeyArray, at: Int[Array, " B"], cfg: PriorConfig) -> Float[Array, "B D"]:
@@ -214,7 +237,7 @@ def run(
     """Prepared weights. `noise`: a key for every row, or the noise itself, the first of which is started from. With `keep_path`
     also what every step began with."""
     memory = read(params, text_embed, encodings, cfg)
-    null = null_memory(params, cfg) if guided else None
+    null = (null_memory(params, text_embed, cfg) or without_text(memory)) if guided else None
     drawn = jnp.issubdtype(noise.dtype, jax.dtypes.prng_key)
 
     def at(i: Array) -> Array:
@@ -242,17 +265,31 @@ def sample(
     """Embeddings of images for texts, all by one plan. `params` as `prepare` gives them."""
     check_guidance(guidance, cfg)
     assert not isinstance(params.layers, LayerParams), "prepare the weights first"
-    n_row = len(text_embed)
+    guidance, n_row = effective_guidance(guidance, cfg), len(text_embed)
     how = make_rows([plan] * n_row, [guidance] * n_row)
     return run(params, text_embed, encodings, how, noise, cfg=cfg, guided=guidance != 1.0, n_step=len(plan))[0]
 
 
 def check_guidance(guidance: float, cfg: PriorConfig) -> None:
-    if guidance != 1.0 and not cfg.can_guide:
+    if guidance != 1.0 and cfg.can_drop_text and not cfg.can_guide:
         raise UserError(
             f"guidance is {guidance}, but this model was trained without dropping its text and its image "
             f"(p_drop_text {cfg.p_drop_text}, p_drop_image {cfg.p_drop_image}). Fix: use 1, or train with both above 0."
         )
+
+
+def effective_guidance(guidance: float, cfg: PriorConfig) -> float:
+    """A model that cannot drop its text gives the same with and without it, so any guidance is none, as in the reference."""
+    return guidance if cfg.can_drop_text else 1.0
+
+
+def guidance_remark(guidance: float, cfg: PriorConfig) -> str | None:
+    if effective_guidance(guidance, cfg) == guidance:
+        return None
+    return (
+        f"Guidance {guidance:g} has no effect, so the sample is unguided: in the release of DALLE2-pytorch that this model is of "
+        "(0.23.0 to 1.8.4), dropping the text changes nothing."
+    )
 
 
 def best(candidates: Float[Array, "B n D"], text_embed: Float[Array, "B D"]) -> Float[Array, "B D"]:

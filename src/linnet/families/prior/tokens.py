@@ -28,27 +28,48 @@ def text_tokens(
     cfg: PriorConfig,
     *,
     mask: Bool[Array, "B L"] | None = None,
+    padding: Bool[Array, "B L"] | None = None,
 ) -> tuple[Float[Array, "B N D"], Bool[Array, "B SN"] | None]:
     """Encodings, then the embedding; and which of them (and the null key before them) may be looked at, where not all may.
-    An encoding of zeros is padding, unless `mask` tells the real ones."""
+    `mask` is the argument of that name in the releases that hide text, which follow it or not (`cfg.text_mask`). `padding`: places
+    where there is no encoding, hidden whatever the release would do (to a row of zeros: NaN, from the norms by maximum)."""
     n_row = text_embed.shape[0]
     embed = _expand(text_embed.astype(cfg.dtype), params.text_tokens, cfg.n_text_token, cfg)
     if encodings is None:
-        encodings = jnp.zeros((n_row, 0, cfg.d_text), cfg.dtype)
-    keep = jnp.ones((n_row,), bool) if keep is None or not cfg.droppable else keep
-    if not cfg.replaces:
-        real = jnp.ones(encodings.shape[:2], bool) if mask is None else mask
+        encodings, mask, padding = jnp.zeros((n_row, 0, cfg.d_text), cfg.dtype), None, None
+    keep = jnp.ones((n_row,), bool) if keep is None or not cfg.can_drop_text else keep
+    if cfg.masks_text:
+        real, given = _visible(encodings, mask, cfg), _project(encodings, params, cfg)
+        if padding is not None:  # hidden, so any values do that no norm turns into NaN
+            filler = jnp.zeros((cfg.dim,), given.dtype).at[0].set(1)
+            real, given = real & ~padding, jnp.where(padding[..., None], filler, given)
         seen = jnp.concatenate([real & keep[:, None], jnp.repeat(keep[:, None], cfg.n_text_token, axis=1)], axis=1)
-        tokens = jnp.concatenate([_project(encodings, params, cfg), embed], axis=1)
-        return tokens, jnp.pad(seen, [(0, 0), (1, 0)], constant_values=True)
-    real = jnp.any(encodings != 0, axis=-1) if mask is None else mask
+        return jnp.concatenate([given, embed], axis=1), jnp.pad(seen, [(0, 0), (1, 0)], constant_values=True)
     short = max(0, cfg.max_text_len - encodings.shape[1])
     encodings = jnp.pad(encodings[:, : cfg.max_text_len], [(0, 0), (0, short), (0, 0)])
-    real = jnp.pad(real[:, : cfg.max_text_len], [(0, 0), (0, short)]) & keep[:, None]
+    real = is_encoding(encodings) & keep[:, None]
     encodings = jnp.where(real[..., None], _project(encodings, params, cfg), params.null_encodings.astype(cfg.dtype))
-    if params.null_text is not None:
+    if params.null_text is not None and cfg.drop_text_embedding:
         embed = jnp.where(keep[:, None, None], embed, params.null_text.astype(cfg.dtype))
     return jnp.concatenate([encodings, embed], axis=1), None
+
+
+def is_encoding(encodings: Float[Array, "B L X"]) -> Bool[Array, "B L"]:
+    """An encoding of zeros is padding."""
+    return jnp.any(encodings != 0, axis=-1)
+
+
+def padding_of(encodings: Float[Array, "B L X"] | None, cfg: PriorConfig) -> Bool[Array, "B L"] | None:
+    """For `text_tokens`: what a caller who marks padding by zeros means."""
+    return ~is_encoding(encodings) if cfg.masks_text and encodings is not None else None
+
+
+def _visible(encodings: Float[Array, "B L X"], mask: Bool[Array, "B L"] | None, cfg: PriorConfig) -> Bool[Array, "B L"]:
+    if mask is not None and cfg.text_mask in ("given", "given_or_nonzero"):
+        return mask
+    if cfg.text_mask in ("nonzero", "given_or_nonzero"):
+        return is_encoding(encodings)
+    return jnp.ones(encodings.shape[:2], bool)
 
 
 def new_tokens(
@@ -66,9 +87,13 @@ def new_tokens(
         image = jnp.where(keep_image[:, None, None], image, params.null_image.astype(cfg.dtype))
     tokens = [time_tokens(params, times, cfg), image]
     if cfg.self_cond:
-        known = jnp.zeros_like(image_embed) if self_cond is None else self_cond
+        known = jnp.zeros_like(image_embed)
+        if self_cond is not None and cfg.self_cond_layout != "last_zeros":
+            known = self_cond
+        tokens += [image] if cfg.ends_with_self_cond else []
         tokens.append(known[:, None].astype(cfg.dtype))
-    tokens.append(jnp.broadcast_to(params.query.astype(cfg.dtype), (n_row, 1, cfg.dim)))
+    if not cfg.ends_with_self_cond:
+        tokens.append(jnp.broadcast_to(params.query.astype(cfg.dtype), (n_row, 1, cfg.dim)))
     return jnp.concatenate(tokens, axis=1)
 
 
@@ -76,6 +101,8 @@ def time_tokens(params: PriorParams, times: Shaped[Array, " B"], cfg: PriorConfi
     if not isinstance(params.time, TimeNetwork):
         return params.time[times].astype(cfg.dtype).reshape(-1, cfg.n_time_token, cfg.dim)
     x = sinusoid(times, cfg.dim)
+    if cfg.truncated_time and jnp.issubdtype(times.dtype, jnp.integer):
+        x = jnp.trunc(x)  # the reference casts it back to the type of the times
     hidden = 2 * cfg.dim * cfg.n_time_token
     x = jax.nn.silu(_affine(x, params.time.first, hidden))
     x = jax.nn.silu(_affine(x, params.time.second, hidden))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Float32, Int, Int32, PRNGKeyArray, UInt32
 
 from linnet import rng
 from linnet.families.prior import sampling
@@ -31,6 +31,7 @@ class Slots:
     """All that the device holds of B requests. One row is a seat: put it back anywhere and it goes on with the same bits."""
 
     memory: TextMemory
+    null: TextMemory | None  # of the dropped text, where that differs from row to row
     how: Rows
     state: SamplerState
     keys: PRNGKeyArray  # [B]
@@ -51,7 +52,7 @@ class PriorBackend:
     def __init__(self, cfg: PriorConfig, params: PriorParams, n_slots: int) -> None:
         self.cfg, self.n_slots = cfg, n_slots
         self._params = sampling.prepared(params, cfg)
-        self._null = _null(self._params, cfg) if cfg.can_guide else None
+        self._null = _null(self._params, cfg) if cfg.can_guide and not _null_per_row(cfg) else None
         self._nobody = _seat(self._params, *_nothing(cfg), cfg=cfg)
         self.reset()
         self.state_bytes: int = n_bytes(self._slots) // n_slots
@@ -63,19 +64,20 @@ class PriorBackend:
     def warm_up(self) -> None:
         """Compiles every program, so that the first request waits for none."""
         self.put(0, self._nobody)
-        for guided in {False, self._null is not None}:
+        for guided in {False, self.cfg.can_guide}:
             jax.block_until_ready(self.tick(guided=guided, look=True).done)
         self.take(0)
         self.reset()
 
     def seat(self, request: SampleRequest, plan: Plan) -> Slots:
         """Reads the text, once for all steps, and draws what is started from. Does not wait for the device."""
-        text, encodings, how, _ = _nothing(self.cfg)
+        text, encodings, n_encodings, _, _ = _nothing(self.cfg)
         text[0] = request.text
         if encodings is not None and request.encodings is not None:
             encodings[0, : len(request.encodings)] = request.encodings  # an encoding of zeros is padding
+            n_encodings[0] = len(request.encodings)
         how = sampling.make_rows([plan], [request.guidance], self.cfg.timesteps)
-        return _seat(self._params, text, encodings, how, np.uint32(request.seed), cfg=self.cfg)
+        return _seat(self._params, text, encodings, n_encodings, how, np.uint32(request.seed), cfg=self.cfg)
 
     def put(self, slot: int, seat: Slots) -> None:
         self._slots = _put(self._slots, slot, seat)
@@ -87,15 +89,22 @@ class PriorBackend:
     def tick(self, *, guided: bool, look: bool) -> Ticket:
         """Starts one step of all slots, and does not wait for it. `guided`: some row is. Others are the same bits either way."""
         slots = self._slots
-        null = self._null if guided else None
-        state = _step(self._params, slots.memory, null, slots.how, slots.state, slots.keys, cfg=self.cfg)
+        null = (self._null or slots.null) if guided else None
+        state = _step(self._params, slots.memory, null, slots.how, slots.state, slots.keys, cfg=self.cfg, guided=guided)
         self._slots = dataclasses.replace(slots, state=state)
         embeddings, starts = _look(state, cfg=self.cfg) if look else (None, None)
         return Ticket(done=state.step, embeddings=embeddings, starts=starts)
 
 
-def _nothing(cfg: PriorConfig) -> tuple[Float32[np.ndarray, "1 X"], Float32[np.ndarray, "1 L X"] | None, Rows, Any]:
-    """Arguments of a seat that nobody sits in."""
+def _null_per_row(cfg: PriorConfig) -> bool:
+    """Dropped texts are not alike: they keep their embedding, or the number of their encodings."""
+    return cfg.masks_text or not cfg.drop_text_embedding
+
+
+def _nothing(
+    cfg: PriorConfig,
+) -> tuple[Float32[np.ndarray, "1 X"], Float32[np.ndarray, "1 L X"] | None, Int32[np.ndarray, " 1"], Rows, Any]:
+    """Arguments of a seat that nobody sits in. Its text is not zeros, which norms by maximum would make NaN of."""
     encodings = np.zeros((1, cfg.max_text_len, cfg.d_text), np.float32) if cfg.text_encodings else None
     room = cfg.timesteps
     how = Rows(
@@ -104,15 +113,15 @@ def _nothing(cfg: PriorConfig) -> tuple[Float32[np.ndarray, "1 X"], Float32[np.n
         n_step=np.zeros((1,), np.int32),  # pyright: ignore[reportArgumentType]
         guidance=np.ones((1,), np.float32),  # pyright: ignore[reportArgumentType]
     )
-    return np.zeros((1, cfg.d_text), np.float32), encodings, how, np.uint32(0)
+    return np.ones((1, cfg.d_text), np.float32), encodings, np.zeros((1,), np.int32), how, np.uint32(0)
 
 
 # All with the options that keep a row's bits its own, however many stand beside it.
 
 
 @partial(jax.jit, static_argnums=1, compiler_options=OPTIONS)
-def _null(params: PriorParams, cfg: PriorConfig) -> TextMemory:
-    return sampling.null_memory(params, cfg)
+def _null(params: PriorParams, cfg: PriorConfig) -> TextMemory | None:
+    return sampling.null_memory(params, jnp.zeros((1, cfg.d_text), jnp.float32), cfg)
 
 
 @partial(jax.jit, static_argnames="cfg", compiler_options=OPTIONS)
@@ -120,6 +129,7 @@ def _seat(
     params: PriorParams,
     text: Float[Array, "1 X"],
     encodings: Float[Array, "1 L X"] | None,
+    n_encodings: Int[Array, " 1"],
     how: Rows,
     seed: UInt32[Array, ""],
     *,
@@ -127,11 +137,13 @@ def _seat(
 ) -> Slots:
     key = rng.of_sample(seed)[None]
     noise = sampling.draw_noise(key, jnp.zeros((1,), jnp.int32), cfg)
-    memory = sampling.read(params, text, encodings, cfg)
-    return Slots(memory=memory, how=how, state=sampling.start(noise, cfg), keys=key)
+    several = cfg.masks_text and encodings is not None  # requests differ in where the text ends
+    memory = sampling.read(params, text, encodings, cfg, n_encodings=n_encodings if several else None)
+    null = sampling.null_memory(params, text, cfg) if cfg.can_guide and _null_per_row(cfg) else None
+    return Slots(memory=memory, null=null, how=how, state=sampling.start(noise, cfg), keys=key)
 
 
-@partial(jax.jit, static_argnames="cfg", compiler_options=OPTIONS)
+@partial(jax.jit, static_argnames=("cfg", "guided"), compiler_options=OPTIONS)
 def _step(
     params: PriorParams,
     memory: TextMemory,
@@ -141,7 +153,10 @@ def _step(
     keys: PRNGKeyArray,
     *,
     cfg: PriorConfig,
+    guided: bool,
 ) -> SamplerState:
+    if guided and null is None:
+        null = sampling.without_text(memory)
     noise = sampling.draw_noise(keys, state.step + 1, cfg)
     return sampling.step(params, memory, null, state, how, noise, cfg)
 

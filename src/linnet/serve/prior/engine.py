@@ -19,7 +19,7 @@ from linnet.errors import refuse
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.params import PriorParams
 from linnet.families.prior.plan import Plan, make_plan, usual_steps
-from linnet.families.prior.sampling import check_guidance
+from linnet.families.prior.sampling import check_guidance, effective_guidance
 from linnet.serve.loop import Loop
 from linnet.serve.prior.backend import PriorBackend, Slots, Ticket
 from linnet.serve.prior.request import Denoised, OnSampleEvent, Sampled, SampleRequest
@@ -78,9 +78,9 @@ class PriorEngine(Loop[Job]):
         for name, value in (("--slots", n_slots), ("--queue", max_waiting)):
             if value < 1:
                 raise refuse(name, value, "at least 1", "use the default")
-        if cfg.text_encodings and not cfg.replaces:
-            needs = "1.15 or 1.6 where there are text encodings (older ones hide padding, and a slot has room for it)"
-            raise refuse("model.release", cfg.release, needs, "use `linnet sample`")
+        if cfg.text_encodings and not cfg.max_text_len:
+            needs = "above 0 with model.text_encodings: a slot has room for so many"
+            raise refuse("model.max_text_len", 0, needs, "set it in the run's config.json; CLIP has 77 tokens")
         super().__init__(n_slots, max_waiting, clock, "linnet-prior")
         self.cfg, self.n_slots = cfg, n_slots
         self.backend = PriorBackend(cfg, params, n_slots)
@@ -129,7 +129,7 @@ class PriorEngine(Loop[Job]):
 
     def _tick(self, running: dict[int, Job]) -> _Flight:
         lookers: list[tuple[Job, int, int]] = []
-        guided = any(job.request.guidance != 1.0 for job in running.values())
+        guided = any(effective_guidance(job.request.guidance, self.cfg) != 1.0 for job in running.values())
         with self._changed:
             for slot, job in running.items():
                 job.n_done += 1

@@ -16,6 +16,7 @@ from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.convert import from_reference
 from linnet.families.prior.params import PriorParams
 from linnet.families.prior.reference import infer_config
+from linnet.families.prior.releases import Release, check_certain, check_settings, recognize
 from linnet.train.interchange.torch_file import Inert, read_torch
 
 Which = Literal["ema", "online"]
@@ -37,27 +38,37 @@ class ImportedPrior:
     """Whether these are the averaged weights or the trained ones."""
     other: PriorParams | None
     """The other of the two, where the file has both."""
+    release: Release
+    """Of the reference, whose network this is."""
     facts: dict[str, Any]
     """What else it tells: version, step, epoch, samples_seen, best_validation_loss."""
 
 
-def read_prior_checkpoint(path: Path, settings: Mapping[str, Any] | None = None, which: Which = "ema") -> ImportedPrior:
+def read_prior_checkpoint(
+    path: Path, settings: Mapping[str, Any] | None = None, which: Which = "ema", release: str | None = None
+) -> ImportedPrior:
     """A trainer's checkpoint, a bare model, or an average by itself. `settings`: what weights do not tell (target, scale, ...), as
-    fields of PriorConfig. Averaged weights are taken where there are any."""
+    fields of PriorConfig. Averaged weights are taken where there are any. `release`: of the reference, instead of the saved one."""
     loaded = read_torch(path)
     states = find_states(loaded, path)
     taken: Which = which if which in states else next(iter(states))
     prior = states[taken]
+    facts, network = _facts(loaded), _network(prior, path)
+    of = recognize(network, version=facts.get("version"), keys=filter(_is_text, loaded), override=release)
     # Before 0.11.0 the schedule's tables stood at the top of the state dict.
     noise = prior.get(NOISE + "betas", prior.get("betas"))
-    cfg = infer_config(_network(prior, path), _table(noise, path), settings or {})
+    cfg = infer_config(network, _table(noise, path), settings or {}, of)
+    known = {"self_cond": cfg.self_cond, "has_version": release is not None or "version" in facts}
+    check_certain(of, continuous_time=cfg.continuous_time, **known)
+    check_settings(of, self_cond=cfg.self_cond, objective=cfg.objective)
     others = [from_reference(_network(state, path), cfg) for name, state in states.items() if name != taken]
     return ImportedPrior(
         cfg=cfg,
-        params=from_reference(_network(prior, path), cfg),
+        params=from_reference(network, cfg),
         which=taken,
         other=others[0] if others else None,
-        facts=_facts(loaded),
+        release=of,
+        facts=facts,
     )
 
 
@@ -89,6 +100,10 @@ def find_states(loaded: Any, path: Path) -> dict[Which, dict[str, Any]]:
             "Fix: name a trainer's checkpoint, a model's, or its average's."
         )
     return found
+
+
+def _is_text(key: Any) -> bool:
+    return isinstance(key, str)
 
 
 def _has_network(state: Mapping[Any, Any]) -> bool:

@@ -37,6 +37,12 @@ class PriorGolden:
             raise UserError(f"{self.path} has no {name!r}, which a {self.kind} file needs. Fix: write it again.")
         return self.arrays[name]
 
+    @property
+    def version(self) -> str | None:
+        """The release that computed it; none: not said."""
+        found = self.meta.get("version", self.arrays.get("out/version"))
+        return None if found is None else str(np.asarray(found)[()])
+
     def below(self, prefix: str) -> dict[str, np.ndarray]:
         """The arrays under a prefix, without it."""
         return {name.removeprefix(prefix): x for name, x in self.arrays.items() if name.startswith(prefix)}

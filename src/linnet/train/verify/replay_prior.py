@@ -16,7 +16,8 @@ from linnet.families.prior import schedule
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.convert import ROTARY, from_reference, to_reference
 from linnet.families.prior.diffusion import Draws, loss, row_errors
-from linnet.families.prior.reference import release_of
+from linnet.families.prior.reference import infer_config
+from linnet.families.prior.releases import Release, check_settings, recognize
 from linnet.families.prior.tokens import time_tokens
 from linnet.pytree import replace
 from linnet.train.verify.prior import PriorGolden, PriorReplay
@@ -32,7 +33,8 @@ def _network(cfg: PriorConfig) -> Any:
 
 
 def replay_network(golden: PriorGolden) -> PriorReplay:
-    cfg, params = golden.model(golden.meta["config"])
+    release = recognize(golden.below("params/"), version=golden.version)
+    cfg, params = golden.model(golden.meta["config"], **release.settings)
     run = _network(cfg)
     image, t, text = (golden.get(f"in/{name}") for name in ("image_embed", "times", "text_embed"))
     every = np.ones(len(image), bool)
@@ -57,31 +59,45 @@ def replay_network(golden: PriorGolden) -> PriorReplay:
         elif option not in (*kept, "masks", "selfcond_none"):
             continue
         values[f"out/{name}"] = found
-    return PriorReplay(values=values)
+    return PriorReplay(values=values, notes=(_told(release),))
 
 
 def replay_legacy(golden: PriorGolden) -> PriorReplay:
-    """The release is told by the names it used."""
-    state = golden.below("params/net.")
-    release = release_of(state)
-    cfg = golden.config(golden.meta["config"], release=release, **({"max_text_len": 0} if release == "0.15" else {}))
+    """The network of an older release: what it is follows from its weights and the version."""
+    state, settings = golden.below("params/net."), golden.meta["config"]
+    release = recognize(state, version=golden.version)
+    self_cond = bool(settings.get("self_cond", False))
+    check_settings(release, self_cond=self_cond, objective="x_start")
+    cfg = infer_config(state, None, {"self_cond": self_cond}, release)
+    if cfg.masks_text and not settings.get("attend_all_text_encodings", True):
+        cfg = replace(cfg, text_mask="nonzero")
     params, run = from_reference(state, cfg), _network(cfg)
     image, t, text = (golden.get(f"in/{name}") for name in ("x", "t", "text_embed"))
     every = np.ones(len(image), bool)
-    # Only the oldest takes a mask: later ones see padding by its zeros.
-    mask = None if cfg.replaces else golden.get("in/mask")
     values: dict[str, Any] = {}
     for name in golden.below("out/"):
         which, _, option = name.partition("_")
-        if which not in ("enc", "noenc"):
+        scale = re.fullmatch(r"cs([0-9.]+)", option)
+        if which not in ("enc", "noenc") or (option not in ("", "drop", "selfcond_none") and scale is None):
             continue
-        encodings, hidden = (golden.get("in/text_encodings"), mask) if which == "enc" else (None, None)
-        found = run(params, image, t, text, encodings, (~every if option == "drop" else every, every), None, hidden)
-        if scale := re.fullmatch(r"cs([0-9.]+)", option):
-            null = run(params, image, t, text, encodings, (~every, every), None, hidden)
+        encodings, mask = (
+            (golden.get("in/text_encodings"), golden.arrays.get("in/mask")) if which == "enc" else (None, None)
+        )
+        known = None if option == "selfcond_none" else golden.arrays.get("in/self_cond")
+
+        def output(keep: Any, encodings: Any = encodings, mask: Any = mask, known: Any = known) -> Any:
+            return run(params, image, t, text, encodings, (keep, keep), known, mask)
+
+        found = output(~every if option == "drop" else every)
+        if scale is not None:
+            null = output(~every)
             found = null + (found - null) * float(scale[1])
         values[f"out/{name}"] = found
-    return PriorReplay(values=values)
+    return PriorReplay(values=values, notes=(_told(release),))
+
+
+def _told(release: Release) -> str:
+    return f"network of DALLE2-pytorch {release.version}, family {release.family}"
 
 
 def replay_network_parts(golden: PriorGolden) -> PriorReplay:
@@ -109,7 +125,9 @@ def replay_network_parts(golden: PriorGolden) -> PriorReplay:
         p = jax.tree.map(lambda w, i=i: w[i], params.layers)
         values[f"layer{i}.ff/out"] = parts.feed_forward(jnp.asarray(golden.get(f"layer{i}.ff/in")), p, cfg)
         x = halves(x, i)[1]
-    values["final_norm/out"] = parts.layer_norm(jnp.asarray(golden.get("final_norm/in")), params.out_gain, stable=True)
+    values["final_norm/out"] = parts.layer_norm(
+        jnp.asarray(golden.get("final_norm/in")), params.out_gain, cfg.last_norm
+    )
     values["transformer/out"] = net.head(params, x, cfg)
     return PriorReplay(values=values, inputs=frozenset(given))
 
