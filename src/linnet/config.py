@@ -98,6 +98,8 @@ class PairsConfig:
     test_fraction: float = 0.05
     batch_size: int = 64
     """Pairs in one update, over all devices."""
+    max_unpacked_gb: float | None = None
+    """Refuse an .npz that unpacks to more gigabytes than this. If not given: 100 times its packed size, and at least 0.27."""
     mix: float = 0.0
     """Chance that a pair to train on is mixed with another: both its vectors, by one random share, as long as before. A small set
     is then not learnt by heart."""

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pytest
 from document_files import PACKERS, jsonl, parquet, refused, tarred, whole, write, zipped, zst
 
-from linnet.data.documents import open_documents
+from linnet.data import unpacked
+from linnet.data.documents import FileDocuments, open_documents
 from linnet.errors import UserError
 
 
@@ -78,3 +79,26 @@ def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
     assert "left out: 2 null rows" in refused(write(tmp_path / "c.jsonl", jsonl([{"text": None}] * 2)))
     assert "left out: nothing" in refused(write(tmp_path / "d.parquet", parquet({"text": pa.array([], pa.string())})))
     assert refused(str(tmp_path / "nowhere")).startswith("SOURCE is ")
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.xz", "a.txt.zst", "a.zip", "a.tar.gz"])
+def test_what_a_source_unpacks_to_is_bounded_and_counted(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpacked, "FLOOR_BYTES", 1 << 20)
+    text = b"the same line\n" * 300_000
+    content = {"zip": lambda: zipped({"a.txt": text}), "gz": lambda: PACKERS[".gz"](tarred({"a.txt": text}))}
+    packed = content[name.split(".")[-1]]() if name in ("a.zip", "a.tar.gz") else PACKERS[Path(name).suffix](text)
+    source = write(tmp_path / name, packed)
+    with pytest.raises(
+        UserError, match=rf"{name} unpacks to more than .* 100 times .*allow more with --max-unpacked-gb"
+    ):
+        list(open_documents(source).parts())
+    with pytest.raises(
+        UserError, match=r"unpacks to more than 2,000,000 bytes, which is more than what --max-unpacked-gb"
+    ):
+        list(open_documents(source, max_unpacked_gb=0.002).parts())
+    documents = open_documents(source, max_unpacked_gb=0.01)
+    assert sum(len(part.data) for part in documents.parts()) == len(text)
+    assert isinstance(documents, FileDocuments)
+    assert len(text) <= documents.unpacked_bytes < len(text) + 20_000  # of a tar, with its headers

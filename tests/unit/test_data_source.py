@@ -57,8 +57,33 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     write(tmp_path, {"data/a.txt": b"a", "elsewhere/b.txt": b"b"})
     (tmp_path / "data/again.txt").symlink_to(tmp_path / "data/a.txt")
     (tmp_path / "data/loop").symlink_to(tmp_path / "data")
-    (tmp_path / "data/other").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/sub").mkdir()
+    (tmp_path / "data/sub/b.txt").write_bytes(b"b")
+    (tmp_path / "data/other").symlink_to(tmp_path / "data/sub")
     assert names(tmp_path / "data") == ["a.txt", "other/b.txt"]
+
+
+def test_links_that_leave_the_folder_are_not_followed(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {"data/a.txt": b"a", "data/sub/b.txt": b"b", "elsewhere/secret.txt": b"s", "elsewhere/deep/c.txt": b"c"},
+    )
+    (tmp_path / "data/file.txt").symlink_to(tmp_path / "elsewhere/secret.txt")
+    (tmp_path / "data/folder").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/sub/up.txt").symlink_to("../../elsewhere/secret.txt")
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    for source in (tmp_path / "data", tmp_path / "link"):
+        found = find(str(source))
+        assert [f.name for f in found.files] == ["a.txt", "sub/b.txt"]
+        assert found.left_out == {"links_that_leave_the_folder": 3}
+    found = find(str(tmp_path / "data/**/*.txt"))
+    assert [f.name for f in found.files] == ["a.txt", "sub/b.txt"]
+    assert found.left_out["links_that_leave_the_folder"] >= 2
+    named = find(str(tmp_path / "data/file.txt"))
+    assert [f.size for f in named.files] == [1], "a link that the user names is followed"
+    (tmp_path / "data/sub/b.txt").unlink()
+    with pytest.raises(UserError, match="name what the links point to"):
+        find(str(tmp_path / "data/sub"))
 
 
 def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,9 @@ class PrepareFlags:
     """Pictures: the largest share that may be broken; those are skipped and counted."""
     workers: int | None = None
     """Processes; as many as there are cores if not given."""
+    max_unpacked_gb: float | None = None
+    """Refuse a source whose packed files unpack to more gigabytes than this. If not given: 100 times their packed size, and at
+    least 0.27."""
     json: bool = False
     """Print one JSON object."""
 
@@ -83,10 +86,14 @@ def _prepare(argv: list[str]) -> int:
     with _bar("preparing", task.source.n_bytes, quiet=flags.json) as progress:
         index = prepare(task, flags.out, workers=flags.workers, progress=progress)
     seconds = time.perf_counter() - start
+    unpacked = getattr(task.source, "unpacked_bytes", 0)  # 0: nothing was packed, or all was done before
     if flags.json:
-        print(json.dumps({"out": str(flags.out), "seconds": seconds, **_summary(index)}))
+        about = {"out": str(flags.out), "seconds": seconds, "unpacked_bytes": unpacked}
+        print(json.dumps({**about, **_summary(index)}))
         return 0
     _print_summary(index, flags.out, seconds)
+    if unpacked:
+        print(f"Unpacked {unpacked:,} bytes from a source of {task.source.n_bytes or 0:,}.")
     return 0
 
 
@@ -145,8 +152,8 @@ def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
     if indexes.is_prepared(path) or is_unfinished(path):
         raise refuse("SOURCE", flags.source, "a source that is not prepared data", "train on it with --data.source")
     if looks_like_pictures(flags.source):
-        return open_pictures(flags.source, column=flags.column), True
-    return open_documents(flags.source, column=flags.column), False
+        return open_pictures(flags.source, column=flags.column, max_unpacked_gb=flags.max_unpacked_gb), True
+    return open_documents(flags.source, column=flags.column, max_unpacked_gb=flags.max_unpacked_gb), False
 
 
 @contextmanager

@@ -50,6 +50,9 @@ class ImportFlags:
     the same weights compute different things in different releases."""
     weights: Weights = "float32"
     """grok-1: bring matrices to so few bits while importing. What has fewer already stays as it is."""
+    max_unpacked_gb: float | None = None
+    """transformer-vq: refuse an .npz that unpacks to more gigabytes than this. If not given: 100 times its packed size, and at least
+    0.27."""
     plan: bool = False
     """grok-1: only say what importing and serving need, and on how many devices the model fits. FILE may be left out."""
 
@@ -141,7 +144,7 @@ def _grok(flags: ImportFlags, file: Path, out: Path, tokenizer: Tokenizer | None
 def _transformer_vq(flags: ImportFlags, file: Path) -> tuple[RunConfig, Any, Any]:
     from linnet.train.interchange.transformer_vq import import_config, read_transformer_vq, to_model
 
-    tree, settings = read_transformer_vq(file)
+    tree, settings = read_transformer_vq(file, flags.max_unpacked_gb)
     told = ("block_len", "mem_len", "pe_lam", "e_scale", "agg_cache")
     overrides = {name: getattr(flags, name) for name in told if getattr(flags, name) is not None}
     model: VQConfig = import_config(tree, settings, overrides=overrides)

@@ -35,6 +35,9 @@ class TrainFlags:
     """Where the text is in JSON lines and parquet; `text` if not given."""
     sample_bytes: int = 50_000_000
     """Learn from so much at most, spread evenly over the text."""
+    max_unpacked_gb: float | None = None
+    """Refuse a source whose packed files unpack to more gigabytes than this. If not given: 100 times their packed size, and at
+    least 0.27."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,7 @@ def _train(flags: TrainFlags) -> int:
         model=flags.model,
         sample_bytes=flags.sample_bytes,
         column=flags.column,
+        max_unpacked_gb=flags.max_unpacked_gb,
         say=_say,
     )
     write_whole(path, content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import io
 import itertools
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO, Protocol
 from linnet.data.archives import PACKED, decompressed, kind_of, tar_members, unpacking, zip_members
 from linnet.data.records import HUB, HubSet, json_rows, open_hub, open_parquet, parquet_rows
 from linnet.data.source import SNIFF_BYTES, SourceFile, find, reading
+from linnet.data.unpacked import UnpackBudget, counted
 from linnet.errors import UserError, refuse
 
 PART_BYTES = 4 << 20
@@ -64,7 +66,7 @@ class Documents(Protocol):
     def parts(self) -> Iterator[Part]: ...
 
 
-def open_documents(source: str, *, column: str | None = None) -> Documents:
+def open_documents(source: str, *, column: str | None = None, max_unpacked_gb: float | None = None) -> Documents:
     """Everything that can be told before the work starts is refused here: names, columns, what cannot be unpacked."""
     if source.startswith(HUB):
         hub = HubDocuments(open_hub(source, column or DEFAULT_COLUMN))
@@ -73,7 +75,12 @@ def open_documents(source: str, *, column: str | None = None) -> Documents:
     found = find(source, "SOURCE", PACKED)
     if column is not None and not any(kind_of(f.name)[0] in ("jsonl", "parquet", "zip", "tar") for f in found.files):
         raise refuse("--column", column, "left out, since the source is plain text", "leave --column out")
-    documents = FileDocuments(found.files, column=column or DEFAULT_COLUMN, left_out=Counter(found.left_out))
+    documents = FileDocuments(
+        found.files,
+        column=column or DEFAULT_COLUMN,
+        left_out=Counter(found.left_out),
+        max_unpacked_gb=max_unpacked_gb,
+    )
     documents.check()
     return documents
 
@@ -131,6 +138,7 @@ class FileDocuments:
         column: str,
         left_out: Counter[str],
         split_of: Callable[[str], str | None] | None = None,
+        max_unpacked_gb: float | None = None,
     ) -> None:
         """`split_of` tells the split of a document by its name; one without a split is left out."""
         assert files
@@ -140,6 +148,10 @@ class FileDocuments:
         self._split_of = split_of
         self.left_out = Counter(left_out)
         self.n_bytes = sum(f.size for f in files)
+        packed = sum(f.size for f in files if f.name.lower().endswith(PACKED))
+        where = str(files[0].path) if len(files) == 1 else f"the source of {len(files):,} files ({files[0].path}, ...)"
+        self._make_budget = functools.partial(UnpackBudget, where, packed, max_unpacked_gb)
+        self._budget = self._make_budget()
         self.single = split_of is None and len(files) == 1 and self._is_one_text(files[0])
         self.ends = not self.single
 
@@ -179,7 +191,13 @@ class FileDocuments:
             more = f" and {len(self._files) - 1} more" if len(self._files) > 1 else ""
             raise _no_text(f"{self._files[0].path}{more}", self.left_out)
 
+    @property
+    def unpacked_bytes(self) -> int:
+        """In the last pass over the source."""
+        return self._budget.n_bytes
+
     def _forget(self) -> None:
+        self._budget = self._make_budget()
         self.left_out.clear()
         self.left_out.update(self._left_out_before)
 
@@ -202,17 +220,21 @@ class FileDocuments:
                 if kind == "zip":
                     members = zip_members(raw, self.left_out)
                 elif kind == "tar":
-                    members = tar_members(decompressed(codec, raw), self.left_out)
+                    members = tar_members(self._unpacked(codec, raw), self.left_out)
                 else:
                     yield from self._stream_parts(file, "", raw, position)
                     return
                 for name, stream in members:
-                    yield from self._stream_parts(file, f"/{name}", stream, position)
+                    packed = kind == "zip"  # the bytes of a tar are counted already
+                    yield from self._stream_parts(
+                        file, f"/{name}", counted(stream, self._budget) if packed else stream, position
+                    )
 
     def _parquet_parts(self, file: SourceFile, before: int) -> Iterator[Part]:
         with open_parquet(file.path, self._column) as table:
             n_rows = table.metadata.num_rows
             for row, text in parquet_rows(table, self._column, self.left_out):
+                self._budget.spend(len(text))
                 at = before + file.size * min(row, n_rows) // n_rows
                 yield from self._document(f"{file.name}:{row}", cut_text(text), lambda at=at: at)
 
@@ -224,7 +246,7 @@ class FileDocuments:
         if kind in ("zip", "tar", "parquet"):
             self.left_out["packed_twice"] += 1
             return
-        stream = decompressed(codec, raw)
+        stream = self._unpacked(codec, raw)
         if kind == "jsonl":
             for number, text in json_rows(stream, f"{file.path}{member}", self._column, self.left_out):
                 yield from self._document(f"{name}:{number}", cut_text(text), position)
@@ -234,6 +256,9 @@ class FileDocuments:
             self.left_out["binary"] += 1
             return
         yield from self._document(name, cut(_with_head(head, stream.read)), position)
+
+    def _unpacked(self, codec: str, raw: BinaryIO) -> BinaryIO:
+        return counted(decompressed(codec, raw), self._budget) if codec else raw
 
     def _document(self, name: str, pieces: Iterable[Piece], position: Callable[[], int]) -> Iterator[Part]:
         split = self._split_of(name) if self._split_of else None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import stat
@@ -27,8 +28,10 @@ from linnet.data.picture_readers import (
 )
 from linnet.data.source import named_files as named_files
 from linnet.data.source import reading
+from linnet.data.unpacked import UnpackBudget
 from linnet.errors import UserError, refuse
 
+UNPACKED = (".zip", ".parquet")
 COMPRESSED_TARS = (".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
@@ -67,8 +70,16 @@ class PictureFiles:
     """The pictures of some input files, each a picture itself or a container of many."""
 
     def __init__(
-        self, source: str, files: tuple[InputFile, ...], found_left_out: Counter[str], column: str | None
+        self,
+        source: str,
+        files: tuple[InputFile, ...],
+        found_left_out: Counter[str],
+        column: str | None,
+        max_unpacked_gb: float | None = None,
     ) -> None:
+        packed = sum(file.size for file in files if file.path.suffix.lower() in UNPACKED)
+        self._make_budget = functools.partial(UnpackBudget, source, packed, max_unpacked_gb)
+        self._budget = self._make_budget()
         self.n_bytes = sum(file.size for file in files)
         self.left_out = Counter(found_left_out)
         self._source, self._files, self._found_left_out, self._column = source, files, found_left_out, column
@@ -86,22 +97,30 @@ class PictureFiles:
             "files_sha256": digest.hexdigest(),
         }
 
+    @property
+    def unpacked_bytes(self) -> int:
+        """In the last pass over the source."""
+        return self._budget.n_bytes
+
     def pictures(self) -> Iterator[Picture]:
         # Each reading counts anew.
         self.left_out.clear()
         self.left_out.update(self._found_left_out)
         start, n = 0, 0
+        self._budget = self._make_budget()
         for file in self._files:
             with reading(file.path):
                 for member in READERS[file.path.suffix.lower()](file, self._column, self.left_out):
                     n += 1
+                    if file.path.suffix.lower() in UNPACKED:
+                        self._budget.spend(len(member.encoded))
                     yield Picture(member.name, None, member.encoded, start + min(member.read, file.size))
             start += file.size
         if not n:
             raise _nothing(self._source, self.left_out)
 
 
-def open_pictures(source: str, *, column: str | None = None) -> Pictures:
+def open_pictures(source: str, *, column: str | None = None, max_unpacked_gb: float | None = None) -> Pictures:
     """A picture, a zip, tar or parquet of pictures, or a folder or glob of any of these.
 
     `column` names the one of a parquet file with the encoded bytes; other files have none."""
@@ -110,7 +129,8 @@ def open_pictures(source: str, *, column: str | None = None) -> Pictures:
     found = named_files(source)
     if found is None:
         raise refuse("SOURCE", source, "an existing picture, zip, tar, parquet, folder or glob", "correct the path")
-    files, left_out = _sift(*found)
+    files, left_out = _sift(found.root, found.paths)
+    left_out += found.left_out
     if not files:
         raise _nothing(source, left_out)
     parquets = [file for file in files if file.path.suffix.lower() == ".parquet"]
@@ -120,7 +140,7 @@ def open_pictures(source: str, *, column: str | None = None) -> Pictures:
         # Each footer is read now: a wrong column must not be found out after hours of work.
         with reading(file.path), open_parquet(file.path) as parquet:
             check_column(file.path, parquet.schema_arrow, column or DEFAULT_COLUMN)
-    return PictureFiles(source, files, left_out, column)
+    return PictureFiles(source, files, left_out, column, max_unpacked_gb)
 
 
 def _nothing(source: str, left_out: Counter[str]) -> UserError:
@@ -139,7 +159,7 @@ def looks_like_pictures(source: str) -> bool:
     if source.lower().endswith(COMPRESSED_TARS):
         return True  # `open_pictures` says what to do about it; as a text it would be noise
     found = named_files(source)
-    paths = found[1] if found else []
+    paths = found.paths if found else []
     by_suffix: dict[str, list[Path]] = {}
     for path in paths:
         by_suffix.setdefault(path.suffix.lower(), []).append(path)

@@ -13,6 +13,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from linnet.config import EMBEDDED_CORPUS
 from linnet.errors import UserError, refuse
@@ -56,7 +57,7 @@ def find(source: str, field: str = "data.source", packed: tuple[str, ...] = ()) 
     if paths is None:
         needs = f"an existing file, folder or glob, or {EMBEDDED_CORPUS!r}"
         raise refuse(field, source, needs, _nearest(source, field))
-    return _with_content(_sift(*paths, packed), field, source)
+    return _with_content(_sift(paths.root, paths.paths, packed, paths.left_out), field, source)
 
 
 def find_held_out(patterns: Sequence[str], below: Path, field: str) -> Found:
@@ -64,11 +65,11 @@ def find_held_out(patterns: Sequence[str], below: Path, field: str) -> Found:
     parts: list[Found] = []
     for pattern in patterns:
         paths = named_files(pattern, field=field)
-        if paths is None or not paths[1]:
+        if paths is None or not paths.paths:
             paths = named_files(pattern, below) or paths
         if paths is None:
             raise refuse(field, pattern, "existing files, folders or globs", _nearest(pattern, "data.source"))
-        parts.append(_with_content(_sift(*paths), field, pattern))
+        parts.append(_with_content(_sift(paths.root, paths.paths, left_out=paths.left_out), field, pattern))
     files = {f.identity: f for part in parts for f in part.files}
     left_out = sum((Counter(part.left_out) for part in parts), Counter[str]())
     return Found(root=below, files=tuple(files.values()), left_out=dict(left_out))
@@ -103,7 +104,19 @@ def _python_stdlib() -> Found:
     return found
 
 
-def named_files(pattern: str, below: Path = Path(), *, field: str = "SOURCE") -> tuple[Path, list[Path]] | None:
+class NamedFiles(NamedTuple):
+    """What a path, folder or glob names."""
+
+    root: Path
+    paths: list[Path]
+    left_out: Counter[str]
+    """Symbolic links that leave the root are not followed: a folder from elsewhere must not bring in other files of this machine."""
+
+
+LINKS_OUT = "links_that_leave_the_folder"
+
+
+def named_files(pattern: str, below: Path = Path(), *, field: str = "SOURCE") -> NamedFiles | None:
     """The root and the files of a path or glob; None when there is nothing of that name."""
     check_local(field, pattern)
     pattern = os.path.expanduser(pattern)
@@ -113,16 +126,25 @@ def named_files(pattern: str, below: Path = Path(), *, field: str = "SOURCE") ->
         # A name that exists is meant literally, so only now do * ? [ ] mean anything.
         return _globbed(pattern, below) if _has_magic(pattern) else None
     if stat.S_ISDIR(kind):
-        return path, list(_walk(path))
+        left_out = Counter[str]()
+        return NamedFiles(path, list(_walk(path, left_out=left_out)), left_out)
     if stat.S_ISREG(kind):
-        return path.parent, [path]
+        return NamedFiles(path.parent, [path], Counter())
     raise UserError(f"{path} is neither a file nor a folder. Fix: name a regular file, a folder or a glob.")
 
 
-def _globbed(pattern: str, below: Path) -> tuple[Path, list[Path]]:
+def _globbed(pattern: str, below: Path) -> NamedFiles:
     literal = itertools.takewhile(lambda part: not _has_magic(part), Path(pattern).parts)
     matches = [below / match for match in glob.glob(pattern, root_dir=below, recursive=True)]
-    return below.joinpath(*literal), [match for match in matches if not os.path.isdir(match)]
+    root, files = below.joinpath(*literal), [match for match in matches if not os.path.isdir(match)]
+    inside = [path for path in files if not leaves(path, root)]
+    return NamedFiles(root, inside, Counter({LINKS_OUT: len(files) - len(inside)} if len(inside) < len(files) else {}))
+
+
+def leaves(path: Path, root: Path) -> bool:
+    """Whether a path below `root` leads out of it through a symbolic link."""
+    real = os.path.realpath(root)
+    return os.path.commonpath((real, os.path.realpath(path))) != real
 
 
 def _has_magic(pattern: str) -> bool:
@@ -139,8 +161,15 @@ def _kind(path: Path) -> int | None:
         raise _unreadable(error, str(path)) from None
 
 
-def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Every file below, but for hidden ones. Links to folders are followed, each folder once, so no loop is endless."""
+def _walk(root: Path, skip: frozenset[str] = frozenset(), *, left_out: Counter[str] | None = None) -> Iterator[Path]:
+    """Every file below, but for hidden ones. Links to folders are followed, each folder once, so no loop is endless. With
+    `left_out`, links that leave the root are not followed but counted there."""
+
+    def stays(path: str) -> bool:
+        if left_out is None or not os.path.islink(path) or not leaves(Path(path), root):
+            return True
+        left_out[LINKS_OUT] += 1
+        return False
 
     def stop(error: OSError) -> None:
         raise _unreadable(error, str(error.filename))
@@ -148,16 +177,23 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
     seen = {os.path.realpath(root)}
     for folder, folders, names in os.walk(root, followlinks=True, onerror=stop):
         wanted = [(f, os.path.realpath(os.path.join(folder, f))) for f in sorted(folders) if not f.startswith(".")]
-        folders[:] = [f for f, real in wanted if f not in skip and real not in seen]
+        wanted = [
+            (f, real) for f, real in wanted if f not in skip and real not in seen and stays(os.path.join(folder, f))
+        ]
+        folders[:] = [f for f, _ in wanted]
         seen.update(real for _, real in wanted)
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (
+            Path(folder, name) for name in names if not name.startswith(".") and stays(os.path.join(folder, name))
+        )
 
 
-def _sift(root: Path, paths: Iterable[Path], packed: tuple[str, ...] = ()) -> Found:
+def _sift(
+    root: Path, paths: Iterable[Path], packed: tuple[str, ...] = (), left_out: Counter[str] | None = None
+) -> Found:
     """Regular files with text in them, once each, sorted by name."""
     named = sorted((Path(os.path.relpath(path, root)).as_posix(), path) for path in paths)
     files: dict[FileId, SourceFile] = {}
-    left_out: Counter[str] = Counter()
+    left_out = Counter(left_out)
     for name, path in named:
         kind = _kind(path)
         if kind is None or not stat.S_ISREG(kind):
@@ -185,7 +221,9 @@ def _with_content(found: Found, field: str, source: str) -> Found:
         field,
         source,
         f"something with text in it (left out: {reasons})",
-        "name text; unpack an archive and save UTF-16 as UTF-8 first (a NUL byte in the first 8 KB is taken for binary)",
+        "name text; unpack an archive and save UTF-16 as UTF-8 first (a NUL byte in the first 8 KB is taken for binary)"
+        if LINKS_OUT not in found.left_out
+        else "name what the links point to: symbolic links that leave the source's folder are not followed",
     )
 
 

@@ -30,6 +30,7 @@ def train_sentencepiece(
     model: Literal["bpe", "unigram"],
     sample_bytes: int,
     column: str | None = None,
+    max_unpacked_gb: float | None = None,
     say: Callable[[str], None] = lambda words: None,
 ) -> bytes:
     """The content of a model file. What a source holds out for validation and test is not learnt from."""
@@ -38,7 +39,7 @@ def train_sentencepiece(
         raise refuse("--vocab-size", vocab_size, needs, "use 8192")
     if sample_bytes < 1:
         raise refuse("--sample-bytes", sample_bytes, "at least 1", "use 50000000")
-    opened = [open_documents(source, column=column) for source in sources]
+    opened = [open_documents(source, column=column, max_unpacked_gb=max_unpacked_gb) for source in sources]
     parts = (part.data for documents in opened for part in documents.parts() if part.split in (None, "train"))
     sample = spread(stretches(parts, min(STRETCH_BYTES, sample_bytes)), sample_bytes)
     # Whole, not one by one: the trainer would turn an error of ours into one of its own.

@@ -15,21 +15,22 @@ FLOOR_BYTES = 256 << 20
 FLAG = "--max-unpacked-gb"
 
 
-def max_unpacked(packed_bytes: int, limit_gb: float | None = None) -> int:
-    """The bytes that `packed_bytes` may unpack to: what the user allows, or else a multiple of the packed size."""
-    if limit_gb is None:
-        return max(FLOOR_BYTES, RATIO * packed_bytes)
-    if not 0 < limit_gb < 1e9:
-        raise refuse(FLAG, limit_gb, "a positive number of gigabytes", "use 10")
-    return int(limit_gb * 1e9)
-
-
 class UnpackBudget:
     """Counts unpacked bytes, and refuses the source when they exceed the limit."""
 
-    def __init__(self, where: str | PathLike[str], packed_bytes: int, limit_gb: float | None = None) -> None:
-        self._where, self._packed, self._given = where, packed_bytes, limit_gb is not None
-        self.limit = max_unpacked(packed_bytes, limit_gb)
+    def __init__(
+        self,
+        where: str | PathLike[str],
+        packed_bytes: int,
+        limit_gb: float | None = None,
+        flag: str | None = FLAG,
+    ) -> None:
+        """The limit is what the user allows, or else a multiple of the packed size. `flag`: how the user allows more; None where
+        the command has no such flag."""
+        if limit_gb is not None and not 0 < limit_gb < 1e9:
+            raise refuse(flag or FLAG, limit_gb, "a positive number of gigabytes", "use 10")
+        self._where, self._packed, self._flag, self._given = where, packed_bytes, flag, limit_gb is not None
+        self.limit = max(FLOOR_BYTES, RATIO * packed_bytes) if limit_gb is None else int(limit_gb * 1e9)
         self.n_bytes = 0
 
     def spend(self, n: int) -> None:
@@ -43,10 +44,11 @@ class UnpackBudget:
             raise self._exceeded()
 
     def _exceeded(self) -> UserError:
-        rule = f"{FLAG} allows" if self._given else f"{RATIO} times its packed size ({self._packed:,} bytes)"
+        rule = f"what {self._flag} allows" if self._given else f"{RATIO} times its packed size ({self._packed:,} bytes)"
+        allow = f", or, if you trust it, allow more with {self._flag} GIGABYTES" if self._flag else ""
         return UserError(
             f"{self._where} unpacks to more than {self.limit:,} bytes, which is more than {rule}; it may be a decompression bomb. "
-            f"Fix: leave it out, or, if you trust it, allow more with {FLAG}."
+            f"Fix: leave it out{allow}."
         )
 
 

@@ -26,6 +26,7 @@ FREE_TO_CHANGE = {
     "train.sample_tokens",
     "train.trackers",
     "optim.extra_steps",
+    "data.max_unpacked_gb",
     "preset",
     "mesh",
 }

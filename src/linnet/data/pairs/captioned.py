@@ -57,7 +57,7 @@ def open_captioned(source: str, caption_key: str = "caption", image_key: str | N
         raise refuse(
             "SOURCE", source, f"pictures with captions: a folder, glob, tar or parquet, or {EMOJI}", "correct the path"
         )
-    root, paths = found[0], sorted(found[1])
+    root, paths = found.root, sorted(found.paths)
     tables = [path for path in paths if path.name in CAPTION_FILES]
     pictures = [path for path in paths if path.suffix.lower() in PICTURE_SUFFIXES]
     tars = [path for path in paths if path.suffix.lower() == ".tar"]

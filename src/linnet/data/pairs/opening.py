@@ -16,7 +16,7 @@ from linnet.data.pairs.scan import scan
 from linnet.data.pairs.shards import in_order
 from linnet.data.pairs.sources import FOLDERS, PairSource
 from linnet.data.pictures import COMPRESSED_TARS
-from linnet.data.source import named_files
+from linnet.data.source import leaves, named_files
 from linnet.errors import UserError, refuse
 from linnet.local_path import check_local
 
@@ -89,6 +89,12 @@ def find_source(cfg: PairsConfig) -> PairSource:
     root = Path(place)
     if (root / FOLDERS["image"]).is_dir():
         refuse_unfinished(root)
+        out = next((name for name in FOLDERS.values() if (root / name).is_dir() and leaves(root / name, root)), None)
+        if out is not None:
+            raise UserError(
+                f"{root / out} is a symbolic link that leaves {root}, and such links are not followed. Fix: name the folders with "
+                "--data.images, --data.texts and --data.metadata."
+            )
         below = {what: str(root / name) if (root / name).is_dir() else None for what, name in FOLDERS.items()}
         return sources.from_npy(cfg, str(below["image"]), below["text"], below["metadata"], below["encodings"])
     if place.lower().endswith(COMPRESSED_TARS):
@@ -97,7 +103,7 @@ def find_source(cfg: PairsConfig) -> PairSource:
     if named is None:
         needs = f"an existing file, folder or glob, or {EMOJI_PAIRS!r}"
         raise refuse("data.source", cfg.source, needs, "correct the path")
-    by_kind = {kind: sorted((p for p in named[1] if p.suffix.lower() == kind), key=in_order) for kind in KINDS}
+    by_kind = {kind: sorted((p for p in named.paths if p.suffix.lower() == kind), key=in_order) for kind in KINDS}
     present = [kind for kind, paths in by_kind.items() if paths]
     if present == [".parquet"]:
         return sources.from_parquet(cfg, by_kind[".parquet"])

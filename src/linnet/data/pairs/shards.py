@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from linnet.data.pairs.vectors import Vectors
-from linnet.data.source import named_files
+from linnet.data.source import LINKS_OUT, named_files
 from linnet.errors import UserError, refuse
 
 NAMED = 3
@@ -18,9 +18,13 @@ def find_shards(place: str, suffix: str, field: str) -> list[Path]:
     found = named_files(place, field=field)
     if found is None:
         raise refuse(field, place, "an existing file, folder or glob", "correct the path")
-    paths = [path for path in found[1] if path.suffix.lower() == suffix]
+    paths = [path for path in found.paths if path.suffix.lower() == suffix]
     if not paths:
-        raise refuse(field, place, f"something with {suffix} files in it", f"name the folder of the {suffix} files")
+        out = found.left_out[LINKS_OUT]
+        links = f" (left out: {out} links that leave the folder)" if out else ""
+        raise refuse(
+            field, place, f"something with {suffix} files in it{links}", f"name the folder of the {suffix} files"
+        )
     return sorted(paths, key=in_order)
 
 

@@ -122,14 +122,14 @@ def from_npz(cfg: PairsConfig, path: Path) -> PairSource:
     shards: dict[str, Vectors] = {}
     for what, key in (("image", cfg.image_key), ("text", cfg.text_key)):
         array = _choose(names, key, what, path)
-        place, _ = unpack_npz(path, array)
+        place, _ = unpack_npz(path, array, cfg.max_unpacked_gb)
         shard = dataclasses.replace(open_npy(place, what), shown=f"{path}, {array}")
         shards[what] = Vectors.join([shard], what)
     n = shards["image"].n_rows
     refuse_unequal(path, n, path, shards["text"].n_rows, "text")
     captions = None
     if cfg.caption_key in names:
-        captions = map_npy(unpack_npz(path, cfg.caption_key)[0])
+        captions = map_npy(unpack_npz(path, cfg.caption_key, cfg.max_unpacked_gb)[0])
         refuse_unequal(path, n, path, len(captions), "caption")
     split_of = None
     if cfg.split_key is not None:
@@ -137,7 +137,9 @@ def from_npz(cfg: PairsConfig, path: Path) -> PairSource:
             raise refuse(
                 "data.split_key", cfg.split_key, f"an array of {path} ({', '.join(names)})", "name one of them"
             )
-        split_of = split_numbers(np.asarray(map_npy(unpack_npz(path, cfg.split_key)[0])), str(path), cfg.split_key)
+        split_of = split_numbers(
+            np.asarray(map_npy(unpack_npz(path, cfg.split_key, cfg.max_unpacked_gb)[0])), str(path), cfg.split_key
+        )
         refuse_unequal(path, n, path, len(split_of), "split")
     return PairSource(
         images=shards["image"],

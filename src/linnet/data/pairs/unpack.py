@@ -66,7 +66,7 @@ def unpack_column(path: Path, column: str, n_rows: int) -> tuple[Path, Shaped[np
 
 
 def unpack_npz(path: Path, array: str, limit_gb: float | None = None) -> tuple[Path, Shaped[np.ndarray, "n ..."]]:
-    """`limit_gb`: what the array may unpack to, see `max_unpacked`."""
+    """`limit_gb`: what the array may unpack to, see `UnpackBudget`."""
     place = _place(path, array)
     if not place.exists():
         with (
@@ -75,7 +75,7 @@ def unpack_npz(path: Path, array: str, limit_gb: float | None = None) -> tuple[P
             archive.open(f"{array}.npy") as stored,
             _written(place) as write,
         ):
-            budget = UnpackBudget(path, path.stat().st_size, limit_gb)
+            budget = UnpackBudget(path, path.stat().st_size, limit_gb, "--data.max-unpacked-gb")
             budget.claim(archive.getinfo(f"{array}.npy").file_size)
             while block := stored.read(COPY_BYTES):
                 budget.spend(len(block))

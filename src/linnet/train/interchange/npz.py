@@ -17,13 +17,13 @@ from linnet.data.unpacked import UnpackBudget
 from linnet.errors import UserError
 
 
-def read_npz(path: Path, limit_gb: float | None = None) -> dict[str, np.ndarray]:
+def read_npz(path: Path, limit_gb: float | None = None, flag: str | None = None) -> dict[str, np.ndarray]:
     """All arrays by name. A damaged, foreign or pickled file is refused by name, and so is one that unpacks to more than
-    `max_unpacked` allows."""
+    `UnpackBudget` allows. `flag`: by which the user sets `limit_gb`, if there is one."""
     _must_be_file(path)
     with reading(path), opened_zip(path) as archive:
         members = zip_files(archive)
-        budget = UnpackBudget(path, path.stat().st_size, limit_gb)
+        budget = UnpackBudget(path, path.stat().st_size, limit_gb, flag)
         budget.claim(sum(member.file_size for member in members))
         return {member.filename.removesuffix(".npy"): _read_array(archive, member, path) for member in members}
 
@@ -33,7 +33,7 @@ def read_npz_array(path: Path, name: str) -> np.ndarray:
     _must_be_file(path)
     with reading(path), opened_zip(path) as archive:
         member = archive.getinfo(f"{name}.npy")
-        UnpackBudget(path, path.stat().st_size).claim(member.file_size)
+        UnpackBudget(path, path.stat().st_size, flag=None).claim(member.file_size)
         return _read_array(archive, member, path)
 
 

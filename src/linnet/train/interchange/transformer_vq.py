@@ -21,7 +21,9 @@ ZIP_START = b"PK"
 WRAPPERS = ("params/", "target/", "state/")
 
 
-def read_transformer_vq(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def read_transformer_vq(
+    path: Path, max_unpacked_gb: float | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The weights under the reference's names, and the settings saved beside them (none in a msgpack file)."""
     try:
         with open(path, "rb") as file:
@@ -32,7 +34,7 @@ def read_transformer_vq(path: Path) -> tuple[dict[str, np.ndarray], dict[str, An
         raise UserError(f"{path} is a folder. Fix: name the checkpoint file in it.") from None
     if start != ZIP_START:
         return _unwrap(flatten(read_flax(path)), path), {}
-    arrays = read_npz(path)
+    arrays = read_npz(path, max_unpacked_gb, "--max-unpacked-gb")
     meta = _settings(arrays.pop("meta"), path) if "meta" in arrays else {}
     return _unwrap(arrays, path), meta
 
