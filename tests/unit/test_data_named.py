@@ -133,7 +133,9 @@ def test_another_text_is_not_enwik8(small: Stream, tmp_path: Path) -> None:
     assert "--from is" in refused("enwik8", tmp_path / "nowhere", tmp_path)
     whole = pack("enwik8.zip", tmp_path / "z").read_bytes()
     (tmp_path / "enwik8.zip").write_bytes(whole[:-500])
-    assert "enwik8.zip is damaged or cut short, and cannot be unpacked" in refused("enwik8", tmp_path / "enwik8.zip", tmp_path)
+    assert "enwik8.zip is damaged or cut short, and cannot be unpacked" in refused(
+        "enwik8", tmp_path / "enwik8.zip", tmp_path
+    )
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("text8", TEXT)
     assert "holds no enwik8" in refused("enwik8", tmp_path / "other.zip", tmp_path)
