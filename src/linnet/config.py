@@ -16,6 +16,7 @@ from linnet.errors import UserError, refuse
 from linnet.families.moe.config import MoEConfig
 from linnet.families.prior.config import PriorConfig
 from linnet.families.vq.config import VQConfig
+from linnet.files import atomic_write
 from linnet.json_file import read_json
 from linnet.mesh import ROW_AXES, n_row_parts, parse_mesh
 from linnet.tuning import LoraConfig, Parent
@@ -353,7 +354,7 @@ def to_json(cfg: Any) -> dict[str, Any]:
 
 
 def save(cfg: RunConfig, path: Path) -> None:
-    path.write_text(json.dumps(to_json(cfg), indent=2) + "\n")
+    atomic_write(path, (json.dumps(to_json(cfg), indent=2) + "\n").encode(), sync=True)
 
 
 def load(path: Path) -> RunConfig:

@@ -16,6 +16,7 @@ RANK = {
             "errors",
             "local_path",
             "json_file",
+            "files",
             "cluster",
             "mesh",
             "pytree",

@@ -282,3 +282,57 @@ def test_wandb_keeps_its_run_across_resumes_and_never_asks_for_a_key(
     assert started[0]["config"] == {"seed": 1}
     assert logged == [{"step": 1, "train/loss": 1.0}, {"step": 2, "train/loss": 1.0}]
     assert caplog.records == []
+
+
+KINDS = ("train", "eval", "event")
+DAMAGED = {
+    "infinite": b'{"kind": "eval", "step": 4, "time": 1.0, "loss": 1e999}',
+    "nan": b'{"kind": "train", "step": 4, "time": 1.0, "loss": NaN}',
+    "infinity": b'{"kind": "train", "step": 4, "time": 1.0, "loss": -Infinity}',
+    "infinite within": b'{"kind": "train", "step": 4, "time": 1.0, "codebook": {"entropy": [1.0, 1e999]}}',
+    "torn": b'{"kind": "eval", "step": 4, "ti',
+    "binary": bytes(range(128, 256)) + b"\0\xff",
+    "nested": b'{"kind": "train", "step": 4, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "no object": b'[{"kind": "train", "step": 4}]',
+    "a number": b"4",
+    "no step": b'{"kind": "train", "step": "4"}',
+    "true for a step": b'{"kind": "train", "step": true}',
+    "a huge integer": b'{"kind": "train", "step": 4, "loss": 1' + b"0" * 400 + b"}",
+    "more digits than Python reads": b'{"kind": "train", "step": 1' + b"0" * 5000 + b"}",
+    "a huge step": b'{"kind": "train", "step": 1' + b"0" * 30 + b"}",
+    "zeros": b"\0" * 4096,
+}
+ODD_VALUES = {
+    "text for a loss": b'{"kind": "eval", "step": 4, "time": 1.0, "loss": "low"}',
+    "a list for a loss": b'{"kind": "train", "step": 4, "time": [], "loss": [1, {}], "codebook": 3, "rss_bytes": {}}',
+    "no time": b'{"kind": "event", "step": -4, "event": null, "message": {}}',
+    "odd events": b'{"kind": "event", "step": 4, "time": 1e300, "event": ["x"], "message": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("line", [*DAMAGED.values(), *ODD_VALUES.values()], ids=[*DAMAGED, *ODD_VALUES])
+@pytest.mark.parametrize("end", [b"\n", b""], ids=["ended", "last"])
+def test_a_damaged_line_never_blocks_a_resume_or_a_report(tmp_path: Path, line: bytes, end: bytes) -> None:
+    good = [{"kind": kind, "step": i, "time": float(i), "loss": 1.0 / (i + 1)} for i in range(4) for kind in KINDS]
+    text = "".join(json.dumps(record) + "\n" for record in good).encode()
+    (tmp_path / "metrics.jsonl").write_bytes(text[: len(text) // 2].rpartition(b"\n")[0] + b"\n" + line + b"\n")
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(text[len(text) // 2 :].partition(b"\n")[2] + line + end)
+    from linnet.train.report import render
+
+    assert "<html" in render(tmp_path)
+    with MetricsLog(tmp_path) as log:
+        kept = log.truncate_after(5)
+        log.write("train", 6, loss=0.5)
+    odd = [record for record in kept if record not in good]
+    assert len(odd) == (2 if line in ODD_VALUES.values() else 0)
+    assert len(kept) - len(odd) == len(good) - 1  # the one that was cut in two above
+    assert lines_of(tmp_path)[-1]["step"] == 6
+    assert "<html" in render(tmp_path)
+
+
+def test_damaged_lines_are_reported_when_they_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(DAMAGED["nan"] + b"\n" + DAMAGED["binary"] + b"\n")
+    with MetricsLog(tmp_path) as log, caplog.at_level(logging.WARNING):
+        assert log.truncate_after(5) == []
+    assert "2 damaged lines are left out" in caplog.text

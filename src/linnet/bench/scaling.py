@@ -12,6 +12,7 @@ from linnet.bench.run import measure_apart, sized
 from linnet.bench.targets import DENSE_RATIOS, GEMM_SIZE, LEAST_SHARE, PRESET
 from linnet.config import RunConfig
 from linnet.errors import refuse
+from linnet.files import atomic_write
 from linnet.train.charts import Series, line_chart
 from linnet.train.svg import standalone
 
@@ -62,7 +63,7 @@ def run_scaling(
             stops[kind] = why
             say(f"{kind} attention: {why}")
     result = summarise(job, cfg.preset, curves, stops)
-    out.write_text(plot(result))
+    atomic_write(out, plot(result).encode())
     return {**result, "plot": str(out)}
 
 

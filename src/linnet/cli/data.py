@@ -17,6 +17,7 @@ import tyro
 
 from linnet.cli.parse import parse
 from linnet.errors import UserError, did_you_mean, refuse
+from linnet.files import atomic_write
 
 if TYPE_CHECKING:
     from linnet.data.documents import Documents
@@ -261,7 +262,7 @@ def _show(argv: list[str]) -> int:
         return 0
     if data.shape is not None and cfg.update_len == cfg.sequence_len:
         pictures, _ = pixels_of_ids(np.asarray(batch.targets), (len(batch.targets), *data.shape))
-        flags.out.write_bytes(contact_sheet(pictures, 8, max(1, 64 // data.shape[1])))
+        atomic_write(flags.out, contact_sheet(pictures, 8, max(1, 64 // data.shape[1])))
         print(f"The {len(pictures)} pictures of step {flags.step} are in {flags.out}.")
         return 0
     for row, text in enumerate(rows_as_text(batch, data.tokenizer)):

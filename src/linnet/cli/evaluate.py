@@ -131,12 +131,13 @@ def _data(flags: Flags, trained_on: DataConfig) -> tuple[DataConfig, str]:
 
 def _write(flags: Flags, record: dict[str, Any], result: Evaluation) -> Path:
     """Into the run's folder: the figures, and the plot by position, whose path is returned."""
+    from linnet.train.metrics import replace_text
     from linnet.train.plots import position_svg
 
     name = record["split"] if flags.weights == "float32" else f"{record['split']}_{flags.weights}"
-    (flags.run / f"eval_{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    replace_text(flags.run / f"eval_{name}.json", json.dumps(record, indent=2) + "\n")
     figure = flags.run / f"eval_{name}.svg"
-    figure.write_text(position_svg(result.position_edges, result.position_nats))
+    replace_text(figure, position_svg(result.position_edges, result.position_nats))
     return figure
 
 

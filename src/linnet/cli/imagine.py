@@ -12,6 +12,7 @@ import tyro
 from linnet.cli import file_names
 from linnet.cli.parse import parse
 from linnet.errors import refuse
+from linnet.files import atomic_write
 from linnet.local_path import FreeText
 
 if TYPE_CHECKING:
@@ -128,8 +129,8 @@ def _write(flags: Flags, pictures: UInt8[np.ndarray, "n h w 3"]) -> tuple[Path, 
     try:
         sheet.parent.mkdir(parents=True, exist_ok=True)
         for file, picture in zip(files, pictures, strict=True):
-            file.write_bytes(to_image(picture))
-        sheet.write_bytes(contact_sheet(pictures, SHEET_COLUMNS, sheet_scale((height, width, channels))))
+            atomic_write(file, to_image(picture))
+        atomic_write(sheet, contact_sheet(pictures, SHEET_COLUMNS, sheet_scale((height, width, channels))))
     except OSError as error:
         raise refuse("--out", str(sheet), f"a file that can be written ({error.strerror})", "choose another") from None
     return sheet, files

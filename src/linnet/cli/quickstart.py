@@ -81,6 +81,7 @@ def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
 
     from linnet.data import open_data
     from linnet.train.evaluate import evaluate
+    from linnet.train.metrics import replace_text
     from linnet.train.progress import track
     from linnet.train.report import write_report
     from linnet.train.runs import open_run
@@ -98,15 +99,14 @@ def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
         "test",
         progress=lambda batches: track(batches, "held-out text", n_batch, quiet=quiet),
     )
-    (out / "eval_test.json").write_text(json.dumps(result.to_json() | {"step": run.step}, indent=2) + "\n")
+    replace_text(out / "eval_test.json", json.dumps(result.to_json() | {"step": run.step}, indent=2) + "\n")
     compressors = compressed_bits_per_byte(data.raw("test"))
-    (out / "quickstart.json").write_text(
-        json.dumps({"model": result.to_json(), "compressors": compressors}, indent=2) + "\n"
-    )
+    figures = {"model": result.to_json(), "compressors": compressors}
+    replace_text(out / "quickstart.json", json.dumps(figures, indent=2) + "\n")
     text = sample_text(
         run.writer, cfg, run.params, run.buffers, run.vocabulary, prompt="def ", n_tokens=400, seed=cfg.seed
     )
-    (out / "samples" / "quickstart.txt").write_text(text)
+    replace_text(out / "samples" / "quickstart.txt", text)
     report = write_report(out)
 
     console = Console()

@@ -11,6 +11,7 @@ import numpy as np
 from linnet.cli.sample import Flags, drawing_settings
 from linnet.data.pixels import BrokenPicture, contact_sheet, decode_pixels, to_image
 from linnet.errors import refuse
+from linnet.files import atomic_write
 from linnet.train.runs import Run
 from linnet.train.samples import SHEET_COLUMNS, sample_pictures, sheet_scale
 
@@ -55,11 +56,12 @@ def _write(
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / f"picture_{i:04d}.png" for i in range(len(pictures))]
         for file, picture in zip(files, pictures, strict=True):
-            file.write_bytes(to_image(picture))
+            atomic_write(file, to_image(picture))
         rows = [[original, *pictures[i * flags.n : (i + 1) * flags.n]] for i, original in enumerate(given)]
         all_in_rows = np.stack([picture for row in rows for picture in row]) if rows else pictures
         sheet = folder / "sheet.png"
-        sheet.write_bytes(contact_sheet(all_in_rows, flags.n + 1 if rows else SHEET_COLUMNS, sheet_scale(shape)))
+        columns = flags.n + 1 if rows else SHEET_COLUMNS
+        atomic_write(sheet, contact_sheet(all_in_rows, columns, sheet_scale(shape)))
     except OSError as error:
         raise refuse(
             "--out", str(folder), f"a folder that can be written ({error.strerror})", "choose another"

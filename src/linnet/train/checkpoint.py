@@ -14,12 +14,14 @@ import logging
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
 from linnet.errors import UserError, refuse
+from linnet.files import atomic_write, remove_parts
 from linnet.train import quiet, shares, snapshot, together
 from linnet.train.snapshot import Damaged, Restored
 from linnet.train.writer import Deserted, Writer
@@ -144,6 +146,14 @@ class Checkpoints:
         if self._in_flight is None:
             self._prune()
 
+    def set_losses(self, losses: Mapping[int, Any], *, last: int) -> None:
+        """Adds the recorded validation losses that are not marked yet, and forgets those of steps after `last`."""
+        known = self._losses()
+        finite = {step: float(loss) for step, loss in losses.items() if type(loss) in (int, float)}
+        wanted = {step: loss for step, loss in (finite | known).items() if step <= last}
+        if {step: loss for step, loss in wanted.items() if step in self.steps()} != known:
+            self._write_losses(wanted)
+
     def close(self) -> None:
         """Waits for what is in flight, then ends Orbax's threads."""
         try:
@@ -243,6 +253,7 @@ class Checkpoints:
         if not self.folder.is_dir() or jax.process_index() != 0:
             return
         (self.folder / f"{BEST}.tmp").unlink(missing_ok=True)
+        remove_parts(self.folder / BEST)
         for entry in self.folder.iterdir():
             if TEMPORARY in entry.name or entry.name.startswith(DELETED):
                 shutil.rmtree(entry, ignore_errors=True)
@@ -288,19 +299,12 @@ class Checkpoints:
             return
         alive = {*self.steps(), *([self._in_flight[0]] if self._in_flight else [])}
         text = json.dumps({str(step): loss for step, loss in sorted(losses.items()) if step in alive})
-        temporary = self.folder / f"{BEST}.tmp"
         try:
-            with open(temporary, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.folder / BEST)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            atomic_write(self.folder / BEST, text.encode(), sync=True)
+        except UserError as error:
             raise CheckpointError(
-                f"{self.folder / BEST} cannot be written ({snapshot.short(error)}). The checkpoints are intact. "
-                f"Fix: free some space or mend the permissions, then resume."
+                f"{self.folder / BEST} cannot be written ({error.__cause__}). The checkpoints are intact. "
+                f"Fix: free some space or correct the permissions, then resume."
             ) from error
 
 

@@ -96,6 +96,10 @@ class Judge(Protocol):
         """What the model makes at this step, for people to look at."""
         ...
 
+    def has_sample(self, step: int, folder: Path) -> bool:
+        """Whether `show` has nothing left to write for this step."""
+        ...
+
     def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> Judged:
         """What a finished run says of data it never saw; `folder` is the run's."""
         ...

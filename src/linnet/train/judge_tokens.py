@@ -13,7 +13,7 @@ from linnet.families import registry
 from linnet.train import vocabulary
 from linnet.train.evaluate import evaluate, make_nats
 from linnet.train.judge import Judged, Logged, Watch, scalars
-from linnet.train.samples import write_sample
+from linnet.train.samples import sample_path, write_sample
 from linnet.train.state import TrainState, model_weights
 from linnet.train.vocabulary import Vocabulary
 
@@ -95,6 +95,9 @@ class TokenJudge:
             writes = Vocabulary(tokenizer=self._data.tokenizer, shape=self._data.shape)
             embeds = self._data.embeds("validation")
             write_sample(self._family, self._cfg, params, buffers, writes, folder, step, n_token, embeds)
+
+    def has_sample(self, step: int, folder: Path) -> bool:
+        return not self._cfg.train.sample_tokens or sample_path(folder, step, self._data.shape).exists()
 
     def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> Judged:
         raise AssertionError("`linnet eval --split test` reads it when asked to")

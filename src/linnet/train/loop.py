@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from linnet.config import RunConfig
 from linnet.errors import UserError, refuse
 from linnet.families import registry
 from linnet.families.family import Family
+from linnet.files import atomic_write, remove_parts
 from linnet.train import environment, lora_base, together
 from linnet.train import parent as parents
 from linnet.train.checkpoint import Checkpoints
@@ -76,10 +78,12 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
                 stored_weights.must_be_trainable(folder.path)
             folder.create()
             stack.enter_context(folder.lock())
+            for name in ("config.json", "environment.json", "data.json", "metrics.jsonl"):
+                remove_parts(folder.path / name)
             judge.keep(folder.path)
             if old is None or old != cfg:
                 configs.save(cfg, folder.config)
-            (folder.path / "environment.json").write_text(json.dumps(environment.describe(), indent=2) + "\n")
+            _write_json(folder.path / "environment.json", environment.describe())
 
         interrupt = stack.enter_context(watch())
         together.decided(open_folder)
@@ -102,6 +106,10 @@ def starts_from_parent(cfg: RunConfig, folder: RunFolder) -> bool:
 def _is_first() -> bool:
     """The process that writes."""
     return jax.process_index() == 0
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    atomic_write(path, (json.dumps(values, indent=2) + "\n").encode(), sync=True)
 
 
 class _Run:
@@ -129,6 +137,10 @@ class _Run:
         self.origin = (
             "imported weights" if parent is None else f"{parent.path} (step {parent.step}, {parent.fingerprint[:12]})"
         )
+        self.evaluated: set[int] = set()
+        """Steps whose evaluation is in metrics.jsonl."""
+        self.eval_pending = False
+        """Whether the checkpoint that the run resumes from was saved for an evaluation that no step number implies."""
 
     def to_end(self, stop_at: int | None) -> Outcome:
         cfg = self.cfg
@@ -146,19 +158,19 @@ class _Run:
                 saved=self.checkpoints.latest,
             ) as self.peers,
         ):
-            judged, tested = together.decided(lambda: self._figures_kept(start))
+            evaluated, has_sample, tested = together.decided(lambda: self._recover(start))
+            self.evaluated = set(evaluated)
             self._introduce(start)
             evaluation = None
-            # Interrupted between its checkpoint and its evaluation; or fine-tuned, where step 0 tells what the parent achieves.
-            if (start or self.cfg.parent is not None) and self._eval_due(start) and not judged:
-                evaluation = self._evaluate(state, start)
+            if start or self.cfg.parent is not None:  # fine-tuned: step 0 tells what the parent achieves
+                evaluation = self._finish_evaluation(state, start, has_sample)
             state, step, latest = self._steps(state, start, end)
             evaluation = latest or evaluation
             self._save(step, state, wait=True)
             if step < total:
                 self._event(step, "interrupted", f"Stopped at step {step} of {total}. Run the same command to go on.")
                 return Outcome(step=step, finished=False, evaluation=evaluation)
-            if step > start and not self._eval_due(step) and self.judge.n_validation:
+            if self.judge.n_validation and step not in self.evaluated:
                 evaluation = self._evaluate(state, step)
             if self.judge.n_test and not tested:
                 self._test(state, step)
@@ -172,11 +184,23 @@ class _Run:
         named = open_trackers(trackers, self.folder.path, configs.to_json(self.cfg), resume_step=start or None)
         return MetricsLog(self.folder.path, named)
 
-    def _figures_kept(self, start: int) -> list[bool]:
-        """Whether the step that a run goes on from was evaluated, and whether it was tested."""
+    def _recover(self, start: int) -> tuple[list[int], bool, bool]:
+        """Forgets what was recorded after `start`, and marks the best of the evaluations that were recorded up to it: the last one
+        may have been cut off before it was marked. Returns the evaluated steps, whether the sample of `start` was written, and
+        whether the run was tested."""
         kept = self.metrics.truncate_after(start)
-        judged = any(record["kind"] == "eval" and record["step"] == start for record in kept)
-        return [judged, any(record["kind"] == "test" for record in kept)]
+        losses = {record["step"]: record.get("loss") for record in kept if record["kind"] == "eval"}
+        self.checkpoints.set_losses(losses, last=start)
+        has_sample = self.judge.has_sample(start, self.folder.samples)
+        return list(losses), has_sample, any(record["kind"] == "test" for record in kept)
+
+    def _finish_evaluation(self, state: TrainState, start: int, has_sample: bool) -> Judged | None:
+        """Does what is missing of the evaluation at `start`, if it was cut off after its checkpoint was saved."""
+        if start in self.evaluated:
+            if not has_sample:
+                self._show(state, start)
+            return None
+        return self._evaluate(state, start) if self._eval_due(start) or self.eval_pending else None
 
     def _restore_or_begin(self) -> tuple[TrainState, int]:
         """The state to continue from, its step; and, in `self.origin`, where its weights came from."""
@@ -199,6 +223,7 @@ class _Run:
                 f"{self.judge.fingerprint[:12]}, the run has {theirs[:12]}), so it cannot be continued exactly. "
                 "Fix: restore the data, or start a new run with --out."
             )
+        self.eval_pending = bool(restored.extra.get("evaluate"))
         return restored.state, restored.step
 
     def _begun(self, state: TrainState) -> tuple[TrainState, int]:
@@ -209,8 +234,9 @@ class _Run:
             self._save(0, state, wait=True)
         return state, 0
 
-    def _save(self, step: int, state: TrainState, wait: bool = False) -> None:
-        self.checkpoints.save(step, lora_base.without_base(state), extra={"data": self.judge.fingerprint}, wait=wait)
+    def _save(self, step: int, state: TrainState, *, wait: bool = False, evaluate: bool = False) -> None:
+        extra = {"data": self.judge.fingerprint, "evaluate": evaluate}
+        self.checkpoints.save(step, lora_base.without_base(state), extra=extra, wait=wait)
 
     def _introduce(self, start: int) -> None:
         count = weights.count(self.family.param_specs(self.cfg.model))
@@ -219,7 +245,7 @@ class _Run:
             amount = f"{weights.count(trainable_specs(self.family, self.cfg)):,} of {amount} trained"
         described = self.judge.describe()
         if _is_first():
-            (self.folder.path / "data.json").write_text(json.dumps(described, indent=2) + "\n")
+            _write_json(self.folder.path / "data.json", described)
         for warning in described["warnings"]:
             self._event(start, "warning", warning)
         what = "resume" if start else "start"
@@ -287,7 +313,7 @@ class _Run:
         every_steps = train.checkpoint_every and step % train.checkpoint_every == 0
         if not (eval_due or every_steps or agreed.save):
             return None
-        self._save(step, state)
+        self._save(step, state, evaluate=bool(eval_due))
         self.saved_at = time.monotonic()
         evaluation = self._evaluate(state, step) if eval_due else None
         meter.pause(time.perf_counter() - start)
@@ -298,17 +324,23 @@ class _Run:
         return bool(every) and step % every == 0 and self.judge.n_validation > 0
 
     def _evaluate(self, state: TrainState, step: int) -> Judged | None:
+        """Records an evaluation, marks the best checkpoint and writes a sample. A run that is killed in between does the rest when it
+        is resumed (`_recover`, `_finish_evaluation`)."""
         try:
             result = self.judge.evaluate(state, self._watched)
         except Interrupted:
             return None
         self.judged_at = time.monotonic()
         self.metrics.write("eval", step, **result.record)
+        self.evaluated.add(step)
         self.checkpoints.mark_best(step, result.loss)
         self.progress.say(f"step {step}: {result.words}")
+        self._show(state, step)
+        return result
+
+    def _show(self, state: TrainState, step: int) -> None:
         if not any(together.everyone(self.interrupt.requested)):
             self.judge.show(state, step, self.folder.samples)
-        return result
 
     def _test(self, state: TrainState, step: int) -> None:
         """Of the best weights there are: those of the last step may have been better before."""

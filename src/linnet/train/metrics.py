@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from linnet.errors import UserError, refuse
+from linnet.files import atomic_write
 
 FILE_NAME = "metrics.jsonl"
 QUEUE_SIZE = 1000
@@ -71,7 +72,10 @@ class MetricsLog:
     def truncate_after(self, step: int) -> list[dict[str, Any]]:
         """Forgets the figures after `step` (a resumed run writes them again); returns what is left."""
         figures = ("train", "eval", "test")
-        kept = [r for r in read_metrics(self.path) if r.get("kind") not in figures or r["step"] <= step]
+        records, n_damaged = _read(self.path)
+        if n_damaged:
+            log.warning("%s: %d damaged lines are left out", self.path, n_damaged)
+        kept = [r for r in records if r["kind"] not in figures or r["step"] <= step]
         text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
         os.close(self._fd)
         try:
@@ -156,36 +160,50 @@ def _mend(path: Path) -> None:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
+    """One line, or None if it is not one that `write` can have written."""
     try:
-        record = json.loads(line)
-    except ValueError:
+        record = json.loads(line, parse_float=_finite, parse_int=_bounded, parse_constant=_finite)
+    except (ValueError, RecursionError):  # a thousand brackets are a RecursionError
         return None
     known = isinstance(record, dict) and isinstance(record.get("kind"), str)
     return record if known and type(record.get("step")) is int else None
 
 
+def _finite(digits: str) -> float:
+    """Of a number, or of NaN and Infinity, which are not JSON. 1e999 is infinite too."""
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits} is not finite")
+    return value
+
+
+def _bounded(digits: str) -> int:
+    """Counts and steps: what does not fit in 64 bits cannot become a float or a date either."""
+    value = int(digits)
+    if abs(value) >= 2**63:
+        raise ValueError("not a count")
+    return value
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file (or of the run that holds it). What is no whole line is left out."""
-    file = path / FILE_NAME if path.is_dir() else path
+    return _read(path / FILE_NAME if path.is_dir() else path)[0]
+
+
+def _read(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines, and how many more there are that cannot be read."""
     try:
         data = file.read_bytes()
     except FileNotFoundError:
-        return []
-    records = (_parse(line) for line in data.split(b"\n") if line)
-    return [record for record in records if record is not None]
+        return [], 0
+    records = [_parse(line) for line in data.split(b"\n") if line]
+    whole = [record for record in records if record is not None]
+    return whole, len(records) - len(whole)
 
 
 def replace_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    atomic_write(path, text.encode(), sync=True)
 
 
 # The trackers
@@ -243,7 +261,7 @@ class WandB:
 def _wandb_id(run: Path) -> str:
     file = run / "wandb-id.txt"
     if not file.exists():
-        file.write_text(secrets.token_hex(8) + "\n")
+        replace_text(file, secrets.token_hex(8) + "\n")
     return file.read_text().strip()
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Float32, UInt8
 
 from linnet.config import RunConfig
 from linnet.data.pixels import contact_sheet, pixels_of_ids
+from linnet.data.whole_file import write_whole
 from linnet.families.family import TokenFamily
 from linnet.families.generate import generate
 from linnet.families.parts import on_mesh_of
@@ -41,9 +42,7 @@ def write_sample(
     """The run's seed draws it at every step, so that samples of different steps can be compared. Pictures are always whole; where
     the model is told what they show, by `embeds`, they are painted from some of these. Of several processes all draw, each with its
     part of the weights, and the first one writes."""
-    writes = jax.process_index() == 0
-    if writes:
-        folder.mkdir(exist_ok=True)
+    writes, path = jax.process_index() == 0, sample_path(folder, step, vocabulary.shape)
     if vocabulary.shape is not None:
         seeds = [(cfg.seed + i) % 2**32 for i in range(N_PICTURES)]
         settings = sampling_settings(N_PICTURES)
@@ -51,15 +50,17 @@ def write_sample(
         if embeds is not None:
             embeds = embeds[[i * len(embeds) // N_PICTURES for i in range(N_PICTURES)]] if len(embeds) else None
         pictures = sample_pictures(family, cfg, params, buffers, vocabulary.shape, seen, settings, seeds, embeds)
-        path = folder / f"step_{step:08d}.png"
         if writes:
-            path.write_bytes(contact_sheet(pictures, SHEET_COLUMNS, sheet_scale(vocabulary.shape)))
+            write_whole(path, contact_sheet(pictures, SHEET_COLUMNS, sheet_scale(vocabulary.shape)))
         return path
     text = sample_text(family, cfg, params, buffers, vocabulary, prompt="", n_tokens=n_tokens, seed=cfg.seed)
-    path = folder / f"step_{step:08d}.txt"
     if writes:
-        path.write_text(text)
+        write_whole(path, text.encode())
     return path
+
+
+def sample_path(folder: Path, step: int, shape: tuple[int, int, int] | None) -> Path:
+    return folder / f"step_{step:08d}.{'txt' if shape is None else 'png'}"
 
 
 def sample_text(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -61,7 +62,7 @@ def done_before(path: Path) -> set[str]:
     except (ValueError, KeyError, TypeError):
         raise refuse("the output file", str(path), "answers of this batch, or a new file", "choose another") from None
     if whole != content:
-        path.write_bytes(whole)
+        os.truncate(path, len(whole))  # in place: the answers before it are never at risk
     return names
 
 
