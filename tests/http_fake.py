@@ -120,6 +120,7 @@ class FakeModel:
         held: bool = False,
     ) -> None:
         self.template, self.context = PLAIN, context
+        self.bos_id: int | None = 1
         self.name, self.shape, self.most, self.seconds_a_token = name, shape, most, seconds_a_token
         self.tokenizer: Tokenizer = BytesTokenizer()
         self.n_vocab = self.tokenizer.n_vocab
@@ -182,7 +183,13 @@ class FakeModel:
         )
         yield PromptRead(n_tokens=len(prompt), n_cached=len(prompt) // 2, n_cut=n_cut, logprobs=logprobs, top=top)
         known = [*(request.state or []), *prompt] or [self.tokenizer.end_id + 2]
-        text, drawn, reason, error = TextAssembler(self.tokenizer.id_bytes, sampling.stop), [], "length", None
+        before = request.prompt if request.shows_prompt else ()
+        text, drawn, reason, error = (
+            TextAssembler(self.tokenizer.text_rules, sampling.stop, before=before),
+            [],
+            "length",
+            None,
+        )
         for j in range(sampling.max_tokens):
             time.sleep(self.seconds_a_token)
             while j and not self.gate.wait(0.005) and request.id not in self.cancelled and not _is_late(request):

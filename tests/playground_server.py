@@ -30,7 +30,7 @@ class SingingModel(FakeModel):
     def _events(self, request: Request) -> Iterator[PromptRead | Produced | Finished]:
         sampling, verse = request.sampling, VERSE.encode()
         n_before = (request.state or [0])[0] + len(request.prompt)
-        text = TextAssembler(self.tokenizer.id_bytes, sampling.stop)
+        text = TextAssembler(self.tokenizer.text_rules, sampling.stop)
         n, reason, error = 0, "length", None
         yield PromptRead(n_tokens=len(request.prompt), n_cached=0, logprobs=None)
         while n < sampling.max_tokens and text.stopped is None:

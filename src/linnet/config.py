@@ -24,6 +24,8 @@ from linnet.tuning import LoraConfig, Parent
 EMBEDDED_CORPUS = "python-stdlib"
 EMOJI_PAIRS = "emoji-pairs"
 CONFIG_VERSION = 1
+IMPORTED_WEIGHTS = Path("weights/index.json")
+"""Below a run whose weights were imported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -372,6 +374,8 @@ def load(path: Path) -> RunConfig:
     version = values.pop("version", None) if isinstance(values, dict) else None
     if version != CONFIG_VERSION:
         raise refuse(f"version of {path}", version, str(CONFIG_VERSION), "use the Linnet that made this run")
+    if _is_released_grok(values) and _is_untrained_import(path.parent):
+        values = _with_begin(values, None)
     return run_from_dict(values)
 
 
@@ -404,6 +408,26 @@ def _of_release(release: Any) -> dict[str, Any]:
     return OLD_RELEASES[release]
 
 
+def exported_from_dict(values: dict[str, Any]) -> RunConfig:
+    """The config in an export's file, without the version."""
+    return run_from_dict(_with_begin(values, None) if _is_released_grok(values) else values)
+
+
+def _is_released_grok(values: dict[str, Any]) -> bool:
+    """An import of Grok-1 by a version that knew no begin policy. The release reads bare prompts."""
+    model = values.get("model")
+    return values.get("preset") == "grok-1" and isinstance(model, dict) and "begin_id" not in model
+
+
+def _is_untrained_import(run: Path) -> bool:
+    """Weights and no checkpoint. A run that was trained since was trained with the end id in front, and keeps it."""
+    return (run / IMPORTED_WEIGHTS).is_file() and not any((run / "checkpoints").glob("[0-9]*"))
+
+
+def _with_begin(values: dict[str, Any], begin_id: int | None) -> dict[str, Any]:
+    return values | {"model": values["model"] | {"begin_id": begin_id}}
+
+
 def from_dict(cls: type, values: Any, where: str, known: dict[str, type] | None = None) -> Any:
     """A frozen config from plain JSON values; unknown names are refused with the nearest known one. `known`: the types of fields
     that may be of several."""
@@ -430,7 +454,11 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
-        return _coerce(next(a for a in args if a is not type(None)), value, where)
+        words = [word for a in args if typing.get_origin(a) is Literal for word in typing.get_args(a)]
+        if isinstance(value, str) and value in words:
+            return value
+        plain = [a for a in args if a is not type(None) and typing.get_origin(a) is not Literal]
+        return _coerce(plain[0] if plain else next(a for a in args if a is not type(None)), value, where)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise refuse(where, value, "a list", "write it as [..]")

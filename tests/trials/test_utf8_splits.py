@@ -82,7 +82,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
 def told(tokenizer: Tokenizer, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
     """The pieces, one for each stretch of ids between two cuts, and the rest."""
-    text = TextAssembler(tokenizer.id_bytes)
+    text = TextAssembler(tokenizer.text_rules)
     pieces = []
     for place, token in enumerate(ids):
         if place in cuts:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from linnet.data.tokenizer import BytesTokenizer
 from linnet.families.detokenize import TextAssembler
+from linnet.tokens import TextRules
 
 EMOJI_AND_CJK = ["🐈", "👩‍👩‍👧", "🇩🇪", "漢字かな", "é́", "a🐈b漢", "한글 ok", "𠮷野家"]
 
@@ -21,7 +22,7 @@ stops = st.lists(st.text("aб🐈漢 b", min_size=1, max_size=4), max_size=3)
 
 
 def assembled(tokens: Sequence[bytes], stop: Sequence[str], min_tokens: int = 0) -> TextAssembler:
-    return TextAssembler(lambda i: tokens[i], stop, min_tokens=min_tokens)
+    return TextAssembler(TextRules(id_bytes=lambda i: tokens[i]), stop, min_tokens=min_tokens)
 
 
 def run(
@@ -109,7 +110,7 @@ def test_offsets_point_at_the_character_of_the_first_byte(tokens: list[bytes]) -
 
 def test_offsets_of_bytes() -> None:
     tokenizer = BytesTokenizer()
-    assembler = TextAssembler(tokenizer.id_bytes)
+    assembler = TextAssembler(tokenizer.text_rules)
     for token in [*tokenizer.encode("a🐈b".encode()).tolist(), tokenizer.end_id]:
         assembler.feed(token)
     assert assembler.take() == ("a🐈b", (0, 1, 1, 1, 1, 2, 3))

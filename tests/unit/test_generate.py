@@ -25,7 +25,7 @@ from linnet.families.vq.params import buffer_specs, param_specs
 from linnet.nn.sampling import sampling_settings
 from linnet.serve.job import Job
 from linnet.serve.request import Event, Produced, Request, Sampling
-from linnet.tokens import FIRST_BYTE, N_BYTE_IDS
+from linnet.tokens import FIRST_BYTE, N_BYTE_IDS, TextRules
 from linnet.train.samples import sample_pictures
 
 CFG = VQConfig(d_model=32, d_k=16, d_v=64, n_code=16, n_layer=1, block_len=16, mem_len=8)
@@ -181,7 +181,10 @@ def told(drawn: Sequence[int], id_bytes: Callable[[int], bytes], sampling: Sampl
     """What the server tells of the same tokens."""
     events: list[Event] = []
     request = Request(id="r", prompt=(), sampling=sampling)
-    job = Job(request, events.append, end_id=CFG.end_id, context=None, id_bytes=id_bytes, matcher=None)
+    rules = TextRules(id_bytes=id_bytes)
+    job = Job(
+        request, events.append, end_id=CFG.end_id, bos_id=CFG.bos_id, context=None, text_rules=rules, matcher=None
+    )
     n, reason, _ = job.take(drawn, [0.0] * len(drawn), None)
     return "".join(event.text for event in events if isinstance(event, Produced)), reason, n
 
@@ -210,7 +213,7 @@ def test_text_comes_whole_and_stops_as_the_server_does_however_it_is_cut(
     def id_bytes(token: int) -> bytes:
         return pieces[token - FIRST_BYTE]
 
-    (row,) = scripted(drawn, token_bytes=id_bytes, **options)
+    (row,) = scripted(drawn, text_rules=TextRules(id_bytes=id_bytes), **options)
     said, finish, n = row
     cut = min(((text.find(s) + len(s), -len(s)) for s in stops if s in text), default=(len(text), 0))
     assert said == text[: sum(cut)]

@@ -68,9 +68,9 @@ def eval_command(argv: list[str]) -> int:
     run = open_run(flags.run, flags.checkpoint)
     cfg = run.cfg
     data_cfg, split = _data(flags, cfg.tokens)
-    data = open_data(data_cfg, cfg.seed)
+    data = open_data(data_cfg, cfg.seed).begun_by(cfg.writer.bos_id)
+    must_match(flags.run, data, run.vocabulary.tokenizer)  # first: where the tokenizers differ, so do their end ids
     data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
-    must_match(flags.run, data, run.vocabulary.tokenizer)
     size = flags.batch_size or cfg.data.batch_size
     n_batch = -(-min(data.split(split).n_windows, flags.limit or 10**12) // size)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from linnet.families.prior.releases import Release
     from linnet.train.interchange.dalle2_parts import Train
 
-OF_OTHERS = ("tokenizer", "block_len", "mem_len", "pe_lam", "e_scale", "agg_cache")
+OF_OTHERS = ("tokenizer", "begin_id", "block_len", "mem_len", "pe_lam", "e_scale", "agg_cache")
 STEPS = 10_000
 """Updates that an imported run goes on for, unless it is told."""
 

@@ -17,7 +17,7 @@ from linnet.families.vq.config import VQConfig
 from linnet.weights import Weights
 
 if TYPE_CHECKING:
-    from linnet.data.tokenizer import Tokenizer
+    from linnet.data.tokenizer import Rules, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,11 @@ class ImportFlags:
     source: str | None = None
     """Data to evaluate the run on: text (this Python's standard library if not given), or pairs of embeddings for a prior."""
     tokenizer: str | None = None
-    """What the model's ids mean, kept with the run: a sentencepiece .model, a tokenizer.json, or a folder with one."""
+    """What the model's ids mean, kept with the run: a sentencepiece .model, a tokenizer.json, or a folder with one. The file of a
+    model from elsewhere is used as its own library uses it, an export's as the exported run used it."""
+    begin_id: Literal["end", "none"] | int | None = None
+    """What stands in front of every sequence: `end` (the id that ends a document), `none`, or an id. If not given: what the file
+    says, else none for grok-1 (the release reads bare prompts) and `end` for others."""
     settings: Path | None = None
     """grok-1: a config.json with the model's sizes; one that lies in or beside the checkpoint is used if not given, else the
     published sizes. dalle2-prior: the JSON it was trained with, for what weights do not tell."""
@@ -65,7 +69,6 @@ def import_command(argv: list[str]) -> int:
         "Makes a run of weights from elsewhere: it can be evaluated, sampled and trained further.",
     )
     from linnet.cli.startup import prepare_jax
-    from linnet.data.tokenizer import open_tokenizer
     from linnet.train.interchange.stored_weights import held_leaves, write_stored_run
     from linnet.train.interchange.weights_file import import_safetensors, is_float32
     from linnet.train.runs import write_run
@@ -80,25 +83,27 @@ def import_command(argv: list[str]) -> int:
         raise refuse("--release", flags.release, "left out: only dalle2-prior has releases", "leave it out")
     if flags.file is None or flags.out is None:
         raise refuse("FILE" if flags.file is None else "--out", None, "given", "name what to import, and --out RUN")
-    tokenizer = None if flags.tokenizer is None else open_tokenizer(flags.tokenizer)
     if (flags.out / "config.json").exists():
         raise UserError(f"{flags.out} holds a run already, and nothing is overwritten. Fix: choose another --out.")
     prepare_jax()
     if flags.kind == "grok-1":
-        return _grok(flags, flags.file, flags.out, tokenizer)
+        return _grok(flags, flags.file, flags.out)
     if flags.kind == "safetensors":
         from linnet import config as configs
 
         params, buffers, values = import_safetensors(flags.file)
         values.pop("version")
-        cfg = configs.run_from_dict(values)
+        cfg = configs.exported_from_dict(values)
+        tokenizer = _exported_tokenizer(flags, flags.file, cfg)
     else:
+        tokenizer = _tokenizer(flags, "released")
         cfg, params, buffers = _transformer_vq(flags, flags.file)
     if flags.source is not None:
         places = {"images": None, "texts": None, "metadata": None} if cfg.family == "prior" else {}
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, source=flags.source, **places))
     if tokenizer is not None:
         cfg = dataclasses.replace(cfg, model=_with_tokenizer(cfg.model, tokenizer, flags))
+    cfg = dataclasses.replace(cfg, model=_with_begin(cfg.model, flags))
     if is_float32(params):
         write_run(flags.out, cfg, params, buffers)
         if tokenizer is not None:
@@ -106,8 +111,39 @@ def import_command(argv: list[str]) -> int:
     else:  # an optimiser has no use for it
         finish = (lambda folder: None) if tokenizer is None else tokenizer.save
         write_stored_run(flags.out, cfg, held_leaves(params), finish, print)
-    print(f"The run is in {flags.out}. Next: linnet eval {flags.out}; linnet sample {flags.out}")
+    print(f"The run is in {flags.out}. Next: linnet eval {flags.out}; linnet sample {flags.out}{_a_prompt(cfg.model)}")
     return 0
+
+
+def _tokenizer(flags: ImportFlags, rules: Rules | None) -> Tokenizer | None:
+    """`rules` are for a file; a folder with a saved tokenizer has its own."""
+    from linnet.data.tokenizer import open_tokenizer
+
+    if flags.tokenizer is None:
+        return None
+    return open_tokenizer(flags.tokenizer, rules=None if Path(flags.tokenizer).is_dir() else rules)
+
+
+def _exported_tokenizer(flags: ImportFlags, file: Path, cfg: RunConfig) -> Tokenizer | None:
+    """By the rules of the exported run. Exports from before there was a choice were exact, but for Grok-1."""
+    from linnet.train.interchange.weights_file import exported_tokenizer
+
+    if cfg.family == "prior":
+        return _tokenizer(flags, None)
+    known = exported_tokenizer(file) or {}
+    rules = known.get("rules", "released" if cfg.writer.bos_id is None else "exact")
+    tokenizer = _tokenizer(flags, "released" if rules == "released" else "exact")
+    if tokenizer is not None and known.get("fingerprint") not in (None, tokenizer.fingerprint):
+        print(f"Note: the exported run had another tokenizer ({known.get('kind')}, {str(known['fingerprint'])[:12]}).")
+    return tokenizer
+
+
+def _with_begin(model: Any, flags: ImportFlags) -> Any:
+    if flags.begin_id is None:
+        return model
+    if isinstance(model, PriorConfig):
+        raise refuse("--begin-id", flags.begin_id, "left out: a prior reads embeddings", "leave it out")
+    return dataclasses.replace(model, begin_id=None if flags.begin_id == "none" else flags.begin_id)
 
 
 def _with_tokenizer(model: Any, tokenizer: Tokenizer, flags: ImportFlags) -> Any:
@@ -129,16 +165,25 @@ def _plan(flags: ImportFlags) -> int:
     return 0
 
 
-def _grok(flags: ImportFlags, file: Path, out: Path, tokenizer: Tokenizer | None) -> int:
+def _grok(flags: ImportFlags, file: Path, out: Path) -> int:
     from linnet.train.interchange.grok.importing import find_grok, import_grok, run_config
 
     found = find_grok(file, flags.settings)
+    # A settings file that states a begin id is of a model that Linnet trained, with a tokenizer used as Linnet uses it.
+    tokenizer = _tokenizer(flags, "released" if found.cfg.bos_id is None else None)
     print(f"Sizes: {found.settings or 'as published'}.")
-    model = found.cfg if tokenizer is None else _with_tokenizer(found.cfg, tokenizer, flags)
+    model = _with_begin(found.cfg if tokenizer is None else _with_tokenizer(found.cfg, tokenizer, flags), flags)
     finish = (lambda folder: None) if tokenizer is None else tokenizer.save
     import_grok(found, run_config(model, flags.source), out, flags.weights, finish=finish, say=print)
-    print(f"The run is in {out}. Next: linnet sample {out}; linnet serve {out}")
+    front = "nothing" if model.bos_id is None else f"id {model.bos_id}"
+    print(f"In front of every sequence: {front}.")
+    print(f"The run is in {out}. Next: linnet sample {out}{_a_prompt(model)}; linnet serve {out}")
     return 0
+
+
+def _a_prompt(model: Any) -> str:
+    """What the advice to sample needs: a model without a begin id cannot begin from nothing."""
+    return ' --prompt "The answer"' if getattr(model, "bos_id", 0) is None else ""
 
 
 def _transformer_vq(flags: ImportFlags, file: Path) -> tuple[RunConfig, Any, Any]:
@@ -197,7 +242,7 @@ def export_command(argv: list[str]) -> int:
         n = export_conversion(run.params, cast(Any, run.cfg.model), out)
         print(f"Wrote {n} file{'s' if n > 1 else ''} to {out} (step {run.step}).")
     elif flags.format == "safetensors":
-        mark = export_safetensors(run.params, run.buffers, configs.to_json(run.cfg), out)
+        mark = export_safetensors(run.params, run.buffers, configs.to_json(run.cfg), out, _about_tokenizer(flags.run))
         print(f"Wrote {out} (step {run.step}, fingerprint {mark[:12]}).")
     else:
         import numpy as np
@@ -210,6 +255,15 @@ def export_command(argv: list[str]) -> int:
         write_npz(out, {**to_reference(run.params, run.buffers, run.cfg.vq), "meta": np.array(json.dumps(meta))})
         print(f"Wrote {out} (step {run.step}).")
     return 0
+
+
+def _about_tokenizer(run: Path) -> dict[str, Any] | None:
+    from linnet.data.tokenizer import has_tokenizer, open_tokenizer
+
+    if not has_tokenizer(run):
+        return None
+    tokenizer = open_tokenizer(str(run))
+    return {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint, "rules": tokenizer.rules}
 
 
 def _lengths(cfg: RunConfig) -> dict[str, int]:

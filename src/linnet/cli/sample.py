@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -33,6 +33,8 @@ TOKENS_ONLY = (
     "ignore_end",
     "complete",
     "keep",
+    "prompt_ids",
+    "add_special_tokens",
 )
 PRIORS_ONLY = ("embedding", "steps", "solver", "guidance", "nearest")
 
@@ -45,6 +47,10 @@ class Flags:
     """What the text begins with. Priors: what the picture shows."""
     prompt_file: Path | None = None
     """A file to take the prompt from."""
+    prompt_ids: tuple[int, ...] = ()
+    """The prompt as ids of the model's vocabulary, in place of a text."""
+    add_special_tokens: bool | None = None
+    """False: the model's begin id, if it has one, is not put in front of the prompt."""
     n: int = 1
     """How many samples. The first is the same whatever their number. Priors: so many are drawn, and the one most like the text is
     kept."""
@@ -107,10 +113,12 @@ def sample_command(argv: list[str]) -> int:
         raise refuse("--seed", flags.seed, "between 0 and 2**32 - 1", "use 0")
     from linnet import config as configs
     from linnet.cli.startup import prepare_jax
-    from linnet.families.detokenize import check_stops
+    from linnet.families.detokenize import TextAssembler, check_stops
     from linnet.families.generate import generate
     from linnet.train.runs import decoding_mesh, open_run
 
+    if flags.prompt_ids and (flags.prompt or flags.prompt_file is not None):
+        raise refuse("--prompt-ids", flags.prompt_ids, "given without a text", "leave out --prompt and --prompt-file")
     drawing_settings(flags, 1, 1.0)  # refuses what makes no sense before the run is opened
     check_stops(flags.stop)
     # Bytes that are no text come from the command line as surrogates; a prompt may have any.
@@ -129,28 +137,34 @@ def sample_command(argv: list[str]) -> int:
 
         return predict(flags, run, prompt)
     if run.vocabulary.shape is not None:
+        refuse_given(flags, ("prompt_ids", "add_special_tokens"), f"{flags.run} paints pictures")
         from linnet.cli.sample_pictures import paint
 
         return paint(flags, run, run.vocabulary.shape)
     if flags.complete or flags.out is not None:
         raise refuse("--complete / --out", str(flags.run), "a run that paints pictures", "leave them out")
     tokenizer = run.vocabulary.tokenizer
+    ids = list(flags.prompt_ids) or tokenizer.encode(prompt).tolist()
+    # What is printed is then the decoded whole, as the tokenizer's own library decodes it; else the prompt as it was given.
+    shows_ids = bool(flags.prompt_ids) or tokenizer.rules == "released"
     stream = generate(
         run.writer.decoder,
         run.params,
         run.buffers,
         run.cfg.model,
-        [tokenizer.encode(prompt).tolist()] * flags.n,
+        [ids] * flags.n,
         max_tokens=flags.max_tokens or MAX_TOKENS,
         settings=drawing_settings(flags, flags.n, TEXT_TOP_P),
         seeds=[(flags.seed + i) % 2**32 for i in range(flags.n)],
         stop=flags.stop,
         ignore_end=flags.ignore_end,
-        token_bytes=tokenizer.id_bytes,
+        text_rules=tokenizer.text_rules,
+        add_special_tokens=flags.add_special_tokens,
+        shows_prompt=shows_ids,
     )
-    begin = prompt.decode(errors="replace")
+    begin = TextAssembler(tokenizer.text_rules, before=ids).before if shows_ids else prompt.decode(errors="replace")
     if flags.json:
-        _print_json(stream, begin, flags)
+        _print_json(stream, begin, ids, flags)
     elif flags.n == 1:
         sys.stdout.write(begin)
         for (piece,) in stream:
@@ -205,18 +219,20 @@ def _print_many(stream: Iterator[list[Piece | None]], begin: str, n: int) -> Non
         print(begin + "".join(parts))
 
 
-def _print_json(stream: Iterator[list[Piece | None]], begin: str, flags: Flags) -> None:
-    samples = [
-        {"text": begin, "seed": flags.seed + i, "tokens": 0, "logprob": 0.0, "finish": None} for i in range(flags.n)
+def _print_json(stream: Iterator[list[Piece | None]], begin: str, ids: list[int], flags: Flags) -> None:
+    samples: list[dict[str, Any]] = [
+        {"text": begin, "seed": flags.seed + i, "tokens": 0, "logprob": 0.0, "finish": None, "token_ids": []}
+        for i in range(flags.n)
     ]
     for pieces in stream:
         for sample, piece in zip(samples, pieces, strict=True):
             if piece is not None:
                 sample["text"] += piece.text
                 sample["tokens"] += len(piece.tokens)
+                sample["token_ids"] += piece.tokens
                 sample["logprob"] += sum(piece.logprobs)
                 sample["finish"] = piece.finish
-    print(json.dumps({"run": str(flags.run), "prompt": begin, "samples": samples}))
+    print(json.dumps({"run": str(flags.run), "prompt": begin, "prompt_ids": ids, "samples": samples}))
 
 
 def _read(path: Path) -> bytes:

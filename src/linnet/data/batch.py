@@ -50,7 +50,7 @@ class Split(Protocol):
 
     @property
     def n_tokens(self) -> int:
-        """Targets that count: end ids are counted, padding is not."""
+        """Targets that count: end ids are counted, padding is not, nor is a first token that nothing stands in front of."""
         ...
 
     @property
@@ -66,7 +66,17 @@ class Split(Protocol):
         ...
 
     @property
+    def begin_id(self) -> int | None:
+        """In front of every window; None: a window begins with the token before its first target."""
+        ...
+
+    @property
     def end_id(self) -> int: ...
+    def begun_by(self, begin_id: int | None) -> Split: ...
+    def first_input(self, i: int) -> int:
+        """What stands before the first target of window i."""
+        ...
+
     def content(self, start: int, stop: int) -> Shaped[np.ndarray, " n"]:
         """What lies between two positions of the content as it is stored: end ids are no content."""
         ...
@@ -94,10 +104,9 @@ def cut(
     for row, window in enumerate(windows):
         part = split.stretch(window, start - before, stop)
         targets[row], doc_ids[row], mask[row] = (values[before:] for values in part)
-        if before:
-            inputs[row, 0] = part.targets[0]
+        inputs[row, 0] = part.targets[0] if before else split.first_input(window)
     if not before:
-        inputs[:, 0] = split.end_id
+        inputs[len(windows) :, 0] = split.end_id if split.begin_id is None else split.begin_id
     inputs[:, 1:] = targets[:, :-1]
     condition = None
     if embeds is not None:

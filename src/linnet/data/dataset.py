@@ -87,8 +87,20 @@ class Data:
     def raw(self, split: str) -> bytes:
         """The content as the user had it, for comparison with other compressors."""
         chosen = self.split(split)
-        content = chosen.content(0, chosen.n_tokens)
+        content = chosen.content(0, chosen.n_tokens + 1)  # a first token that is no target is content too
         return content.tobytes() if content.dtype == np.uint8 else self.tokenizer.decode(content.tolist())
+
+    def begun_by(self, begin_id: int | None) -> Data:
+        """The same data for a model whose sequences begin with this id, or with none."""
+        splits = {name: self.split(name).begun_by(begin_id) for name in SPLITS}
+        return dataclasses.replace(self, **splits)
+
+    def unpredicted_bytes(self, split: str) -> int:
+        """Of the text that no model of this begin policy is asked for: the first token, where nothing stands in front of it."""
+        chosen = self.split(split)
+        if chosen.begin_id is not None or not chosen.n_windows:
+            return 0
+        return len(self.tokenizer.decode([chosen.first_input(0)]))
 
     def must_fit(self, n_vocab: int, end_id: int, d_condition: int = 0) -> None:
         """A model must know every id: one beyond its vocabulary would be read as another. And it is told of embeddings of the

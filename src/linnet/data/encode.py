@@ -49,10 +49,13 @@ class TextEncoder:
     def encode(self, item: Item) -> Shaped[np.ndarray, " n"]:
         if self.tokenizer.kind == "bytes":
             return np.frombuffer(item.data, np.uint8)
-        return self.tokenizer.encode(item.data).astype(self.dtype)
+        return self.tokenizer.encode(item.data, continues=not item.first).astype(self.dtype)
 
     def is_lossy(self, item: Item, content: Shaped[np.ndarray, " n"]) -> bool:
-        return not self.tokenizer.exact and self.tokenizer.decode(content.tolist()) != item.data
+        if self.tokenizer.exact:
+            return False
+        rules, ids = self.tokenizer.text_rules, content.tolist()
+        return (self.tokenizer.decode(ids) if item.first else b"".join(map(rules.id_bytes, ids))) != item.data
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ Content is stored without end ids, and byte values as they are (id b + 3): a tex
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -69,6 +70,7 @@ class PackedSplit:
     ) -> None:
         assert content.size == sizes.sum(), f"documents of {sizes.sum()} tokens in a content of {content.size}"
         self.sequence_len, self.end_id, self.n_words = sequence_len, end_id, n_words
+        self.begin_id: int | None = end_id
         self.n_bytes = content.size if n_bytes is None else n_bytes
         self._content, self._first_id, self._fingerprint = content, first_id, fingerprint
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes + ends)])
@@ -82,7 +84,25 @@ class PackedSplit:
 
     @property
     def n_tokens(self) -> int:
-        return int(self._starts[-1])
+        return max(0, int(self._starts[-1]) - self._n_unpredicted)
+
+    @property
+    def _n_unpredicted(self) -> int:
+        """Without a begin id nothing stands in front of the very first token: it is an input and no target."""
+        return int(self.begin_id is None)
+
+    def begun_by(self, begin_id: int | None) -> PackedSplit:
+        """The same content for a model whose sequences begin with this id. None: a sequence begins with the token before its first
+        target, which is the last of the sequence before."""
+        changed = copy.copy(self)
+        changed.begin_id = begin_id
+        return changed
+
+    def first_input(self, i: int) -> int:
+        """What stands before the first target of window i."""
+        if self.begin_id is not None:
+            return self.begin_id
+        return int(self._tokens(i * self.sequence_len, i * self.sequence_len + 1)[0])
 
     @property
     def n_windows(self) -> int:
@@ -97,8 +117,8 @@ class PackedSplit:
     def stretch(self, i: int, start: int, stop: int) -> Window:
         assert 0 <= i < self.n_windows, f"window {i} of {self.n_windows}"
         assert 0 <= start < stop <= self.sequence_len
-        first, length = i * self.sequence_len + start, stop - start
-        last = min(first + length, self.n_tokens)
+        first, length = self._n_unpredicted + i * self.sequence_len + start, stop - start
+        last = min(first + length, int(self._starts[-1]))
         n = last - first
         targets = np.full(length, PAD, np.int32)
         doc_ids = np.full(length, NO_DOCUMENT, np.int32)

@@ -3,25 +3,32 @@ tokenizer.json files; each has a fingerprint, so that data and model can be held
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from jaxtyping import Int32
 
+from linnet import config as configs
 from linnet.data.whole_file import write_whole
 from linnet.errors import UserError, refuse
 from linnet.local_path import check_local
-from linnet.tokens import END, FIRST_BYTE, N_BYTE_IDS
+from linnet.tokens import END, FIRST_BYTE, N_BYTE_IDS, TextRules
 
 BYTES = "bytes"
 BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE = "tokenizer.bytes", "tokenizer.model", "tokenizer.json"
 _FILES = (BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE)
 END_FILE = "tokenizer.end"
 """The name of the end token, beside a saved model: a model file need not say which of its tokens ends a document."""
+SETTINGS_FILE = "tokenizer_settings.json"
+"""The rules by which a saved model is used. Without this file: `exact`, as in every version before there was a choice."""
+Rules = Literal["exact", "released"]
+"""`exact`: every byte string comes back as it was. `released`: as the library of the model file encodes and decodes."""
 
 
 class Tokenizer(Protocol):
@@ -42,16 +49,24 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def fingerprint(self) -> str:
-        """sha256 of the kind, the content and the end id."""
+    def rules(self) -> Rules: ...
+    @property
+    def text_rules(self) -> TextRules:
+        """How ids become text, piece by piece; `decode` follows them too."""
         ...
 
-    def encode(self, data: bytes) -> Int32[np.ndarray, " n"]:
-        """Without an end id. Bytes that are not UTF-8 are no error."""
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the kind, the content, the end id and the rules."""
+        ...
+
+    def encode(self, data: bytes, *, continues: bool = False) -> Int32[np.ndarray, " n"]:
+        """Without an end id. Bytes that are not UTF-8 are no error. `continues`: the text continues another, so nothing that
+        belongs in front of a text is added to it."""
         ...
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, " n"]) -> bytes:
-        """Each id's bytes, one after the other; an id that stands for no text adds nothing."""
+        """Of a whole text. An id that stands for no text adds nothing."""
         ...
 
     def id_bytes(self, token: int) -> bytes:
@@ -81,12 +96,17 @@ class BytesTokenizer:
     n_vocab = N_BYTE_IDS
     end_id = END
     exact = True
+    rules: Rules = "exact"
+
+    @property
+    def text_rules(self) -> TextRules:
+        return TextRules(id_bytes=self.id_bytes)
 
     @property
     def fingerprint(self) -> str:
         return fingerprint(self.kind, b"", self.end_id)
 
-    def encode(self, data: bytes) -> Int32[np.ndarray, " n"]:
+    def encode(self, data: bytes, *, continues: bool = False) -> Int32[np.ndarray, " n"]:
         return np.frombuffer(data, np.uint8).astype(np.int32) + FIRST_BYTE
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, " n"]) -> bytes:
@@ -108,8 +128,9 @@ class BytesTokenizer:
         write_whole(folder / BYTES_FILE, b"ids 0 pad, 1 end, 2 unknown; byte b is b + 3\n")
 
 
-def open_tokenizer(name: str, *, end_token: str | None = None) -> Tokenizer:
-    """`bytes`, a model file, or a folder with a saved tokenizer. `end_token` names the token that ends a document."""
+def open_tokenizer(name: str, *, end_token: str | None = None, rules: Rules | None = None) -> Tokenizer:
+    """`bytes`, a model file, or a folder with a saved tokenizer. `end_token` names the token that ends a document. `rules`: those of
+    a saved tokenizer are used if not given, and `exact` for a file."""
     if name == BYTES:
         return _bytes(end_token)
     check_local("--tokenizer", name)
@@ -119,16 +140,52 @@ def open_tokenizer(name: str, *, end_token: str | None = None) -> Tokenizer:
         end_file = path.with_name(END_FILE)
         if end_token is None and end_file.is_file():
             end_token = _read(end_file).decode(errors="replace")
+        rules = rules or _saved_rules(path.parent)
     if path.name == BYTES_FILE:
         return _bytes(end_token)
     content = _read(path)
     if content.lstrip()[:1] == b"{":
         from linnet.data.tokenizer_huggingface import open_huggingface
 
-        return open_huggingface(content, end_token, str(path))
+        return open_huggingface(content, end_token, str(path), rules or "exact")
     from linnet.data.tokenizer_sentencepiece import open_sentencepiece
 
-    return open_sentencepiece(content, end_token, str(path))
+    return open_sentencepiece(content, end_token, str(path), rules or "exact")
+
+
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of a whole sequence of ids."""
+    return tokenizer.decode(ids).decode(errors=tokenizer.text_rules.errors)
+
+
+def settings_json(tokenizer: Tokenizer) -> bytes:
+    return json.dumps({"rules": tokenizer.rules, "byte_exact": tokenizer.exact}, indent=1).encode() + b"\n"
+
+
+def _saved_rules(folder: Path) -> Rules:
+    """As the folder's settings say. A run without them is either older than they are, and exact; or its tokenizer belongs to a
+    model from elsewhere that reads bare ids, as Grok-1 does, and is used as released."""
+    file = folder / SETTINGS_FILE
+    if not file.is_file():
+        return "released" if _reads_bare_ids(folder) else "exact"
+    try:
+        found = json.loads(_read(file))["rules"]
+    except (ValueError, KeyError, TypeError):
+        found = None
+    for rules in get_args(Rules):
+        if found == rules:
+            return rules
+    needs = f"one of {', '.join(get_args(Rules))}"
+    raise refuse(f"rules in {file}", found, needs, "restore the file, or import the model again")
+
+
+def _reads_bare_ids(folder: Path) -> bool:
+    if not (folder / "config.json").is_file():
+        return False
+    with contextlib.suppress(UserError):
+        cfg = configs.load(folder / "config.json")
+        return cfg.family != "prior" and cfg.writer.bos_id is None
+    return False
 
 
 def readable(piece: bytes, token: int) -> str:

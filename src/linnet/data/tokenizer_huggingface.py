@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from linnet.data.tokenizer import HUGGINGFACE_FILE, not_a_tokenizer
-from linnet.data.tokenizer_pieces import Model, PieceTokenizer
+from linnet.data.tokenizer import HUGGINGFACE_FILE, Rules, not_a_tokenizer
+from linnet.data.tokenizer_pieces import Model, PieceTokenizer, Released
 from linnet.errors import refuse
 from linnet.json_file import parse_json
+from linnet.tokens import ONE_PER_BYTE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -35,7 +36,9 @@ UNKNOWN_TOKENS = ("<unk>", "[UNK]", "<|unk|>")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def open_huggingface(content: bytes, end_token: str | None = None, name: str = HUGGINGFACE_FILE) -> PieceTokenizer:
+def open_huggingface(
+    content: bytes, end_token: str | None = None, name: str = HUGGINGFACE_FILE, rules: Rules = "exact"
+) -> PieceTokenizer:
     # Worker processes are the parallelism; threads of the package's own would fight them and warn when forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     spec = _spec(content, name)
@@ -63,7 +66,24 @@ def open_huggingface(content: bytes, end_token: str | None = None, name: str = H
             unknown_id=next((i for i, token in enumerate(names) if token in UNKNOWN_TOKENS), None),
             encode_texts=_encoder(used),
             reopen=open_huggingface,
+            released=_released(spec, name, plain, table) if rules == "released" else None,
         )
+    )
+
+
+def _released(spec: Mapping[str, Any], name: str, plain: Tokenizer, table: Sequence[bytes]) -> Released:
+    """As the package itself encodes and decodes, but that a text never becomes a control id."""
+    whole, continuing = _encoder(plain), _encoder(_tokenizer(_without_prefix(spec), name))
+    word = next((i for i, piece in enumerate(table) if piece.startswith(b" ") and len(piece) > 1), None)
+    drops = word is not None and plain.decode([word], skip_special_tokens=False).encode() == table[word][1:]
+    byte_pieces = {i for token, i in plain.get_vocab().items() if _BYTE_PIECE.fullmatch(token)}
+    opening = [piece if i in byte_pieces else piece.removeprefix(b" ") for i, piece in enumerate(table)]
+    return Released(
+        encode=lambda text: whole([text])[0],
+        encode_continuing=lambda text: continuing([text])[0],
+        opening=opening if drops else None,
+        drops_all=False,
+        errors=ONE_PER_BYTE if "ByteFallback" in _types(spec.get("decoder")) else "replace",
     )
 
 

@@ -1,5 +1,10 @@
-"""A tokenizer of pieces that gives back every byte. What a model encodes is compared with what it was given, from blocks to
-lines to words; what differs (odd spaces, normalised letters, bytes that are not UTF-8) goes through the 256 byte pieces."""
+"""A tokenizer of pieces, by one of two rules.
+
+`exact` gives back every byte. What a model encodes is compared with what it was given, from blocks to lines to words; what
+differs (odd spaces, normalised letters, bytes that are not UTF-8) goes through the 256 byte pieces.
+
+`released` is what the library of the model file does, with nothing switched off: how the model's own authors encode and decode.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from linnet.data.tokenizer import END_FILE, fingerprint, readable
+from linnet.data.tokenizer import END_FILE, SETTINGS_FILE, Rules, fingerprint, readable, settings_json
 from linnet.data.whole_file import write_whole
+from linnet.families.detokenize import joined_bytes
+from linnet.tokens import ONE_PER_BYTE, TextRules
 
 BLOCK_CHARS = 4096
 """Models take short texts faster than long ones, and hold less memory."""
@@ -45,8 +52,23 @@ class Model:
     """The piece of every byte; None if one has none."""
     unknown_id: int | None
     encode_texts: Callable[[list[str]], list[list[int]]]
-    reopen: Callable[[bytes, str], PieceTokenizer]
-    """From content and the name of the end token: how a worker process gets its own."""
+    reopen: Callable[[bytes, str, str, Rules], PieceTokenizer]
+    """From content, the name of the end token, the file's name and the rules: how a worker process gets its own."""
+    released: Released | None = None
+    """How the file's own library encodes and decodes, where that is to be followed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Released:
+    encode: Callable[[str], list[int]]
+    """A whole text."""
+    encode_continuing: Callable[[str], list[int]]
+    """Text that continues another: without the space that belongs in front of a text."""
+    opening: Sequence[bytes] | None
+    """What each id stands for at the beginning of a text; None: the same as inside."""
+    drops_all: bool
+    errors: str
+    """Both as in `TextRules`."""
 
 
 class PieceTokenizer:
@@ -55,14 +77,34 @@ class PieceTokenizer:
         self.kind = model.kind
         self.n_vocab = len(model.table)
         self.end_id = model.end_id
-        self.exact = model.byte_ids is not None
-        self.fingerprint = fingerprint(model.kind, model.content, model.end_id)
+        self.rules: Rules = "exact" if model.released is None else "released"
+        self.exact = model.byte_ids is not None and model.released is None
+        # Other ids for the same text are another tokenizer; `exact` has the fingerprint that it had before there were two rules.
+        kind = model.kind if model.released is None else f"{model.kind} {self.rules}"
+        self.fingerprint = fingerprint(kind, model.content, model.end_id)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._model.reopen, (self._model.content, self._model.names[self.end_id])
+        model = self._model
+        return model.reopen, (model.content, model.names[self.end_id], model.file, self.rules)
 
-    def encode(self, data: bytes) -> Int32[np.ndarray, " n"]:
-        byte_ids = self._model.byte_ids
+    @property
+    def text_rules(self) -> TextRules:
+        released = self._model.released
+        if released is None:
+            return TextRules(id_bytes=self.id_bytes)
+        opening = released.opening
+        return TextRules(
+            id_bytes=self.id_bytes,
+            opening_bytes=None if opening is None else lambda i: opening[i] if 0 <= i < self.n_vocab else b"",
+            drops_all=released.drops_all,
+            errors=released.errors,
+        )
+
+    def encode(self, data: bytes, *, continues: bool = False) -> Int32[np.ndarray, " n"]:
+        byte_ids, released = self._model.byte_ids, self._model.released
+        if released is not None:
+            encode = released.encode_continuing if continues else released.encode
+            return np.asarray(encode(data.decode(errors=ONE_PER_BYTE)), np.int32)
         if byte_ids is None:
             return self._encode_lossy(data.decode(errors="replace"))
         spans = self._encode_exact(blocks(data.decode(errors="surrogateescape")), (lines, words), byte_ids)
@@ -70,7 +112,10 @@ class PieceTokenizer:
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, " n"]) -> bytes:
         table, n = self._model.table, self.n_vocab
-        return b"".join([table[i] for i in np.asarray(ids, np.int64).tolist() if 0 <= i < n])
+        plain = np.asarray(ids, np.int64).tolist()
+        if self._model.released is not None:
+            return joined_bytes(self.text_rules, plain)
+        return b"".join([table[i] for i in plain if 0 <= i < n])
 
     def id_bytes(self, token: int) -> bytes:
         return self._model.table[token] if 0 <= token < self.n_vocab else b""
@@ -83,6 +128,7 @@ class PieceTokenizer:
 
     def save(self, folder: Path) -> None:
         write_whole(folder / END_FILE, self._model.names[self.end_id].encode())
+        write_whole(folder / SETTINGS_FILE, settings_json(self))
         write_whole(folder / self._model.file, self._model.content)
 
     def _name(self, token: int) -> str:

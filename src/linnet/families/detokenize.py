@@ -5,9 +5,10 @@ A stop string is the one that is complete first, byte by byte: the text does not
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 from linnet.errors import refuse
+from linnet.tokens import TextRules
 
 
 def check_stops(stops: Sequence[str]) -> None:
@@ -20,13 +21,52 @@ def check_stops(stops: Sequence[str]) -> None:
             raise refuse("stop", ascii(stop), "text that is Unicode", "leave out what is not a whole character")
 
 
-class TextAssembler:
-    """Feed tokens until `stopped`, `take` what is certain as often as you like, `close` at the end, whatever ended it."""
+def joined_bytes(rules: TextRules, ids: Iterable[int]) -> bytes:
+    """Of a whole text."""
+    opening, ids = _Opening(rules), iter(ids)
+    front: list[bytes] = []
+    while opening.is_open and (token := next(ids, None)) is not None:
+        front.append(opening.bytes_of(token))
+    return b"".join([*front, *map(rules.id_bytes, ids)])
 
-    def __init__(self, id_bytes: Callable[[int], bytes], stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
+
+class _Opening:
+    """Drops the spaces at the beginning of a text that the vocabulary's own decoder drops."""
+
+    def __init__(self, rules: TextRules) -> None:
+        self._rules = rules
+        self.is_open = rules.opening_bytes is not None
+
+    def bytes_of(self, token: int) -> bytes:
+        data = self._rules.id_bytes(token)
+        if not self.is_open or self._rules.opening_bytes is None:
+            return data
+        short = self._rules.opening_bytes(token)
+        if short or (len(short) < len(data) and not self._rules.drops_all):
+            self.is_open = False
+        return short
+
+
+class TextAssembler:
+    """Feed tokens until `stopped`, `take` what is certain as often as you like, `close` at the end, whatever ended it.
+
+    `before`: the tokens that the text continues, where it is shown after theirs. `continues`: it continues a text that is not
+    known here. Without both it is a text of its own, decoded as its vocabulary decodes a whole."""
+
+    def __init__(
+        self,
+        rules: TextRules,
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        before: Sequence[int] = (),
+        continues: bool = False,
+    ) -> None:
         self.stopped: str | None = None
         """The stop string that ended the text."""
-        self._id_bytes = id_bytes
+        self._rules = rules
+        self._opening = _Opening(rules)
+        self._opening.is_open &= not continues
         self._stops = [_Stop(text) for text in stop]
         self._left = min_tokens  # tokens until a stop string counts
         self._held = b""  # bytes that may yet turn out to begin a stop string
@@ -35,14 +75,20 @@ class TextAssembler:
         self._begun_all = b""  # the same as if nothing were held back, for the offsets
         self._n_chars = 0
         self._offsets: list[int] = []  # not taken
+        if before:
+            self.before, self._begun = self._decoded(b"".join(map(self._opening.bytes_of, before)))
+            self._begun_all = self._begun
+        else:
+            self.before = ""
+        """The certain text of the tokens before: a character that they only begin belongs to what follows."""
 
     def feed(self, token: int) -> None:
         """An id that stands for no text is a token too: it has an offset, and counts for `min_tokens`."""
         assert self.stopped is None, "a token after the text had ended"
         self._left -= 1
-        data = self._id_bytes(token)
+        data = self._opening.bytes_of(token)
         self._offsets.append(self._place(data[:1]))
-        text, self._begun_all = _decoded(self._begun_all + data)
+        text, self._begun_all = self._decoded(self._begun_all + data)
         self._n_chars += len(text)
         if not self._stops:  # nothing is ever held back: what is whole is certain
             self._text.append(text)
@@ -62,7 +108,7 @@ class TextAssembler:
 
     def close(self) -> str:
         """The rest of the text, when no more can come. A character that never became whole is U+FFFD."""
-        rest = [*self._text, (self._begun + self._held).decode(errors="replace")]
+        rest = [*self._text, (self._begun + self._held).decode(errors=self._rules.errors)]
         self._text, self._begun, self._held = [], b"", b""
         return "".join(rest)
 
@@ -77,20 +123,22 @@ class TextAssembler:
             cut = len(self._held) - max(stop.n_matched for stop in self._stops)
             ready, self._held = self._held[:cut], self._held[cut:]
         if ready:
-            text, self._begun = _decoded(self._begun + ready)
+            text, self._begun = self._decoded(self._begun + ready)
             self._text.append(text)
 
     def _place(self, first: bytes) -> int:
         """Which character the first byte is part of; of a token without bytes, the one that is begun, or else the next."""
         if not self._begun_all:
             return self._n_chars
-        return self._n_chars + len((self._begun_all + first).decode(errors="replace")) - 1
+        data = self._begun_all + first
+        if len(data.decode(errors="replace")) == 1:  # one character, whole or begun
+            return self._n_chars
+        return self._n_chars + len(data.decode(errors=self._rules.errors)) - 1
 
-
-def _decoded(data: bytes) -> tuple[str, bytes]:
-    """The characters that are whole, and the beginning of another."""
-    text, n = codecs.utf_8_decode(data, "replace", False)
-    return text, data[n:]
+    def _decoded(self, data: bytes) -> tuple[str, bytes]:
+        """The characters that are whole, and the beginning of another."""
+        text, n = codecs.utf_8_decode(data, self._rules.errors, False)
+        return text, data[n:]
 
 
 class _Stop:

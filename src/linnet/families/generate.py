@@ -7,7 +7,7 @@ Memory is constant however long it runs: nothing is kept but the slots and what 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -16,10 +16,11 @@ import numpy as np
 
 from linnet import rng, sharding
 from linnet.errors import refuse
+from linnet.families.begin import empty_prompt, in_front
 from linnet.families.detokenize import TextAssembler, check_stops
 from linnet.families.parts import everywhere, mesh_of, on_mesh_of
 from linnet.nn.sampling import Rules, SamplingSettings
-from linnet.tokens import FIRST_BYTE
+from linnet.tokens import FIRST_BYTE, TextRules
 
 N_TICKS = 32  # tokens a dispatch
 
@@ -74,6 +75,9 @@ def byte_of(token: int) -> bytes:
     return bytes((token - FIRST_BYTE,)) if token >= FIRST_BYTE else b""
 
 
+BYTES = TextRules(id_bytes=byte_of)
+
+
 def generate(
     decoder: Decoder,
     params: Any,
@@ -89,21 +93,32 @@ def generate(
     allowed: Sequence[int] | None = None,
     states: Sequence[Any] | None = None,
     n_ticks: int = N_TICKS,
-    token_bytes: Callable[[int], bytes] = byte_of,
+    text_rules: TextRules = BYTES,
+    add_special_tokens: bool | None = None,
+    shows_prompt: bool = False,
 ) -> Iterator[list[Piece | None]]:
-    """Yields after each dispatch one piece a row; None for a row that ended earlier. Prompts are ids without the leading end id,
-    which every sequence gets as in training. Rows with the same prompt are read once. Only ids that are `allowed` are drawn.
-    `states`: what the decoder's rows begin from, where that is not nothing; rows may share one."""
+    """Yields after each dispatch one piece a row; None for a row that ended earlier. Prompts are ids without the model's begin id,
+    which is put in front as in training (`add_special_tokens` False: never). Rows with the same prompt are read once. Only ids that
+    are `allowed` are drawn. `states`: what the decoder's rows begin from, where that is not nothing; rows may share one.
+    `shows_prompt`: the text is shown after the prompt's, and not as a text of its own."""
     _check(prompts, settings, seeds, stop, max_tokens, n_ticks, cfg.n_vocab)
+    front = in_front(cfg.bos_id, add_special_tokens)
+    if not front and not all(prompts):
+        raise empty_prompt(cfg.bos_id)
     return _stream(
         decoder,
         params,
         buffers,
         cfg,
-        [[cfg.end_id, *prompt] for prompt in prompts],
+        [[*front, *prompt] for prompt in prompts],
+        len(front),
         [None] * len(prompts) if states is None else states,
         [
-            _Row(_most(prompt, max_tokens, cfg.context), stop, None if ignore_end else cfg.end_id, token_bytes)
+            _Row(
+                _most(len(prompt), len(front), max_tokens, cfg.context),
+                None if ignore_end else cfg.end_id,
+                TextAssembler(text_rules, stop, before=prompt if shows_prompt else ()),
+            )
             for prompt in prompts
         ],
         settings,
@@ -119,6 +134,7 @@ def _stream(
     buffers: Any,
     cfg: Any,
     prompts: list[list[int]],
+    n_front: int,
     states: Sequence[Any],
     rows: list[_Row],
     settings: SamplingSettings,
@@ -144,7 +160,8 @@ def _stream(
         for i in places:
             slots = slots if one is None else decoder.insert(slots, one, i)
             first[i] = last
-            np.add.at(seen[i], np.asarray(prompt[1:], np.int32), 1)  # the leading end id is ours, no repetition
+            # The begin id in front is not the caller's, so it counts for no repetition.
+            np.add.at(seen[i], np.asarray(prompt[n_front:], np.int32), 1)
     mesh = mesh_of(params)
     keys = everywhere(mesh, jnp.stack([rng.of_sample(seed) for seed in seeds]))
     seen, tokens = everywhere(mesh, seen), first
@@ -182,13 +199,11 @@ def _only(allowed: Sequence[int], n: int, n_vocab: int) -> Rules:
 class _Row:
     """Where a row stands: what it has drawn, and whether it has ended."""
 
-    def __init__(
-        self, max_tokens: int, stop: Sequence[str], end: int | None, token_bytes: Callable[[int], bytes]
-    ) -> None:
+    def __init__(self, max_tokens: int, end: int | None, text: TextAssembler) -> None:
         self.left = max_tokens
         self.finish: Finish | None = None
         self._end = end
-        self._text = TextAssembler(token_bytes, stop)
+        self._text = text
 
     def take(self, tokens: list[int], logprobs: list[float]) -> Piece:
         """Takes what was drawn, up to where the row ends."""
@@ -212,14 +227,15 @@ class _Row:
         return Piece(tokens=tokens[:n], logprobs=logprobs[:n], text=text, finish=self.finish)
 
 
-def _most(prompt: Sequence[int], max_tokens: int, context: int | None) -> int:
-    """Tokens of an answer that fit the context after this prompt and the leading end id; the last one is not read."""
+def _most(n_prompt: int, n_front: int, max_tokens: int, context: int | None) -> int:
+    """Tokens of an answer that fit the context after this prompt and what is in front of it; the last one is not read."""
     if context is None:
         return max_tokens
-    if len(prompt) >= context:
-        needs = f"at most {context - 1}: the model reads {context} tokens, answer included"
-        raise refuse("the prompt", f"{len(prompt)} tokens", needs, "shorten it")
-    return min(max_tokens, context - len(prompt))
+    room = context - n_front - n_prompt
+    if room < 0:
+        needs = f"at most {context - n_front}: the model reads {context} tokens, answer included"
+        raise refuse("the prompt", f"{n_prompt} tokens", needs, "shorten it")
+    return min(max_tokens, room + 1)
 
 
 def _check(

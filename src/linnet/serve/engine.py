@@ -82,13 +82,13 @@ class Engine(Loop[Job]):
         """Events follow in the engine's thread, ending with exactly one `Finished`. What is wrong is refused here and now."""
         self._check(request)
         matcher = None if request.sampling.constraint is None else self._grammars.compile(request.sampling.constraint)
-        id_bytes = self._tokenizer.id_bytes
         job = Job(
             request,
             on_event,
             end_id=self._cfg.end_id,
+            bos_id=self._cfg.bos_id,
             context=self._cfg.context,
-            id_bytes=id_bytes,
+            text_rules=self._tokenizer.text_rules,
             matcher=matcher,
         )
         if job.memory is not None:
@@ -244,9 +244,8 @@ class Engine(Loop[Job]):
             memory = self.backend.empty_memory() if job.memory is None else job.memory
             job.seat = self.backend.seat(memory, job.last, _positions(job))
             job.tell_prompt_read()
-        prompt = [*job.to_read[1:], job.last] if job.to_read else []
         seat = job.seat
-        self.backend.rule(slot, seat, job.request.sampling, prompt, job.late)
+        self.backend.rule(slot, seat, job.request.sampling, job.prompt, job.late)
         job.seat, job.slot, job.memory = None, slot, None
         if not is_fresh:
             self.backend.put(slot, seat)
@@ -286,7 +285,13 @@ class Engine(Loop[Job]):
         state = None
         if job.request.return_state:
             memory = self.backend.memory_after(ticket.before[column], tokens[: n - 1])
-            state = State(memory=memory, last=tokens[n - 1], n_tokens=job.n_tokens_after, model=self.fingerprint)
+            state = State(
+                memory=memory,
+                last=tokens[n - 1],
+                n_tokens=job.n_tokens_after,
+                model=self.fingerprint,
+                n_front=job.n_front,
+            )
         self._end(job, reason, stopped_by=stopped_by, state=state)
 
     def _reset(self) -> None:

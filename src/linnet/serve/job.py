@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
 
 from linnet.errors import refuse
+from linnet.families.begin import empty_prompt, in_front
 from linnet.families.detokenize import TextAssembler
 from linnet.serve.backend import Seat
 from linnet.serve.constraint import Matcher
 from linnet.serve.request import Choice, Event, Finished, FinishReason, OnEvent, Produced, PromptRead, Request, TooLong
+from linnet.tokens import TextRules
 
 
 class Job:
@@ -22,19 +24,27 @@ class Job:
         on_event: OnEvent,
         *,
         end_id: int,
+        bos_id: int | None,
         context: int | None,
-        id_bytes: Callable[[int], bytes],
+        text_rules: TextRules,
         matcher: Matcher | None,
     ) -> None:
         self.request, self.matcher = request, matcher
-        first = end_id if request.state is None else request.state.last
-        self.n_before = 0 if request.state is None else request.state.n_tokens - 1
+        begins = request.state is None
+        first = in_front(bos_id, request.add_special_tokens) if begins else (request.state.last,)
+        if not first and not request.prompt:
+            raise empty_prompt(bos_id)
+        self.n_front: int = len(first) if begins else request.state.n_front
+        """Begin ids at the start of the whole conversation: 1 or 0."""
+        self.n_before = 0 if begins else request.state.n_tokens - 1
         """Tokens that the state had read when it came."""
-        prompt, self.max_tokens = _fitted(request, self.n_before, context)
+        prompt, self.max_tokens = _fitted(request, self.n_before, len(first), context)
         self.n_cut = len(request.prompt) - len(prompt)
         """Tokens cut off the prompt's front, for it to fit the context."""
+        self.prompt = prompt
+        """As it is read."""
         self.n_prompt = len(prompt)
-        *self.to_read, self.last = (first, *prompt)
+        *self.to_read, self.last = (*first, *prompt)
         self.memory: Any = None if request.state is None else request.state.memory
         self.n_read = 0
         """Of `to_read`."""
@@ -52,7 +62,14 @@ class Job:
         sampling = request.sampling
         self.ends = frozenset() if sampling.ignore_end else frozenset({end_id})
         self._on_event, self._n_written, self._n_letters = on_event, 0, 0
-        self._text = TextAssembler(id_bytes, sampling.stop, min_tokens=sampling.min_tokens)
+        # An answer that must match a grammar keeps all its spaces, as does one that continues an answer without a prompt between.
+        self._text = TextAssembler(
+            text_rules,
+            sampling.stop,
+            min_tokens=sampling.min_tokens,
+            before=prompt if request.shows_prompt else (),
+            continues=matcher is not None or (not begins and (request.shows_prompt or not prompt)),
+        )
 
     @property
     def late(self) -> frozenset[int]:
@@ -74,13 +91,14 @@ class Job:
         return self.to_read[self.n_read : self.n_read + chunk_len]
 
     def tell_prompt_read(self) -> None:
-        logprobs = None
-        if self.request.prompt_logprobs:
-            logprobs = tuple(self.logprobs[: self.n_prompt])
         n = self.n_prompt
-        self._emit(
-            PromptRead(n_tokens=n, n_cached=self.n_cached, n_cut=self.n_cut, logprobs=logprobs, top=tuple(self.top[:n]))
-        )
+        # Without anything in front, the first token of the prompt is read and not predicted.
+        unpredicted = len(self.to_read) + 1 == n
+        logprobs: tuple[float | None, ...] | None = None
+        if self.request.prompt_logprobs:
+            logprobs = ((None,) * unpredicted + tuple(self.logprobs))[:n]
+        top = (((),) * unpredicted + tuple(self.top))[:n] if self.top else ()
+        self._emit(PromptRead(n_tokens=n, n_cached=self.n_cached, n_cut=self.n_cut, logprobs=logprobs, top=top))
 
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[Choice]] | None
@@ -137,19 +155,20 @@ class Job:
 
     @property
     def n_tokens_after(self) -> int:
-        """Of the whole conversation so far, its last token and leading end id included."""
+        """Of the whole conversation so far, its last token and its begin id included."""
         return self.n_before + len(self.to_read) + 1 + self._n_written
 
     def _emit(self, event: Event) -> None:
         self._on_event(event)
 
 
-def _fitted(request: Request, n_before: int, context: int | None) -> tuple[tuple[int, ...], int]:
-    """The prompt, and the most tokens of an answer, within the context. The last token of an answer is not read."""
+def _fitted(request: Request, n_before: int, n_first: int, context: int | None) -> tuple[tuple[int, ...], int]:
+    """The prompt, and the most tokens of an answer, within the context. The last token of an answer is not read. `n_first`: tokens
+    that are read before the prompt: the begin id, or the last of the state."""
     prompt, max_tokens = request.prompt, request.sampling.max_tokens
     if context is None:
         return prompt, max_tokens
-    most = context - n_before - 1  # beside the first: the end id, or the last of the state
+    most = context - n_before - n_first
     if most < min(1, len(prompt)):
         needs = f"shorter: the model reads {context} tokens, answer included, and has no room for more"
         raise _too_long("the session", f"{n_before} tokens long", needs, "begin another")
@@ -160,7 +179,7 @@ def _fitted(request: Request, n_before: int, context: int | None) -> tuple[tuple
             raise _too_long("the prompt", f"{len(prompt)} tokens", needs, fix)
         # Room for the answer, but at least half of what there is for the prompt.
         prompt = prompt[-max(most - max_tokens + 1, (most + 1) // 2) :]
-    return prompt, min(max_tokens, context - n_before - len(prompt))
+    return prompt, min(max_tokens, most - len(prompt) + 1)
 
 
 def _too_long(field: str, got: str, needs: str, fix: str) -> TooLong:

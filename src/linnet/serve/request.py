@@ -131,7 +131,7 @@ class Request:
 
     id: str
     prompt: tuple[int, ...]
-    """Ids without the leading end id, which every sequence gets that does not begin with a state."""
+    """Ids without the model's begin id, which is put in front of a sequence that does not begin with a state."""
     sampling: Sampling
     priority: int = 0
     """Higher goes first."""
@@ -146,6 +146,10 @@ class Request:
     prompt_logprobs: bool = False
     """Tell the log-probability of each prompt token (`echo`)."""
     use_prefix_cache: bool = True
+    add_special_tokens: bool = True
+    """False: the model's begin id is not put in front."""
+    shows_prompt: bool = False
+    """The answer's text is shown after the prompt's (`echo`), and not as a text of its own."""
 
 
 class Choice(NamedTuple):
@@ -164,8 +168,8 @@ class PromptRead:
     """Of them from the prefix cache."""
     n_cut: int = 0
     """Tokens of the prompt beyond these, cut off its front and not read."""
-    logprobs: tuple[float, ...] | None
-    """Of each prompt token, where asked for: the first follows the end id that every sequence begins with."""
+    logprobs: tuple[float | None, ...] | None
+    """Of each prompt token, where asked for. None: nothing stands in front of the first, so that nothing predicts it."""
     top: tuple[tuple[Choice, ...], ...] = ()
     """The likeliest tokens at the place of each prompt token; empty unless asked for."""
 

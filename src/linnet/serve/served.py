@@ -24,6 +24,7 @@ class ServedModel:
     template: ChatTemplate
     family: str
     n_vocab: int
+    bos_id: int | None
     context: int | None
     created: int
     engine: Engine
@@ -75,6 +76,7 @@ def serve_model(
         template=template,
         family=family.name,
         n_vocab=cfg.n_vocab,
+        bos_id=cfg.bos_id,
         context=cfg.context,
         created=int(time.time()),
         engine=engine.start(),

@@ -122,7 +122,7 @@ class FolderSessions:
 
     def unpack(self, data: bytes) -> Session:
         state = states.from_bytes(data, self._like, self._model)
-        return Session(state, state.n_tokens - 1)
+        return Session(state, state.n_conversation)
 
     def delete(self, id: str) -> None:
         try:

@@ -23,7 +23,7 @@ class Session:
     state: State | None
     """None: nothing was read yet."""
     n_tokens: int
-    """Of the conversation; the end id that it begins with is not counted."""
+    """Of the conversation; a begin id in front of it is not counted."""
 
 
 def new_id() -> str:
@@ -106,7 +106,7 @@ class Sessions:
     def unpack(self, data: bytes) -> Session:
         """What `pack` or `save` gave, checked."""
         state = states.from_bytes(data, self._like, self._model)
-        return Session(state, state.n_tokens - 1)
+        return Session(state, state.n_conversation)
 
     def delete(self, id: str) -> None:
         self.get(id)

@@ -33,9 +33,16 @@ class State:
     """The family's own, a pytree of arrays."""
     last: int
     n_tokens: int
-    """Read so far, the last one and the leading end id included."""
+    """Read so far, the last one and the begin id included."""
     model: str
     """The fingerprint of the weights and config it belongs to."""
+    n_front: int = 1
+    """Begin ids in front of the conversation, which are no part of it: 1 or 0."""
+
+    @property
+    def n_conversation(self) -> int:
+        """Tokens of the conversation itself."""
+        return self.n_tokens - self.n_front
 
 
 def model_fingerprint(params: Any, buffers: Any, config: Any) -> str:
@@ -51,7 +58,9 @@ def to_bytes(state: State) -> bytes:
     from safetensors.numpy import save
 
     arrays = {name: np.ascontiguousarray(np.asarray(leaf)) for name, leaf in named_leaves(state.memory)}
-    about = {"last": state.last, "n_tokens": state.n_tokens, "model": state.model}
+    about: dict[str, Any] = {"last": state.last, "n_tokens": state.n_tokens, "model": state.model}
+    if state.n_front != 1:  # files of conversations with a begin id are as they always were
+        about["n_front"] = state.n_front
     meta = {"format": FORMAT, "version": VERSION, "about": about, "sha256": _checksum(arrays, about)}
     # One entry: safetensors writes several in any order, and equal states shall be equal files.
     return save(arrays, {META: json.dumps(meta)})
@@ -69,6 +78,7 @@ def from_bytes(content: bytes, like: Callable[[int], Any], model: str) -> State:
         if meta["format"] != FORMAT or meta["version"] != VERSION or about["model"] is None:
             raise KeyError("format")
         checksum, n_tokens, last = meta["sha256"], int(about["n_tokens"]), int(about["last"])
+        n_front = int(about.get("n_front", 1))
     except (SafetensorError, ValueError, KeyError, TypeError):
         raise UserError("the state is damaged or not a state at all. Fix: use the file as it was saved.") from None
     if checksum != _checksum(arrays, about):
@@ -87,7 +97,7 @@ def from_bytes(content: bytes, like: Callable[[int], Any], model: str) -> State:
         raise UserError("the state does not fit this model. Fix: restore it with the model that made it.")
     leaves = [arrays[name] for name in wanted]
     memory = jax.tree.unflatten(jax.tree.structure(shape), leaves)
-    return State(memory=memory, last=last, n_tokens=n_tokens, model=model)
+    return State(memory=memory, last=last, n_tokens=n_tokens, model=model, n_front=n_front)
 
 
 def _array(stored: dict[str, Any]) -> np.ndarray:

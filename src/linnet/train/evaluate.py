@@ -89,6 +89,7 @@ def evaluate(
 ) -> Evaluation:
     """Reads whole sequences stretch by stretch, so that memory does not follow their length."""
     data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
+    data = data.begun_by(cfg.writer.bos_id)
     nats = nats or make_nats(family, cfg)
     size = batch_size or cfg.data.batch_size
     mesh = sharding.make_mesh() if mesh is None else mesh
@@ -114,7 +115,7 @@ def evaluate(
     return Evaluation(
         split=split,
         tokens=int(count.sum()),
-        bytes=chosen.n_bytes if whole else n_bytes,
+        bytes=chosen.n_bytes - data.unpredicted_bytes(split) if whole else n_bytes,
         words=chosen.n_words if whole else None,
         unit="byte" if data.shape is None else "dimension",
         nats=float(total.sum()),

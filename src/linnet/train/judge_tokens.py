@@ -24,7 +24,7 @@ class TokenJudge:
 
     def __init__(self, cfg: RunConfig, tokenizer: Tokenizer | None = None) -> None:
         self._cfg, self._family = cfg, registry.tokens(cfg.family)
-        self._data = open_data(cfg.tokens, cfg.seed)
+        self._data = open_data(cfg.tokens, cfg.seed).begun_by(cfg.writer.bos_id)
         if tokenizer is not None and cfg.parent is not None:
             vocabulary.must_match(Path(cfg.parent.path), self._data, tokenizer)
         self._data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)

@@ -72,16 +72,18 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
         def open_folder() -> None:
             """By the first process: it alone writes there, but for the others' shares of a checkpoint."""
             old = check_folder(cfg, folder)
+            is_import = stored_weights.is_weights_alone(folder.path)
             if begins:
                 parents.check_parent(cfg)
-            elif stored_weights.is_weights_alone(folder.path) and not cfg.lora.rank:
+            elif is_import and not cfg.lora.rank:
                 stored_weights.must_be_trainable(folder.path)
             folder.create()
             stack.enter_context(folder.lock())
             for name in ("config.json", "environment.json", "data.json", "metrics.jsonl"):
                 remove_parts(folder.path / name)
             judge.keep(folder.path)
-            if old is None or old != cfg:
+            # An import's file may be older than some settings, and mean something else once there are checkpoints.
+            if is_import or old is None or old != cfg:
                 configs.save(cfg, folder.config)
             _write_json(folder.path / "environment.json", environment.describe())
 

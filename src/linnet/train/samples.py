@@ -74,17 +74,21 @@ def sample_text(
     n_tokens: int,
     seed: int,
 ) -> str:
+    ids = vocabulary.tokenizer.encode(prompt.encode()).tolist()
+    if not ids and cfg.writer.bos_id is None:
+        # Nothing is in front of a sequence: a new document is what follows the end of another.
+        ids = [cfg.writer.end_id]
     pieces = generate(
         family.decoder,
         params,
         buffers,
         cfg.model,
-        [vocabulary.tokenizer.encode(prompt.encode()).tolist()],
+        [ids],
         max_tokens=n_tokens,
         settings=sampling_settings(1, top_p=TOP_P),
         seeds=[seed],
         ignore_end=True,
-        token_bytes=vocabulary.tokenizer.id_bytes,
+        text_rules=vocabulary.tokenizer.text_rules,
     )
     return prompt + "".join(piece.text for row in pieces for piece in row if piece is not None)
 

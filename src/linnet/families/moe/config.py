@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from linnet.errors import refuse
+from linnet.families.begin import BeginId, bos_id, check_begin
 from linnet.families.hidden import ffn_size
 from linnet.families.remat import Remat
 from linnet.mesh import must_divide
@@ -20,7 +21,9 @@ class MoEConfig:
     n_vocab: int = 259
     """Symbols the model reads and writes. Bytes: 256 + pad, end and unknown."""
     end_id: int = END
-    """The symbol that ends a document and begins every sequence: the tokenizer's."""
+    """The symbol that ends a document: the tokenizer's."""
+    begin_id: BeginId = dataclasses.field(default="end", repr=False)  # see `linnet.families.begin`
+    """The symbol in front of every sequence: `end` (model.end_id), an id, or none (as Grok-1's release reads its prompts)."""
     pad_id: int = PAD
     """Never looked at by other tokens of the same text."""
     d_model: int = 256
@@ -66,6 +69,7 @@ class MoEConfig:
             if not 0 <= getattr(self, name) < self.n_vocab:
                 needs = f"an id below model.n_vocab ({self.n_vocab})"
                 raise refuse(f"model.{name}", getattr(self, name), needs, "use the tokenizer's")
+        check_begin(self.begin_id, self.n_vocab)
         if self.d_k % 2:
             raise refuse("model.d_k", self.d_k, "even (positions turn pairs of values)", f"use {self.d_k + 1}")
         if self.n_q_head % self.n_kv_head:
@@ -81,6 +85,11 @@ class MoEConfig:
         for name in ("balance_weight", "z_weight"):
             if getattr(self, name) < 0:
                 raise refuse(f"model.{name}", getattr(self, name), "0 or more", "use 0 for none")
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id in front of every sequence; None: sequences begin with their own first token."""
+        return bos_id(self.begin_id, self.end_id)
 
     @property
     def d_ffn(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from linnet.errors import refuse
+from linnet.families.begin import BeginId, bos_id, check_begin
 from linnet.families.hidden import ffn_size
 from linnet.families.remat import Remat
 from linnet.mesh import must_divide, no_experts
@@ -42,7 +43,9 @@ class VQConfig:
     n_vocab: int = 259
     """Symbols the model reads and writes. Bytes: 256 + pad, end and unknown."""
     end_id: int = END
-    """The symbol that ends a document and begins every sequence: the tokenizer's."""
+    """The symbol that ends a document: the tokenizer's."""
+    begin_id: BeginId = dataclasses.field(default="end", repr=False)  # see `linnet.families.begin`
+    """The symbol in front of every sequence: `end` (model.end_id), an id, or none."""
     d_model: int = 256
     d_k: int = 64
     """Key width per head."""
@@ -120,6 +123,7 @@ class VQConfig:
             raise refuse(
                 "model.end_id", self.end_id, f"an id below model.n_vocab ({self.n_vocab})", "use the tokenizer's"
             )
+        check_begin(self.begin_id, self.n_vocab)
         if self.d_model % 2:
             raise refuse("model.d_model", self.d_model, "even (half sines, half cosines)", f"use {self.d_model + 1}")
         for name in ("p_dropemb", "p_dropsin", "p_dropres", "p_droplyr"):
@@ -174,6 +178,11 @@ class VQConfig:
                 f"a multiple of model.block_len ({self.block_len})",
                 f"use {-(-update_len // self.block_len) * self.block_len}, or a block_len that divides it",
             )
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id in front of every sequence; None: sequences begin with their own first token."""
+        return bos_id(self.begin_id, self.end_id)
 
     @property
     def n_unit(self) -> int:

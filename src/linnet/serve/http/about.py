@@ -7,6 +7,8 @@ from importlib import resources
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from linnet.data.tokenizer import text_of
+from linnet.families.begin import in_front
 from linnet.serve.http.asking import check_ids, encode
 from linnet.serve.http.limits import read_json
 from linnet.serve.http.metrics import CONTENT_TYPE
@@ -36,6 +38,8 @@ async def tokenize(service: Service, http: HttpRequest) -> Response:
     ask = await read_json(http, TokenizeAsk, service.limits)
     model = service.model(ask.model)
     ids = await encode(model, ask.text, service.limits)
+    if ask.add_special_tokens:
+        ids = (*in_front(model.bos_id, True), *ids)
     body: Tokens = {"tokens": list(ids), "pieces": model.tokenizer.pieces(ids), "count": len(ids)}
     return JSONResponse(body)
 
@@ -44,7 +48,7 @@ async def detokenize(service: Service, http: HttpRequest) -> Response:
     ask = await read_json(http, DetokenizeAsk, service.limits)
     model = service.model(ask.model)
     check_ids("tokens", ask.tokens, model.tokenizer.n_vocab)
-    body: Text = {"text": model.tokenizer.decode(ask.tokens).decode(errors="replace")}
+    body: Text = {"text": text_of(model.tokenizer, ask.tokens)}
     return JSONResponse(body)
 
 
@@ -116,6 +120,13 @@ def _token_card(model: Model) -> ModelCard:
         "fingerprint": model.fingerprint,
         "family": model.family,
         "n_vocab": model.n_vocab,
+        "begin_id": model.bos_id,
+        "end_id": model.tokenizer.end_id,
+        "tokenizer": {
+            "kind": model.tokenizer.kind,
+            "rules": model.tokenizer.rules,
+            "byte_exact": model.tokenizer.exact,
+        },
         "context": model.context,
         "state_bytes": model.state_bytes,
         "picture": None if model.shape is None else list(model.shape),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import functools
 import json
 import secrets
 from collections.abc import Iterable, Sequence
@@ -51,12 +52,11 @@ class Start:
             self.session.release()
 
 
-async def encode(model: Model, text: str, limits: Limits) -> tuple[int, ...]:
+async def encode(model: Model, text: str, limits: Limits, *, continues: bool = False) -> tuple[int, ...]:
+    """`continues`: the text continues what a session has read."""
     data = text.encode()
-    if len(data) <= SMALL_TEXT:
-        ids = model.tokenizer.encode(data)
-    else:
-        ids = await to_thread.run_sync(model.tokenizer.encode, data)
+    encoded = functools.partial(model.tokenizer.encode, data, continues=continues)
+    ids = encoded() if len(data) <= SMALL_TEXT else await to_thread.run_sync(encoded)
     return checked_prompt(ids.tolist(), model, limits)
 
 

@@ -104,8 +104,13 @@ class Model(Served, Protocol):
     @property
     def n_vocab(self) -> int: ...
     @property
+    def bos_id(self) -> int | None:
+        """The id in front of every sequence; None: sequences begin with their own first token."""
+        ...
+
+    @property
     def context(self) -> int | None:
-        """Most tokens of one text, the end id that it begins with included; None: any number."""
+        """Most tokens of one text, the begin id included; None: any number."""
         ...
 
     @property

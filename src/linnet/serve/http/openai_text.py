@@ -42,6 +42,7 @@ class Job:
     n: int
     best_of: int
     start: Start
+    shows_prompt: bool
     prompt_logprobs: bool
     is_scoring: bool
     """Only the prompt is wanted (max_tokens 0 with echo): the engine draws one token, which is not told."""
@@ -50,14 +51,26 @@ class Job:
 async def completions(service: Service, http: HttpRequest) -> Response:
     ask = await read_json(http, CompletionAsk, service.limits, state_bytes=service.most_state_bytes)
     model = service.model(ask.model)
-    prompts = await _prompts(ask, model, service)
+    given = _given(ask, service)
     n = ask.n or 1
     best_of = ask.best_of or n
     is_scoring = _check_completion(ask, n, best_of)
     max_tokens = 1 if is_scoring else DEFAULT_TOKENS if ask.max_tokens is None else ask.max_tokens
     sampling = text_sampling(ask, model, service.limits, max_tokens=max_tokens, top_logprobs=ask.logprobs or 0)
-    echoed = [prompt for prompt in prompts for _ in range(best_of)] if ask.echo else None
-    voice = CompletionVoice(model.tokenizer, ask.logprobs, bool(ask.return_token_ids), echoed)
+    start = await _start(model, ask, len(given) * best_of, http.scope["state"]["request_id"])
+    try:
+        prompts = await _prompts(given, model, service, continues=start.n_tokens > 0)
+    except BaseException:
+        start.release()
+        raise
+    voice = CompletionVoice(
+        model.tokenizer,
+        ask.logprobs,
+        bool(ask.return_token_ids),
+        [prompt for prompt in prompts for _ in range(best_of)] if ask.echo else None,
+        continues=start.state is not None,
+        is_scoring=is_scoring,
+    )
     job = Job(
         model=model,
         ask=ask,
@@ -66,7 +79,8 @@ async def completions(service: Service, http: HttpRequest) -> Response:
         sampling=sampling,
         n=n,
         best_of=best_of,
-        start=await _start(model, ask, len(prompts) * best_of, http.scope["state"]["request_id"]),
+        start=start,
+        shows_prompt=bool(ask.echo),
         prompt_logprobs=bool(ask.echo) and ask.logprobs is not None,
         is_scoring=is_scoring,
     )
@@ -95,7 +109,7 @@ async def chat(service: Service, http: HttpRequest) -> Response:
     start = await _start(model, ask, n, http.scope["state"]["request_id"])
     try:
         text = model.template.text(messages, goes_on=start.n_tokens > 0)
-        prompt = await encode(model, text, service.limits)
+        prompt = await encode(model, text, service.limits, continues=start.n_tokens > 0)
     except BaseException:
         start.release()
         raise
@@ -108,18 +122,28 @@ async def chat(service: Service, http: HttpRequest) -> Response:
         n=n,
         best_of=n,
         start=start,
+        shows_prompt=False,
         prompt_logprobs=False,
         is_scoring=False,
     )
     return await _answer(service, http, job)
 
 
-async def _prompts(ask: CompletionAsk, model: Model, service: Service) -> list[tuple[int, ...]]:
-    limits, given = service.limits, _several(ask.prompt)
-    if len(given) > limits.answers:  # before any work is spent on them
-        raise refuse("prompt", f"{len(given)} prompts", f"at most {limits.answers}", "send several calls")
+def _given(ask: CompletionAsk, service: Service) -> Sequence[str | Sequence[int]]:
+    given = _several(ask.prompt)
+    if len(given) > service.limits.answers:  # before any work is spent on them
+        raise refuse("prompt", f"{len(given)} prompts", f"at most {service.limits.answers}", "send several calls")
+    return given
+
+
+async def _prompts(
+    given: Sequence[str | Sequence[int]], model: Model, service: Service, *, continues: bool
+) -> list[tuple[int, ...]]:
+    limits = service.limits
     return [
-        await encode(model, one, limits) if isinstance(one, str) else checked_prompt(one, model, limits)
+        await encode(model, one, limits, continues=continues)
+        if isinstance(one, str)
+        else checked_prompt(one, model, limits)
         for one in given
     ]
 
@@ -167,6 +191,8 @@ async def _answer(service: Service, http: HttpRequest, job: Job) -> Response:
             return_state=keeps,
             prompt_logprobs=job.prompt_logprobs,
             cut_prompt=bool(job.ask.truncate_prompt),
+            add_special_tokens=job.ask.add_special_tokens is not False,
+            shows_prompt=job.shows_prompt,
         )
         answers = await service.submit(job.model, requests)
     except BaseException:

@@ -113,6 +113,8 @@ class TextAsk(SamplingAsk):
     """In Lark's notation."""
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
     stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    """False: the model's begin id is not put in front of the prompt. A session or state that goes on has none in any case."""
     truncate_prompt: bool | None = None
     """A prompt that does not fit the model's context loses its front; without this it is refused."""
     session: str | None = None
@@ -202,6 +204,8 @@ class PriorAsk(Ask):
 
 class TokenizeAsk(Ask):
     text: str
+    add_special_tokens: bool | None = None
+    """True: with the model's begin id in front, if it has one."""
 
 
 class DetokenizeAsk(Ask):

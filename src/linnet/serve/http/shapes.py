@@ -170,6 +170,13 @@ class TemplateCard(TypedDict):
     between: str
 
 
+class TokenizerCard(TypedDict):
+    kind: str
+    rules: Literal["exact", "released"]
+    """`exact`: every byte string comes back as it was. `released`: as the library of the tokenizer's file encodes and decodes."""
+    byte_exact: bool
+
+
 class ModelCard(TypedDict):
     id: str
     object: Literal["model"]
@@ -178,6 +185,10 @@ class ModelCard(TypedDict):
     fingerprint: str
     family: str
     n_vocab: int
+    begin_id: int | None
+    """Put in front of every sequence; null: nothing is, and an empty prompt is refused."""
+    end_id: int
+    tokenizer: TokenizerCard
     context: int | None
     """Most tokens that one text may have, prompt and answer together; null: any number."""
     state_bytes: int

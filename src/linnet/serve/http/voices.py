@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from linnet.data.tokenizer import Tokenizer
+from linnet.families.detokenize import TextAssembler
 from linnet.serve.http.shapes import ChatLogprob, ChatLogprobs, Likely, TextLogprobs
 from linnet.serve.request import Choice, Produced, PromptRead
 
@@ -44,9 +44,18 @@ class CompletionVoice:
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, tokenizer: Tokenizer, logprobs: int | None, with_ids: bool, echoed: Sequence[Sequence[int]] | None
+        self,
+        tokenizer: Tokenizer,
+        logprobs: int | None,
+        with_ids: bool,
+        echoed: Sequence[Sequence[int]] | None,
+        *,
+        continues: bool = False,
+        is_scoring: bool = False,
     ) -> None:
+        """`continues`: the prompts continue what a session has read. `is_scoring`: no answer follows them."""
         self._tokenizer, self._k, self._with_ids = tokenizer, logprobs, with_ids
+        self._continues, self._is_scoring = continues, is_scoring
         self._echoed = None if echoed is None else list(echoed)
         """The prompt of each request, where they are told again: as it was read, without a front that was cut off."""
         self._texts = [self._text(ids) for ids in echoed or ()]
@@ -83,7 +92,9 @@ class CompletionVoice:
         return {**choice, "token_ids": list(ids)} if self._with_ids else choice
 
     def _text(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids).decode(errors="replace")
+        """What of the prompt is certain: a character that it only begins is told with the answer, if one follows."""
+        text = TextAssembler(self._tokenizer.text_rules, before=ids, continues=self._continues)
+        return text.before + (text.close() if self._is_scoring else "")
 
     def _of_prompt(self, i: int, read: PromptRead | None) -> TextLogprobs | None:
         if self._k is None or self._echoed is None or read is None or read.logprobs is None:
@@ -95,7 +106,7 @@ class CompletionVoice:
             "tokens": [token_name(self._tokenizer, token) for token in ids],
             "token_logprobs": [None if one is None else finite(one) for one in read.logprobs],
             "top_logprobs": None if tops is None else [None if top is None else self._named(top) for top in tops],
-            "text_offset": prompt_offsets(self._tokenizer, ids),
+            "text_offset": prompt_offsets(self._tokenizer, ids, continues=self._continues),
             "top_token_ids": None if tops is None else [None if top is None else _ids(top) for top in tops],
         }
 
@@ -183,13 +194,12 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], *, continues: bool = False) -> list[int]:
     """Where in the text, in characters, each id's begins."""
-    decoder, offsets, at = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
+    text = TextAssembler(tokenizer.text_rules, continues=continues)
     for token in ids:
-        offsets.append(at)
-        at += len(decoder.decode(tokenizer.id_bytes(token)))
-    return offsets
+        text.feed(token)
+    return list(text.take()[1])
 
 
 def _joined(first: TextLogprobs | None, then: TextLogprobs | None) -> TextLogprobs | None:

@@ -33,7 +33,7 @@ from linnet.train.interchange.stored_array import TYPE_NAMES, Leaf, StoredArray,
 from linnet.train.interchange.weights_file import PAIR
 from linnet.weights import Weights
 
-FOLDER, INDEX = "weights", "index.json"
+FOLDER, INDEX = configs.IMPORTED_WEIGHTS.parts
 VERSION = 1
 ROOM = 1 << 20  # for headers and index
 

@@ -16,19 +16,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from linnet import quant
-from linnet.config import CONFIG_VERSION, RunConfig, run_from_dict
+from linnet.config import CONFIG_VERSION, RunConfig, exported_from_dict
 from linnet.errors import UserError, refuse
 from linnet.families import registry
 from linnet.json_file import parse_json
 from linnet.params import abstract
 from linnet.pytree import leaf_name, named_leaves
 
-FORMAT = "linnet"
+FORMAT, TOKENIZER = "linnet", "tokenizer"
 PAIR = ("weight", "scales")  # what an 8-bit leaf's two arrays are called
 
 
-def export_safetensors(params: Any, buffers: Any, cfg_json: dict[str, Any], path: Path) -> str:
-    """Writes the file whole or not at all. `cfg_json` is what `config.to_json` gives. Returns the fingerprint."""
+def export_safetensors(
+    params: Any, buffers: Any, cfg_json: dict[str, Any], path: Path, tokenizer: dict[str, Any] | None = None
+) -> str:
+    """Writes the file whole or not at all. `cfg_json` is what `config.to_json` gives; `tokenizer` says how the run's is used (the
+    file itself is not in the export). Returns the fingerprint."""
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in named_leaves({"params": params, "buffers": buffers})}
     config = json.dumps(cfg_json, sort_keys=True)
     mark = fingerprint(arrays, config)
@@ -36,7 +39,10 @@ def export_safetensors(params: Any, buffers: Any, cfg_json: dict[str, Any], path
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
-        save_file(arrays, temporary, metadata={"format": FORMAT, "config": config, "fingerprint": mark})
+        metadata = {"format": FORMAT, "config": config, "fingerprint": mark}
+        save_file(
+            arrays, temporary, metadata=metadata | ({} if tokenizer is None else {TOKENIZER: json.dumps(tokenizer)})
+        )
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -80,6 +86,16 @@ def must_be_trainable(path: Path) -> None:
         )
 
 
+def exported_tokenizer(path: Path) -> dict[str, Any] | None:
+    """How the tokenizer of the exported run is used: its kind, fingerprint and rules. None: the file does not say."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            found = json.loads((file.metadata() or {}).get(TOKENIZER, "null"))
+    except (SafetensorError, OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def is_float32(params: Any) -> bool:
     return all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
 
@@ -114,7 +130,7 @@ def _run_config(values: Any, path: Path) -> RunConfig:
     version = values.get("version") if isinstance(values, dict) else None
     if version != CONFIG_VERSION:
         raise refuse(f"version of the config in {path}", version, str(CONFIG_VERSION), "use the Linnet that wrote it")
-    return run_from_dict({name: value for name, value in values.items() if name != "version"})
+    return exported_from_dict({name: value for name, value in values.items() if name != "version"})
 
 
 def _fill(wanted: Any, arrays: dict[str, np.ndarray], path: Path) -> Any:

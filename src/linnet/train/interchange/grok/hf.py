@@ -200,4 +200,5 @@ def _sizes(cfg: MoEConfig) -> dict[str, Any]:
         "rope_theta": cfg.rope_base,
         "pad_token_id": cfg.pad_id,
         "eos_token_id": cfg.end_id,
+        "begin_id": cfg.begin_id,  # Linnet's own name: the conversions' bos_token_id does not say whether the model reads it
     }
