@@ -51,6 +51,9 @@ class FakePrior:
         self.pace = threading.Semaphore(1) if paced else None
         """A paced model reports its next progress only when the reader has released this for the last one."""
 
+    def encode(self, text: str) -> Any:
+        return self.embed([text])[0], np.ones((2, 26), np.float32) if self.most_encodings else None
+
     def embed(self, texts: Sequence[str]) -> Any:
         return np.asarray([[text.lower().count(chr(97 + i)) for i in range(26)] for text in texts], np.float32)
 

@@ -89,6 +89,9 @@ class PairsConfig:
     """The .npy files of the texts, one for each of the images'."""
     metadata: str | None = None
     """The parquet files with the captions, one for each of the images'."""
+    encodings: str | None = None
+    """With `images` and `texts`: the .npy files of the texts' token encodings, one for each of the images'; none: text_encodings/
+    beside a folder text_emb/ that `texts` names. Only read with model.text_encodings."""
     image_key: str | None = None
     """Of parquet, .npz and webdataset: the column, array or ending of the image embeddings; none: a usual one."""
     text_key: str | None = None
@@ -120,8 +123,8 @@ class PairsConfig:
                 "at least 0 and together below 1, so that something is left to train on",
                 "use 0.05 and 0.05",
             )
-        if (self.texts or self.metadata) and not self.images:
-            given = "texts" if self.texts else "metadata"
+        if (self.texts or self.metadata or self.encodings) and not self.images:
+            given = "texts" if self.texts else "metadata" if self.metadata else "encodings"
             raise refuse("data.images", self.images, f"given where data.{given} is", "name the image embeddings too")
 
     @property
@@ -165,7 +168,8 @@ class OptimConfig:
             raise refuse(
                 "optim.warmup_steps / optim.extra_steps", (self.warmup_steps, self.extra_steps), "0 or more", "use 0"
             )
-        if self.warmup_steps >= self.steps:
+        # The dampened schedules do not end with their warm-up: one that is longer than the run is only never over.
+        if self.warmup_steps >= self.steps and not self.schedule.startswith("dampened"):
             raise refuse(
                 "optim.warmup_steps",
                 self.warmup_steps,

@@ -69,9 +69,12 @@ def test_vectors_are_taken_as_they_are_and_come_back_bit_for_bit() -> None:
     np.testing.assert_array_equal(model.requests[0].text, vector)
     np.testing.assert_array_equal(model.requests[0].encodings, np.asarray(rows, np.float32))
     np.testing.assert_array_equal(np.asarray(answer["data"][0]["embedding"], np.float32), vector)
-    several = {"embeddings": [vector.tolist()] * 2, "encodings": [rows, rows[:1]]}
+    several = {"embeddings": [vector.tolist()] * 2, "text_encodings": [rows, rows[:1]]}
     assert len(ask_prior(several, model).json()["data"]) == 2
     assert [len(one.encodings) for one in model.requests[1:] if one.encodings is not None] == [2, 1]
+    # Those of words are computed.
+    assert ask_prior({"input": ["red", "blue"]}, model).status_code == 200
+    assert [one.encodings.tolist() for one in model.requests[3:] if one.encodings is not None] == [[[1.0] * 26] * 2] * 2
 
 
 def test_nearest_pictures_come_with_captions_and_cosines() -> None:
@@ -109,9 +112,12 @@ def test_a_stream_tells_how_far_each_candidate_is_and_then_the_answer() -> None:
         ({"embeddings": [1e300] * 26}, "embedding"),
         ({"embeddings": []}, "embeddings"),
         ({"input": ""}, "input"),
-        ({"input": "a", "encodings": [[1.0] * 26]}, "encodings"),
-        ({"embeddings": [1.0] * 26, "encodings": [[[1.0] * 26]] * 2}, "encodings"),
-        ({"embeddings": [1.0] * 26, "encodings": [[1.0] * 7]}, "encodings"),
+        ({"input": "a", "text_encodings": [[1.0] * 26]}, "text_encodings"),
+        ({"embeddings": [1.0] * 26, "text_encodings": [[[1.0] * 26]] * 2}, "text_encodings"),
+        ({"embeddings": [1.0] * 26, "text_encodings": [[1.0] * 7]}, "text_encodings"),
+        ({"embeddings": [1.0] * 26, "text_encodings": []}, "text_encodings"),
+        ({"embeddings": [1.0] * 26, "text_encodings": [[1.0] * 26] * 1025}, "text_encodings"),
+        ({"embeddings": [1.0] * 26, "text_encodings": [[1.0] * 26], "encodings": [[1.0] * 26]}, "encodings"),
         ({"input": "a", "n": 0}, "n"),
         ({"input": ["a"] * 9, "n": 4}, "answers"),
         ({"input": "a", "steps": 1}, "steps"),

@@ -132,15 +132,12 @@ def test_runs_that_do_not_go_together_are_refused(runs: tuple[Path, Path], tmp_p
     elsewhere = changed(PRIOR, **{"data.source": "laion"})
     with pytest.raises(UserError, match="encoder is known"):
         open_imagination(written(tmp_path / "laion", elsewhere), painter)
-    reads_tokens = changed(PRIOR, **{"model.max_text_len": 4, "model.text_encodings": True})
-    with pytest.raises(UserError, match="text_encodings"):
-        open_imagination(written(tmp_path / "tokens", reads_tokens), painter)
 
 
 def test_an_encoder_that_differs_is_refused(
     runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("linnet.train.imagine.encoder_of", lambda pairs: "open_clip:ViT-B-32/openai")
+    monkeypatch.setattr("linnet.train.imagine.encoder_of", lambda pairs, run: "open_clip:ViT-B-32/openai")
     with pytest.raises(UserError, match=r"data.condition of .* is 'builtin', .*open_clip"):
         open_imagination(*runs)
 

@@ -19,6 +19,7 @@ from linnet.data.encoders.builtin import open_builtin
 from linnet.data.pairs import PairsConfig, open_pairs
 from linnet.data.pairs.captioned import Captioned, open_captioned
 from linnet.data.pairs.embed import NOTES, Notes, Task, embed, read_notes
+from linnet.data.pairs.encodings import EncodingSettings
 from linnet.data.pixels import decode_pixels
 from linnet.errors import UserError
 
@@ -118,7 +119,10 @@ def test_a_killed_run_goes_on_and_gives_the_same_files(tmp_path: Path, n_before:
 
     def task(stop: int) -> Task:
         return Task(
-            source=dataclasses.replace(source, samples=lambda: samples(stop)), encoder=open_builtin(), shard_rows=2
+            source=dataclasses.replace(source, samples=lambda: samples(stop)),
+            encoder=open_builtin(),
+            encodings=EncodingSettings(length=3),
+            shard_rows=2,
         )
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -24,8 +24,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "linnet"
 
 
-def opened(source: Path | str, **settings: Any) -> Pairs:
-    return open_pairs(PairsConfig(**({"source": str(source), "batch_size": 4} | settings)), seed=3)
+def opened(source: Path | str, *, encodings: bool = False, **settings: Any) -> Pairs:
+    cfg = PairsConfig(**({"source": str(source), "batch_size": 4} | settings))
+    return open_pairs(cfg, seed=3, encodings=encodings)
 
 
 def all_rows(pairs: Pairs) -> tuple[np.ndarray, np.ndarray, list[str] | None]:
@@ -101,7 +102,10 @@ def test_text_encodings_come_along_and_may_be_padded_with_zeros(tmp_path: Path) 
     encodings[2] = 0
     (root / "text_encodings").mkdir()
     np.save(root / "text_encodings" / "text_encodings_8.npy", encodings)
-    pairs = opened(root)
+    assert opened(root, mix=0.5).text_len is None, "only a model that is conditioned on them reads them"
+    with pytest.raises(UserError, match=r"data.mix is 0.5, .* 0 with model.text_encodings"):
+        opened(root, encodings=True, mix=0.5)
+    pairs = opened(root, encodings=True)
     assert pairs.text_len == 6
     assert pairs.n_rows("train") == 21, "a text that is all padding is no fault"
     batch = pairs.at(np.array([5, 2]), 3)

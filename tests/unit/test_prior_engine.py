@@ -250,6 +250,7 @@ def test_what_a_model_cannot_do_is_refused_before_it_waits() -> None:
         {"text": good.text[:5]},
         {"encodings": np.zeros((6, cfg.d_text), np.float32)},
         {"encodings": np.zeros((2, 3), np.float32)},
+        {"encodings": None},
     ):
         ask = wanted(cfg, 0, **change)
         with pytest.raises(UserError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,24 @@ def test_text_encodings_are_trained_on_and_evaluated(tmp_path: Path) -> None:
     cfg = config(tmp_path / "pairs", **changes, **{"train.eval_timesteps": (5,), "optim.steps": 5})
     assert train(cfg, RunFolder(tmp_path / "run"), quiet=True).finished
     assert read_metrics(tmp_path / "run")[-2]["kind"] == "test"
+    # Resumed equals uninterrupted.
+    part = tmp_path / "part"
+    assert not train(cfg, RunFolder(part), quiet=True, stop_at=2).finished
+    assert train(cfg, RunFolder(part), quiet=True).finished
+    assert_same_bits(open_state(part, "latest")[1], open_state(tmp_path / "run", "latest")[1])
+    assert lines(part) == lines(tmp_path / "run")
+    # The evaluation reads the encodings too.
+    run = open_run(tmp_path / "run", "latest")
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "pairs", other)
+    np.save(other / "text_encodings" / "text_encodings_0.npy", np.repeat(texts[::-1, None], LEN, 1))
+    losses = [
+        evaluate_prior(
+            cfg, {"ema": run.params}, open_pairs(PairsConfig(source=str(at)), 0, encodings=True), "test", timesteps=()
+        ).loss
+        for at in (tmp_path / "pairs", other)
+    ]
+    assert losses[0] != losses[1]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +239,7 @@ def test_text_encodings_are_trained_on_and_evaluated(tmp_path: Path) -> None:
     [
         ({"model.dim": 8}, "model.dim is 8, but it must be the image embeddings' width, 16"),
         ({"model.text_dim": 8}, "model.text_dim is 8, but it must be the text embeddings' width, 16"),
-        ({"model.max_text_len": 3, "model.text_encodings": True}, "the data has no encodings"),
+        ({"model.max_text_len": 3, "model.text_encodings": True}, "the data has no token encodings"),
     ],
 )
 def test_pairs_that_do_not_fit_the_model_are_refused_before_anything_starts(

@@ -10,12 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from linnet.cli.parse import parse
 from linnet.errors import refuse
+
+if TYPE_CHECKING:
+    from linnet.data.encoders import Encoder
+    from linnet.data.pairs.encodings import EncodingSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +37,11 @@ class EmbedFlags:
     """Of parquet: which column holds the picture (`image`)."""
     metadata: str | None = None
     """Where SOURCE is image embeddings (.npy) that need the text's: the parquet files with their captions."""
+    text_encodings: Literal["float16", "float32", "none"] | None = None
+    """Token encodings of the captions, which priors with model.text_encodings train on: how they are stored, or none. float16 if not
+    given, where the encoder has them. A caption takes positions x width x 2 bytes (118 KB with ViT-L/14)."""
+    text_len: int | None = None
+    """Positions kept of the token encodings; all of the encoder's if not given (77 with CLIP, 48 with builtin)."""
     shard_rows: int = 8192
     """Pictures of one shard."""
     json: bool = False
@@ -40,35 +49,54 @@ class EmbedFlags:
 
 
 def embed_command(argv: list[str]) -> int:
-    words = "Embeds pictures and captions into pairs that a prior trains on. Run it again after a kill: it goes on."
+    words = (
+        "Embeds pictures and captions into pairs that a prior trains on, with the token encodings of the captions. Run it again "
+        "after a kill: it resumes."
+    )
     flags = parse(EmbedFlags, argv, "data embed", words)
     from linnet.data.encoders import open_encoder
     from linnet.data.pairs.captioned import open_captioned
     from linnet.data.pairs.embed import Task, embed
     from linnet.data.pairs.embed_texts import embed_texts, embedded_images
+    from linnet.data.pairs.encodings import choose_encodings, stored_bytes
 
     start = time.perf_counter()
     embedded = (
         (flags.source, flags.metadata) if flags.metadata else embedded_images(Path(os.path.expanduser(flags.source)))
     )
+
+    def opened() -> tuple[Encoder, EncodingSettings]:
+        encoder = open_encoder(flags.encoder)
+        return encoder, choose_encodings(encoder, flags.text_encodings, flags.text_len)
+
     with _counter(quiet=flags.json) as progress:
         if embedded:
             if flags.image_key is not None:
                 raise refuse(
                     "--image-key", flags.image_key, "left out where the images are embedded already", "leave it out"
                 )
-            notes = embed_texts(*embedded, open_encoder(flags.encoder), flags.out, flags.caption_key, progress)
+            encoder, encodings = opened()
+            notes = embed_texts(*embedded, encoder, flags.out, flags.caption_key, encodings, progress)
         else:
             source = open_captioned(flags.source, flags.caption_key, flags.image_key)
-            task = Task(source=source, encoder=open_encoder(flags.encoder), shard_rows=flags.shard_rows)
+            encoder, encodings = opened()
+            task = Task(source=source, encoder=encoder, encodings=encodings, shard_rows=flags.shard_rows)
             notes = embed(task, flags.out, progress)
     seconds = time.perf_counter() - start
+    n_bytes = stored_bytes(flags.out)
     if flags.json:
         found = {"pairs": notes.n_pairs, "shards": notes.n_shards, "left_out": notes.left_out, "encoder": flags.encoder}
+        stored = {"dtype": encodings.dtype, "positions": encodings.length, "bytes": n_bytes}
+        found |= {"text_encodings": None if encodings.dtype == "none" else stored}
         print(json.dumps({"out": str(flags.out), "seconds": seconds, **found}))
         return 0
     print(
         f"{notes.n_pairs:,} pairs in {notes.n_shards} shards in {flags.out}, embedded by {flags.encoder} in {seconds:.1f} s."
+    )
+    print(
+        "No token encodings."
+        if encodings.dtype == "none"
+        else f"Token encodings: {encodings.length} positions of {encodings.dtype}, {n_bytes / 1e6:,.1f} MB."
     )
     if notes.left_out:
         print(

@@ -35,7 +35,7 @@ def evaluate_prior_run(flags: Flags) -> int:
     cfg, weights, step = _opened(flags)
     timesteps = _timesteps(flags, cfg)
     data_cfg, split = _data(flags, cfg.pairs)
-    pairs = open_pairs(data_cfg, cfg.seed)
+    pairs = open_pairs(data_cfg, cfg.seed, encodings=cfg.prior.text_encodings)
     size = flags.batch_size or cfg.data.batch_size
     n_batch = math.ceil(min(pairs.n_rows(split), flags.limit or 10**12) / size)
     result = evaluate_prior(
@@ -105,7 +105,7 @@ def _data(flags: Flags, trained_on: PairsConfig) -> tuple[PairsConfig, str]:
     if flags.source is None:
         return trained_on, flags.split
     whole = {"validation_fraction": 0.0, "test_fraction": 0.0, "split_key": None}
-    named = {"source": flags.source, "images": None, "texts": None, "metadata": None}
+    named = {"source": flags.source, "images": None, "texts": None, "metadata": None, "encodings": None}
     return dataclasses.replace(trained_on, **whole, **named), "train"
 
 
@@ -118,7 +118,7 @@ def _baselines(flags: Flags, cfg: RunConfig, pairs: Any) -> tuple[Any, str]:
     if flags.source is None:
         return retrieval.baselines(pairs), ""
     try:
-        own = open_pairs(cfg.pairs, cfg.seed)
+        own = open_pairs(cfg.pairs, cfg.seed, encodings=cfg.prior.text_encodings)
         must_fit(own, cfg.prior)
     except UserError as error:
         return None, f"No baselines: they are fitted on the run's own training pairs, and {error}"

@@ -99,7 +99,7 @@ def import_command(argv: list[str]) -> int:
         tokenizer = _tokenizer(flags, "released")
         cfg, params, buffers = _transformer_vq(flags, flags.file)
     if flags.source is not None:
-        places = {"images": None, "texts": None, "metadata": None} if cfg.family == "prior" else {}
+        places = {"images": None, "texts": None, "metadata": None, "encodings": None} if cfg.family == "prior" else {}
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, source=flags.source, **places))
     if tokenizer is not None:
         cfg = dataclasses.replace(cfg, model=_with_tokenizer(cfg.model, tokenizer, flags))

@@ -36,7 +36,7 @@ TOKENS_ONLY = (
     "prompt_ids",
     "add_special_tokens",
 )
-PRIORS_ONLY = ("embedding", "steps", "solver", "guidance", "nearest")
+PRIORS_ONLY = ("embedding", "text_encodings", "steps", "solver", "guidance", "nearest")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +80,9 @@ class Flags:
     """Pictures: the share of the rows of `--complete` that is seen."""
     embedding: Path | None = None
     """Priors: an .npy with text embeddings (one, or a row each), in place of a prompt."""
+    text_encodings: Path | None = None
+    """Priors with model.text_encodings: an .npy with the token encodings that belong to `--embedding`, [texts, positions, width] or
+    [positions, width] of one text; all zeros is padding. With a prompt they are computed."""
     steps: int | None = None
     """Priors: denoising steps (16 with dpm, 64 with ddim, all with ddpm)."""
     solver: Literal["dpm", "ddim", "ddpm"] | None = None

@@ -1,6 +1,6 @@
 """`linnet sample` for a prior: text to the embedding of a picture, and the pictures of the run's data that lie nearest to it.
 
-Letters: B texts, n candidates of each, X width of text, D width of an embedding.
+Letters: B texts, n candidates of each, L positions of token encodings, X width of text, D width of an embedding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Float32, Int64
 
 from linnet import rng
 from linnet.cli import file_names
-from linnet.data.encoders.encoder import open_encoder
+from linnet.data.encoders.encoder import encode_prompt, open_encoder
 from linnet.data.npy import as_float32, map_npy
 from linnet.data.pairs.encoded_by import encoder_of
 from linnet.data.pairs.gallery import Gallery, Nearest, unit
@@ -26,6 +26,7 @@ from linnet.data.pixels import contact_sheet
 from linnet.data.whole_file import write_array, write_whole
 from linnet.errors import UserError, refuse
 from linnet.families.prior import sampling
+from linnet.families.prior.conditions import check_encodings
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.plan import Plan, Solver, make_plan, usual_steps
 from linnet.train.samples import sheet_scale
@@ -42,6 +43,15 @@ MOST_GUIDANCE = 100.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Texts:
+    """What is sampled for."""
+
+    embeds: Float32[np.ndarray, "B X"]
+    encodings: Float32[np.ndarray, "B L X"] | None
+    names: list[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Predicted:
     embeds: Float32[np.ndarray, "B D"]
     """Of each text the candidate most like it."""
@@ -53,15 +63,14 @@ class Predicted:
 def predict(flags: Flags, run: Run, prompt: bytes) -> int:
     cfg, solver = run.cfg.prior, flags.solver or "dpm"
     plan = _plan(flags, cfg, solver)
-    texts, shown = _texts(flags, run, prompt.decode(errors="replace").strip())
+    texts = _texts(flags, run, prompt.decode(errors="replace").strip())
+    shown = texts.names
     found = _draw(flags, run, texts, plan)
     gallery, remark = _gallery(run)
     nearest = None if gallery is None else gallery.nearest(found.embeds, flags.nearest)
     files = _write(flags, shown, found, nearest)
     if (unguided := sampling.guidance_remark(flags.guidance, cfg)) is not None:
         print(unguided, file=sys.stderr)
-    if cfg.text_encodings:
-        print("This prior was trained with encodings of its texts' tokens; they are missing here.", file=sys.stderr)
     if flags.json:
         record = {
             "run": str(flags.run),
@@ -100,59 +109,74 @@ def _plan(flags: Flags, cfg: PriorConfig, solver: Solver) -> Plan:
     return make_plan(cfg, steps, solver)
 
 
-def _texts(flags: Flags, run: Run, prompt: str) -> tuple[Float32[np.ndarray, "B X"], list[str]]:
-    """Their embeddings, and what each is called."""
-    width = run.cfg.prior.d_text
+def _texts(flags: Flags, run: Run, prompt: str) -> Texts:
+    """From the files that were given, or by encoding the prompt."""
+    cfg = run.cfg.prior
     if flags.embedding is not None:
         if prompt:
             raise refuse("--embedding", str(flags.embedding), "given without a prompt", "leave one of them out")
-        values = _read(flags.embedding)
-        if values.ndim != 2 or not len(values) or values.shape[1] != width or not np.isfinite(values).all():
-            needs = f"finite numbers in rows of {width}, as the prior's texts are"
-            raise refuse("--embedding", f"{flags.embedding}, {values.shape}", needs, "embed with its encoder")
-        name = flags.embedding.stem
-        return values, [name] if len(values) == 1 else [f"{name}[{i}]" for i in range(len(values))]
+        return _given(flags.embedding, flags.text_encodings, cfg)
+    if flags.text_encodings is not None:
+        needs = "left out without --embedding: those of a prompt are computed"
+        raise refuse("--text-encodings", str(flags.text_encodings), needs, "leave it out, or add --embedding FILE.npy")
     if not prompt:
         raise refuse("--prompt", prompt, "a text for the prior to read", "use --prompt TEXT, or --embedding FILE.npy")
-    encoder = encoder_of(run.cfg.pairs)
-    if encoder is None:
+    name = encoder_of(run.cfg.pairs, run.folder)
+    if name is None:
         raise UserError(
             f"nobody noted which encoder made the pairs of {flags.run} ({run.cfg.pairs.images or run.cfg.pairs.source}), so a text "
             "cannot be typed. Fix: give its embedding with --embedding FILE.npy, or train on pairs made by `linnet data embed`."
         )
-    values = open_encoder(encoder).embed_texts([prompt])
-    if values.shape[1] != width:
-        needs = f"as wide as the prior's texts, {width}"
-        raise refuse(f"the width of the encoder {encoder}", values.shape[1], needs, "use --embedding FILE.npy")
-    return values, [prompt]
+    embed, encodings = encode_prompt(open_encoder(name), prompt, with_encodings=cfg.text_encodings)
+    if len(embed) != cfg.d_text:
+        needs = f"as wide as the prior's texts, {cfg.d_text}"
+        raise refuse(f"the width of the encoder {name}", len(embed), needs, "use --embedding FILE.npy")
+    return Texts(embeds=embed[None], encodings=None if encodings is None else encodings[None], names=[prompt])
 
 
-def _read(path: Path) -> Float32[np.ndarray, ...]:
+def _given(embedding: Path, text_encodings: Path | None, cfg: PriorConfig) -> Texts:
+    values = np.atleast_2d(_read("--embedding", embedding))
+    if values.ndim != 2 or not len(values) or values.shape[1] != cfg.d_text or not np.isfinite(values).all():
+        needs = f"finite numbers in rows of {cfg.d_text}, as the prior's texts are"
+        raise refuse("--embedding", f"{embedding}, {values.shape}", needs, "embed with its encoder")
+    encodings = None if text_encodings is None else _read("--text-encodings", text_encodings)
+    if encodings is not None:
+        encodings = encodings[None] if encodings.ndim == 2 else encodings
+        if encodings.ndim != 3 or len(encodings) != len(values) or not np.isfinite(encodings).all():
+            needs = f"finite numbers of shape ({len(values)}, positions, {cfg.d_text}): one row for each embedding"
+            fix = "take both files from the same texts, as `linnet data embed` writes them"
+            raise refuse("--text-encodings", f"{text_encodings}, {encodings.shape}", needs, fix)
+    check_encodings(None if encodings is None else encodings.shape[1:], cfg, "--text-encodings")
+    names = [embedding.stem] if len(values) == 1 else [f"{embedding.stem}[{i}]" for i in range(len(values))]
+    return Texts(embeds=values, encodings=encodings, names=names)
+
+
+def _read(flag: str, path: Path) -> Float32[np.ndarray, ...]:
     try:
-        return np.atleast_2d(as_float32(map_npy(path), str(path)))
+        return as_float32(map_npy(path), str(path))
     except (ValueError, TypeError) as error:
         needs = f"an .npy file of numbers ({error})"
-        raise refuse("--embedding", str(path), needs, "check the path") from None
+        raise refuse(flag, str(path), needs, "check the path") from None
 
 
-def _draw(flags: Flags, run: Run, texts: Float32[np.ndarray, "B X"], plan: Plan) -> Predicted:
+def _draw(flags: Flags, run: Run, given: Texts, plan: Plan) -> Predicted:
     """Candidate i is drawn by seed + i, as a server would draw it."""
-    cfg, n = run.cfg.prior, flags.n
+    cfg, n, texts = run.cfg.prior, flags.n, given.embeds
     params = sampling.prepared(run.params, cfg)
-    rows = np.repeat(texts, n, axis=0)
+    which = np.repeat(np.arange(len(texts)), n)
     seeds = np.tile([(flags.seed + i) % 2**32 for i in range(n)], len(texts)).astype(np.uint32)
     keys = jax.vmap(rng.of_sample)(jnp.asarray(seeds))
     parts = [
         sampling.sample(
             params,
-            jnp.asarray(rows[at : at + AT_ONCE]),
-            None,
+            jnp.asarray(texts[which[at : at + AT_ONCE]]),
+            None if given.encodings is None else jnp.asarray(given.encodings[which[at : at + AT_ONCE]]),
             plan,
             keys[at : at + AT_ONCE],
             cfg,
             guidance=flags.guidance,
         )
-        for at in range(0, len(rows), AT_ONCE)
+        for at in range(0, len(which), AT_ONCE)
     ]
     candidates = np.concatenate([np.asarray(part) for part in parts]).reshape(len(texts), n, cfg.dim)
     if cfg.d_text != cfg.dim:

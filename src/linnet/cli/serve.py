@@ -213,11 +213,14 @@ def _encoder(run: Run) -> tuple[Encoder | None, str | None]:
     from linnet.data.encoders import open_encoder
     from linnet.data.pairs.encoded_by import encoder_of
 
-    name = encoder_of(run.cfg.pairs)
+    name = encoder_of(run.cfg.pairs, run.folder)
     if name is None:
         return None, "nobody noted which encoder made its texts' vectors: it takes vectors, not words."
     try:
-        return open_encoder(name), None
+        encoder = open_encoder(name)
+        if run.cfg.prior.text_encodings and not encoder.text_len:
+            encoder.encode_texts([""])  # raises the reason
+        return encoder, None
     except UserError as error:
         return None, f"it takes vectors, not words: {error}"
 

@@ -156,8 +156,8 @@ def must_fit(pairs: Pairs, model: PriorConfig) -> None:
         fix = f"use --model.text-dim {width}"
         raise refuse("model.text_dim", model.text_dim, f"the text embeddings' width, {width}", fix)
     if model.text_encodings and pairs.text_len is None:
-        fix = "use --model.no-text-encodings, or data with text encodings"
-        raise refuse("model.text_encodings", True, "False where the data has no encodings of the text's tokens", fix)
+        fix = "make pairs with `linnet data embed`, which writes them, or use --model.no-text-encodings"
+        raise refuse("model.text_encodings", True, "False where the data has no token encodings of its texts", fix)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))

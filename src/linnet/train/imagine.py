@@ -17,7 +17,7 @@ from jaxtyping import Float32, UInt8
 from linnet import rng
 from linnet.config import RunConfig
 from linnet.data.condition import BUILTIN
-from linnet.data.encoders.encoder import Encoder, open_encoder
+from linnet.data.encoders.encoder import Encoder, encode_prompt, open_encoder
 from linnet.data.pairs import open_pairs
 from linnet.data.pairs.encoded_by import encoder_of
 from linnet.data.pairs.gallery import Gallery, unit
@@ -46,14 +46,15 @@ class Imagination:
         """One for every seed, of length 1: what a picture of this text might be. The same seed gives the same as a server."""
         cfg = self.prior.cfg.prior
         plan = make_plan(cfg, usual_steps(cfg, "ddim") if steps is None else steps)
-        told = self.encoder.embed_texts([text])
-        if told.shape[1] != cfg.d_text:
+        embed, encodings = encode_prompt(self.encoder, text, with_encodings=cfg.text_encodings)
+        if len(embed) != cfg.d_text:
             needs = f"{cfg.d_text}, the width of the prior's texts"
-            raise refuse(f"the width of the encoder {self.encoder.name}", told.shape[1], needs, "use another prior")
+            raise refuse(f"the width of the encoder {self.encoder.name}", len(embed), needs, "use another prior")
         keys = jnp.stack([rng.of_sample(seed) for seed in seeds])
         params = sampling.prepared(self.prior.params, cfg)
-        told = jnp.repeat(jnp.asarray(told), len(seeds), axis=0)
-        return unit(np.asarray(sampling.sample(params, told, None, plan, keys, cfg, guidance=guidance)))
+        texts = jnp.repeat(jnp.asarray(embed)[None], len(seeds), axis=0)
+        tokens = None if encodings is None else jnp.repeat(jnp.asarray(encodings)[None], len(seeds), axis=0)
+        return unit(np.asarray(sampling.sample(params, texts, tokens, plan, keys, cfg, guidance=guidance)))
 
     def paint(
         self,
@@ -132,10 +133,7 @@ def _encoder_of_both(first: RunConfig, second: RunConfig, prior: Path, painter: 
     if first.prior.dim != second.d_condition:
         needs = f"{first.prior.dim}, the width of the embeddings of {prior}"
         raise refuse(f"model.d_condition of {painter}", second.d_condition, needs, "train it on those embeddings")
-    if first.prior.text_encodings:
-        needs = "a prior that reads a text's embedding alone: encoders here give no more"
-        raise refuse("--prior", f"{prior}, with model.text_encodings", needs, _MAKE)
-    name = encoder_of(first.pairs)
+    name = encoder_of(first.pairs, prior)
     if name is None:
         needs = "pairs whose encoder is known, so that it can read your text"
         raise refuse("--prior", f"{prior}, of {first.pairs.source}", needs, "make pairs with `linnet data embed`")

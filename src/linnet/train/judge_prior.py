@@ -20,7 +20,7 @@ class PriorJudge:
 
     def __init__(self, cfg: RunConfig) -> None:
         self._cfg = cfg
-        self._pairs = open_pairs(cfg.pairs, cfg.seed)
+        self._pairs = open_pairs(cfg.pairs, cfg.seed, encodings=cfg.prior.text_encodings)
         must_fit(self._pairs, cfg.prior)
         self.fingerprint = self._pairs.fingerprint
         self.n_validation, self.n_test = self._pairs.n_rows("validation"), self._pairs.n_rows("test")

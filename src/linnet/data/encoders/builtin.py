@@ -20,8 +20,9 @@ from jaxtyping import Float32, UInt8
 
 from linnet import params as weights
 from linnet.data.encoders import network
+from linnet.data.encoders.encoder import EncodedTexts
 from linnet.data.encoders.network import EncoderPair
-from linnet.data.encoders.words import bags
+from linnet.data.encoders.words import MAX_WORDS, bags
 from linnet.data.pixels import decode_pixels
 from linnet.data.whole_file import write_whole
 from linnet.pytree import leaf_name, named_leaves
@@ -31,11 +32,16 @@ BLOCK = 64
 """Rows of one call of the network; the last block is filled up, so that every row is computed by the same program."""
 
 
+WORDS_BLOCK = 8
+"""Captions of one call where every word is encoded: a word is as much work as a whole caption otherwise."""
+
+
 class BuiltIn:
     """An `Encoder`. A row's vector does not depend on what is embedded with it."""
 
     name = "builtin"
     width = network.WIDTH
+    text_len = MAX_WORDS
 
     def __init__(self, params: EncoderPair) -> None:
         self._params = params
@@ -57,6 +63,15 @@ class BuiltIn:
             bag = bags(block + [""] * (BLOCK - len(block)))
             out[at : at + len(block)] = np.asarray(_text(self._params.text, *bag))[: len(block)]
         return out
+
+    def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
+        """The encodings are those of a caption's words, in their order."""
+        out = np.empty((len(texts), self.text_len, self.width), np.float32)
+        for at in range(0, len(texts), WORDS_BLOCK):
+            block = list(texts[at : at + WORDS_BLOCK])
+            bag = bags(block + [""] * (WORDS_BLOCK - len(block)))
+            out[at : at + len(block)] = np.asarray(_words(self._params.text, *bag))[: len(block)]
+        return EncodedTexts(self.embed_texts(texts), out)
 
     def embed_images(self, pictures: UInt8[np.ndarray, "n 32 32 3"]) -> Float32[np.ndarray, "n D"]:
         out = np.empty((len(pictures), self.width), np.float32)
@@ -95,3 +110,4 @@ def load(path: Path) -> EncoderPair:
 
 
 _text, _image = jax.jit(network.encode_text), jax.jit(network.encode_image)
+_words = jax.jit(network.encode_words)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float32, Shaped
 
 from linnet.errors import refuse
+
+
+class EncodedTexts(NamedTuple):
+    """Letters: n texts, L positions (`Encoder.text_len`), D width."""
+
+    embeds: Float32[np.ndarray, "n D"]
+    encodings: Float32[np.ndarray, "n L D"]
+    """One vector per token; all zeros is padding."""
 
 
 class Encoder(Protocol):
@@ -27,6 +35,25 @@ class Encoder(Protocol):
 
     def embed_images(self, pictures: Shaped[np.ndarray, "n ..."]) -> Float32[np.ndarray, "n D"]: ...
     def embed_texts(self, texts: Sequence[str]) -> Float32[np.ndarray, "n D"]: ...
+
+    @property
+    def text_len(self) -> int:
+        """Positions of a text's token encodings; 0: the encoder has none that a prior can read."""
+        ...
+
+    def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
+        """The embeddings of `embed_texts` and the token encodings. A `UserError` where `text_len` is 0."""
+        ...
+
+
+def encode_prompt(
+    encoder: Encoder, text: str, *, with_encodings: bool
+) -> tuple[Float32[np.ndarray, " D"], Float32[np.ndarray, "L D"] | None]:
+    """Encode one prompt by itself, so that its bits do not depend on the other prompts of a request."""
+    if not with_encodings:
+        return encoder.embed_texts([text])[0], None
+    found = encoder.encode_texts([text])
+    return found.embeds[0], found.encodings[0]
 
 
 def open_encoder(name: str) -> Encoder:

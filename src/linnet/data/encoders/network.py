@@ -87,14 +87,36 @@ def encode_text(
     params: TextEncoder, features: Int[Array, "V F"], words: Int[Array, "B W"], parts: Int[Array, "B W"]
 ) -> Float[Array, "B D"]:
     """A word is the mean of its features; a caption is pooled from its words in H learned ways."""
-    there = (features > 0)[..., None]
-    vectors = (params.table[features] * there).sum(1) / jnp.sqrt(jnp.maximum(there.sum(1), 1))
-    x = norm(vectors[words] + params.parts[parts])
+    x = _word_vectors(params, features, words, parts)
     scores = jnp.where((words > 0)[..., None], x @ params.pool, -1e9)
     pooled = jnp.einsum("bwh,bwe->bhe", jax.nn.softmax(scores, axis=1), x)
     # The pools of a caption without words are all alike, and the same whatever stands beside it.
-    hidden = jax.nn.gelu(pooled.reshape(len(words), -1) @ params.up)
-    return unit(hidden @ params.down)
+    return _text_head(params, pooled.reshape(len(words), -1))
+
+
+def encode_words(
+    params: TextEncoder, features: Int[Array, "V F"], words: Int[Array, "B W"], parts: Int[Array, "B W"]
+) -> Float[Array, "B W D"]:
+    """Encode each word in its place: the embedding of a caption that consists of this word alone. Padding is all zeros.
+
+    The words are not mixed before they are pooled, so a word's own vector is all that the network knows of it; the head maps it
+    into the space of the embeddings. What the encodings add to the caption's embedding is which words there are and their order."""
+    x = _word_vectors(params, features, words, parts)
+    # With one word every pool is that word.
+    encoded = _text_head(params, jnp.tile(x, (1, 1, POOLS)))
+    return jnp.where((words > 0)[..., None], encoded, 0)
+
+
+def _word_vectors(
+    params: TextEncoder, features: Int[Array, "V F"], words: Int[Array, "B W"], parts: Int[Array, "B W"]
+) -> Float[Array, "B W E"]:
+    there = (features > 0)[..., None]
+    vectors = (params.table[features] * there).sum(1) / jnp.sqrt(jnp.maximum(there.sum(1), 1))
+    return norm(vectors[words] + params.parts[parts])
+
+
+def _text_head(params: TextEncoder, pooled: Float[Array, "*B HE"]) -> Float[Array, "*B D"]:
+    return unit(jax.nn.gelu(pooled @ params.up) @ params.down)
 
 
 def encode_image(

@@ -1,21 +1,31 @@
-"""The encoders of the open_clip package, for those who installed it: `pip install linnet[clip]`."""
+"""Encoders of the open_clip package (`pip install linnet[clip]`).
+
+Token encodings are the outputs of the text transformer's last norm, as DALLE2-pytorch's adapters take them: positions after the end
+token, and positions with token 0 (padding, which is also "!"), are zeros.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import io
+import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32, Int64
 
+from linnet.data.encoders.encoder import EncodedTexts
 from linnet.data.pixels import FORMATS, BrokenPicture, decode_pixels
 from linnet.errors import UserError, refuse
 
 HUB = "hf-hub:"
 BATCH = 64
+LAST_NORM = "ln_final"
+"""Name of the text transformer's last norm, in a CLIP model or in its part `text`."""
 
 
 class OpenClip:
@@ -27,20 +37,26 @@ class OpenClip:
         self.fingerprint = hashlib.sha256(self.name.encode()).hexdigest()
         architecture, _, weights = (model, "", "") if model.startswith(HUB) else model.partition("/")
         if not weights and not model.startswith(HUB):
-            # Without weights the package would give a network of random numbers, and say nothing.
+            # Without weights the package would return a randomly initialised network with only a log message.
             known = ", ".join(package.list_pretrained_tags_by_model(architecture)) or "none: the model is not known"
             raise refuse("--encoder", self.name, f"a model with its weights ({known})", f"use {self.name}/WEIGHTS")
+        activation = _activation(package, architecture, weights)
         try:
             self._model, _, self._prepare = package.create_model_and_transforms(
-                architecture, pretrained=weights or None
+                architecture,
+                pretrained=os.path.expanduser(weights) or None,
+                **activation,
             )
             self._tokenize = package.get_tokenizer(architecture)
-        except (RuntimeError, OSError, ValueError) as error:
+        except (RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
+            # A file does not say that its weights need the quick GELU; the model's name then must.
+            by_path = f"{architecture}-quickgelu/PATH" if activation else f"{architecture}/PATH"
             raise UserError(
-                f"open_clip cannot open {model} ({error}). Fix: correct the name, or fetch its weights where there is a network and "
-                "give their path as WEIGHTS."
+                f"open_clip cannot open {model} ({_first_line(error)}). Fix: correct the name, or fetch its weights where there is a "
+                f"network and use open_clip:{by_path}."
             ) from None
         self._model.eval()
+        self._reading = threading.Lock()
 
     def decode(self, encoded: bytes) -> np.ndarray:
         from PIL import Image
@@ -53,16 +69,88 @@ class OpenClip:
             raise BrokenPicture("broken") from None
 
     def embed_images(self, pictures: np.ndarray) -> Float32[np.ndarray, "n D"]:
-        return self._embed(self._model.encode_image, importlib.import_module("torch").from_numpy(pictures))
+        torch = importlib.import_module("torch")
+        with torch.no_grad():
+            blocks = [
+                self._model.encode_image(torch.from_numpy(pictures[i : i + BATCH])).float().numpy()
+                for i in range(0, len(pictures), BATCH)
+            ]
+        return _unit(np.concatenate(blocks))
 
     def embed_texts(self, texts: Sequence[str]) -> Float32[np.ndarray, "n D"]:
-        return self._embed(self._model.encode_text, self._tokenize(list(texts)))
+        return _unit(np.concatenate([self._read(texts[i : i + BATCH])[0] for i in range(0, max(1, len(texts)), BATCH)]))
 
-    def _embed(self, encode: Any, values: Any) -> Float32[np.ndarray, "n D"]:
-        with importlib.import_module("torch").no_grad():
-            blocks = [encode(values[i : i + BATCH]).float().numpy() for i in range(0, len(values), BATCH)]
-        out = np.concatenate(blocks)
-        return out / np.linalg.norm(out, axis=-1, keepdims=True)
+    @property
+    def text_len(self) -> int:
+        """Context length of the model (77), where it has encodings that are as wide as its embeddings."""
+        return 0 if self._why_not else int(self._tokenize(["a linnet"]).shape[1])
+
+    def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
+        if self._why_not:
+            raise UserError(
+                f"{self.name} has no token encodings for a prior: {self._why_not}. Fix: use --text-encodings none, or another model."
+            )
+        blocks = [self._read(texts[i : i + BATCH]) for i in range(0, max(1, len(texts)), BATCH)]
+        encodings = [np.where(_is_real(tokens, self._end)[..., None], hidden, 0) for _, hidden, tokens in blocks]
+        return EncodedTexts(_unit(np.concatenate([block[0] for block in blocks])), np.concatenate(encodings))
+
+    @functools.cached_property
+    def _end(self) -> int | None:
+        """The end token of CLIP's own tokenizer; others pad in ways of their own."""
+        end = getattr(self._tokenize, "eot_token_id", None)
+        return None if end is None else int(end)
+
+    @functools.cached_property
+    def _why_not(self) -> str:
+        """Why there are no token encodings; empty where there are."""
+        if self._end is None:
+            return "its tokenizer is not CLIP's, so which positions are padding is not known"
+        embeds, hidden, _ = self._read(["a linnet"])
+        if hidden.ndim != 3:
+            return f"its text network has no norm {LAST_NORM} over all positions"
+        if hidden.shape[2] != embeds.shape[1]:
+            return f"they are {hidden.shape[2]} wide and its embeddings {embeds.shape[1]}, and a prior reads both as one width"
+        return ""
+
+    def _read(
+        self, texts: Sequence[str]
+    ) -> tuple[Float32[np.ndarray, "n D"], Float32[np.ndarray, "n ..."], Int64[np.ndarray, "n L"]]:
+        """Embeddings before normalising, outputs of the last norm (of no axis more where there is none), and tokens."""
+        torch = importlib.import_module("torch")
+        tokens = self._tokenize(list(texts))
+        found: list[Any] = []
+        modules = dict(self._model.named_modules())
+        norm = modules.get(LAST_NORM, modules.get(f"text.{LAST_NORM}"))
+        with self._reading, torch.no_grad():  # a server has several threads, and the hook belongs to the model
+            handle = norm and norm.register_forward_hook(lambda module, inputs, output: found.append(output))
+            try:
+                embeds = self._model.encode_text(tokens).float().numpy()
+            finally:
+                if handle:
+                    handle.remove()
+        hidden = found[0].float().numpy() if found else np.zeros((len(embeds),), np.float32)
+        return embeds, hidden, tokens.numpy()
+
+
+def _activation(package: Any, architecture: str, weights: str) -> dict[str, bool]:
+    """Weights that were trained with the quick GELU need it; by the model's plain name the package would only warn."""
+    lookup = getattr(package, "get_pretrained_cfg", None)
+    described = lookup(architecture, weights) if lookup and weights else {}
+    return {"force_quick_gelu": True} if described and described.get("quick_gelu") else {}
+
+
+def _is_real(tokens: Int64[np.ndarray, "n L"], end: int | None) -> Bool[np.ndarray, "n L"]:
+    """Up to and with the first end token, but for token 0."""
+    ends_before = np.cumsum(tokens == end, axis=1) - (tokens == end)
+    return (ends_before == 0) & (tokens != 0)
+
+
+def _unit(x: Float32[np.ndarray, "n D"]) -> Float32[np.ndarray, "n D"]:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
 def _package() -> Any:

@@ -20,6 +20,7 @@ from jaxtyping import Float32
 
 from linnet.data.encoders.encoder import Encoder
 from linnet.data.pairs.captioned import Captioned, CaptionedSource
+from linnet.data.pairs.encodings import NO_ENCODINGS, CaptionShard, EncodingSettings, caption_shard
 from linnet.data.pairs.sources import FOLDERS
 from linnet.data.pixels import BrokenPicture
 from linnet.data.source import reading
@@ -35,6 +36,7 @@ BATCH = 256
 class Task:
     source: CaptionedSource
     encoder: Encoder
+    encodings: EncodingSettings = NO_ENCODINGS
     shard_rows: int = 8192
     """Samples of the source in one block; those that cannot be used are missing from its shard."""
 
@@ -48,6 +50,7 @@ class Task:
             "encoder": self.encoder.name,
             "encoder_fingerprint": self.encoder.fingerprint,
             "shard_rows": self.shard_rows,
+            **self.encodings.identity(),
             **self.source.identity,
         }
 
@@ -79,9 +82,13 @@ def embed(task: Task, out: Path, progress: Callable[[int], None] = lambda n: Non
     for number, block in enumerate(_blocks(samples, task.shard_rows)):
         if number < len(notes.blocks):
             continue  # done by an earlier run
-        pairs, left_out = _embed_block(task, block, lambda n, before=number * task.shard_rows: progress(before + n))
-        if pairs is not None:
-            _write(out, notes.n_shards, pairs)
+        with caption_shard(task.encoder, task.encodings, out, notes.n_shards) as captions:
+            pairs, left_out = _embed_block(
+                task, captions, block, lambda n, before=number * task.shard_rows: progress(before + n)
+            )
+            if pairs is not None:
+                captions.finish()
+                _write(out, notes.n_shards, pairs)
         notes = dataclasses.replace(
             notes,
             blocks=(*notes.blocks, 0 if pairs is None else len(pairs.images)),
@@ -139,7 +146,9 @@ def begin(asked: dict[str, Any], out: Path) -> Notes:
     differs = sorted(name for name in asked.keys() | notes.asked.keys() if asked.get(name) != notes.asked.get(name))
     if differs:
         words = ", ".join(f"{name} was {notes.asked.get(name)!r} and is {asked.get(name)!r}" for name in differs)
-        raise refuse("--out", str(out), f"a folder of the same task ({words})", "name a new folder")
+        older = "text_encodings" in asked and "text_encodings" not in notes.asked
+        fix = "name a new folder" + (", or add --text-encodings none" if older else "")
+        raise refuse("--out", str(out), f"a folder of the same task ({words})", fix)
     return notes
 
 
@@ -151,9 +160,9 @@ class _Pairs:
 
 
 def _embed_block(
-    task: Task, block: Iterator[Captioned], progress: Callable[[int], None]
+    task: Task, captions_of: CaptionShard, block: Iterator[Captioned], progress: Callable[[int], None]
 ) -> tuple[_Pairs | None, Counter[str]]:
-    """One batch of pictures is held at a time, and the vectors."""
+    """Holds one batch of pictures at a time, and the embeddings of the block."""
     metadata: dict[str, list[str | None]] = {"image_path": [], "caption": []}
     metadata |= {"split": []} if task.source.has_splits else {}
     images: list[Float32[np.ndarray, "n D"]] = []
@@ -179,7 +188,7 @@ def _embed_block(
                     metadata[column].append(value)
         if captions:
             images.append(task.encoder.embed_images(np.stack(decoded)))
-            texts.append(task.encoder.embed_texts(captions))
+            texts.append(captions_of.embed(captions))
         n_seen += len(batch)
         progress(n_seen)
     return (_Pairs(np.concatenate(images), np.concatenate(texts), metadata) if images else None), left_out

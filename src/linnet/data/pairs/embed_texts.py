@@ -15,6 +15,7 @@ import numpy as np
 from linnet.data.encoders.encoder import Encoder
 from linnet.data.pairs.captions import ParquetCaptions
 from linnet.data.pairs.embed import BATCH, VERSION, Notes, begin
+from linnet.data.pairs.encodings import NO_ENCODINGS, EncodingSettings, caption_shard
 from linnet.data.pairs.shards import find_shards, match, refuse_unequal
 from linnet.data.pairs.sources import FOLDERS
 from linnet.data.pairs.vectors import open_npy
@@ -35,6 +36,7 @@ def embed_texts(
     encoder: Encoder,
     out: Path,
     caption_key: str = "caption",
+    encodings: EncodingSettings = NO_ENCODINGS,
     progress: Callable[[int], None] = lambda n: None,
 ) -> Notes:
     """Image shard by image shard; goes on where an earlier run stopped."""
@@ -46,12 +48,13 @@ def embed_texts(
         refuse_unequal(image, size, path, one.sizes[0], "caption")
     if any(out.resolve() in path.resolve().parents for path in (*images, *metadata)):
         raise refuse("--out", str(out), "another folder than SOURCE, which is left as it is", "name a new folder")
-    notes = begin(_identity(images_at, encoder, caption_key, [*images, *metadata]), out)
+    identity = _identity(images_at, encoder, caption_key, [*images, *metadata])
+    notes = begin(identity | encodings.identity(), out)
     for i in range(len(notes.blocks), len(images)):
         rows = np.arange(sizes[i])
-        blocks = [
-            encoder.embed_texts(captions[i].read(rows[at : at + BATCH])) for at in range(0, max(1, sizes[i]), BATCH)
-        ]
+        with caption_shard(encoder, encodings, out, i) as shard:
+            blocks = [shard.embed(captions[i].read(rows[at : at + BATCH])) for at in range(0, max(1, sizes[i]), BATCH)]
+            shard.finish()
         _copy(metadata[i], out / FOLDERS["metadata"] / f"metadata_{i}.parquet")
         write_array(out / FOLDERS["text"] / f"text_emb_{i}.npy", np.concatenate(blocks))
         _copy(images[i], out / FOLDERS["image"] / f"img_emb_{i}.npy")

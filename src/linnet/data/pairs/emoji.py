@@ -16,7 +16,7 @@ from jaxtyping import Float32
 from linnet.config import PairsConfig
 from linnet.data.cache import cache_folder
 from linnet.data.emoji import FOLDER, open_emoji
-from linnet.data.encoders.builtin import WEIGHTS, open_builtin
+from linnet.data.encoders.builtin import WEIGHTS, BuiltIn, open_builtin
 from linnet.data.encoders.network import SIZE
 from linnet.data.holdout import SPLITS
 from linnet.data.index import sha256_of
@@ -33,6 +33,7 @@ CHOSEN_BY = (
     "images",
     "texts",
     "metadata",
+    "encodings",
     "image_key",
     "text_key",
     "split_key",
@@ -41,7 +42,7 @@ CHOSEN_BY = (
 )
 
 
-def open_emoji_pairs(cfg: PairsConfig, seed: int) -> Pairs:
+def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Pairs:
     defaults = {field.name: field.default for field in dataclasses.fields(PairsConfig)}
     for name in CHOSEN_BY:
         if getattr(cfg, name) != defaults[name]:
@@ -54,7 +55,8 @@ def open_emoji_pairs(cfg: PairsConfig, seed: int) -> Pairs:
     pictures, captions, split_of = open_emoji(SIZE)
     # Not of the vectors: another processor may round them differently, and the data would still be the same.
     made_of = [str(VERSION), *(sha256_of(path) for path in (WEIGHTS, FOLDER / f"{SIZE}.png", FOLDER / "captions.json"))]
-    embedded = _embedded(hashlib.sha256(json.dumps(made_of).encode()).hexdigest(), pictures, captions)
+    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+    embedded = _embedded(key, pictures, captions)
     rows = {name: np.flatnonzero(np.array(split_of) == name) for name in SPLITS}
     vectors = {
         what: Vectors.join([ArrayShard(Path(cfg.source), what, embedded[i])], what)
@@ -65,12 +67,13 @@ def open_emoji_pairs(cfg: PairsConfig, seed: int) -> Pairs:
         seed=seed,
         images=vectors["image"],
         texts=vectors["text"],
-        encodings=None,
+        encodings=_encodings(cfg, key, captions) if encodings else None,
         text_captions=ArrayCaptions((np.array(captions),)),
         rows=rows,
         origin={
             "source": cfg.source,
             "root": "embedded",
+            "encoder": "builtin",
             "left_out": {},
             "held_out": "whole concepts, by a hash of their names",
         },
@@ -89,3 +92,17 @@ def _embedded(key: str, pictures: np.ndarray, captions: list[str]) -> Float32[np
     with contextlib.suppress(UserError):
         write_array(place, made)
     return made
+
+
+def _encodings(cfg: PairsConfig, key: str, captions: list[str]) -> Vectors:
+    """Token encodings of the captions in float16, mapped from the cache: 93 MB."""
+    place = cache_folder() / "pairs" / f"emoji-encodings-{key[:32]}.npy"
+    shape = (len(captions), BuiltIn.text_len, BuiltIn.width)
+    made = None
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        made = np.load(place, mmap_mode="r", allow_pickle=False)
+    if made is None or made.shape != shape or made.dtype != np.float16:
+        made = open_builtin().encode_texts(captions).encodings.astype(np.float16)
+        with contextlib.suppress(UserError):
+            write_array(place, made)
+    return Vectors.join([ArrayShard(Path(cfg.source), "encodings", made)], "text encodings")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from pathlib import Path
 
@@ -9,10 +11,18 @@ from linnet.config import EMOJI_PAIRS, PairsConfig
 from linnet.data.pairs.embed import read_notes
 from linnet.data.pairs.sources import FOLDERS
 
+RECORD = "data.json"
+"""Of a run: what it was trained on."""
 
-def encoder_of(cfg: PairsConfig) -> str | None:
+
+def encoder_of(cfg: PairsConfig, run: Path | None = None) -> str | None:
     """The name for `open_encoder`: the built-in one's for the emoji, what `linnet data embed` noted for a folder that it made; none
-    where nobody knows."""
+    where nobody knows. Where the data is gone, what the run recorded when it was trained."""
+    found = _of_data(cfg)
+    return _recorded(run) if found is None and run is not None else found
+
+
+def _of_data(cfg: PairsConfig) -> str | None:
     if cfg.images is None and cfg.source == EMOJI_PAIRS:
         return "builtin"
     if cfg.images is None:
@@ -28,3 +38,10 @@ def _noted(folder: Path) -> str | None:
     notes = read_notes(folder)
     name = None if notes is None else notes.asked.get("encoder")
     return name if isinstance(name, str) else None
+
+
+def _recorded(run: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        name = json.loads((run / RECORD).read_text()).get("encoder")
+        return name if isinstance(name, str) else None
+    return None

@@ -10,6 +10,7 @@ import numpy as np
 from linnet.config import EMOJI_PAIRS, PairsConfig
 from linnet.data.pairs import emoji, sources
 from linnet.data.pairs.embed import refuse_unfinished
+from linnet.data.pairs.encoded_by import encoder_of
 from linnet.data.pairs.gallery import Gallery
 from linnet.data.pairs.pairs import Pairs, divide, fingerprint_of
 from linnet.data.pairs.scan import scan
@@ -24,13 +25,18 @@ UNIT = (0.9, 1.1)
 """Mean lengths of embeddings that count as normalised."""
 
 
-def open_pairs(cfg: PairsConfig, seed: int) -> Pairs:
-    """Opens the pairs of a run, or says what is wrong with them before anything starts."""
+def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Pairs:
+    """Opens the pairs of a run, or says what is wrong with them before anything starts. `encodings`: with the token encodings, if
+    there are any; they are many times larger than the rest, so nobody else reads them."""
+    if cfg.mix and encodings:
+        raise refuse("data.mix", cfg.mix, "0 with model.text_encodings: token encodings cannot be mixed", "use 0")
     if cfg.source == EMOJI_PAIRS and cfg.images is None:
-        return emoji.open_emoji_pairs(cfg, seed)
-    source = find_source(cfg)
-    if cfg.mix and source.encodings is not None:
-        raise refuse("data.mix", cfg.mix, "0 where a text has a vector for every token: tokens do not mix", "use 0")
+        return emoji.open_emoji_pairs(cfg, seed, encodings=encodings)
+    source = find_source(cfg, encodings=encodings)
+    if source.encodings is not None and source.encodings.width != source.texts.width:
+        where = f"the width of the token encodings in {source.encodings.shards[0].path}"
+        needs = f"{source.texts.width}, as wide as the text embeddings"
+        raise refuse(where, source.encodings.width, needs, "embed the captions again with `linnet data embed`")
     kinds = {"image": source.images, "text": source.texts, "text encodings": source.encodings}
     found = {
         what: scan(vectors, what, padded=what == "text encodings")
@@ -64,7 +70,13 @@ def open_pairs(cfg: PairsConfig, seed: int) -> Pairs:
         encodings=source.encodings,
         text_captions=source.captions,
         rows=rows,
-        origin={"source": _shown(cfg), "root": _shown(cfg), "left_out": {"source": left_out}, "held_out": how},
+        origin={
+            "source": _shown(cfg),
+            "root": _shown(cfg),
+            "encoder": encoder_of(cfg),
+            "left_out": {"source": left_out},
+            "held_out": how,
+        },
         fingerprint=fingerprint_of([one.sha256 for one in found.values()], rows),
         found=tuple(warnings),
     )
@@ -79,12 +91,13 @@ def open_gallery(cfg: PairsConfig, seed: int, width: int) -> Gallery:
     return Gallery(pairs)
 
 
-def find_source(cfg: PairsConfig) -> PairSource:
-    for field in ("images", "texts", "metadata") if cfg.images is not None else ("source",):
+def find_source(cfg: PairsConfig, *, encodings: bool = False) -> PairSource:
+    for field in ("images", "texts", "metadata", "encodings") if cfg.images is not None else ("source",):
         if getattr(cfg, field) is not None:
             check_local(f"data.{field}", getattr(cfg, field))
     if cfg.images is not None:
-        return sources.from_npy(cfg, cfg.images, cfg.texts, cfg.metadata, None)
+        beside = _encodings_of(cfg) if encodings else None
+        return sources.from_npy(cfg, cfg.images, cfg.texts, cfg.metadata, beside)
     place = os.path.expanduser(cfg.source)
     root = Path(place)
     if (root / FOLDERS["image"]).is_dir():
@@ -96,7 +109,8 @@ def find_source(cfg: PairsConfig) -> PairSource:
                 "--data.images, --data.texts and --data.metadata."
             )
         below = {what: str(root / name) if (root / name).is_dir() else None for what, name in FOLDERS.items()}
-        return sources.from_npy(cfg, str(below["image"]), below["text"], below["metadata"], below["encodings"])
+        tokens = below["encodings"] if encodings else None
+        return sources.from_npy(cfg, str(below["image"]), below["text"], below["metadata"], tokens)
     if place.lower().endswith(COMPRESSED_TARS):
         raise refuse("data.source", cfg.source, "a tar that is not compressed, to be read at random", "decompress it")
     named = named_files(place)
@@ -110,7 +124,7 @@ def find_source(cfg: PairsConfig) -> PairSource:
     if present == [".tar"]:
         return sources.from_tars(cfg, by_kind[".tar"])
     if present == [".npz"] and len(by_kind[".npz"]) == 1:
-        return sources.from_npz(cfg, by_kind[".npz"][0])
+        return sources.from_npz(cfg, by_kind[".npz"][0], encodings=encodings)
     if ".npy" in present:
         raise refuse(
             "data.source",
@@ -125,6 +139,15 @@ def find_source(cfg: PairsConfig) -> PairSource:
         + (f"(it has {', '.join(present)})" if present else "(it has none of these)"),
         "name one kind; pictures with captions become pairs by `linnet data embed SOURCE --out DIR`",
     )
+
+
+def _encodings_of(cfg: PairsConfig) -> str | None:
+    """The places of token encodings where images and texts are named one by one: they belong to the texts."""
+    if cfg.encodings is not None or cfg.texts is None:
+        return cfg.encodings
+    texts = Path(os.path.expanduser(cfg.texts))
+    beside = texts.parent / FOLDERS["encodings"]
+    return str(beside) if texts.name == FOLDERS["text"] and beside.is_dir() else None
 
 
 KINDS = (".npy", ".parquet", ".tar", ".npz")

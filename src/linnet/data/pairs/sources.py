@@ -61,7 +61,7 @@ def from_npy(
     refuse_misaligned(image, text, "text")
     encoded = None
     if encodings is not None:
-        paths = match(image_paths, find_shards(encodings, ".npy", "data.source"), "text encodings")
+        paths = match(image_paths, find_shards(encodings, ".npy", "data.encodings"), "text encodings")
         encoded = Vectors.join([open_npy(path, "encodings", n_axes=3) for path in paths], "text encodings")
         refuse_misaligned(image, encoded, "text encodings")
     captions, split_of, remarks = _metadata(cfg, image, image_paths, metadata)
@@ -117,7 +117,7 @@ def from_parquet(cfg: PairsConfig, paths: Sequence[Path]) -> PairSource:
     )
 
 
-def from_npz(cfg: PairsConfig, path: Path) -> PairSource:
+def from_npz(cfg: PairsConfig, path: Path, *, encodings: bool = False) -> PairSource:
     names = npz_names(path)
     shards: dict[str, Vectors] = {}
     for what, key in (("image", cfg.image_key), ("text", cfg.text_key)):
@@ -127,6 +127,11 @@ def from_npz(cfg: PairsConfig, path: Path) -> PairSource:
         shards[what] = Vectors.join([shard], what)
     n = shards["image"].n_rows
     refuse_unequal(path, n, path, shards["text"].n_rows, "text")
+    encoded = None
+    if encodings and FOLDERS["encodings"] in names:
+        shard = open_npy(unpack_npz(path, FOLDERS["encodings"])[0], "encodings", n_axes=3)
+        encoded = Vectors.join([dataclasses.replace(shard, shown=f"{path}, {FOLDERS['encodings']}")], "text encodings")
+        refuse_unequal(path, n, path, encoded.n_rows, "text encodings")
     captions = None
     if cfg.caption_key in names:
         captions = map_npy(unpack_npz(path, cfg.caption_key, cfg.max_unpacked_gb)[0])
@@ -144,6 +149,7 @@ def from_npz(cfg: PairsConfig, path: Path) -> PairSource:
     return PairSource(
         images=shards["image"],
         texts=shards["text"],
+        encodings=encoded,
         captions=None if captions is None else ArrayCaptions((captions,)),
         split_of=split_of,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -122,7 +121,7 @@ class Model(Served, Protocol):
 
 
 class PriorModel(Served, Protocol):
-    """A model that makes an image's embedding from a text's. `embed` and `nearest` take a while: not in the event loop."""
+    """A model that makes an image's embedding from a text's. `encode` and `nearest` take a while: not in the event loop."""
 
     @property
     def width(self) -> int: ...
@@ -149,7 +148,10 @@ class PriorModel(Served, Protocol):
 
     @property
     def has_pictures(self) -> bool: ...
-    def embed(self, texts: Sequence[str]) -> Float32[np.ndarray, "n X"]: ...
+    def encode(self, text: str) -> tuple[Float32[np.ndarray, " X"], Float32[np.ndarray, "L X"] | None]:
+        """The embedding of a text, and its token encodings for a model that takes them."""
+        ...
+
     def nearest(self, embedding: Float32[np.ndarray, " D"], k: int) -> list[Neighbour]: ...
 
     def submit(self, request: SampleRequest, on_event: OnSampleEvent) -> None:

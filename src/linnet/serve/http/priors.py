@@ -78,18 +78,21 @@ async def _texts(ask: PriorAsk, model: PriorModel) -> list[Text]:
     """Words are embedded here, vectors are taken as they are."""
     if (ask.input is None) == (ask.embeddings is None):
         raise refuse("input and embeddings", "none or both", "one of the two", "give input, or its embeddings")
-    if ask.encodings is not None and ask.embeddings is None:
-        raise refuse("encodings", "given without embeddings", "given with them", "give the embeddings, too")
+    if ask.text_encodings is not None and ask.embeddings is None:
+        needs = "left out with input, whose encodings are computed here; with embeddings they are needed"
+        raise refuse("text_encodings", "given without embeddings", needs, "leave it out, or give the embeddings, too")
     if ask.input is not None:
         if not model.takes_text:
-            needs = "left out: the encoder that this model's texts went through is not at hand"
-            raise refuse("input", "given", needs, "give embeddings (and encodings, where /v1/models says so)")
-        return [Text(one) for one in await to_thread.run_sync(model.embed, _several(ask.input))]
+            needs = "left out: the encoder of this model's texts (with token encodings, if it takes them) is not here"
+            raise refuse(
+                "input", "given", needs, "give embeddings (and text_encodings, where max_encodings is above 0)"
+            )
+        return [Text(*await to_thread.run_sync(model.encode, one)) for one in _several(ask.input)]
     vectors = [_array("embeddings", one, model.text_width) for one in _vectors(ask.embeddings)]
     encodings = _encodings(ask, len(vectors))
     if encodings is None:
         return [Text(one) for one in vectors]
-    rows = [np.stack([_array("encodings", row, model.text_width) for row in one]) for one in encodings]
+    rows = [np.stack([_array("text_encodings", row, model.text_width) for row in one]) for one in encodings]
     return [Text(one, several) for one, several in zip(vectors, rows, strict=True)]
 
 
@@ -105,13 +108,14 @@ def _vectors(given: list[float] | list[list[float]] | None) -> list[list[float]]
 
 def _encodings(ask: PriorAsk, n: int) -> list[list[list[float]]] | None:
     """Of each text its own; of one text they may stand by themselves."""
-    if ask.encodings is None:
+    if ask.text_encodings is None:
         return None
-    found: list[Any] = list(ask.encodings)
+    found: list[Any] = list(ask.text_encodings)
     if isinstance(found[0][0], float | int):
         found = [found]
     if len(found) != n:
-        raise refuse("encodings", f"of {len(found)} texts", f"of {n}, as many as embeddings", "give one list for each")
+        needs = f"of {n}, as many as embeddings"
+        raise refuse("text_encodings", f"of {len(found)} texts", needs, "give one list for each")
     return found
 
 

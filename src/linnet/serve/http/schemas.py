@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from linnet.families.prior.plan import Solver
 from linnet.nn.sampling_bounds import LEAST_REPETITION_PENALTY, LEAST_TEMPERATURE
@@ -180,8 +180,10 @@ class PriorAsk(Ask):
     input: Annotated[Caption | Captions, Field(union_mode="left_to_right")] | None = None
     embeddings: Annotated[Vector | Vectors, Field(union_mode="left_to_right")] | None = None
     """Of texts, as the model's encoder gives them."""
-    encodings: Annotated[Vectors | SeveralVectors, Field(union_mode="left_to_right")] | None = None
-    """Of each text's tokens, beside its embedding, for models that take them."""
+    text_encodings: Annotated[Vectors | SeveralVectors, Field(union_mode="left_to_right")] | None = Field(
+        None, validation_alias=AliasChoices("text_encodings", "encodings")
+    )
+    """Of each text's tokens, beside its embedding: needed by models that were trained with them. Its old name is `encodings`."""
     n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
     """Candidates for each text; number i has the seed `seed + i`."""
     guidance: float | None = Field(None, ge=0, le=MOST_GUIDANCE)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from linnet.errors import refuse
+from linnet.families.prior.conditions import check_encodings
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.params import PriorParams
 from linnet.families.prior.plan import Plan, make_plan, usual_steps
@@ -167,13 +168,7 @@ def plan_for(request: SampleRequest, cfg: PriorConfig) -> Plan:
     """How it is denoised; what the model cannot do is refused."""
     if request.text.shape != (cfg.d_text,):
         raise refuse("the embedding's width", request.text.shape, f"({cfg.d_text},)", "use the model's own encoder")
-    if request.encodings is not None:
-        if not cfg.text_encodings:
-            raise refuse("encodings", "given", "left out: the model was trained without", "leave them out")
-        n, width = request.encodings.shape
-        if not 1 <= n <= cfg.max_text_len or width != cfg.d_text:
-            needs = f"1 to {cfg.max_text_len} of width {cfg.d_text}"
-            raise refuse("encodings", f"{n} of width {width}", needs, "use the model's own encoder")
+    check_encodings(None if request.encodings is None else request.encodings.shape, cfg)
     check_guidance(request.guidance, cfg)
     steps = usual_steps(cfg, request.solver) if request.steps is None else request.steps
     return _plan(cfg, steps, request.solver, request.eta)

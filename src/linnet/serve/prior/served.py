@@ -6,12 +6,12 @@ import base64
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float32
 
 from linnet.data.encoders import Encoder
+from linnet.data.encoders.encoder import encode_prompt
 from linnet.data.pairs.gallery import Gallery
 from linnet.data.pixels import to_image
 from linnet.errors import refuse
@@ -73,8 +73,8 @@ class ServedPrior:
 
     @property
     def takes_text(self) -> bool:
-        """One that reads encodings needs them, and encoders here give embeddings alone."""
-        return self.encoder is not None and not self.most_encodings
+        """The encoder of its texts is here, and gives token encodings where the model was trained with them."""
+        return self.encoder is not None and (not self.most_encodings or self.encoder.text_len > 0)
 
     @property
     def gallery_rows(self) -> int:
@@ -88,9 +88,10 @@ class ServedPrior:
     def fingerprint(self) -> str:
         return self.engine.fingerprint
 
-    def embed(self, texts: Sequence[str]) -> Float32[np.ndarray, "n X"]:
+    def encode(self, text: str) -> tuple[Float32[np.ndarray, " X"], Float32[np.ndarray, "L X"] | None]:
         assert self.encoder is not None
-        return self.encoder.embed_texts(texts)
+        embed, encodings = encode_prompt(self.encoder, text, with_encodings=self.engine.cfg.text_encodings)
+        return embed, None if encodings is None else encodings[: self.engine.cfg.max_text_len or None]
 
     def nearest(self, embedding: Float32[np.ndarray, " D"], k: int) -> list[Neighbour]:
         """By cosine, the nearest first."""
@@ -130,6 +131,8 @@ def serve_prior(
     """Starts the engine of a prior, its programs compiled and its encoder tried."""
     if encoder is not None:
         width = encoder.embed_texts(["a linnet"]).shape[1]
+        if cfg.text_encodings and encoder.text_len:
+            encoder.encode_texts(["a linnet"])  # so that the first request does not wait for it to compile
         if width != cfg.d_text:
             raise refuse(
                 f"the width of {encoder.name}'s texts", width, f"{cfg.d_text}, the model's", "name its own encoder"

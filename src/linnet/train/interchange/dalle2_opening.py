@@ -15,6 +15,7 @@ from linnet.train.interchange.dalle2_config import optim_config, remarks, run_co
 from linnet.train.interchange.dalle2_parts import Clip, Parts
 
 PLACEHOLDER = re.compile(r"\s*(<.*>)?\s*")
+PLACES = ("images", "texts", "metadata", "encodings")
 FLAGS = {
     "data.image_url": "--data.images PATH --data.metadata PATH",
     "data.text_url": "--data.texts PATH",
@@ -36,13 +37,14 @@ def open_config(parts: Parts, asked: RunConfig) -> tuple[RunConfig, list[str]]:
     remarked on. Nothing is written."""
     base, said = run_config(parts), list(remarks(parts))
     data, found = _places(parts, asked.pairs, base.pairs)
-    pairs = open_pairs(data, asked.seed)
+    pairs = open_pairs(data, asked.seed, encodings=asked.prior.text_encodings)
     if asked.prior.text_encodings and pairs.text_len is None:
         raise refuse(
             "prior.condition_on_text_encodings",
             True,
-            f"false where the data has no encodings of the texts' tokens ({FOLDERS['encodings']}/ beside the embeddings)",
-            "add --model.no-text-encodings --model.max-text-len 0 to train on the embeddings alone",
+            f"false where the data has no token encodings of its texts ({FOLDERS['encodings']}/ beside the embeddings)",
+            "make the pairs with `linnet data embed`, which writes them, or add --model.no-text-encodings --model.max-text-len 0 to "
+            "train on the embeddings alone",
         )
     said += found
     optim = asked.optim
@@ -51,6 +53,11 @@ def open_config(parts: Parts, asked: RunConfig) -> tuple[RunConfig, list[str]]:
         said += words
         made = optim_config(parts.train, steps)
         optim = dataclasses.replace(optim, steps=made.steps, extra_steps=made.extra_steps)
+        if optim.warmup_steps > steps:
+            said.append(
+                f"train.warmup_steps is {optim.warmup_steps:,}, more than the {steps:,} updates that the pairs make: the learning "
+                "rate does not reach train.lr, as in the reference."
+            )
     return dataclasses.replace(asked, data=data, optim=optim), said
 
 
@@ -77,7 +84,7 @@ def _places(parts: Parts, asked: PairsConfig, base: PairsConfig) -> tuple[PairsC
     """Files that can be opened. A flag that names a source stands for all that the file says about places."""
     if asked.source != base.source or (asked.images is None and base.images is not None):
         words = []
-        kept = {name: None for name in ("images", "texts", "metadata") if getattr(asked, name) == getattr(base, name)}
+        kept = {name: None for name in PLACES if getattr(asked, name) == getattr(base, name)}
         asked = dataclasses.replace(asked, **kept)
         if asked.source == EMOJI_PAIRS:
             defaults = PairsConfig()
