@@ -194,7 +194,7 @@ def test_an_encoder_that_is_not_there_is_refused_with_the_fix(
 ) -> None:
     source = write_source(tmp_path / "in", "txt")
     for encoder, words in (
-        ("open_clip:ViT-B-32/laion2b_s34b_b79k", "install linnet[clip], or use --encoder builtin"),
+        ("open_clip:ViT-B-32/laion2b_s34b_b79k", "install linnet-lm[clip], or use --encoder builtin"),
         ("clop", "builtin or open_clip:MODEL/WEIGHTS"),
     ):
         assert linnet("data", "embed", source, "--out", tmp_path / "out", "--encoder", encoder) == 2

@@ -1,4 +1,4 @@
-"""Encoders of the open_clip package (`pip install linnet[clip]`).
+"""Encoders of the open_clip package (`pip install linnet-lm[clip]`).
 
 Token encodings are the outputs of the text transformer's last norm, as DALLE2-pytorch's adapters take them: positions after the end
 token, and positions with token 0 (padding, which is also "!"), are zeros.
@@ -158,6 +158,6 @@ def _package() -> Any:
         return importlib.import_module("open_clip")
     except ImportError:
         raise UserError(
-            "--encoder open_clip needs the package open_clip, which is not installed. Fix: install linnet[clip], or use "
+            "--encoder open_clip needs the package open_clip, which is not installed. Fix: install linnet-lm[clip], or use "
             "--encoder builtin, which needs nothing."
         ) from None
