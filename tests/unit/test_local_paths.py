@@ -18,6 +18,7 @@ import linnet.cli
 from linnet import config as configs
 from linnet import presets
 from linnet.cli.main import main
+from linnet.cli.parse import parse as linnet_parse
 from linnet.config import DataConfig, PairsConfig, RunConfig
 from linnet.data import open_data
 from linnet.data.pairs import open_pairs
@@ -91,7 +92,7 @@ def command_lines() -> Iterator[tuple[list[str], str]]:
         config = presets.get(words[1]) if "config" in hints else None
         required = {n: placeholder(h) for n, h in hints.items() if is_required(fields[n]) and n != "config"}
         for flag, hint in hints.items():
-            if flag == "config" or not takes_strings(hint):
+            if flag == "config" or (config is not None and flag == "from_") or not takes_strings(hint):
                 continue
             shown = flag.upper() if is_positional(hint) else f"--{flag.strip('_').replace('_', '-')}"
             yield [*words, *arguments(hints, required, flag, hint)], shown
@@ -117,18 +118,19 @@ def arguments(hints: dict[str, Any], required: dict[str, str], flag: str, hint: 
 
 
 def config_flags(config: RunConfig | None) -> Iterator[str]:
-    """The string settings of a run, such as `--data.source`. A mesh has a form of its own, which is checked first."""
+    """The string settings of a run, such as `--data.source`. Those with a form of their own are checked for that first."""
     for field in dataclasses.fields(config) if config is not None else ():
         value = getattr(config, field.name)
         settings = {f"{field.name}.{n}": h for n, h in hints_of(value)} if dataclasses.is_dataclass(value) else {}
         own = typing.get_type_hints(RunConfig)[field.name]
         for name, hint in settings.items() or {field.name: own}.items():
-            if takes_strings(hint) and name != "mesh":
+            if takes_strings(hint) and name not in ("mesh", "lora.targets"):
                 yield f"--{name.replace('_', '-')}"
 
 
 def hints_of(value: Any) -> list[tuple[str, Any]]:
-    return list(typing.get_type_hints(type(value), include_extras=True).items())
+    hints = typing.get_type_hints(type(value), include_extras=True)
+    return [(field.name, hints[field.name]) for field in dataclasses.fields(value)]
 
 
 CASES = list(command_lines())
@@ -138,10 +140,14 @@ def test_no_command_is_missing() -> None:
     """Every dataclass that is parsed from a command line is in `COMMANDS`."""
     parsed: set[str] = set()
     for path in CLI.glob("*.py"):
+        module = importlib.import_module(f"linnet.cli.{path.stem}")
+        if getattr(module, "parse", None) is not linnet_parse:
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "parse":
                 assert isinstance(node.args[0], ast.Name)
-                parsed |= {f"{path.stem}.{node.args[0].id}"}
+                cls = getattr(module, node.args[0].id)
+                parsed |= {f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"}
     assert parsed == set(COMMANDS.values())
     assert not any("tyro.cli" in path.read_text() for path in CLI.glob("*.py") if path.stem != "parse")
 
@@ -184,6 +190,7 @@ def test_a_url_is_refused_by_name(
         ["train", "s3://bucket/run"],
         ["train", "--config", "s3://bucket/config.json"],
         ["train", "quickstart", "--out=gs://bucket/run"],
+        ["train", "--from", "s3://bucket/run", "--out", "run"],
         ["plan", "hf://org/run"],
         ["serve", "model=s3://bucket/run"],
         ["eval", "S3://bucket/run"],

@@ -32,8 +32,9 @@ def parse(arguments: type[T], argv: list[str], command: str, words: str, default
 
 def _strings(flags: Any, prefix: str = "") -> Iterator[tuple[str, str | PurePath]]:
     """Every path and string of a dataclass of flags, by the name it has on the command line, except free text."""
-    for name, hint in typing.get_type_hints(type(flags), include_extras=True).items():
-        value = getattr(flags, name)
+    hints = typing.get_type_hints(type(flags), include_extras=True)
+    for name in (field.name for field in dataclasses.fields(flags)):
+        value, hint = getattr(flags, name), hints[name]
         if isinstance(value, RunConfig):  # its settings are flags of their own, without its name in front
             yield from _strings(value)
         elif dataclasses.is_dataclass(value):

@@ -23,6 +23,7 @@ from linnet.config import RunConfig
 from linnet.data.tokenizer import BytesTokenizer, Tokenizer, has_tokenizer, open_tokenizer
 from linnet.errors import UserError, refuse
 from linnet.families.family import Family
+from linnet.local_path import check_local
 from linnet.params import Spec, is_spec
 from linnet.tokens import N_BYTE_IDS
 from linnet.train import lora_base, snapshot
@@ -53,6 +54,7 @@ class Origin:
 
 def find_origin(path: Path, which: str = "best") -> Origin:
     """`which`: best, latest or a step, of a run with checkpoints."""
+    check_local("--from", path)
     if path.is_file():
         return _of_file(path)
     if not path.exists():
