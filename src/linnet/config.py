@@ -228,6 +228,10 @@ class TrainConfig:
     sample_tokens: int = 512
     """Length of the sample written at each evaluation; 0: none."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    exports: tuple[str, ...] = ()
+    """prior: files for DALLE2-pytorch, written while training, each as latest:checkpoint:PATH, best:checkpoint:PATH,
+    latest:model:PATH or best:model:PATH. `checkpoint` has the optimizer state, `model` the averaged weights; a path may name {epoch}
+    and {samples_seen}."""
 
     def __post_init__(self) -> None:
         for name in ("accumulate", "log_every", "keep", "max_bad_steps"):

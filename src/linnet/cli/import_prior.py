@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from linnet.families.prior.config import PriorConfig
     from linnet.families.prior.releases import Release
     from linnet.train.interchange.dalle2_parts import Train
+    from linnet.train.interchange.dalle2_prior import ImportedPrior
+    from linnet.train.interchange.dalle2_trainer import TrainerState
 
 OF_OTHERS = ("tokenizer", "begin_id", "block_len", "mem_len", "pe_lam", "e_scale", "agg_cache")
 STEPS = 10_000
@@ -33,23 +36,34 @@ def import_prior(flags: ImportFlags) -> int:
     from linnet.config import PairsConfig, RunConfig
     from linnet.train.interchange.dalle2_config import PRESET, optim_config, train_config
     from linnet.train.interchange.dalle2_prior import read_prior_checkpoint
+    from linnet.train.interchange.dalle2_trainer import store_trainer, trained_with, with_adam
     from linnet.train.interchange.stored_weights import held_leaves, must_be_new, write_stored_run
 
     must_be_new(out)
     prepare_jax()
     found = read_prior_checkpoint(flags.file, settings, flags.which, flags.release)
-    steps = max(STEPS, (train.warmup_steps or 0) + 1, train.cosine_decay_max_steps or 1)
+    trainer, remark = _trainer(flags, found)
+    if trainer is not None and flags.settings is None:
+        train = dataclasses.replace(train, **trained_with(trainer))
+    steps = max(
+        (trainer.step if trainer else 0) + STEPS, (train.warmup_steps or 0) + 1, train.cosine_decay_max_steps or 1
+    )
     cfg = RunConfig(
         preset=PRESET,
         family="prior",
         seed=train.random_seed,
         model=found.cfg,
         data=PairsConfig() if flags.source is None else PairsConfig(source=flags.source),
-        optim=optim_config(train, steps),
+        optim=optim_config(train, steps) if trainer is None else with_adam(optim_config(train, steps), trainer),
         train=train_config(train, found.cfg.timesteps),
     )
+
     # As weights alone: until it is trained, its data and all of its training may still be chosen.
-    write_stored_run(out, cfg, held_leaves(found.params), lambda folder: None, lambda words: None)
+    def finish(folder: Path) -> None:
+        if trainer is not None:
+            store_trainer(folder, found, trainer)
+
+    write_stored_run(out, cfg, held_leaves(found.params), finish, lambda words: None)
     model = found.cfg
     facts = ", ".join(f"{name} {value}" for name, value in found.facts.items())
     print(
@@ -68,6 +82,7 @@ def import_prior(flags: ImportFlags) -> int:
         print(
             f"Its pairs are {cfg.data.source} until others are named: --source, or `linnet train {out} --data.source PAIRS`."
         )
+    print(remark)
     print(f"The run is in {out}. Next: linnet sample {out} --embedding FILE.npy; linnet eval {out}; linnet serve {out}")
     return 0
 
@@ -92,6 +107,26 @@ def release_remark(release: Release, model: PriorConfig) -> str:
     if parse(release.version) == parse(WRONG_VELOCITY):
         words.append("If it was trained with predict_v, it cannot be used: that release has a wrong sign there.")
     return " ".join(words)
+
+
+def _trainer(flags: ImportFlags, found: ImportedPrior) -> tuple[TrainerState | None, str]:
+    """What training continues from, and a sentence about it."""
+    from linnet.train.interchange.dalle2_trainer import NotContinuable, trainer_state
+
+    if flags.optimizer == "fresh":
+        return None, "Training starts at step 0 with a fresh optimizer."
+    assert flags.file is not None
+    try:
+        trainer = trainer_state(found.content, found.cfg, found.facts.get("version"), flags.file)
+    except NotContinuable as error:
+        if flags.optimizer == "keep":
+            raise
+        why = str(error).split(". Fix:")[0]
+        return None, f"Training starts at step 0 from these weights: {why}."
+    return (
+        trainer,
+        f"Training continues at step {trainer.step} with the trained weights, their average and Adam's state.",
+    )
 
 
 def _settings(path: Path | None) -> tuple[dict[str, Any], Train]:

@@ -52,6 +52,9 @@ class ImportFlags:
     release: str | None = None
     """dalle2-prior: the release of DALLE2-pytorch that trained it, as in 1.4.2, instead of the one saved in the file. Networks with
     the same weights compute different things in different releases."""
+    optimizer: Literal["auto", "keep", "fresh"] = "auto"
+    """dalle2-prior: the optimizer state, step and average of a trainer's checkpoint, from which `linnet train` continues. `auto`:
+    kept where the file has them; `keep`: an error where it has not; `fresh`: training starts at step 0."""
     weights: Weights = "float32"
     """grok-1: bring matrices to so few bits while importing. What has fewer already stays as it is."""
     max_unpacked_gb: float | None = None
@@ -212,10 +215,12 @@ class ExportFlags:
     run: Annotated[Path, tyro.conf.Positional]
     """The run's folder."""
     out: Path | None = None
-    """The file (grok-hf: the folder); RUN.safetensors, RUN.npz or RUN-hf beside the run if not given."""
-    format: Literal["safetensors", "transformer-vq", "grok-hf"] = "safetensors"
+    """The file (grok-hf: the folder); RUN.safetensors, RUN.npz, RUN-hf or RUN.pth beside the run if not given."""
+    format: Literal["safetensors", "transformer-vq", "grok-hf", "dalle2-prior", "dalle2-trainer"] = "safetensors"
     """`safetensors`: weights, codebooks and config, read back bit for bit by `linnet import safetensors`; `transformer-vq`: the
-    official tree as .npz; `grok-hf`: safetensors by the names of Grok-1's Hugging Face conversions, 8-bit weights as float32."""
+    official tree as .npz; `grok-hf`: safetensors by the names of Grok-1's Hugging Face conversions, 8-bit weights as float32;
+    `dalle2-prior`: a prior's averaged weights by DALLE2-pytorch's names, as the .pth that its tracker saves as `model` (or, with an
+    --out that ends in .safetensors, the same state dict there); `dalle2-trainer`: a whole trainer checkpoint with optimizer state."""
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
 
@@ -230,6 +235,10 @@ def export_command(argv: list[str]) -> int:
     from linnet.train.runs import open_run
 
     prepare_jax()
+    if flags.format in ("dalle2-prior", "dalle2-trainer"):
+        from linnet.cli.export_prior import export_prior
+
+        return export_prior(flags)
     run = open_run(flags.run, flags.checkpoint)
     suffix = {"safetensors": ".safetensors", "transformer-vq": ".npz", "grok-hf": "-hf"}[flags.format]
     out = flags.out or flags.run.with_name(flags.run.name + suffix)

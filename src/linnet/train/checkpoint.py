@@ -73,6 +73,11 @@ class Checkpoints:
         """The committed step that a number, "best" or "latest" names."""
         return self._newest({}) if step == "latest" else self._chosen(step)
 
+    def best_loss(self) -> float | None:
+        """The validation loss of the best checkpoint."""
+        best = self.best()
+        return None if best is None else self._losses()[best]
+
     def restore(
         self, target: Any, step: int | Literal["latest", "best"] = "latest", *, set_aside: bool = False
     ) -> Restored:

@@ -25,6 +25,7 @@ FREE_TO_CHANGE = {
     "train.collapse_alarm",
     "train.sample_tokens",
     "train.trackers",
+    "train.exports",
     "optim.extra_steps",
     "data.max_unpacked_gb",
     "preset",

@@ -27,8 +27,9 @@ from linnet.train import environment, lora_base, together
 from linnet.train import parent as parents
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.continuing import check_folder
+from linnet.train.exports import Exports, read_exports
 from linnet.train.folder import RunFolder
-from linnet.train.interchange import stored_weights
+from linnet.train.interchange import stored_trainer, stored_weights
 from linnet.train.interrupt import Interrupt, watch
 from linnet.train.judge import Interrupted, Judge, Judged, open_judge
 from linnet.train.lockstep import Lockstep, Wish
@@ -63,6 +64,7 @@ class Outcome:
 def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: int | None = None) -> Outcome:
     """Trains a run to its end, from its last checkpoint if it has one. `stop_at` ends this part early, saved, as if interrupted."""
     require_trackers(cfg.train.trackers)
+    read_exports(cfg)
     mesh = sharding.open_mesh(cfg.mesh)
     trainable_specs(registry.get(cfg.family), cfg)  # refuses adapters that do not fit the model
     begins = starts_from_parent(cfg, folder)
@@ -77,6 +79,8 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
                 parents.check_parent(cfg)
             elif is_import and not cfg.lora.rank:
                 stored_weights.must_be_trainable(folder.path)
+                if stored_trainer.has_trainer(folder.path):
+                    stored_trainer.check_trainer(folder.path, cfg)
             folder.create()
             stack.enter_context(folder.lock())
             for name in ("config.json", "environment.json", "data.json", "metrics.jsonl"):
@@ -132,6 +136,7 @@ class _Run:
         self.lockstep = Lockstep(mesh)
         self.family: Family = registry.get(cfg.family)
         self.optimizer: optax.GradientTransformation = make_optimizer(cfg.optim, trainable_specs(self.family, cfg))
+        self.exports = Exports(cfg, folder, lambda step, why: self._event(step, "warning", why))
         self.share = sharding.share_here(cfg.data.batch_size, mesh, self.family.RULES)
         self.saved_at = self.judged_at = time.monotonic()
         self.alarmed: set[int] = set()
@@ -169,6 +174,7 @@ class _Run:
             state, step, latest = self._steps(state, start, end)
             evaluation = latest or evaluation
             self._save(step, state, wait=True)
+            self.exports.write("latest", state, step)
             if step < total:
                 self._event(step, "interrupted", f"Stopped at step {step} of {total}. Run the same command to go on.")
                 return Outcome(step=step, finished=False, evaluation=evaluation)
@@ -207,6 +213,9 @@ class _Run:
     def _restore_or_begin(self) -> tuple[TrainState, int]:
         """The state to continue from, its step; and, in `self.origin`, where its weights came from."""
         if stored_weights.is_weights_alone(self.folder.path):
+            if stored_trainer.has_trainer(self.folder.path) and not self.cfg.lora.rank:
+                self.origin = "an imported trainer checkpoint"
+                return stored_trainer.continue_from(self.folder.path, self.family, self.cfg, self.optimizer, self.mesh)
             self.origin = "imported weights"
             return self._begun(
                 parents.begin_from_weights(self.family, self.cfg, self.optimizer, self.mesh, self.folder.path)
@@ -316,6 +325,7 @@ class _Run:
         if not (eval_due or every_steps or agreed.save):
             return None
         self._save(step, state, evaluate=bool(eval_due))
+        self.exports.write("latest", state, step)
         self.saved_at = time.monotonic()
         evaluation = self._evaluate(state, step) if eval_due else None
         meter.pause(time.perf_counter() - start)
@@ -335,7 +345,10 @@ class _Run:
         self.judged_at = time.monotonic()
         self.metrics.write("eval", step, **result.record)
         self.evaluated.add(step)
+        lowest = self.checkpoints.best_loss()
         self.checkpoints.mark_best(step, result.loss)
+        if lowest is None or result.loss < lowest:
+            self.exports.write("best", state, step)
         self.progress.say(f"step {step}: {result.words}")
         self._show(state, step)
         return result

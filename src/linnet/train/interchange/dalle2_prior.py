@@ -42,6 +42,8 @@ class ImportedPrior:
     """Of the reference, whose network this is."""
     facts: dict[str, Any]
     """What else it tells: version, step, epoch, samples_seen, best_validation_loss."""
+    content: Mapping[str, Any]
+    """The whole file, as views of it."""
 
 
 def read_prior_checkpoint(
@@ -69,6 +71,7 @@ def read_prior_checkpoint(
         other=others[0] if others else None,
         release=of,
         facts=facts,
+        content=loaded,
     )
 
 

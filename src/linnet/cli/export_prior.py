@@ -1,0 +1,62 @@
+"""`linnet export --format dalle2-prior | dalle2-trainer`: a prior for DALLE2-pytorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from linnet.errors import UserError, refuse
+
+if TYPE_CHECKING:
+    from linnet.cli.interchange import ExportFlags
+
+
+def export_prior(flags: ExportFlags) -> int:
+    from linnet import config as configs
+    from linnet.train.folder import RunFolder
+    from linnet.train.interchange.torch_writer import write_torch
+
+    family = configs.load(RunFolder(flags.run).config).family
+    if family != "prior":
+        raise refuse("--format", flags.format, f"one for {family} models", "use safetensors")
+    out = flags.out or flags.run.with_name(flags.run.name + ".pth")
+    content, step = _trainer(flags) if flags.format == "dalle2-trainer" else _model(flags)
+    if out.suffix == ".safetensors":
+        if flags.format == "dalle2-trainer":
+            raise refuse("--out", str(out), "a .pth file: safetensors holds tensors only", "use .pth")
+        _write_safetensors(out, content)
+    else:
+        write_torch(out, content)
+    n = len(content["model"])
+    print(f"Wrote {out} (step {step}; {n} tensors by the names of DALLE2-pytorch {content['version']}).")
+    return 0
+
+
+def _model(flags: ExportFlags) -> tuple[dict, int]:
+    from linnet.train.interchange.dalle2_export import model_file
+    from linnet.train.runs import open_run
+
+    run = open_run(flags.run, flags.checkpoint)
+    return model_file(run.params, run.cfg.prior), run.step
+
+
+def _trainer(flags: ExportFlags) -> tuple[dict, int]:
+    from linnet.train.exports import trainer_content
+    from linnet.train.interchange.stored_weights import is_weights_alone
+    from linnet.train.runs import open_state
+
+    if is_weights_alone(flags.run):
+        raise UserError(
+            f"{flags.run} holds imported weights and was not trained, so it has no optimizer state to export. "
+            "Fix: use --format dalle2-prior, or train it first."
+        )
+    cfg, state, step = open_state(flags.run, flags.checkpoint)
+    return trainer_content(state, cfg, flags.run), step
+
+
+def _write_safetensors(path: Path, content: dict) -> None:
+    from safetensors.numpy import save
+
+    from linnet.data.whole_file import write_whole
+
+    write_whole(path, save(content["model"], {"format": "pt", "version": content["version"]}))

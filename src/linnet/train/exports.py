@@ -1,0 +1,110 @@
+"""Files that a prior's run writes for DALLE2-pytorch while it trains: the latest and the best, as weights or as a trainer checkpoint.
+
+They are the savers of the reference's tracker (`tracker.save`, local ones). A run needs none of them to resume.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from linnet.config import RunConfig
+from linnet.errors import UserError, refuse
+from linnet.train.checkpoint import Checkpoints
+from linnet.train.folder import RunFolder
+from linnet.train.interchange.dalle2_export import check_trained_alike, model_file, trainer_file
+from linnet.train.interchange.torch_writer import write_torch
+from linnet.train.state import TrainState, model_weights
+
+FORM = re.compile(r"(latest|best):(checkpoint|model):(.+)", re.DOTALL)
+FIELDS = ("epoch", "samples_seen")
+"""What a path may name in braces, as the reference's paths do."""
+NO_LOSS = 1e9
+"""What the reference has before its first validation."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Export:
+    when: Literal["latest", "best"]
+    content: Literal["checkpoint", "model"]
+    path: str
+
+
+def read_exports(cfg: RunConfig) -> list[Export]:
+    """Checked: the form of each, and that the run can be written so."""
+    found = [_parse(text) for text in cfg.train.exports]
+    if found and cfg.family != "prior":
+        raise refuse("train.exports", cfg.train.exports, f"empty for a {cfg.family} model", "leave it out")
+    if found and jax.process_count() > 1:
+        raise refuse("train.exports", cfg.train.exports, "empty with several processes", "export after training")
+    for export in found:
+        if export.content == "checkpoint":
+            check_trained_alike(cfg.optim)
+        if Path(_filled(export.path, dict.fromkeys(FIELDS, 0))).is_dir():
+            raise refuse("train.exports", export.path, "a file (this is a folder)", "name a .pth file in it")
+    return found
+
+
+def _parse(text: str) -> Export:
+    parts = FORM.fullmatch(text)
+    if parts is None:
+        needs = "of the form latest:checkpoint:PATH (or best, or model)"
+        raise refuse("train.exports", text, needs, "use latest:checkpoint:latest.pth")
+    when, content, path = parts.groups()
+    odd = set(re.findall(r"\{([^}]*)\}", path)) - set(FIELDS)
+    if odd:
+        raise refuse("train.exports", path, f"a path that names only {' and '.join(FIELDS)} in braces", "correct it")
+    return Export(when=when, content=content, path=path)  # pyright: ignore[reportArgumentType]
+
+
+class Exports:
+    """Writes a run's exports. A file that cannot be written is reported and does not end the run, as in the reference."""
+
+    def __init__(self, cfg: RunConfig, folder: RunFolder, report: Callable[[int, str], None]) -> None:
+        self.cfg, self.folder, self.report = cfg, folder, report
+        self.exports = read_exports(cfg)
+
+    def write(self, when: Literal["latest", "best"], state: TrainState, step: int) -> None:
+        for export in self.exports:
+            if export.when == when:
+                try:
+                    self._write_one(export, state, step)
+                except UserError as error:
+                    self.report(step, str(error))
+
+    def _write_one(self, export: Export, state: TrainState, step: int) -> None:
+        progress = progress_at(step, self.cfg, self.folder.path)
+        if export.content == "checkpoint":
+            content = trainer_content(state, self.cfg, self.folder.path)
+        else:
+            content = model_file(model_weights(state)[0], self.cfg.prior)
+        write_torch(Path(_filled(export.path, progress)), content)
+
+
+def _filled(path: str, values: dict[str, int]) -> str:
+    for name, value in values.items():
+        path = path.replace(f"{{{name}}}", str(value))
+    return path
+
+
+def progress_at(step: int, cfg: RunConfig, run: Path) -> dict[str, int]:
+    """Samples seen and epochs, as the reference counts them."""
+    try:
+        n_pairs = json.loads((run / "data.json").read_text())["splits"]["train"]["pairs"]
+    except (OSError, ValueError, KeyError, TypeError):
+        n_pairs = 0
+    seen = step * cfg.data.batch_size
+    return {"epoch": seen // n_pairs if n_pairs else 0, "samples_seen": seen}
+
+
+def trainer_content(state: TrainState, cfg: RunConfig, run: Path) -> dict[str, Any]:
+    """A whole trainer checkpoint of the reference."""
+    best = Checkpoints(RunFolder(run).checkpoints, keep=cfg.train.keep).best_loss()
+    progress = progress_at(int(state.step), cfg, run)
+    return trainer_file(state, cfg, best_validation_loss=NO_LOSS if best is None else best, **progress)

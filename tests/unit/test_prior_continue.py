@@ -1,0 +1,246 @@
+"""Trainer checkpoints of the reference continue: the next updates are the reference's own, and runs become checkpoints again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from linnet import sharding
+from linnet.cli import main
+from linnet.config import RunConfig
+from linnet.errors import UserError
+from linnet.families import registry
+from linnet.families.prior.convert import ROTARY, to_reference
+from linnet.families.prior.diffusion import Draws, loss
+from linnet.families.prior.params import param_specs
+from linnet.train import ema
+from linnet.train.interchange.dalle2_export import trainer_file
+from linnet.train.interchange.dalle2_prior import ImportedPrior, read_prior_checkpoint
+from linnet.train.interchange.dalle2_trainer import NotContinuable, store_trainer, trainer_state, with_adam
+from linnet.train.interchange.stored_trainer import check_trainer, continue_from
+from linnet.train.interchange.torch_file import read_torch
+from linnet.train.interchange.torch_writer import write_torch
+from linnet.train.optim import optimizer
+from linnet.train.state import TrainState
+
+CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "prior" / "ckpt"
+WARMUP = CHECKPOINTS / "warmup_1.15.6_checkpoint.pth"
+
+
+def run_config(found: ImportedPrior, path: Path) -> RunConfig:
+    from linnet.train.interchange.dalle2_config import optim_config, train_config
+    from linnet.train.interchange.dalle2_parts import Train
+    from linnet.train.interchange.dalle2_trainer import trained_with
+
+    trainer = trainer_state(found.content, found.cfg, found.facts.get("version"), path)
+    train = dataclasses.replace(Train(ema_update_after_step=0, ema_update_every=2), **trained_with(trainer))
+    return RunConfig(
+        preset="dalle2-prior",
+        family="prior",
+        model=found.cfg,
+        data=configs_pairs(),
+        optim=with_adam(optim_config(train, 100), trainer),
+        train=train_config(train, found.cfg.timesteps),
+    )
+
+
+def configs_pairs() -> Any:
+    from linnet.config import PairsConfig
+
+    return PairsConfig(batch_size=4)
+
+
+def restored(path: Path, folder: Path) -> tuple[RunConfig, TrainState, int]:
+    """Import, storage and the state that training starts from."""
+    found = read_prior_checkpoint(path, {"text_encodings": True})
+    cfg = run_config(found, path)
+    folder.mkdir()
+    store_trainer(folder, found, trainer_state(found.content, found.cfg, found.facts.get("version"), path))
+    check_trainer(folder, cfg)
+    rule = optimizer(cfg.optim, param_specs(found.cfg))
+    return cfg, *continue_from(folder, registry.get("prior"), cfg, rule, sharding.make_mesh())
+
+
+@pytest.mark.optimized
+def test_the_next_updates_are_the_references_own(tmp_path: Path) -> None:
+    golden = np.load(CHECKPOINTS / "warmup_1.15.6_next.npz")
+    cfg, state, step = restored(WARMUP, tmp_path / "run")
+    assert (step, int(state.step), cfg.optim.warmup_steps, cfg.optim.lr) == (5, 5, 12, 0.003)
+    rule, average = optimizer(cfg.optim, param_specs(cfg.prior)), ema.settings(cfg.train)
+    assert average is not None
+
+    @jax.jit
+    def update(params: Any, opt_state: Any, mean: Any, step: Any, rows: Any, draws: Draws) -> Any:
+        value, gradient = jax.value_and_grad(loss)(params, *rows, draws, cfg.prior)
+        updates, opt_state = rule.update(gradient, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return params, opt_state, ema.update(average, mean, params, step), value
+
+    params, opt_state, mean = state.params, state.opt_state, state.ema
+    every = jnp.ones(golden["in/times"].shape[1], bool)
+    for i in range(len(golden["in/times"])):
+        rows = [jnp.asarray(golden[f"in/{n}"][i]) for n in ("image_embed", "text_embed", "text_encodings")]
+        times, noise = jnp.asarray(golden["in/times"][i]), jnp.asarray(golden["in/noise"][i])
+        draws = Draws(times=times, noise=noise, keep_text=every, keep_image=every, self_conditioned=every, dropout=None)
+        params, opt_state, mean, value = update(params, opt_state, mean, step + i, rows, draws)
+        np.testing.assert_allclose(value, golden["out/loss"][i], rtol=1e-5)
+        compare(golden, f"out/step{i + 1}/model/", to_reference(params, cfg.prior))
+        compare(golden, f"out/step{i + 1}/ema/", to_reference(mean, cfg.prior))
+
+
+def compare(golden: Any, prefix: str, found: dict[str, np.ndarray]) -> None:
+    for name in golden.files:
+        if name.startswith(prefix):
+            expected = golden[name]
+            scale = np.abs(expected).max()
+            np.testing.assert_allclose(found[name.removeprefix(prefix)], expected, atol=1e-5 * scale, err_msg=name)
+
+
+def same(a: Any, b: Any) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_state_becomes_a_trainer_checkpoint_and_comes_back_to_the_bit(tmp_path: Path) -> None:
+    """And the file that comes out has the tensors, numbers and groups of the one that went in."""
+    cfg, state, step = restored(WARMUP, tmp_path / "run")
+    write_torch(
+        tmp_path / "again.pth",
+        trainer_file(state, cfg, epoch=2, samples_seen=20, best_validation_loss=0.5),
+    )
+    _, again, step_again = restored(tmp_path / "again.pth", tmp_path / "second")
+    assert step == step_again
+    same(again, dataclasses.replace(state, key=again.key))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    first, second = read_torch(WARMUP), read_torch(tmp_path / "again.pth")
+    for part in ("model", "ema_model", "ema"):
+        assert list(second[part]) == list(first[part]), part
+        for name, value in first[part].items():
+            assert second[part][name].shape == value.shape, name
+            if not name.endswith(ROTARY):
+                np.testing.assert_allclose(second[part][name], value, rtol=1e-6, atol=1e-12, err_msg=name)
+    theirs, ours = first["optimizer"], second["optimizer"]
+    assert list(ours["state"]) == list(theirs["state"])
+    for n, entry in theirs["state"].items():
+        for name, value in entry.items():
+            np.testing.assert_array_equal(ours["state"][n][name], value, err_msg=f"{n} {name}")
+    for mine, group in zip(ours["param_groups"], theirs["param_groups"], strict=True):
+        assert {name: pytest.approx(value) if name == "lr" else value for name, value in group.items()} == mine
+    assert second["scheduler"] == {n: v for n, v in first["scheduler"].items() if n != "_is_initial"}
+    for name in ("step", "epoch", "samples_seen", "best_validation_loss"):
+        assert second[name] == first[name]
+
+
+def broken(change: Any) -> dict[str, Any]:
+    content = read_torch(WARMUP)
+    content = {**content, "optimizer": copy.deepcopy(content["optimizer"])}
+    change(content)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda c: c.pop("optimizer"), "no optimizer state"),
+        (lambda c: c["optimizer"].update(state=[]), "no optimizer state"),
+        (lambda c: c["optimizer"]["param_groups"][0]["params"].pop(), "another number of parameters"),
+        (lambda c: c["optimizer"]["param_groups"].pop(), "decays every parameter"),
+        (lambda c: c["optimizer"]["param_groups"][0].update(amsgrad=True), "amsgrad"),
+        (lambda c: c["optimizer"]["state"][3].update(step=4), "equally often"),
+        (lambda c: c["optimizer"]["state"][3].update(exp_avg=np.zeros(3)), "shape of its parameter"),
+        (
+            lambda c: c["optimizer"]["state"][3].update(exp_avg_sq=-(c["model"]["net.to_time_embeds.0.weight"] ** 2)),
+            "shape|damaged",
+        ),
+        (lambda c: c["model"].update({"clip.x": np.zeros(2)}), "CLIP"),
+        (lambda c: c["ema"].update(step=np.array(9)), "counts other steps"),
+        (lambda c: c["optimizer"]["state"].clear(), "nothing was trained"),
+    ],
+)
+def test_what_cannot_be_mapped_is_refused_with_the_reason(change: Any, why: str) -> None:
+    found = read_prior_checkpoint(WARMUP)
+    with pytest.raises(NotContinuable, match=why):
+        trainer_state(broken(change), found.cfg, "1.15.6", WARMUP)
+
+
+def test_releases_that_did_not_record_the_order_are_refused() -> None:
+    found = read_prior_checkpoint(WARMUP)
+    for version in ("0.6.2", "0.9.4", None):
+        with pytest.raises(NotContinuable, match="order"):
+            trainer_state(found.content, found.cfg, version, WARMUP)
+
+
+def linnet(*arguments: str | Path) -> Any:
+    with pytest.raises(SystemExit) as exit:
+        main([str(argument) for argument in arguments])
+    return exit.value.code
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    draw = np.random.default_rng(0)
+    for name in ("img_emb", "text_emb"):
+        (tmp_path / "pairs" / name).mkdir(parents=True)
+        np.save(tmp_path / "pairs" / name / f"{name}_0.npy", draw.normal(size=(60, 24)).astype(np.float32))
+    return tmp_path / "pairs"
+
+
+def test_training_continues_from_an_imported_trainer_and_exports_as_it_goes(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert not linnet("import", "dalle2-prior", WARMUP, "--out", run)
+    assert "Training continues at step 5" in capsys.readouterr().out
+    flags = ("--data.source", pairs, "--data.batch-size", "4", "--train.log-every", "1", "--quiet")
+    assert linnet("train", run, *flags, "--optim.steps", "13", "--optim.name", "lion") == 2
+    assert "optim.name" in capsys.readouterr().err
+    latest, best = tmp_path / "out" / "latest_{samples_seen}.pth", tmp_path / "out" / "best.pth"
+    exports = ("--train.exports", f"latest:checkpoint:{latest}", f"best:model:{best}")
+    assert not linnet("train", run, *flags, "--optim.steps", "14", *exports)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(6, 15))
+    assert [line["lr"] for line in lines if line["kind"] == "train"][:2] == pytest.approx([0.0015, 0.00175])
+    written = read_prior_checkpoint(tmp_path / "out" / "latest_56.pth")
+    assert written.facts["step"] == 14
+    assert trainer_state(written.content, written.cfg, "1.15.6", tmp_path / "out" / "latest_56.pth").step == 14
+    assert read_prior_checkpoint(best).which == "ema"
+    capsys.readouterr()
+    for out, kind in (("m.pth", "dalle2-prior"), ("t.pth", "dalle2-trainer"), ("m.safetensors", "dalle2-prior")):
+        assert not linnet("export", run, "--format", kind, "--out", tmp_path / out)
+    again = tmp_path / "again"
+    assert not linnet("import", "dalle2-prior", tmp_path / "t.pth", "--out", again, "--optimizer", "keep")
+    assert "continues at step 14" in capsys.readouterr().out
+    assert linnet("import", "dalle2-prior", tmp_path / "m.pth", "--out", tmp_path / "c", "--optimizer", "keep") == 2
+    assert "no optimizer state" in capsys.readouterr().err
+
+
+def test_exports_are_checked_before_training(pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert not linnet("import", "dalle2-prior", CHECKPOINTS / "nowarmup_model.pth", "--out", run)
+    assert linnet("export", run, "--format", "dalle2-trainer", "--out", tmp_path / "t.pth") == 2
+    assert "no optimizer state to export" in capsys.readouterr().err
+    for text, why in (
+        ("nonsense", "of the form"),
+        ("best:model:a_{loss}.pth", "in braces"),
+        (f"best:model:{tmp_path}", "folder"),
+    ):
+        assert linnet("train", run, "--data.source", pairs, "--train.exports", text) == 2
+        assert why in capsys.readouterr().err
+    assert not (run / "checkpoints").exists()
+
+
+def test_a_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_torch(tmp_path / "file" / "x.pth", {"a": 1})
+    with pytest.raises(TypeError):
+        write_torch(tmp_path / "x.pth", {"a": object()})
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
