@@ -54,7 +54,7 @@ def test_nested_pairs_of_the_same_value_are_refused_and_never_formatted(tmp_path
 
 
 def test_deep_and_recursive_values_are_refused(tmp_path: Path) -> None:
-    assert "nested" in refusal(write(tmp_path / "deep.pth", b"N", b"\x85" * 200_000))
+    assert "nested" in refusal(write(tmp_path / "deep.pth", b"N", b"\x85" * 20_000))
     assert "contains itself" in refusal(write(tmp_path / "loop.pth", b"]q\x00h\x00a"))
     inert = b"ctorch\ndevice\n)R"
     assert "contains itself" in refusal(write(tmp_path / "inert.pth", inert, b"q\x00h\x00\x85b"))

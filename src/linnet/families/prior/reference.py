@@ -126,7 +126,7 @@ def _check_ranks(weights: Mapping[str, np.ndarray]) -> None:
         if name not in weights:
             if name in REQUIRED:
                 raise UserError(f"the weights have no {name!r}. {fix}")
-        elif weights[name].ndim != n_axes or 0 in weights[name].shape:
+        elif weights[name].ndim != n_axes or (0 in weights[name].shape and name != "null_text_encodings"):
             raise UserError(f"{name} has shape {weights[name].shape}, not {n_axes} axes of at least 1. {fix}")
 
 
