@@ -99,7 +99,7 @@ def continue_from(
 def _with_moments(opt_state: Any, mean: Any, square: Any, step: int) -> Any:
     """Adam's moments and count in place of fresh ones; the schedule counts the optimizer's updates too."""
 
-    def counted(old: jax.Array) -> jax.Array:
+    def counted(old: Any) -> jax.Array:
         return jax.device_put(jnp.asarray(step, old.dtype), old.sharding)
 
     def one(part: Any) -> Any:
