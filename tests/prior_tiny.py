@@ -32,7 +32,7 @@ def model(cfg: PriorConfig, seed: int = 0) -> PriorParams:
     rng = np.random.default_rng(seed)
 
     def one(spec: Spec) -> Any:
-        spread = spec.layer_shape[0] ** -0.5 if spec.init == "fan_in" else 0.1
+        spread = spec.layer_shape[0] ** -0.5 if spec.init == "uniform" and spec.n_in is None else 0.1
         return jnp.asarray((spec.init == "ones") + spread * rng.standard_normal(spec.shape), jnp.float32)
 
     return map_specs(one, param_specs(cfg))

@@ -15,7 +15,7 @@ from linnet import rng
 from linnet.pytree import leaf_name
 from linnet.weights import Weights
 
-Init = Literal["zeros", "ones", "normal", "fan_in", "fan_out"]
+Init = Literal["zeros", "ones", "normal", "fan_in", "fan_out", "uniform"]
 STACKS = ("layers", "experts")
 
 
@@ -23,7 +23,7 @@ STACKS = ("layers", "experts")
 class Spec:
     """One weight. `axes` names each dimension; leading ones named "layers" or "experts" mark a stack, whose members init, decay
     and optimisers see one by one. `fan_in` is a normal of variance 1 / (all dimensions but the last), `fan_out` one of variance
-    1 / (the last)."""
+    1 / (the last); `uniform` lies within plus or minus 1 / sqrt(n_in), which is torch's default for linear layers."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -31,6 +31,8 @@ class Spec:
     dtype: Any = jnp.float32
     least: Weights = "float32"
     """The fewest bits it may be held in where it only reads: int8 for matrices that do nothing but multiply."""
+    n_in: int | None = None
+    """Inputs of the layer that a `uniform` weight belongs to (a bias needs it); none: all dimensions but the last."""
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), f"shape {self.shape} and axes {self.axes} differ in length"
@@ -78,9 +80,13 @@ def _draw(spec: Spec, key: PRNGKeyArray) -> Array:
         return jnp.zeros(spec.shape, spec.dtype)
     if spec.init == "ones":
         return jnp.ones(spec.shape, spec.dtype)
+    n_in = max(1, math.prod(spec.layer_shape[:-1])) if spec.n_in is None else spec.n_in
+    if spec.init == "uniform":
+        bound = 1 / math.sqrt(n_in)
+        return jax.random.uniform(key, spec.shape, jnp.float32, -bound, bound).astype(spec.dtype)
     values = jax.random.normal(key, spec.shape, jnp.float32)
     if spec.init == "fan_in":
-        values = values / math.sqrt(max(1, math.prod(spec.layer_shape[:-1])))
+        values = values / math.sqrt(n_in)
     if spec.init == "fan_out":
         values = values / math.sqrt(spec.shape[-1])
     return values.astype(spec.dtype)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from prior_tiny import config, model
@@ -19,6 +20,7 @@ from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.convert import to_reference
 from linnet.families.prior.releases import behaviour, family_of, parse, recognize
 from linnet.families.prior.sampling import check_guidance, effective_guidance, guidance_remark
+from linnet.families.prior.tokens import sinusoid, truncated
 from linnet.train.interchange.dalle2_prior import read_prior_checkpoint
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "prior" / "ckpt"
@@ -198,3 +200,13 @@ def test_exports_have_the_names_of_their_release() -> None:
     state = to_reference(model(cfg), cfg)
     assert recognize(state).family == "C1"
     assert np.shape(state["null_text_embed"]) == (1, cfg.max_text_len, cfg.dim)
+
+
+def test_truncated_times_are_those_of_the_reference() -> None:
+    """As torch 2.13 computes them at the width of CLIP's embeddings: 565 of 768,000 are not 0, most of them at times 0 and 1."""
+    waves = np.asarray(truncated(sinusoid(jnp.arange(1000), 768)))
+    assert set(np.unique(waves)) == {-1.0, 0.0, 1.0}
+    per_time = np.abs(waves).sum(axis=1)
+    assert (per_time.sum(), per_time[:4].tolist()) == (565, [384, 41, 13, 0])
+    assert waves[979, 421] != 0
+    assert waves[355, 384] == -1  # 355 is 113 pi nearly

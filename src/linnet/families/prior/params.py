@@ -64,14 +64,17 @@ class PriorParams:
 
 
 def param_specs(cfg: PriorConfig) -> PriorParams:
+    """Initial values are distributed as the reference's, which are torch's defaults: matrices and biases uniform by the number of
+    inputs, tables and learned vectors standard normal, gains one."""
     n, d, k, f = cfg.depth, cfg.dim, cfg.d_head, cfg.dim * cfg.ff_mult
     hk = cfg.n_head * k
 
-    def layer(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init = "fan_in") -> Spec:
-        return Spec((n, *shape), ("layers", *axes), init, least="int8" if init == "fan_in" else "float32")
+    def layer(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init = "uniform") -> Spec:
+        return Spec((n, *shape), ("layers", *axes), init, least="int8" if init == "uniform" else "float32")
 
     def affine(n_in: int, n_out: int) -> Affine:
-        return Affine(w=Spec((n_in, n_out), ("model", "hidden")), b=Spec((n_out,), ("hidden",), "zeros"))
+        bias = Spec((n_out,), ("hidden",), "uniform", n_in=n_in)
+        return Affine(w=Spec((n_in, n_out), ("model", "hidden"), "uniform"), b=bias)
 
     def gain(there: bool = True) -> Spec | None:
         return Spec((d,), ("model",), "ones") if there else None
@@ -87,7 +90,7 @@ def param_specs(cfg: PriorConfig) -> PriorParams:
         null_image=Spec((1, d), (None, "model"), "normal") if replaced else None,
         time=network if cfg.continuous_time else Spec((cfg.timesteps, wide), (None, "model"), "normal"),
         text_tokens=affine(cfg.d_text, cfg.n_text_token * d) if narrow or cfg.n_text_token > 1 else None,
-        encoding=Spec((cfg.d_text, d), (None, "model")) if narrow and cfg.text_encodings else None,
+        encoding=Spec((cfg.d_text, d), (None, "model"), "uniform") if narrow and cfg.text_encodings else None,
         image_tokens=affine(d, cfg.n_image_token * d) if cfg.n_image_token > 1 else None,
         bias=Spec((N_BUCKET, cfg.n_head), (None, "heads"), "normal"),
         in_gain=gain(cfg.norm_in),
@@ -104,5 +107,5 @@ def param_specs(cfg: PriorConfig) -> PriorParams:
             w_back=layer((f, d), ("hidden", "model")),
         ),
         out_gain=gain(cfg.norm_out),
-        w_proj=Spec((d, d), ("model", None)) if cfg.final_proj else None,
+        w_proj=Spec((d, d), ("model", None), "uniform") if cfg.final_proj else None,
     )
