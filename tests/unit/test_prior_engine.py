@@ -265,6 +265,15 @@ def test_what_a_model_cannot_do_is_refused_before_it_waits() -> None:
         PriorEngine(roomless, model(roomless))
 
 
+def test_guidance_without_effect_is_none_and_said(engine: PriorEngine) -> None:
+    assert Heard(engine, wanted(CFG, 0, steps=2, guidance=3.0)).end().guidance == 3.0
+    padded = dataclasses.replace(CFG, depth=1, **behaviour("1.8.4"))
+    with running(padded) as old:
+        guided, plain = (Heard(old, wanted(padded, 0, steps=2, guidance=scale)).end() for scale in (3.0, 1.0))
+    assert (guided.guidance, guided.reason) == (1.0, "stop")
+    np.testing.assert_array_equal(guided.embedding, plain.embedding)
+
+
 def test_an_engine_refuses_what_its_model_cannot_do_and_goes_on(engine: PriorEngine) -> None:
     with pytest.raises(UserError, match="steps"):
         engine.submit(wanted(CFG, 0, steps=99), lambda event: None)

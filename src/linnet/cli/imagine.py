@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,6 +66,7 @@ def imagine_command(argv: list[str]) -> int:
     )
     _check(flags)
     from linnet.cli.startup import prepare_jax
+    from linnet.families.prior.sampling import guidance_remark
     from linnet.nn.sampling import sampling_settings
     from linnet.train.imagine import open_imagination
 
@@ -72,6 +74,8 @@ def imagine_command(argv: list[str]) -> int:
     prepare_jax()
     both = open_imagination(flags.prior, flags.painter, flags.checkpoint)
     seeds = [(flags.seed + i) % 2**32 for i in range(flags.n)]
+    remark = guidance_remark(flags.prior_guidance, both.prior.cfg.prior)
+    print(remark or "", end="\n" if remark else "", file=sys.stderr)
     embeds = both.embeds(flags.text, seeds, steps=flags.steps, guidance=flags.prior_guidance)
     nearest = both.nearest(embeds, N_NEAREST) or [[] for _ in seeds]
     pictures = both.paint(embeds, settings, seeds, guidance=_guidance(flags, both))

@@ -208,6 +208,7 @@ class _Sampling:
             "model": self._model.name,
             "system_fingerprint": self._model.fingerprint,
             "steps": found[0].n_steps,
+            "guidance": found[0].guidance,
             "data": [await self._result(t, found) for t in range(len(self._texts))],
         }
 

@@ -154,6 +154,8 @@ class PriorAnswer(TypedDict):
     system_fingerprint: str
     steps: int
     """That the solver took."""
+    guidance: float
+    """That was applied: 1 where the model cannot be guided."""
     data: list[PriorResult]
 
 

@@ -34,8 +34,8 @@ PLANS_KEPT = 256
 class Job:
     """One request on its way."""
 
-    def __init__(self, request: SampleRequest, plan: Plan, on_event: OnSampleEvent) -> None:
-        self.request, self.plan = request, plan
+    def __init__(self, request: SampleRequest, plan: Plan, guidance: float, on_event: OnSampleEvent) -> None:
+        self.request, self.plan, self.guidance = request, plan, guidance
         self.seat: Slots | None = None
         """Where it goes on, if it was parked."""
         self.slot: int | None = None
@@ -55,7 +55,9 @@ class Job:
 
     def finish(self, reason: FinishReason, *, embedding: np.ndarray | None = None, error: str | None = None) -> None:
         self.is_done = True
-        self._on_event(Sampled(reason=reason, error=error, embedding=embedding, n_steps=len(self.plan)))
+        self._on_event(
+            Sampled(reason=reason, error=error, embedding=embedding, n_steps=len(self.plan), guidance=self.guidance)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,8 @@ class PriorEngine(Loop[Job]):
 
     def submit(self, request: SampleRequest, on_event: OnSampleEvent) -> None:
         """Events follow in the engine's thread, ending with exactly one `Sampled`. What is wrong is refused here and now."""
-        self._queue(Job(request, plan_for(request, self.cfg), on_event), n_chunks=0)
+        guidance = effective_guidance(request.guidance, self.cfg)
+        self._queue(Job(request, plan_for(request, self.cfg), guidance, on_event), n_chunks=0)
 
     def stats(self) -> dict[str, float]:
         with self._changed:
@@ -130,7 +133,7 @@ class PriorEngine(Loop[Job]):
 
     def _tick(self, running: dict[int, Job]) -> _Flight:
         lookers: list[tuple[Job, int, int]] = []
-        guided = any(effective_guidance(job.request.guidance, self.cfg) != 1.0 for job in running.values())
+        guided = any(job.guidance != 1.0 for job in running.values())
         with self._changed:
             for slot, job in running.items():
                 job.n_done += 1

@@ -67,6 +67,8 @@ class Sampled(Ended):
     embedding: Float32[np.ndarray, " D"] | None
     n_steps: int
     """As the solver takes them: few more or fewer than were asked for."""
+    guidance: float = 1.0
+    """As applied: 1 where the model cannot be guided, whatever was asked for."""
 
 
 SampleEvent = Denoised | Sampled
