@@ -19,6 +19,8 @@ class Parent:
     """Of the weights: SHA-256 over their names, types, shapes and checksums."""
     optimizer: bool = False
     """Whether the optimizer state was taken over as well."""
+    adapters: int = 0
+    """In an export: the rank of the adapters that were merged into the weights."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -117,6 +117,8 @@ def test_defaults_suit_fine_tuning(source: Path, tmp_path: Path) -> None:
     assert full.data == DataConfig(sequence_len=32, update_len=16, batch_size=4)  # the division was the other source's
     assert tuned_config(cfg, parent).data == held_out
     assert tuned_config(full, parent).optim.lr == 0.001  # already a rate for fine-tuning
+    merged = dataclasses.replace(full, parent=dataclasses.replace(parent, adapters=8))
+    assert tuned_config(merged, parent).optim.lr == pytest.approx(0.0001)  # adapters are trained at a higher rate
     lora = tuned_config(cfg, parent, lora=True, steps=10)
     assert (lora.optim.name, lora.optim.lr, lora.optim.warmup_steps, lora.optim.decay) == ("adamw", 2e-3, 0, 0.0)
 

@@ -142,7 +142,7 @@ def test_a_run_with_adapters_resumes_exactly_and_is_complete_by_itself(
     export_safetensors(opened.params, opened.buffers, configs.to_json(opened.cfg), tmp_path / "model.safetensors")
     params, buffers, exported = import_safetensors(tmp_path / "model.safetensors")
     assert_same_bits((params, buffers), (opened.params, opened.buffers))
-    assert exported["parent"]["path"] == str(run)
+    assert (exported["parent"]["path"], exported["parent"]["adapters"]) == (str(run), 2)
     lowered = open_run(tmp_path / "whole", "latest", weights="int8")
     kinds = {leaf.dtype for leaf in jax.tree.leaves(lowered.params)}
     assert np.dtype(np.int8) in kinds

@@ -6,6 +6,7 @@ is exported and served. `up` starts at zero: step 0 is the base model. Letters: 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -82,6 +83,14 @@ def merge(base: Any, adapters: dict[str, Adapter]) -> Any:
         return weight if adapter is None else weight + delta(adapter)
 
     return jax.tree_util.tree_map_with_path(one, base)
+
+
+def merged_config(cfg: RunConfig) -> RunConfig:
+    """Of a run whose adapters are merged: its model is an ordinary one."""
+    if not cfg.lora.rank:
+        return cfg
+    parent = None if cfg.parent is None else dataclasses.replace(cfg.parent, adapters=cfg.lora.rank)
+    return dataclasses.replace(cfg, lora=LoraConfig(), parent=parent)
 
 
 def delta(adapter: Adapter) -> Float[Array, "*L K N"]:

@@ -22,11 +22,10 @@ from linnet.train import lora_base
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.folder import RunFolder
 from linnet.train.interchange import stored_weights
-from linnet.train.lora import trainable_specs
+from linnet.train.lora import merged_config, trainable_specs
 from linnet.train.optim import optimizer
 from linnet.train.state import TrainState, abstract_state, fresh_buffers, model_weights, start_from
 from linnet.train.vocabulary import Vocabulary, read_vocabulary
-from linnet.tuning import LoraConfig
 from linnet.weights import Weights
 
 
@@ -78,7 +77,7 @@ def open_run(path: Path, which: str = "best", weights: Weights = "float32", mesh
     specs = family.param_specs(cfg.model)
     params = quant.lower(params, specs, weights)
     return Run(
-        cfg=dataclasses.replace(cfg, lora=LoraConfig()),  # adapters are merged
+        cfg=merged_config(cfg),
         family=family,
         params=params if mesh is None else put_weights(specs, params, mesh, family.RULES),
         buffers=buffers,

@@ -11,7 +11,7 @@ from linnet.tuning import LoraConfig, Parent
 STEPS = 1000
 """At most: a parent may have been trained for many more."""
 LR_SHARE = 0.1
-"""Of the parent's peak learning rate: where its own schedule ended. A parent that was fine-tuned itself keeps its rate."""
+"""Of the parent's peak learning rate: where its own schedule ended. A parent whose weights were fine-tuned keeps its rate."""
 LORA_LR = 2e-3
 WARMUP_SHARE, MOST_WARMUP = 0.05, 100
 
@@ -30,8 +30,9 @@ def _optim(theirs: RunConfig, steps: int, lora: bool) -> OptimConfig:
     if lora:
         return OptimConfig(name="adamw", lr=LORA_LR, schedule="cosine", steps=steps, warmup_steps=warmup, clip=1.0)
     own = theirs.optim
-    # The rate of adapters says nothing about the weights they were merged into.
-    lr = OptimConfig().lr * LR_SHARE if theirs.lora.rank else own.lr if theirs.parent is not None else own.lr * LR_SHARE
+    # Adapters are trained at a higher rate than the weights they are merged into.
+    tuned_whole = theirs.parent is not None and not (theirs.lora.rank or theirs.parent.adapters)
+    lr = own.lr if tuned_whole else own.lr * LR_SHARE
     return dataclasses.replace(own, lr=lr, schedule="cosine", steps=steps, warmup_steps=warmup, extra_steps=0)
 
 
