@@ -84,11 +84,12 @@ def _opened(flags: Flags) -> tuple[RunConfig, dict[str, PriorParams], int]:
     """Both sets of weights, where the run has both."""
     from linnet.train.interchange.stored_weights import is_weights_alone
     from linnet.train.runs import open_run, open_state
+    from linnet.train.state import both_weights
 
     if is_weights_alone(flags.run):
         run = open_run(flags.run, flags.checkpoint)
         return run.cfg, {"online": run.params}, run.step
-    cfg, state, step = open_state(flags.run, flags.checkpoint)
+    cfg, state, step = open_state(flags.run, flags.checkpoint, part=both_weights)
     return cfg, {"online": state.params} | ({} if state.ema is None else {"ema": state.ema}), step
 
 

@@ -79,11 +79,17 @@ class Checkpoints:
         return None if best is None else self._losses()[best]
 
     def restore(
-        self, target: Any, step: int | Literal["latest", "best"] = "latest", *, set_aside: bool = False
+        self,
+        target: Any,
+        step: int | Literal["latest", "best"] = "latest",
+        *,
+        set_aside: bool = False,
+        partial: bool = False,
     ) -> Restored:
         """The state of `step`, bit for bit, in the structure, dtypes and shardings of `target`.
 
-        `target` is a pytree of `jax.ShapeDtypeStruct`. For "latest" a damaged checkpoint is passed over for the one
+        `target` is a pytree of `jax.ShapeDtypeStruct`. With `partial` it may lack whole parts of the state, which are then not
+        read. For "latest" a damaged checkpoint is passed over for the one
         before it, with a warning. With `set_aside` (for the holder of the run's lock) it is renamed as well, so that
         its step can be saved again.
         """
@@ -91,12 +97,12 @@ class Checkpoints:
         if set_aside:
             self._sweep()
         if step != "latest":
-            return self._restore_one(target, together.decided(lambda: self._chosen(step)))
+            return self._restore_one(target, together.decided(lambda: self.chosen(step)), partial)
         damaged: dict[int, str] = {}
         while True:
             number = together.decided(lambda: self._newest(damaged))
             try:
-                restored = snapshot.read(self.path(number), target)
+                restored = snapshot.read(self.path(number), target, partial=partial)
                 break
             except Damaged as why:
                 # If it is not there, the training has deleted an old one meanwhile.
@@ -212,9 +218,9 @@ class Checkpoints:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return True
 
-    def _restore_one(self, target: Any, step: int) -> Restored:
+    def _restore_one(self, target: Any, step: int, partial: bool) -> Restored:
         try:
-            return snapshot.read(self.path(step), target)
+            return snapshot.read(self.path(step), target, partial=partial)
         except Damaged as why:
             raise UserError(
                 f"The checkpoint of step {step} in {self.folder} is damaged ({why}). "

@@ -38,7 +38,7 @@ from linnet.train.metrics import MetricsLog, NoMetrics, open_trackers, require_t
 from linnet.train.optim import optimizer as make_optimizer
 from linnet.train.optim import schedule
 from linnet.train.progress import Progress
-from linnet.train.state import TrainState, abstract_state, fresh_state
+from linnet.train.state import TrainState, abstract_state, both_weights, fresh_state
 from linnet.train.step import compile_step
 from linnet.train.throughput import Meter, matmul_flops
 from linnet.train.watch_cluster import watched
@@ -361,8 +361,8 @@ class _Run:
         """Of the best weights there are: those of the last step may have been better before."""
         best = together.decided(self.checkpoints.best)
         if best is not None and best != step:
-            target = abstract_state(self.family, self.cfg, self.optimizer, self.mesh)
-            state = lora_base.restore(self.folder.path, self.checkpoints, target, "best").state
+            target = both_weights(abstract_state(self.family, self.cfg, self.optimizer, self.mesh))
+            state = lora_base.restore(self.folder.path, self.checkpoints, target, "best", partial=True).state
         with contextlib.suppress(Interrupted):
             result = self.judge.test(state, step if best is None else best, self.folder.path, self._watched)
             self.metrics.write("test", step, **result.record)

@@ -31,7 +31,7 @@ from linnet.train.checkpoint import Checkpoints
 from linnet.train.folder import RunFolder
 from linnet.train.interchange import stored_weights, weights_file
 from linnet.train.runs import checkpoint_step, open_state
-from linnet.train.state import TrainState, begin_from, model_weights
+from linnet.train.state import TrainState, begin_from, model_weights, served_weights
 from linnet.tuning import Parent
 
 Kind = Literal["run", "weights", "file"]
@@ -193,7 +193,8 @@ def _begin_from_run(
     family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh, origin: Origin
 ) -> TrainState:
     assert cfg.parent is not None
-    _, state, _ = open_state(origin.path, str(origin.step), mesh)
+    part = None if cfg.parent.optimizer else served_weights
+    _, state, _ = open_state(origin.path, str(origin.step), mesh, part=part)
     if not cfg.parent.optimizer:
         params, buffers = model_weights(state)
         return begin_from(family, cfg, optimizer, params, mesh, buffers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from linnet.train.folder import RunFolder
 from linnet.train.interchange import stored_weights
 from linnet.train.lora import merged_config, trainable_specs
 from linnet.train.optim import optimizer
-from linnet.train.state import TrainState, abstract_state, fresh_buffers, model_weights, start_from
+from linnet.train.state import TrainState, abstract_state, fresh_buffers, model_weights, served_weights, start_from
 from linnet.train.vocabulary import Vocabulary, read_vocabulary
 from linnet.weights import Weights
 
@@ -71,7 +72,7 @@ def open_run(path: Path, which: str = "best", weights: Weights = "float32", mesh
     a step. On a mesh each device gets its part, and reads no more."""
     if stored_weights.is_weights_alone(path):
         return _open_weights(path, which, weights, mesh)
-    cfg, state, step = open_state(path, which, mesh)
+    cfg, state, step = open_state(path, which, mesh, part=served_weights)
     params, buffers = model_weights(state)
     family = registry.get(cfg.family)
     specs = family.param_specs(cfg.model)
@@ -104,13 +105,21 @@ def _open_weights(path: Path, which: str, weights: Weights, mesh: Mesh | None) -
     return Run(cfg=cfg, family=family, params=params, buffers=buffers, step=0, folder=path)
 
 
-def open_state(path: Path, which: str, mesh: Mesh | None = None) -> tuple[RunConfig, TrainState, int]:
+def open_state(
+    path: Path,
+    which: str,
+    mesh: Mesh | None = None,
+    *,
+    part: Callable[[TrainState], TrainState] | None = None,
+) -> tuple[RunConfig, TrainState, int]:
+    """The state of a checkpoint, or the part of it that `part` keeps: the rest is not read, and costs no memory."""
     folder = RunFolder(path)
     cfg = configs.load(folder.config)
     family = registry.get(cfg.family)
     target = abstract_state(family, cfg, optimizer(cfg.optim, trainable_specs(family, cfg)), mesh)
     with Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
-        restored = lora_base.restore(path, checkpoints, target, _chosen(checkpoints, which))
+        wanted = target if part is None else part(target)
+        restored = lora_base.restore(path, checkpoints, wanted, _chosen(checkpoints, which), partial=part is not None)
     return cfg, restored.state, restored.step
 
 

@@ -40,14 +40,16 @@ class Restored:
     extra: dict[str, Any]
 
 
-def read(path: Path, target: Any) -> Restored:
+def read(path: Path, target: Any, *, partial: bool = False) -> Restored:
     """Reads one checkpoint and proves its content. `Damaged` if it fails, `UserError` if `target` is another model.
 
+    With `partial`, `target` may lack whole parts of the saved state (the optimizer state, say): those are neither read nor proven.
     All processes come to the same end: what one of them cannot read, or finds wrong, is damaged for all.
     """
     manifest, found, fault = {}, {}, None
     try:
         manifest = _read_manifest(path)
+        manifest["leaves"] = _wanted(manifest["leaves"], target) if partial else manifest["leaves"]
         _refuse_other_model(path, manifest["leaves"], target)
         found = _read_arrays(path, target)
         report = {"fault": None, "damaged": True, "sums": _held_sums(found, manifest["leaves"])}
@@ -67,6 +69,13 @@ def checksums(path: Path) -> dict[str, Any]:
         return _read_manifest(path)["leaves"]
     except Damaged as why:
         raise UserError(f"The checkpoint {path} is damaged ({why}). Fix: use another checkpoint.") from why
+
+
+def _wanted(rows: dict[str, Any], target: Any) -> dict[str, Any]:
+    """The rows of the parts that `target` has (the first component of a name). A part is read whole, so that another model's is
+    still refused."""
+    parts = {name.partition("/")[0] for name in shares.kinds(target)}
+    return {name: row for name, row in rows.items() if name.partition("/")[0] in parts}
 
 
 def _settle(fault: Exception | None, reports: list[dict[str, Any]]) -> None:
@@ -91,7 +100,9 @@ def _read_arrays(path: Path, target: Any) -> dict[str, Array]:
     with contextlib.closing(ocp.Checkpointer(arrays, multiprocessing_options=alone)) as reader:
         try:
             how = ocp.checkpoint_utils.construct_restore_args(stored)
-            found = reader.restore(path / STATE, args=ocp.args.PyTreeRestore(stored, restore_args=how))
+            found = reader.restore(
+                path / STATE, args=ocp.args.PyTreeRestore(stored, restore_args=how, partial_restore=True)
+            )
         except (MemoryError, jax.errors.JaxRuntimeError):  # No room for the arrays: the files may well be sound.
             raise
         except Exception as error:  # Damaged files make Orbax and TensorStore raise nearly anything.

@@ -164,6 +164,17 @@ def _optimizer_shardings(opt_state: Any, specs: Any, mesh: Mesh, rules: sharding
     return jax.tree_util.tree_map_with_path(one, opt_state)
 
 
+def both_weights(state: TrainState) -> TrainState:
+    """A state (or abstract state) reduced to what is evaluated: parameters, moving average, codebooks and the base of adapters."""
+    return replace(state, step=None, carry=None, opt_state=None, key=None, skipped=None, bad_run=None)
+
+
+def served_weights(state: TrainState) -> TrainState:
+    """A state (or abstract state) reduced to what `model_weights` needs: one set of weights, and the codebooks."""
+    state = both_weights(state)
+    return state if state.ema is None else replace(state, params=None)
+
+
 def model_weights(state: TrainState) -> tuple[Any, Any]:
     """What is evaluated, sampled and exported: the moving average where there is one; adapters merged into their base."""
     params = state.params if state.ema is None else state.ema
