@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pair_files
 import pytest
+from picture_files import png
 
 from linnet.cli import main
 from linnet.cli.train import keep_remarks
@@ -22,6 +23,7 @@ from linnet.train.interchange import dalle2_parts
 from linnet.train.interchange.dalle2_config import folder_hint, remarks, run_config
 from linnet.train.interchange.dalle2_opening import open_config
 from linnet.train.interchange.dalle2_parts import is_reference, read_json, read_parts
+from linnet.train.judge_prior import PriorJudge
 from linnet.train.metrics import read_metrics
 
 FILES = Path(__file__).parents[1] / "dalle2_configs"
@@ -304,6 +306,29 @@ def test_places_that_cannot_be_read_are_refused_with_the_way_out(folder: Path, t
     with_tokens = newer(prior__condition_on_text_encodings=True)
     with pytest.raises(UserError, match="condition_on_text_encodings is True.*--model.no-text-encodings"):
         opened(with_tokens, images=str(folder / "img_emb"))
+
+
+def test_the_example_runs_on_pairs_that_data_embed_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From captions and images, with the paths that the file names, token encodings included."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    for i in range(8):
+        (tmp_path / "photos" / f"{i}.png").write_bytes(png(i))
+        (tmp_path / "photos" / f"{i}.txt").write_text(f"picture number {i}")
+    assert said_by(["data", "embed", "photos", "--out", "laion"], capsys)[0] == 0
+    wide = {"prior__net__dim": 256, "prior__image_embed_dim": 256, "prior__condition_on_text_encodings": True}
+    places = {"data__image_url": "laion/img_emb/", "data__meta_url": "laion/metadata/", "train__warmup_steps": 50}
+    for more in ({}, {"data__text_url": "laion/text_emb/"}):
+        read = parts(newer(**wide, **places, **more))
+        cfg, said = open_config(read, run_config(read))
+        assert cfg.prior.text_encodings
+        assert cfg.optim.warmup_steps == 50 > cfg.optim.steps, "a short run is within its warm-up, as in the reference"
+        assert any("train.warmup_steps is 50, more than" in words for words in said)
+        batch = PriorJudge(cfg).batch(0)
+        assert batch.encodings.shape == (6, 48, 256)
+        assert batch.encodings[:, :3].any(-1).all()
 
 
 # The command

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -18,7 +19,9 @@ from linnet.config import DataConfig, PairsConfig, RunConfig
 from linnet.data.emoji import open_emoji
 from linnet.errors import UserError
 from linnet.families import registry
+from linnet.families.prior import sampling as prior_sampling
 from linnet.families.prior.config import PriorConfig
+from linnet.families.prior.plan import make_plan
 from linnet.families.vq.config import VQConfig
 from linnet.nn.sampling import sampling_settings
 from linnet.pytree import replace
@@ -106,6 +109,24 @@ def test_the_text_the_embedding_and_guidance_make_a_difference(both: Imagination
     first, second = both.paint(np.stack([one[0], two[0]]), settings, [1, 1])
     assert (first != second).any()
     assert (both.paint(one[:1], settings, [1], guidance=3.0)[0] != first).any()
+
+
+def test_a_prior_with_token_encodings_gets_those_of_the_text(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    cfg = changed(PRIOR, **{"model.max_text_len": 4, "model.text_encodings": True})
+    both = open_imagination(written(tmp_path / "tokens", cfg), runs[1])
+    embeds = both.embeds("red heart", [0, 1], steps=4)
+    text = both.encoder.encode_texts(["red heart"])
+    plan = make_plan(cfg.prior, 4)
+
+    def drawn(encodings: np.ndarray) -> np.ndarray:
+        given = (np.repeat(one, 2, 0) for one in (text.embeds, encodings))
+        prepared = prior_sampling.prepared(both.prior.params, cfg.prior)
+        keys = jnp.stack([rng.of_sample(seed) for seed in (0, 1)])
+        found = np.asarray(prior_sampling.sample(prepared, *map(jnp.asarray, given), plan, keys, cfg.prior))
+        return found / np.linalg.norm(found, axis=1, keepdims=True)
+
+    np.testing.assert_array_equal(drawn(text.encodings), embeds)
+    assert np.abs(drawn(np.zeros_like(text.encodings)) - embeds).max() > 1e-4
 
 
 def test_absent_runs_are_named_with_the_commands_that_make_them(

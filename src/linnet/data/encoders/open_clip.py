@@ -1,7 +1,7 @@
 """Encoders of the open_clip package (`pip install linnet-lm[clip]`).
 
 Token encodings are the outputs of the text transformer's last norm, as DALLE2-pytorch's adapters take them: positions after the end
-token, and positions with token 0 (padding, which is also "!"), are zeros.
+token, and positions with token 0 (padding, but also a "!" before other signs), are zeros.
 """
 
 from __future__ import annotations
