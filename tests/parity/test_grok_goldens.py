@@ -63,6 +63,38 @@ def test_a_wrong_number_in_a_model_is_seen(tmp_path: Path) -> None:
     assert [skipped.name for skipped in result.not_checked] == ["f32/new"]
 
 
+STREAMS, PIECES = GOLDENS / "e2e_A.json", GOLDENS / "e2e_A_tokenizer.model"
+
+
+@pytest.mark.optimized
+def test_streams_pass_in_both_types_with_their_texts() -> None:
+    result = verify_file(STREAMS)
+    assert failed(result) == []
+    names, runs = {check.name for check in result.checks}, json.loads(STREAMS.read_text())["runs"]
+    unsure = {skipped.name for skipped in result.not_checked}
+    for i, run in enumerate(runs):
+        assert f"runs/{i}/float32_greedy" in names
+        assert f"runs/{i}" in names | unsure
+        assert ({f"runs/{i}/text", f"runs/{i}/out_text"} <= names) == ("text" in run)
+
+
+def test_a_wrong_stream_or_text_is_seen(tmp_path: Path) -> None:
+    """Beside two models of the same sizes: the file says whose it is."""
+    (tmp_path / "tiny_A").symlink_to(TINY_A)
+    (tmp_path / "tiny_Z").symlink_to(TINY_A)
+    shutil.copy(PIECES, tmp_path / PIECES.name)
+    whole = json.loads(STREAMS.read_text())
+    sure = next(run for run in whole["runs"] if run["router_margin"] >= 0.01 and min(run["float32_gap"]) >= 0.05)
+    text = next(run for run in whole["runs"] if "text" in run)
+    bad_out = {**sure, "out": [*sure["out"][:-1], 7]}
+    bad_float = {**sure, "float32_greedy": [*sure["float32_greedy"][:-1], 7]}
+    bad_text = {**text, "text": text["text"] + "s", "out_text": text["out_text"] + " "}
+    (tmp_path / "e2e_A.json").write_text(json.dumps({**whole, "runs": [bad_out, bad_float, bad_text]}))
+    result = verify_file(tmp_path / "e2e_A.json")
+    assert failed(result) == ["runs/2/text", "runs/2/out_text", "runs/0", "runs/1/float32_greedy"]
+    assert any("tiny_A" in note for note in result.notes)
+
+
 def test_units_pass() -> None:
     result = verify_file(UNITS)
     assert failed(result) == []

@@ -211,7 +211,7 @@ def _print_summary(index: Index, out: Path, seconds: float) -> None:
         console.print(f"Left out: {reasons}.")
     if index.lossy_documents:
         console.print(
-            f"{index.lossy_documents:,} parts of documents cannot be given back byte for byte: this tokenizer has no pieces for bytes."
+            f"{index.lossy_documents:,} parts of documents cannot be given back byte for byte: this tokenizer is not byte-exact."
         )
     n_bytes = sum(split.bytes for split in index.splits.values())
     console.print(

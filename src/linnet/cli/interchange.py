@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import tyro
 
+from linnet.cli.advice import needed_prompt
 from linnet.cli.parse import parse
 from linnet.config import RunConfig
 from linnet.errors import UserError, refuse
@@ -114,7 +115,9 @@ def import_command(argv: list[str]) -> int:
     else:  # an optimiser has no use for it
         finish = (lambda folder: None) if tokenizer is None else tokenizer.save
         write_stored_run(flags.out, cfg, held_leaves(params), finish, print)
-    print(f"The run is in {flags.out}. Next: linnet eval {flags.out}; linnet sample {flags.out}{_a_prompt(cfg.model)}")
+    print(
+        f"The run is in {flags.out}. Next: linnet eval {flags.out}; linnet sample {flags.out}{needed_prompt(cfg.model)}"
+    )
     return 0
 
 
@@ -180,13 +183,8 @@ def _grok(flags: ImportFlags, file: Path, out: Path) -> int:
     import_grok(found, run_config(model, flags.source), out, flags.weights, finish=finish, say=print)
     front = "nothing" if model.bos_id is None else f"id {model.bos_id}"
     print(f"In front of every sequence: {front}.")
-    print(f"The run is in {out}. Next: linnet sample {out}{_a_prompt(model)}; linnet serve {out}")
+    print(f"The run is in {out}. Next: linnet sample {out}{needed_prompt(model)}; linnet serve {out}")
     return 0
-
-
-def _a_prompt(model: Any) -> str:
-    """What the advice to sample needs: a model without a begin id cannot begin from nothing."""
-    return ' --prompt "The answer"' if getattr(model, "bos_id", 0) is None else ""
 
 
 def _transformer_vq(flags: ImportFlags, file: Path) -> tuple[RunConfig, Any, Any]:

@@ -48,6 +48,9 @@ class ShowFlags:
     """`bytes`, a sentencepiece .model, a Hugging Face tokenizer.json, or a folder with one (prepared data, a run)."""
     end_token: str | None = None
     """The token that ends a document, where the tokenizer does not say."""
+    rules: Literal["exact", "released"] | None = None
+    """`exact`: every byte comes back; `released`: as the library of the file encodes and decodes, which imported models use. If not
+    given: as a run's folder says, and exact for a file."""
     json: bool = False
     """One JSON object."""
 
@@ -103,7 +106,7 @@ def _train(flags: TrainFlags) -> int:
 def _show(flags: ShowFlags) -> int:
     from linnet.data.tokenizer import open_tokenizer
 
-    tokenizer = open_tokenizer(flags.tokenizer, end_token=flags.end_token)
+    tokenizer = open_tokenizer(flags.tokenizer, end_token=flags.end_token, rules=flags.rules)
     data = flags.text.encode(errors="surrogateescape")  # the shell's bytes, UTF-8 or not
     ids = tokenizer.encode(data).tolist()
     pieces = tokenizer.pieces(ids)
@@ -115,6 +118,7 @@ def _show(flags: ShowFlags) -> int:
             "n_vocab": tokenizer.n_vocab,
             "fingerprint": tokenizer.fingerprint,
             "exact": tokenizer.exact,
+            "rules": tokenizer.rules,
             "end": {"id": tokenizer.end_id, "piece": end},
             "bytes": len(data),
             "comes_back": same,
@@ -125,7 +129,8 @@ def _show(flags: ShowFlags) -> int:
         return 0
     for token, piece in zip(ids, pieces, strict=True):
         print(f"{token:>7}  {_quoted(piece)}")
-    words = "comes back exactly" if same else "does NOT come back: this tokenizer has no piece for every byte"
+    why = "it is used as released" if tokenizer.rules == "released" else "it has no piece for every byte"
+    words = "comes back exactly" if same else f"does NOT come back: this tokenizer is not byte-exact, {why}"
     print(
         f"{len(data)} bytes, {len(ids)} ids, {words}. {tokenizer.kind}: {tokenizer.n_vocab:,} ids, end {tokenizer.end_id} {end}"
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from linnet.cli.advice import needed_prompt
 from linnet.cli.finetune import parse_fine_tuning
 from linnet.cli.parse import config_first, flag_value, parse_run
 from linnet.config import RunConfig
@@ -63,7 +64,9 @@ def run_training(config: RunConfig, out: Path, quiet: bool, remarks: Sequence[st
     if not outcome.finished:
         return EXIT_INTERRUPTED
     if not quiet:
-        print(f"The run is in {out}. Next: linnet eval {out}; linnet sample {out}; linnet report {out}")
+        print(
+            f"The run is in {out}. Next: linnet eval {out}; linnet sample {out}{needed_prompt(config.model)}; linnet report {out}"
+        )
     return 0
 
 

@@ -82,7 +82,8 @@ def model_of(path: Path) -> tuple[MoEConfig, Tensors]:
 
 
 def model_for_runner(path: Path) -> Path:
-    """The folder of the model that a runner's streams came from: beside the file, of its sizes, and where several are, of its name."""
+    """The folder of the model that a runner's streams came from: beside the file, of its sizes, and where several are, the one that
+    the file names (`model`), or is named after."""
     sizes = set(param_shapes(grok_config(path)).items())
     folders = [
         folder
@@ -91,7 +92,9 @@ def model_for_runner(path: Path) -> Path:
         and find_folder(folder) is not None
         and set(param_shapes(grok_config(folder / SETTINGS)).items()) == sizes
     ]
-    named = [folder for folder in folders if _letters(folder.name) in _letters(path.stem)]
+    own = read_json(path).get("model")
+    named = [folder for folder in folders if folder.name == own]
+    named = named or [folder for folder in folders if _letters(folder.name) in _letters(path.stem)]
     found = named or folders
     if len(found) != 1:
         what = "no model of its sizes" if not found else f"{len(found)} models of its sizes"
