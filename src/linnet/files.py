@@ -30,6 +30,10 @@ def atomic_write(path: Path, content: Any, *, sync: bool = False) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}). Fix: choose a folder with room that is yours."
-        ) from error
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: Exception) -> UserError:
+    """For a disk that is full or read-only, or a folder without permission."""
+    why = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return UserError(f"{path} cannot be written ({why}). Fix: choose a folder with room that is yours.")

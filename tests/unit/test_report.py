@@ -15,6 +15,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from rich.console import Console
 
 from linnet import config
 from linnet.train import charts, environment, plots, svg
+from linnet.train.positions import PositionSums
 from linnet.train.report import render, wall_seconds, write_report
 
 EVIL = "<script>alert('x')</script>&\"'"
@@ -147,7 +149,7 @@ def test_a_full_run_tells_everything(full_run: Path) -> None:
     for expected in (
         "my-run", "finished", "preset quickstart", "1.750", "its best", "Tokens seen", "6.55M", "40% of peak FLOP/s", "0.90 GB",
         "fewer bits than gzip.", "more than bzip2, xz.", "xz 1.630, bzip2 1.620", "Learning rate", "Gradient norm", "Throughput",
-        "Share of codes used", "Every unit at step 400", "Loss by position, test", "longer context helps", "1.8765", "123,456",
+        "Share of codes used", "Every unit at step 400", "Loss by position, test", "lower than at positions", "1.8765", "123,456",
         "sample of step 20000", "sample of step 1000", "skipped", "loss is not finite", "Checkpoints saved: 1.",
         "block_len", "A processor", "8.0 GB",
     ):  # fmt: skip
@@ -324,12 +326,11 @@ def test_numbers_are_short() -> None:
 
 def test_positions_as_a_table_and_a_picture() -> None:
     out = io.StringIO()
-    Console(file=out, width=100).print(plots.position_table(EDGES, LOSSES))
+    Console(file=out, width=100).print(plots.position_table({"edges": EDGES, "loss": LOSSES}))
     text = out.getvalue()
     assert "128–255" in text
     assert "1.3000" in text
     assert f"{1.3 / math.log(2):.4f}" in text
-    assert "longer context helps" in text
     picture = plots.position_svg(EDGES, LOSSES)
     root = ET.fromstring(picture)
     assert root.tag.endswith("svg")
@@ -337,11 +338,60 @@ def test_positions_as_a_table_and_a_picture() -> None:
     assert len(root.findall(".//{*}circle")) == len(LOSSES)
 
 
-def test_what_positions_say() -> None:
-    assert "falls by" in plots.position_words([0, 8, 64, 128], [3.0, 2.0, 1.0])
-    assert "rises by" in plots.position_words([0, 8, 64, 128], [3.0, 2.0, 2.5])
-    assert "stays the same" in plots.position_words([0, 8, 64, 128], [3.0, 2.0, 2.001])
-    assert "Too few" in plots.position_words([0, 8], [3.0])
+def by_position(losses: list[float], errors: list[float], paired: float) -> dict[str, Any]:
+    change = {"early": 1, "last": 2, "nats": losses[1] - losses[2], "standard_error": paired, "sequences": 40}
+    return {"edges": [0, 8, 64, 128], "loss": losses, "standard_error": errors, "change": change}
+
+
+def test_the_sentence_about_context_agrees_with_its_table_and_states_its_uncertainty() -> None:
+    helps = plots.position_words(by_position([3.0, 2.0, 1.0], [0.1, 0.1, 0.1], 0.05))
+    assert helps == (
+        "The loss at positions 64–127 is 1.4427 ± 0.0721 bits per token lower than at positions 8–63 (± one standard error over 40 "
+        "sequences): longer context helps."
+    )
+    harms = plots.position_words(by_position([3.0, 2.0, 2.5], [0.1, 0.1, 0.1], 0.05))
+    assert "higher than at positions 8–63" in harms
+    assert "longer context does not help. The lowest loss is at positions 8–63." in harms
+    unclear = plots.position_words(by_position([3.0, 2.0, 1.95], [0.1, 0.1, 0.1], 0.05))
+    assert "0.0721 ± 0.0721 bits per token lower" in unclear
+    assert "no more than chance" in unclear
+    out = io.StringIO()
+    Console(file=out, width=100).print(plots.position_table(by_position([3.0, 2.0, 1.0], [0.1, 0.1, 0.2], 0.05)))
+    rows = [line for line in out.getvalue().splitlines() if "64–127" in line or "8–63" in line]
+    bits = [float(line.split()[5]) for line in rows]
+    assert f"{bits[0] - bits[1]:.4f}" == "1.4427"
+    assert "± 0.2885" in rows[1]
+
+
+def test_what_positions_say_without_errors() -> None:
+    older = {"edges": [0, 8, 64, 128], "loss": [3.0, 2.0, 1.0]}
+    assert "the standard error is not known" in plots.position_words(older)
+    assert "Too few" in plots.position_words({"edges": [0, 8], "loss": [3.0]})
+
+
+def test_the_standard_error_is_that_of_paired_sequences() -> None:
+    """Against the textbook formula, where every sequence has all its tokens: the error of a mean of paired differences."""
+    draw = np.random.default_rng(0)
+    level = draw.normal(3.0, 1.0, (50, 1))  # texts differ far more than positions of one text
+    nats = level + np.array([0.5, 0.2, 0.0, 0.0]) + draw.normal(0, 0.05, (50, 4))
+    sums = PositionSums(4)
+    assert sums.edges == [0, 1, 2, 4]
+    for part in (nats[:30], nats[30:]):
+        sums.begin(len(part))
+        sums.add(0, part[:, :2], np.ones((len(part), 2)))
+        sums.add(2, part[:, 2:], np.ones((len(part), 2)))
+    found = sums.finish()
+    bins = np.stack([nats[:, 0], nats[:, 1], nats[:, 2:].mean(1)], axis=1)
+    np.testing.assert_allclose(found.nats, bins.mean(0))
+    np.testing.assert_allclose(found.standard_errors, bins.std(0, ddof=1) / np.sqrt(50))
+    assert found.change is not None
+    early, last = found.change.early, found.change.last
+    difference = bins[:, early] - bins[:, last]
+    np.testing.assert_allclose(found.change.nats, difference.mean())
+    np.testing.assert_allclose(found.change.standard_error, difference.std(ddof=1) / np.sqrt(50))
+    assert found.change.standard_error < 0.2 * found.standard_errors[early], (
+        "pairing removes what differs between texts"
+    )
 
 
 def test_the_environment_names_no_one() -> None:

@@ -106,11 +106,14 @@ def eval_command(argv: list[str]) -> int:
         }
     if flags.source is not None:
         record["source"] = flags.source
-    figure = _write(flags, record, result)
+    # Printed first: a disk that is full or read-only must not cost what was computed.
     if flags.json:
-        print(json.dumps(record))
+        print(json.dumps(record), flush=True)
     else:
-        _tell(record, result, figure)
+        _tell(record, result)
+    figure = _write(flags, record, result)
+    if not flags.json:
+        print(f"The plot is in {figure}.")
     return 0
 
 
@@ -137,11 +140,11 @@ def _write(flags: Flags, record: dict[str, Any], result: Evaluation) -> Path:
     name = record["split"] if flags.weights == "float32" else f"{record['split']}_{flags.weights}"
     replace_text(flags.run / f"eval_{name}.json", json.dumps(record, indent=2) + "\n")
     figure = flags.run / f"eval_{name}.svg"
-    replace_text(figure, position_svg(result.position_edges, result.position_nats))
+    replace_text(figure, position_svg(result.by_position.edges, result.by_position.nats))
     return figure
 
 
-def _tell(record: dict[str, Any], result: Evaluation, figure: Path) -> None:
+def _tell(record: dict[str, Any], result: Evaluation) -> None:
     from rich.console import Console
 
     from linnet.train.plots import position_table, position_words
@@ -162,7 +165,7 @@ def _tell(record: dict[str, Any], result: Evaluation, figure: Path) -> None:
             f"{record['bits_per_byte'] - before['bits_per_byte']:+.4f} and take {record['weight_bytes'] / 1e6:.1f} MB instead of "
             f"{before['weight_bytes'] / 1e6:.1f}."
         )
-    console.print(position_table(result.position_edges, result.position_nats))
+    by_position = result.by_position.to_json()
+    console.print(position_table(by_position))
     if result.unit == "byte":  # a place in a picture is not only how much was seen, but what is there
-        console.print(position_words(result.position_edges, result.position_nats))
-    console.print(f"The plot is in {figure}.")
+        console.print(position_words(by_position))

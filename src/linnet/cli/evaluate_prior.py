@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linnet.errors import UserError, refuse
@@ -52,15 +51,14 @@ def evaluate_prior_run(flags: Flags) -> int:
     shown = split if flags.source is None else "source"
     rows: list[Row] = []
     notes: list[str] = []
+    matrix = None
     if result.predicted:
-        n_steps, predicted = next(iter(result.predicted.items()))
+        _, predicted = next(iter(result.predicted.items()))
         simple, note = _baselines(flags, cfg, pairs)
         notes += [note] if note else []
         rows, matrix = retrieval.side_by_side(
             pairs, split, result.pairs, predicted.texts, predicted.embeds, predicted.images, predicted.chosen, simple
         )
-        if flags.source is None and flags.limit is None:  # the report tells of whole splits of its own
-            retrieval.write(flags.run, rows, matrix, split, step, n_steps)
     record = {
         **{name: _plain(value) for name, value in result.to_json().items()},
         "split": shown,
@@ -72,11 +70,17 @@ def evaluate_prior_run(flags: Flags) -> int:
         **({"notes": notes} if notes else {}),
     }
     path = flags.run / f"eval_{shown}.json"
-    replace_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
+    # Printed first: a disk that is full or read-only must not cost what was computed.
     if flags.json:
-        print(json.dumps(record, allow_nan=False))
+        print(json.dumps(record, allow_nan=False), flush=True)
     else:
-        _tell(record, result, rows, notes, path)
+        _tell(record, result, rows, notes)
+    if rows and flags.source is None and flags.limit is None:  # the report tells of whole splits of its own
+        n_steps = next(iter(result.predicted))
+        retrieval.write(flags.run, rows, matrix, split, step, n_steps)
+    replace_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
+    if not flags.json:
+        print(f"All figures are in {path}; `linnet report` shows them.")
     return 0
 
 
@@ -130,7 +134,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _tell(record: dict[str, Any], result: PriorEvaluation, rows: list[Row], notes: list[str], path: Path) -> None:
+def _tell(record: dict[str, Any], result: PriorEvaluation, rows: list[Row], notes: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -160,7 +164,6 @@ def _tell(record: dict[str, Any], result: PriorEvaluation, rows: list[Row], note
         console.print(table)
     for note in notes:
         console.print(note)
-    console.print(f"All figures are in {path}; `linnet report` shows them.")
 
 
 def _cell(value: float) -> str:

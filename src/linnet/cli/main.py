@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import sys
 import traceback
 
 from linnet import cluster
+from linnet.cli.interruption import EXIT_INTERRUPT
 from linnet.errors import UserError, did_you_mean
 
 EXIT_OK, EXIT_FAILED, EXIT_USER, EXIT_NOT_FINITE = 0, 1, 2, 3
+DISK_ERRORS = {
+    errno.ENOSPC: "free some room there, or choose another folder",
+    errno.EDQUOT: "free some room there, or choose another folder",
+    errno.EROFS: "choose a folder that can be written",
+    errno.EACCES: "choose another folder, or correct its permissions",
+    errno.EPERM: "choose another folder, or correct its permissions",
+    errno.EIO: "check the disk",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+"""What the system can refuse to any command, and what to do about it."""
 
 # command -> (module that has a function of that name, what it is for)
 COMMANDS = {
@@ -39,8 +51,8 @@ COMMANDS = {
 }
 
 EXIT_CODES = """Exit codes: 0 done; 1 a check failed (verify, data check); 2 something asked for cannot be done; 3 the loss stayed not
-finite; 75 interrupted and saved: run the same command again to go on; 76 another process of the cluster was lost: start them
-all again to go on from the last checkpoint; 128 + n ended at once by signal n."""
+finite; 4 the port is in use (serve); 75 interrupted and saved: run the same command again to go on; 76 another process of the
+cluster was lost: start them all again to go on from the last checkpoint; 128 + n ended at once by signal n (130: Ctrl-C)."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -58,10 +70,11 @@ def main(arguments: list[str] | None = None) -> None:
     if name not in COMMANDS:
         print(f"linnet: there is no command {name!r}.{did_you_mean(name, COMMANDS)}\n\n{_overview()}", file=sys.stderr)
         sys.exit(EXIT_USER)
-    command = getattr(importlib.import_module(f"linnet.cli.{COMMANDS[name][0]}"), f"{name.replace('-', '_')}_command")
     failed: Exception | None = None
     try:
-        code = command(rest)
+        module = importlib.import_module(f"linnet.cli.{COMMANDS[name][0]}")
+        code = getattr(module, f"{name.replace('-', '_')}_command")(rest)
+        sys.stdout.flush()  # a full disk behind it shows here, not after the end
     except UserError as error:
         failed = error
         print(f"linnet {name}: {error}", file=sys.stderr)
@@ -70,7 +83,13 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stderr.close()
         code = EXIT_OK
     except KeyboardInterrupt:
-        code = 130
+        code = EXIT_INTERRUPT
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        failed, code = error, EXIT_USER
+        place = f"{error.filename} cannot be used" if error.filename else "a file cannot be written or read"
+        print(f"linnet {name}: {place} ({error.strerror}). Fix: {DISK_ERRORS[error.errno]}.", file=sys.stderr)
     except Exception as error:
         if cluster.describe().count == 1:
             raise

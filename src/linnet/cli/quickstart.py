@@ -99,16 +99,10 @@ def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
         "test",
         progress=lambda batches: track(batches, "held-out text", n_batch, quiet=quiet),
     )
-    replace_text(out / "eval_test.json", json.dumps(result.to_json() | {"step": run.step}, indent=2) + "\n")
     compressors = compressed_bits_per_byte(data.raw("test"))
-    figures = {"model": result.to_json(), "compressors": compressors}
-    replace_text(out / "quickstart.json", json.dumps(figures, indent=2) + "\n")
     text = sample_text(
         run.writer, cfg, run.params, run.buffers, run.vocabulary, prompt="def ", n_tokens=400, seed=cfg.seed
     )
-    replace_text(out / "samples" / "quickstart.txt", text)
-    report = write_report(out)
-
     console = Console()
     table = Table("on text it has never seen", "bits per byte", box=None)
     rows = {**compressors, "this model": result.bits_per_byte}
@@ -117,6 +111,12 @@ def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
     console.print(table)
     console.print("\nWhat it writes:\n", style="bold")
     print(text)
+    # Written after it is printed: a full disk must not cost what was computed.
+    replace_text(out / "eval_test.json", json.dumps(result.to_json() | {"step": run.step}, indent=2) + "\n")
+    figures = {"model": result.to_json(), "compressors": compressors}
+    replace_text(out / "quickstart.json", json.dumps(figures, indent=2) + "\n")
+    replace_text(out / "samples" / "quickstart.txt", text)
+    report = write_report(out)
     console.print("\nNext:", style="bold")
     print(
         f"  open {report}\n"

@@ -85,11 +85,13 @@ def serve_command(argv: list[str]) -> int:
     from linnet.serve.http.app import make_app
     from linnet.serve.http.auth import Keys
     from linnet.serve.http.batch import read_lines
-    from linnet.serve.http.lifecycle import Lifecycle, check_host, run, run_replica
+    from linnet.serve.http.lifecycle import Lifecycle, check_host, check_port, run, run_replica
     from linnet.serve.template import read_template
 
     if socket is None:
         check_host(flags.host, bool(keys))
+        if flags.batch is None:
+            check_port(flags.host, flags.port)
     Keys(keys)  # refuses weak ones before anything is loaded
     names = [_name(run) for run in flags.runs]
     if len({name for name, _ in names}) < len(names):
@@ -113,7 +115,7 @@ def serve_command(argv: list[str]) -> int:
     if flags.batch is not None:
         return _batch(app, models, lines, flags)
     if socket is not None:
-        run_replica(app, lifecycle, socket=Path(socket), drain_seconds=flags.drain_seconds)
+        run_replica(app, lifecycle, address=Path(socket), drain_seconds=flags.drain_seconds)
     else:
         run(
             app,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,8 +15,7 @@ from linnet import sharding
 from linnet.config import RunConfig
 from linnet.data import Batch, Data
 from linnet.families.family import TokenFamily
-
-N_POSITION_BINS = 16
+from linnet.train.positions import ByPosition, PositionSums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,9 +29,7 @@ class Evaluation:
     """What a byte of the data is: a byte of text, or a dimension of a picture."""
     nats: float
     """Sum over all tokens."""
-    position_edges: list[int]
-    position_nats: list[float]
-    """Mean nats per token between two edges; NaN where there was no token."""
+    by_position: ByPosition
 
     @property
     def loss(self) -> float:
@@ -61,10 +57,7 @@ class Evaluation:
             "perplexity": math.exp(min(self.loss, 700.0)),
             **({"bits_per_dim": self.bits_per_byte} if self.unit == "dimension" else {}),
             **({"words": self.words, "word_perplexity": self.word_perplexity} if self.words else {}),
-            "per_position": {
-                "edges": self.position_edges,
-                "loss": [None if math.isnan(x) else x for x in self.position_nats],
-            },
+            "per_position": self.by_position.to_json(),
         }
 
 
@@ -96,20 +89,22 @@ def evaluate(
     begin = _beginning(family, cfg, size, mesh)
     length, stretch = cfg.tokens.sequence_len, cfg.tokens.update_len
     total, count, n_bytes = np.zeros(length), np.zeros(length), 0
+    positions = PositionSums(length)
     lengths = data.tokenizer.lengths()
     for batch in progress(data.evaluation(split, size, limit)):
         carry = begin()
+        positions.begin(size)
         for start in range(0, length, stretch):
             part = batch.stretch(start, start + stretch)
             placed = sharding.put_rows(part, (0, 1), size, mesh, family.RULES)
             values, carry = nats(params, buffers, carry, placed)
             values = sharding.to_host(values)
             counted = np.asarray(part.loss_mask, np.float64)
-            total[start : start + stretch] += (np.asarray(values, np.float64) * counted).sum(axis=0)
+            nats_here = np.asarray(values, np.float64)
+            total[start : start + stretch] += (nats_here * counted).sum(axis=0)
             count[start : start + stretch] += counted.sum(axis=0)
+            positions.add(start, nats_here, counted)
             n_bytes += int((counted * lengths[np.asarray(part.targets)]).sum())
-    edges = position_edges(length)
-    means = [_mean(total[a:b], count[a:b]) for a, b in itertools.pairwise(edges)]
     chosen = data.split(split)
     whole = int(count.sum()) == chosen.n_tokens
     return Evaluation(
@@ -119,8 +114,7 @@ def evaluate(
         words=chosen.n_words if whole else None,
         unit="byte" if data.shape is None else "dimension",
         nats=float(total.sum()),
-        position_edges=edges,
-        position_nats=means,
+        by_position=positions.finish(),
     )
 
 
@@ -129,13 +123,3 @@ def _beginning(family: TokenFamily, cfg: RunConfig, size: int, mesh: Mesh) -> Ca
     shapes = jax.eval_shape(lambda: family.empty_carry(cfg.model, size))
     places = sharding.places(shapes, family.carry_names(shapes), mesh, family.RULES)
     return jax.jit(lambda: family.empty_carry(cfg.model, size), out_shardings=places)
-
-
-def position_edges(length: int) -> list[int]:
-    """0, 1, 2, 4, .. up to the length: context helps most at first, so bins grow."""
-    edges = [0, *(2**i for i in range(length.bit_length()) if 2**i < length), length]
-    return edges if len(edges) <= N_POSITION_BINS + 1 else [0, *edges[-N_POSITION_BINS:]]
-
-
-def _mean(total: np.ndarray, count: np.ndarray) -> float:
-    return float(total.sum() / count.sum()) if count.sum() else math.nan

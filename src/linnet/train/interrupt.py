@@ -25,7 +25,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self._event = threading.Event()
-        self._saves = False
+        self._saves = self._all_saved = False
 
     @property
     def requested(self) -> bool:
@@ -34,10 +34,19 @@ class Interrupt:
     def may_save(self) -> None:
         self._saves = True
 
+    def all_saved(self) -> None:
+        """From here on no weights can be lost, and what remains (the last evaluation) is repeated by a resume: end at once."""
+        self._all_saved = True
+
     def signalled(self, number: int) -> None:
         if self._event.is_set():
             _leave("Stopped at once: the second signal does not wait.", 128 + number)
         self._event.set()
+        if self._all_saved:
+            _leave(
+                "Stopped before the end of the last evaluation: the weights are saved. Run the same command again to finish.",
+                EXIT_INTERRUPTED,
+            )
         if not self._saves:
             _leave("Stopped before the first update: there was nothing new to save.", EXIT_INTERRUPTED)
         print("Stopping: finishing this update and saving. A second signal stops at once.", file=sys.stderr, flush=True)

@@ -175,6 +175,7 @@ class _Run:
             evaluation = latest or evaluation
             self._save(step, state, wait=True)
             self.exports.write("latest", state, step)
+            self._all_saved(step)
             if step < total:
                 self._event(step, "interrupted", f"Stopped at step {step} of {total}. Run the same command to go on.")
                 return Outcome(step=step, finished=False, evaluation=evaluation)
@@ -248,6 +249,12 @@ class _Run:
     def _save(self, step: int, state: TrainState, *, wait: bool = False, evaluate: bool = False) -> None:
         extra = {"data": self.judge.fingerprint, "evaluate": evaluate}
         self.checkpoints.save(step, lora_base.without_base(state), extra=extra, wait=wait)
+
+    def _all_saved(self, step: int) -> None:
+        """Once the last checkpoint is complete, a signal ends the process at once, and a resume repeats the evaluation. Processes of
+        a cluster must agree first, between two batches of the evaluation."""
+        if step >= self.cfg.optim.total_steps and jax.process_count() == 1:
+            self.interrupt.all_saved()
 
     def _introduce(self, start: int) -> None:
         count = weights.count(self.family.param_specs(self.cfg.model))
@@ -324,8 +331,10 @@ class _Run:
         every_steps = train.checkpoint_every and step % train.checkpoint_every == 0
         if not (eval_due or every_steps or agreed.save):
             return None
-        self._save(step, state, evaluate=bool(eval_due))
+        last = step >= self.cfg.optim.total_steps
+        self._save(step, state, wait=last, evaluate=bool(eval_due))
         self.exports.write("latest", state, step)
+        self._all_saved(step)
         self.saved_at = time.monotonic()
         evaluation = self._evaluate(state, step) if eval_due else None
         meter.pause(time.perf_counter() - start)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from linnet.train.charts import Series, line_chart, rows
+from linnet.train.positions import SIGNIFICANT, compared_bins
 from linnet.train.svg import compact, standalone
 
 if TYPE_CHECKING:
@@ -204,50 +205,72 @@ def compressor_figure(model: float, others: Sequence[tuple[str, float]], width: 
 # Does longer context help? The loss by how much a token could look back on.
 
 
-def buckets(edges: Sequence[Any], losses: Sequence[Any]) -> list[tuple[int, int | None, float]]:
-    """(first position, one past the last or none, loss) of each bucket that holds a number."""
-    found: list[tuple[int, int | None, float]] = []
+Bucket = tuple[int, int | None, float]
+"""First position, one past the last or none, loss."""
+
+
+def buckets(edges: Sequence[Any], losses: Sequence[Any]) -> list[Bucket]:
+    """Those that hold a number."""
+    return list(numbered_buckets(edges, losses).values())
+
+
+def numbered_buckets(edges: Sequence[Any], losses: Sequence[Any]) -> dict[int, Bucket]:
+    """By their number in the file."""
+    found: dict[int, Bucket] = {}
     for i, raw in enumerate(losses):
         start = finite(edges[i]) if i < len(edges) else None
         end = finite(edges[i + 1]) if i + 1 < len(edges) else None
         loss = finite(raw)
         if start is not None and start >= 0 and loss is not None:
-            found.append((int(start), None if end is None else int(end), loss))
+            found[i] = (int(start), None if end is None else int(end), loss)
     return found
 
 
-def position_words(edges: Sequence[Any], losses: Sequence[Any]) -> str:
-    """One sentence: from an early bucket (a sixteenth of the way) to the last, does the loss still fall?"""
-    found = buckets(edges, losses)
-    if len(found) < 2:
+def position_words(by: Mapping[str, Any]) -> str:
+    """One sentence from `ByPosition.to_json()`: is the loss of the last positions lower than that of early ones, and how sure is
+    that? Evaluations of earlier versions have no standard errors, and then no verdict."""
+    found = buckets(by["edges"], by["loss"])
+    chosen = compared_bins([start for start, _, _ in found], [loss for _, _, loss in found])
+    if chosen is None:
         return "Too few positions to tell whether longer context helps."
-    last = found[-1]
-    early = next(b for b in found if b[0] >= last[0] / 16)
-    if early is last:
-        early = found[-2]
-    gain = (early[2] - last[2]) * BITS
-    where = f"From position {early[0]:,} to position {last[0]:,} and beyond the loss"
-    if abs(gain) < 0.005:
-        return f"{where} stays the same (within 0.005 bits per token): longer context neither helps nor harms."
-    if gain > 0:
-        return f"{where} falls by {gain:.3f} bits per token: longer context helps."
-    return f"{where} rises by {-gain:.3f} bits per token: longer context does not help."
+    early, last = (found[i] for i in chosen)
+    change = by.get("change")
+    error = finite(change.get("standard_error")) if isinstance(change, Mapping) else None
+    gain, margin = (early[2] - last[2]) * BITS, None if error is None else error * BITS
+    told = f"{abs(gain):.4f}" + ("" if margin is None else f" ± {margin:.4f}")
+    compared = (
+        f"The loss at positions {bucket_name(*last[:2])} is {told} bits per token {'lower' if gain >= 0 else 'higher'} than at "
+        f"positions {bucket_name(*early[:2])}"
+    )
+    if margin is None or not isinstance(change, Mapping):
+        return f"{compared}; the standard error is not known, so this may be chance."
+    over = f"(± one standard error over {finite(change.get('sequences')) or 0:,.0f} sequences)"
+    if abs(gain) <= SIGNIFICANT * margin:
+        return f"{compared} {over}: no more than chance, so this does not show that longer context helps or harms."
+    verdict = "helps" if gain > 0 else "does not help"
+    best = min(found, key=lambda bucket: bucket[2])
+    lowest = "" if best is last else f" The lowest loss is at positions {bucket_name(*best[:2])}."
+    return f"{compared} {over}: longer context {verdict}.{lowest}"
 
 
-def position_table(edges: Sequence[Any], losses: Sequence[Any]) -> Table:
+def position_table(by: Mapping[str, Any]) -> Table:
     """Loss per bucket of positions, for a terminal."""
     from rich.table import Table
 
-    table = Table(title="Loss by position", caption=position_words(edges, losses))
+    table = Table(title="Loss by position")
     table.add_column("positions", justify="right")
     table.add_column("nats per token", justify="right")
     table.add_column("bits per token", justify="right")
+    table.add_column("standard error", justify="right")
     table.add_column("")
-    found = buckets(edges, losses)
-    most = max((loss for _, _, loss in found), default=0.0)
-    for start, end, loss in found:
+    errors = by.get("standard_error") or []
+    found = numbered_buckets(by["edges"], by["loss"])
+    most = max((loss for _, _, loss in found.values()), default=0.0)
+    for i, (start, end, loss) in found.items():
         bar = "█" * round(24 * loss / most) if most > 0 else ""
-        table.add_row(bucket_name(start, end), f"{loss:.4f}", f"{loss * BITS:.4f}", bar)
+        error = finite(errors[i]) if i < len(errors) else None
+        shown = "" if error is None else f"± {error * BITS:.4f}"
+        table.add_row(bucket_name(start, end), f"{loss:.4f}", f"{loss * BITS:.4f}", shown, bar)
     return table
 
 

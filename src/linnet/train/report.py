@@ -236,13 +236,15 @@ def _evaluations(run: Path) -> str:
     parts = [f'<div class="card">{table(head, body, range(1, 5))}</div>']
     for split, data in results:
         by = data.get("per_position")
-        edges, losses = (by.get("edges"), by.get("loss")) if isinstance(by, dict) else (None, None)
+        if not isinstance(by, dict):
+            continue
+        edges, losses = by.get("edges"), by.get("loss")
         if not isinstance(edges, list) or not isinstance(losses, list):
             continue
         chart = two_widths(lambda width, height, e=edges, v=losses: plots.position_chart(e, v, width, height), 300)
         if chart:
             # A place in a picture is not only how much was seen, but what is there.
-            words = "" if "bits_per_dim" in data else plots.position_words(edges, losses)
+            words = "" if "bits_per_dim" in data else plots.position_words(by)
             verdict = f'<p class="lead" style="margin:0 0 10px">{escape(words)}</p>' if words else ""
             parts.append(card(f"Loss by position, {split}", verdict + chart))
     return section("Evaluation", *parts)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,7 +21,7 @@ from typing import Protocol, TextIO
 import uvicorn
 from starlette.types import ASGIApp
 
-from linnet.errors import refuse
+from linnet.errors import UserError, refuse
 from linnet.serve.http.auth import is_loopback
 from linnet.serve.http.connection import Connection
 from linnet.serve.http.limits import MOST_HEADER_BYTES
@@ -87,21 +89,41 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
+class PortInUse(UserError):
+    """Another process listens there."""
+
+    exit_code = 4
+
+
+def check_port(host: str, port: int) -> None:
+    """Called before a model is loaded, which may take minutes; the port itself is taken when the models are ready."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        needs = f"one that {host} lets us listen on ({error.strerror})"
+        refused = refuse("--port", port, needs, "use another --port, or stop the process that listens there")
+        raise PortInUse(str(refused)) if error.errno == errno.EADDRINUSE else refused from None
+
+
 def run(
     app: ASGIApp, lifecycle: Lifecycle, *, host: str, port: int, has_keys: bool, drain_seconds: float = 30.0
 ) -> None:
     """Serves until a signal. Returns when all is drained."""
     check_host(host, has_keys)
     log_lines(sys.stderr)
-    _run(server_config(app, host, port), lifecycle, drain_seconds)
+    try:
+        _run(server_config(app, host, port), lifecycle, drain_seconds)
+    except SystemExit:  # uvicorn's way to report that it cannot listen: the port was taken since it was checked
+        check_port(host, port)
+        raise
 
 
-def run_replica(app: ASGIApp, lifecycle: Lifecycle, *, socket: Path, drain_seconds: float) -> None:
+def run_replica(app: ASGIApp, lifecycle: Lifecycle, *, address: Path, drain_seconds: float) -> None:
     """Serves a front until a signal, or until its end. The front logs the calls."""
     log_lines(sys.stderr, ("linnet.failures",))
     threading.Thread(target=_end_with_front, daemon=True).start()
     config = server_config(app, "", 0)
-    config.uds = str(socket)
+    config.uds = str(address)
     _run(config, lifecycle, drain_seconds)
 
 

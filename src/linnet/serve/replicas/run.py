@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from linnet.errors import refuse
-from linnet.serve.http.lifecycle import DrainingServer, Lifecycle, check_host, log_lines, server_config
+from linnet.serve.http.lifecycle import DrainingServer, Lifecycle, check_host, check_port, log_lines, server_config
 from linnet.serve.http.limits import Limits
 from linnet.serve.replicas.fleet import Fleet, NotStarted
 from linnet.serve.replicas.front import make_front
@@ -31,22 +29,13 @@ def run_front(
     """Serves until a signal; returns the exit code when all is drained. `command` starts replica i with its sessions in a folder.
     Without a folder of the user's, sessions last as long as the server."""
     check_host(host, bool(keys))
-    _must_be_free(host, port)
+    check_port(host, port)
     log_lines(sys.stderr)
     with tempfile.TemporaryDirectory(prefix="linnet-", ignore_cleanup_errors=True) as own:  # this user's only
         folder = Path(own)
         kept = folder / "sessions" if sessions is None else sessions.resolve()
         fleet = Fleet(n, lambda number: command(number, kept), folder)
         return asyncio.run(_serve(fleet, keys=keys, host=host, port=port, drain_seconds=drain_seconds))
-
-
-def _must_be_free(host: str, port: int) -> None:
-    """Told before the replicas are started, which takes a while; the port itself is taken when the first is ready."""
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        needs = f"one that {host} lets us listen on ({error.strerror})"
-        raise refuse("--port", port, needs, "use another, or end who listens there") from None
 
 
 async def _serve(fleet: Fleet, *, keys: Sequence[str], host: str, port: int, drain_seconds: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import zipfile
@@ -15,6 +16,7 @@ from linnet.data.npy import check_size, read_npy_header
 from linnet.data.source import reading
 from linnet.data.unpacked import UnpackBudget
 from linnet.errors import UserError
+from linnet.files import unwritable
 
 
 def read_npz(path: Path, limit_gb: float | None = None, flag: str | None = None) -> dict[str, np.ndarray]:
@@ -73,5 +75,8 @@ def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:  # numpy's own, for a write that was cut short, has no number
+        raise unwritable(path, error) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

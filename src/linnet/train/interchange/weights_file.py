@@ -19,6 +19,7 @@ from linnet import quant
 from linnet.config import CONFIG_VERSION, RunConfig, exported_from_dict
 from linnet.errors import UserError, refuse
 from linnet.families import registry
+from linnet.files import unwritable
 from linnet.json_file import parse_json
 from linnet.params import abstract
 from linnet.pytree import leaf_name, named_leaves
@@ -35,8 +36,11 @@ def export_safetensors(
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in named_leaves({"params": params, "buffers": buffers})}
     config = json.dumps(cfg_json, sort_keys=True)
     mark = fingerprint(arrays, config)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise unwritable(path, error) from None
     os.close(handle)
     try:
         metadata = {"format": FORMAT, "config": config, "fingerprint": mark}
@@ -46,9 +50,10 @@ def export_safetensors(
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except (OSError, SafetensorError) as error:  # the library's own error wraps the system's
+        raise unwritable(path, error) from None
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
     return mark
 
 

@@ -1,0 +1,51 @@
+"""Ctrl-C while the program starts: imports take seconds, and an interrupt there must end the process without a traceback.
+
+This module imports nothing heavy, so that the handler is installed first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import NoReturn
+
+EXIT_INTERRUPT = 130
+"""128 + SIGINT, as shells report it."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point of the command line."""
+    install()
+    try:
+        from linnet.cli.main import main as run
+    except KeyboardInterrupt:
+        _exit_now()
+    return run(arguments)
+
+
+def install() -> None:
+    """Replaces Python's own SIGINT handler, and no other: a background job ignores the signal, and stays that way."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt, except inside an import: module code may swallow it or turn it into another error, and there is
+    nothing to clean up."""
+    if is_importing(frame):
+        _exit_now()
+    signal.default_int_handler(number, frame)
+
+
+def is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _exit_now() -> NoReturn:
+    os._exit(EXIT_INTERRUPT)
