@@ -271,7 +271,7 @@ def test_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError, match="model.safetensors cannot be written .No space"):
         export_safetensors(params, buffers, run_config(PLAIN), path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["model.safetensors"]
