@@ -46,6 +46,9 @@ CHOSEN: dict[str, Any] = {
 }
 
 
+SAVED = (("latest", "last"), ("best", "best"))
+
+
 def newer(**changes: Any) -> dict[str, Any]:
     values = read_json(FILES / "newer.json")
     for name, value in changes.items():
@@ -136,6 +139,7 @@ def test_the_newer_file_is_the_run_that_it_says() -> None:
             checkpoint_every=0,
             checkpoint_minutes=20.0,
             trackers=("wandb",) if importlib.util.find_spec("wandb") else (),
+            exports=tuple(f"{w}:checkpoint:{Path.cwd() / 'prior-run' / f'{n}.pth'}" for w, n in SAVED),
         ),
     )
 
@@ -196,12 +200,12 @@ def _owner(name: str) -> type:
         ("prior.net.num_timesteps", 99, r"prior.timesteps \(100\), or null"),
         ("train.epochs", 0, "train.epochs is 0, but it must be at least 1"),
         ("train.current_epoch", 2, "train.current_epoch is 2, but it must be 0.*linnet import dalle2-prior"),
-        (
-            "tracker.load",
-            {"load_from": "local", "file_path": "a.pth"},
-            "tracker.load begins from a checkpoint.*--settings",
-        ),
-        ("load", {"source": "file"}, "load begins from a checkpoint"),
+        ("tracker.load", {"load_from": "local"}, "tracker.load.file_path is missing"),
+        ("tracker.load", {"load_from": "wandb", "file_path": "a"}, "load_from is 'wandb', but it must be local"),
+        ("tracker.load", {"load_from": "local", "file_path": "s3://a/b.pth"}, "a path on this machine"),
+        ("load", {"source": "file"}, "load.file_path is missing"),
+        ("tracker.save", [{"save_latest_to": True}], "save_latest_to is True, but it must be a path, or false"),
+        ("tracker.save", [{"save_best_to": "s3://a/b.pth"}], "a path on this machine"),
         ("tracker.log.log_type", "custom", "one of 'console', 'wandb'"),
     ],
 )

@@ -222,6 +222,48 @@ def test_training_continues_from_an_imported_trainer_and_exports_as_it_goes(
     assert "no optimizer state" in capsys.readouterr().err
 
 
+def test_a_settings_file_loads_its_checkpoint_and_saves_where_it_says(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tracker.load and tracker.save of the reference, for local files; the same command then continues the run."""
+    monkeypatch.chdir(tmp_path)
+    net = {"dim": 24, "depth": 2, "heads": 3, "dim_head": 8, "max_text_len": 4, "num_timesteps": 40, "ff_mult": 2}
+    values: dict[str, Any] = {
+        "prior": {"net": net, "timesteps": 40, "condition_on_text_encodings": False},
+        "data": {"image_url": str(pairs / "img_emb"), "batch_size": 4},
+        "train": {"warmup_steps": 12, "lr": 0.003},
+        "tracker": {
+            "data_path": "cache",
+            "load": {"load_from": "local", "file_path": str(WARMUP)},
+            "save": [
+                {"save_to": "local", "save_latest_to": "saved/latest.pth", "save_best_to": False},
+                {"save_to": "local", "save_type": "model", "save_best_to": "saved/best.pth"},
+                {"save_to": "huggingface", "huggingface_repo": "a/b", "save_latest_to": "x.pth"},
+            ],
+        },
+    }
+    Path("settings.json").write_text(
+        json.dumps({**values, "tracker": {"load": {"load_from": "url", "url": "http://x"}}})
+    )
+    assert linnet("train", "settings.json") == 2
+    assert "tracker.load.load_from is 'url'" in capsys.readouterr().err
+    Path("settings.json").write_text(json.dumps({**values, "prior": {**values["prior"], "net": {**net, "depth": 3}}}))
+    assert linnet("train", "settings.json") == 2
+    assert "model.depth" in capsys.readouterr().err
+    assert not Path("cache").exists()
+    Path("settings.json").write_text(json.dumps(values))
+    flags = ("--optim.steps", "15", "--train.log-every", "1", "--quiet")
+    assert not linnet("train", "settings.json", *flags)
+    said = capsys.readouterr().err
+    for words in ("tracker.load", "continues at step 5", "saved/latest.pth", "huggingface is not followed"):
+        assert words in said
+    lines = [json.loads(line) for line in Path("cache/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(6, 16))
+    assert read_prior_checkpoint(Path("saved/latest.pth")).facts["step"] == 15
+    assert read_prior_checkpoint(Path("saved/best.pth")).which == "ema"
+    assert not linnet("train", "settings.json", *flags)  # the run that is there is continued, here at its end
+
+
 def test_exports_are_checked_before_training(pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert not linnet("import", "dalle2-prior", CHECKPOINTS / "nowarmup_model.pth", "--out", run)

@@ -10,6 +10,7 @@ from linnet.errors import refuse
 
 if TYPE_CHECKING:
     from linnet.cli.interchange import ImportFlags
+    from linnet.config import RunConfig
     from linnet.families.prior.config import PriorConfig
     from linnet.families.prior.releases import Release
     from linnet.train.interchange.dalle2_parts import Train
@@ -36,13 +37,13 @@ def import_prior(flags: ImportFlags) -> int:
     from linnet.config import PairsConfig, RunConfig
     from linnet.train.interchange.dalle2_config import PRESET, optim_config, train_config
     from linnet.train.interchange.dalle2_prior import read_prior_checkpoint
-    from linnet.train.interchange.dalle2_trainer import store_trainer, trained_with, with_adam
-    from linnet.train.interchange.stored_weights import held_leaves, must_be_new, write_stored_run
+    from linnet.train.interchange.dalle2_trainer import trained_with, with_adam
+    from linnet.train.interchange.stored_weights import must_be_new
 
     must_be_new(out)
     prepare_jax()
     found = read_prior_checkpoint(flags.file, settings, flags.which, flags.release)
-    trainer, remark = _trainer(flags, found)
+    trainer, remark = find_trainer(flags.file, found, flags.optimizer)
     if trainer is not None and flags.settings is None:
         train = dataclasses.replace(train, **trained_with(trainer))
     steps = max(
@@ -58,12 +59,7 @@ def import_prior(flags: ImportFlags) -> int:
         train=train_config(train, found.cfg.timesteps),
     )
 
-    # As weights alone: until it is trained, its data and all of its training may still be chosen.
-    def finish(folder: Path) -> None:
-        if trainer is not None:
-            store_trainer(folder, found, trainer)
-
-    write_stored_run(out, cfg, held_leaves(found.params), finish, lambda words: None)
+    write_imported(out, cfg, found, trainer)
     model = found.cfg
     facts = ", ".join(f"{name} {value}" for name, value in found.facts.items())
     print(
@@ -109,17 +105,44 @@ def release_remark(release: Release, model: PriorConfig) -> str:
     return " ".join(words)
 
 
-def _trainer(flags: ImportFlags, found: ImportedPrior) -> tuple[TrainerState | None, str]:
+def write_imported(out: Path, cfg: RunConfig, found: ImportedPrior, trainer: TrainerState | None) -> None:
+    """As weights alone (with what training continues from): until it is trained, data and settings may still be chosen."""
+    from linnet.train.interchange.dalle2_trainer import store_trainer
+    from linnet.train.interchange.stored_weights import held_leaves, write_stored_run
+
+    def finish(folder: Path) -> None:
+        if trainer is not None:
+            store_trainer(folder, found, trainer)
+
+    write_stored_run(out, cfg, held_leaves(found.params), finish, lambda words: None)
+
+
+def start_from_checkpoint(path: Path, out: Path, cfg: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The run of the reference's settings, begun from the checkpoint that its tracker loads. What weights tell must agree with the
+    settings; what the release computes comes from the checkpoint."""
+    from linnet.train.interchange.dalle2_export import BEHAVIOUR
+    from linnet.train.interchange.dalle2_prior import read_prior_checkpoint
+    from linnet.train.interchange.dalle2_trainer import with_adam
+
+    settings = {name: value for name, value in dataclasses.asdict(cfg.prior).items() if name not in BEHAVIOUR}
+    found = read_prior_checkpoint(path, settings)
+    trainer, remark = find_trainer(path, found, "auto")
+    optim = cfg.optim if trainer is None or cfg.optim.name != "adamw" else with_adam(cfg.optim, trainer)
+    cfg = dataclasses.replace(cfg, model=found.cfg, optim=optim)
+    write_imported(out, cfg, found, trainer)
+    return cfg, [f"tracker.load: {path}. {release_remark(found.release, found.cfg)} {remark}"]
+
+
+def find_trainer(file: Path, found: ImportedPrior, wanted: str) -> tuple[TrainerState | None, str]:
     """What training continues from, and a sentence about it."""
     from linnet.train.interchange.dalle2_trainer import NotContinuable, trainer_state
 
-    if flags.optimizer == "fresh":
+    if wanted == "fresh":
         return None, "Training starts at step 0 with a fresh optimizer."
-    assert flags.file is not None
     try:
-        trainer = trainer_state(found.content, found.cfg, found.facts.get("version"), flags.file)
+        trainer = trainer_state(found.content, found.cfg, found.facts.get("version"), file)
     except NotContinuable as error:
-        if flags.optimizer == "keep":
+        if wanted == "keep":
             raise
         why = str(error).split(". Fix:")[0]
         return None, f"Training starts at step 0 from these weights: {why}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,10 +85,32 @@ def _train_reference(argv: list[str], parts: Parts) -> int:
     """Flags are applied before any path of the file is opened: they may correct it."""
     from linnet.train.interchange.dalle2_config import folder_hint, run_config
     from linnet.train.interchange.dalle2_opening import open_config
+    from linnet.train.interchange.dalle2_tracker import loaded_file
 
     flags = parse_run(argv, "train", WORDS, run_config(parts))
     config, remarks = open_config(parts, flags.config)
-    return run_training(config, flags.out or folder_hint(parts, Path(argv[0])), flags.quiet, remarks)
+    out, checkpoint = flags.out or folder_hint(parts, Path(argv[0])), loaded_file(parts)
+    if checkpoint is not None:
+        config, loaded = _loaded(config, out, checkpoint)
+        remarks = [*remarks, *loaded]
+    return run_training(config, out, flags.quiet, remarks)
+
+
+def _loaded(config: RunConfig, out: Path, checkpoint: Path) -> tuple[RunConfig, list[str]]:
+    """A new run begins from the checkpoint; one that is there already continues with its own."""
+    from linnet import config as configs
+    from linnet.cli.import_prior import start_from_checkpoint
+    from linnet.cli.startup import prepare_jax
+    from linnet.train.exports import read_exports
+    from linnet.train.folder import RunFolder
+
+    saved = RunFolder(out).config
+    if saved.exists():
+        ours = configs.load(saved)
+        return dataclasses.replace(config, model=ours.model, optim=ours.optim), []
+    prepare_jax()
+    read_exports(config)
+    return start_from_checkpoint(checkpoint, out, config)
 
 
 def keep_remarks(config: RunConfig, out: Path, remarks: Sequence[str]) -> None:

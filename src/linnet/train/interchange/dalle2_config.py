@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from linnet.config import OptimConfig, PairsConfig, RunConfig, TrainConfig
-from linnet.errors import UserError, refuse
+from linnet.errors import refuse
 from linnet.families.prior.config import Objective, PriorConfig
 from linnet.families.prior.reference import NETWORK, network_config
-from linnet.train.interchange.dalle2_parts import Data, Load, Log, Parts, Prior, Splits, Train
+from linnet.train.interchange.dalle2_parts import Data, Parts, Prior, Splits, Train
+from linnet.train.interchange.dalle2_tracker import export_targets, has_wandb, loaded_file, tracker_remarks
 
 PRESET = "dalle2-prior"
 ROUND_OFF = 1e-5
@@ -23,7 +23,6 @@ MAX_TEXT_LEN = 256
 BETAS, EPSILON = (0.9, 0.99), 1e-6
 """Of Adam, in the reference's trainer; its files do not say."""
 FRESH_LOSS = 1e9
-WANDB_NAMES = ("entity", "project", "run_name", "run_id")
 # What weights tell too: said twice, it must be said alike.
 TOLD_BY_WEIGHTS = {"timesteps": "timesteps", "beta_schedule": "schedule"}
 
@@ -118,7 +117,7 @@ def run_config(parts: Parts) -> RunConfig:
     _check(parts)
     model = model_config(parts.prior)
     steps = updates(parts, data.num_data_points or data.batch_size, data.batch_size)
-    trackers = ("wandb",) if parts.tracker.kind == "wandb" and _has_wandb() else ()
+    trackers = ("wandb",) if parts.tracker.kind == "wandb" and has_wandb() else ()
     return RunConfig(
         preset=PRESET,
         family="prior",
@@ -134,7 +133,7 @@ def run_config(parts: Parts) -> RunConfig:
         ),
         # A length that nothing can contradict: how many pairs there are is known only when they are opened.
         optim=optim_config(train, max(steps, (train.warmup_steps or 0) + 1, train.cosine_decay_max_steps or 1)),
-        train=train_config(train, model.timesteps, data, trackers),
+        train=dataclasses.replace(train_config(train, model.timesteps, data, trackers), exports=export_targets(parts)),
     )
 
 
@@ -151,18 +150,12 @@ def _check(parts: Parts) -> None:
     if (parts.data.num_data_points or 1) < 1:
         raise refuse("data.num_data_points", parts.data.num_data_points, "at least 1", "leave it out for all")
     for name in ("current_epoch", "num_samples_seen"):
-        if getattr(train, name):
+        if getattr(train, name) and loaded_file(parts) is None:
             needs = "0: Linnet goes on with its own runs by itself, and exactly"
             fix = "leave it out; a checkpoint of the reference becomes a run by `linnet import dalle2-prior FILE`"
             raise refuse(f"train.{name}", getattr(train, name), needs, fix)
-    load, old = parts.tracker.load, parts.load
-    loads = load is not None and load.load_from is not None and not load.only_auto_resume
-    if loads or old.source is not None or old.resume:
-        where = "tracker.load" if loads else "load"
-        raise UserError(
-            f"{where} begins from a checkpoint, which this command does not do. Fix: make a run of it with `linnet import "
-            f"dalle2-prior FILE.pth --settings THIS.json --out RUN`, and go on with `linnet train RUN`; or leave {where} out."
-        )
+    loaded_file(parts)
+    export_targets(parts)
 
 
 def _check_splits(splits: Splits) -> None:
@@ -181,7 +174,7 @@ def folder_hint(parts: Parts, path: Path) -> Path:
 
 def remarks(parts: Parts) -> Iterator[str]:
     """What is done in another way than the file says, or not at all, with nothing in the training changed by it."""
-    prior, train, tracker = parts.prior, parts.train, parts.tracker
+    prior, train = parts.prior, parts.train
     if prior.image_size is not None or prior.image_channels != 3:
         yield "prior.image_size and image_channels are not used: embeddings are read, not pictures."
     if prior.clip is not None:
@@ -198,41 +191,6 @@ def remarks(parts: Parts) -> Iterator[str]:
         yield "train.amp is bfloat16 here (model.dtype), not float16: no loss scaling is needed."
     if train.best_validation_loss != FRESH_LOSS:
         yield "train.best_validation_loss is not used: the best is the best of this run."
-    if tracker.overwrite_data_path:
-        yield "tracker.overwrite_data_path is not followed: a run that is there is continued, never overwritten."
-    yield from _tracking(parts)
-
-
-def _tracking(parts: Parts) -> Iterator[str]:
-    tracker = parts.tracker
-    log = tracker.log or Log(wandb_entity=tracker.wandb_entity, wandb_project=tracker.wandb_project)
-    if tracker.kind == "wandb" and not _has_wandb():
-        yield (
-            "The tracker is wandb, which is not installed, so figures go to metrics.jsonl alone. For both: "
-            "pip install 'linnet[wandb]'."
-        )
-    named = ", ".join(f"wandb_{name}" for name in WANDB_NAMES if getattr(log, f"wandb_{name}") is not None)
-    if named and tracker.kind == "wandb" and _has_wandb():
-        yield f"{named} of the tracker are not used: set WANDB_ENTITY and WANDB_PROJECT; a run is called as its folder."
-    elif named and tracker.kind != "wandb":
-        yield f"{named} of the tracker are not used: it is {tracker.kind}."
-    if log.resume or log.auto_resume or log.wandb_resume or (tracker.load and tracker.load.only_auto_resume):
-        yield "The tracker's resume settings are not used: the same command continues a run, in its folder and in wandb."
-    if log.verbose or tracker.verbose:
-        yield "The tracker's verbose is not used: progress is shown unless --quiet."
-    if tracker.init_config:
-        yield "tracker.init_config is not used: the tracker gets the run's config."
-    if (load := tracker.load) is not None and load.load_from is None and load != Load(only_auto_resume=True):
-        yield "tracker.load names no load_from, so nothing is loaded."
-    if parts.load.file_path or parts.load.run_path:
-        yield "load names no source, so nothing is loaded."
-    if tracker.save:
-        places = ", ".join(sorted({save.save_to for save in tracker.save}))
-        yield (
-            f"tracker.save ({places}) is not followed: checkpoints, the latest and the best, are kept in the run's folder, and "
-            "nothing is sent anywhere. `linnet export RUN` writes one file."
-        )
-
-
-def _has_wandb() -> bool:
-    return importlib.util.find_spec("wandb") is not None
+    if loaded_file(parts) is not None and (train.current_epoch or train.num_samples_seen):
+        yield "train.current_epoch and num_samples_seen are not used: the checkpoint of tracker.load tells them."
+    yield from tracker_remarks(parts)
