@@ -240,6 +240,7 @@ def test_text_encodings_are_trained_on_and_evaluated(tmp_path: Path) -> None:
         ({"model.dim": 8}, "model.dim is 8, but it must be the image embeddings' width, 16"),
         ({"model.text_dim": 8}, "model.text_dim is 8, but it must be the text embeddings' width, 16"),
         ({"model.max_text_len": 3, "model.text_encodings": True}, "the data has no token encodings"),
+        ({"model.max_text_len": 3, "model.text_encodings": True, "data.mix": 0.5}, "data.mix is 0.5"),
     ],
 )
 def test_pairs_that_do_not_fit_the_model_are_refused_before_anything_starts(
@@ -247,7 +248,7 @@ def test_pairs_that_do_not_fit_the_model_are_refused_before_anything_starts(
 ) -> None:
     cfg = config(pairs_file, **changes)
     with pytest.raises(UserError, match=words.replace("(", r"\(")):
-        must_fit(open_pairs(cfg.pairs, 0), cfg.prior)
+        must_fit(open_pairs(cfg.pairs, 0, encodings=cfg.prior.text_encodings), cfg.prior)
     with pytest.raises(UserError):
         train(cfg, RunFolder(tmp_path / "run"), quiet=True)
     assert not (tmp_path / "run").exists()

@@ -13,6 +13,7 @@ import pytest
 from picture_files import png
 from prior_tiny import model
 
+from linnet import config as configs
 from linnet.cli.main import main
 from linnet.config import PairsConfig, RunConfig, TrainConfig
 from linnet.data.emoji import open_emoji
@@ -243,6 +244,24 @@ def test_a_prompt_its_files_and_the_server_give_the_same_bits(
     assert one["body"]["data"][0]["embedding"] == said[0]["embedding"]
     assert without["status_code"] == 400
     assert "text_encodings is None" in without["body"]["error"]["message"]
+
+
+@pytest.mark.optimized
+def test_releases_that_hide_text_are_served_as_they_are_sampled(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There the number of positions, padding included, decides where the embedding stands."""
+    cfg = dataclasses.replace(MODEL, text_conditioning="mask", scores="product", max_text_len=LEN)
+    data = configs.load(run / "config.json").pairs
+    made = RunConfig(family="prior", model=cfg, data=data, train=TrainConfig(eval_timesteps=(4,)))
+    write_run(tmp_path / "run", made, model(cfg), None)
+    (said,) = sampled(tmp_path / "run", capsys, "--prompt", "red heart")
+    asks, answers = tmp_path / "asks.jsonl", tmp_path / "answers.jsonl"
+    body = {"input": ["red heart", "a cat"], "seed": 7, "steps": 4}
+    asks.write_text(json.dumps({"custom_id": "0", "url": "/v1/priors/sample", "body": body}) + "\n")
+    assert not linnet("serve", tmp_path / "run", "--slots", "2", "--batch", asks, answers)
+    answer = json.loads(answers.read_text())["response"]["body"]
+    assert answer["data"][0]["embedding"] == said["embedding"]
 
 
 def test_a_prior_with_encodings_is_not_sampled_without(

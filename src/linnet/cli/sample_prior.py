@@ -26,7 +26,7 @@ from linnet.data.pixels import contact_sheet
 from linnet.data.whole_file import write_array, write_whole
 from linnet.errors import UserError, refuse
 from linnet.families.prior import sampling
-from linnet.families.prior.conditions import check_encodings
+from linnet.families.prior.conditions import check_encodings, cut_encodings
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.plan import Plan, Solver, make_plan, usual_steps
 from linnet.train.samples import sheet_scale
@@ -131,6 +131,7 @@ def _texts(flags: Flags, run: Run, prompt: str) -> Texts:
     if len(embed) != cfg.d_text:
         needs = f"as wide as the prior's texts, {cfg.d_text}"
         raise refuse(f"the width of the encoder {name}", len(embed), needs, "use --embedding FILE.npy")
+    encodings = cut_encodings(encodings, cfg)
     return Texts(embeds=embed[None], encodings=None if encodings is None else encodings[None], names=[prompt])
 
 

@@ -158,6 +158,9 @@ def must_fit(pairs: Pairs, model: PriorConfig) -> None:
     if model.text_encodings and pairs.text_len is None:
         fix = "make pairs with `linnet data embed`, which writes them, or use --model.no-text-encodings"
         raise refuse("model.text_encodings", True, "False where the data has no token encodings of its texts", fix)
+    if model.text_encodings and model.masks_text and 0 < model.max_text_len < (pairs.text_len or 0):
+        needs = f"{pairs.text_len}, the positions of the data's token encodings, or 0: this release cuts none off"
+        raise refuse("model.max_text_len", model.max_text_len, needs, f"use --model.max-text-len {pairs.text_len}")
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))

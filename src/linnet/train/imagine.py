@@ -23,6 +23,7 @@ from linnet.data.pairs.encoded_by import encoder_of
 from linnet.data.pairs.gallery import Gallery, unit
 from linnet.errors import UserError, refuse
 from linnet.families.prior import sampling
+from linnet.families.prior.conditions import cut_encodings
 from linnet.families.prior.plan import make_plan, usual_steps
 from linnet.nn.sampling import SamplingSettings
 from linnet.train.folder import RunFolder
@@ -50,6 +51,7 @@ class Imagination:
         if len(embed) != cfg.d_text:
             needs = f"{cfg.d_text}, the width of the prior's texts"
             raise refuse(f"the width of the encoder {self.encoder.name}", len(embed), needs, "use another prior")
+        encodings = cut_encodings(encodings, cfg)
         keys = jnp.stack([rng.of_sample(seed) for seed in seeds])
         params = sampling.prepared(self.prior.params, cfg)
         texts = jnp.repeat(jnp.asarray(embed)[None], len(seeds), axis=0)

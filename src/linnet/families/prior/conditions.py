@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from jaxtyping import Float32
+
 from linnet.errors import refuse
 from linnet.families.prior.config import PriorConfig
 
@@ -25,3 +28,8 @@ def check_encodings(shape: tuple[int, ...] | None, cfg: PriorConfig, field: str 
         positions = "at least 1" if most is None else f"1 to {most}"
         fix = "use the model's own encoder" + ("" if most is None else f", and the first {most} positions")
         raise refuse(field, f"{n} positions of width {width}", f"{positions} of width {cfg.d_text}", fix)
+
+
+def cut_encodings(encodings: Float32[np.ndarray, "L X"] | None, cfg: PriorConfig) -> Float32[np.ndarray, "K X"] | None:
+    """The positions of an encoder's output that the prior has places for."""
+    return None if encodings is None else encodings[: cfg.max_text_len or None]

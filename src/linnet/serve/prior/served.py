@@ -15,6 +15,7 @@ from linnet.data.encoders.encoder import encode_prompt
 from linnet.data.pairs.gallery import Gallery
 from linnet.data.pixels import to_image
 from linnet.errors import refuse
+from linnet.families.prior.conditions import cut_encodings
 from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.params import PriorParams
 from linnet.serve.prior.engine import PriorEngine
@@ -91,7 +92,7 @@ class ServedPrior:
     def encode(self, text: str) -> tuple[Float32[np.ndarray, " X"], Float32[np.ndarray, "L X"] | None]:
         assert self.encoder is not None
         embed, encodings = encode_prompt(self.encoder, text, with_encodings=self.engine.cfg.text_encodings)
-        return embed, None if encodings is None else encodings[: self.engine.cfg.max_text_len or None]
+        return embed, cut_encodings(encodings, self.engine.cfg)
 
     def nearest(self, embedding: Float32[np.ndarray, " D"], k: int) -> list[Neighbour]:
         """By cosine, the nearest first."""
