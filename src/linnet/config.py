@@ -152,12 +152,16 @@ class OptimConfig:
     """Fraction of each weight (vectors excepted) taken away by every update, whatever the learning rate."""
     decay_by_lr: bool = False
     """Scale that fraction by the learning rate, as PyTorch's AdamW does."""
+    decay_vectors: bool = False
+    """Decay every parameter, vectors (biases, gains) included: `group_wd_params=False` of DALLE2-pytorch."""
     b1: float = 0.9
     """adamw (and muon's other half): how slowly the mean of gradients changes."""
     b2: float = 0.98
     """adamw (and muon's other half): how slowly the mean of squared gradients changes."""
     eps: float = 1e-9
     """adamw (and muon's other half): added to the root of that mean."""
+    momentum_dtype: Literal["float32", "bfloat16"] = "float32"
+    """lion: the type its momentum is stored in. The official Transformer-VQ stores bfloat16."""
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -185,6 +189,8 @@ class OptimConfig:
                 raise refuse(f"optim.{name}", getattr(self, name), "at least 0 and below 1", f"use {usual}")
         if not self.eps > 0:
             raise refuse("optim.eps", self.eps, "above 0", "use 1e-9")
+        if self.momentum_dtype != "float32" and self.name != "lion":
+            raise refuse("optim.momentum_dtype", self.momentum_dtype, f"float32 with {self.name}", "use it with lion")
 
     @property
     def total_steps(self) -> int:

@@ -143,7 +143,7 @@ def test_official_checkpoint(tmp_path: Path, cfg: VQConfig, form: str) -> None:
 
 def test_settings_come_from_the_file_then_the_user(tmp_path: Path) -> None:
     tree = official(PLAIN)
-    with pytest.raises(UserError, match=r"model\.block_len"):
+    with pytest.raises(UserError, match="--block-len N --mem-len N"):
         import_config(tree, {})
     assert import_config(tree, {}, defaults={"block_len": 512, "mem_len": 512}).mem_len == 512
     file = {"block_len": 4, "mem_len": 6, "e_scale": 0.5}

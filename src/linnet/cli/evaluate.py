@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from linnet.errors import refuse
 from linnet.weights import Weights
 
 if TYPE_CHECKING:
-    from linnet.config import DataConfig
+    from linnet.config import DataConfig, RunConfig
     from linnet.train.evaluate import Evaluation
 
 
@@ -30,6 +31,10 @@ class Flags:
     source: str | None = None
     """Other data to evaluate on: prepared data (its `split`), or a text file, folder or glob, read whole. For a prior: other pairs
     of embeddings, all of them."""
+    sequence_len: int | None = None
+    """Tokens of one sequence, after which the state is reset; the run's own if not given. The loss depends on it."""
+    update_len: int | None = None
+    """Tokens that are computed together; the run's own if not given. It changes speed and memory only."""
     batch_size: int | None = None
     limit: int | None = None
     """Only so many sequences (or pairs), spread over the split."""
@@ -51,6 +56,10 @@ def eval_command(argv: list[str]) -> int:
     if configs.load(flags.run / "config.json").family == "prior":
         from linnet.cli.evaluate_prior import evaluate_prior_run
 
+        for name in ("sequence_len", "update_len"):
+            if getattr(flags, name) is not None:
+                needs = "left out: a prior has no sequences"
+                raise refuse(f"--{name.replace('_', '-')}", getattr(flags, name), needs, "leave it out")
         return evaluate_prior_run(flags)
     if flags.timesteps is not None:
         raise refuse("--timesteps", flags.timesteps, "left out: only a prior predicts in steps", "leave it out")
@@ -66,7 +75,7 @@ def eval_command(argv: list[str]) -> int:
 
     prepare_jax()
     run = open_run(flags.run, flags.checkpoint)
-    cfg = run.cfg
+    cfg = _with_lengths(run.cfg, flags)
     data_cfg, split = _data(flags, cfg.tokens)
     data = open_data(data_cfg, cfg.seed).begun_by(cfg.writer.bos_id)
     must_match(flags.run, data, run.vocabulary.tokenizer)  # first: where the tokenizers differ, so do their end ids
@@ -92,6 +101,7 @@ def eval_command(argv: list[str]) -> int:
     record = result.to_json() | {
         "split": split if flags.source is None else "source",
         "step": run.step,
+        "sequence_len": cfg.tokens.sequence_len,
         "weights": flags.weights,
         "weight_bytes": n_bytes(params),
         "run": str(flags.run),
@@ -115,6 +125,19 @@ def eval_command(argv: list[str]) -> int:
     if not flags.json:
         print(f"The plot is in {figure}.")
     return 0
+
+
+def _with_lengths(cfg: RunConfig, flags: Flags) -> RunConfig:
+    """The run's config with the lengths that were asked for. An update length that does not divide the sequence is shortened."""
+    for name in ("sequence_len", "update_len"):
+        value = getattr(flags, name)
+        if value is not None and value < 1:
+            raise refuse(f"--{name.replace('_', '-')}", value, "at least 1", "leave it out for the run's own")
+    sequence = flags.sequence_len or cfg.tokens.sequence_len
+    update = flags.update_len or math.gcd(cfg.tokens.update_len, sequence)
+    if cfg.family == "moe":
+        update = flags.update_len or sequence
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.tokens, sequence_len=sequence, update_len=update))
 
 
 def _data(flags: Flags, trained_on: DataConfig) -> tuple[DataConfig, str]:

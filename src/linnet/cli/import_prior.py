@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from linnet.train.interchange.dalle2_prior import ImportedPrior
     from linnet.train.interchange.dalle2_trainer import TrainerState
 
-OF_OTHERS = ("tokenizer", "begin_id", "block_len", "mem_len", "pe_lam", "e_scale", "agg_cache")
+OF_OTHERS = (
+    "tokenizer",
+    "begin_id",
+    "block_len",
+    "mem_len",
+    "sequence_len",
+    "update_len",
+    "pe_lam",
+    "e_scale",
+    "agg_cache",
+)
 STEPS = 10_000
 """Updates that an imported run goes on for, unless it is told."""
 

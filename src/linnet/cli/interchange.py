@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import tyro
 
 from linnet.cli.advice import needed_prompt
+from linnet.cli.import_vq import OptimFlags
 from linnet.cli.parse import parse
 from linnet.config import RunConfig
 from linnet.errors import UserError, refuse
 from linnet.families.prior.config import PriorConfig
-from linnet.families.vq.config import VQConfig
 from linnet.weights import Weights
 
 if TYPE_CHECKING:
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True)
 class ImportFlags:
     kind: Annotated[Literal["transformer-vq", "safetensors", "grok-1", "dalle2-prior"], tyro.conf.Positional]
-    """What the file is: an official Transformer-VQ checkpoint (.npz of '/'-joined names, or Flax msgpack), Linnet's own export,
+    """What the file is: an official Transformer-VQ checkpoint (Flax msgpack, a folder of them, of which the newest checkpoint_N is
+    read, or an .npz of '/'-joined names), Linnet's own export,
     Grok-1: the release's folder with ckpt-0, or a Hugging Face conversion (a .safetensors file, or the folder of several), or a
     checkpoint of DALLE2-pytorch's prior (.pth: a trainer's, a model's, an average's)."""
     file: Annotated[Path | None, tyro.conf.Positional] = None
@@ -33,6 +33,11 @@ class ImportFlags:
     block_len: int | None = None
     """As the model was trained, where the file does not tell (the paper's: 512)."""
     mem_len: int | None = None
+    sequence_len: int | None = None
+    """transformer-vq: tokens of one sequence, after which the state is reset (the paper's: 8192); the loss of an evaluation
+    depends on it."""
+    update_len: int | None = None
+    """transformer-vq: tokens of a sequence in one update (the paper's: 2048)."""
     pe_lam: float | None = None
     e_scale: float | None = None
     """The paper's: 1 for enwik8, 0.005 for PG-19 and ImageNet64."""
@@ -47,15 +52,17 @@ class ImportFlags:
     says, else none for grok-1 (the release reads bare prompts) and `end` for others."""
     settings: Path | None = None
     """grok-1: a config.json with the model's sizes; one that lies in or beside the checkpoint is used if not given, else the
-    published sizes. dalle2-prior: the JSON it was trained with, for what weights do not tell."""
+    published sizes. dalle2-prior: the JSON it was trained with, for what weights do not tell. transformer-vq: a JSON object of
+    launch.py's arguments."""
+    optim: OptimFlags = dataclasses.field(default_factory=OptimFlags)
     which: Literal["ema", "online"] = "ema"
     """dalle2-prior: the averaged weights or the trained ones, where the file has both."""
     release: str | None = None
     """dalle2-prior: the release of DALLE2-pytorch that trained it, as in 1.4.2, instead of the one saved in the file. Networks with
     the same weights compute different things in different releases."""
     optimizer: Literal["auto", "keep", "fresh"] = "auto"
-    """dalle2-prior: the optimizer state, step and average of a trainer's checkpoint, from which `linnet train` continues. `auto`:
-    kept where the file has them; `keep`: an error where it has not; `fresh`: training starts at step 0."""
+    """dalle2-prior, transformer-vq: the optimizer state and step (and average) of a trainer's checkpoint, from which `linnet train`
+    continues. `auto`: kept where the file has them; `keep`: an error where it has not; `fresh`: training starts at step 0."""
     weights: Weights = "float32"
     """grok-1: bring matrices to so few bits while importing. What has fewer already stays as it is."""
     max_unpacked_gb: float | None = None
@@ -92,6 +99,7 @@ def import_command(argv: list[str]) -> int:
     prepare_jax()
     if flags.kind == "grok-1":
         return _grok(flags, flags.file, flags.out)
+    continued: dict[str, Any] = {}
     if flags.kind == "safetensors":
         from linnet import config as configs
 
@@ -101,7 +109,13 @@ def import_command(argv: list[str]) -> int:
         tokenizer = _exported_tokenizer(flags, flags.file, cfg)
     else:
         tokenizer = _tokenizer(flags, "released")
-        cfg, params, buffers = _transformer_vq(flags, flags.file)
+        from linnet.cli.import_vq import import_vq
+
+        imported = import_vq(flags, flags.file)
+        cfg, params, buffers = imported.cfg, imported.params, imported.buffers
+        continued = {"step": imported.step, "opt_state": imported.opt_state}
+        for remark in imported.remarks:
+            print(remark)
     if flags.source is not None:
         places = {"images": None, "texts": None, "metadata": None, "encodings": None} if cfg.family == "prior" else {}
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, source=flags.source, **places))
@@ -109,7 +123,7 @@ def import_command(argv: list[str]) -> int:
         cfg = dataclasses.replace(cfg, model=_with_tokenizer(cfg.model, tokenizer, flags))
     cfg = dataclasses.replace(cfg, model=_with_begin(cfg.model, flags))
     if is_float32(params):
-        write_run(flags.out, cfg, params, buffers)
+        write_run(flags.out, cfg, params, buffers, **continued)
         if tokenizer is not None:
             tokenizer.save(flags.out)
     else:  # an optimiser has no use for it
@@ -187,36 +201,20 @@ def _grok(flags: ImportFlags, file: Path, out: Path) -> int:
     return 0
 
 
-def _transformer_vq(flags: ImportFlags, file: Path) -> tuple[RunConfig, Any, Any]:
-    from linnet.train.interchange.transformer_vq import import_config, read_transformer_vq, to_model
-
-    tree, settings = read_transformer_vq(file, flags.max_unpacked_gb)
-    told = ("block_len", "mem_len", "pe_lam", "e_scale", "agg_cache")
-    overrides = {name: getattr(flags, name) for name in told if getattr(flags, name) is not None}
-    model: VQConfig = import_config(tree, settings, overrides=overrides)
-    params, buffers = to_model(tree, model)
-    return _run_config(model, settings), params, buffers
-
-
-def _run_config(model: VQConfig, settings: dict[str, Any]) -> RunConfig:
-    """The lengths the file tells where they fit, else sequences of a few blocks."""
-    cfg = RunConfig(preset="transformer-vq")
-    update = settings.get("update_len") or 4 * model.block_len
-    update = -(-update // model.block_len) * model.block_len
-    sequence = -(-(settings.get("sequence_len") or update) // update) * update
-    data = dataclasses.replace(cfg.data, update_len=update, sequence_len=sequence)
-    return dataclasses.replace(cfg, model=model, data=data)
-
-
 @dataclasses.dataclass(frozen=True)
 class ExportFlags:
     run: Annotated[Path, tyro.conf.Positional]
     """The run's folder."""
     out: Path | None = None
-    """The file (grok-hf: the folder); RUN.safetensors, RUN.npz, RUN-hf or RUN.pth beside the run if not given."""
-    format: Literal["safetensors", "transformer-vq", "grok-hf", "dalle2-prior", "dalle2-trainer"] = "safetensors"
+    """The file (grok-hf: the folder); RUN.safetensors, RUN-transformer-vq/checkpoint_STEP, RUN.npz, RUN-hf or RUN.pth beside the run
+    if not given."""
+    format: Literal[
+        "safetensors", "transformer-vq", "transformer-vq-npz", "grok-hf", "dalle2-prior", "dalle2-trainer"
+    ] = "safetensors"
     """`safetensors`: weights, codebooks and config, read back bit for bit by `linnet import safetensors`; `transformer-vq`: the
-    official tree as .npz; `grok-hf`: safetensors by the names of Grok-1's Hugging Face conversions, 8-bit weights as float32;
+    Flax msgpack file that the official code loads (weights, codebooks, optimizer state, step); `transformer-vq-npz` (or
+    `transformer-vq` with --out FILE.npz): the official tree as .npz, weights and codebooks only; `grok-hf`: safetensors by the
+    names of Grok-1's Hugging Face conversions, 8-bit weights as float32;
     `dalle2-prior`: a prior's averaged weights by DALLE2-pytorch's names, as the .pth that its tracker saves as `model` (or, with an
     --out that ends in .safetensors, the same state dict there); `dalle2-trainer`: a whole trainer checkpoint with optimizer state."""
     checkpoint: str = "best"
@@ -237,10 +235,14 @@ def export_command(argv: list[str]) -> int:
         from linnet.cli.export_prior import export_prior
 
         return export_prior(flags)
+    if flags.format.startswith("transformer-vq"):
+        from linnet.cli.export_vq import export_vq
+
+        return export_vq(flags.run, flags.out, flags.checkpoint, npz=flags.format.endswith("-npz"))
     run = open_run(flags.run, flags.checkpoint)
-    suffix = {"safetensors": ".safetensors", "transformer-vq": ".npz", "grok-hf": "-hf"}[flags.format]
+    suffix = {"safetensors": ".safetensors", "grok-hf": "-hf"}[flags.format]
     out = flags.out or flags.run.with_name(flags.run.name + suffix)
-    needed = {"transformer-vq": "vq", "grok-hf": "moe"}.get(flags.format, run.cfg.family)
+    needed = {"grok-hf": "moe"}.get(flags.format, run.cfg.family)
     if run.cfg.family != needed:
         raise refuse("--format", flags.format, f"one for {run.cfg.family} models", "use safetensors")
     if flags.format == "grok-hf":
@@ -248,19 +250,9 @@ def export_command(argv: list[str]) -> int:
 
         n = export_conversion(run.params, cast(Any, run.cfg.model), out)
         print(f"Wrote {n} file{'s' if n > 1 else ''} to {out} (step {run.step}).")
-    elif flags.format == "safetensors":
+    else:
         mark = export_safetensors(run.params, run.buffers, configs.to_json(run.cfg), out, _about_tokenizer(flags.run))
         print(f"Wrote {out} (step {run.step}, fingerprint {mark[:12]}).")
-    else:
-        import numpy as np
-
-        from linnet.families.vq.convert import to_reference
-        from linnet.train.interchange.npz import write_npz
-
-        settings = {**dataclasses.asdict(run.cfg.model), **_lengths(run.cfg)}
-        meta = {"family": "vq", "kind": "params", "config": settings}
-        write_npz(out, {**to_reference(run.params, run.buffers, run.cfg.vq), "meta": np.array(json.dumps(meta))})
-        print(f"Wrote {out} (step {run.step}).")
     return 0
 
 
@@ -271,7 +263,3 @@ def _about_tokenizer(run: Path) -> dict[str, Any] | None:
         return None
     tokenizer = open_tokenizer(str(run))
     return {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint, "rules": tokenizer.rules}
-
-
-def _lengths(cfg: RunConfig) -> dict[str, int]:
-    return {"sequence_len": cfg.tokens.sequence_len, "update_len": cfg.tokens.update_len}

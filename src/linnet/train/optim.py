@@ -21,6 +21,7 @@ from linnet.pytree import named_leaves
 
 FINAL = 0.1  # where cosine and linear end, as a share of the top
 MUON_RMS = 0.2  # the size of Adam's usual update, so that one learning rate suits both of Muon's halves
+LION_B1, LION_B2 = 0.95, 0.98
 
 Schedule = Callable[[ArrayLike], Float[Array, "*N"]]
 
@@ -66,7 +67,8 @@ def optimizer(cfg: OptimConfig, specs: Any) -> optax.GradientTransformation:
         optax.scale_by_schedule(lambda step: -cfg.lr * multiplier(step)),
     ]
     # Before the schedule an update still points up the gradient, hence the sign.
-    parts.insert(2 if cfg.decay_by_lr else 3, _decay(-cfg.decay if cfg.decay_by_lr else cfg.decay, specs))
+    decay = _decay(-cfg.decay if cfg.decay_by_lr else cfg.decay, specs, vectors=cfg.decay_vectors)
+    parts.insert(2 if cfg.decay_by_lr else 3, decay)
     return optax.chain(*parts)
 
 
@@ -74,7 +76,8 @@ def _rule(cfg: OptimConfig, specs: Any) -> optax.GradientTransformation:
     if cfg.name == "adamw":
         return _adam(cfg)
     if cfg.name == "lion":
-        return optax.scale_by_lion(b1=0.95, b2=0.98)
+        stored = jnp.bfloat16 if cfg.momentum_dtype == "bfloat16" else None
+        return optax.scale_by_lion(b1=LION_B1, b2=LION_B2, mu_dtype=stored)
     if cfg.name == "adafactor":
         return _grouped(specs, lambda spec: _Group("all", spec.stack_shape), {"all": _adafactor()})
     return _grouped(specs, _muon_group, {"matrices": _muon(), "rest": _adam(cfg)})
@@ -106,11 +109,11 @@ def _muon() -> optax.GradientTransformation:
     return optax.chain(optax.contrib.scale_by_muon(weight_dimension_numbers=plain), optax.stateless(scale))
 
 
-def _decay(decay: float, specs: Any) -> optax.GradientTransformation:
-    """Takes `decay` of every parameter that is not a vector (within its layer)."""
+def _decay(decay: float, specs: Any, *, vectors: bool) -> optax.GradientTransformation:
+    """Subtracts `decay` times the parameter; from a vector (within its layer) only with `vectors`."""
 
     def subtract(update: Array, param: Array, spec: Spec) -> Array:
-        return update if len(spec.layer_shape) == 1 else update - decay * param
+        return update if len(spec.layer_shape) == 1 and not vectors else update - decay * param
 
     return optax.stateless(lambda updates, params: jax.tree.map(subtract, updates, params, specs) if decay else updates)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from linnet import config as configs
@@ -19,6 +20,7 @@ from linnet.families import registry
 from linnet.families.family import Family, TokenFamily
 from linnet.families.parts import check_serving, put_weights
 from linnet.mesh import n_devices, parse_mesh
+from linnet.pytree import replace
 from linnet.train import lora_base
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.folder import RunFolder
@@ -140,11 +142,14 @@ def _chosen(checkpoints: Checkpoints, which: str) -> int | Literal["latest", "be
     raise refuse("--checkpoint", which, "best, latest or a step", "use latest")
 
 
-def write_run(path: Path, cfg: RunConfig, params: Any, buffers: Any) -> None:
-    """A run at step 0 with given weights: imported models are evaluated, sampled and trained like any other."""
+def write_run(path: Path, cfg: RunConfig, params: Any, buffers: Any, *, step: int = 0, opt_state: Any = None) -> None:
+    """A run with given weights: imported models are evaluated, sampled and trained like any other. With an optimizer state and
+    its step, training continues from there."""
     family = registry.get(cfg.family)
     state = start_from(family, cfg, optimizer(cfg.optim, family.param_specs(cfg.model)), params, buffers)
+    if opt_state is not None:
+        state = replace(state, step=jnp.asarray(step, jnp.int32), opt_state=opt_state)
     folder = RunFolder(path).create()
     with folder.lock(), Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
-        checkpoints.save(0, state, extra={}, wait=True)
+        checkpoints.save(step, state, extra={}, wait=True)
         configs.save(cfg, folder.config)  # last: a folder without it is not a run

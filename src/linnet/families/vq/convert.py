@@ -14,8 +14,9 @@ import numpy as np
 
 from linnet.errors import UserError, refuse
 from linnet.families.vq.config import VQConfig
-from linnet.families.vq.params import UnitParams, VQBuffers, VQParams, buffer_specs, param_specs
+from linnet.families.vq.params import VQBuffers, VQParams, buffer_specs, param_specs
 from linnet.params import Spec, is_spec
+from linnet.pytree import named_leaves
 
 Tree = Mapping[str, np.ndarray]
 
@@ -47,6 +48,29 @@ NOT_THE_MODEL = frozenset(
         "note",
         "perturb_seed",
         "min_shortcode_margin",
+        # What launch.py is told besides: where things are, how to train, what to print.
+        "multihost",
+        "command",
+        "dataset",
+        "data_dir",
+        "vocab_path",
+        "prng_seed",
+        "grad_clip",
+        "optimizer",
+        "lr_max",
+        "lr_schedule",
+        "wd_lam",
+        "n_warmup_step",
+        "n_max_step",
+        "n_extra_step",
+        "n_print_step",
+        "n_save_step",
+        "n_eval_step",
+        "n_save_keep",
+        "in_checkpoint_dir",
+        "out_checkpoint_dir",
+        "model_name",
+        "run_id",
     ]
 )
 NEEDED = ("n_vocab", "d_model", "d_k", "d_v", "n_head", "n_code", "n_layer", "block_len", "mem_len")
@@ -60,7 +84,23 @@ def unit_name(index: int) -> str:
 
 def from_reference(tree: Tree, cfg: VQConfig) -> tuple[VQParams, VQBuffers]:
     """Linnet's weights from the reference's, every shape checked against `cfg` first."""
-    wanted = {name: spec.layer_shape for name, spec in _reference_specs(cfg).items()}
+    _check_extensions(cfg)
+    _check_tree(tree, {name: spec.layer_shape for name, spec in _reference_specs(cfg).items()})
+    params = params_from_leaves(leaves_from_reference(tree, cfg), cfg)
+
+    def stack(name: str) -> jax.Array:
+        return jnp.stack([jnp.asarray(tree[f"{unit_name(i)}/{name}"], jnp.float32) for i in range(cfg.n_unit)])
+
+    return params, VQBuffers(**{field: stack(name) for field, name in CODE_NAMES.items()})
+
+
+def _check_extensions(cfg: VQConfig) -> None:
+    for name, value in (("n_expert", cfg.n_expert), ("d_condition", cfg.d_condition)):
+        if value:
+            raise refuse(f"model.{name}", value, "0: the reference has no place for these weights", "use safetensors")
+
+
+def _check_tree(tree: Tree, wanted: Mapping[str, tuple[int, ...]]) -> None:
     missing = sorted(set(wanted) - set(tree))
     if missing:
         raise refuse(
@@ -73,41 +113,55 @@ def from_reference(tree: Tree, cfg: VQConfig) -> tuple[VQParams, VQBuffers]:
         if tree[name].shape != shape:
             raise refuse(f"the shape of {name}", tree[name].shape, f"{shape}", "check the sizes in the config")
 
-    def get(name: str) -> jax.Array:
-        return jnp.asarray(tree[name], jnp.float32)
 
-    def stack(name: str) -> jax.Array:
-        return jnp.stack([get(f"{unit_name(i)}/{name}") for i in range(cfg.n_unit)])
+def reference_leaves(cfg: VQConfig) -> dict[str, tuple[str, int | None]]:
+    """The reference's name of every trained parameter -> the name of Linnet's leaf, and the unit within it."""
+    names: dict[str, tuple[str, int | None]] = {EMBED: ("embed", None)}
+    if cfg.pe_abs:
+        names[SCALE] = ("position_scale", None)
+    if cfg.e_preln:
+        names |= {OUT_GAIN: ("out_gain", None), OUT_NORM_BIAS: ("out_norm_bias", None)}
+    if not cfg.e_tie:
+        names[W_OUT] = ("w_out", None)
+    names[TIED_BIAS if cfg.e_tie else OUT_BIAS] = ("out_bias", None)
+    for i in range(cfg.n_unit):
+        names |= {f"{unit_name(i)}/{name}": (f"units/{field}", i) for field, name in UNIT_NAMES.items()}
+    return names
 
-    params = VQParams(
-        embed=get(EMBED),
-        position_scale=get(SCALE) if cfg.pe_abs else None,
-        units=UnitParams(**{field: stack(name) for field, name in UNIT_NAMES.items()}),
-        out_gain=get(OUT_GAIN) if cfg.e_preln else None,
-        out_norm_bias=get(OUT_NORM_BIAS) if cfg.e_preln else None,
-        w_out=None if cfg.e_tie else get(W_OUT),
-        out_bias=get(TIED_BIAS if cfg.e_tie else OUT_BIAS),
-    )
-    return params, VQBuffers(**{field: stack(name) for field, name in CODE_NAMES.items()})
+
+def leaves_from_reference(tree: Tree, cfg: VQConfig) -> dict[str, np.ndarray]:
+    """Arrays by the reference's names -> by the names of Linnet's leaves, units stacked. Arrays may have any shape, so that it
+    serves what an optimizer keeps of each parameter as well."""
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, (leaf, _) in reference_leaves(cfg).items():
+        stacks.setdefault(leaf, []).append(np.asarray(tree[name]))
+    return {leaf: np.stack(parts) if leaf.startswith("units/") else parts[0] for leaf, parts in stacks.items()}
+
+
+def leaves_to_reference(leaves: Mapping[str, Any], cfg: VQConfig) -> dict[str, np.ndarray]:
+    """The inverse of `leaves_from_reference`."""
+    return {
+        name: np.asarray(leaves[leaf] if unit is None else leaves[leaf][unit])
+        for name, (leaf, unit) in reference_leaves(cfg).items()
+    }
+
+
+def params_from_leaves(leaves: Mapping[str, Any], cfg: VQConfig, dtype: Any = jnp.float32) -> VQParams:
+    specs = param_specs(cfg)
+    values = [jnp.asarray(leaves[name], dtype) for name, _ in named_leaves(specs, is_spec)]
+    return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), values)
 
 
 def to_reference(params: VQParams, buffers: VQBuffers | None, cfg: VQConfig) -> dict[str, np.ndarray]:
     """The reference's tree. Its unused bias of an untied model is zero. Also takes gradients (without buffers)."""
-    for name, value in (("n_expert", cfg.n_expert), ("d_condition", cfg.d_condition)):
-        if value:
-            raise refuse(f"model.{name}", value, "0: the reference has no place for these weights", "use safetensors")
-    tree = {EMBED: params.embed, TIED_BIAS: params.out_bias if cfg.e_tie else jnp.zeros_like(params.out_bias)}
-    if cfg.pe_abs:
-        tree[SCALE] = params.position_scale
-    if cfg.e_preln:
-        tree |= {OUT_GAIN: params.out_gain, OUT_NORM_BIAS: params.out_norm_bias}
-    if not cfg.e_tie:
-        tree |= {W_OUT: params.w_out, OUT_BIAS: params.out_bias}
-    for i in range(cfg.n_unit):
-        tree |= {f"{unit_name(i)}/{name}": getattr(params.units, field)[i] for field, name in UNIT_NAMES.items()}
-        if buffers is not None:
-            tree |= {f"{unit_name(i)}/{name}": getattr(buffers, field)[i] for field, name in CODE_NAMES.items()}
-    return {name: np.asarray(value) for name, value in tree.items()}
+    _check_extensions(cfg)
+    tree = leaves_to_reference(dict(named_leaves(params)), cfg)
+    tree.setdefault(TIED_BIAS, np.zeros(cfg.n_vocab, np.float32))
+    if buffers is not None:
+        for field, name in CODE_NAMES.items():
+            stacked = np.asarray(getattr(buffers, field))
+            tree |= {f"{unit_name(i)}/{name}": stacked[i] for i in range(cfg.n_unit)}
+    return tree
 
 
 def infer_config(tree: Tree) -> dict[str, Any]:
@@ -173,25 +227,18 @@ def _setting(name: str, hint: Any, value: Any) -> Any:
         return float(value)
     if typing.get_origin(hint) is typing.Literal and value in typing.get_args(hint):
         return value
+    if typing.get_origin(hint) is typing.Union and (value is None or isinstance(value, int | str)):
+        return value  # begin_id, which the config itself checks
     needs = {bool: "0 or 1", int: "a whole number", float: "a number"}.get(hint, f"one of {typing.get_args(hint)}")
     raise refuse(f"the setting {name}", value, needs, "correct it in the file")
 
 
 def _reference_specs(cfg: VQConfig) -> dict[str, Spec]:
-    params: VQParams = param_specs(cfg)
-    buffers = buffer_specs(cfg)
-    named = {
-        EMBED: params.embed,
-        SCALE: params.position_scale,
-        OUT_GAIN: params.out_gain,
-        OUT_NORM_BIAS: params.out_norm_bias,
-        W_OUT: params.w_out,
-        (TIED_BIAS if cfg.e_tie else OUT_BIAS): params.out_bias,
-    }
+    params, buffers = dict(named_leaves(param_specs(cfg), is_spec)), buffer_specs(cfg)
+    named = {name: params[leaf] for name, (leaf, _) in reference_leaves(cfg).items()}
     for i in range(cfg.n_unit):
-        named |= {f"{unit_name(i)}/{name}": getattr(params.units, field) for field, name in UNIT_NAMES.items()}
         named |= {f"{unit_name(i)}/{name}": getattr(buffers, field) for field, name in CODE_NAMES.items()}
-    return {name: spec for name, spec in named.items() if is_spec(spec)}
+    return named
 
 
 def _some(names: list[str]) -> str:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from linnet.config import DataConfig, OptimConfig, RunConfig, from_dict
+from linnet.config import DataConfig, OptimConfig, RunConfig
 from linnet.errors import UserError
 from linnet.families import registry
 from linnet.families.vq.convert import TIED_BIAS, to_reference
+from linnet.train.interchange.transformer_vq_settings import GROUPED, OPTIM, optim_config, optim_values
 from linnet.train.optim import optimizer, schedule
 from linnet.train.state import start_from
 from linnet.train.step import make_step
@@ -20,9 +21,7 @@ from linnet.train.verify.golden import Golden
 from linnet.train.verify.replay import Replay, all_metrics, load_model, metric_scales, read_batch, refuse_dropout
 
 MASKED = -1e10
-OPTIMISER_SETTINGS = frozenset(
-    ["optimizer", "lr_max", "lr_schedule", "wd_lam", "grad_clip", "n_warmup_step", "n_max_step", "n_extra_step"]
-)
+OPTIMISER_SETTINGS = frozenset([*OPTIM, GROUPED])
 
 
 def replay_train(golden: Golden) -> Replay:
@@ -74,17 +73,7 @@ def optimiser_config(golden: Golden) -> OptimConfig:
     if odd or missing:
         what = f"has {odd[0]!r}, which is unknown" if odd else f"lacks {missing[0]!r}"
         raise UserError(f"{golden.path}: its optimiser {what}. It may have {', '.join(sorted(OPTIMISER_SETTINGS))}.")
-    values = {
-        "name": settings["optimizer"],
-        "lr": settings["lr_max"],
-        "schedule": settings["lr_schedule"],
-        "warmup_steps": settings["n_warmup_step"],
-        "steps": settings["n_max_step"],
-        "extra_steps": settings.get("n_extra_step", 0),
-        "clip": settings.get("grad_clip") or None,
-        "decay": settings.get("wd_lam", 0.0),
-    }
-    return from_dict(OptimConfig, values, f"{golden.path}: opt.")
+    return optim_config({"clip": None, **optim_values({"opt": settings}, str(golden.path))}, str(golden.path))
 
 
 def replay_schedule(golden: Golden) -> Replay:

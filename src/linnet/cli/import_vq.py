@@ -1,0 +1,160 @@
+"""`linnet import transformer-vq`: a checkpoint of the official code becomes a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+from linnet.errors import refuse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from linnet.cli.interchange import ImportFlags
+    from linnet.config import OptimConfig, RunConfig
+    from linnet.families.vq.config import VQConfig
+    from linnet.train.interchange.transformer_vq_optim import OfficialOptim
+
+# As in the paper: enwik8 with adamw, PG-19 with adafactor. The official code offers lion, the paper does not use it.
+ASSUMED: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 4e-4, "warmup_steps": 10_000, "steps": 125_000, "clip": 0.1, "decay": 2e-4},
+    "lion": {"lr": 4e-5, "warmup_steps": 10_000, "steps": 125_000, "clip": 0.1, "decay": 2e-4},
+    "adafactor": {"lr": 0.01, "warmup_steps": 10_000, "steps": 500_000, "clip": 0.1, "decay": 2e-4},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimFlags:
+    """transformer-vq: how the checkpoint was trained, which its file does not hold."""
+
+    lr: float | None = None
+    schedule: Literal["cosine", "linear", "inv_sqrt", "constant"] | None = None
+    warmup_steps: int | None = None
+    steps: int | None = None
+    """Updates until the schedule ends (warm-up included)."""
+    extra_steps: int | None = None
+    clip: float | None = None
+    decay: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Imported:
+    cfg: RunConfig
+    params: Any
+    buffers: Any
+    step: int
+    opt_state: Any
+    remarks: tuple[str, ...]
+
+
+def import_vq(flags: ImportFlags, file: Path) -> Imported:
+    from linnet.train.interchange.transformer_vq import import_config, read_official, to_model
+    from linnet.train.interchange.transformer_vq_optim import Unmapped, read_optimizer, to_opt_state
+    from linnet.train.interchange.transformer_vq_settings import read_settings, settings_beside
+
+    found = read_official(file, flags.max_unpacked_gb)
+    beside = settings_beside(found.path)
+    path = flags.settings or (beside if beside.is_file() else None)
+    settings = {**found.settings, **({} if path is None else read_settings(path))}
+    names = ("block_len", "mem_len", "pe_lam", "e_scale", "agg_cache")
+    overrides = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
+    model = import_config(found.params, settings, overrides=overrides)
+    params, buffers = to_model(found.params, model)
+    remarks = [f"Read {found.path}" + (f", with the settings of {path}." if path is not None else ".")]
+    optim: OfficialOptim | None = None
+    if found.opt_state is None and flags.optimizer == "keep":
+        raise refuse("--optimizer", "keep", f"fresh: {found.path} has no optimizer state", "leave it out")
+    if found.opt_state is not None and flags.optimizer != "fresh":
+        try:
+            optim = read_optimizer(found.opt_state)
+        except Unmapped as error:
+            remarks.append(_without_state(error, flags))
+    chosen, assumed = _optim_config(optim, settings, flags, str(path or found.path))
+    cfg = _run_config(model, settings, flags, chosen)
+    opt_state = None
+    if optim is not None:
+        try:
+            opt_state = to_opt_state(optim, cfg, params)
+        except Unmapped as error:
+            remarks.append(_without_state(error, flags))
+    step = 0
+    if optim is not None and opt_state is not None:
+        step = optim.count if found.step is None else found.step
+        remarks += _continued(step, optim, chosen, assumed)
+    return Imported(cfg=cfg, params=params, buffers=buffers, step=step, opt_state=opt_state, remarks=tuple(remarks))
+
+
+def _without_state(why: ValueError, flags: ImportFlags) -> str:
+    if flags.optimizer == "keep":
+        raise refuse("--optimizer", "keep", f"fresh: the state cannot be imported ({why})", "leave it out")
+    return f"The optimizer state is not imported: {why}. Training would start at step 0 with a fresh optimizer."
+
+
+def _continued(step: int, found: OfficialOptim, chosen: OptimConfig, assumed: list[str]) -> list[str]:
+    said = [
+        f"`linnet train` continues at step {step} with the state of {found.rule}, on the data of --source in Linnet's order."
+    ]
+    if assumed:
+        values = ", ".join(f"{name} {getattr(chosen, name)}" for name in assumed)
+        wanted = " ".join(f"--optim.{name.replace('_', '-')}" for name in assumed)
+        said.append(
+            f"Assumed, since the file does not hold it: {values}. To train on as it was trained, import it with --settings FILE.json "
+            f"(launch.py's arguments) or {wanted}."
+        )
+    if chosen.schedule == "inv_sqrt":
+        said.append("The official inv_sqrt schedule rises without bound; Linnet's falls with the inverse square root.")
+    return said
+
+
+def _optim_config(
+    found: OfficialOptim | None, settings: dict[str, Any], flags: ImportFlags, where: str
+) -> tuple[OptimConfig, list[str]]:
+    """The optimizer's settings, and the names of those that nothing tells."""
+    from linnet.config import OptimConfig
+    from linnet.train.interchange.transformer_vq_settings import optim_config, optim_values
+
+    given = {name: value for name, value in dataclasses.asdict(flags.optim).items() if value is not None}
+    told = {**optim_values(settings, where), **given}
+    if found is None:
+        return (optim_config(told, where) if told else OptimConfig()), []
+    if told.get("name", found.rule) != found.rule:
+        needs = f"{found.rule}, whose state the checkpoint holds"
+        raise refuse(f"the setting optimizer in {where}", told["name"], needs, "correct it, or add --optimizer fresh")
+    assumed = {**ASSUMED[found.rule], "schedule": "cosine"}
+    if not found.clips:
+        told.setdefault("clip", None)
+    if not found.decays:
+        told.setdefault("decay", 0.0)
+    values = {**assumed, **told, "name": found.rule, "momentum_dtype": found.momentum_dtype}
+    return optim_config(values, where), [name for name in assumed if name not in told]
+
+
+def _run_config(model: VQConfig, settings: dict[str, Any], flags: ImportFlags, optim: OptimConfig) -> RunConfig:
+    """Lengths: as the user says, else as the file says, rounded up to whole blocks, else a few blocks."""
+    from linnet.config import RunConfig
+
+    cfg = RunConfig(preset="transformer-vq")
+    block, sequence = model.block_len, flags.sequence_len
+    if sequence is not None and (sequence < 1 or sequence % block):
+        needs = f"a multiple of the block length ({block})"
+        raise refuse("--sequence-len", sequence, needs, f"use {max(block, round(sequence / block) * block)}")
+    update = flags.update_len or _whole(settings.get("update_len") or 4 * block, block)
+    if flags.update_len is None and sequence is not None:
+        update = math.gcd(update, sequence)
+    if update < 1 or update % block:
+        needs = f"a multiple of the block length ({block})"
+        raise refuse("--update-len", update, needs, f"use {max(block, round(update / block) * block)}")
+    sequence = sequence or _whole(settings.get("sequence_len") or update, update)
+    if sequence % update:
+        needs = f"a multiple of the update length ({update})"
+        raise refuse("--sequence-len", sequence, needs, f"use {_whole(sequence, update)}, or another --update-len")
+    batch = settings.get("global_batch_size", cfg.data.batch_size)
+    if not isinstance(batch, int) or batch < 1:
+        raise refuse("the setting global_batch_size", batch, "a number of sequences", "correct it in the settings")
+    data = dataclasses.replace(cfg.data, update_len=update, sequence_len=sequence, batch_size=batch)
+    return dataclasses.replace(cfg, model=model, data=data, optim=optim)
+
+
+def _whole(length: int, unit: int) -> int:
+    return -(-length // unit) * unit
