@@ -19,12 +19,16 @@ from linnet import params as weights
 from linnet.cli.main import main as command
 from linnet.config import DataConfig, RunConfig
 from linnet.data import open_data
+from linnet.data.chunks import Item
+from linnet.data.encode import TextEncoder
 from linnet.data.tokenizer import SETTINGS_FILE, open_tokenizer
 from linnet.errors import UserError
 from linnet.families import registry
+from linnet.families.generate import generate
 from linnet.families.moe import model as moe
 from linnet.families.moe.config import MoEConfig
 from linnet.families.vq.config import VQConfig
+from linnet.nn.sampling import sampling_settings
 from linnet.serve.state import model_fingerprint
 from linnet.train.evaluate import evaluate
 from linnet.train.runs import open_run
@@ -190,3 +194,38 @@ def test_a_sample_in_training_needs_no_prompt(tmp_path: Path) -> None:
     params = weights.init(family.param_specs(cfg.model), jax.random.key(0))
     vocabulary = Vocabulary(tokenizer=open_tokenizer("bytes"), shape=None)
     assert isinstance(sample_text(family, cfg, params, None, vocabulary, prompt="", n_tokens=4, seed=0), str)
+
+
+def test_the_begin_id_may_be_left_out_of_one_request(tmp_path: Path) -> None:
+    cfg = tiny.config(tiny.corpus(tmp_path), "moe")
+    family = registry.tokens("moe")
+    params = weights.init(family.param_specs(cfg.model), jax.random.key(0))
+
+    def written(prompt: list[int], add_special_tokens: bool | None) -> list[int]:
+        stream = generate(
+            family.decoder,
+            params,
+            None,
+            cfg.model,
+            [prompt],
+            max_tokens=6,
+            settings=sampling_settings(1, temperature=0.0, repetition_penalty=1.0),
+            seeds=[0],
+            ignore_end=True,
+            add_special_tokens=add_special_tokens,
+        )
+        return [token for (piece,) in stream if piece is not None for token in piece.tokens]
+
+    with_begin = written([70, 71, 72], None)
+    assert written([70, 71, 72], True) == with_begin == written([1, 70, 71, 72], False)
+    assert written([70, 71, 72], False) != with_begin
+    with pytest.raises(UserError, match="add_special_tokens"):
+        written([], False)
+
+
+def test_a_document_in_parts_gets_one_dummy_prefix() -> None:
+    encoder = TextEncoder(open_tokenizer(str(TOKENIZER), rules="released"))
+    parts = [Item("a", b"the class o", True, False, False), Item("a", b"f answers", False, True, True)]
+    ids = [encoder.encode(part).tolist() for part in parts]
+    assert encoder.tokenizer.decode(ids[0] + ids[1]) == b"the class of answers"
+    assert not any(encoder.is_lossy(part, np.asarray(one)) for part, one in zip(parts, ids, strict=True))
