@@ -17,8 +17,10 @@ from prior_tiny import config, model
 from torch_files import Writer
 
 from linnet.errors import UserError
+from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.convert import to_reference
 from linnet.families.prior.network import network
+from linnet.families.prior.params import PriorParams
 from linnet.families.prior.reference import infer_config
 from linnet.families.prior.releases import behaviour, recognize
 from linnet.families.prior.schedule import betas
@@ -84,6 +86,24 @@ def test_a_bare_state_dict_is_read_to_the_bit() -> None:
     assert names
     for name in names:
         np.testing.assert_array_equal(state[name], golden[f"params/{name}"], err_msg=name)
+
+
+def test_warm_up_and_bare_checkpoints_predict_what_the_reference_predicted() -> None:
+    def check(found: PriorParams, cfg: PriorConfig, inputs: list[np.ndarray], expected: np.ndarray) -> None:
+        output = network(found, *map(jnp.asarray, inputs), None, None, None, cfg)  # pyright: ignore[reportArgumentType]
+        np.testing.assert_allclose(output, expected, atol=1e-5 * np.abs(expected).max())
+
+    for release in ("1.15.6", "1.1.0"):
+        golden = np.load(CHECKPOINTS / f"warmup_{release}_expected.npz")
+        imported = read_prior_checkpoint(CHECKPOINTS / f"warmup_{release}_checkpoint.pth", {"text_encodings": True})
+        inputs = [golden[f"in/{name}"] for name in ("x", "t", "te", "enc")]
+        assert imported.other is not None
+        check(imported.params, imported.cfg, inputs, golden["out/ema"])
+        check(imported.other, imported.cfg, inputs, golden["out/model"])
+    golden = np.load(CHECKPOINTS.parent / "legacy_0.22.1.npz")
+    imported = read_prior_checkpoint(CHECKPOINTS / "bare_0.22.1_model.pth", {"text_encodings": True})
+    inputs = [golden[f"in/{name}"] for name in ("x", "t", "text_embed", "text_encodings")]
+    check(imported.params, imported.cfg, inputs, golden["out/enc"])
 
 
 def test_versions_are_read_however_they_were_stored() -> None:
