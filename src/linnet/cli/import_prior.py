@@ -103,10 +103,11 @@ def release_remark(release: Release, model: PriorConfig) -> str:
         "null_vectors": "missing text is learned null vectors"
         + ("" if model.drop_text_embedding else ", and guidance does not drop the text's embedding"),
     }[model.text_conditioning]
+    norm = {"plain": "plain", "maximum": "by maximum"}
     words = [
         f"Network of DALLE2-pytorch {release.version}, family {release.family} ({release.source}): {model.scores} scores"
         + ("" if model.bias_scale == 1 else f", position bias times {model.bias_scale:g}")
-        + f", {model.norms} norms, the last {model.last_norm}; {text}."
+        + f", norms {norm[model.norms]}, the last one {norm[model.last_norm]}; {text}."
     ]
     if not parse(OLDEST) <= parse(release.version) <= parse(NEWEST):
         words.append(f"Releases from {OLDEST} to {NEWEST} are known; this one is taken to be like the nearest of them.")

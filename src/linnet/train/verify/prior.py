@@ -14,6 +14,7 @@ from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.convert import from_reference
 from linnet.families.prior.params import PriorParams
 from linnet.families.prior.reference import network_config
+from linnet.families.prior.releases import behaviour
 from linnet.json_file import parse_json
 from linnet.train.interchange.npz import read_npz, read_npz_array
 from linnet.train.verify.compare import Check, Skipped, Verification, compare
@@ -61,8 +62,10 @@ class PriorGolden:
         return cfg, from_reference(self.below(weights), cfg)
 
     def config(self, settings: Mapping[str, Any], **more: Any) -> PriorConfig:
+        """Of the release that the file names, else of the newest."""
+        release = {} if self.version is None else behaviour(self.version)
         try:
-            return network_config(settings, **more)
+            return network_config(settings, **{**release, **more})
         except TypeError as error:
             raise UserError(f"{self.path}: its settings are not those of a network ({error}).") from None
 

@@ -34,7 +34,7 @@ def _network(cfg: PriorConfig) -> Any:
 
 def replay_network(golden: PriorGolden) -> PriorReplay:
     release = recognize(golden.below("params/"), version=golden.version)
-    cfg, params = golden.model(golden.meta["config"], **release.settings)
+    cfg, params = golden.model(golden.meta["config"])
     run = _network(cfg)
     image, t, text = (golden.get(f"in/{name}") for name in ("image_embed", "times", "text_embed"))
     every = np.ones(len(image), bool)
