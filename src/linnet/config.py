@@ -47,6 +47,9 @@ class DataConfig:
     """Pictures: what tells a model with `d_condition` what each shows. `builtin`: its embedding by the built-in encoder; or the path
     of an .npy with a row for every picture, in their order."""
 
+    base: str | None = None
+    """The folder that relative paths are relative to. Training notes the working directory; `--data.source` names a new location."""
+
     def __post_init__(self) -> None:
         for name in ("sequence_len", "update_len", "batch_size"):
             if getattr(self, name) < 1:
@@ -109,6 +112,9 @@ class PairsConfig:
     mix: float = 0.0
     """Chance that a pair to train on is mixed with another: both its vectors, by one random share, as long as before. A small set
     is then not learnt by heart."""
+
+    base: str | None = None
+    """The folder that relative paths are relative to. Training notes the working directory; `--data.source` names a new location."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

@@ -94,11 +94,12 @@ def command_lines() -> Iterator[tuple[list[str], str]]:
         for flag, hint in hints.items():
             if flag == "config" or (config is not None and flag == "from_") or not takes_strings(hint):
                 continue
-            shown = flag.upper() if is_positional(hint) else f"--{flag.strip('_').replace('_', '-')}"
+            shown = flag.upper() if is_positional(hint) else flag_name(flag, hint)
             yield [*words, *arguments(hints, required, flag, hint)], shown
         for flag in config_flags(config):
             # Settings that are refused alone, for a reason of their own.
-            beside = ["--data.images", "x"] if flag in ("--data.texts", "--data.metadata") else []
+            beside = ["--data.images", "x"] if flag in ("--data.texts", "--data.metadata", "--data.encodings") else []
+            beside += ["--data.texts", "x"] if flag == "--data.encodings" else []
             yield [*words, *arguments(hints, required, "", None), *beside, flag, URL], flag
 
 
@@ -113,8 +114,14 @@ def arguments(hints: dict[str, Any], required: dict[str, str], flag: str, hint: 
         if not is_positional(hints[n]) and n != flag:
             line += [f"--{n.replace('_', '-')}", required[n]]
     if flag and not is_positional(hint):
-        line += [f"--{flag.strip('_').replace('_', '-')}", *[URL] * n_values(hint)]
+        line += [flag_name(flag, hint), *[URL] * n_values(hint)]
     return line
+
+
+def flag_name(field: str, hint: Any) -> str:
+    """`--from` for a field `from_`, `--data.source` for `data_source`: the name that the annotation gives, or else the field's."""
+    given = [mark.name for mark in getattr(hint, "__metadata__", ()) if getattr(mark, "name", None)]
+    return f"--{given[0] if given else field.replace('_', '-')}"
 
 
 def config_flags(config: RunConfig | None) -> Iterator[str]:
@@ -158,7 +165,7 @@ def test_the_list_covers_the_known_path_flags() -> None:
         "train": ("--out", "--data.source", "--data.validation-files", "--data.test-files", "--data.condition"),
         "serve": ("RUNS", "--sessions", "--keys-file", "--batch"),
         "import": ("FILE", "--out", "--source", "--tokenizer", "--settings"),
-        "eval": ("RUN", "--source"),
+        "eval": ("RUN", "--source", "--data.source"),
         "data": ("SOURCE", "--out", "--tokenizer", "--from", "--metadata", "WHAT", "FOLDER"),
         "sample": ("RUN", "--prompt-file", "--out", "--complete", "--embedding"),
     }

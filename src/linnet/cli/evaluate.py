@@ -35,6 +35,8 @@ class Flags:
     """Tokens of one sequence, after which the state is reset; the run's own if not given. The loss depends on it."""
     update_len: int | None = None
     """Tokens that are computed together; the run's own if not given. It changes speed and memory only."""
+    data_source: Annotated[str | None, tyro.conf.arg(name="data.source")] = None
+    """Where the run's own data is now. Its content must be what the run was trained on."""
     batch_size: int | None = None
     limit: int | None = None
     """Only so many sequences (or pairs), spread over the split."""
@@ -53,6 +55,8 @@ def eval_command(argv: list[str]) -> int:
     )
     from linnet import config as configs
 
+    if flags.source is not None and flags.data_source is not None:
+        raise refuse("--source", flags.source, "left out with --data.source", "leave one of them out")
     if configs.load(flags.run / "config.json").family == "prior":
         from linnet.cli.evaluate_prior import evaluate_prior_run
 
@@ -70,14 +74,18 @@ def eval_command(argv: list[str]) -> int:
     from linnet.train.environment import peak_rss_bytes
     from linnet.train.evaluate import evaluate
     from linnet.train.progress import track
+    from linnet.train.relocated import check_same_data, relocated
     from linnet.train.runs import open_run
     from linnet.train.vocabulary import must_match
 
     prepare_jax()
     run = open_run(flags.run, flags.checkpoint)
     cfg = _with_lengths(run.cfg, flags)
-    data_cfg, split = _data(flags, cfg.tokens)
+    own = cfg if flags.data_source is None else relocated(cfg, flags.data_source)
+    data_cfg, split = _data(flags, own.tokens)
     data = open_data(data_cfg, cfg.seed).begun_by(cfg.writer.bos_id)
+    if flags.data_source is not None:
+        check_same_data(flags.run, data.fingerprint, flags.data_source)
     must_match(flags.run, data, run.vocabulary.tokenizer)  # first: where the tokenizers differ, so do their end ids
     data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
     size = flags.batch_size or cfg.data.batch_size

@@ -29,12 +29,16 @@ def evaluate_prior_run(flags: Flags) -> int:
     from linnet.train.evaluate_prior import evaluate_prior
     from linnet.train.metrics import replace_text
     from linnet.train.progress import track
+    from linnet.train.relocated import check_same_data, relocated
 
     prepare_jax()
     cfg, weights, step = _opened(flags)
     timesteps = _timesteps(flags, cfg)
-    data_cfg, split = _data(flags, cfg.pairs)
+    own = cfg if flags.data_source is None else relocated(cfg, flags.data_source)
+    data_cfg, split = _data(flags, own.pairs)
     pairs = open_pairs(data_cfg, cfg.seed, encodings=cfg.prior.text_encodings)
+    if flags.data_source is not None:
+        check_same_data(flags.run, pairs.fingerprint, flags.data_source)
     size = flags.batch_size or cfg.data.batch_size
     n_batch = math.ceil(min(pairs.n_rows(split), flags.limit or 10**12) / size)
     result = evaluate_prior(
@@ -110,7 +114,7 @@ def _data(flags: Flags, trained_on: PairsConfig) -> tuple[PairsConfig, str]:
     if flags.source is None:
         return trained_on, flags.split
     whole = {"validation_fraction": 0.0, "test_fraction": 0.0, "split_key": None}
-    named = {"source": flags.source, "images": None, "texts": None, "metadata": None, "encodings": None}
+    named = {"source": flags.source, "base": None, "images": None, "texts": None, "metadata": None, "encodings": None}
     return dataclasses.replace(trained_on, **whole, **named), "train"
 
 

@@ -13,6 +13,7 @@ import tyro
 from linnet import config as configs
 from linnet import presets
 from linnet.config import RunConfig
+from linnet.data.locations import retyped
 from linnet.errors import UserError
 from linnet.local_path import check_local, is_free_text
 
@@ -21,8 +22,10 @@ T = TypeVar("T")
 
 def parse(arguments: type[T], argv: list[str], command: str, words: str, default: T | None = None) -> T:
     kwargs: dict[str, Any] = {} if default is None else {"default": default}
-    flags = tyro.cli(arguments, args=argv, prog=f"linnet {command}", description=words, **kwargs)
+    flags: Any = tyro.cli(arguments, args=argv, prog=f"linnet {command}", description=words, **kwargs)
     # Defaults come from a file here, whose locations a flag may replace; whoever opens them checks them.
+    if isinstance(default, RunFlags) and isinstance(flags, RunFlags):
+        flags = dataclasses.replace(flags, config=retyped(flags.config, default.config))
     known = dict(_strings(default)) if default is not None else {}
     for name, value in _strings(flags):
         if known.get(name) != value:
@@ -41,7 +44,9 @@ def _strings(flags: Any, prefix: str = "") -> Iterator[tuple[str, str | PurePath
             yield from _strings(value, f"{prefix}{name}.")
         elif not is_free_text(hint):
             positional = tyro.conf.Positional in getattr(hint, "__metadata__", ())
-            shown = name.upper() if positional else f"--{prefix}{name.strip('_')}".replace("_", "-")
+            names = [mark.name for mark in getattr(hint, "__metadata__", ()) if getattr(mark, "name", None)]
+            flag = names[0] if names else prefix + name.replace("_", "-")
+            shown = name.upper() if positional else f"--{flag}"
             parts = value if isinstance(value, tuple) else (value,)
             for i, part in enumerate(parts):
                 if isinstance(part, str | PurePath):

@@ -16,6 +16,8 @@ from linnet.errors import UserError
 class Flags:
     run: Annotated[Path, tyro.conf.Positional]
     """The run's folder."""
+    data_source: Annotated[str | None, tyro.conf.arg(name="data.source")] = None
+    """Where the run's own data is now. Its content must be what the run was trained on."""
 
 
 def report_command(argv: list[str]) -> int:
@@ -26,5 +28,11 @@ def report_command(argv: list[str]) -> int:
 
     if not (flags.run / "config.json").is_file():
         raise UserError(f"{flags.run} is not a run: it has no config.json. Fix: name a folder made by `linnet train`.")
+    if flags.data_source is not None:
+        from linnet import config as configs
+        from linnet.train.relocated import check_same_data, data_fingerprint, relocated
+
+        cfg = relocated(configs.load(flags.run / "config.json"), flags.data_source)
+        check_same_data(flags.run, data_fingerprint(cfg), flags.data_source)
     print(f"Wrote {write_report(flags.run)}")
     return 0

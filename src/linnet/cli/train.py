@@ -124,8 +124,7 @@ def keep_remarks(config: RunConfig, out: Path, remarks: Sequence[str]) -> None:
 
     folder = RunFolder(out)
     require_trackers(config.train.trackers)
-    open_judge(config)
-    check_folder(config, folder)
+    check_folder(config, folder, open_judge(config).fingerprint)
     folder.create()
     with folder.lock(), MetricsLog(out) as log:
         for remark in remarks:

@@ -15,6 +15,7 @@ from linnet.data.condition import of_emoji, of_pictures, refuse_condition_of_tex
 from linnet.data.dataset import Data
 from linnet.data.emoji import SIZES, open_emoji
 from linnet.data.holdout import SPLITS, divide
+from linnet.data.locations import located
 from linnet.data.named import NAMED
 from linnet.data.packed import PackedSplit
 from linnet.data.prepare import is_unfinished
@@ -31,6 +32,7 @@ _DIVIDED_BY = ("validation_files", "test_files", "validation_fraction", "test_fr
 def open_data(cfg: DataConfig, seed: int) -> Data:
     """Opens the data of a run, or says what is wrong with it before anything starts."""
     check_local("data.source", cfg.source)
+    cfg = located(cfg)
     path = Path(os.path.expanduser(cfg.source))
     if cfg.source in EMOJI:
         return _emoji(cfg, seed, EMOJI[cfg.source])

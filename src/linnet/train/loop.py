@@ -19,6 +19,7 @@ from linnet import config as configs
 from linnet import params as weights
 from linnet import sharding
 from linnet.config import RunConfig
+from linnet.data.locations import absolute_paths, with_base
 from linnet.errors import UserError, refuse
 from linnet.families import registry
 from linnet.families.family import Family
@@ -65,6 +66,7 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
     """Trains a run to its end, from its last checkpoint if it has one. `stop_at` ends this part early, saved, as if interrupted."""
     require_trackers(cfg.train.trackers)
     read_exports(cfg)
+    cfg = _with_base(cfg, folder)
     mesh = sharding.open_mesh(cfg.mesh)
     trainable_specs(registry.get(cfg.family), cfg)  # refuses adapters that do not fit the model
     begins = starts_from_parent(cfg, folder)
@@ -73,7 +75,7 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
 
         def open_folder() -> None:
             """By the first process: it alone writes there, but for the others' shares of a checkpoint."""
-            old = check_folder(cfg, folder)
+            old = check_folder(cfg, folder, judge.fingerprint)
             is_import = stored_weights.is_weights_alone(folder.path)
             if begins:
                 parents.check_parent(cfg)
@@ -97,6 +99,15 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, keep=cfg.train.keep))
         quiet = quiet or not _is_first()
         return _Run(cfg, folder, mesh, judge, checkpoints, interrupt, quiet).to_end(stop_at)
+
+
+def _with_base(cfg: RunConfig, folder: RunFolder) -> RunConfig:
+    """Relative paths of the data are looked for in the working directory, else where the run that is there had them."""
+    found = with_base(cfg)
+    if found.data.base is None and folder.config.exists():
+        base = configs.load(folder.config).data.base
+        return dataclasses.replace(found, data=dataclasses.replace(found.data, base=base))
+    return found
 
 
 def starts_from_parent(cfg: RunConfig, folder: RunFolder) -> bool:
@@ -233,7 +244,8 @@ class _Run:
             raise UserError(
                 f"the data at {self.cfg.data.source!r} is not what this run was trained on (fingerprint "
                 f"{self.judge.fingerprint[:12]}, the run has {theirs[:12]}), so it cannot be continued exactly. "
-                "Fix: restore the data, or start a new run with --out."
+                "Fix: restore the data, or name an unchanged copy of it with --data.source; to train on it as it is now, "
+                f"`linnet train --from {self.folder.path} --data.source {self.cfg.data.source} --out ANOTHER`."
             )
         self.eval_pending = bool(restored.extra.get("evaluate"))
         return restored.state, restored.step
@@ -261,7 +273,8 @@ class _Run:
         amount = f"{count:,} parameters"
         if self.cfg.lora.rank:
             amount = f"{weights.count(trainable_specs(self.family, self.cfg)):,} of {amount} trained"
-        described = self.judge.describe()
+        paths = {"source": self.cfg.data.source, "paths": absolute_paths(self.cfg.data)}
+        described = self.judge.describe() | paths
         if _is_first():
             _write_json(self.folder.path / "data.json", described)
         for warning in described["warnings"]:

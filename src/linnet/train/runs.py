@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from linnet import config as configs
 from linnet import quant, sharding
 from linnet.config import RunConfig
+from linnet.data.locations import with_base
 from linnet.errors import refuse
 from linnet.families import registry
 from linnet.families.family import Family, TokenFamily
@@ -152,4 +153,4 @@ def write_run(path: Path, cfg: RunConfig, params: Any, buffers: Any, *, step: in
     folder = RunFolder(path).create()
     with folder.lock(), Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
         checkpoints.save(step, state, extra={}, wait=True)
-        configs.save(cfg, folder.config)  # last: a folder without it is not a run
+        configs.save(with_base(cfg), folder.config)  # last: a folder without it is not a run

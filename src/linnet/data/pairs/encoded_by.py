@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from linnet.config import EMOJI_PAIRS, PairsConfig
+from linnet.data.locations import located
 from linnet.data.pairs.embed import read_notes
 from linnet.data.pairs.sources import FOLDERS
 
@@ -23,6 +24,7 @@ def encoder_of(cfg: PairsConfig, run: Path | None = None) -> str | None:
 
 
 def _of_data(cfg: PairsConfig) -> str | None:
+    cfg = located(cfg)
     if cfg.images is None and cfg.source == EMOJI_PAIRS:
         return "builtin"
     if cfg.images is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from linnet.config import EMOJI_PAIRS, PairsConfig
+from linnet.data.locations import located
 from linnet.data.pairs import emoji, sources
 from linnet.data.pairs.embed import refuse_unfinished
 from linnet.data.pairs.encoded_by import encoder_of
@@ -30,6 +31,7 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Pairs
     there are any; they are many times larger than the rest, so nobody else reads them."""
     if cfg.mix and encodings:
         raise refuse("data.mix", cfg.mix, "0 with model.text_encodings: token encodings cannot be mixed", "use 0")
+    cfg = located(cfg)
     if cfg.source == EMOJI_PAIRS and cfg.images is None:
         return emoji.open_emoji_pairs(cfg, seed, encodings=encodings)
     source = find_source(cfg, encodings=encodings)

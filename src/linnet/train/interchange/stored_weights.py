@@ -24,6 +24,7 @@ import numpy as np
 from linnet import config as configs
 from linnet import quant
 from linnet.config import RunConfig
+from linnet.data.locations import with_base
 from linnet.errors import UserError, refuse
 from linnet.json_file import read_json
 from linnet.params import Spec, is_spec
@@ -73,7 +74,7 @@ def write_stored_run(
             raise refuse("--out", str(out), f"on a disk with {need:,} bytes free (it has {free:,})", "make room")
         write_weights(part, leaves, say)
         finish(part)
-        configs.save(cfg, part / "config.json")
+        configs.save(with_base(cfg), part / "config.json")
         must_be_new(out)
         os.rename(part, out)  # takes the place of an empty folder
 
