@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linnet.errors import UserError, refuse
+from linnet.files import atomic_write
 
 if TYPE_CHECKING:
     from linnet.config import RunConfig
@@ -69,7 +70,7 @@ def _flax(run: Path, out: Path | None, checkpoint: str) -> int:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_flax(file, {"step": np.asarray(step, np.int32), "params": tree, "opt_state": states})
-        beside.write_text(json.dumps({"config": _settings(cfg)}, indent=2) + "\n")
+        atomic_write(beside, (json.dumps({"config": _settings(cfg)}, indent=2) + "\n").encode())
     except OSError as error:
         raise UserError(
             f"{file} cannot be written ({error.strerror or error}). Fix: name another file with --out."
