@@ -154,7 +154,7 @@ def test_a_python_without_source_text_is_said(tmp_path: Path, monkeypatch: pytes
         ("v*", "it matches folders only; use {root}/v*/**"),
         ("empty", "left out: 2 empty"),
         ("binary", "left out: 1 binary"),
-        ("binary/archive.gz", "unpack an archive"),
+        ("binary/archive.gz", "for archives, parquet and pictures run `linnet data prepare`"),
         ("nul\0character", "an existing file"),
     ],
 )

@@ -212,7 +212,7 @@ def test_training_does_not_look_at_what_is_held_out(monkeypatch: pytest.MonkeyPa
             for split, data in (("train", b"ab ab"), ("validation", b"XY XY"), ("test", b"XY XY")):
                 yield Part(split, data, True, True, split, 0)
 
-    monkeypatch.setattr("linnet.data.tokenizer_train.open_documents", lambda source, column: Divided())
+    monkeypatch.setattr("linnet.data.tokenizer_train.open_documents", lambda source, **options: Divided())
     content = train_sentencepiece(["any"], vocab_size=263, model="bpe", sample_bytes=1000)
     assert open_sentencepiece(content).pieces(range(259, 263)) == ["ab", "a", "b", " "]
 

@@ -118,7 +118,19 @@ def base_config(name: str) -> RunConfig:
         return configs.load(path)
     if (path / "config.json").is_file():
         return configs.load(path / "config.json")
+    if name not in presets.PRESETS and path.exists():
+        raise UserError(_no_run(path))
     return presets.get(name)
+
+
+def _no_run(path: Path) -> str:
+    """Something exists under that name, so the name is no misspelt preset."""
+    on_it = f"to train on it as data, `linnet train PRESET --data.source {path}`"
+    if not path.is_dir():
+        return f"{path} is a file, and neither a preset nor a run. Fix: {on_it}; a config file's name ends in .json."
+    return (
+        f"{path} is a folder, but not a run: it has no config.json. Fix: name a folder made by `linnet train`; {on_it}."
+    )
 
 
 def _known() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from linnet.config import DataConfig
+from linnet.config import EMBEDDED_CORPUS, DataConfig
 from linnet.data import index as indexes
 from linnet.data.condition import of_emoji, of_pictures, refuse_condition_of_text
 from linnet.data.dataset import Data
@@ -18,6 +18,7 @@ from linnet.data.holdout import SPLITS, divide
 from linnet.data.locations import located
 from linnet.data.named import NAMED
 from linnet.data.packed import PackedSplit
+from linnet.data.pictures import looks_like_pictures
 from linnet.data.prepare import is_unfinished
 from linnet.data.source import find
 from linnet.data.text import open_text
@@ -57,6 +58,11 @@ def is_divided(source: str) -> bool:
 
 
 def _text(cfg: DataConfig, seed: int) -> Data:
+    if cfg.source != EMBEDDED_CORPUS and looks_like_pictures(cfg.source):
+        raise UserError(
+            f"data.source is {cfg.source!r}, which is pictures or a tar: those are prepared first. Fix: run `linnet data prepare "
+            f"{cfg.source} --out DIR` and train with --data.source DIR (it prints the whole command)."
+        )
     source = find(cfg.source)
     division = divide(source, cfg)
     train, validation, test = (open_text(division.pieces[name], cfg.sequence_len) for name in SPLITS)

@@ -221,7 +221,8 @@ def _with_content(found: Found, field: str, source: str) -> Found:
         field,
         source,
         f"something with text in it (left out: {reasons})",
-        "name text; unpack an archive and save UTF-16 as UTF-8 first (a NUL byte in the first 8 KB is taken for binary)"
+        "name text; for archives, parquet and pictures run `linnet data prepare` first and name its folder; save UTF-16 as UTF-8 "
+        "(a NUL byte in the first 8 KB is taken for binary)"
         if LINKS_OUT not in found.left_out
         else "name what the links point to: symbolic links that leave the source's folder are not followed",
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from linnet.data.tokenizer import HUGGINGFACE_FILE, Rules, not_a_tokenizer
 from linnet.data.tokenizer_pieces import Model, PieceTokenizer, Released
-from linnet.errors import refuse
+from linnet.errors import UserError, refuse
 from linnet.json_file import parse_json
 from linnet.tokens import ONE_PER_BYTE
 
@@ -120,7 +120,12 @@ def _tokenizer(spec: Mapping[str, Any], name: str) -> Tokenizer:
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
     def encode_texts(texts: list[str]) -> list[list[int]]:
-        return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        try:
+            return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        except Exception as error:  # the package raises no narrower kind
+            raise UserError(
+                f"the tokenizer cannot encode a text ({error}). Fix: its tokenizer.json is damaged; fetch or make it again."
+            ) from None
 
     return encode_texts
 
@@ -162,8 +167,8 @@ def _parts(step: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
             yield from _parts(part)
 
 
-def _types(step: Mapping[str, Any] | None) -> set[str]:
-    return {part["type"] for part in _parts(step)}
+def _types(step: Mapping[str, Any] | None) -> set[str | None]:
+    return {part.get("type") for part in _parts(step)}
 
 
 def _bytes_of(spec: Mapping[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> Callable[[str], bytes]:
@@ -212,14 +217,14 @@ def _without_prefix(spec: Mapping[str, Any]) -> dict[str, Any]:
     changed = json.loads(json.dumps(spec))
     normalizer = changed.get("normalizer")
     if normalizer is not None:
-        kept = [part for part in _parts(normalizer) if part["type"] != "Prepend"]
+        kept = [part for part in _parts(normalizer) if part.get("type") != "Prepend"]
         changed["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
     splitter = changed.get("pre_tokenizer")
     if "WhitespaceSplit" not in _types(splitter):  # there the prefix is what is left of the spaces
         for part in _parts(splitter):
             assert isinstance(part, dict)
             had = part.pop("add_prefix_space", None)
-            if part["type"] == "Metaspace":
+            if part.get("type") == "Metaspace":
                 part["prepend_scheme"] = "never"
             elif had is not None:
                 part["add_prefix_space"] = False

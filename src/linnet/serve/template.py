@@ -89,7 +89,9 @@ class _Checked:
             raise refuse(f"the size of {path}", len(data), f"at most {MOST_BYTES} bytes", "shorten it")
         try:
             self._fields = json.loads(data.decode(), object_pairs_hook=self._once)
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except UserError:  # of a field that is there twice
+            raise
+        except (ValueError, RecursionError) as error:
             raise refuse(str(path), str(error)[:200], "JSON in UTF-8", "see docs/serving.md") from None
         self._object("the template", self._fields, FIELDS)
 

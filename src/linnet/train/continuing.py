@@ -58,9 +58,18 @@ def check_folder(cfg: RunConfig, folder: RunFolder, fingerprint: str | None = No
         more = f" (and {', '.join(changed[1:])})" if len(changed) > 1 else ""
         raise UserError(
             f"{folder.path} holds a run with {name} = {_flat(old).get(name)!r}, but you ask for {_flat(cfg).get(name)!r}{more}. "
-            f"Fix: {_instead(folder, changed)}"
+            f"Fix: {_more_steps(old, cfg) if name == 'optim.steps' else ''}{_instead(folder, changed)}"
         )
     return old
+
+
+def _more_steps(old: RunConfig, cfg: RunConfig) -> str:
+    """The learning-rate schedule ends at optim.steps, so a run is prolonged by steps after it."""
+    more = cfg.optim.steps - old.optim.steps
+    if more <= 0:
+        return ""
+    more += old.optim.extra_steps
+    return f"to train it for longer, leave --optim.steps out and give --optim.extra-steps {more}; "
 
 
 def _instead(folder: RunFolder, changed: list[str]) -> str:

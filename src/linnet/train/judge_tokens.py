@@ -9,6 +9,7 @@ from typing import Any, cast
 from linnet.config import RunConfig
 from linnet.data import Batch, open_data
 from linnet.data.tokenizer import Tokenizer
+from linnet.errors import refuse
 from linnet.families import registry
 from linnet.train import vocabulary
 from linnet.train.evaluate import evaluate, make_nats
@@ -28,6 +29,11 @@ class TokenJudge:
         if tokenizer is not None and cfg.parent is not None:
             vocabulary.must_match(Path(cfg.parent.path), self._data, tokenizer)
         self._data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
+        if self._data.train.n_tokens < cfg.tokens.update_len:
+            needs = f"at least data.update_len ({cfg.tokens.update_len}) tokens to train on (it leaves {self._data.train.n_tokens})"
+            raise refuse(
+                "data.source", cfg.tokens.source, needs, "name a larger source, or set a smaller --data.update-len"
+            )
         self._nats = make_nats(self._family, cfg)
         self._bytes_per_token = self._data.train.n_bytes / self._data.train.n_tokens
         self.bits_per_nat = 1.0 / (math.log(2.0) * self._bytes_per_token)
