@@ -37,9 +37,9 @@ class EmbedFlags:
     """Of parquet: which column holds the picture (`image`)."""
     metadata: str | None = None
     """Where SOURCE is image embeddings (.npy) that need the text's: the parquet files with their captions."""
-    text_encodings: Literal["float16", "float32", "none"] | None = None
-    """Token encodings of the captions, which priors with model.text_encodings train on: how they are stored, or none. float16 if not
-    given, where the encoder has them. A caption takes positions x width x 2 bytes (118 KB with ViT-L/14)."""
+    text_encodings: Literal["auto", "float16", "float32", "none"] = "auto"
+    """Token encodings of the captions, which priors with model.text_encodings train on: how they are stored, or none. auto: float16
+    where the encoder has them. A caption takes positions x width x 2 bytes (118 KB with ViT-L/14)."""
     text_len: int | None = None
     """Positions kept of the token encodings; all of the encoder's if not given (77 with CLIP, 48 with builtin)."""
     shard_rows: int = 8192

@@ -42,9 +42,9 @@ def stored_bytes(out: Path) -> int:
     return sum(path.stat().st_size for path in (out / FOLDERS["encodings"]).glob("*.npy"))
 
 
-def choose_encodings(encoder: Encoder, dtype: EncodingType | None, length: int | None) -> EncodingSettings:
-    """Check what was asked for. None: float16 and all positions, or no encodings where the encoder has none."""
-    if dtype is None:
+def choose_encodings(encoder: Encoder, dtype: EncodingType | Literal["auto"], length: int | None) -> EncodingSettings:
+    """Check what was asked for. `auto`: float16, or no encodings where the encoder has none. No length: all positions."""
+    if dtype == "auto":
         dtype = "float16" if encoder.text_len else "none"
     if dtype == "none":
         if length is not None:
