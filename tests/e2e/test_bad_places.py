@@ -126,7 +126,7 @@ def test_an_interrupt_during_imports_ends_quietly(tmp_path: Path) -> None:
         main(["presets"])
         """
     )
-    for module in ("linnet.cli.main", "linnet.cli.presets", "tyro"):
+    for module in ("linnet.cli.dispatch", "linnet.cli.presets", "tyro"):
         done = subprocess.run([sys.executable, "-c", program, module], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (130, "", ""), module
 

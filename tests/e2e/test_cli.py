@@ -12,7 +12,7 @@ import tiny
 from linnet import config as configs
 from linnet import params, rng
 from linnet.cli import main
-from linnet.cli.main import COMMANDS
+from linnet.cli.dispatch import COMMANDS
 from linnet.families import registry
 from linnet.train.runs import write_run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from linnet.cli import main
-from linnet.cli.main import COMMANDS
+from linnet.cli.dispatch import COMMANDS
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -91,4 +91,4 @@ PYTHONS = [name for name in ("python3.11", "python3.12", "python3.13") if runs(n
 def test_lock_installs_with_every_python_and_pip(name: str, pip: str, tmp_path: Path) -> None:
     python = make_environment(name, tmp_path / "venv", pip)
     install_lock(python, tmp_path)
-    run(python, "-c", "import linnet.cli.main, jax; jax.numpy.ones(3).sum()", PYTHONPATH=str(ROOT / "src"))
+    run(python, "-c", "import linnet.cli.dispatch, jax; jax.numpy.ones(3).sum()", PYTHONPATH=str(ROOT / "src"))

@@ -15,7 +15,7 @@ from cluster_trials import LOST_SECONDS, Processes, killed_equals_whole
 from waiting import PATIENCE, until
 
 from linnet.cli import launch
-from linnet.cli.main import main
+from linnet.cli.dispatch import main
 
 HEAD = "import os, signal, sys, time\nfrom pathlib import Path\nme = int(os.environ['LINNET_PROCESS_ID'])\nhere = Path(sys.argv[1])\n"
 Launched = Callable[..., tuple[int, str, str]]
@@ -115,7 +115,7 @@ signal.signal(signal.SIGTERM, hear)
 while True: time.sleep(0.1)
 """
     around = (
-        "import sys\nfrom linnet.cli import launch\nfrom linnet.cli.main import main\n"
+        "import sys\nfrom linnet.cli import launch\nfrom linnet.cli.dispatch import main\n"
         f"launch.COMMAND, launch.HURRY_SECONDS = [sys.executable, '-c', {HEAD + program!r}], 1.0\n"
         f"main(['launch', '--processes', '2', '--restarts', '3', '--', {str(tmp_path)!r}])"
     )

@@ -46,7 +46,7 @@ def test_a_slow_host_is_named_in_the_log(tmp_path: Path) -> None:
 @pytest.mark.trial
 def test_the_processes_of_a_launcher_that_was_killed_end_too(tmp_path: Path) -> None:
     around = (
-        "import sys\nfrom linnet.cli import launch\nfrom linnet.cli.main import main\n"
+        "import sys\nfrom linnet.cli import launch\nfrom linnet.cli.dispatch import main\n"
         f"launch.COMMAND = [sys.executable, {str(PROGRAM)!r}]\n"
         f"main(['launch', '--processes', '2', '--', {str(tmp_path)!r}, '100000'])"
     )
@@ -60,7 +60,7 @@ def test_the_processes_of_a_launcher_that_was_killed_end_too(tmp_path: Path) -> 
 @pytest.mark.trial
 def test_a_process_that_fails_by_itself_is_named_with_its_reason_and_its_code_is_the_launchers(tmp_path: Path) -> None:
     around = (
-        "import sys\nfrom linnet.cli import launch\nfrom linnet.cli.main import main\n"
+        "import sys\nfrom linnet.cli import launch\nfrom linnet.cli.dispatch import main\n"
         f"launch.COMMAND, launch.GRACE_SECONDS = [sys.executable, {str(PROGRAM)!r}], 60.0\n"
         f"main(['launch', '--processes', '3', '--', {str(tmp_path)!r}, '100000'])"
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from picture_files import png
 
-from linnet.cli.main import main
+from linnet.cli.dispatch import main
 from linnet.data.encoders import open_encoder
 from linnet.data.encoders.encoder import Encoder, encode_prompt
 from linnet.errors import UserError

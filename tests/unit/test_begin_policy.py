@@ -16,7 +16,7 @@ from grok_files import CONFIG, GOLDENS, write_release
 
 from linnet import config as configs
 from linnet import params as weights
-from linnet.cli.main import main as command
+from linnet.cli.dispatch import main as command
 from linnet.config import DataConfig, RunConfig
 from linnet.data import open_data
 from linnet.data.chunks import Item

@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from linnet import config as configs
-from linnet.cli.main import main
+from linnet.cli.dispatch import main
 from linnet.config import DataConfig, PairsConfig, RunConfig
 from linnet.data import open_data
 from linnet.data.locations import absolute_paths, located, retyped, with_base

@@ -144,7 +144,7 @@ def test_one_split_of_the_hub_is_divided_as_any_source(monkeypatch: pytest.Monke
 
 def test_what_can_go_wrong_with_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install 'linnet[datasets]'" in refused("hf:owner/name")
+    assert "pip install 'linnet-lm[datasets]'" in refused("hf:owner/name")
     assert "hf:OWNER/NAME" in refused("hf:owner/name/more")
 
     def no_network(*_: object, **__: object) -> None:

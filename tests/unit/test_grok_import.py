@@ -15,7 +15,7 @@ import pytest
 from grok_files import CONFIG, TINY_A, QuantizedWeight8bit, as_main, dump, write_release
 
 from linnet import quant
-from linnet.cli.main import main as command
+from linnet.cli.dispatch import main as command
 from linnet.data.tokenizer import open_tokenizer
 from linnet.families.moe import model as moe
 from linnet.families.moe.config import MoEConfig

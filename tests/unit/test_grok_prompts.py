@@ -13,7 +13,7 @@ from grok_files import GOLDENS, TINY_A
 from http_fake import FakeModel, ask, talk
 from sentencepiece import SentencePieceProcessor
 
-from linnet.cli.main import main as command
+from linnet.cli.dispatch import main as command
 from linnet.serve.engine import EngineConfig
 from linnet.serve.served import ServedModel, serve_model
 from linnet.train.runs import open_run

@@ -75,5 +75,5 @@ def test_train_and_serve_do_not_know_each_other() -> None:
 
 def test_the_rule_can_fail(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
-    bad.write_text("def f():\n    from linnet.cli.main import main\n    import linnet.train.loop\n")
+    bad.write_text("def f():\n    from linnet.cli.dispatch import main\n    import linnet.train.loop\n")
     assert imported(bad) == {"cli", "train"}

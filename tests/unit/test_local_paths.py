@@ -17,7 +17,7 @@ import tyro
 import linnet.cli
 from linnet import config as configs
 from linnet import presets
-from linnet.cli.main import main
+from linnet.cli.dispatch import main
 from linnet.cli.parse import parse as linnet_parse
 from linnet.config import DataConfig, PairsConfig, RunConfig
 from linnet.data import open_data

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from picture_files import png
 
-from linnet.cli.main import main
+from linnet.cli.dispatch import main
 from linnet.data.encoders.builtin import open_builtin
 from linnet.data.pairs import PairsConfig, open_pairs
 from linnet.data.pairs.captioned import Captioned, open_captioned

@@ -14,7 +14,7 @@ from picture_files import png
 from prior_tiny import model
 
 from linnet import config as configs
-from linnet.cli.main import main
+from linnet.cli.dispatch import main
 from linnet.config import PairsConfig, RunConfig, TrainConfig
 from linnet.data.emoji import open_emoji
 from linnet.data.encoders import open_encoder

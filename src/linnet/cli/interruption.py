@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> None:
     """The entry point of the command line."""
     install()
     try:
-        from linnet.cli.main import main as run
+        from linnet.cli.dispatch import main as run
     except KeyboardInterrupt:
         _exit_now()
     return run(arguments)

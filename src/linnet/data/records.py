@@ -197,7 +197,10 @@ def open_hub(source: str, column: str) -> HubSet:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise refuse(
-            "SOURCE", source, "readable by the package 'datasets', which is missing", "pip install 'linnet[datasets]'"
+            "SOURCE",
+            source,
+            "readable by the package 'datasets', which is missing",
+            "pip install 'linnet-lm[datasets]'",
         ) from None
     with _reading_hub(name):
         found: dict[str, Any] = dict(datasets.load_dataset(name, config, streaming=True))

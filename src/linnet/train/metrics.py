@@ -339,7 +339,7 @@ def require_trackers(names: Sequence[str]) -> None:
         if importlib.util.find_spec(MODULES[name]) is None:
             raise UserError(
                 f"train.trackers asks for {name!r}, but {MODULES[name]} is not installed. "
-                f"Fix: pip install 'linnet[{name}]', or leave it out."
+                f"Fix: pip install 'linnet-lm[{name}]', or leave it out."
             )
 
 
