@@ -241,9 +241,9 @@ def test_a_tracker_that_hangs_never_holds_up_the_run(caplog: pytest.LogCaptureFi
 
 def test_a_tracker_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'linnet\[wandb\]'"):
+    with pytest.raises(UserError, match=r"pip install 'linnet-lm\[wandb\]'"):
         open_trackers(("wandb",), tmp_path, {})
-    with pytest.raises(UserError, match=r"pip install 'linnet\[tensorboard\]'"):
+    with pytest.raises(UserError, match=r"pip install 'linnet-lm\[tensorboard\]'"):
         require_trackers(("tensorboard",))
     with pytest.raises(UserError, match="tensorboard, wandb"):
         require_trackers(("mlflow",))
