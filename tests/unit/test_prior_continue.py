@@ -152,7 +152,7 @@ def broken(change: Any) -> dict[str, Any]:
         (lambda c: c.pop("optimizer"), "no optimizer state"),
         (lambda c: c["optimizer"].update(state=[]), "no optimizer state"),
         (lambda c: c["optimizer"]["param_groups"][0]["params"].pop(), "another number of parameters"),
-        (lambda c: c["optimizer"]["param_groups"].pop(), "decays every parameter"),
+        (lambda c: c["optimizer"]["param_groups"].pop(), "another number of parameters"),
         (lambda c: c["optimizer"]["param_groups"][0].update(amsgrad=True), "amsgrad"),
         (lambda c: c["optimizer"]["state"][3].update(step=4), "equally often"),
         (lambda c: c["optimizer"]["state"][3].update(exp_avg=np.zeros(3)), "shape of its parameter"),

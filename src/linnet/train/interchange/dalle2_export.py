@@ -184,12 +184,12 @@ def check_trained_alike(optim: OptimConfig) -> None:
         )
 
 
-def parameter_groups(names: dict[str, np.ndarray], decays: bool) -> list[list[str]]:
-    """Names in the order that the reference's optimizer numbers them. Without decay all are in one group."""
+def parameter_groups(names: dict[str, np.ndarray], apart: bool) -> list[list[str]]:
+    """Names in the order that the reference's optimizer numbers them. `apart`: vectors, which do not decay, have their own group."""
     trained = [name for name in names if name.startswith(NETWORK) and not name.endswith(".beta")]
     rotary = [name for name in trained if name.endswith(ROTARY)]
     trained = [name for name in trained if name not in rotary[1:]]
-    if not decays:
+    if not apart:
         return [trained]
     return [[n for n in trained if names[n].ndim >= 2], [n for n in trained if names[n].ndim < 2]]
 
@@ -198,7 +198,7 @@ def _optimizer(state: TrainState, cfg: RunConfig, model: dict[str, np.ndarray], 
     optim = cfg.optim
     adam = _part(state.opt_state, optax.ScaleByAdamState)
     mean, square = (state_dict(tree, cfg.prior, release) for tree in (adam.mu, adam.nu))
-    groups = parameter_groups(model, optim.decay > 0)
+    groups = parameter_groups(model, optim.decay > 0 and not optim.decay_vectors)
     count = np.array(float(adam.count), np.float32)
     numbered = list(enumerate(name for group in groups for name in group))
     lr = optim.lr * float(schedule(optim)(int(adam.count)))

@@ -1,7 +1,8 @@
 """The trainer's part of a DALLE2-pytorch checkpoint: Adam's moments, counts and settings, so that training continues.
 
 torch stores the optimizer's state by number. The numbers count the parameters of each group in the order of the state dict; the
-first group holds parameters with two or more axes (decayed), the second all others. One parameter is not a weight here: the rotary
+first group holds parameters with two or more axes (decayed), the second all others; one group holds all where all decay, or none.
+One parameter is not a weight here: the rotary
 frequencies, one for all layers, which later releases of its library count as a parameter that is never trained.
 """
 
@@ -33,6 +34,8 @@ UNORDERED_BEFORE = (0, 10)
 class AdamSettings:
     lr: float
     decay: float
+    decay_vectors: bool
+    """Every parameter decays: the trainer was made with `group_wd_params=False`, and has one group of parameters."""
     b1: float
     b2: float
     eps: float
@@ -88,8 +91,9 @@ def trained_with(trainer: TrainerState) -> dict[str, Any]:
 
 
 def with_adam(optim: OptimConfig, trainer: TrainerState) -> OptimConfig:
-    """Adam's constants, which the moments were made with and the reference's JSON does not have."""
-    return dataclasses.replace(optim, b1=trainer.settings.b1, b2=trainer.settings.b2, eps=trainer.settings.eps)
+    """Adam's constants, which the moments were made with, and whether vectors decay: the reference's JSON has neither."""
+    names = ("b1", "b2", "eps", "decay_vectors")
+    return dataclasses.replace(optim, **{name: getattr(trainer.settings, name) for name in names})
 
 
 def store_trainer(run: Path, found: ImportedPrior, trainer: TrainerState) -> None:
@@ -132,8 +136,6 @@ def _groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise _refusal("its groups of parameters are not those of the reference")
         if group.get("amsgrad") or group.get("maximize"):
             raise _refusal("it is a variant of Adam that Linnet does not have (amsgrad or maximize)")
-    if len(groups) == 1 and groups[0].get("weight_decay"):
-        raise _refusal("it decays every parameter (group_wd_params=False)")
     return groups
 
 
@@ -220,6 +222,7 @@ def _settings(groups: list[dict[str, Any]], loaded: Mapping[str, Any]) -> AdamSe
     return AdamSettings(
         lr=lr,
         decay=decay,
+        decay_vectors=len(groups) == 1 and decay > 0,
         b1=b1,
         b2=b2,
         eps=eps,

@@ -87,7 +87,7 @@ def verify_file(path: Path | str, tolerance: float = 1e-5) -> Verification:
         file=str(path),
         kind=golden.kind,
         tolerance=tolerance,
-        checks=checks,
+        checks=(*checks, *replay.checks),
         not_checked=not_checked,
         notes=_notes(golden),
     )

@@ -18,6 +18,8 @@ class Check:
     """Largest error, relative to the largest expected value; whole numbers: how many differ."""
     passed: bool
     note: str = ""
+    sign_flips: int | None = None
+    """Of lion, counted apart from errors; none: not counted here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,12 @@ class Verification:
 
     @property
     def worst(self) -> float:
-        errors = [check.error for check in self.checks]
+        errors = [check.error for check in self.checks if check.sign_flips is None]
         return math.nan if any(math.isnan(e) for e in errors) else max(errors, default=math.nan)
+
+    def _flips(self) -> dict[str, int]:
+        counted = [check.sign_flips for check in self.checks if check.sign_flips is not None]
+        return {"sign_flips": sum(counted)} if counted else {}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -52,6 +58,7 @@ class Verification:
             "passed": self.passed,
             "tolerance": self.tolerance,
             "worst": _number(self.worst),
+            **self._flips(),
             "tensors": [
                 {"name": c.name, "max_relative_error": _number(c.error), "passed": c.passed, "note": c.note}
                 for c in self.checks

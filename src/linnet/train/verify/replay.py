@@ -20,6 +20,7 @@ from linnet.families.vq.config import VQConfig
 from linnet.families.vq.convert import config_from_reference, from_reference, to_reference
 from linnet.families.vq.params import VQBuffers, VQParams
 from linnet.tokens import END
+from linnet.train.verify.compare import Check
 from linnet.train.verify.golden import Golden
 
 RANDOM = "depends on the reference's random stream"
@@ -33,6 +34,8 @@ class Replay:
     """Where not the file's whole array is compared."""
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
     scales: dict[str, float] = dataclasses.field(default_factory=dict)
+    checks: tuple[Check, ...] = ()
+    """Besides those of the values."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -143,6 +143,7 @@ def replay_trainer(golden: PriorGolden) -> PriorReplay:
         lr=settings["lr"],
         decay=settings["wd"],
         decay_by_lr=True,
+        decay_vectors=not settings.get("group_wd_params", True),
         b1=settings["betas"][0],
         b2=settings["betas"][1],
         eps=settings["eps"],

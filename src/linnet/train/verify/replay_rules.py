@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.config import DataConfig, OptimConfig, RunConfig
+from linnet.data.batch import Batch
 from linnet.errors import UserError
 from linnet.families import registry
-from linnet.families.vq.convert import TIED_BIAS, to_reference
+from linnet.families.vq.config import VQConfig
+from linnet.families.vq.convert import TIED_BIAS, leaves_from_reference, reference_leaves, to_reference
 from linnet.train.interchange.transformer_vq_settings import GROUPED, OPTIM, optim_config, optim_values
 from linnet.train.optim import optimizer, schedule
-from linnet.train.state import start_from
+from linnet.train.state import TrainState, start_from
 from linnet.train.step import make_step
 from linnet.train.verify.golden import Golden
+from linnet.train.verify.lion import LionCall, flips_check, run_call, watch
 from linnet.train.verify.replay import Replay, all_metrics, load_model, metric_scales, read_batch, refuse_dropout
 
 MASKED = -1e10
@@ -42,26 +45,58 @@ def replay_train(golden: Golden) -> Replay:
     )
     family = registry.get("vq")
     rule = optimizer(cfg.optim, family.param_specs(m.cfg))
+    signed = cfg.optim.name == "lion"
+    rule = watch(rule, cfg.optim) if signed else rule
     state = start_from(family, cfg, rule, m.params, m.buffers)
     step = make_step(family, cfg, rule)
     values: dict[str, Any] = {}
     scales: dict[str, float] = {}
+    lions: list[LionCall] = []
     for call, batch in batches.items():
         if batch.inputs.shape != (rows, length):
             raise UserError(f"{golden.path}: in/batch{call} has another shape than in/batch1.")
-        figures = []
-        for start in range(0, length, cfg.tokens.update_len):
-            part = batch.stretch(start, start + cfg.tokens.update_len)
+
+        def one(state: TrainState, number: int, batch: Batch = batch) -> tuple[TrainState, dict[str, float]]:
+            start = number * cfg.tokens.update_len
             buffers = jax.tree.map(jnp.copy, state.buffers)  # the step consumes the state it is given
-            state, metrics = step(state, part)
-            figures.append(all_metrics(buffers, metrics, m.cfg))
+            state, metrics = step(state, batch.stretch(start, start + cfg.tokens.update_len))
+            return state, all_metrics(buffers, metrics, m.cfg)
+
+        n_update = length // cfg.tokens.update_len
+        if signed:
+            done = run_call(cfg.optim, one, state, n_update, _wanted(golden, call, m.cfg))
+            state, figures = done.state, done.figures
+            lions.append(done)
+        else:
+            figures = []
+            for number in range(n_update):
+                state, figure = one(state, number)
+                figures.append(figure)
         values |= {f"metrics{call}/{name}": np.mean([f[name] for f in figures]) for name in figures[0]}
         after = to_reference(state.params, state.buffers, m.cfg)
         if not m.cfg.e_tie and TIED_BIAS in golden.params:
-            after[TIED_BIAS] = golden.params[TIED_BIAS]  # an untied model has it and never uses it
+            after[TIED_BIAS] = _unused(golden.params[TIED_BIAS], cfg.optim, call * n_update)
         values |= {f"after{call}/{name}": value for name, value in after.items()}
         scales |= metric_scales(golden, f"metrics{call}")
-    return Replay(values=values, scales=scales)
+    return Replay(values=values, scales=scales, checks=(flips_check(lions),) if signed else ())
+
+
+def _wanted(golden: Golden, call: int, cfg: VQConfig) -> dict[str, np.ndarray]:
+    """The reference's parameters after a call, by the names of Linnet's leaves. A file may lack some: nothing is explained then."""
+    after = {name: golden.outputs.get(f"after{call}/{name}") for name in reference_leaves(cfg)}
+    whole = {name: value for name, value in after.items() if value is not None}
+    shapes = {name: golden.params[name].shape for name in whole}
+    if len(whole) < len(after) or any(value.shape != shapes[name] for name, value in whole.items()):
+        return {}
+    return leaves_from_reference(whole, cfg)
+
+
+def _unused(bias: np.ndarray, optim: OptimConfig, n_update: int) -> np.ndarray:
+    """An untied model has this vector and never uses it: only decay of vectors changes it."""
+    value = np.asarray(bias, np.float32)
+    for _ in range(n_update if optim.decay_vectors else 0):
+        value = value - np.float32(optim.decay) * value
+    return value
 
 
 def optimiser_config(golden: Golden) -> OptimConfig:
