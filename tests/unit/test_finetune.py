@@ -108,19 +108,17 @@ def test_defaults_suit_fine_tuning(source: Path, tmp_path: Path) -> None:
     cfg = dataclasses.replace(cfg, data=held_out)
     parent = parents.Parent(path="/p", step=1, fingerprint="f")
     full = tuned_config(cfg, parent, other_data=True)
-    assert (full.optim.lr, full.optim.schedule, full.optim.steps, full.optim.warmup_steps) == (
-        0.001,
-        "cosine",
-        1000,
-        50,
-    )
+    assert (full.optim.schedule, full.optim.steps, full.optim.warmup_steps) == ("cosine", 1000, 50)
+    assert full.optim.lr == pytest.approx(0.003)
     assert full.data == DataConfig(sequence_len=32, update_len=16, batch_size=4)  # the division was the other source's
     assert tuned_config(cfg, parent).data == held_out
-    assert tuned_config(full, parent).optim.lr == 0.001  # already a rate for fine-tuning
+    assert tuned_config(full, parent).optim.lr == full.optim.lr  # already a rate for fine-tuning
     merged = dataclasses.replace(full, parent=dataclasses.replace(parent, adapters=8))
-    assert tuned_config(merged, parent).optim.lr == pytest.approx(0.0001)  # adapters are trained at a higher rate
+    assert tuned_config(merged, parent).optim.lr == pytest.approx(0.0009)  # adapters are trained at a higher rate
     lora = tuned_config(cfg, parent, lora=True, steps=10)
-    assert (lora.optim.name, lora.optim.lr, lora.optim.warmup_steps, lora.optim.decay) == ("adamw", 2e-3, 0, 0.0)
+    wide = dataclasses.replace(cfg, model=dataclasses.replace(cfg.vq, d_model=768))
+    assert tuned_config(wide, parent, lora=True).optim.lr == pytest.approx(0.6 / 768)
+    assert (lora.optim.name, lora.optim.lr, lora.optim.warmup_steps, lora.optim.decay) == ("adamw", 5e-3, 0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +197,14 @@ def test_text_of_another_tokenizer_is_refused_with_the_command_that_prepares_it(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_of_pictures_is_not_tuned_on_text(source: Path, tmp_path: Path) -> None:
+    run = parent_run(tmp_path, source)
+    (run / "data.json").write_text('{"kind": "pixels", "shape": [16, 16, 3]}')
+    with pytest.raises(UserError, match=r"data.source is .*must be pixels, which .* was trained on .this is text"):
+        train(tuned(run, source), RunFolder(tmp_path / "out"), quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
 # The command.
 
 
@@ -245,7 +251,7 @@ def test_the_same_command_continues_and_needs_no_parent(source: Path, tmp_path: 
     assert train_command(command) == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["parent"]["path"] == str(run)
-    assert written["optim"]["lr"] == pytest.approx(3e-4)  # a tenth of the parent's
+    assert written["optim"]["lr"] == pytest.approx(9e-4)  # 0.3 of the parent's
     shutil.rmtree(run)
     assert train_command([*command, "--optim.extra-steps", "1"]) == 0
     assert open_state(tmp_path / "out", "latest")[2] == 3

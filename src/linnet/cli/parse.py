@@ -62,8 +62,8 @@ class RunFlags:
     """The run's folder; runs/PRESET (with --from: runs/NAME-tuned) if not given. A run that is there already is continued."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Fine-tune: start from the weights, codebooks, tokenizer and model settings of a run, of an import, or of a file written by
-    `linnet export`; in place of PRESET. Defaults: its optimizer at a tenth of its peak learning rate, a cosine schedule over at most
-    1,000 steps, 5% of them warm-up; with --lora.rank: adamw at 2e-3. Flags override all of them."""
+    `linnet export`; in place of PRESET. Defaults: its optimizer at 0.3 of its peak learning rate, a cosine schedule over at most
+    1,000 steps, 5% of them warm-up; with --lora.rank: adamw at 0.6 / d_model, at most 5e-3. Flags override all of them."""
     checkpoint: str = "best"
     """Of the run in --from: best (by validation loss), latest or a step."""
     keep_optimizer: bool = False

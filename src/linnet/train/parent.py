@@ -106,6 +106,19 @@ def tokenizer_of(cfg: RunConfig) -> Tokenizer | None:
 # Whether a run may start from it.
 
 
+def check_kind(cfg: RunConfig, kind: str | None) -> None:
+    """Bytes of text and values of pictures have the same ids: only what the parent recorded of its data tells them apart."""
+    if cfg.parent is None or kind is None:
+        return
+    try:
+        theirs = json.loads((Path(cfg.parent.path) / "data.json").read_text()).get("kind")
+    except (OSError, ValueError, AttributeError):
+        return  # an export, or an import that was never trained
+    if theirs not in (None, kind):
+        needs = f"{theirs}, which {cfg.parent.path} was trained on (this is {kind})"
+        raise refuse("data.source", cfg.data.source, needs, "name such a source, or start from another run")
+
+
 def check_parent(cfg: RunConfig) -> None:
     """Refuses what cannot be started, before anything is written."""
     assert cfg.parent is not None

@@ -10,9 +10,10 @@ from linnet.tuning import LoraConfig, Parent
 
 STEPS = 1000
 """At most: a parent may have been trained for many more."""
-LR_SHARE = 0.1
-"""Of the parent's peak learning rate: where its own schedule ended. A parent whose weights were fine-tuned keeps its rate."""
-LORA_LR = 2e-3
+LR_SHARE = 0.3
+"""Of the parent's peak learning rate. A parent whose weights were fine-tuned keeps its rate."""
+LORA_LR, LORA_LR_BY_WIDTH = 5e-3, 0.6
+"""Adapters: this share of 1 / d_model, and at most so much. Wider models want smaller rates."""
 WARMUP_SHARE, MOST_WARMUP = 0.05, 100
 
 
@@ -28,7 +29,8 @@ def tuned_config(
 def _optim(theirs: RunConfig, steps: int, lora: bool) -> OptimConfig:
     warmup = min(MOST_WARMUP, int(WARMUP_SHARE * steps))
     if lora:
-        return OptimConfig(name="adamw", lr=LORA_LR, schedule="cosine", steps=steps, warmup_steps=warmup, clip=1.0)
+        lr = min(LORA_LR, LORA_LR_BY_WIDTH / getattr(theirs.model, "d_model", 1))  # a prior is refused later
+        return OptimConfig(name="adamw", lr=lr, schedule="cosine", steps=steps, warmup_steps=warmup, clip=1.0)
     own = theirs.optim
     # Adapters are trained at a higher rate than the weights they are merged into.
     tuned_whole = theirs.parent is not None and not (theirs.lora.rank or theirs.parent.adapters)
