@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import tiny
 
 from linnet import sharding
@@ -28,7 +29,8 @@ def parent_run(folder: Path, source: Path, family: Name = "vq", **changes: Any) 
     cfg = tiny.config(source, family, **changes)
     made = registry.get(family)
     state = fresh_state(made, cfg, optimizer(cfg.optim, made.param_specs(cfg.model)))
-    write_run(folder / "parent", cfg, state.params, state.buffers)
+    buffers = jax.tree.map(lambda x: 1.5 * x, state.buffers)  # not those that a fresh run has
+    write_run(folder / "parent", cfg, state.params, buffers)
     return folder / "parent"
 
 
