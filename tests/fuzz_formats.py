@@ -528,6 +528,8 @@ def prepared(folder: Path) -> dict[str, bytes]:
 
 
 _intact: dict[str, bytes] = {}
+_damaged: list[str] = []
+"""The file that the last call mutated."""
 
 
 def read_prepared(path: Path) -> None:
@@ -538,10 +540,12 @@ def read_prepared(path: Path) -> None:
     root = path.parent
     if not _intact:
         _intact.update(prepared(root.parent / "seeds"))
-    for name, data in _intact.items():
+        _damaged.extend(_intact)
+    for name in _damaged:
         if name != path.name:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(data)
+            (root / name).write_bytes(_intact[name])
+    _damaged[:] = [path.name]
     indexes.problems(root, indexes.load(root), checksums=True)
     data = open_data(DataConfig(source=str(root), sequence_len=16, update_len=16, batch_size=2), 0)
     next(iter(data.evaluation("train", 2, 2)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import zipfile
 from pathlib import Path
 
@@ -11,9 +12,13 @@ import pair_files
 import pytest
 
 from linnet import config as configs
+from linnet.data import index as indexes
 from linnet.data import npy, unpacked
+from linnet.data.chunks import Shares
+from linnet.data.documents import open_documents
 from linnet.data.pairs import PairsConfig, open_pairs
-from linnet.data.tokenizer import open_tokenizer
+from linnet.data.prepare import Task, prepare
+from linnet.data.tokenizer import BytesTokenizer, open_tokenizer
 from linnet.errors import MAX_CHARACTERS, UserError, refuse
 from linnet.train.interchange.npz import read_npz
 
@@ -140,3 +145,26 @@ def test_a_message_never_carries_control_characters_or_a_megabyte() -> None:
     assert len(error) <= MAX_CHARACTERS
     assert error.isprintable()
     assert error.endswith("Fix: rename it.")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": "uint8NaN"}, "its kind or its dtype is unknown"),
+        ({"tokenizer": {}}, "its tokenizer is not described"),
+        ({"shards": [{"file": "../../etc/passwd", "tokens": 1, "sha256": ""}]}, "a shard is not described"),
+        ({"splits": {}}, "its splits are not train, validation, test"),
+    ],
+)
+def test_an_index_with_impossible_values_is_refused(change: dict[str, object], words: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for i in range(4):
+        (tmp_path / "in" / f"{i}.txt").write_text("some text\n" * 20)
+    source = open_documents(str(tmp_path / "in"))
+    shares = Shares(validation=0.3, test=0.3)
+    prepare(Task(source=source, tokenizer=BytesTokenizer(), shares=shares, size=None, max_broken=0), tmp_path / "out")
+    path = tmp_path / "out" / "index.json"
+    indexes.load(path.parent)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=f"index.json is damaged .{words}"):
+        indexes.load(path.parent)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, Shaped
 
+from linnet.data.holdout import SPLITS
 from linnet.data.npy import map_npy
 from linnet.data.packed import Joined, PackedSplit
 from linnet.data.source import reading
@@ -27,6 +28,8 @@ INDEX = "index.json"
 CHECKED_AT_OPENING = 256 << 20
 """Data up to so many bytes has its checksums verified whenever it is opened; `linnet data check` verifies any."""
 HASH_BYTES = 1 << 20
+DTYPES = ("uint8", "uint16", "uint32", "int32")
+"""Of stored ids."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,11 +109,67 @@ def load(folder: Path) -> Index:
     try:
         shards = [Shard(**shard) for shard in fields.pop("shards")]
         splits = {name: SplitIndex(**split) for name, split in fields.pop("splits").items()}
-        return Index(shards=shards, splits=splits, **fields)
-    except (TypeError, KeyError, AttributeError) as error:
+        index = Index(shards=shards, splits=splits, **fields)
+        _check(index)
+        return index
+    except UserError:
+        raise
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise UserError(
             f"{path} is damaged ({error}). Fix: prepare the data again with `linnet data prepare`."
         ) from None
+
+
+def _check(index: Index) -> None:
+    """Types and ranges: the file may be damaged or come from elsewhere, and names in it are opened below its folder only."""
+    about, shape = index.tokenizer, index.shape
+    _require(index.kind in ("text", "pixels") and index.dtype in DTYPES, "its kind or its dtype is unknown")
+    _require(
+        _is_count(index.first_id) and isinstance(index.source, dict), "its first_id or its source is no such value"
+    )
+    _require(
+        shape is None or (isinstance(shape, list) and len(shape) == 3 and all(_is_count(n) and n for n in shape)),
+        "its shape is not height, width and channels",
+    )
+    _require(
+        isinstance(about, dict)
+        and all(_is_count(about.get(name)) for name in ("n_vocab", "end_id"))
+        and all(isinstance(about.get(name), str) for name in ("kind", "fingerprint")),
+        "its tokenizer is not described",
+    )
+    _require(
+        isinstance(index.held_out, str) and isinstance(index.left_out, dict), "it does not say what is held or left out"
+    )
+    for shard in index.shards:
+        _require(_is_plain_name(shard.file) and _is_count(shard.tokens), "a shard is not described")
+    _require(set(index.splits) == set(SPLITS), f"its splits are not {', '.join(SPLITS)}")
+    for split in index.splits.values():
+        counts = (split.n_documents, split.tokens, split.bytes, 0 if split.words is None else split.words)
+        _require(_is_plain_name(split.documents) and all(map(_is_count, counts)), "a split is not described")
+        _require(
+            isinstance(split.segments, list) and all(_is_segment(segment, index.shards) for segment in split.segments),
+            "a part of a split is outside the shards",
+        )
+
+
+def _require(holds: bool, why: str) -> None:
+    if not holds:
+        raise ValueError(why)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _is_plain_name(value: object) -> bool:
+    return isinstance(value, str) and value not in ("", ".", "..") and "/" not in value and "\0" not in value
+
+
+def _is_segment(value: object, shards: list[Shard]) -> bool:
+    if not isinstance(value, list) or len(value) != 3 or not all(map(_is_count, value)):
+        return False
+    shard, start, stop = value
+    return shard < len(shards) and start <= stop <= shards[shard].tokens
 
 
 def open_split(folder: Path, index: Index, name: str, sequence_len: int) -> PackedSplit:
