@@ -211,4 +211,4 @@ def test_a_text_the_model_has_no_ids_for_is_refused(tmp_path: Path, capsys: pyte
     write_run(tmp_path / "run", cfg, *weights)
     code, _, err = run(capsys, "eval", str(tmp_path / "run"))
     assert code == 2
-    assert "at least the data's 259 ids" in err
+    assert "has 100 ids and no tokenizer" in err
