@@ -125,13 +125,13 @@ def _fuzz_reader(reader: Reader, name: str, root: Path, seed: int, numbers: rang
         _place(root / "file", one.name, one.wrap(one.content) if one.wrap else one.content)
         reader.read(root / "file" / one.name)
     contents = [one.content for one in seeds]
-    _limit_memory()
     for number in numbers:
         draw = random.Random(f"{name} {seed} {number}")
         one = draw.choice(seeds)
         _place(root / "file", one.name, one.mutated(contents, draw))
-        if number % 64 == 0:
+        if number % 64 == 0 or number == numbers.start:
             shutil.rmtree(root / "cache", ignore_errors=True)
+            _limit_memory()  # relative to what the process holds by now
         print(json.dumps({"reader": name, "file": number}), flush=True)
         with _bounded() as used:
             failure, refused = _read_one(reader, root / "file" / one.name)

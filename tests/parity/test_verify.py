@@ -18,6 +18,7 @@ from linnet.families.vq import family, model
 from linnet.families.vq.config import VQConfig
 from linnet.families.vq.convert import NOT_THE_MODEL, config_from_reference, to_reference
 from linnet.params import map_specs
+from linnet.train.interchange.npz import read_npz, write_npz
 from linnet.train.verify import Verification, render, verify_file
 from linnet.train.verify.compare import compare
 
@@ -204,3 +205,11 @@ def test_optimiser_settings_are_checked(tmp_path: Path, forward: dict[str, np.nd
             verify_file(write(tmp_path, {**with_meta(forward, kind="train", config=config), **batch}))
     with pytest.raises(UserError, match="opt"):
         verify_file(write(tmp_path, {**with_meta(forward, kind="train", config={"update_len": 4}), **batch}))
+
+
+def test_a_file_whose_values_contradict_each_other_is_one_sentence(tmp_path: Path) -> None:
+    arrays = read_npz(Path(__file__).parents[1] / "goldens" / "prior" / "ema_scalar.npz")
+    name = next(name for name in arrays if name.endswith("/cfg"))
+    write_npz(tmp_path / "a.npz", arrays | {name: np.array('{"beta": [')})
+    with pytest.raises(UserError, match=r"a.npz cannot be recomputed: its values do not fit together .*Fix: "):
+        verify_file(tmp_path / "a.npz")

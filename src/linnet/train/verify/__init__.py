@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linnet.errors import refuse
+from linnet.errors import UserError, refuse
 from linnet.families.vq.convert import unknown_settings
 from linnet.train.verify.compare import Check, Skipped, Verification, compare
 from linnet.train.verify.golden import Golden, read_golden
@@ -60,6 +60,8 @@ PRIOR_REPLAYS = {
     "trainer": replay_trainer,
     "ema": replay_ema,
 }
+INCONSISTENT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What the computation raises where a damaged file's shapes, types or settings contradict each other."""
 UNKNOWN = "not an output that Linnet knows"
 
 
@@ -67,6 +69,18 @@ def verify_file(path: Path | str, tolerance: float = 1e-5) -> Verification:
     """Passes when every known tensor is within `tolerance`, relative to its largest value. Unknown ones are listed."""
     if not tolerance > 0:
         raise refuse("tolerance", tolerance, "above 0", "use 1e-5")
+    try:
+        return _verified(path, tolerance)
+    except UserError:
+        raise
+    except INCONSISTENT as error:
+        raise UserError(
+            f"{path} cannot be recomputed: its values do not fit together ({type(error).__name__}: {error}). Fix: write or copy the "
+            "file again."
+        ) from error
+
+
+def _verified(path: Path | str, tolerance: float) -> Verification:
     grok = grok_layout(Path(path))
     if grok is not None:
         return verify_grok(*grok, named=str(path), tolerance=tolerance)
