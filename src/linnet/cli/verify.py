@@ -22,7 +22,8 @@ Without files it checks this installation against the small set of reference fil
 @dataclasses.dataclass(frozen=True)
 class Flags:
     files: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """Reference files (.npz with weights, inputs and expected outputs), or Grok-1's: a model's folder, units, a runner's streams.
+    """Reference files (.npz with weights, inputs and expected outputs), Grok-1's (a model's folder, units, a runner's streams), or the
+    folder of an official Transformer-VQ checkpoint with its official.json.
     Without any: the small set that is installed with Linnet."""
     tolerance: float = 1e-5
     """Largest error allowed, relative to the largest value of each tensor."""

@@ -12,6 +12,7 @@ from linnet.train.verify.compare import Check, Skipped, Verification, compare
 from linnet.train.verify.golden import Golden, read_golden
 from linnet.train.verify.golden_grok import grok_layout
 from linnet.train.verify.grok import verify_grok
+from linnet.train.verify.official_vq import official_layout, verify_official
 from linnet.train.verify.prior import is_prior, verify_prior
 from linnet.train.verify.replay import (
     Replay,
@@ -81,6 +82,9 @@ def verify_file(path: Path | str, tolerance: float = 1e-5) -> Verification:
 
 
 def _verified(path: Path | str, tolerance: float) -> Verification:
+    official = official_layout(Path(path))
+    if official is not None:
+        return verify_official(official, named=str(path), tolerance=tolerance)
     grok = grok_layout(Path(path))
     if grok is not None:
         return verify_grok(*grok, named=str(path), tolerance=tolerance)

@@ -27,12 +27,13 @@ from linnet.train.interchange.grok.names import file_order
 from linnet.train.interchange.npz import read_npz
 from linnet.train.verify.compare import Check, Skipped, compare
 from linnet.train.verify.golden_grok import load_params, model_of, read_json
-from linnet.train.verify.positions import BFLOAT16, compare_by_position, near_tie
+from linnet.train.verify.positions import bfloat16_bound, close_ranks, compare_by_position, near_tie
 
 DTYPES = {"bf16": "bfloat16", "f32": "float32", "f32pure": "float32"}
 INPUTS = ("tokens", "tokens_pad", "prefill_lengths", "prefill_pad")
 EAGER = "captured where the release rounds inside its experts; f32pure/, without that, is compared"
 INDEX = "index.json"
+LAYER = re.compile(r"(?:decoder_layer_|^attn/|^router/|^prefill_[kv]/)(\d+)")
 
 
 @dataclasses.dataclass
@@ -88,8 +89,13 @@ class GrokModel:
             inner=tuple(np.asarray(x, np.float32) for x in aux.inner),
             router_logits=np.asarray(aux.routing.logits).reshape(shape),
             probability=probability,
-            ties=near_tie(probability, cfg.n_choice, prefix),
+            ties=near_tie(probability, cfg.n_choice, prefix, np.arange(1, cfg.n_layer + 1)[:, None, None]),
         )
+
+    def within(self, prefix: str, name: str, tolerance: float) -> float:
+        """The bound of a tensor by the layers it comes after: its own layer's, or all."""
+        layer = LAYER.search(name)
+        return tolerance_of(prefix, tolerance, self.cfg.n_layer if layer is None else int(layer[1]) + 1)
 
     @cached_property
     def rounded(self) -> MoEParams:
@@ -113,8 +119,8 @@ def open_model(path: Path, found: Found) -> GrokModel:
     return GrokModel(path, cfg, load_params(tensors, cfg), read_npz(path))
 
 
-def tolerance_of(prefix: str, tolerance: float) -> float:
-    return max(tolerance, BFLOAT16) if prefix == "bf16" else tolerance
+def tolerance_of(prefix: str, tolerance: float, depth: int = 1) -> float:
+    return max(tolerance, bfloat16_bound(depth)) if prefix == "bf16" else tolerance
 
 
 def prefixes(m: GrokModel) -> list[str]:
@@ -134,7 +140,8 @@ def replay_sequences(m: GrokModel, prefix: str, tolerance: float, found: Found) 
         for name in sorted(names & values.keys()):
             got, tie = values[name]
             want = m.array(f"{prefix}/{name}")
-            found.checks.append(compare_by_position(f"{prefix}/{name}", got, want, tolerance, tie).check)
+            within = m.within(prefix, name, tolerance)
+            found.checks.append(compare_by_position(f"{prefix}/{name}", got, want, within, tie).check)
             done.add(name)
     return done
 
@@ -174,16 +181,17 @@ def replay_eager(m: GrokModel, prefix: str, tolerance: float, found: Found) -> s
     done: set[str] = set()
     for name in sorted(eager):
         full, want = f"{prefix}/{name}", m.array(f"{prefix}/{name}")
+        within = m.within(prefix, name, tolerance)
         if name == "full_logits_eager":
             tie = run.tied(m.cfg.n_layer)
-            found.checks.append(compare_by_position(full, run.logits, want, tolerance, tie).check)
+            found.checks.append(compare_by_position(full, run.logits, want, within, tie).check)
         elif (part := re.fullmatch(r"router/(\d+)/top\d+_(gate|index)", name)) and int(part[1]) < m.cfg.n_layer:
-            found.checks.append(_routed(full, run, int(part[1]), want, tolerance, prefix))
+            found.checks.append(_routed(full, run, int(part[1]), want, within, prefix))
         elif (part := re.fullmatch(r"attn/(\d+)/(\w+)", name)) and int(part[1]) < m.cfg.n_layer:
             scores = attention_scores(m, prefix, tokens, run, int(part[1]))
             if part[2] not in scores:
                 continue
-            found.checks += _attended(full, scores[part[2]], want, tolerance, run.tied(int(part[1])))
+            found.checks += _attended(full, scores[part[2]], want, within, run.tied(int(part[1])))
         else:
             continue
         done.add(name)
@@ -238,7 +246,7 @@ def _routed(name: str, run: Sequences, layer: int, want: np.ndarray, tolerance: 
         return compare_by_position(name, falling[..., :n], want, tolerance, tie).check
     close = np.zeros(probability.shape[:2], bool)
     for i in range(min(n, probability.shape[-1] - 1)):
-        close |= near_tie(probability, i + 1, prefix)
+        close |= close_ranks(probability, i + 1, prefix, layer + 1)
     index = order[..., :n]
     if index.shape != want.shape:
         return compare(name, index, want, tolerance)

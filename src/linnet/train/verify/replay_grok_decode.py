@@ -63,19 +63,22 @@ def replay_decoder(m: GrokModel, prefix: str, tolerance: float, found: Found) ->
     memories = [decoder.admit(params, None, tokens[b, :n].tolist(), cfg) for b, n in enumerate(lengths)]
     for name, match in caches.items():
         tie = run.tied(int(match[2]))
-        check, rows = _cache(m, f"{prefix}/{name}", memories, match[1], int(match[2]), tolerance, tie)
+        check, rows = _cache(
+            m, f"{prefix}/{name}", memories, match[1], int(match[2]), m.within(prefix, name, tolerance), tie
+        )
         found.checks.append(check)
         parted |= rows
+    within = m.within(prefix, "logits", tolerance)
     logits, position = _written(params, tokens, lengths, n_step, cfg)
     last, tie = np.asarray(lengths) - 1, run.tied(cfg.n_layer)
     if "prefill_logits" in names:
         here = tie[np.arange(len(tokens)), last][:, None] | parted[:, None]
         want = m.array(f"{prefix}/prefill_logits")
-        found.checks.append(compare_by_position(f"{prefix}/prefill_logits", logits[:, :1], want, tolerance, here).check)
+        found.checks.append(compare_by_position(f"{prefix}/prefill_logits", logits[:, :1], want, within, here).check)
     if "decode_logits" in names:
         here = np.stack([tie[b, n : n + n_step] for b, n in enumerate(lengths)]) | parted[:, None]
         want = m.array(f"{prefix}/decode_logits")
-        found.checks.append(compare_by_position(f"{prefix}/decode_logits", logits[:, 1:], want, tolerance, here).check)
+        found.checks.append(compare_by_position(f"{prefix}/decode_logits", logits[:, 1:], want, within, here).check)
         if "decode_final_step" in names:
             want = m.array(f"{prefix}/decode_final_step")
             found.checks.append(compare(f"{prefix}/decode_final_step", position, want, tolerance))
