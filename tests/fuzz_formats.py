@@ -269,7 +269,7 @@ def safetensors_seeds(folder: Path) -> list[Seed]:
     write = lambda path: export_safetensors(params, buffers, configs.to_json(cfg), path)  # noqa: E731
 
     def signed(config: bytes) -> bytes:
-        """With another config and the fingerprint that belongs to it, as somebody who forges a file would write it."""
+        """With another config and the fingerprint that belongs to it, as a forged file would have it."""
         from safetensors.numpy import save
 
         text = config.decode("utf-8", "replace")

@@ -36,7 +36,7 @@ def parent_run(folder: Path, source: Path, family: Name = "vq", **changes: Any) 
 
 def other_text(folder: Path) -> Path:
     path = folder / "other.txt"
-    path.write_text("what somebody else writes, in words of their own; " * 90)
+    path.write_text("what another author writes, in words of their own; " * 90)
     return path
 
 

@@ -106,8 +106,8 @@ def test_a_stream_joins_to_the_decoded_whole(model: ServedModel, echo: bool) -> 
     for run in TEXTS:
         fields = {"prompt": run["text"], "max_tokens": len(run["out"]), "stream": True, "echo": echo}
         lines = ask("/v1/completions", {**GREEDY, **fields}, model).text.split("\n\n")
-        told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        text = "".join(choice["text"] for one in told for choice in one["choices"])
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        text = "".join(choice["text"] for one in events for choice in one["choices"])
         assert text == SP.decode((run["prompt"] if echo else []) + run["float32_greedy"])
 
 
@@ -175,11 +175,11 @@ def test_a_session_continues_one_text(model: ServedModel) -> None:
 def test_logprobs_of_an_echo_have_none_for_the_first_token(model: ServedModel) -> None:
     run = TEXTS[-1]
     choice = complete(model, prompt=run["text"], max_tokens=2, echo=True, logprobs=2)
-    told, ids = choice["logprobs"], choice["token_ids"]
-    assert told["token_logprobs"][0] is None
-    assert all(value <= 0 for value in told["token_logprobs"][1:])
-    assert [len(told[name]) for name in ("tokens", "token_logprobs", "text_offset")] == [len(ids)] * 3
-    assert told["text_offset"] == [len(SP.decode(ids[:i])) for i in range(len(ids))]
+    logprobs, ids = choice["logprobs"], choice["token_ids"]
+    assert logprobs["token_logprobs"][0] is None
+    assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+    assert [len(logprobs[name]) for name in ("tokens", "token_logprobs", "text_offset")] == [len(ids)] * 3
+    assert logprobs["text_offset"] == [len(SP.decode(ids[:i])) for i in range(len(ids))]
     alone = complete(model, prompt=[run["prompt"][0]], max_tokens=0, echo=True, logprobs=1)["logprobs"]
     assert alone["token_logprobs"] == [None]
 

@@ -118,7 +118,7 @@ def check(name: str, values: np.ndarray, wanted: Wanted) -> None:
     assert abs(np.mean(z**2) - 1) < 5 * math.sqrt((kurtosis - 1) / n), name
     if wanted.kind == "uniform":
         assert np.abs(z).max() <= math.sqrt(3) * (1 + 1e-6), name
-    if n >= 500:  # of fewer, the fourth moment tells nothing
+    if n >= 500:  # with fewer, the fourth moment says nothing
         assert abs(np.mean(z**4) - kurtosis) < (2.5 if wanted.kind == "normal" and n < 4000 else 0.6), name
         assert (np.abs(z).max() > 2) == (wanted.kind == "normal"), name
 

@@ -51,8 +51,8 @@ COMMANDS = {
 }
 
 EXIT_CODES = """Exit codes: 0 done; 1 a check failed (verify, data check); 2 something asked for cannot be done; 3 the loss stayed not
-finite; 4 the port is in use (serve); 75 interrupted and saved: run the same command again to go on; 76 another process of the
-cluster was lost: start them all again to go on from the last checkpoint; 128 + n ended at once by signal n (130: Ctrl-C)."""
+finite; 4 the port is in use (serve); 75 interrupted and saved: run the same command again to resume; 76 another process of the
+cluster was lost: start them all again to resume from the last checkpoint; 128 + n ended at once by signal n (130: Ctrl-C)."""
 
 
 def main(arguments: list[str] | None = None) -> None:

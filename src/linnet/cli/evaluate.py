@@ -27,7 +27,7 @@ class Flags:
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
     weights: Weights = "float32"
-    """The bits that weights are held in. Below 32 both are evaluated, and the difference is told."""
+    """The bits that weights are held in. Below 32 both are evaluated, and the difference is printed."""
     source: str | None = None
     """Other data to evaluate on: prepared data (its `split`), or a text file, folder or glob, read whole. For a prior: other pairs
     of embeddings, all of them."""

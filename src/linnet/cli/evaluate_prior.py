@@ -79,7 +79,7 @@ def evaluate_prior_run(flags: Flags) -> int:
         print(json.dumps(record, allow_nan=False), flush=True)
     else:
         _tell(record, result, rows, notes)
-    if rows and flags.source is None and flags.limit is None:  # the report tells of whole splits of its own
+    if rows and flags.source is None and flags.limit is None:  # the report shows whole splits of its own
         n_steps = next(iter(result.predicted))
         retrieval.write(flags.run, rows, matrix, split, step, n_steps)
     replace_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")

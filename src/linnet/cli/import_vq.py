@@ -110,24 +110,24 @@ def _continued(step: int, found: OfficialOptim, chosen: OptimConfig, assumed: li
 def _optim_config(
     found: OfficialOptim | None, settings: dict[str, Any], flags: ImportFlags, where: str
 ) -> tuple[OptimConfig, list[str]]:
-    """The optimizer's settings, and the names of those that nothing tells."""
+    """The optimizer's settings, and the names of those that nothing states."""
     from linnet.config import OptimConfig
     from linnet.train.interchange.transformer_vq_settings import optim_config, optim_values
 
     given = {name: value for name, value in dataclasses.asdict(flags.optim).items() if value is not None}
-    told = {**optim_values(settings, where), **given}
+    stated = {**optim_values(settings, where), **given}
     if found is None:
-        return (optim_config(told, where) if told else OptimConfig()), []
-    if told.get("name", found.rule) != found.rule:
+        return (optim_config(stated, where) if stated else OptimConfig()), []
+    if stated.get("name", found.rule) != found.rule:
         needs = f"{found.rule}, whose state the checkpoint holds"
-        raise refuse(f"the setting optimizer in {where}", told["name"], needs, "correct it, or add --optimizer fresh")
+        raise refuse(f"the setting optimizer in {where}", stated["name"], needs, "correct it, or add --optimizer fresh")
     assumed = {**ASSUMED[found.rule], "schedule": "cosine"}
     if not found.clips:
-        told.setdefault("clip", None)
+        stated.setdefault("clip", None)
     if not found.decays:
-        told.setdefault("decay", 0.0)
-    values = {**assumed, **told, "name": found.rule, "momentum_dtype": found.momentum_dtype}
-    return optim_config(values, where), [name for name in assumed if name not in told]
+        stated.setdefault("decay", 0.0)
+    values = {**assumed, **stated, "name": found.rule, "momentum_dtype": found.momentum_dtype}
+    return optim_config(values, where), [name for name in assumed if name not in stated]
 
 
 def _run_config(model: VQConfig, settings: dict[str, Any], flags: ImportFlags, optim: OptimConfig) -> RunConfig:

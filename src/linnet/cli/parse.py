@@ -23,7 +23,7 @@ T = TypeVar("T")
 def parse(arguments: type[T], argv: list[str], command: str, words: str, default: T | None = None) -> T:
     kwargs: dict[str, Any] = {} if default is None else {"default": default}
     flags: Any = tyro.cli(arguments, args=argv, prog=f"linnet {command}", description=words, **kwargs)
-    # Defaults come from a file here, whose locations a flag may replace; whoever opens them checks them.
+    # Defaults come from a file here, whose locations a flag may replace; the code that opens them checks them.
     if isinstance(default, RunFlags) and isinstance(flags, RunFlags):
         flags = dataclasses.replace(flags, config=retyped(flags.config, default.config))
     known = dict(_strings(default)) if default is not None else {}

@@ -181,7 +181,7 @@ class _Run:
             self.evaluated = set(evaluated)
             self._introduce(start)
             evaluation = None
-            if start or self.cfg.parent is not None:  # fine-tuned: step 0 tells what the parent achieves
+            if start or self.cfg.parent is not None:  # fine-tuned: step 0 shows what the parent achieves
                 evaluation = self._finish_evaluation(state, start, has_sample)
             state, step, latest = self._steps(state, start, end)
             evaluation = latest or evaluation

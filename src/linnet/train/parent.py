@@ -107,7 +107,7 @@ def tokenizer_of(cfg: RunConfig) -> Tokenizer | None:
 
 
 def check_kind(cfg: RunConfig, kind: str | None) -> None:
-    """Bytes of text and values of pictures have the same ids: only what the parent recorded of its data tells them apart."""
+    """Bytes of text and values of pictures have the same ids: only what the parent recorded of its data distinguishes them."""
     if cfg.parent is None or kind is None:
         return
     try:

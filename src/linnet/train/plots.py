@@ -237,9 +237,9 @@ def position_words(by: Mapping[str, Any]) -> str:
     change = by.get("change")
     error = finite(change.get("standard_error")) if isinstance(change, Mapping) else None
     gain, margin = (early[2] - last[2]) * BITS, None if error is None else error * BITS
-    told = f"{abs(gain):.4f}" + ("" if margin is None else f" ± {margin:.4f}")
+    amount = f"{abs(gain):.4f}" + ("" if margin is None else f" ± {margin:.4f}")
     compared = (
-        f"The loss at positions {bucket_name(*last[:2])} is {told} bits per token {'lower' if gain >= 0 else 'higher'} than at "
+        f"The loss at positions {bucket_name(*last[:2])} is {amount} bits per token {'lower' if gain >= 0 else 'higher'} than at "
         f"positions {bucket_name(*early[:2])}"
     )
     if margin is None or not isinstance(change, Mapping):

@@ -64,7 +64,7 @@ def read(path: Path, target: Any, *, partial: bool = False) -> Restored:
 
 
 def checksums(path: Path) -> dict[str, Any]:
-    """Of every leaf by name, with its kind: what tells two checkpoints apart without reading their arrays."""
+    """Of every leaf by name, with its kind: what distinguishes two checkpoints without reading their arrays."""
     try:
         return _read_manifest(path)["leaves"]
     except Damaged as why:

@@ -14,7 +14,7 @@ LR_SHARE = 0.3
 """Of the parent's peak learning rate. A parent whose weights were fine-tuned keeps its rate."""
 LORA_LR, LORA_LR_BY_WIDTH = 5e-3, 0.6
 """Adapters: this share of 1 / d_model, and at most so much. Wider models want smaller rates."""
-WARMUP_SHARE, MOST_WARMUP = 0.05, 100
+WARMUP_SHARE, MAX_WARMUP = 0.05, 100
 
 
 def tuned_config(
@@ -27,7 +27,7 @@ def tuned_config(
 
 
 def _optim(theirs: RunConfig, steps: int, lora: bool) -> OptimConfig:
-    warmup = min(MOST_WARMUP, int(WARMUP_SHARE * steps))
+    warmup = min(MAX_WARMUP, int(WARMUP_SHARE * steps))
     if lora:
         lr = min(LORA_LR, LORA_LR_BY_WIDTH / getattr(theirs.model, "d_model", 1))  # a prior is refused later
         return OptimConfig(name="adamw", lr=lr, schedule="cosine", steps=steps, warmup_steps=warmup, clip=1.0)

@@ -18,7 +18,7 @@ RECORD = "data.json"
 
 def encoder_of(cfg: PairsConfig, run: Path | None = None) -> str | None:
     """The name for `open_encoder`: the built-in one's for the emoji, what `linnet data embed` noted for a folder that it made; none
-    where nobody knows. Where the data is gone, what the run recorded when it was trained."""
+    where it is unknown. Where the data is gone, what the run recorded when it was trained."""
     found = _of_data(cfg)
     return _recorded(run) if found is None and run is not None else found
 

@@ -28,7 +28,7 @@ UNIT = (0.9, 1.1)
 
 def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Pairs:
     """Opens the pairs of a run, or says what is wrong with them before anything starts. `encodings`: with the token encodings, if
-    there are any; they are many times larger than the rest, so nobody else reads them."""
+    there are any; they are many times larger than the rest, so they are not opened otherwise."""
     if cfg.mix and encodings:
         raise refuse("data.mix", cfg.mix, "0 with model.text_encodings: token encodings cannot be mixed", "use 0")
     cfg = located(cfg)

@@ -48,7 +48,7 @@ NOT_THE_MODEL = frozenset(
         "note",
         "perturb_seed",
         "min_shortcode_margin",
-        # What launch.py is told besides: where things are, how to train, what to print.
+        # launch.py's other arguments: where things are, how to train, what to print.
         "multihost",
         "command",
         "dataset",

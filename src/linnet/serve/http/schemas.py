@@ -114,7 +114,7 @@ class TextAsk(SamplingAsk):
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
-    """False: the model's begin id is not put in front of the prompt. A session or state that goes on has none in any case."""
+    """False: the model's begin id is not put in front of the prompt. A continued session or state has none in any case."""
     truncate_prompt: bool | None = None
     """A prompt that does not fit the model's context loses its front; without this it is refused."""
     session: str | None = None

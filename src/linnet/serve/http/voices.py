@@ -92,7 +92,7 @@ class CompletionVoice:
         return {**choice, "token_ids": list(ids)} if self._with_ids else choice
 
     def _text(self, ids: Sequence[int]) -> str:
-        """What of the prompt is certain: a character that it only begins is told with the answer, if one follows."""
+        """What of the prompt is certain: an incomplete character is emitted with the completion, if one follows."""
         text = TextAssembler(self._tokenizer.text_rules, before=ids, continues=self._continues)
         return text.before + (text.close() if self._is_scoring else "")
 

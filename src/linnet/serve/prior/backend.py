@@ -104,7 +104,7 @@ def _null_per_row(cfg: PriorConfig) -> bool:
 def _nothing(
     cfg: PriorConfig,
 ) -> tuple[Float32[np.ndarray, "1 X"], Float32[np.ndarray, "1 L X"] | None, Int32[np.ndarray, " 1"], Rows, Any]:
-    """Arguments of a seat that nobody sits in. Its text is not zeros, which norms by maximum would make NaN of."""
+    """Arguments of an empty slot. Its text is not zeros, which norms by maximum would make NaN of."""
     encodings = np.zeros((1, cfg.max_text_len, cfg.d_text), np.float32) if cfg.text_encodings else None
     room = cfg.timesteps
     how = Rows(

@@ -192,5 +192,5 @@ def remarks(parts: Parts) -> Iterator[str]:
     if train.best_validation_loss != FRESH_LOSS:
         yield "train.best_validation_loss is not used: the best is the best of this run."
     if loaded_file(parts) is not None and (train.current_epoch or train.num_samples_seen):
-        yield "train.current_epoch and num_samples_seen are not used: the checkpoint of tracker.load tells them."
+        yield "train.current_epoch and num_samples_seen are not used: the checkpoint of tracker.load holds them."
     yield from tracker_remarks(parts)
