@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny import config, corpus
 
+from linnet import config as configs
 from linnet.cli.evaluate import eval_command
 from linnet.cli.interchange import export_command, import_command
 from linnet.cli.sample import sample_command
@@ -21,10 +24,13 @@ from linnet.families.vq.config import VQConfig
 from linnet.families.vq.convert import leaves_from_reference, params_from_leaves, to_reference
 from linnet.families.vq.params import buffer_specs, param_specs
 from linnet.params import map_specs
+from linnet.pytree import named_leaves
+from linnet.train.folder import RunFolder
 from linnet.train.interchange.flax import flatten, read_flax
 from linnet.train.interchange.flax_write import nest, pack_flax, write_flax
 from linnet.train.interchange.transformer_vq import newest_checkpoint
 from linnet.train.interchange.transformer_vq_optim import Unmapped, from_opt_state, read_optimizer, to_opt_state
+from linnet.train.loop import train
 from linnet.train.optim import optimizer
 from linnet.train.runs import open_state
 
@@ -133,6 +139,9 @@ def test_lengths_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=words):
             import_command([*start, *flags])
     assert not (tmp_path / "run").exists()
+    for flag in ("--sequence-len", "--update-len", "--optim.steps"):
+        with pytest.raises(UserError, match=f"{flag} is 32, but it must be left out"):
+            import_command(["grok-1", str(OFFICIAL), "--out", str(tmp_path / "run"), flag, "32"])
     bare = ["transformer-vq", str(OFFICIAL), "--out", str(tmp_path / "run")]
     with pytest.raises(UserError, match="--block-len N --mem-len N"):
         import_command(bare)
@@ -294,6 +303,17 @@ def test_states_that_cannot_be_mapped_say_why(tmp_path: Path, capsys: pytest.Cap
     write_flax(path, tree)
     import_command(["transformer-vq", str(path), *flags, str(tmp_path / "shapes")])
     assert "is needed. Training would start at step 0" in capsys.readouterr().out
+    tree = official_file(TINY, "adamw", True, False)
+    link = tree["opt_state"]["inner_states"]["main"]["inner_state"]["1"]["0"]
+    link["nu"]["transformer_layers_0"]["scanned_attn2"]["u"] = np.zeros(3, np.float32)
+    params = map_specs(lambda spec: jnp.zeros(spec.shape), param_specs(TINY))
+    with pytest.raises(Unmapped, match="other shapes in some layers"):
+        to_opt_state(read_optimizer(tree["opt_state"]), RunConfig(model=TINY), params)
+    for change in ({"mu": 3}, {"count": None}):
+        broken = {name: value for name, value in {**link, **change}.items() if value is not None}
+        tree["opt_state"]["inner_states"]["main"]["inner_state"]["1"]["0"] = broken
+        with pytest.raises(Unmapped, match="not whole"):
+            read_optimizer(tree["opt_state"])
     for broken in ({}, {"inner_states": {"main": {"inner_state": {"0": {}}}}}, {"inner_states": None}):
         with pytest.raises(Unmapped, match="chain of the official code"):
             read_optimizer(broken)
@@ -314,3 +334,30 @@ def test_large_arrays_are_chunked_as_flax_does(tmp_path: Path) -> None:
     tree = read_flax(path)
     np.testing.assert_array_equal(tree["a"]["b"], array)
     assert int(tree["n"]) == 3
+
+
+def test_an_exported_run_continues_as_if_it_had_not_left(tmp_path: Path) -> None:
+    """Two updates, out and in again, two more: the same parameters as four in one go."""
+    source = corpus(tmp_path)
+    optim = {
+        "optim.steps": 8,
+        "optim.warmup_steps": 2,
+        "train.sample_tokens": 0,
+        "train.eval_every": 0,
+        "train.ema_decay": None,
+    }
+    cfg = config(source, **optim)
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(TINY, n_vocab=259, block_len=8))
+    train(cfg, RunFolder(tmp_path / "whole"), quiet=True, stop_at=4)
+    train(cfg, RunFolder(tmp_path / "first"), quiet=True, stop_at=2)
+    out = tmp_path / "checkpoint_2"
+    export_command([str(tmp_path / "first"), "--format", "transformer-vq", "--checkpoint", "latest", "--out", str(out)])
+    import_command(["transformer-vq", str(out), "--source", str(source), "--out", str(tmp_path / "again")])
+    imported = configs.load(tmp_path / "again" / "config.json")
+    assert (imported.optim, imported.model, imported.data) == (cfg.optim, cfg.model, cfg.data)
+    train(imported, RunFolder(tmp_path / "again"), quiet=True, stop_at=4)
+    whole, again = (open_state(tmp_path / name, "latest")[1] for name in ("whole", "again"))
+    assert int(whole.step) == int(again.step) == 4
+    for part in ("params", "buffers", "opt_state"):
+        for (name, a), (_, b) in zip(*(named_leaves(getattr(s, part)) for s in (whole, again)), strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=f"{part}/{name}")

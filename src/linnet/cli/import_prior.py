@@ -22,8 +22,6 @@ OF_OTHERS = (
     "begin_id",
     "block_len",
     "mem_len",
-    "sequence_len",
-    "update_len",
     "pe_lam",
     "e_scale",
     "agg_cache",

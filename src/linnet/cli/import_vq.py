@@ -48,6 +48,15 @@ class Imported:
     remarks: tuple[str, ...]
 
 
+def must_be_unused(flags: ImportFlags) -> None:
+    """Other kinds of files have no use for these flags."""
+    given = {"--sequence-len": flags.sequence_len, "--update-len": flags.update_len}
+    given |= {f"--optim.{name.replace('_', '-')}": value for name, value in dataclasses.asdict(flags.optim).items()}
+    for name, value in given.items():
+        if value is not None:
+            raise refuse(name, value, f"left out with {flags.kind}: it belongs to transformer-vq", "leave it out")
+
+
 def import_vq(flags: ImportFlags, file: Path) -> Imported:
     from linnet.train.interchange.transformer_vq import import_config, read_official, to_model
     from linnet.train.interchange.transformer_vq_optim import Unmapped, read_optimizer, to_opt_state

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import tyro
 
 from linnet.cli.advice import needed_prompt
-from linnet.cli.import_vq import OptimFlags
+from linnet.cli.import_vq import OptimFlags, must_be_unused
 from linnet.cli.parse import parse
 from linnet.config import RunConfig
 from linnet.errors import UserError, refuse
@@ -84,6 +84,8 @@ def import_command(argv: list[str]) -> int:
     from linnet.train.interchange.weights_file import import_safetensors, is_float32
     from linnet.train.runs import write_run
 
+    if flags.kind != "transformer-vq":
+        must_be_unused(flags)
     if flags.plan:
         return _plan(flags)
     if flags.kind == "dalle2-prior":

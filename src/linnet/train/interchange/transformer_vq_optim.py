@@ -76,6 +76,8 @@ def read_optimizer(opt_state: Mapping[str, Any]) -> OfficialOptim:
         raise Unmapped(
             f"its rule keeps {', '.join(sorted(names)) or 'nothing'}, which is neither adamw, lion nor adafactor"
         )
+    if "count" not in state or not all(isinstance(state[name], dict) for name in KEPT[rule]):
+        raise Unmapped("its rule's state is not whole")
     if at > 1 or any(links[:at]) or not isinstance(counted, dict) or set(counted) != {"count"}:
         raise Unmapped("its chain has other links than clipping, rule, schedule and decay")
     after = links[at + 2 :]
@@ -106,7 +108,10 @@ def to_opt_state(found: OfficialOptim, cfg: RunConfig, params: Any) -> Any:
         missing = sorted(set(reference_leaves(cfg.vq)) - set(arrays))
         if missing:
             raise Unmapped(f"its {name} has no {missing[0]}")
-        leaves[name] = leaves_from_reference(arrays, cfg.vq)
+        try:
+            leaves[name] = leaves_from_reference(arrays, cfg.vq)
+        except ValueError:
+            raise Unmapped(f"its {name} has other shapes in some layers than in others") from None
         bad = sorted(n for n, value in leaves[name].items() if not np.all(np.isfinite(np.asarray(value, np.float32))))
         if bad:
             raise Unmapped(f"its {name} of {bad[0]} is not finite")
