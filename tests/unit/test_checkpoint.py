@@ -132,7 +132,7 @@ def test_a_reader_is_not_confused_by_a_checkpoint_deleted_meanwhile(
     """The training commits step 3 and deletes step 2 just when another process begins to read step 2."""
     reader, read, calls = Checkpoints(saved.folder, keep=1), snapshot.read, []
 
-    def delete_first(path: Path, target: Any) -> Any:
+    def delete_first(path: Path, target: Any, **how: Any) -> Any:
         if not calls:
             shutil.copytree(saved.folder / "000000002", saved.folder / "000000003")
             body = json.loads((path / "manifest" / "manifest.json").read_text()) | {"step": 3}
@@ -141,7 +141,7 @@ def test_a_reader_is_not_confused_by_a_checkpoint_deleted_meanwhile(
             (saved.folder / "000000003" / "manifest" / "manifest.json").write_text(json.dumps(body))
             shutil.rmtree(path)
         calls.append(path)
-        return read(path, target)
+        return read(path, target, **how)
 
     monkeypatch.setattr(snapshot, "read", delete_first)
     assert reader.restore(TARGET).step == 3

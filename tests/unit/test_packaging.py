@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -43,10 +44,16 @@ def imported(folder: str) -> set[str]:
     return found - set(sys.stdlib_module_names) - local
 
 
+@functools.cache
+def installed() -> dict[str, set[str]]:
+    """Module -> the distributions that bring it. Reading all of their metadata takes half a second."""
+    return {name: set(found) for name, found in metadata.packages_distributions().items()}
+
+
 def distributions(module: str) -> set[str]:
     if module in INSTALLED_BY_EXTRAS:
         return {INSTALLED_BY_EXTRAS[module]}
-    return {normalized(name) for name in metadata.packages_distributions()[module]}
+    return {normalized(name) for name in installed()[module]}
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "scripts", "examples"])
