@@ -16,7 +16,7 @@ from linnet import config as configs
 from linnet.cli.dispatch import main
 from linnet.config import DataConfig, PairsConfig, RunConfig
 from linnet.data import open_data
-from linnet.data.locations import absolute_paths, located, retyped, with_base
+from linnet.data.locations import absolute_paths, for_other_machines, located, retyped, with_base
 from linnet.data.pairs import open_pairs
 from linnet.errors import UserError
 from linnet.train.folder import RunFolder
@@ -159,3 +159,9 @@ def test_pairs_are_found_from_another_directory(tmp_path: Path, monkeypatch: pyt
     assert open_pairs(cfg, 0).fingerprint == open_pairs(PairsConfig(source=str(tmp_path)), 0).fingerprint
     with pytest.raises(UserError, match="data.images"):
         open_pairs(dataclasses.replace(cfg, base=None), 0)
+
+
+def test_settings_for_other_machines_name_no_files_of_this_one(tmp_path: Path) -> None:
+    cfg = tiny.config(tmp_path / "a.txt", **{"data.base": str(tmp_path), "train.exports": ("best:model:/p/best.pth",)})
+    found = for_other_machines(cfg)
+    assert (found.data.base, found.train.exports) == (None, ())

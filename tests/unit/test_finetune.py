@@ -112,6 +112,8 @@ def test_defaults_suit_fine_tuning(source: Path, tmp_path: Path) -> None:
     assert full.optim.lr == pytest.approx(0.003)
     assert full.data == DataConfig(sequence_len=32, update_len=16, batch_size=4)  # the division was the other source's
     assert tuned_config(cfg, parent).data == held_out
+    exporting = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, exports=("best:model:/p/best.pth",)))
+    assert tuned_config(exporting, parent).train.exports == ()  # they are the parent's files
     assert tuned_config(full, parent).optim.lr == full.optim.lr  # already a rate for fine-tuning
     merged = dataclasses.replace(full, parent=dataclasses.replace(parent, adapters=8))
     assert tuned_config(merged, parent).optim.lr == pytest.approx(0.0009)  # adapters are trained at a higher rate

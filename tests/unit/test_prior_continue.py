@@ -273,10 +273,27 @@ def test_exports_are_checked_before_training(pairs: Path, tmp_path: Path, capsys
         ("nonsense", "of the form"),
         ("best:model:a_{loss}.pth", "in braces"),
         (f"best:model:{tmp_path}", "folder"),
+        ("latest:model:s3://bucket/x.pth", "s3:// locations are not supported"),
     ):
         assert linnet("train", run, "--data.source", pairs, "--train.exports", text) == 2
         assert why in capsys.readouterr().err
     assert not (run / "checkpoints").exists()
+    settings = json.loads((run / "config.json").read_text())
+    settings["train"]["exports"] = ["latest:model:s3://bucket/x.pth"]
+    (run / "config.json").write_text(json.dumps(settings))
+    assert linnet("train", run, "--data.source", pairs) == 2
+    assert "train.exports is 's3://bucket/x.pth'" in capsys.readouterr().err
+
+
+def test_an_imported_trainer_is_evaluated_at_its_own_step(pairs: Path, tmp_path: Path) -> None:
+    """Its step is a multiple of eval_every, so the evaluation comes before the first update."""
+    run = tmp_path / "run"
+    assert not linnet("import", "dalle2-prior", WARMUP, "--out", run)
+    flags = ("--data.source", pairs, "--data.batch-size", "8", "--optim.steps", "8", "--optim.warmup-steps", "2")
+    assert not linnet("train", run, *flags, "--train.eval-every", "5", "--quiet")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [5, 8]
+    assert set(json.loads((run / "checkpoints" / "best.json").read_text())) == {"5", "8"}
 
 
 def test_a_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def export_command(argv: list[str]) -> int:
     )
     from linnet import config as configs
     from linnet.cli.startup import prepare_jax
-    from linnet.data.locations import without_base
+    from linnet.data.locations import for_other_machines
     from linnet.train.interchange.weights_file import export_safetensors
     from linnet.train.runs import open_run
 
@@ -254,7 +254,7 @@ def export_command(argv: list[str]) -> int:
         n = export_conversion(run.params, cast(Any, run.cfg.model), out)
         print(f"Wrote {n} file{'s' if n > 1 else ''} to {out} (step {run.step}).")
     else:
-        about = configs.to_json(without_base(run.cfg))
+        about = configs.to_json(for_other_machines(run.cfg))
         mark = export_safetensors(run.params, run.buffers, about, out, _about_tokenizer(flags.run))
         print(f"Wrote {out} (step {run.step}, fingerprint {mark[:12]}).")
     return 0

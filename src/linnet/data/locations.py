@@ -37,9 +37,10 @@ def with_base(cfg: RunConfig) -> RunConfig:
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, base=here))
 
 
-def without_base(cfg: RunConfig) -> RunConfig:
-    """For other machines, on which that folder means nothing."""
-    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, base=None))
+def for_other_machines(cfg: RunConfig) -> RunConfig:
+    """Without the folder that relative data paths start from and the files that the run writes: both belong to this machine."""
+    data, train = dataclasses.replace(cfg.data, base=None), dataclasses.replace(cfg.train, exports=())
+    return dataclasses.replace(cfg, data=data, train=train)
 
 
 def retyped(cfg: RunConfig, before: RunConfig) -> RunConfig:

@@ -16,6 +16,7 @@ import jax
 
 from linnet.config import RunConfig
 from linnet.errors import UserError, refuse
+from linnet.local_path import check_local
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.folder import RunFolder
 from linnet.train.interchange.dalle2_export import check_trained_alike, model_file, trainer_file
@@ -57,6 +58,7 @@ def _parse(text: str) -> Export:
         needs = "of the form latest:checkpoint:PATH (or best, or model)"
         raise refuse("train.exports", text, needs, "use latest:checkpoint:latest.pth")
     when, content, path = parts.groups()
+    check_local("train.exports", path)
     odd = set(re.findall(r"\{([^}]*)\}", path)) - set(FIELDS)
     if odd:
         raise refuse("train.exports", path, f"a path that names only {' and '.join(FIELDS)} in braces", "correct it")

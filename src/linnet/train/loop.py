@@ -228,7 +228,11 @@ class _Run:
         if stored_weights.is_weights_alone(self.folder.path):
             if stored_trainer.has_trainer(self.folder.path) and not self.cfg.lora.rank:
                 self.origin = "an imported trainer checkpoint"
-                return stored_trainer.continue_from(self.folder.path, self.family, self.cfg, self.optimizer, self.mesh)
+                state, step = stored_trainer.continue_from(
+                    self.folder.path, self.family, self.cfg, self.optimizer, self.mesh
+                )
+                self._save(step, state, wait=True)  # an evaluation at this step marks its checkpoint
+                return state, step
             self.origin = "imported weights"
             return self._begun(
                 parents.begin_from_weights(self.family, self.cfg, self.optimizer, self.mesh, self.folder.path)

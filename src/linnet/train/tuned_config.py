@@ -23,7 +23,8 @@ def tuned_config(
     """`steps`: of the new run, where they are given, for the warm-up; `other_data`: it will be trained on another source."""
     optim = _optim(theirs, min(theirs.optim.steps, STEPS) if steps is None else max(steps, 1), lora)
     data: Any = _without_source(theirs.data) if other_data else theirs.data
-    return dataclasses.replace(theirs, optim=optim, data=data, lora=LoraConfig(), parent=parent)
+    train = dataclasses.replace(theirs.train, exports=())  # the parent's files: they must not be overwritten
+    return dataclasses.replace(theirs, optim=optim, data=data, train=train, lora=LoraConfig(), parent=parent)
 
 
 def _optim(theirs: RunConfig, steps: int, lora: bool) -> OptimConfig:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from linnet.errors import UserError, refuse
+from linnet.local_path import check_local
 from linnet.train.interchange.dalle2_parts import Load, Log, Parts, Save
 
 WANDB_NAMES = ("entity", "project", "run_name", "run_id")
-URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 def has_wandb() -> bool:
@@ -34,8 +33,7 @@ def _local_file(field: str, kind: str, where: str, path: str | None) -> Path:
         raise refuse(field, kind, "local: Linnet downloads nothing", fix)
     if path is None:
         raise UserError(f"{where} is missing, though {field} is {kind}. Fix: name the checkpoint there.")
-    if URL.match(path):
-        raise refuse(where, path, "a path on this machine", "download the checkpoint, and name it")
+    check_local(where, path)
     return Path(path).expanduser()
 
 
@@ -49,8 +47,7 @@ def export_targets(parts: Parts) -> tuple[str, ...]:
             field = f"tracker.save.save_{when}_to"
             if not isinstance(target, str) or not target:
                 raise refuse(field, target, "a path, or false", "name a .pth file")
-            if URL.match(target):
-                raise refuse(field, target, "a path on this machine", "name a local .pth file")
+            check_local(field, target)
             found.append(f"{when}:{save.save_type}:{Path(target).expanduser().absolute()}")
     return tuple(found)
 
