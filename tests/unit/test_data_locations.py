@@ -21,6 +21,7 @@ from linnet.data.pairs import open_pairs
 from linnet.errors import UserError
 from linnet.train.folder import RunFolder
 from linnet.train.loop import train
+from linnet.train.relocated import relocated
 
 
 def command(capsys: pytest.CaptureFixture[str], *line: str) -> tuple[int, str]:
@@ -147,6 +148,15 @@ def test_a_flag_is_relative_to_the_working_directory_and_the_rest_stays(
     assert isinstance(got, DataConfig)
     assert (got.source, got.validation_files, got.base) == ("b.txt", (str(tmp_path / "held.txt"),), None)
     assert retyped(old, old) is old
+
+
+def test_a_new_source_leaves_the_other_files_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "held.txt").write_text("x")
+    cfg = RunConfig(data=DataConfig(source="gone.txt", validation_files=("held.txt",), base=str(tmp_path)))
+    monkeypatch.chdir("/")
+    got = relocated(cfg, "/elsewhere/gone.txt").data
+    assert isinstance(got, DataConfig)
+    assert (got.source, got.validation_files, got.base) == ("/elsewhere/gone.txt", (str(tmp_path / "held.txt"),), None)
 
 
 def test_pairs_are_found_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

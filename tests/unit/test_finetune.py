@@ -263,3 +263,13 @@ def test_a_run_from_random_weights_says_so(source: Path, tmp_path: Path) -> None
     train(tiny.config(source), RunFolder(tmp_path), quiet=True, stop_at=0)
     (start,) = [r for r in read_metrics(tmp_path) if r.get("event") == "start"]
     assert "Starting at step 0 of 40 from random weights (seed 0)" in start["message"]
+
+
+def test_data_of_another_tokenizer_than_an_exported_file_is_refused(source: Path, tmp_path: Path) -> None:
+    """A file holds no tokenizer, only its fingerprint; sizes alone would let bytes pass for the ids of any larger vocabulary."""
+    path = parent_run(tmp_path, source, **{"model.n_vocab": 512})
+    parent, file = open_run(path), tmp_path / "model.safetensors"
+    export_safetensors(parent.params, parent.buffers, configs.to_json(parent.cfg), file)
+    with pytest.raises(UserError, match=r"another tokenizer .*not recorded.*linnet import safetensors"):
+        train(tuned(file, other_text(tmp_path)), RunFolder(tmp_path / "run"), quiet=True)
+    assert not (tmp_path / "run").exists()

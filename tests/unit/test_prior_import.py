@@ -64,7 +64,7 @@ def test_a_checkpoint_becomes_a_run_and_its_export_comes_back(
     assert not linnet("import", "dalle2-prior", checkpoint)
     said = capsys.readouterr().out
     assert "Averaged weights: width 16, 1 layers, 12 steps (linear); step 7, version 1.15.6." in said
-    assert "Assumed, since weights do not tell it: it predicts x_start, embeddings are scaled by 4" in said
+    assert "Assumed, since weights do not show it: it predicts x_start, embeddings are scaled by 4" in said
     run = open_run(Path("runs/trained"))
     assert run.cfg.prior == CFG
     same(run.params, model(CFG, 2))
@@ -97,6 +97,9 @@ def test_the_other_weights_and_what_weights_do_not_tell(
     assert (cfg.objective, cfg.loss, cfg.p_drop_text, cfg.scale, cfg.self_cond) == ("v", "l1", 0.3, 2.0, True)
     assert (cfg.p_drop_attention, cfg.text_encodings, cfg.max_text_len) == (0.1, True, 5)
     assert (run.cfg.optim.lr, run.cfg.train.ema_decay, run.cfg.seed, run.cfg.pairs.source) == (5e-4, None, 3, "pairs")
+    settings.write_text(json.dumps({**SETTINGS, "condition_on_text_encodings": False}))
+    assert linnet("import", "dalle2-prior", checkpoint, "--out", tmp_path / "no", *flags, "--text-encodings") == 2
+    assert "--text-encodings is True" in capsys.readouterr().err
     settings.write_text(json.dumps(SETTINGS))  # its part `prior` alone will do
     assert not linnet("import", "dalle2-prior", checkpoint, "--out", tmp_path / "b", "--settings", settings)
     assert configs.load(tmp_path / "b" / "config.json").prior == cfg
@@ -136,3 +139,13 @@ def test_a_file_that_would_run_something_is_refused_by_name(tmp_path: Path, caps
     assert linnet("import", "dalle2-prior", tmp_path / "evil.pth", "--out", tmp_path / "run") == 2
     assert "eval" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_token_encodings_can_be_stated_without_a_settings_file(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not linnet("import", "dalle2-prior", checkpoint, "--out", tmp_path / "plain")
+    assert "texts have no token encodings" in capsys.readouterr().out
+    assert not linnet("import", "dalle2-prior", checkpoint, "--out", tmp_path / "run", "--text-encodings")
+    assert "texts have token encodings" in capsys.readouterr().out
+    assert open_run(tmp_path / "run").cfg.prior.text_encodings

@@ -41,6 +41,11 @@ def import_prior(flags: ImportFlags) -> int:
         raise refuse("--weights", flags.weights, "float32 with dalle2-prior, which is small", "leave it out")
     out = flags.out or Path("runs") / flags.file.stem
     settings, train = _settings(flags.settings)
+    if flags.text_encodings:
+        if not settings.get("text_encodings", True):
+            needs = f"left out: prior.condition_on_text_encodings in {flags.settings} is false"
+            raise refuse("--text-encodings", True, needs, "leave it out, or correct the JSON")
+        settings = {**settings, "text_encodings": True}
     from linnet.cli.startup import prepare_jax
     from linnet.config import PairsConfig, RunConfig
     from linnet.train.interchange.dalle2_config import PRESET, optim_config, train_config
@@ -79,8 +84,10 @@ def import_prior(flags: ImportFlags) -> int:
         print(f"The file has no {flags.which} weights.")
     if flags.settings is None:
         print(
-            f"Assumed, since weights do not tell it: it predicts {model.objective}, embeddings are scaled by "
-            f"{model.scale:g}, texts have no token encodings, and conditions were dropped in training. Else: --settings FILE.json."
+            f"Assumed, since weights do not show it: it predicts {model.objective}, embeddings are scaled by "
+            f"{model.scale:g}, texts have {'' if model.text_encodings else 'no '}token encodings, and conditions were dropped in "
+            "training. Else: --settings FILE.json, the JSON it was trained with"
+            + ("." if flags.text_encodings else ", or --text-encodings.")
         )
     if flags.source is None:
         print(

@@ -57,6 +57,8 @@ class ImportFlags:
     optim: OptimFlags = dataclasses.field(default_factory=OptimFlags)
     which: Literal["ema", "online"] = "ema"
     """dalle2-prior: the averaged weights or the trained ones, where the file has both."""
+    text_encodings: bool = False
+    """dalle2-prior: it was trained with the token encodings of its texts, which weights do not show (and --settings states)."""
     release: str | None = None
     """dalle2-prior: the release of DALLE2-pytorch that trained it, as in 1.4.2, instead of the one saved in the file. Networks with
     the same weights compute different things in different releases."""
@@ -92,6 +94,9 @@ def import_command(argv: list[str]) -> int:
         from linnet.cli.import_prior import import_prior
 
         return import_prior(flags)
+    if flags.text_encodings:
+        needs = "left out: only dalle2-prior has token encodings"
+        raise refuse("--text-encodings", flags.text_encodings, needs, "leave it out")
     if flags.release is not None:
         raise refuse("--release", flags.release, "left out: only dalle2-prior has releases", "leave it out")
     if flags.file is None or flags.out is None:

@@ -79,7 +79,9 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
             is_import = stored_weights.is_weights_alone(folder.path)
             if begins:
                 parents.check_parent(cfg)
-                parents.check_kind(cfg, judge.describe().get("kind"))
+                described = judge.describe()
+                parents.check_kind(cfg, described.get("kind"))
+                parents.check_file_tokenizer(cfg, described.get("tokenizer"))
             elif is_import and not cfg.lora.rank:
                 stored_weights.must_be_trainable(folder.path)
                 if stored_trainer.has_trainer(folder.path):

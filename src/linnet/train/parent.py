@@ -106,6 +106,26 @@ def tokenizer_of(cfg: RunConfig) -> Tokenizer | None:
 # Whether a run may start from it.
 
 
+def check_file_tokenizer(cfg: RunConfig, data: dict[str, Any] | None) -> None:
+    """An exported file has no tokenizer, only its fingerprint: data with other ids would be read as other text. `data`: the kind and
+    fingerprint of the data's tokenizer."""
+    if cfg.parent is None or cfg.family == "prior" or data is None or not Path(cfg.parent.path).is_file():
+        return
+    file = Path(cfg.parent.path)
+    known = weights_file.exported_tokenizer(file)
+    if known is None and cfg.writer.n_vocab == N_BYTE_IDS:
+        known = {"kind": BytesTokenizer().kind, "fingerprint": BytesTokenizer().fingerprint}
+    theirs = str((known or {}).get("fingerprint", ""))
+    if theirs != data["fingerprint"]:
+        recorded = f"{(known or {}).get('kind')}, {theirs[:12]}" if theirs else "not recorded in the file"
+        raise UserError(
+            f"the data at {cfg.data.source!r} was made with another tokenizer ({data['kind']}, {data['fingerprint'][:12]}) than the "
+            f"model in {file} ({recorded}). Fix: import the file with its tokenizer, `linnet import safetensors {file} "
+            "--tokenizer TOKENIZER --out RUN`, prepare the data with `linnet data prepare SOURCE --tokenizer RUN --out DIR`, "
+            "and use --from RUN --data.source DIR."
+        )
+
+
 def check_kind(cfg: RunConfig, kind: str | None) -> None:
     """Bytes of text and values of pictures have the same ids: only what the parent recorded of its data distinguishes them."""
     if cfg.parent is None or kind is None:

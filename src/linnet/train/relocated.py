@@ -8,6 +8,7 @@ from pathlib import Path
 
 from linnet.config import PairsConfig, RunConfig
 from linnet.data import open_data
+from linnet.data.locations import located
 from linnet.data.pairs import open_pairs
 from linnet.errors import UserError
 
@@ -18,7 +19,8 @@ ELSEWHERE = {"images": None, "texts": None, "metadata": None, "encodings": None}
 def relocated(cfg: RunConfig, source: str) -> RunConfig:
     """With its data at `source`, relative to the working directory."""
     beside = ELSEWHERE if isinstance(cfg.data, PairsConfig) else {}
-    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, source=source, base=None, **beside))
+    # The other paths stay where they are: absolute, since `base` no longer applies.
+    return dataclasses.replace(cfg, data=dataclasses.replace(located(cfg.data), source=source, base=None, **beside))
 
 
 def data_fingerprint(cfg: RunConfig) -> str:

@@ -21,7 +21,9 @@ def check_encodings(shape: tuple[int, ...] | None, cfg: PriorConfig, field: str 
             raise refuse(field, None, needs, fix)
         return
     if not cfg.text_encodings:
-        raise refuse(field, "given", "left out: this prior was trained without token encodings", "leave it out")
+        needs = "left out: this prior was trained without token encodings, as its config says"
+        fix = "leave it out; a prior that `linnet import` assumed to be so is imported again with --text-encodings"
+        raise refuse(field, "given", needs, fix)
     most = cfg.max_text_len or None
     n, width = shape
     if n < 1 or (most is not None and n > most) or width != cfg.d_text:

@@ -136,18 +136,19 @@ class _Reader(PickleStack):
         todo = [root]
         while todo:
             value = todo[-1]
+            if known.get(id(value)) is not None:
+                todo.pop()  # also reached another way; its children are not looked at again
+                continue
             children = [child for child in _children(value) if isinstance(child, CONTAINERS)]
             if id(value) not in known:
                 known[id(value)] = None
-                for child in children:
-                    if known.get(id(child), ()) is None:
+                for key, child in {id(child): child for child in children}.items():
+                    if known.get(key, ()) is None:
                         self.refuse("a value contains itself")
-                    if id(child) not in known:
+                    if key not in known:
                         todo.append(child)
                 continue
             todo.pop()
-            if known[id(value)] is not None:
-                continue
             extents = [extent for child in children if (extent := known[id(child)]) is not None]
             depth = 1 + max((depth for depth, _ in extents), default=0)
             size = 1 + _n_children(value) + sum(size for _, size in extents)
