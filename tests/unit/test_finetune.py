@@ -19,6 +19,7 @@ from tuned_runs import SHORT, begun, other_text, parent_run, tuned
 from linnet import config as configs
 from linnet.cli.train import train_command
 from linnet.config import DataConfig
+from linnet.data import open_data
 from linnet.data.tokenizer import open_tokenizer
 from linnet.errors import UserError
 from linnet.train import parent as parents
@@ -273,3 +274,28 @@ def test_data_of_another_tokenizer_than_an_exported_file_is_refused(source: Path
     with pytest.raises(UserError, match=r"another tokenizer .*not recorded.*linnet import safetensors"):
         train(tuned(file, other_text(tmp_path)), RunFolder(tmp_path / "run"), quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_plain_text_is_encoded_with_the_parents_tokenizer(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.model").write_bytes(tokenizer_files.sentencepiece(byte_fallback=True, model_type="bpe"))
+    tokenizer = open_tokenizer(str(tmp_path / "own.model"))
+    run = parent_run(tmp_path, source, **{"model.n_vocab": tokenizer.n_vocab, "model.end_id": tokenizer.end_id})
+    tokenizer.save(run)
+    for i in range(30):
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        (tmp_path / "mine" / f"{i}.txt").write_text(f"text number {i} in words of its own; " * 30)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SHORT.items()]
+    command = ["--from", str(run), "--data.source", "mine", "--out", "tuned", *flags]
+    assert train_command(command) == 0
+    assert "Encoding mine with the model's tokenizer" in capsys.readouterr().out
+    data = open_data(configs.load(tmp_path / "tuned" / "config.json").tokens, 0)
+    assert data.tokenizer.fingerprint == tokenizer.fingerprint
+    assert data.validation.n_tokens, "a part is held out"
+    assert train_command([*command, "--optim.extra-steps", "1"]) == 0, "the same command continues the run"
+    assert "Encoding" not in capsys.readouterr().out
+    (tmp_path / "mine" / "0.txt").write_text("other text " * 50)
+    with pytest.raises(UserError, match="tuned"):
+        train_command([*command, "--optim.extra-steps", "2"])

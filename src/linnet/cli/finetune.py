@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linnet import config as configs
 from linnet.cli.parse import RunFlags, flag_value, parse
+from linnet.cluster.place import ALONE, find_place
 from linnet.config import RunConfig
 from linnet.errors import UserError, refuse
 
@@ -28,7 +30,7 @@ def parse_fine_tuning(argv: list[str], path: Path, words: str) -> tuple[RunConfi
     assert config.parent is not None
     if started is None:
         parent = dataclasses.replace(config.parent, optimizer=flags.keep_optimizer)
-        return dataclasses.replace(config, parent=parent), out, flags.quiet
+        return _with_text(dataclasses.replace(config, parent=parent), out, flags.quiet), out, flags.quiet
     if flags.keep_optimizer and not config.parent.optimizer:
         raise refuse(
             "--keep-optimizer", True, f"as when {out} was started: left out", "leave it out, or choose another --out"
@@ -36,7 +38,17 @@ def parse_fine_tuning(argv: list[str], path: Path, words: str) -> tuple[RunConfi
     if flags.checkpoint.isdecimal() and int(flags.checkpoint) != config.parent.step:
         needs = f"{config.parent.step}, which {out} was started from"
         raise refuse("--checkpoint", flags.checkpoint, needs, "leave it out, or choose another --out")
-    return config, out, flags.quiet
+    return _with_text(config, out, flags.quiet), out, flags.quiet
+
+
+def _with_text(config: RunConfig, out: Path, quiet: bool) -> RunConfig:
+    """Plain text encoded for a model with a tokenizer of its own. Several processes would write the same files, so they need it
+    prepared."""
+    if find_place(os.environ) != ALONE:
+        return config
+    from linnet.train.tuned_data import with_encoded_text
+
+    return with_encoded_text(config, out, (lambda text: None) if quiet else print)
 
 
 def _started(out: Path, path: Path) -> RunConfig | None:
