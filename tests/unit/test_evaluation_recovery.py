@@ -31,7 +31,7 @@ def token_config(source: Path, **changes: Any) -> RunConfig:
     return tiny.config(source, **{**settings, "train.sample_tokens": 4, "train.log_every": 1, **changes})
 
 
-def prior_config(folder: Path, eval_every: int) -> RunConfig:
+def prior_config(folder: Path, eval_every: int, run: Path) -> RunConfig:
     vectors = np.random.default_rng(0).normal(size=(2, 40, 8)).astype(np.float32)
     np.savez(folder / "pairs.npz", image_embeds=vectors[0], text_embeds=vectors[1])
     return RunConfig(
@@ -39,7 +39,9 @@ def prior_config(folder: Path, eval_every: int) -> RunConfig:
         model=PriorConfig(dim=8, depth=1, n_head=1, d_head=8, ff_mult=1, timesteps=4),
         data=PairsConfig(source=str(folder / "pairs.npz"), batch_size=4, validation_fraction=0.2),
         optim=OptimConfig(lr=0.01, warmup_steps=1, steps=4),
-        train=TrainConfig(eval_every=eval_every, checkpoint_every=2, eval_timesteps=(2,)),
+        train=TrainConfig(
+            eval_every=eval_every, checkpoint_every=2, eval_timesteps=(2,), exports=(f"best:model:{run / 'best.pth'}",)
+        ),
     )
 
 
@@ -50,6 +52,7 @@ def kept(run: Path) -> dict[str, Any]:
         "best": json.loads((run / "checkpoints" / "best.json").read_text()),
         "samples": {path.name: path.read_bytes() for path in sorted((run / "samples").iterdir())},
         "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir()),
+        "exports": {path.name: path.read_bytes() for path in run.glob("*.pth")},
         "left over": sorted(path.name for path in run.rglob("*.part")),
     }
 
@@ -67,18 +70,19 @@ def arm_after_evaluation(patch: pytest.MonkeyPatch, killer: Killer) -> None:
 
 @pytest.mark.parametrize("family", ["vq", "prior"])
 def test_killed_at_every_point_of_an_evaluation(family: str, source: Path, tmp_path: Path) -> None:
-    def config(eval_every: int) -> RunConfig:
+    def config(eval_every: int, run: Path) -> RunConfig:
         if family == "prior":
-            return prior_config(tmp_path, eval_every)
+            return prior_config(tmp_path, eval_every, run)
         return token_config(source, **{"train.eval_every": eval_every})
 
     base, whole = tmp_path / "base", tmp_path / "whole"
-    train(config(0), RunFolder(base), quiet=True, stop_at=2)  # saved, and not evaluated
+    train(config(0, base), RunFolder(base), quiet=True, stop_at=2)  # saved, and not evaluated
     shutil.copytree(base, whole)
-    train(config(2), RunFolder(whole), quiet=True, stop_at=2)
+    train(config(2, whole), RunFolder(whole), quiet=True, stop_at=2)
     want = kept(whole)
     assert list(want["best"]) == ["2"]
     assert len(want["samples"]) == (family == "vq")
+    assert list(want["exports"]) == (["best.pth"] if family == "prior" else [])
     for n in range(1, MOST_POINTS + 1):
         run = tmp_path / f"killed-{n}"
         shutil.copytree(base, run)
@@ -86,12 +90,12 @@ def test_killed_at_every_point_of_an_evaluation(family: str, source: Path, tmp_p
             killer = Killer(patch, n)
             arm_after_evaluation(patch, killer)
             try:
-                train(config(2), RunFolder(run), quiet=True, stop_at=2)
+                train(config(2, run), RunFolder(run), quiet=True, stop_at=2)
             except Killed:
                 assert killer.dead
         if not killer.dead:
             break
-        train(config(2), RunFolder(run), quiet=True, stop_at=2)
+        train(config(2, run), RunFolder(run), quiet=True, stop_at=2)
         assert kept(run) == want, f"killed before change {n} of the disk"
     else:
         raise AssertionError("there are more points than were tried")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from linnet import sharding
 from linnet.cli import main
@@ -23,14 +24,17 @@ from linnet.families.prior.convert import ROTARY, to_reference
 from linnet.families.prior.diffusion import Draws, loss
 from linnet.families.prior.params import param_specs
 from linnet.train import ema
+from linnet.train import parent as parents
+from linnet.train.exports import progress_at
 from linnet.train.interchange.dalle2_export import trainer_file
 from linnet.train.interchange.dalle2_prior import ImportedPrior, read_prior_checkpoint
 from linnet.train.interchange.dalle2_trainer import NotContinuable, store_trainer, trainer_state, with_adam
-from linnet.train.interchange.stored_trainer import check_trainer, continue_from
+from linnet.train.interchange.stored_trainer import TrainedSoFar, check_trainer, continue_from, trained_so_far
 from linnet.train.interchange.torch_file import read_torch
 from linnet.train.interchange.torch_writer import write_torch
 from linnet.train.optim import optimizer
 from linnet.train.state import TrainState
+from linnet.train.tuned_config import tuned_config
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "prior" / "ckpt"
 WARMUP = CHECKPOINTS / "warmup_1.15.6_checkpoint.pth"
@@ -294,6 +298,103 @@ def test_an_imported_trainer_is_evaluated_at_its_own_step(pairs: Path, tmp_path:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [5, 8]
     assert set(json.loads((run / "checkpoints" / "best.json").read_text())) == {"5", "8"}
+
+
+def test_an_imported_trainers_counts_are_continued(pairs: Path, tmp_path: Path) -> None:
+    """The file has seen 20 samples in 5 updates; 3 updates of 8 follow."""
+    run, latest = tmp_path / "run", tmp_path / "latest_{samples_seen}.pth"
+    assert not linnet("import", "dalle2-prior", WARMUP, "--out", run)
+    flags = ("--data.source", pairs, "--data.batch-size", "8", "--optim.steps", "8", "--quiet")
+    assert not linnet("train", run, *flags, "--train.exports", f"latest:checkpoint:{latest}")
+    own = min(json.loads((run / "checkpoints" / "best.json").read_text()).values())
+    assert not linnet("export", run, "--format", "dalle2-trainer", "--out", tmp_path / "t.pth")
+    n_pairs = json.loads((run / "data.json").read_text())["splits"]["train"]["pairs"]
+    before = read_torch(WARMUP)
+    assert (before["samples_seen"], before["epoch"], before["best_validation_loss"]) == (20, 2, 0.5)
+    for name in ("latest_44.pth", "t.pth"):
+        written = read_torch(tmp_path / name)
+        assert (written["samples_seen"], written["epoch"]) == (44, 2 + 24 // n_pairs)
+    assert written["best_validation_loss"] == min(own, 0.5)
+
+
+def test_imports_of_earlier_versions_recorded_the_step_alone(tmp_path: Path) -> None:
+    cfg, _, _ = restored(WARMUP, tmp_path / "run")
+    file = tmp_path / "run" / "trainer" / "state.safetensors"
+    assert progress_at(7, cfg, tmp_path / "run") == {"epoch": 2, "samples_seen": 28}
+    save_file(load_file(file), file, {"format": "linnet-trainer", "step": "5", "optimizer_step": "5"})
+    assert trained_so_far(tmp_path / "run") == TrainedSoFar(step=5)
+    assert progress_at(7, cfg, tmp_path / "run") == {"epoch": 0, "samples_seen": 28}
+
+
+@pytest.mark.parametrize("decay_vectors", [True, False])
+def test_the_scheduler_has_a_rate_for_each_group(decay_vectors: bool, tmp_path: Path) -> None:
+    cfg, state, _ = restored(WARMUP, tmp_path / "run")
+    cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, decay=0.1, decay_vectors=decay_vectors))
+    saved = trainer_file(state, cfg, epoch=0, samples_seen=0, best_validation_loss=1.0)
+    groups = len(saved["optimizer"]["param_groups"])
+    assert groups == (1 if decay_vectors else 2)
+    assert [len(saved["scheduler"][name]) for name in ("base_lrs", "_last_lr", "lr_lambdas")] == [groups] * 3
+
+
+def test_a_fine_tuned_import_is_evaluated_at_step_0(pairs: Path, tmp_path: Path) -> None:
+    """Although imports have eval_every 0; and with the optimizer state of the import, if that is wanted."""
+    imported, tuned = tmp_path / "imported", tmp_path / "tuned"
+    assert not linnet("import", "dalle2-prior", WARMUP, "--out", imported)
+    flags = ("--data.source", pairs, "--data.batch-size", "8", "--optim.steps", "2", "--keep-optimizer", "--quiet")
+    assert not linnet("train", "--from", imported, *flags, "--out", tuned)
+    lines = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 2]
+
+
+def test_the_optimizer_of_an_imported_trainer_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert not linnet("import", "dalle2-prior", WARMUP, "--out", run)
+    origin = parents.find_origin(run)
+    cfg = tuned_config(origin.cfg, origin.parent(keep_optimizer=True))
+    parents.check_parent(cfg)
+    family, rule = registry.get("prior"), optimizer(cfg.optim, param_specs(cfg.prior))
+    state = parents.begin(family, cfg, rule, sharding.make_mesh())
+    theirs, _ = continue_from(run, family, cfg, rule, sharding.make_mesh())
+    for part in ("params", "ema"):
+        same(getattr(state, part), getattr(theirs, part))
+    kept, had = (adam_state(of.opt_state) for of in (state, theirs))
+    same(kept, had)
+    assert (int(kept.count), int(state.step)) == (5, 0)
+    assert int(optax.tree_utils.tree_get(state.opt_state, "count", filtering=is_schedule)) == 0
+    fresh = tmp_path / "fresh"
+    assert not linnet("import", "dalle2-prior", WARMUP, "--out", fresh, "--optimizer", "fresh")
+    origin = parents.find_origin(fresh)
+    with pytest.raises(UserError, match="must be a run or an import that has optimizer state"):
+        parents.check_parent(tuned_config(origin.cfg, origin.parent(keep_optimizer=True)))
+    lion = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, name="lion"))
+    with pytest.raises(UserError, match="optim.name is 'lion', but it must be 'adamw'"):
+        parents.check_parent(lion)
+
+
+def adam_state(opt_state: Any) -> Any:
+    return next(
+        part
+        for part in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.ScaleByAdamState))
+        if isinstance(part, optax.ScaleByAdamState)
+    )
+
+
+def is_schedule(path: Any, _: Any) -> bool:
+    return any(getattr(key, "tuple_name", None) == "ScaleByScheduleState" for key in path)
+
+
+def test_an_import_is_exported_as_the_trainer_that_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = tmp_path / "run", tmp_path / "t.pth"
+    assert not linnet("import", "dalle2-prior", WARMUP, "--out", run)
+    assert not linnet("export", run, "--format", "dalle2-trainer", "--out", out)
+    first, second = read_torch(WARMUP), read_torch(out)
+    for name in ("step", "epoch", "samples_seen", "best_validation_loss"):
+        assert second[name] == first[name]
+    for n, entry in first["optimizer"]["state"].items():
+        for name, value in entry.items():
+            np.testing.assert_array_equal(second["optimizer"]["state"][n][name], value)
+    assert linnet("export", run, "--format", "dalle2-trainer", "--checkpoint", "3", "--out", out) == 2
+    assert "--checkpoint is '3', but it must be best, latest or 5" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:

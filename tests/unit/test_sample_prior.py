@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -105,6 +106,16 @@ def test_vectors_go_in_where_no_encoder_is_known(
     assert (said["steps"], said["guidance"], said["files"]) == (3, 2.0, [str(tmp_path / "out" / "texts-seed0.npy")])
     assert all(len(text["nearest"]) == 23 for text in said["texts"])
     assert np.load(said["files"][0]).shape == (2, 16)
+
+
+def test_guidance_that_has_no_effect_is_reported_as_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "one.npy", pair_files.vectors(1, 16))
+    cfg = dataclasses.replace(SMALL, text_conditioning="learned_padding")
+    run = written(tmp_path / "run", cfg, PairsConfig(source="gone"))
+    assert not linnet(run, "--embedding", tmp_path / "one.npy", "--steps", "2", "--guidance", "2", "--json")
+    said = capsys.readouterr()
+    assert json.loads(said.out)["guidance"] == 1.0
+    assert "Guidance 2 has no effect" in said.err
 
 
 def test_a_run_without_its_data_still_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

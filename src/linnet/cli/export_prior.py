@@ -9,6 +9,8 @@ from linnet.errors import UserError, refuse
 
 if TYPE_CHECKING:
     from linnet.cli.interchange import ExportFlags
+    from linnet.config import RunConfig
+    from linnet.train.state import TrainState
 
 
 def export_prior(flags: ExportFlags) -> int:
@@ -42,16 +44,41 @@ def _model(flags: ExportFlags) -> tuple[dict, int]:
 
 def _trainer(flags: ExportFlags) -> tuple[dict, int]:
     from linnet.train.exports import trainer_content
+    from linnet.train.interchange.stored_trainer import has_trainer
     from linnet.train.interchange.stored_weights import is_weights_alone
     from linnet.train.runs import open_state
 
-    if is_weights_alone(flags.run):
+    if not is_weights_alone(flags.run):
+        cfg, state, step = open_state(flags.run, flags.checkpoint)
+    elif has_trainer(flags.run):
+        cfg, state, step = _imported_trainer(flags)
+    else:
         raise UserError(
             f"{flags.run} holds imported weights and was not trained, so it has no optimizer state to export. "
             "Fix: use --format dalle2-prior, or train it first."
         )
-    cfg, state, step = open_state(flags.run, flags.checkpoint)
     return trainer_content(state, cfg, flags.run), step
+
+
+def _imported_trainer(flags: ExportFlags) -> tuple[RunConfig, TrainState, int]:
+    """The state that an import's training would continue from."""
+    from linnet import config as configs
+    from linnet import sharding
+    from linnet.families import registry
+    from linnet.train.folder import RunFolder
+    from linnet.train.interchange.dalle2_export import check_trained_alike
+    from linnet.train.interchange.stored_trainer import continue_from, trained_so_far
+    from linnet.train.optim import optimizer
+
+    step = trained_so_far(flags.run).step
+    if flags.checkpoint not in ("best", "latest", str(step)):
+        needs = f"best, latest or {step} (this run is an imported trainer checkpoint)"
+        raise refuse("--checkpoint", flags.checkpoint, needs, "leave it out")
+    cfg = configs.load(RunFolder(flags.run).config)
+    check_trained_alike(cfg.optim)
+    family = registry.get(cfg.family)
+    rule = optimizer(cfg.optim, family.param_specs(cfg.model))
+    return cfg, *continue_from(flags.run, family, cfg, rule, sharding.make_mesh())
 
 
 def _write_safetensors(path: Path, content: dict) -> None:

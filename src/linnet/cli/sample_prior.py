@@ -76,7 +76,7 @@ def predict(flags: Flags, run: Run, prompt: bytes) -> int:
             "run": str(flags.run),
             "steps": len(plan),
             "solver": solver,
-            "guidance": flags.guidance,
+            "guidance": sampling.effective_guidance(flags.guidance, cfg),
             "texts": [_record(flags, name, i, found, gallery, nearest) for i, name in enumerate(shown)],
             "files": [str(file) for file in files],
             "remark": remark,

@@ -20,6 +20,7 @@ from linnet.local_path import check_local
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.folder import RunFolder
 from linnet.train.interchange.dalle2_export import check_trained_alike, model_file, trainer_file
+from linnet.train.interchange.stored_trainer import TrainedSoFar, has_trainer, trained_so_far
 from linnet.train.interchange.torch_writer import write_torch
 from linnet.train.state import TrainState, model_weights
 
@@ -96,17 +97,25 @@ def _filled(path: str, values: dict[str, int]) -> str:
 
 
 def progress_at(step: int, cfg: RunConfig, run: Path) -> dict[str, int]:
-    """Samples seen and epochs, as the reference counts them."""
+    """Samples seen and epochs, as the reference counts them. Those of an imported trainer are continued."""
     try:
         n_pairs = json.loads((run / "data.json").read_text())["splits"]["train"]["pairs"]
     except (OSError, ValueError, KeyError, TypeError):
         n_pairs = 0
-    seen = step * cfg.data.batch_size
-    return {"epoch": seen // n_pairs if n_pairs else 0, "samples_seen": seen}
+    before = _imported(run)
+    added = (step - before.step) * cfg.data.batch_size
+    seen = step * cfg.data.batch_size if before.samples_seen is None else before.samples_seen + added
+    epoch, of_epochs = (0, seen) if before.epoch is None else (before.epoch, added)
+    return {"epoch": epoch + (of_epochs // n_pairs if n_pairs else 0), "samples_seen": seen}
 
 
 def trainer_content(state: TrainState, cfg: RunConfig, run: Path) -> dict[str, Any]:
     """A whole trainer checkpoint of the reference."""
-    best = Checkpoints(RunFolder(run).checkpoints, keep=cfg.train.keep).best_loss()
+    own = Checkpoints(RunFolder(run).checkpoints, keep=cfg.train.keep).best_loss()
+    known = [loss for loss in (own, _imported(run).best_validation_loss) if loss is not None]
     progress = progress_at(int(state.step), cfg, run)
-    return trainer_file(state, cfg, best_validation_loss=NO_LOSS if best is None else best, **progress)
+    return trainer_file(state, cfg, best_validation_loss=min(known, default=NO_LOSS), **progress)
+
+
+def _imported(run: Path) -> TrainedSoFar:
+    return trained_so_far(run) if has_trainer(run) else TrainedSoFar()

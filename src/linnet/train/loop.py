@@ -220,10 +220,13 @@ class _Run:
     def _finish_evaluation(self, state: TrainState, start: int, has_sample: bool) -> Judged | None:
         """Does what is missing of the evaluation at `start`, if it was cut off after its checkpoint was saved."""
         if start in self.evaluated:
+            if self.checkpoints.best() == start:
+                self.exports.write("best", state, start)
             if not has_sample:
                 self._show(state, start)
             return None
-        return self._evaluate(state, start) if self._eval_due(start) or self.eval_pending else None
+        parent_due = not start and self.judge.n_validation > 0  # whatever eval_every is
+        return self._evaluate(state, start) if self._eval_due(start) or self.eval_pending or parent_due else None
 
     def _restore_or_begin(self) -> tuple[TrainState, int]:
         """The state to continue from, its step; and, in `self.origin`, where its weights came from."""

@@ -25,11 +25,12 @@ from linnet.errors import UserError, refuse
 from linnet.families.family import Family
 from linnet.local_path import check_local
 from linnet.params import Spec, is_spec
+from linnet.pytree import replace
 from linnet.tokens import N_BYTE_IDS
 from linnet.train import lora_base, snapshot
 from linnet.train.checkpoint import Checkpoints
 from linnet.train.folder import RunFolder
-from linnet.train.interchange import stored_weights, weights_file
+from linnet.train.interchange import stored_trainer, stored_weights, weights_file
 from linnet.train.runs import checkpoint_step, open_state
 from linnet.train.state import TrainState, begin_from, model_weights, served_weights
 from linnet.tuning import Parent
@@ -173,11 +174,9 @@ def check_model(origin: Origin, cfg: RunConfig) -> None:
 
 
 def _check_kept_optimizer(origin: Origin, cfg: RunConfig) -> None:
-    if origin.kind != "run":
-        fix = "leave it out: the optimizer starts fresh"
-        raise refuse(
-            "--keep-optimizer", str(origin.path), "a run with checkpoints, which hold its optimizer state", fix
-        )
+    if origin.kind != "run" and not _has_trainer(origin):
+        needs = "a run or an import that has optimizer state"
+        raise refuse("--keep-optimizer", str(origin.path), needs, "leave it out: the optimizer starts fresh")
     if cfg.lora.rank or origin.cfg.lora.rank:
         raise refuse(
             "--keep-optimizer", True, "left out with adapters: their optimizer state is their own", "leave it out"
@@ -189,6 +188,10 @@ def _check_kept_optimizer(origin: Origin, cfg: RunConfig) -> None:
             raise refuse(f"optim.{name}", getattr(ours, name), needs, "leave one of the two out")
 
 
+def _has_trainer(origin: Origin) -> bool:
+    return origin.kind == "weights" and stored_trainer.has_trainer(origin.path)
+
+
 # Starting from it.
 
 
@@ -198,6 +201,9 @@ def begin(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformatio
     origin = find_origin(Path(cfg.parent.path), str(cfg.parent.step))
     if origin.kind == "run":
         return _begin_from_run(family, cfg, optimizer, mesh, origin)
+    if cfg.parent.optimizer and _has_trainer(origin):
+        state, _ = stored_trainer.continue_from(origin.path, family, cfg, optimizer, mesh)
+        return replace(state, step=state.step * 0, opt_state=_rewound(state.opt_state))
     if origin.kind == "weights":
         return begin_from_weights(family, cfg, optimizer, mesh, origin.path)
     place = _placing(family, mesh)

@@ -150,9 +150,10 @@ def trainer_file(
     check_trained_alike(cfg.optim)
     release, step = release_of(cfg.prior), int(state.step)
     model = state_dict(state.params, cfg.prior, release)
+    optimizer = _optimizer(state, cfg, model, release)
     saved: dict[str, Any] = {
-        "optimizer": _optimizer(state, cfg, model, release),
-        "scheduler": _scheduler(state, cfg),
+        "optimizer": optimizer,
+        "scheduler": _scheduler(state, cfg, len(optimizer["param_groups"])),
         "warmup_scheduler": None,
         "model": model,
         "version": release,
@@ -220,10 +221,10 @@ def _optimizer(state: TrainState, cfg: RunConfig, model: dict[str, np.ndarray], 
     }
 
 
-def _scheduler(state: TrainState, cfg: RunConfig) -> dict[str, Any]:
-    """Of torch's CosineAnnealingLR or LambdaLR, whose rates are those before warm-up."""
+def _scheduler(state: TrainState, cfg: RunConfig, n: int) -> dict[str, Any]:
+    """Of torch's CosineAnnealingLR or LambdaLR, whose rates are those before warm-up. `n`: groups of parameters, each with a rate."""
     optim = cfg.optim
-    count, n = int(_part(state.opt_state, optax.ScaleByAdamState).count), 2 if optim.decay > 0 else 1
+    count = int(_part(state.opt_state, optax.ScaleByAdamState).count)
     flat = dataclasses.replace(optim, warmup_steps=0)
     common = {
         "base_lrs": [optim.lr] * n,

@@ -9,6 +9,7 @@ frequencies, one for all layers, which later releases of its library count as a 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from linnet.families.prior.config import PriorConfig
 from linnet.families.prior.convert import ROTARY, from_reference
 from linnet.families.prior.params import PriorParams
 from linnet.train.interchange.dalle2_prior import NETWORK, ImportedPrior, number
-from linnet.train.interchange.stored_trainer import StoredTrainer, write_trainer
+from linnet.train.interchange.stored_trainer import StoredTrainer, TrainedSoFar, write_trainer
 from linnet.train.interchange.torch_file import Inert
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -100,7 +101,7 @@ def store_trainer(run: Path, found: ImportedPrior, trainer: TrainerState) -> Non
     """Beside the weights of an imported run, so that `linnet train` continues from it."""
     weights = {found.which: found.params, ("online" if found.which == "ema" else "ema"): found.other}
     stored = StoredTrainer(
-        step=trainer.step,
+        so_far=_so_far(found.facts, trainer.step),
         optimizer_step=trainer.optimizer_step,
         params=weights["online"],
         ema=weights["ema"],
@@ -108,6 +109,16 @@ def store_trainer(run: Path, found: ImportedPrior, trainer: TrainerState) -> Non
         square=trainer.square,
     )
     write_trainer(run, stored)
+
+
+def _so_far(facts: Mapping[str, Any], step: int) -> TrainedSoFar:
+    """What the file says of epochs, samples and the best loss, where it is plausible."""
+    seen, epoch = (
+        value if type(value := facts.get(name)) is int and value >= 0 else None for name in ("samples_seen", "epoch")
+    )
+    best = facts.get("best_validation_loss")
+    best = float(best) if best is not None and math.isfinite(best) else None
+    return TrainedSoFar(step=step, samples_seen=seen, epoch=epoch, best_validation_loss=best)
 
 
 def _refusal(why: str) -> NotContinuable:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,18 @@ FORMAT = "linnet-trainer"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainedSoFar:
+    """What a trainer counted up to its step. None: not recorded."""
+
+    step: int = 0
+    samples_seen: int | None = None
+    epoch: int | None = None
+    best_validation_loss: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredTrainer:
-    step: int
+    so_far: TrainedSoFar
     optimizer_step: int
     params: Any
     ema: Any
@@ -47,7 +57,8 @@ def has_trainer(run: Path) -> bool:
 def write_trainer(run: Path, trainer: StoredTrainer) -> None:
     trees = {name: getattr(trainer, name) for name in ("params", "ema", "mean", "square")}
     leaves = [_leaf(name, np.asarray(value)) for name, value in named_leaves(trees)]
-    metadata = {"format": FORMAT, "step": str(trainer.step), "optimizer_step": str(trainer.optimizer_step)}
+    counts = {name: str(value) for name, value in dataclasses.asdict(trainer.so_far).items() if value is not None}
+    metadata = {"format": FORMAT, "optimizer_step": str(trainer.optimizer_step), **counts}
     (run / FOLDER).mkdir()
     write_safetensors(run / FOLDER / FILE, leaves, metadata)
 
@@ -56,14 +67,20 @@ def _leaf(name: str, value: np.ndarray) -> Leaf:
     return Leaf(name=name, shape=value.shape, dtype=value.dtype, parts=lambda: iter([value]))
 
 
-def stored_step(run: Path) -> int:
-    """The update that training continues from."""
-    return _read(run)[1][0]
+def trained_so_far(run: Path) -> TrainedSoFar:
+    """Up to the step that training continues from. Imports of earlier versions recorded the step alone."""
+    metadata = _read(run)[1]
+    seen, epoch = (_count(metadata, name) for name in ("samples_seen", "epoch"))
+    try:
+        best = float(metadata["best_validation_loss"])
+    except (KeyError, ValueError):
+        best = None
+    return TrainedSoFar(step=int(metadata["step"]), samples_seen=seen, epoch=epoch, best_validation_loss=best)
 
 
 def check_trainer(run: Path, cfg: RunConfig) -> None:
     """Refuses settings that the stored state does not fit, before anything is written."""
-    step = stored_step(run)
+    step = trained_so_far(run).step
     if cfg.optim.name != "adamw":
         needs = f"adamw: {run} continues with Adam's moments from step {step}"
         raise refuse("optim.name", cfg.optim.name, needs, "use adamw, or import again with --optimizer fresh")
@@ -75,7 +92,8 @@ def check_trainer(run: Path, cfg: RunConfig) -> None:
 def continue_from(
     run: Path, family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[TrainState, int]:
-    arrays, (step, optimizer_step) = _read(run)
+    arrays, metadata = _read(run)
+    step, optimizer_step = int(metadata["step"]), int(metadata["optimizer_step"])
     specs, rules = family.param_specs(cfg.model), family.RULES
 
     def tree(prefix: str) -> Any:
@@ -112,10 +130,15 @@ def _with_moments(opt_state: Any, mean: Any, square: Any, step: int) -> Any:
     return jax.tree.map(one, opt_state, is_leaf=is_part)
 
 
-def _read(run: Path) -> tuple[dict[str, StoredArray], tuple[int, int]]:
+def _read(run: Path) -> tuple[dict[str, StoredArray], dict[str, str]]:
     path = run / FOLDER / FILE
     arrays, metadata = read_safetensors(path)
-    counts = [metadata.get(name, "") for name in ("step", "optimizer_step")]
-    if metadata.get("format") != FORMAT or not all(count.isdecimal() and len(count) < 16 for count in counts):
+    counts = [_count(metadata, name) for name in ("step", "optimizer_step")]
+    if metadata.get("format") != FORMAT or None in counts:
         raise UserError(f"{path} is not a stored trainer state. Fix: import it again.")
-    return arrays, (int(counts[0]), int(counts[1]))
+    return arrays, metadata
+
+
+def _count(metadata: Mapping[str, str], name: str) -> int | None:
+    text = metadata.get(name, "")
+    return int(text) if text.isdecimal() and len(text) < 16 else None
