@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import uvicorn
 from http_fake import FakeModel
+from waiting import PATIENCE
 
 from linnet.families.detokenize import TextAssembler
 from linnet.serve.http.app import make_app
@@ -22,8 +23,12 @@ OTHERS = b"et7aoi1shrdlu"
 """Digits too: as names in an object JavaScript puts them first."""
 
 
+N_HELD = 5
+"""Tokens that the singing model sings while its gate is closed; a test that has seen them opens the gate, or stops it."""
+
+
 class SingingModel(FakeModel):
-    """Goes on with the verse from where the context ends, counted in tokens: a state that was lost or doubled is heard at once."""
+    """Continues the verse from where the context ends, counted in tokens: a state that was lost or doubled shows at once."""
 
     state_bytes = 3 << 20
 
@@ -34,7 +39,8 @@ class SingingModel(FakeModel):
         n, reason, error = 0, "length", None
         yield PromptRead(n_tokens=len(request.prompt), n_cached=0, logprobs=None)
         while n < sampling.max_tokens and text.stopped is None:
-            time.sleep(self.seconds_a_token)
+            while n >= N_HELD and not self.gate.wait(0.005) and request.id not in self.cancelled:
+                pass
             if request.id in self.cancelled:
                 reason = "cancelled"
                 break
@@ -69,6 +75,8 @@ class DrawingModel(FakeModel):
     """A slope of colours, from black to whatever 255 gives."""
 
     state_bytes = 1 << 20
+    pace: threading.Semaphore | None = None
+    """If set, each row after the first is drawn only when the reader has released this for the row before."""
 
     def _events(self, request: Request) -> Iterator[PromptRead | Produced | Finished]:
         assert self.shape is not None
@@ -76,7 +84,8 @@ class DrawingModel(FakeModel):
         yield PromptRead(n_tokens=0, n_cached=0, logprobs=None)
         row = self.shape[1] * self.shape[2]
         for first in range(0, n_all, row):
-            time.sleep(self.seconds_a_token)
+            if first and self.pace is not None:
+                assert self.pace.acquire(timeout=PATIENCE)
             ids = [FIRST_BYTE + 255 * (first + i) // n_all for i in range(row)]
             yield Produced(tokens=tuple(Choice(id, -1.0) for id in ids), top=(), text="", offsets=())
         yield Finished(reason="length", stopped_by=None, n_prompt=0, n_tokens=n_all, state=None, error=None)
@@ -97,4 +106,4 @@ def serving(*models: Model | PriorModel, keys: tuple[str, ...] = ()) -> Iterator
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(PATIENCE)

@@ -6,13 +6,16 @@ import asyncio
 import base64
 import io
 import json
+import threading
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from http_fake import FakeModel, ask, talk
 from PIL import Image
-from playground_server import DrawingModel
+from playground_server import DrawingModel, serving
+from waiting import PATIENCE
 
 from linnet.errors import UserError
 from linnet.serve.http.limits import Limits
@@ -20,6 +23,7 @@ from linnet.serve.sessions import Sessions
 from linnet.serve.state import State
 
 ASK = {"prompt": "abc", "max_tokens": 4, "seed": 0}
+UNDRAWN = 208
 
 
 def test_the_life_of_a_session() -> None:
@@ -172,27 +176,36 @@ def test_pictures() -> None:
     assert ask("/v1/images/generations", {}).status_code == 400
 
 
+def _drawn_in_parts(partial_images: int) -> tuple[list[tuple[int, Any]], str]:
+    """(index, pixels) of each partial picture of 4 x 4, whose rows are drawn as they are read; and the last event's name."""
+    model = DrawingModel(shape=(4, 4, 3))
+    model.pace = threading.Semaphore(0)
+    partial, name = [], ""
+    body = {"stream": True, "partial_images": partial_images}
+    with (
+        serving(model) as address,
+        httpx.stream("POST", f"{address}/v1/images/generations", json=body, timeout=PATIENCE) as response,
+    ):
+        for line in response.iter_lines():
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: ") and name == "image_generation.partial_image":
+                one = json.loads(line.removeprefix("data: "))
+                with Image.open(io.BytesIO(base64.b64decode(one["b64_json"]))) as image:
+                    partial.append((one["partial_image_index"], np.asarray(image).reshape(-1)))
+                model.pace.release()
+    return partial, name
+
+
 def test_a_partial_picture_has_its_own_index_even_where_some_came_together() -> None:
-    """Rows of 12 values come whole, so that of the 11 parts asked for at most every third is sent."""
-    model = DrawingModel(shape=(4, 4, 3), seconds_a_token=0.02)
-    response = ask("/v1/images/generations", {"stream": True, "partial_images": 11}, model)
-    *partial, _ = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: ")]
-    assert partial
-    for one in partial:
-        with Image.open(io.BytesIO(base64.b64decode(one["b64_json"]))) as image:
-            n_drawn = int((np.asarray(image) != 208).sum())
-        assert one["partial_image_index"] == n_drawn * 12 // 48 - 1  # 0-based, of 11 at even distances
+    """Rows of 12 values come whole, so that of the 11 parts asked for every third is sent."""
+    partial, _ = _drawn_in_parts(11)
+    assert [index for index, _ in partial] == [2, 5, 8]  # 0-based, of 11 at even distances
+    assert [int((pixels != UNDRAWN).sum()) for _, pixels in partial] == [12, 24, 36]
 
 
 def test_pictures_are_sent_while_they_grow() -> None:
-    model = FakeModel(shape=(4, 4, 3), seconds_a_token=0.02)
-    response = ask("/v1/images/generations", {"stream": True, "partial_images": 3}, model)
-    told = [part.split("\ndata: ") for part in response.text.split("\n\n") if part]
-    assert [name for name, _ in told][-1] == "event: image_generation.completed"
-    partial = [json.loads(data) for name, data in told if name == "event: image_generation.partial_image"]
-    assert 1 <= len(partial) <= 3
-    assert partial[0]["partial_image_index"] < 3
-    with Image.open(io.BytesIO(base64.b64decode(partial[0]["b64_json"]))) as image:
-        pixels = np.asarray(image).reshape(-1)
-    assert pixels[0] == 0
-    assert pixels[-1] == 208  # not drawn yet
+    partial, last = _drawn_in_parts(3)
+    assert last == "image_generation.completed"
+    assert [index for index, _ in partial] == [0, 1, 2]
+    assert all((pixels[0], pixels[-1]) == (0, UNDRAWN) for _, pixels in partial)

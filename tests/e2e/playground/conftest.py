@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 from playground_page import CHROMIUM, FLAGS, Asked
 from playground_server import DrawingModel, SingingModel, serving
 from playwright.sync_api import BrowserContext, Page, Request, expect, sync_playwright
+from waiting import PATIENCE
+
+expect.set_options(timeout=1000 * PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -16,8 +20,13 @@ def text() -> SingingModel:
 
 
 @pytest.fixture(scope="module")
-def address(text: SingingModel) -> Iterator[str]:
-    with serving(text, DrawingModel("pixels", shape=(8, 8, 3), seconds_a_token=0.03)) as address:
+def drawing() -> DrawingModel:
+    return DrawingModel("pixels", shape=(8, 8, 3))
+
+
+@pytest.fixture(scope="module")
+def address(text: SingingModel, drawing: DrawingModel) -> Iterator[str]:
+    with serving(text, drawing) as address:
         yield address
 
 
@@ -49,7 +58,7 @@ def page(browser: BrowserContext, address: str, asked: Asked) -> Iterator[Page]:
 
     page.on("request", see)
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.set_default_timeout(8000)
+    page.set_default_timeout(1000 * PATIENCE)
     page.set_viewport_size({"width": 1200, "height": 900})
     page.add_init_script("try { localStorage.clear() } catch {}")
     page.goto(address)
@@ -62,7 +71,8 @@ def page(browser: BrowserContext, address: str, asked: Asked) -> Iterator[Page]:
 
 
 @pytest.fixture
-def slowly(text: SingingModel) -> Iterator[None]:
-    text.seconds_a_token = 0.02
-    yield
-    text.seconds_a_token = 0.0
+def gate(text: SingingModel) -> Iterator[threading.Event]:
+    """The singing model's gate, closed: an answer stays at its first tokens until a test opens it or stops the answer."""
+    text.gate.clear()
+    yield text.gate
+    text.gate.set()

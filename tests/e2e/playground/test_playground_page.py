@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 from playground_page import Asked, answer, context_length, ended, needs_browser, run, sung
-from playground_server import SingingModel, serving
+from playground_server import DrawingModel, SingingModel, serving
 from playwright.sync_api import BrowserContext, Page, Route, expect
+from waiting import PATIENCE
 
 pytestmark = needs_browser
 KEY = "a-key-for-tests"
 
 
-def test_the_page_follows_the_text_it_writes(page: Page, slowly: None) -> None:
+def test_the_page_follows_the_text_it_writes(page: Page) -> None:
     page.set_viewport_size({"width": 360, "height": 500})
     page.fill("#prompt", "\n" * 9)
     page.evaluate("document.querySelector('#f-max_tokens').value = 100")
@@ -23,7 +25,8 @@ def test_the_page_follows_the_text_it_writes(page: Page, slowly: None) -> None:
     expect(page.locator("#paper .tok").last).to_be_in_viewport()
 
 
-def test_pictures_are_drawn_row_by_row(page: Page) -> None:
+def test_pictures_are_drawn_row_by_row(page: Page, drawing: DrawingModel) -> None:
+    drawing.pace = threading.Semaphore(0)
     page.select_option("#model", "pixels")
     expect(page.locator("#prompt")).to_be_hidden()
     page.evaluate(
@@ -35,9 +38,13 @@ def test_pictures_are_drawn_row_by_row(page: Page) -> None:
         }"""
     )
     page.click("#run")
+    for n_rows in range(1, 8):
+        expect(page.locator("#canvas")).to_have_attribute("data-rows", str(n_rows))
+        drawing.pace.release()
     expect(page.locator("#status")).to_contain_text("Done, 8 of 8 rows")
+    drawing.pace = None
     seen = page.evaluate("seen")
-    assert len({rows for rows, _, _ in seen}) > 4
+    assert {rows for rows, _, _ in seen} >= set(range(1, 9))
     assert all((top, bottom) == (255 * (rows > 0), 255 * (rows == 8)) for rows, top, bottom in seen)
     corners = page.evaluate(
         "[[0, 0], [7, 7]].map(([x, y]) => canvas.getContext('2d').getImageData(x, y, 1, 1).data[0])"
@@ -78,7 +85,7 @@ def test_dark_and_light_by_the_system_and_by_hand(page: Page) -> None:
     assert brightness() < 150
 
 
-def test_everything_by_keyboard(page: Page, asked: Asked, slowly: None) -> None:
+def test_everything_by_keyboard(page: Page, asked: Asked, text: SingingModel) -> None:
     page.fill("#f-max_tokens", "9")
     page.focus("#prompt")
     page.keyboard.type("Hm ")
@@ -104,10 +111,12 @@ def test_everything_by_keyboard(page: Page, asked: Asked, slowly: None) -> None:
     ended(page)
     assert asked.bodies("/v1/completions")[-1]["prompt"] == "Hm " + sung(3, 1) + chosen
     page.fill("#f-max_tokens", "3000")
+    text.gate.clear()
     page.keyboard.press("Control+Enter")
     page.locator("#paper .tok").nth(3).wait_for()
     page.keyboard.press("Escape")
     expect(page.locator("#status")).to_contain_text("Stopped")
+    text.gate.set()
 
 
 def test_the_servers_errors_are_shown_as_text(page: Page, tmp_path: Path) -> None:
@@ -153,7 +162,7 @@ def test_controls_have_names(page: Page) -> None:
 def test_a_key_is_asked_for_only_when_needed(browser: BrowserContext, text: SingingModel) -> None:
     with serving(text, keys=(KEY,)) as address:
         page = browser.new_page()
-        page.set_default_timeout(8000)
+        page.set_default_timeout(1000 * PATIENCE)
 
         def with_key(route: Route) -> None:  # the page itself, as a browser gets it after its own question
             route.continue_(headers={**route.request.headers, "authorization": f"Bearer {KEY}"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -9,13 +10,16 @@ from playground_page import Asked, ended, needs_browser
 from playground_server import SingingModel, serving
 from playwright.sync_api import Page, expect
 from prior_fake import FakePrior
+from waiting import until
 
 pytestmark = needs_browser
+N_PROGRESS = 32
+"""Times that the page asks to be shown each candidate before its last step."""
 
 
 @pytest.fixture(scope="module")
 def prior() -> FakePrior:
-    return FakePrior("prior", seconds_a_step=0.02)
+    return FakePrior("prior")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +28,8 @@ def address(text: SingingModel, prior: FakePrior) -> Iterator[str]:
         yield address
 
 
-def test_the_nearest_pictures_change_until_the_best_stands_first(page: Page, asked: Asked) -> None:
+def test_the_nearest_pictures_change_until_the_best_stands_first(page: Page, asked: Asked, prior: FakePrior) -> None:
+    prior.pace = threading.Semaphore(0)  # the page shows each progress before the next is sent
     page.select_option("#model", "prior")
     for hidden in ("#paper", "#canvas", "#sessions", "#sampling", "#memory"):
         expect(page.locator(hidden)).to_be_hidden()
@@ -40,7 +45,13 @@ def test_the_nearest_pictures_change_until_the_best_stands_first(page: Page, ask
     )
     page.fill("#prompt", "blue")
     page.keyboard.press("Control+Enter")
-    expect(page.locator("#status")).to_contain_text("Step")
+    expect(page.locator("#near .row")).to_have_count(4)
+    for k in range(4 * N_PROGRESS):
+        n_seen = page.evaluate("seen.length")
+        prior.pace.release()
+        page.wait_for_function("n => seen.length > n", arg=n_seen)
+        assert k == 4 * N_PROGRESS - 1 or "Step" in page.inner_text("#status")  # after the last it may be done
+    prior.pace = None
     ended(page)
     expect(page.locator("#status")).to_contain_text("Done, 40 steps · cosine to the text 1.000, the best of 4 · seed 0")
     body = asked.bodies("/v1/priors/sample")[-1]
@@ -67,6 +78,7 @@ def test_stop_ends_it_and_an_empty_caption_is_asked_for(page: Page, prior: FakeP
     expect(page.locator("#problem")).to_contain_text("Write a caption first.")
     page.fill("#prompt", "green")
     page.evaluate("document.querySelector('#p-steps').value = 90")
+    prior.pace = threading.Semaphore(1)
     page.click("#run")
     expect(page.locator("#near img").first).to_be_visible()
     page.keyboard.press("Escape")
@@ -77,5 +89,6 @@ def test_stop_ends_it_and_an_empty_caption_is_asked_for(page: Page, prior: FakeP
         "[...document.querySelectorAll('input, select')].filter(n => !(n.getAttribute('aria-label') || n.labels?.length)).length"
     )
     assert unnamed == 0
-    page.wait_for_timeout(100)
-    assert prior.requests[-1].id in prior.cancelled
+    until(lambda: prior.requests[-1].id in prior.cancelled)
+    prior.pace.release(N_PROGRESS)
+    prior.pace = None

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
 from playground_page import Asked, answer, context_length, ended, needs_browser, run, sung
-from playground_server import VERSE, SingingModel
-from playwright.sync_api import Page, expect
+from playground_server import N_HELD, VERSE, SingingModel
+from playwright.sync_api import Page, Route, expect
+from waiting import until
 
 pytestmark = needs_browser
 N_FIRST = len("The linnet sings: ")
 
 
-def test_text_streams_with_shades_and_alternatives(page: Page, asked: Asked, slowly: None) -> None:
+def test_text_streams_with_shades_and_alternatives(page: Page, asked: Asked, gate: threading.Event) -> None:
     page.fill("#f-max_tokens", "60")
     page.fill("#prompt", "")
     page.click("#run")
     expect(page.locator("#answer")).to_have_class(re.compile("running"))
-    page.locator("#paper .tok").nth(3).wait_for()
+    expect(page.locator("#ctx")).to_have_text(str(N_HELD))
     assert page.is_enabled("#stop")
-    early = context_length(page)
+    gate.set()
     ended(page)
-    assert early < context_length(page) == 60
+    assert context_length(page) == 60
     assert answer(page) == sung(0, 60)
     shades = page.locator("#paper .tok").evaluate_all("nodes => nodes.map(n => getComputedStyle(n).backgroundColor)")
     assert len(set(shades)) > 10
@@ -68,15 +70,14 @@ def test_every_control_reaches_the_server(page: Page, asked: Asked) -> None:
     assert "Ended by itself" in page.inner_text("#status")
 
 
-def test_stop_frees_the_engine(page: Page, text: SingingModel, slowly: None) -> None:
+def test_stop_frees_the_engine(page: Page, text: SingingModel, gate: threading.Event) -> None:
     page.fill("#f-max_tokens", "3000")
     page.click("#run")
     page.locator("#paper .tok").nth(3).wait_for()
     page.click("#stop")
     expect(page.locator("#status")).to_contain_text("Stopped")
-    assert page.locator("#paper .tok").count() < 300
-    page.wait_for_timeout(200)
-    assert not text.running
+    assert page.locator("#paper .tok").count() <= N_HELD
+    until(lambda: not text.running)
 
 
 def test_fork_replaces_a_token_and_goes_on(page: Page, asked: Asked) -> None:
@@ -161,8 +162,7 @@ def test_the_page_leaves_no_states_behind(page: Page, text: SingingModel) -> Non
         page.click("#again")
         ended(page)
     page.goto("about:blank")
-    page.wait_for_timeout(300)
-    assert [session.n_tokens for session in text.store.all.values()] == [24]
+    until(lambda: [session.n_tokens for session in text.store.all.values()] == [24])
 
 
 def test_a_session_survives_a_stop_and_a_fork_from_a_token(page: Page, asked: Asked, text: SingingModel) -> None:
@@ -173,7 +173,7 @@ def test_a_session_survives_a_stop_and_a_fork_from_a_token(page: Page, asked: As
     page.click("#pop li button:not([aria-current=true]) >> nth=0")
     ended(page)
     assert answer(page) == sung(4, 10)
-    text.seconds_a_token = 0.02
+    text.gate.clear()
     try:
         page.fill("#f-max_tokens", "500")
         page.fill("#prompt", "")
@@ -182,12 +182,48 @@ def test_a_session_survives_a_stop_and_a_fork_from_a_token(page: Page, asked: As
         page.keyboard.press("Escape")
         expect(page.locator("#status")).to_contain_text("Stopped")
     finally:
-        text.seconds_a_token = 0.0
+        text.gate.set()
     seen = answer(page)
     assert seen == sung(14, len(seen.encode()))
     run(page, "!", max_tokens=4)
     assert asked.bodies("/v1/completions")[-1]["prompt"] == seen + "!"
     assert answer(page) == sung(14 + len(seen.encode()) + 1, 4)
+
+
+def _new_session_held_on_its_way(page: Page) -> Route:
+    """The call for a new session, which the server sees only when the test continues it."""
+    held: list[Route] = []
+    page.route("**/v1/sessions", lambda route: held.append(route))  # a built-in method cannot be a handler
+    page.click("#session-new")
+    while not held:
+        page.wait_for_timeout(5)  # in which playwright delivers its events
+    return held[0]
+
+
+def test_a_run_waits_for_the_session_that_is_being_created(page: Page, text: SingingModel) -> None:
+    call = _new_session_held_on_its_way(page)
+    expect(page.locator("#run")).to_have_attribute("aria-disabled", "true")
+    page.fill("#f-max_tokens", "10")
+    page.fill("#prompt", "ab")
+    page.focus("#prompt")
+    page.keyboard.press("Control+Enter")
+    assert not text.running
+    call.continue_()
+    ended(page)
+    expect(page.locator("#session-about")).to_contain_text("12 tokens")
+    run(page, "cd", max_tokens=10)
+    assert answer(page) == sung(14, 10)
+
+
+def test_a_session_that_cannot_be_created_starts_no_run(page: Page, text: SingingModel) -> None:
+    n_before = len(text.requests)
+    call = _new_session_held_on_its_way(page)
+    page.focus("#prompt")
+    page.keyboard.press("Control+Enter")
+    call.abort()
+    expect(page.locator("#problem")).to_be_visible()
+    expect(page.locator("#run")).to_have_attribute("aria-disabled", "false")
+    assert len(text.requests) == n_before
 
 
 def test_the_context_grows_while_the_state_stands(page: Page, asked: Asked) -> None:
