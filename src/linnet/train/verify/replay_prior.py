@@ -20,6 +20,7 @@ from linnet.families.prior.reference import infer_config
 from linnet.families.prior.releases import Release, check_settings, recognize
 from linnet.families.prior.tokens import time_tokens
 from linnet.pytree import replace
+from linnet.train.verify.float64 import evaluate_in_float64
 from linnet.train.verify.prior import PriorGolden, PriorReplay
 
 FREQUENCIES = "frequencies are not trained"
@@ -178,10 +179,16 @@ def replay_losses(golden: PriorGolden) -> PriorReplay:
     values["out/image_embed_scale_default"] = cfg.scale
     if not golden.below("out/grad/"):
         return PriorReplay(values=values)
-    gradient = jax.jit(jax.grad(lambda p: loss(p, image, text, encodings, draws, cfg)))(params)
-    named = {f"out/grad/{name}": x for name, x in to_reference(gradient, cfg).items() if not name.endswith(ROTARY)}
-    skipped = {name: FREQUENCIES for name in golden.arrays if name.endswith(ROTARY)}
-    return PriorReplay(values={**values, **named}, skipped=skipped)
+    gradient = jax.grad(lambda p: loss(p, image, text, encodings, draws, cfg))
+
+    def named(leaves: Any) -> dict[str, Any]:
+        return {f"out/grad/{name}": x for name, x in to_reference(leaves, cfg).items() if not name.endswith(ROTARY)}
+
+    return PriorReplay(
+        values={**values, **named(jax.jit(gradient)(params))},
+        skipped={name: FREQUENCIES for name in golden.arrays if name.endswith(ROTARY)},
+        in_float64=lambda: named(evaluate_in_float64(gradient, params)),
+    )
 
 
 def _option(golden: PriorGolden, name: str, model: Any, value: Any, encodings: Any, draws: Draws) -> Any:

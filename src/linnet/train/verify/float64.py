@@ -1,0 +1,94 @@
+"""Evaluates a program that was written for float32 in float64, to tell rounding from an error.
+
+The program is traced as it runs, in float32; then each of its operations is done on float64 values. So its formulas, constants and
+gradients are those of the float32 program, and no model needs a second code path. Constants that the program rounds to float32
+before it uses them (tables, for instance) stay as rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+INLINED = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+"""Operations that hold a program of their own, which is evaluated in place, and the name that it has among their settings."""
+SCATTER = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+BITWISE = ("random_bits", "bitcast_convert_type", "reduce_precision")
+"""Operations on the bits of a float32, which a float64 does not have."""
+
+
+def evaluate_in_float64(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` with every float32 value held as float64, as numpy arrays."""
+    program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    with jax.enable_x64(True):
+        leaves = [_widened(jnp.asarray(leaf)) for leaf in jax.tree.leaves(args)]
+        run = jax.jit(lambda consts, leaves: _evaluate(program.jaxpr, consts, leaves))
+        values = run([_widened(jnp.asarray(const)) for const in program.consts], leaves)
+        values = [np.asarray(value) for value in values]
+    return jax.tree.unflatten(jax.tree.structure(shapes), values)
+
+
+def _evaluate(program: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    known = dict(zip((*program.constvars, *program.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        if not isinstance(atom, Literal):
+            return known[atom]
+        shape: Any = atom.aval
+        return _widened(jnp.asarray(atom.val, shape.dtype))
+
+    for equation in program.eqns:
+        values = _apply(equation, [read(atom) for atom in equation.invars])
+        known.update(zip(equation.outvars, map(_widened, values), strict=True))
+    return [read(atom) for atom in program.outvars]
+
+
+def _apply(equation: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    name, settings = equation.primitive.name, dict(equation.params)
+    if name in INLINED:
+        return _inner(settings[INLINED[name]], values)
+    if name == "scan":
+        return _scan(settings, values)
+    if name == "scatter-add":  # its sum is a program too, which knows its type
+        return [jax.lax.scatter_add(*values, **{key: settings[key] for key in SCATTER})]
+    if name in BITWISE or any(isinstance(value, (Jaxpr, ClosedJaxpr)) for value in settings.values()):
+        raise NotImplementedError(f"the operation {name!r} cannot be evaluated in float64")
+    if name == "convert_element_type" and settings["new_dtype"] == jnp.float32:
+        settings["new_dtype"] = np.dtype(np.float64)
+    if settings.get("preferred_element_type") == jnp.float32:
+        settings["preferred_element_type"] = np.dtype(np.float64)
+    found = equation.primitive.bind(*values, **settings)
+    return found if equation.primitive.multiple_results else [found]
+
+
+def _inner(program: Any, values: Sequence[Any]) -> list[Any]:
+    if isinstance(program, ClosedJaxpr):
+        return _evaluate(program.jaxpr, [_widened(jnp.asarray(const)) for const in program.consts], values)
+    return _evaluate(program, [], values)
+
+
+def _scan(settings: dict[str, Any], values: list[Any]) -> list[Any]:
+    n_const, n_carry = settings["num_consts"], settings["num_carry"]
+    consts, carry, xs = values[:n_const], values[n_const : n_const + n_carry], values[n_const + n_carry :]
+
+    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        found = _inner(settings["jaxpr"], [*consts, *carry, *x])
+        return found[:n_carry], found[n_carry:]
+
+    carry, ys = jax.lax.scan(body, carry, xs, length=settings["length"], reverse=settings["reverse"])
+    return [*carry, *ys]
+
+
+def _widened(value: Any) -> Any:
+    return value.astype(jnp.float64) if value.dtype == jnp.float32 else value
