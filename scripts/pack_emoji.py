@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from linnet.data.emoji import FOLDER, SHEET_COLUMNS, SIZES
+from linnet.data.sources.emoji import FOLDER, SHEET_COLUMNS, SIZES
 
 SIZE = 64
 

@@ -10,8 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from linnet import presets
-from linnet.config import RunConfig
+from linnet.config import presets
+from linnet.config.schema import RunConfig
 from linnet.plan import chips, outcome, planning, tables
 from linnet.plan.outcome import Plan
 from linnet.plan.serving import plan_serving

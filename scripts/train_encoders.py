@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from linnet import params as weights
-from linnet import rng
-from linnet.data.emoji import concept, open_emoji
+from linnet.core import params as weights
+from linnet.core import rng
+from linnet.data.embeddings.neighbors import recall
 from linnet.data.encoders import builtin, network
-from linnet.data.encoders.words import KEYWORD, bags
-from linnet.data.pairs.gallery import recall
+from linnet.data.encoders.hashed_ngrams import KEYWORD, bags
+from linnet.data.sources.emoji import concept, open_emoji
 
 BATCH = 128
 MOST_WORDS = 1024

@@ -13,8 +13,8 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from linnet.pytree import named_leaves, pytree
-from linnet.train.checkpoint import Checkpoints
+from linnet.core.pytree import named_leaves, pytree
+from linnet.runs.checkpoint.manager import Checkpoints
 
 
 @pytree

@@ -12,15 +12,15 @@ def main() -> None:
     """`cluster_program.py FOLDER STEPS [SLOW_PROCESS SLOW_SECONDS]`; each process writes its step to FOLDER/INDEX, and fails if
     there is a FOLDER/failINDEX."""
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
-    from linnet import cluster
     from linnet.cli.startup import prepare_jax
+    from linnet.parallel import cluster
 
     prepare_jax()
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from linnet.train.watch_cluster import watched
+    from linnet.train.stragglers import watched
 
     me = cluster.describe()
     slow = float(sys.argv[4]) if len(sys.argv) > 3 and int(sys.argv[3]) == me.index else 0.0

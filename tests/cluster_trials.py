@@ -19,9 +19,9 @@ import same_runs
 import tiny
 from compiler_flags import QUICKLY
 
-from linnet import config as configs
-from linnet.train.metrics import read_metrics
-from linnet.train.runs import open_state
+from linnet.config import schema as configs
+from linnet.runs.load import open_state
+from linnet.runs.metrics import read_metrics
 
 PROGRAM = Path(__file__).with_name("cluster_program.py")
 LINNET = [sys.executable, "-c", "from linnet.cli import main; main()"]

@@ -21,21 +21,22 @@ import tiny
 from checkpoint_mesh import say
 from jax.sharding import Mesh
 
-from linnet import quant, rng, sharding
 from linnet.cli.sample import sample_command
 from linnet.cli.serve import serve_command
-from linnet.data.tokenizer import BytesTokenizer
-from linnet.families import registry
-from linnet.families.moe.config import MoEConfig
-from linnet.families.parts import OnMesh, put_weights
-from linnet.families.vq.config import VQConfig
+from linnet.core import quant, rng
+from linnet.core.dtypes import Weights
+from linnet.core.params import Spec, map_specs
+from linnet.core.special_tokens import N_BYTE_IDS
+from linnet.generate.samples import sample_text, write_sample
+from linnet.models import registry
+from linnet.models.moe.config import MoEConfig
+from linnet.models.tensor_parallel import OnMesh, put_weights
+from linnet.models.vq.config import VQConfig
 from linnet.nn.sampling import sampling_settings
-from linnet.params import Spec, map_specs
-from linnet.tokens import N_BYTE_IDS
-from linnet.train.runs import write_run
-from linnet.train.samples import sample_text, write_sample
-from linnet.train.vocabulary import Vocabulary
-from linnet.weights import Weights
+from linnet.parallel import sharding
+from linnet.runs.load import write_run
+from linnet.runs.vocabulary import Vocabulary
+from linnet.tokenizers.base import BytesTokenizer
 
 VQ: dict[str, Any] = {
     "n_vocab": 31,  # no mesh divides it

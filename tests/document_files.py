@@ -1,4 +1,4 @@
-"""Files to read documents from, and what came of reading them, for the tests of `linnet.data.documents`."""
+"""Files to read documents from, and what came of reading them, for the tests of `linnet.data.sources.documents`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from linnet.data import documents as documents_module
-from linnet.data.documents import Documents, open_documents
-from linnet.errors import UserError
+from linnet.core.errors import UserError
+from linnet.data.sources import documents as documents_module
+from linnet.data.sources.documents import Documents, open_documents
 
 NOT_UTF8 = b"caf\xe9 \xff\xfe\xc3(\n"
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import tiny
 
-from linnet import params as weights
-from linnet import rng
-from linnet.data.tokenizer import BytesTokenizer
-from linnet.errors import UserError
-from linnet.families import registry
-from linnet.families.family import Family
-from linnet.families.generate import generate
+from linnet.core import params as weights
+from linnet.core import rng
+from linnet.core.errors import UserError
+from linnet.models import registry
+from linnet.models.base import Family
+from linnet.models.generate import generate
 from linnet.nn.sampling import sampling_settings
 from linnet.serve import state as states
 from linnet.serve.engine import Engine, EngineConfig
 from linnet.serve.request import Event, Finished, Produced, PromptRead, Request, Sampling
 from linnet.serve.state import State
+from linnet.tokenizers.base import BytesTokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -66,8 +66,8 @@ def npy_seeds(folder: Path) -> list[Seed]:
 
 
 def read_npy(path: Path) -> None:
-    from linnet.data.pairs.scan import scan
-    from linnet.data.pairs.vectors import Vectors, open_npy
+    from linnet.data.embeddings.validate import scan
+    from linnet.data.embeddings.vectors import Vectors, open_npy
 
     vectors = Vectors.join([open_npy(path, "image")], "image")
     scan(vectors, "image")
@@ -75,7 +75,7 @@ def read_npy(path: Path) -> None:
 
 
 def pairs_config(**settings: Any) -> Any:
-    from linnet.config import PairsConfig
+    from linnet.config.schema import PairsConfig
 
     return PairsConfig(**settings)
 
@@ -91,7 +91,7 @@ def npz_pair_seeds(folder: Path) -> list[Seed]:
 
 
 def read_pairs(path: Path) -> None:
-    from linnet.data.pairs.opening import open_pairs
+    from linnet.data.embeddings.load import open_pairs
 
     pairs = open_pairs(pairs_config(source=str(path)), 0)
     if pairs.text_captions is not None:
@@ -142,7 +142,7 @@ def text_parquet_seeds(folder: Path) -> list[Seed]:
 
 
 def read_documents(path: Path) -> None:
-    from linnet.data.documents import open_documents
+    from linnet.data.sources.documents import open_documents
 
     for part in open_documents(str(path)).parts():
         assert part.data
@@ -173,8 +173,8 @@ def picture_archive_seeds(folder: Path) -> list[Seed]:
 
 
 def read_pictures(path: Path) -> None:
-    from linnet.data.pictures import looks_like_pictures, open_pictures
-    from linnet.data.pixels import BrokenPicture, decode_pixels
+    from linnet.data.images import BrokenPicture, decode_pixels
+    from linnet.data.sources.images import looks_like_pictures, open_pictures
 
     looks_like_pictures(str(path))
     for picture in open_pictures(str(path)).pictures():
@@ -196,7 +196,7 @@ def captioned_seeds(folder: Path) -> list[Seed]:
 
 
 def read_captioned(path: Path) -> None:
-    from linnet.data.pairs.captioned import open_captioned
+    from linnet.data.embeddings.captioned import open_captioned
 
     for sample in open_captioned(str(path)).samples():
         sample.encoded()
@@ -236,7 +236,7 @@ def tokenizer_json_seeds(folder: Path) -> list[Seed]:
 
 
 def read_tokenizer(path: Path) -> None:
-    from linnet.data.tokenizer import open_tokenizer
+    from linnet.tokenizers.load import open_tokenizer
 
     tokenizer = open_tokenizer(str(path))
     tokenizer.decode(tokenizer.encode("the cat \u00e9 sat\n".encode() + b"\xff"))
@@ -251,8 +251,8 @@ def read_tokenizer(path: Path) -> None:
 def tiny_run() -> tuple[Any, Any, Any]:
     import jax
 
-    from linnet.families import registry
-    from linnet.params import init
+    from linnet.core.params import init
+    from linnet.models import registry
 
     cfg = tiny.config(Path("corpus.txt"))
     family = registry.get(cfg.family)
@@ -261,9 +261,9 @@ def tiny_run() -> tuple[Any, Any, Any]:
 
 
 def safetensors_seeds(folder: Path) -> list[Seed]:
-    from linnet import config as configs
-    from linnet.pytree import named_leaves
-    from linnet.train.interchange.weights_file import FORMAT, export_safetensors, fingerprint
+    from linnet.config import schema as configs
+    from linnet.core.pytree import named_leaves
+    from linnet.runs.weights_file import FORMAT, export_safetensors, fingerprint
 
     cfg, params, buffers = tiny_run()
     write = lambda path: export_safetensors(params, buffers, configs.to_json(cfg), path)  # noqa: E731
@@ -283,13 +283,13 @@ def safetensors_seeds(folder: Path) -> list[Seed]:
 
 
 def read_exported(path: Path) -> None:
-    from linnet.train.interchange.weights_file import import_safetensors
+    from linnet.runs.weights_file import import_safetensors
 
     import_safetensors(path)
 
 
 def read_stored(path: Path) -> None:
-    from linnet.train.interchange.stored_array import read_safetensors
+    from linnet.runs.stored_array import read_safetensors
 
     for array in read_safetensors(path)[0].values():
         array.read()
@@ -303,7 +303,7 @@ def stored_seeds(folder: Path) -> list[Seed]:
 
 
 def vq_tree() -> dict[str, np.ndarray]:
-    from linnet.families.vq.convert import to_reference
+    from linnet.models.vq.convert import to_reference
 
     cfg, params, buffers = tiny_run()
     return to_reference(params, buffers, cfg.vq)
@@ -340,7 +340,7 @@ def flax_seeds(folder: Path) -> list[Seed]:
 
 
 def read_transformer_vq(path: Path) -> None:
-    from linnet.train.interchange import transformer_vq
+    from linnet.convert import transformer_vq
 
     tree, settings = transformer_vq.read_transformer_vq(path)
     model = transformer_vq.import_config(tree, settings, defaults={"block_len": 8, "mem_len": 8})
@@ -365,13 +365,13 @@ def torch_seeds(folder: Path) -> list[Seed]:
 
 
 def read_torch(path: Path) -> None:
-    from linnet.train.interchange.torch_file import read_torch
+    from linnet.convert.torch_file import read_torch
 
     read_torch(path)
 
 
 def read_prior_checkpoint(path: Path) -> None:
-    from linnet.train.interchange.dalle2_prior import read_prior_checkpoint
+    from linnet.convert.dalle2.prior import read_prior_checkpoint
 
     read_prior_checkpoint(path)
 
@@ -386,7 +386,7 @@ def grok_seeds(folder: Path) -> list[Seed]:
 
 
 def read_grok(path: Path) -> None:
-    from linnet.train.interchange.grok.opcodes import StoredPair, read_pickle
+    from linnet.convert.grok.pickle_reader import StoredPair, read_pickle
 
     found = read_pickle(path)
     for array in (found.weight, found.scales) if isinstance(found, StoredPair) else (found,):
@@ -397,8 +397,8 @@ def read_grok(path: Path) -> None:
 
 
 def config_seeds(folder: Path) -> list[Seed]:
-    from linnet import config as configs
-    from linnet import presets
+    from linnet.config import presets
+    from linnet.config import schema as configs
 
     return [
         Seed(f"{name}.json", json.dumps(configs.to_json(presets.get(name)), indent=2).encode())
@@ -407,7 +407,7 @@ def config_seeds(folder: Path) -> list[Seed]:
 
 
 def read_config(path: Path) -> None:
-    from linnet import config as configs
+    from linnet.config import schema as configs
 
     configs.load(path)
 
@@ -417,7 +417,8 @@ def dalle2_seeds(folder: Path) -> list[Seed]:
 
 
 def read_dalle2(path: Path) -> None:
-    from linnet.train.interchange import dalle2_config, dalle2_parts
+    from linnet.convert.dalle2 import config as dalle2_config
+    from linnet.convert.dalle2 import parts as dalle2_parts
 
     values = dalle2_parts.read_json(path)
     if dalle2_parts.is_reference(values):
@@ -431,7 +432,7 @@ def grok_settings_seeds(folder: Path) -> list[Seed]:
 
 
 def read_grok_settings(path: Path) -> None:
-    from linnet.train.interchange.grok.settings import grok_config
+    from linnet.convert.grok.settings import grok_config
 
     grok_config(path)
 
@@ -442,7 +443,7 @@ def template_seeds(folder: Path) -> list[Seed]:
 
 
 def read_template(path: Path) -> None:
-    from linnet.serve.template import read_template
+    from linnet.serve.chat_template import read_template
 
     read_template(path.parent)
 
@@ -511,10 +512,10 @@ def prepared_seeds(folder: Path) -> list[Seed]:
 
 @functools.cache
 def prepared(folder: Path) -> dict[str, bytes]:
-    from linnet.data.chunks import Shares
-    from linnet.data.documents import open_documents
-    from linnet.data.prepare import Task, prepare
-    from linnet.data.tokenizer import BytesTokenizer
+    from linnet.data.prepare.chunks import Shares
+    from linnet.data.prepare.pipeline import Task, prepare
+    from linnet.data.sources.documents import open_documents
+    from linnet.tokenizers.base import BytesTokenizer
 
     for i in range(4):
         (folder / f"{i}.txt").write_text(f"text number {i}\n" * 30)
@@ -533,7 +534,7 @@ _damaged: list[str] = []
 
 
 def read_prepared(path: Path) -> None:
-    from linnet.config import DataConfig
+    from linnet.config.schema import DataConfig
     from linnet.data import index as indexes
     from linnet.data import open_data
 
@@ -574,7 +575,7 @@ _verified: list[str] = []
 def read_golden(path: Path) -> None:
     import jax
 
-    from linnet.train.verify import verify_file
+    from linnet.verify import verify_file
 
     _verified.append(path.name)
     if len(_verified) % 500 == 0:

@@ -147,7 +147,7 @@ def _fuzz_reader(reader: Reader, name: str, root: Path, seed: int, numbers: rang
 
 def _read_one(reader: Reader, path: Path) -> tuple[str | None, bool]:
     """What went wrong, and whether the file was refused."""
-    from linnet.errors import UserError
+    from linnet.core.errors import UserError
 
     try:
         reader.read(path)

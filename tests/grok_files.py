@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from linnet.families.moe.config import MoEConfig
+from linnet.models.moe.config import MoEConfig
 
 GOLDENS = Path(__file__).parent / "goldens" / "grok"
 TINY_A = GOLDENS / "tiny_A"

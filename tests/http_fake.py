@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 from waiting import PATIENCE
 
-from linnet.data.tokenizer import BytesTokenizer, Tokenizer
-from linnet.errors import UserError
-from linnet.families.detokenize import TextAssembler
+from linnet.core.errors import UserError
+from linnet.models.detokenize import TextAssembler
+from linnet.serve.chat_template import PLAIN
 from linnet.serve.http.app import make_app
 from linnet.serve.http.limits import Limits
 from linnet.serve.http.model import Model, PriorModel, Sessions
@@ -33,7 +33,7 @@ from linnet.serve.request import (
     SessionInUse,
     TooLong,
 )
-from linnet.serve.template import PLAIN
+from linnet.tokenizers.base import BytesTokenizer, Tokenizer
 
 
 @dataclasses.dataclass

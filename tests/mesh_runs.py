@@ -56,8 +56,8 @@ def _short(cfg: Any) -> Any:
 
 
 def _prior(mesh: str) -> Any:
-    from linnet.config import EMOJI_PAIRS, OptimConfig, PairsConfig, RunConfig, TrainConfig
-    from linnet.families.prior.config import PriorConfig
+    from linnet.config.schema import EMOJI_PAIRS, OptimConfig, PairsConfig, RunConfig, TrainConfig
+    from linnet.models.prior.config import PriorConfig
 
     model = PriorConfig(dim=256, text_dim=256, depth=2, n_head=4, d_head=16, ff_mult=1, timesteps=20)
     data = PairsConfig(source=EMOJI_PAIRS, batch_size=16)
@@ -98,8 +98,8 @@ def samples(run: Path) -> dict[str, bytes]:
 
 def weights(run: Path) -> dict[str, np.ndarray]:
     """All that the last checkpoint holds."""
-    from linnet.pytree import named_leaves
-    from linnet.train.runs import open_state
+    from linnet.core.pytree import named_leaves
+    from linnet.runs.load import open_state
 
     _, state, _ = open_state(run, "latest")
     return {name: np.asarray(leaf) for name, leaf in named_leaves(state)}
@@ -118,7 +118,7 @@ def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> tu
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    from linnet.train.folder import RunFolder
+    from linnet.runs.folder import RunFolder
     from linnet.train.loop import train
 
     for case, mesh in json.loads(sys.argv[2]):

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from linnet import quant
-from linnet.families.moe import slots
-from linnet.families.moe.config import MoEConfig
-from linnet.families.moe.params import MoEParams, param_specs
-from linnet.params import Spec, map_specs
-from linnet.weights import Weights
+from linnet.core import quant
+from linnet.core.dtypes import Weights
+from linnet.core.params import Spec, map_specs
+from linnet.models.moe import slots
+from linnet.models.moe.config import MoEConfig
+from linnet.models.moe.params import MoEParams, param_specs
 
 SIZES = {
     "n_vocab": 30,

@@ -1,4 +1,4 @@
-"""Pictures of noise, and every kind of source that holds them, for the tests of `linnet.data.pictures` and `pixels`."""
+"""Pictures of noise, and every kind of source that holds them, for the tests of `linnet.data.sources.images` and `pixels`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from linnet.data.pictures import open_pictures
-from linnet.data.pixels import to_image
+from linnet.data.images import to_image
+from linnet.data.sources.images import open_pictures
 
 
 def png(seed: int, size: int = 8) -> bytes:

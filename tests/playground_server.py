@@ -12,11 +12,11 @@ import uvicorn
 from http_fake import FakeModel
 from waiting import PATIENCE
 
-from linnet.families.detokenize import TextAssembler
+from linnet.core.special_tokens import FIRST_BYTE
+from linnet.models.detokenize import TextAssembler
 from linnet.serve.http.app import make_app
 from linnet.serve.http.model import Model, PriorModel
 from linnet.serve.request import Choice, Finished, FinishReason, Produced, PromptRead, Request
-from linnet.tokens import FIRST_BYTE
 
 VERSE = "The linnet sings: über dem Tal, 春の鳥 🐦, and then is still.\n"
 OTHERS = b"et7aoi1shrdlu"

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from linnet.config import DataConfig
+from linnet.config.schema import DataConfig
 from linnet.data import Data, open_data
-from linnet.data.chunks import Shares
-from linnet.data.documents import Part
-from linnet.data.prepare import Task
-from linnet.data.tokenizer import open_tokenizer
+from linnet.data.prepare.chunks import Shares
+from linnet.data.prepare.pipeline import Task
+from linnet.data.sources.documents import Part
+from linnet.tokenizers.load import open_tokenizer
 
 SHARES = Shares(validation=0.2, test=0.2)
 

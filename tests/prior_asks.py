@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from prior_tiny import inputs, model
 
-from linnet.families.prior.config import PriorConfig
+from linnet.models.prior.config import PriorConfig
 from linnet.serve.prior.engine import PriorEngine
 from linnet.serve.prior.request import Denoised, Sampled, SampleEvent, SampleRequest
 

@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from linnet.families.prior import sampling
-from linnet.families.prior.config import PriorConfig
-from linnet.families.prior.params import PriorParams, param_specs
-from linnet.params import Spec, map_specs
+from linnet.core.params import Spec, map_specs
+from linnet.models.prior import sampling
+from linnet.models.prior.config import PriorConfig
+from linnet.models.prior.params import PriorParams, param_specs
 
 
 def config(**changes: Any) -> PriorConfig:

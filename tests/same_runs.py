@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from linnet.pytree import named_leaves
-from linnet.train.metrics import read_metrics
+from linnet.core.pytree import named_leaves
+from linnet.runs.metrics import read_metrics
 
 
 def assert_same_bits(a: Any, b: Any) -> None:

@@ -17,8 +17,8 @@ import httpx
 import pytest
 import tiny
 
-from linnet import config as configs
 from linnet.cli import main
+from linnet.config import schema as configs
 
 TEMPLATE = {
     "beginning": "A talk.\n",

@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from linnet.config import DataConfig, OptimConfig, RunConfig, TrainConfig
-from linnet.families.moe.config import MoEConfig
-from linnet.families.vq.config import VQConfig
+from linnet.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
+from linnet.models.moe.config import MoEConfig
+from linnet.models.vq.config import VQConfig
 
 MODEL = VQConfig(
     d_model=16,

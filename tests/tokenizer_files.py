@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from linnet.data.tokenizer_train import train_sentencepiece
+from linnet.data.prepare.train_tokenizer import train_sentencepiece
 
 PROSE = "the cat sat on mat and saw river under bridge while rain fell over quiet town where nobody had slept"
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]

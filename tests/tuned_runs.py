@@ -9,16 +9,16 @@ from typing import Any, Literal
 import jax
 import tiny
 
-from linnet import sharding
-from linnet.config import RunConfig
-from linnet.families import registry
+from linnet.config.schema import RunConfig
+from linnet.models import registry
+from linnet.optim.lora import trainable_specs
+from linnet.optim.optimizer import optimizer
+from linnet.parallel import sharding
+from linnet.runs.load import write_run
+from linnet.runs.state import TrainState, fresh_state
 from linnet.train import parent as parents
-from linnet.train.lora import trainable_specs
-from linnet.train.optim import optimizer
+from linnet.train.finetune_config import tuned_config
 from linnet.train.parent import find_origin
-from linnet.train.runs import write_run
-from linnet.train.state import TrainState, fresh_state
-from linnet.train.tuned_config import tuned_config
 
 SHORT = {"optim.steps": 6, "optim.warmup_steps": 2, "train.eval_every": 3, "train.checkpoint_every": 3}
 Name = Literal["vq", "moe"]

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import pytest
 import tiny
 
-from linnet import config as configs
-from linnet import presets
 from linnet.cli import main
-from linnet.config import MODELS, RunConfig
-from linnet.errors import UserError
-from linnet.families.moe.config import MoEConfig
+from linnet.config import presets
+from linnet.config import schema as configs
+from linnet.config.schema import MODELS, RunConfig
+from linnet.core.errors import UserError
+from linnet.models.moe.config import MoEConfig
 
 Name = Literal["vq", "moe"]
 OF_EACH = {"vq": "quickstart", "moe": "moe-cpu"}

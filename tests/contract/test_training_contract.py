@@ -14,19 +14,19 @@ import pytest
 import tiny
 from same_runs import assert_same_bits, lines
 
-from linnet import config as configs
-from linnet.config import RunConfig
+from linnet.config import schema as configs
+from linnet.config.schema import RunConfig
+from linnet.core.pytree import named_leaves, replace
 from linnet.data import Data, open_data
-from linnet.families import registry
-from linnet.families.family import Family
-from linnet.pytree import named_leaves, replace
-from linnet.train.evaluate import evaluate
-from linnet.train.folder import RunFolder
+from linnet.evaluate.language_model import evaluate
+from linnet.models import registry
+from linnet.models.base import Family
+from linnet.optim.optimizer import optimizer
+from linnet.runs.folder import RunFolder
+from linnet.runs.load import open_run, open_state
+from linnet.runs.metrics import read_metrics
+from linnet.runs.state import TrainState, fresh_state, model_weights
 from linnet.train.loop import train
-from linnet.train.metrics import read_metrics
-from linnet.train.optim import optimizer
-from linnet.train.runs import open_run, open_state
-from linnet.train.state import TrainState, fresh_state, model_weights
 from linnet.train.step import make_step, update
 
 Name = Literal["vq", "moe"]

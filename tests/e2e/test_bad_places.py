@@ -17,11 +17,11 @@ from typing import NamedTuple
 import pytest
 import tiny
 
-from linnet import config as configs
 from linnet.cli import main
-from linnet.train.folder import RunFolder
+from linnet.config import schema as configs
+from linnet.runs.folder import RunFolder
+from linnet.runs.metrics import read_metrics
 from linnet.train.loop import train
-from linnet.train.metrics import read_metrics
 
 LINNET = [sys.executable, "-c", "from linnet.cli import main; main()"]
 

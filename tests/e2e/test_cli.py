@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tiny
 
-from linnet import config as configs
-from linnet import params, rng
 from linnet.cli import main
 from linnet.cli.dispatch import COMMANDS
-from linnet.families import registry
-from linnet.train.runs import write_run
+from linnet.config import schema as configs
+from linnet.core import params, rng
+from linnet.models import registry
+from linnet.runs.load import write_run
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -13,10 +13,10 @@ import tiny
 from PIL import Image
 from tokenizer_files import corpus
 
-from linnet import config as configs
 from linnet.cli import main
-from linnet.data.emoji import open_emoji
-from linnet.data.tokenizer import open_tokenizer
+from linnet.config import schema as configs
+from linnet.data.sources.emoji import open_emoji
+from linnet.tokenizers.load import open_tokenizer
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:

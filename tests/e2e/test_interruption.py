@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import tiny
 
-from linnet import config as configs
-from linnet.pytree import named_leaves
-from linnet.train.checkpoint import Checkpoints
-from linnet.train.metrics import read_metrics
-from linnet.train.runs import open_state
+from linnet.config import schema as configs
+from linnet.core.pytree import named_leaves
+from linnet.runs.checkpoint.manager import Checkpoints
+from linnet.runs.load import open_state
+from linnet.runs.metrics import read_metrics
 
 LINNET = [sys.executable, "-c", "from linnet.cli import main; main()"]
 

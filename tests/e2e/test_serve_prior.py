@@ -14,10 +14,10 @@ from PIL import Image
 from prior_tiny import model
 
 from linnet.cli import main
-from linnet.config import PairsConfig, RunConfig
+from linnet.config.schema import PairsConfig, RunConfig
 from linnet.data.encoders.builtin import open_builtin
-from linnet.families.prior.config import PriorConfig
-from linnet.train.runs import write_run
+from linnet.models.prior.config import PriorConfig
+from linnet.runs.load import write_run
 
 MODEL = PriorConfig(dim=256, depth=1, n_head=2, d_head=16, ff_mult=1, timesteps=64)
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tokenizer_files import EXACT, ODD, corpus, write_all
 
-from linnet.data.tokenizer import Tokenizer, open_tokenizer
+from linnet.tokenizers.base import Tokenizer
+from linnet.tokenizers.load import open_tokenizer
 
 N_STRINGS = 1_000_000
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from linnet import params as weights
-from linnet import rng
-from linnet.families.vq import family, slots
-from linnet.families.vq.config import VQConfig
+from linnet.core import params as weights
+from linnet.core import rng
+from linnet.core.pytree import n_bytes
+from linnet.models.vq import family, slots
+from linnet.models.vq.config import VQConfig
 from linnet.nn.sampling import sampling_settings
-from linnet.pytree import n_bytes
 
 
 @pytest.mark.trial

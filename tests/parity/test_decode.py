@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from linnet.families.generate import generate
-from linnet.families.vq import convert, slots
-from linnet.families.vq.config import VQConfig
+from linnet.models.generate import generate
+from linnet.models.vq import convert, slots
+from linnet.models.vq.config import VQConfig
 from linnet.nn.sampling import nucleus, sampling_settings
 
 pytestmark = pytest.mark.optimized

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from linnet.train.verify import verify_file
+from linnet.verify import verify_file
 
 pytestmark = pytest.mark.optimized
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from grok_files import CONFIG, GOLDENS, TINY_A, write_release
 
-from linnet.errors import UserError
-from linnet.train.verify import Verification, verify_file
+from linnet.core.errors import UserError
+from linnet.verify import Verification, verify_file
 
 UNITS, RUNNER, ORDER = GOLDENS / "units" / "units.npz", GOLDENS / "e2e_tinyA.json", GOLDENS / "real_param_order.json"
 

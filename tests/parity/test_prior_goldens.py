@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from linnet.errors import UserError
-from linnet.train.verify import verify_file
+from linnet.core.errors import UserError
+from linnet.verify import verify_file
 
 pytestmark = pytest.mark.optimized
 
@@ -81,7 +81,7 @@ def test_a_wrong_number_is_seen_and_an_unknown_one_is_told(tmp_path: Path) -> No
 
 
 def test_an_infinity_hides_no_error_beside_it(tmp_path: Path) -> None:
-    from linnet.families.prior.schedule import tables
+    from linnet.models.prior.schedule import tables
 
     good = tables("jsd", 30).sqrt_recip_alphas_cumprod
     assert np.isinf(good[-1])

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from linnet.families.prior import layers
-from linnet.train.verify import Verification, verify_file
-from linnet.train.verify.float64 import evaluate_in_float64
-from linnet.train.verify.prior import PriorReplay, verify_prior
-from linnet.train.verify.replay_prior import replay_losses
+from linnet.models.prior import layers
+from linnet.verify import Verification, verify_file
+from linnet.verify.float64 import evaluate_in_float64
+from linnet.verify.prior import PriorReplay, verify_prior
+from linnet.verify.replay_prior import replay_losses
 
 pytestmark = pytest.mark.optimized
 LOSSES = Path(__file__).parents[1] / "goldens" / "prior" / "losses.npz"

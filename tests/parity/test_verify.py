@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from linnet.errors import UserError
-from linnet.families.vq import family, model
-from linnet.families.vq.config import VQConfig
-from linnet.families.vq.convert import NOT_THE_MODEL, config_from_reference, to_reference
-from linnet.params import map_specs
-from linnet.train.interchange.npz import read_npz, write_npz
-from linnet.train.verify import Verification, render, verify_file
-from linnet.train.verify.compare import compare
+from linnet.convert.npz import read_npz, write_npz
+from linnet.core.errors import UserError
+from linnet.core.params import map_specs
+from linnet.models.vq import family, model
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.convert import NOT_THE_MODEL, config_from_reference, to_reference
+from linnet.verify import Verification, render, verify_file
+from linnet.verify.compare import compare
 
 # Two heads, a window that is no multiple of the block, and a text shorter than the window.
 CFG = VQConfig(

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from linnet.config import OptimConfig
-from linnet.families.vq.config import VQConfig
-from linnet.families.vq.params import param_specs
-from linnet.params import map_specs
-from linnet.train.interchange.dalle2_export import parameter_groups
-from linnet.train.optim import optimizer
-from linnet.train.verify import verify_file
+from linnet.config.schema import OptimConfig
+from linnet.convert.dalle2.export import parameter_groups
+from linnet.core.params import map_specs
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.params import param_specs
+from linnet.optim.optimizer import optimizer
+from linnet.verify import verify_file
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "prior" / "trainer_noclip_nowarm.npz"
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from grok_files import CONFIG, write_release
 
-from linnet.train.verify import Verification, verify_file
-from linnet.train.verify.positions import BFLOAT16, bfloat16_bound, close_ranks, near_tie
-from linnet.train.verify.replay_grok import Found, GrokModel, open_model
+from linnet.verify import Verification, verify_file
+from linnet.verify.positions import BFLOAT16, bfloat16_bound, close_ranks, near_tie
+from linnet.verify.replay_grok import Found, GrokModel, open_model
 
 LAYER_0, LAYER_10 = (f"cap/transformer/decoder_layer_{i}:out" for i in (0, 10))
 ATTENTION_5 = "cap/transformer/decoder_layer_5/multi_head_attention:out"

@@ -17,15 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from linnet.config import OptimConfig
+from linnet.config.schema import OptimConfig
+from linnet.core.params import map_specs
+from linnet.core.pytree import named_leaves
 from linnet.data.batch import Batch
-from linnet.families.vq import family
-from linnet.families.vq.config import VQConfig
-from linnet.families.vq.convert import leaves_from_reference, params_from_leaves, to_reference
-from linnet.params import map_specs
-from linnet.pytree import named_leaves
-from linnet.train.optim import schedule
-from linnet.train.verify import Verification, lion, verify_file
+from linnet.models.vq import family
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.convert import leaves_from_reference, params_from_leaves, to_reference
+from linnet.optim.optimizer import schedule
+from linnet.verify import Verification, lion, verify_file
 
 CFG = VQConfig(
     n_vocab=40, d_model=32, d_k=8, d_v=32, n_code=8, n_layer=1, block_len=8, mem_len=8, c_beta=0.1, c_gamma=0.9

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from linnet.errors import UserError
-from linnet.train.interchange.flax import read_flax
-from linnet.train.interchange.flax_write import write_flax
-from linnet.train.verify import Verification, verify_file
+from linnet.convert.flax import read_flax
+from linnet.convert.flax_write import write_flax
+from linnet.core.errors import UserError
+from linnet.verify import Verification, verify_file
 
 OFFICIAL = Path(__file__).parents[1] / "goldens" / "vq" / "official"
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from engine_asks import Asked, ask, plain, request, running_engine
 
-from linnet.errors import UserError
-from linnet.serve.constraint import MOST_GRAMMAR_BYTES
+from linnet.core.errors import UserError
+from linnet.serve.grammar import MOST_GRAMMAR_BYTES
 from linnet.serve.request import Constraint
 
 SECONDS = 1.0

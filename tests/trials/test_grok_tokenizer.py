@@ -12,8 +12,9 @@ import pytest
 from grok_files import GOLDENS
 from sentencepiece import SentencePieceProcessor
 
-from linnet.data.tokenizer import open_tokenizer, text_of
-from linnet.families.detokenize import TextAssembler
+from linnet.models.detokenize import TextAssembler
+from linnet.tokenizers.base import text_of
+from linnet.tokenizers.load import open_tokenizer
 
 pytestmark = pytest.mark.trial
 FILE = os.environ.get("LINNET_GROK_TOKENIZER", "")

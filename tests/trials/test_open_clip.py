@@ -12,9 +12,9 @@ import pytest
 from picture_files import png
 
 from linnet.cli.dispatch import main
+from linnet.core.errors import UserError
 from linnet.data.encoders import open_encoder
 from linnet.data.encoders.encoder import Encoder, encode_prompt
-from linnet.errors import UserError
 
 pytestmark = pytest.mark.trial
 TEXTS = ["a red heart! wow", "cat", "!$"]

@@ -11,10 +11,11 @@ import pytest
 from engine_asks import Asked, request, running_engine
 from tokenizer_files import corpus
 
-from linnet.data.tokenizer import BytesTokenizer, Tokenizer, open_tokenizer
-from linnet.data.tokenizer_train import train_sentencepiece
-from linnet.families.detokenize import TextAssembler
+from linnet.data.prepare.train_tokenizer import train_sentencepiece
+from linnet.models.detokenize import TextAssembler
 from linnet.serve.request import Constraint, Produced
+from linnet.tokenizers.base import BytesTokenizer, Tokenizer
+from linnet.tokenizers.load import open_tokenizer
 
 JOINER, SELECTOR, KEYCAP = "\u200d", "\ufe0f", "\u20e3"
 PEOPLE, TONES = "👩👨🧑👧👦👶", ["", *map(chr, range(0x1F3FB, 0x1F400))]

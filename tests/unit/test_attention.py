@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array, Float
 
-from linnet.families.vq import model
-from linnet.families.vq.config import VQConfig
-from linnet.families.vq.params import buffer_specs, param_specs
-from linnet.nn.attention import Queries, attention, empty_state, into_blocks, out_of_blocks
-from linnet.nn.attention_blocks import EMPTY
-from linnet.params import Spec, map_specs
+from linnet.core.params import Spec, map_specs
+from linnet.models.vq import model
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.params import buffer_specs, param_specs
+from linnet.nn.vq_attention import Queries, attention, empty_state, into_blocks, out_of_blocks
+from linnet.nn.vq_attention_scan import EMPTY
 
 N_VOCAB = 30
 TOLERANCE = 1e-5  # of the largest value of a tensor

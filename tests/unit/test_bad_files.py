@@ -11,16 +11,17 @@ import numpy as np
 import pair_files
 import pytest
 
-from linnet import config as configs
+from linnet.config import schema as configs
+from linnet.convert.npz import read_npz
+from linnet.core.errors import MAX_CHARACTERS, UserError, refuse
 from linnet.data import index as indexes
-from linnet.data import npy, unpacked
-from linnet.data.chunks import Shares
-from linnet.data.documents import open_documents
-from linnet.data.pairs import PairsConfig, open_pairs
-from linnet.data.prepare import Task, prepare
-from linnet.data.tokenizer import BytesTokenizer, open_tokenizer
-from linnet.errors import MAX_CHARACTERS, UserError, refuse
-from linnet.train.interchange.npz import read_npz
+from linnet.data.embeddings import PairsConfig, open_pairs
+from linnet.data.prepare.chunks import Shares
+from linnet.data.prepare.pipeline import Task, prepare
+from linnet.data.sources import npy, unpacked
+from linnet.data.sources.documents import open_documents
+from linnet.tokenizers.base import BytesTokenizer
+from linnet.tokenizers.load import open_tokenizer
 
 
 def header(text: bytes, version: int = 1) -> bytes:

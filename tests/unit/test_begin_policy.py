@@ -14,26 +14,27 @@ import pytest
 import tiny
 from grok_files import CONFIG, GOLDENS, write_release
 
-from linnet import config as configs
-from linnet import params as weights
 from linnet.cli.dispatch import main as command
-from linnet.config import DataConfig, RunConfig
+from linnet.config import schema as configs
+from linnet.config.schema import DataConfig, RunConfig
+from linnet.core import params as weights
+from linnet.core.errors import UserError
 from linnet.data import open_data
-from linnet.data.chunks import Item
-from linnet.data.encode import TextEncoder
-from linnet.data.tokenizer import SETTINGS_FILE, open_tokenizer
-from linnet.errors import UserError
-from linnet.families import registry
-from linnet.families.generate import generate
-from linnet.families.moe import model as moe
-from linnet.families.moe.config import MoEConfig
-from linnet.families.vq.config import VQConfig
+from linnet.data.prepare.chunks import Item
+from linnet.data.prepare.shards import TextEncoder
+from linnet.evaluate.language_model import evaluate
+from linnet.generate.samples import sample_text
+from linnet.models import registry
+from linnet.models.generate import generate
+from linnet.models.moe import model as moe
+from linnet.models.moe.config import MoEConfig
+from linnet.models.vq.config import VQConfig
 from linnet.nn.sampling import sampling_settings
+from linnet.runs.load import open_run
+from linnet.runs.vocabulary import Vocabulary
 from linnet.serve.state import model_fingerprint
-from linnet.train.evaluate import evaluate
-from linnet.train.runs import open_run
-from linnet.train.samples import sample_text
-from linnet.train.vocabulary import Vocabulary
+from linnet.tokenizers.base import SETTINGS_FILE
+from linnet.tokenizers.load import open_tokenizer
 
 TOKENIZER = GOLDENS / "e2e_A_tokenizer.model"
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from linnet import presets
 from linnet.bench import measure, run, scaling, table, targets, worker
 from linnet.bench.measure import Job, Span, TooLarge
-from linnet.config import DataConfig, OptimConfig, RunConfig, to_json
-from linnet.errors import UserError
-from linnet.families.vq.config import VQConfig
+from linnet.config import presets
+from linnet.config.schema import DataConfig, OptimConfig, RunConfig, to_json
+from linnet.core.errors import UserError
+from linnet.models.vq.config import VQConfig
 
 TINY = RunConfig(
     preset="tiny",

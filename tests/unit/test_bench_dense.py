@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from linnet import params as weights
-from linnet import rng
 from linnet.bench import dense, dense_model
 from linnet.bench.dense import LARGEST_CHUNK, chunk_len, dense_attention
+from linnet.core import params as weights
+from linnet.core import rng
+from linnet.core.errors import UserError
+from linnet.core.pytree import named_leaves, replace
 from linnet.data import Batch
-from linnet.errors import UserError
-from linnet.families.vq import family as vq
-from linnet.families.vq.config import VQConfig
-from linnet.nn.attention import Queries
-from linnet.nn.attention_dense import attention_dense
-from linnet.pytree import named_leaves, replace
+from linnet.models.vq import family as vq
+from linnet.models.vq.config import VQConfig
+from linnet.nn.vq_attention import Queries
+from linnet.nn.vq_attention_reference import attention_dense
 
 OPTIONS = {"agg_cache": True, "grad_thru_cache": True, "reset": False}
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from test_bench import result
 
-from linnet import presets
 from linnet.bench import jobs, moe, run, table, targets
-from linnet.config import DataConfig, OptimConfig, RunConfig
-from linnet.errors import UserError
-from linnet.families.moe.config import MoEConfig
-from linnet.params import count
-from linnet.pytree import n_bytes
+from linnet.config import presets
+from linnet.config.schema import DataConfig, OptimConfig, RunConfig
+from linnet.core.errors import UserError
+from linnet.core.params import count
+from linnet.core.pytree import n_bytes
+from linnet.models.moe.config import MoEConfig
 
 TINY = RunConfig(
     preset="tiny-moe",

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from test_bench import result
 
-from linnet import presets
 from linnet.bench import prior, prior_jobs, run, table, targets
-from linnet.config import PairsConfig, RunConfig
-from linnet.errors import UserError
-from linnet.families.prior import product
-from linnet.families.prior.config import PriorConfig
+from linnet.config import presets
+from linnet.config.schema import PairsConfig, RunConfig
+from linnet.core.errors import UserError
+from linnet.models.prior import product
+from linnet.models.prior.config import PriorConfig
 
 TINY = dataclasses.replace(
     presets.get(prior.PRIOR_PRESET),

@@ -20,8 +20,8 @@ from linnet.bench.clients import Clients, cpu_seconds, spread
 from linnet.bench.measure import Gemm, Span
 from linnet.bench.run import sized
 from linnet.bench.server import Server
-from linnet.config import RunConfig
-from linnet.errors import UserError
+from linnet.config.schema import RunConfig
+from linnet.core.errors import UserError
 
 ENGINE = {
     "tokens_per_second": 1500.0, "tokens_per_cpu_second": 800.0, "share_of_raw": 0.93, "share_of_raw_cpu": 0.91,

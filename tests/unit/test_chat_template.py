@@ -10,9 +10,9 @@ import httpx
 import pytest
 from http_fake import FakeModel, ask, talk
 
-from linnet.errors import UserError
+from linnet.core.errors import UserError
+from linnet.serve.chat_template import FILE, PLAIN, read_template
 from linnet.serve.http.batch import call
-from linnet.serve.template import FILE, PLAIN, read_template
 
 MARKED = {
     "beginning": "<s>",

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from checkpoint_state import TARGET, bits, make_state, two_saved
 
-from linnet.errors import UserError
-from linnet.pytree import named_leaves
-from linnet.train import snapshot
-from linnet.train.checkpoint import Checkpoints
+from linnet.core.errors import UserError
+from linnet.core.pytree import named_leaves
+from linnet.runs.checkpoint import reader as snapshot
+from linnet.runs.checkpoint.manager import Checkpoints
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ SAVE_ONE = """
 import sys
 from pathlib import Path
 import jax.numpy as jnp
-from linnet.train.checkpoint import Checkpoints
+from linnet.runs.checkpoint.manager import Checkpoints
 state = {f"w{i}": jnp.ones((256, 1024)) for i in range(8)}
 if sys.argv[2] == "with":
     with Checkpoints(Path(sys.argv[1]), keep=1) as saver:

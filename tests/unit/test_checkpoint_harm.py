@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from checkpoint_state import TARGET, bits, make_state, two_saved
 
-from linnet.errors import UserError
-from linnet.train import checkpoint
-from linnet.train.checkpoint import CheckpointError, Checkpoints
+from linnet.core.errors import UserError
+from linnet.runs.checkpoint import manager as checkpoint
+from linnet.runs.checkpoint.manager import CheckpointError, Checkpoints
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ SAVE_FOREVER = """
 import sys
 from pathlib import Path
 import jax.numpy as jnp
-from linnet.train.checkpoint import Checkpoints
+from linnet.runs.checkpoint.manager import Checkpoints
 saver = Checkpoints(Path(sys.argv[1]), keep=2)
 for step in range((saver.latest() or 0) + 1, 100_000):
     saver.save(step, {f"w{i}": jnp.full((64, 1024), float(step)) for i in range(8)}, extra={})

@@ -11,8 +11,8 @@ import checkpoint_mesh as cm
 import numpy as np
 import pytest
 
-from linnet.train import checksum
-from linnet.train.checkpoint import Checkpoints
+from linnet.runs.checkpoint import checksum
+from linnet.runs.checkpoint.manager import Checkpoints
 
 ON_EIGHT = """
 import shutil
@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 import checkpoint_mesh as cm
 from linnet.train import writer
-from linnet.train.checkpoint import Checkpoints
+from linnet.runs.checkpoint.manager import Checkpoints
 
 folder = Path(sys.argv[1])
 writer.CHUNK = 2**20  # So that even these small leaves have several.
@@ -81,7 +81,7 @@ from pathlib import Path
 import jax
 import checkpoint_mesh as cm
 from linnet.train import checksum
-from linnet.train.checkpoint import CheckpointError, Checkpoints
+from linnet.runs.checkpoint.manager import CheckpointError, Checkpoints
 
 mesh = cm.on_mesh(fsdp=2, model=2)
 with Checkpoints(Path(sys.argv[1]), keep=5) as saver:
@@ -115,7 +115,7 @@ from pathlib import Path
 import jax
 import tensorstore as ts
 import checkpoint_mesh as cm
-from linnet.train.checkpoint import Checkpoints
+from linnet.runs.checkpoint.manager import Checkpoints
 
 mesh = cm.on_mesh(model=jax.device_count())
 with Checkpoints(Path(sys.argv[1]), keep=5) as reader:
@@ -227,7 +227,7 @@ def test_a_checkpoint_of_the_old_kind_is_still_read_and_proven(
     import jax
     import jax.numpy as jnp
 
-    from linnet.train import snapshot
+    from linnet.runs.checkpoint import reader as snapshot
 
     state = {"w": jnp.arange(12.0).reshape(3, 4), "empty": jnp.zeros((0, 2)), "n": jnp.int32(3)}
     target = jax.eval_shape(lambda: state)

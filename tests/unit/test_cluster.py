@@ -12,11 +12,11 @@ import pytest
 from waiting import PATIENCE, until
 
 from linnet.cli.launch import fair_share, the_first
-from linnet.cluster.echo import is_echo
-from linnet.cluster.place import ALONE, Bounds, Member, find_bounds, find_place
-from linnet.cluster.pulse import FAILED_SECONDS, Ears, Pulse, Sign, Silent
-from linnet.errors import UserError
-from linnet.train.watch_cluster import Alone, Together, stragglers, watched
+from linnet.core.errors import UserError
+from linnet.parallel.cluster.environment import ALONE, Bounds, Member, find_bounds, find_place
+from linnet.parallel.cluster.heartbeat import FAILED_SECONDS, Ears, Pulse, Sign, Silent
+from linnet.parallel.cluster.peer_failure import is_echo
+from linnet.train.stragglers import Alone, Together, stragglers, watched
 
 EXPLICIT = {"LINNET_COORDINATOR": "node0:1234", "LINNET_PROCESSES": "4", "LINNET_PROCESS_ID": "2"}
 SLURM = {
@@ -302,7 +302,7 @@ def test_small_host_work_is_no_straggler_and_two_processes_can_be_told_apart() -
 def test_a_straggler_is_named_once_and_only_when_it_was_slow_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     pulse, _ = beating(Board(), 0, 3)
     now, said = [0.0], []
-    monkeypatch.setattr("linnet.train.watch_cluster.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("linnet.train.stragglers.time.monotonic", lambda: now[0])
     watch = Together(pulse, lambda step, words: said.append((step, words)), lambda words: None)
 
     def step(n: int, slow: bool) -> None:

@@ -13,18 +13,18 @@ from picture_files import png, write_folder
 from prepared_data import Listed, task_of
 from same_runs import assert_same_bits, lines
 
-from linnet.config import EMOJI_PAIRS, DataConfig, PairsConfig
+from linnet.config.schema import EMOJI_PAIRS, DataConfig, PairsConfig
+from linnet.core.errors import UserError
 from linnet.data import Data, open_data
-from linnet.data.emoji import open_emoji
+from linnet.data.embeddings import open_pairs
 from linnet.data.encoders.builtin import open_builtin
-from linnet.data.pairs import open_pairs
-from linnet.data.pictures import open_pictures
-from linnet.data.pixels import pixels_of_ids
-from linnet.data.prepare import prepare
-from linnet.errors import UserError
-from linnet.train.folder import RunFolder
+from linnet.data.images import pixels_of_ids
+from linnet.data.prepare.pipeline import prepare
+from linnet.data.sources.emoji import open_emoji
+from linnet.data.sources.images import open_pictures
+from linnet.runs.folder import RunFolder
+from linnet.runs.load import open_state
 from linnet.train.loop import train
-from linnet.train.runs import open_state
 
 N = 20
 LEN = 4 * 4 * 3

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from linnet import config, presets
-from linnet.config import DataConfig, OptimConfig, RunConfig, TrainConfig
-from linnet.errors import UserError
-from linnet.families.vq.config import VQConfig
+from linnet.config import presets
+from linnet.config import schema as config
+from linnet.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
+from linnet.core.errors import UserError
+from linnet.models.vq.config import VQConfig
 
 
 @pytest.mark.parametrize("name", list(presets.PRESETS))

@@ -15,10 +15,11 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from tokenizer_files import EXACT, INEXACT, write_all
 
-from linnet.data.tokenizer import BytesTokenizer, Tokenizer, open_tokenizer
-from linnet.errors import UserError
-from linnet.serve.constraint import Grammars, Matcher
+from linnet.core.errors import UserError
+from linnet.serve.grammar import Grammars, Matcher
 from linnet.serve.request import Constraint
+from linnet.tokenizers.base import BytesTokenizer, Tokenizer
+from linnet.tokenizers.load import open_tokenizer
 
 Kind = Literal["json_schema", "regex", "lark"]
 BYTES = BytesTokenizer()

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet.data.tokenizer import BytesTokenizer
-from linnet.errors import UserError
-from linnet.serve.constraint import MOST_GRAMMAR_BYTES, Grammars, Matcher
+from linnet.core.errors import UserError
+from linnet.serve.grammar import MOST_GRAMMAR_BYTES, Grammars, Matcher
 from linnet.serve.request import Constraint
+from linnet.tokenizers.base import BytesTokenizer
 
 Kind = Literal["json_schema", "regex", "lark"]
 BYTES = BytesTokenizer()

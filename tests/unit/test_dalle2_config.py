@@ -16,15 +16,15 @@ from picture_files import png
 
 from linnet.cli import main
 from linnet.cli.train import keep_remarks
-from linnet.config import OptimConfig, PairsConfig, RunConfig, TrainConfig
-from linnet.errors import UserError
-from linnet.families.prior.config import PriorConfig
-from linnet.train.interchange import dalle2_parts
-from linnet.train.interchange.dalle2_config import folder_hint, remarks, run_config
-from linnet.train.interchange.dalle2_opening import open_config
-from linnet.train.interchange.dalle2_parts import is_reference, read_json, read_parts
-from linnet.train.judge_prior import PriorJudge
-from linnet.train.metrics import read_metrics
+from linnet.config.schema import OptimConfig, PairsConfig, RunConfig, TrainConfig
+from linnet.convert.dalle2 import parts as dalle2_parts
+from linnet.convert.dalle2.config import folder_hint, remarks, run_config
+from linnet.convert.dalle2.data import open_config
+from linnet.convert.dalle2.parts import is_reference, read_json, read_parts
+from linnet.core.errors import UserError
+from linnet.models.prior.config import PriorConfig
+from linnet.runs.metrics import read_metrics
+from linnet.train.prior_task import PriorJudge
 
 FILES = Path(__file__).parents[1] / "dalle2_configs"
 SMALLEST = {"prior": {"net": {"dim": 16, "depth": 1}}, "data": {"image_url": "images"}}

@@ -17,9 +17,9 @@ import hypothesis.strategies as st
 import pytest
 from document_files import NOT_UTF8, PACKERS, jsonl, parquet, tarred, whole, write, zipped, zst
 
-from linnet.data import documents as documents_module
-from linnet.data.archives import kind_of
-from linnet.data.documents import Part, cut, open_documents
+from linnet.data.sources import documents as documents_module
+from linnet.data.sources.archives import kind_of
+from linnet.data.sources.documents import Part, cut, open_documents
 
 # Cutting
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 from document_files import PACKERS, jsonl, parquet, refused, tarred, whole, write, zipped, zst
 
-from linnet.data import unpacked
-from linnet.data.documents import FileDocuments, open_documents
-from linnet.errors import UserError
+from linnet.core.errors import UserError
+from linnet.data.sources import unpacked
+from linnet.data.sources.documents import FileDocuments, open_documents
 
 
 def broken_files() -> dict[str, bytes]:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from linnet.data import fetch as fetch_module
-from linnet.data.fetch import fetch, read_url
-from linnet.errors import UserError
+from linnet.core.errors import UserError
+from linnet.data.sources import fetch as fetch_module
+from linnet.data.sources.fetch import fetch, read_url
 
 CONTENT = os.urandom(300_000)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet.config import DataConfig
+from linnet.config.schema import DataConfig
+from linnet.core.errors import UserError
+from linnet.core.special_tokens import END
 from linnet.data import Data, open_data
-from linnet.data.holdout import SPLITS
-from linnet.errors import UserError
-from linnet.tokens import END
+from linnet.data.splits import SPLITS
 
 
 def opened(source: Path | str, seed: int = 0, **settings: object) -> Data:

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import tiny
 
-from linnet import config as configs
 from linnet.cli.dispatch import main
-from linnet.config import DataConfig, PairsConfig, RunConfig
+from linnet.config import schema as configs
+from linnet.config.schema import DataConfig, PairsConfig, RunConfig
+from linnet.core.errors import UserError
 from linnet.data import open_data
-from linnet.data.locations import absolute_paths, for_other_machines, located, retyped, with_base
-from linnet.data.pairs import open_pairs
-from linnet.errors import UserError
-from linnet.train.folder import RunFolder
+from linnet.data.embeddings import open_pairs
+from linnet.data.sources.locations import absolute_paths, for_other_machines, located, retyped, with_base
+from linnet.runs.folder import RunFolder
+from linnet.runs.relocated import relocated
 from linnet.train.loop import train
-from linnet.train.relocated import relocated
 
 
 def command(capsys: pytest.CaptureFixture[str], *line: str) -> tuple[int, str]:

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from linnet.data import documents as documents_module
-from linnet.data import named as named_module
-from linnet.data.documents import FileDocuments
-from linnet.data.named import ENWIK8, NAMED, ImageNet64, Stream, StreamDocuments, open_named
-from linnet.data.source import find
-from linnet.errors import UserError
+from linnet.core.errors import UserError
+from linnet.data.sources import catalog as named_module
+from linnet.data.sources import documents as documents_module
+from linnet.data.sources.catalog import ENWIK8, NAMED, ImageNet64, Stream, StreamDocuments, open_named
+from linnet.data.sources.documents import FileDocuments
+from linnet.data.sources.files import find
 
 TEXT = b"".join(b"line %d of a small encyclopedia\n" % i for i in range(400))
 BOOKS = {

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from picture_files import IN_ORDER, PICTURES, contents, flipped, png, write_folder, write_parquet, write_tar, write_zip
 
-from linnet.data import picture_readers
-from linnet.data.pictures import looks_like_pictures, open_pictures
-from linnet.errors import UserError
+from linnet.core.errors import UserError
+from linnet.data.sources import image_readers as picture_readers
+from linnet.data.sources.images import looks_like_pictures, open_pictures
 
 # Sources
 

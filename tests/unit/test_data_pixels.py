@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from picture_files import flipped, noise, png
 from PIL import Image
 
-from linnet.data.pixels import BrokenPicture, contact_sheet, decode_pixels, pixels_of_ids, to_image
-from linnet.tokens import FIRST_BYTE, N_BYTE_IDS
+from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS
+from linnet.data.images import BrokenPicture, contact_sheet, decode_pixels, pixels_of_ids, to_image
 
 
 def encode(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
@@ -105,7 +105,7 @@ def test_what_is_no_picture_says_so(encoded: bytes, reason: str) -> None:
 
 
 def test_a_picture_that_claims_to_be_huge_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linnet.data.pixels.MAX_PIXELS", 99)
+    monkeypatch.setattr("linnet.data.images.MAX_PIXELS", 99)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60)  # beyond it Pillow only warns; twice that it refuses
     assert decode_pixels(png(0, 9), 8).shape == (8, 8, 3)
     for limit in (None, 30):  # Pillow's own limit refuses even earlier

@@ -13,21 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prepared_data import SHARES, Listed, many, opened, task_of
 
-from linnet.config import DataConfig
+from linnet.config.schema import DataConfig
+from linnet.core.errors import UserError
+from linnet.core.special_tokens import END, FIRST_BYTE
 from linnet.data import Data, open_data
-from linnet.data import chunks as chunks_module
 from linnet.data import index as indexes
-from linnet.data import prepare as prepare_module
-from linnet.data.chunks import Shares
-from linnet.data.documents import open_documents
-from linnet.data.encode import count_words
-from linnet.data.holdout import SPLITS
+from linnet.data.images import to_image
 from linnet.data.index import Index
-from linnet.data.pictures import open_pictures
-from linnet.data.pixels import to_image
-from linnet.data.prepare import Task, prepare
-from linnet.errors import UserError
-from linnet.tokens import END, FIRST_BYTE
+from linnet.data.prepare import chunks as chunks_module
+from linnet.data.prepare import pipeline as prepare_module
+from linnet.data.prepare.chunks import Shares
+from linnet.data.prepare.pipeline import Task, prepare
+from linnet.data.prepare.shards import count_words
+from linnet.data.sources.documents import open_documents
+from linnet.data.sources.images import open_pictures
+from linnet.data.splits import SPLITS
 
 
 def tokens_of(data: Data, name: str) -> list[tuple[int, int]]:

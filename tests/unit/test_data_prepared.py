@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prepared_data import Listed, many, opened, task_of
 
-from linnet.config import DataConfig
+from linnet.config.schema import DataConfig
+from linnet.core.errors import UserError
 from linnet.data import index as indexes
 from linnet.data import open_data
-from linnet.data.holdout import SPLITS
-from linnet.data.order import share
-from linnet.data.prepare import prepare
-from linnet.errors import UserError
+from linnet.data.prepare.pipeline import prepare
+from linnet.data.shuffle import share
+from linnet.data.splits import SPLITS
 
 
 @pytest.fixture(scope="module")

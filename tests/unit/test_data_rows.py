@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 from document_files import NOT_UTF8, PACKERS, jsonl, parquet, refused, whole, write, zipped
 
-from linnet.data import documents as documents_module
-from linnet.data import records
-from linnet.data.documents import open_documents
-from linnet.errors import UserError
+from linnet.core.errors import UserError
+from linnet.data.sources import documents as documents_module
+from linnet.data.sources import records
+from linnet.data.sources.documents import open_documents
 
 
 @pytest.mark.parametrize("codec", ["", *PACKERS])

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from linnet.config import DataConfig
+from linnet.config.schema import DataConfig
+from linnet.core.errors import UserError
 from linnet.data import open_data
-from linnet.data import source as source_module
-from linnet.data import text as text_module
-from linnet.data.source import find
-from linnet.errors import UserError
+from linnet.data.sources import files as source_module
+from linnet.data.sources import text as text_module
+from linnet.data.sources.files import find
 
 
 def write(root: Path, files: dict[str, bytes]) -> Path:
@@ -206,5 +206,5 @@ def test_a_file_that_shrinks_between_looking_and_reading_is_noticed(
     write(tmp_path, {"a.txt": b"long enough"})
     found = find(str(tmp_path / "a.txt"))
     write(tmp_path, {"a.txt": b"short"})
-    monkeypatch.setattr("linnet.data.opening.find", lambda source: found)
+    monkeypatch.setattr("linnet.data.load.find", lambda source: found)
     assert "a.txt shrank" in refused(tmp_path / "a.txt")

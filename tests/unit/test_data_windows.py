@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet.config import DataConfig
+from linnet.config.schema import DataConfig
+from linnet.core.special_tokens import END, FIRST_BYTE, PAD
 from linnet.data import Batch, Data, open_data
 from linnet.data.batch import cut
-from linnet.data.order import permutation, windows_at
 from linnet.data.packed import PackedSplit
-from linnet.tokens import END, FIRST_BYTE, PAD
+from linnet.data.shuffle import permutation, windows_at
 
 documents = st.lists(st.tuples(st.binary(max_size=30), st.booleans()), max_size=12)
 

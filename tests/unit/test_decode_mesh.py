@@ -10,11 +10,11 @@ import checkpoint_mesh as cm
 import pytest
 import tiny
 
-from linnet import config as configs
-from linnet import mesh as meshes
-from linnet.errors import UserError
-from linnet.families.parts import check_serving
-from linnet.train.runs import decoding_mesh
+from linnet.config import schema as configs
+from linnet.core.errors import UserError
+from linnet.models.tensor_parallel import check_serving
+from linnet.parallel import mesh as meshes
+from linnet.runs.load import decoding_mesh
 
 TOLERANCE = 1e-5
 """Of log-probabilities, relative: sums over axes that are cut are rounded otherwise."""

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from linnet.data.tokenizer import BytesTokenizer
-from linnet.families.detokenize import TextAssembler
-from linnet.tokens import TextRules
+from linnet.core.special_tokens import TextRules
+from linnet.models.detokenize import TextAssembler
+from linnet.tokenizers.base import BytesTokenizer
 
 EMOJI_AND_CJK = ["🐈", "👩‍👩‍👧", "🇩🇪", "漢字かな", "é́", "a🐈b漢", "한글 ok", "𠮷野家"]
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from linnet.data.emoji import FOLDER, SIZES, concept, divide_emoji, open_emoji
-from linnet.errors import UserError
+from linnet.core.errors import UserError
+from linnet.data.sources.emoji import FOLDER, SIZES, concept, divide_emoji, open_emoji
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -22,14 +22,14 @@ from engine_asks import (
     running_engine,
 )
 
-from linnet.errors import UserError
-from linnet.families.generate import generate
+from linnet.core.errors import UserError
+from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS
+from linnet.models.generate import generate
 from linnet.nn.sampling import sampling_settings
 from linnet.serve import state as states
 from linnet.serve.backend import N_TICKS
 from linnet.serve.engine import Engine
 from linnet.serve.request import Constraint, Finished, Produced, PromptRead, Request
-from linnet.tokens import FIRST_BYTE, N_BYTE_IDS
 
 
 @pytest.fixture(scope="module")

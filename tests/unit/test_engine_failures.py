@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from engine_asks import CFG, Asked, ask, plain, request, running_engine
 
-from linnet.errors import UserError
+from linnet.core.errors import UserError
 from linnet.nn.sampling_bounds import LEAST_TEMPERATURE
-from linnet.serve.constraint import Matcher
 from linnet.serve.engine import Engine
+from linnet.serve.grammar import Matcher
 from linnet.serve.request import Constraint
 
 

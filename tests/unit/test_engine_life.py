@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine_asks import Asked, ask, make, plain, request, running_engine
 
-from linnet.errors import UserError
+from linnet.core.errors import UserError
 from linnet.serve.engine import Engine
 from linnet.serve.request import Produced, QueueFull, Request, Sampling
 

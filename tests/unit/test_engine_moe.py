@@ -12,9 +12,9 @@ import pytest
 from engine_asks import MOE, VQ_MOE, Asked, Model, ask, assert_altered_is_refused, plain, request, running_engine
 from engine_trials import result, solo
 
-from linnet import quant
-from linnet.errors import UserError
-from linnet.families.moe.cache import BLOCK
+from linnet.core import quant
+from linnet.core.errors import UserError
+from linnet.models.moe.cache import BLOCK
 from linnet.serve import state as states
 from linnet.serve.engine import Engine
 from linnet.serve.request import Constraint, Request

@@ -13,15 +13,15 @@ import tiny
 from kill_points import Killed, Killer
 from same_runs import assert_same_bits, lines
 
-from linnet.config import OptimConfig, PairsConfig, RunConfig, TrainConfig
-from linnet.families.prior.config import PriorConfig
-from linnet.train.checkpoint import Checkpoints
-from linnet.train.folder import RunFolder
-from linnet.train.judge_prior import PriorJudge
-from linnet.train.judge_tokens import TokenJudge
+from linnet.config.schema import OptimConfig, PairsConfig, RunConfig, TrainConfig
+from linnet.models.prior.config import PriorConfig
+from linnet.runs.checkpoint.manager import Checkpoints
+from linnet.runs.folder import RunFolder
+from linnet.runs.load import open_run
+from linnet.runs.metrics import read_metrics
+from linnet.train.lm_task import TokenJudge
 from linnet.train.loop import train
-from linnet.train.metrics import read_metrics
-from linnet.train.runs import open_run
+from linnet.train.prior_task import PriorJudge
 
 MOST_POINTS = 12
 

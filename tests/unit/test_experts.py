@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from linnet import quant
-from linnet.nn import experts as ex
-from linnet.nn.experts import ExpertWeights, Routing
+from linnet.core import quant
+from linnet.nn import moe as ex
+from linnet.nn.moe import ExpertWeights, Routing
 
 
 def made(n_token: int, n_expert: int, n_choice: int, width: int = 16, hidden: int = 24, seed: int = 0) -> Any:

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 import linnet
-from linnet import config as configs
-from linnet import presets
-from linnet.errors import UserError
-from linnet.files import atomic_write, remove_parts
+from linnet.config import presets
+from linnet.config import schema as configs
+from linnet.core.errors import UserError
+from linnet.core.files import atomic_write, remove_parts
 
 ROOT = Path(linnet.__file__).parent
 WITHIN_A_NEW_FOLDER = {
-    "train/writer.py",  # a checkpoint, committed by one rename
-    "train/interchange/stored_weights.py",  # an imported run, likewise
-    "train/interchange/grok/hf.py",  # an export, likewise
+    "runs/checkpoint/writer.py",  # a checkpoint, committed by one rename
+    "runs/weights.py",  # an imported run, likewise
+    "convert/grok/hf.py",  # an export, likewise
 }
 
 
@@ -62,7 +62,7 @@ def test_nothing_is_written_in_place(path: Path) -> None:
     if str(path.relative_to(ROOT)) in WITHIN_A_NEW_FOLDER:
         return
     called = {n.func.attr for n in ast.walk(ast.parse(path.read_text())) if _is_method_call(n)}
-    assert not {"write_text", "write_bytes"} & called, "use linnet.files.atomic_write"
+    assert not {"write_text", "write_bytes"} & called, "use linnet.core.files.atomic_write"
 
 
 def _is_method_call(node: ast.AST) -> bool:

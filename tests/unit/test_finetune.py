@@ -16,22 +16,22 @@ import tokenizer_files
 from same_runs import assert_same_bits, lines
 from tuned_runs import SHORT, begun, other_text, parent_run, tuned
 
-from linnet import config as configs
 from linnet.cli.train import train_command
-from linnet.config import DataConfig
+from linnet.config import schema as configs
+from linnet.config.schema import DataConfig
+from linnet.core.errors import UserError
 from linnet.data import open_data
-from linnet.data.tokenizer import open_tokenizer
-from linnet.errors import UserError
+from linnet.runs.folder import RunFolder
+from linnet.runs.load import open_run, open_state
+from linnet.runs.metrics import read_metrics
+from linnet.runs.state import fresh_buffers
+from linnet.runs.weights import held_leaves, write_stored_run
+from linnet.runs.weights_file import export_safetensors
+from linnet.tokenizers.load import open_tokenizer
 from linnet.train import parent as parents
-from linnet.train.folder import RunFolder
-from linnet.train.interchange.stored_weights import held_leaves, write_stored_run
-from linnet.train.interchange.weights_file import export_safetensors
+from linnet.train.finetune_config import tuned_config
 from linnet.train.loop import train
-from linnet.train.metrics import read_metrics
 from linnet.train.parent import find_origin
-from linnet.train.runs import open_run, open_state
-from linnet.train.state import fresh_buffers
-from linnet.train.tuned_config import tuned_config
 
 
 @pytest.mark.parametrize("kind", ["run", "weights", "file"])
@@ -176,7 +176,7 @@ def test_a_parent_that_changed_is_refused(source: Path, tmp_path: Path) -> None:
 
 
 def test_8_bit_weights_are_trained_by_adapters_only(source: Path, tmp_path: Path) -> None:
-    from linnet import quant
+    from linnet.core import quant
 
     parent = open_run(parent_run(tmp_path, source, "moe"))
     lowered = quant.lower(parent.params, parent.family.param_specs(parent.cfg.model), "int8")

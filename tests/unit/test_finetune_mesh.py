@@ -16,9 +16,9 @@ import dataclasses, json, sys
 from pathlib import Path
 import tiny
 from tuned_runs import parent_run, tuned
-from linnet.train.folder import RunFolder
+from linnet.runs.folder import RunFolder
 from linnet.train.loop import train
-from linnet.train.metrics import read_metrics
+from linnet.runs.metrics import read_metrics
 
 folder, family, mesh, changes = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 source = tiny.corpus(folder)

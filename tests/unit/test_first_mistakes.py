@@ -8,15 +8,15 @@ import picture_files
 import pytest
 import tiny
 
-from linnet import config as configs
 from linnet.cli import main
 from linnet.cli.parse import base_config
-from linnet.config import DataConfig
+from linnet.config import schema as configs
+from linnet.config.schema import DataConfig
+from linnet.core.errors import UserError
 from linnet.data import open_data
-from linnet.errors import UserError
-from linnet.train.continuing import check_folder
-from linnet.train.folder import RunFolder
-from linnet.train.judge import open_judge
+from linnet.runs.folder import RunFolder
+from linnet.train.resume import check_folder
+from linnet.train.tasks import open_judge
 
 
 @pytest.mark.parametrize(

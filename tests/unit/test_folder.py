@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from linnet.errors import UserError
-from linnet.train.folder import RunFolder
+from linnet.core.errors import UserError
+from linnet.runs.folder import RunFolder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from linnet.train.folder import RunFolder
+from linnet.runs.folder import RunFolder
 with RunFolder(Path(sys.argv[1])).lock():
     print("held", flush=True)
     time.sleep(60)

@@ -12,12 +12,12 @@ import pytest
 from compiler_flags import simulated
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from linnet import params, rng
-from linnet.errors import UserError
-from linnet.families.moe.params import RULES
-from linnet.params import Spec
-from linnet.pytree import named_leaves, pytree, replace, static
-from linnet.sharding import make_mesh, open_mesh, partition, quantized_cuts, shardings
+from linnet.core import params, rng
+from linnet.core.errors import UserError
+from linnet.core.params import Spec
+from linnet.core.pytree import named_leaves, pytree, replace, static
+from linnet.models.moe.params import RULES
+from linnet.parallel.sharding import make_mesh, open_mesh, partition, quantized_cuts, shardings
 
 
 @pytree
@@ -78,8 +78,8 @@ def test_streams_are_the_same_in_every_process() -> None:
 def test_an_axis_that_does_not_divide_stays_whole() -> None:
     code = """
 import jax
-from linnet.params import Spec
-from linnet.sharding import make_mesh, partition, shardings
+from linnet.core.params import Spec
+from linnet.parallel.sharding import make_mesh, partition, shardings
 rules = {"model": "fsdp", "heads": "model", "vocab": "model"}
 mesh = make_mesh({"fsdp": 2, "model": 4})
 assert partition((4, 8, 64), ("layers", "model", "heads"), mesh, rules) == jax.sharding.PartitionSpec(None, "fsdp", "model")

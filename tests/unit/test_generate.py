@@ -13,20 +13,20 @@ from hypothesis import example, given
 from hypothesis import settings as given_settings
 from hypothesis import strategies as st
 
-from linnet import params as weights
-from linnet.config import RunConfig
-from linnet.data.tokenizer import BytesTokenizer
-from linnet.errors import UserError
-from linnet.families.generate import Piece, byte_of, generate
-from linnet.families.registry import get
-from linnet.families.vq import slots
-from linnet.families.vq.config import VQConfig
-from linnet.families.vq.params import buffer_specs, param_specs
+from linnet.config.schema import RunConfig
+from linnet.core import params as weights
+from linnet.core.errors import UserError
+from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS, TextRules
+from linnet.generate.samples import sample_pictures
+from linnet.models.generate import Piece, byte_of, generate
+from linnet.models.registry import get
+from linnet.models.vq import slots
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.params import buffer_specs, param_specs
 from linnet.nn.sampling import sampling_settings
 from linnet.serve.job import Job
 from linnet.serve.request import Event, Produced, Request, Sampling
-from linnet.tokens import FIRST_BYTE, N_BYTE_IDS, TextRules
-from linnet.train.samples import sample_pictures
+from linnet.tokenizers.base import BytesTokenizer
 
 CFG = VQConfig(d_model=32, d_k=16, d_v=64, n_code=16, n_layer=1, block_len=16, mem_len=8)
 KEY = jax.random.key(2)

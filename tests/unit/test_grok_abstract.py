@@ -8,15 +8,16 @@ import sys
 
 from compiler_flags import simulated
 
-from linnet import params, presets
-from linnet.families import registry
+from linnet.config import presets
+from linnet.core import params
+from linnet.models import registry
 
 COMPILE = """
 import json
 import jax, jax.numpy as jnp
 from linnet import presets, sharding
-from linnet.families.moe import model
-from linnet.families.moe.params import RULES, param_specs
+from linnet.models.moe import model
+from linnet.models.moe.params import RULES, param_specs
 
 cfg = presets.get("grok-1").model
 mesh = sharding.make_mesh({"model": 8})

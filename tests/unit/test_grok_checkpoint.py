@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from grok_files import CONFIG, GOLDENS, TINY_A, QuantizedWeight8bit, draw, dump, floats, number_of, write_release
 
-from linnet.errors import UserError
-from linnet.families.moe.config import MoEConfig
-from linnet.train.interchange import stored_array
-from linnet.train.interchange.grok.checkpoint import find_folder, places, read_checkpoint
-from linnet.train.interchange.grok.leaves import Pair, Tensor, to_leaves
-from linnet.train.interchange.grok.names import BY_LEAF, WEIGHTS, file_order
-from linnet.train.interchange.grok.settings import grok_config
-from linnet.train.interchange.stored_array import write_safetensors
+from linnet.convert.grok.checkpoint import find_folder, places, read_checkpoint
+from linnet.convert.grok.leaves import Pair, Tensor, to_leaves
+from linnet.convert.grok.names import BY_LEAF, WEIGHTS, file_order
+from linnet.convert.grok.settings import grok_config
+from linnet.core.errors import UserError
+from linnet.models.moe.config import MoEConfig
+from linnet.runs import stored_array
+from linnet.runs.stored_array import write_safetensors
 
 # The release's names of a layer's weights, and ours: from the family's own description.
 LEAVES = {
@@ -69,7 +69,7 @@ def test_the_published_order_shapes_and_partition_are_ours() -> None:
 
 
 def to_shapes(cfg: MoEConfig) -> dict[str, tuple[int, ...]]:
-    from linnet.train.interchange.grok.leaves import specs_by_name
+    from linnet.convert.grok.leaves import specs_by_name
 
     return {name: spec.shape for name, spec in specs_by_name(cfg).items()}
 

@@ -14,16 +14,16 @@ import pytest
 from grok_files import CONFIG, draw, floats, write_release
 from safetensors.numpy import load_file, save_file
 
-from linnet import quant
-from linnet.errors import UserError
-from linnet.families.moe.config import MoEConfig
-from linnet.families.moe.params import param_specs
-from linnet.train.interchange.grok.hf import export_conversion, read_conversion
-from linnet.train.interchange.grok.importing import find_grok
-from linnet.train.interchange.grok.leaves import to_leaves
-from linnet.train.interchange.grok.settings import find_settings, grok_config
-from linnet.train.interchange.stored_array import read_safetensors
-from linnet.train.interchange.stored_weights import read_weights, write_weights
+from linnet.convert.grok.hf import export_conversion, read_conversion
+from linnet.convert.grok.importing import find_grok
+from linnet.convert.grok.leaves import to_leaves
+from linnet.convert.grok.settings import find_settings, grok_config
+from linnet.core import quant
+from linnet.core.errors import UserError
+from linnet.models.moe.config import MoEConfig
+from linnet.models.moe.params import param_specs
+from linnet.runs.stored_array import read_safetensors
+from linnet.runs.weights import read_weights, write_weights
 
 CFG = dataclasses.replace(CONFIG, n_layer=2)
 ATTENTION = {"query": "q", "key": "k", "value": "v", "linear": "o"}

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from grok_files import CONFIG, TINY_A, QuantizedWeight8bit, as_main, dump, write_release
 
-from linnet import quant
 from linnet.cli.dispatch import main as command
-from linnet.data.tokenizer import open_tokenizer
-from linnet.families.moe import model as moe
-from linnet.families.moe.config import MoEConfig
-from linnet.train.runs import open_run
+from linnet.core import quant
+from linnet.models.moe import model as moe
+from linnet.models.moe.config import MoEConfig
+from linnet.runs.load import open_run
+from linnet.tokenizers.load import open_tokenizer
 
 CFG = dataclasses.replace(CONFIG, n_layer=2)
 

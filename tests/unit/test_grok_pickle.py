@@ -17,9 +17,9 @@ from grok_files import TINY_A, QuantizedWeight8bit, as_main, dump
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from linnet.errors import UserError
-from linnet.train.interchange.grok.opcodes import StoredPair, read_pickle
-from linnet.train.interchange.stored_array import StoredArray
+from linnet.convert.grok.pickle_reader import StoredPair, read_pickle
+from linnet.core.errors import UserError
+from linnet.runs.stored_array import StoredArray
 
 FILES = sorted((TINY_A / "ckpt-0").iterdir())
 

@@ -16,17 +16,17 @@ from grok_files import CONFIG, TINY_A, QuantizedWeight8bit, dump, write_release
 from safetensors.numpy import save_file
 from test_grok_conversions import converted
 
-from linnet.families.moe.params import param_specs
-from linnet.pytree import n_bytes
-from linnet.train.interchange import plan as plans
-from linnet.train.interchange import stored_array
-from linnet.train.interchange.grok.importing import find_grok, plan_import
-from linnet.train.interchange.grok.leaves import to_leaves
-from linnet.train.interchange.grok.names import QUANTIZED
-from linnet.train.interchange.grok.settings import grok_config
-from linnet.train.interchange.grok.sizes import file_size, file_sizes
-from linnet.train.interchange.plan import GB, MEMORIES, plan_from_config, show
-from linnet.train.interchange.stored_weights import read_weights, write_weights
+from linnet.convert import import_plan as plans
+from linnet.convert.grok.importing import find_grok, plan_import
+from linnet.convert.grok.leaves import to_leaves
+from linnet.convert.grok.names import QUANTIZED
+from linnet.convert.grok.settings import grok_config
+from linnet.convert.grok.sizes import file_size, file_sizes
+from linnet.convert.import_plan import GB, MEMORIES, plan_from_config, show
+from linnet.core.pytree import n_bytes
+from linnet.models.moe.params import param_specs
+from linnet.runs import stored_array
+from linnet.runs.weights import read_weights, write_weights
 
 N_PARAM, N_BYTES = 315_684_820_992, 318_239_886_140
 """Of the released Grok-1: known from the release itself."""

@@ -14,9 +14,9 @@ from http_fake import FakeModel, ask, talk
 from sentencepiece import SentencePieceProcessor
 
 from linnet.cli.dispatch import main as command
+from linnet.runs.load import open_run
 from linnet.serve.engine import EngineConfig
 from linnet.serve.served import ServedModel, serve_model
-from linnet.train.runs import open_run
 
 TOKENIZER = GOLDENS / "e2e_A_tokenizer.model"
 RUNS: list[dict[str, Any]] = json.loads((GOLDENS / "e2e_A.json").read_text())["runs"]

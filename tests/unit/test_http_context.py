@@ -11,7 +11,7 @@ import pytest
 from http_fake import FakeModel, ask, talk
 from pydantic import ValidationError
 
-from linnet.errors import UserError
+from linnet.core.errors import UserError
 from linnet.serve.http.schemas import TextAsk
 from linnet.serve.request import Sampling
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from http_fake import FakeModel, ask, talk
 
-from linnet.errors import UserError
+from linnet.core.errors import UserError
 from linnet.serve.http import openai_text
 from linnet.serve.http.app import ENDPOINTS, make_app
 from linnet.serve.http.lifecycle import Lifecycle, check_host

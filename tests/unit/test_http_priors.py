@@ -15,7 +15,7 @@ import pytest
 from http_fake import FakeModel, talk
 from prior_fake import DOT, FakePrior, ask_prior
 
-from linnet.families.prior.sampling import best
+from linnet.models.prior.sampling import best
 from linnet.serve.http.limits import Limits
 from linnet.serve.http.priors import most_like
 

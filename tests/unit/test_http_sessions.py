@@ -17,7 +17,7 @@ from PIL import Image
 from playground_server import DrawingModel, serving
 from waiting import PATIENCE
 
-from linnet.errors import UserError
+from linnet.core.errors import UserError
 from linnet.serve.http.limits import Limits
 from linnet.serve.sessions import Sessions
 from linnet.serve.state import State

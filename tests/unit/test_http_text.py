@@ -9,7 +9,7 @@ import httpx
 import pytest
 from http_fake import FakeModel, ask, talk
 
-from linnet.serve.http.answers import merge
+from linnet.serve.http.results import merge
 from linnet.serve.request import Choice, Produced, PromptRead
 
 

@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from linnet import params, rng
 from linnet.cli import main
-from linnet.config import DataConfig, PairsConfig, RunConfig
-from linnet.data.emoji import open_emoji
-from linnet.errors import UserError
-from linnet.families import registry
-from linnet.families.prior import sampling as prior_sampling
-from linnet.families.prior.config import PriorConfig
-from linnet.families.prior.plan import make_plan
-from linnet.families.vq.config import VQConfig
+from linnet.config.schema import DataConfig, PairsConfig, RunConfig
+from linnet.core import params, rng
+from linnet.core.errors import UserError
+from linnet.core.pytree import replace
+from linnet.data.sources.emoji import open_emoji
+from linnet.generate.text_to_image import Imagination, open_imagination
+from linnet.models import registry
+from linnet.models.prior import sampling as prior_sampling
+from linnet.models.prior.config import PriorConfig
+from linnet.models.prior.solver import make_plan
+from linnet.models.vq.config import VQConfig
 from linnet.nn.sampling import sampling_settings
-from linnet.pytree import replace
-from linnet.train.imagine import Imagination, open_imagination
-from linnet.train.runs import write_run
+from linnet.runs.load import write_run
 
 SHAPE = (4, 4, 3)
 PAINTER = RunConfig(
@@ -158,7 +158,7 @@ def test_runs_that_do_not_go_together_are_refused(runs: tuple[Path, Path], tmp_p
 def test_an_encoder_that_differs_is_refused(
     runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("linnet.train.imagine.encoder_of", lambda pairs, run: "open_clip:ViT-B-32/openai")
+    monkeypatch.setattr("linnet.generate.text_to_image.encoder_of", lambda pairs, run: "open_clip:ViT-B-32/openai")
     with pytest.raises(UserError, match=r"data.condition of .* is 'builtin', .*open_clip"):
         open_imagination(*runs)
 

@@ -1,8 +1,9 @@
-"""The import rule: foundations -> nn -> families -> config -> {data, train} -> bench -> cli, never the other way."""
+"""The import rule: packages import only packages that stand before them, and no modules import each other in a circle."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,70 +11,101 @@ import pytest
 import linnet
 
 ROOT = Path(linnet.__file__).parent
-RANK = {
-    **dict.fromkeys(
-        (
-            "errors",
-            "local_path",
-            "json_file",
-            "files",
-            "cluster",
-            "mesh",
-            "pytree",
-            "rng",
-            "params",
-            "sharding",
-            "quant",
-            "tokens",
-            "tuning",
-            "weights",
-            "__init__",
-        ),
-        0,
-    ),
-    "nn": 1,
-    "families": 2,
-    **dict.fromkeys(("config", "presets"), 3),
-    "data": 4,
-    "train": 5,
-    "serve": 5,
-    "bench": 6,
-    "plan": 6,
-    "cli": 7,
-}
+ORDER = (
+    ("core",),
+    ("parallel",),
+    ("nn",),
+    ("models",),
+    ("config",),
+    ("tokenizers",),
+    ("data",),
+    ("optim",),
+    ("runs",),
+    ("convert",),
+    ("evaluate", "generate"),
+    ("train", "serve", "report"),
+    ("verify", "plan", "bench"),
+    ("cli",),
+)
+"""Low to high. Packages of one step do not import each other."""
+RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
 
-def room(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def modules(root: Path) -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in root.rglob("*.py"):
+        name = ".".join((root.name, *path.relative_to(root).with_suffix("").parts))
+        found[name.removesuffix(".__init__")] = path
+    return found
 
 
-def imported(path: Path) -> set[str]:
-    """Every linnet module a file imports, wherever in the file it does."""
+def imports(path: Path, known: Mapping[str, Path]) -> set[str]:
+    """The modules of the package that a file imports, wherever in the file it does."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "linnet":
-            parts = node.module.split(".")
-            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in known else node.module)
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("linnet.")}
-    return found - {"__version__"}
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "linnet"}
+    return found
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_run_one_way(path: Path) -> None:
-    assert room(path) in RANK, f"{path.name} is in no room of the house: give it a rank here and in CONTRIBUTING.md"
-    for name in imported(path):
-        assert RANK[name] <= RANK[room(path)], f"{path.relative_to(ROOT)} imports {name}, which stands above it"
+def forbidden(name: str, imported: str) -> bool:
+    mine, other = name.split(".")[1], (*imported.split("."), "")[1]
+    if not other or mine == other:  # the package itself: its version
+        return False
+    return RANK[other] >= RANK[mine]
 
 
-def test_train_and_serve_do_not_know_each_other() -> None:
-    for path in (ROOT / "train").rglob("*.py"):
-        assert "serve" not in imported(path)
-    for path in (ROOT / "serve").rglob("*.py"):
-        assert "train" not in imported(path)
+def circles(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:
+    """Groups of modules that reach each other."""
+    reach = {name: _reachable(name, graph) for name in graph}
+    seen: set[str] = set()
+    for name in sorted(graph):
+        group = sorted(other for other in reach[name] if name in reach.get(other, ()))
+        if name in reach[name] and name not in seen:
+            seen |= set(group)
+            yield group
 
 
-def test_the_rule_can_fail(tmp_path: Path) -> None:
+def _reachable(name: str, graph: Mapping[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        for other in graph.get(waiting.pop(), set()) - found:
+            found.add(other)
+            waiting.append(other)
+    return found
+
+
+MODULES = modules(ROOT)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_run_one_way(name: str) -> None:
+    if name == "linnet":
+        return
+    assert name.split(".")[1] in RANK, f"{name} is in no package of the map: add it to ORDER and to CONTRIBUTING.md"
+    wrong = [imported for imported in imports(MODULES[name], MODULES) if forbidden(name, imported)]
+    assert not wrong, f"{name} imports {', '.join(wrong)}, which stands beside or above it"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {name: imports(path, MODULES) - {name} for name, path in MODULES.items()}
+    assert list(circles(graph)) == []
+
+
+def test_the_rules_can_fail(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
-    bad.write_text("def f():\n    from linnet.cli.dispatch import main\n    import linnet.train.loop\n")
-    assert imported(bad) == {"cli", "train"}
+    bad.write_text(
+        "def f():\n    from linnet.cli.dispatch import main\n    import linnet.train.loop\n    from linnet import cli"
+    )
+    assert imports(bad, MODULES) == {"linnet.cli.dispatch", "linnet.train.loop", "linnet.cli"}
+    assert forbidden("linnet.train.loop", "linnet.serve.engine")
+    assert forbidden("linnet.core.files", "linnet.nn.norm")
+    assert not forbidden("linnet.cli.train", "linnet.train.loop")
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert list(circles(graph)) == [["a", "b", "c"]]

@@ -14,12 +14,12 @@ import jax
 import numpy as np
 import pytest
 
-from linnet.families.moe.config import MoEConfig
-from linnet.families.prior.config import PriorConfig
-from linnet.families.registry import get
-from linnet.families.vq.config import VQConfig
-from linnet.params import init
-from linnet.pytree import named_leaves
+from linnet.core.params import init
+from linnet.core.pytree import named_leaves
+from linnet.models.moe.config import MoEConfig
+from linnet.models.prior.config import PriorConfig
+from linnet.models.registry import get
+from linnet.models.vq.config import VQConfig
 
 Kind = Literal["normal", "uniform", "zeros", "ones"]
 KURTOSIS = {"normal": 3.0, "uniform": 1.8}

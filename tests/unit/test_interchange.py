@@ -16,20 +16,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from linnet.config import RunConfig, to_json
-from linnet.errors import UserError
-from linnet.families.vq.config import VQConfig
-from linnet.families.vq.convert import to_reference
-from linnet.families.vq.params import buffer_specs, param_specs
-from linnet.params import map_specs
-from linnet.train.interchange import (
+from linnet.config.schema import RunConfig, to_json
+from linnet.convert import (
     export_safetensors,
     import_config,
     import_safetensors,
     read_transformer_vq,
     to_model,
 )
-from linnet.train.interchange.flax import read_flax
+from linnet.convert.flax import read_flax
+from linnet.core.errors import UserError
+from linnet.core.params import map_specs
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.convert import to_reference
+from linnet.models.vq.params import buffer_specs, param_specs
 
 PLAIN = VQConfig(n_vocab=11, d_model=8, d_k=4, d_v=6, n_head=2, n_code=5, n_layer=2, block_len=4, mem_len=6)
 TIED = VQConfig(

@@ -15,17 +15,17 @@ import pytest
 import tyro
 
 import linnet.cli
-from linnet import config as configs
-from linnet import presets
 from linnet.cli.dispatch import main
 from linnet.cli.parse import parse as linnet_parse
-from linnet.config import DataConfig, PairsConfig, RunConfig
+from linnet.config import presets
+from linnet.config import schema as configs
+from linnet.config.schema import DataConfig, PairsConfig, RunConfig
+from linnet.core.errors import UserError
+from linnet.core.local_path import check_local, is_free_text, is_remote
 from linnet.data import open_data
-from linnet.data.pairs import open_pairs
-from linnet.data.tokenizer import open_tokenizer
-from linnet.errors import UserError
-from linnet.local_path import check_local, is_free_text, is_remote
-from linnet.train.folder import RunFolder
+from linnet.data.embeddings import open_pairs
+from linnet.runs.folder import RunFolder
+from linnet.tokenizers.load import open_tokenizer
 
 URL = "s3://bucket/x"
 CLI = Path(linnet.cli.__file__).parent

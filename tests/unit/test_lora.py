@@ -16,23 +16,24 @@ import tiny
 from same_runs import assert_same_bits, lines
 from tuned_runs import begun, other_text, parent_run, tuned
 
-from linnet import config as configs
-from linnet import rng, sharding
-from linnet.config import RunConfig
+from linnet.config import schema as configs
+from linnet.config.schema import RunConfig
+from linnet.config.tuning import LoraConfig
+from linnet.core import rng
+from linnet.core.errors import UserError
+from linnet.core.pytree import n_bytes, named_leaves, replace
 from linnet.data import open_data
-from linnet.errors import UserError
-from linnet.families import registry
-from linnet.families.family import Keys
-from linnet.pytree import n_bytes, named_leaves, replace
-from linnet.train.folder import RunFolder
-from linnet.train.interchange.weights_file import export_safetensors, import_safetensors
+from linnet.models import registry
+from linnet.models.base import Keys
+from linnet.optim.lora import Adapter, adapter_specs, merge, trainable_specs
+from linnet.optim.optimizer import optimizer
+from linnet.parallel import sharding
+from linnet.runs.folder import RunFolder
+from linnet.runs.load import open_run, open_state
+from linnet.runs.state import TrainState, model_weights
+from linnet.runs.weights_file import export_safetensors, import_safetensors
 from linnet.train.loop import train
-from linnet.train.lora import Adapter, adapter_specs, merge, trainable_specs
-from linnet.train.optim import optimizer
-from linnet.train.runs import open_run, open_state
-from linnet.train.state import TrainState, model_weights
 from linnet.train.step import make_step
-from linnet.tuning import LoraConfig
 
 Name = Literal["vq", "moe"]
 
@@ -192,7 +193,7 @@ def test_settings_that_cannot_be_are_refused(values: dict[str, Any], words: str)
 
 
 def test_a_prior_has_no_adapters() -> None:
-    from linnet import presets
+    from linnet.config import presets
 
     cfg = dataclasses.replace(presets.get("prior-emoji"), lora=LoraConfig(rank=4))
     with pytest.raises(UserError, match="lora.rank is 4, but it must be 0 with family 'prior'"):

@@ -14,10 +14,10 @@ PLACES = """
 import dataclasses, json
 import jax
 from linnet import presets, sharding
-from linnet.families import registry
-from linnet.pytree import named_leaves
-from linnet.train.optim import optimizer
-from linnet.train.state import abstract_state, make_state
+from linnet.models import registry
+from linnet.core.pytree import named_leaves
+from linnet.optim.optimizer import optimizer
+from linnet.runs.state import abstract_state, make_state
 
 mesh = sharding.open_mesh("fsdp=4,model=2")
 found = {}
@@ -66,12 +66,12 @@ from pathlib import Path
 import jax, numpy as np
 from linnet import presets, rng, sharding
 from linnet import params as weights
-from linnet.families import registry
-from linnet.pytree import named_leaves
-from linnet.train.interchange import stored_weights
-from linnet.train.optim import optimizer
+from linnet.models import registry
+from linnet.core.pytree import named_leaves
+from linnet.convert import stored_weights
+from linnet.optim.optimizer import optimizer
 from linnet.train.parent import begin_from_weights
-from linnet.train.state import abstract_state
+from linnet.runs.state import abstract_state
 
 cfg, run = presets.get("quickstart"), Path(sys.argv[1]) / "run"
 family = registry.get(cfg.family)

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import PATIENCE
 
-from linnet.errors import UserError
-from linnet.train import metrics
-from linnet.train.metrics import (
+from linnet.core.errors import UserError
+from linnet.runs import metrics
+from linnet.runs.metrics import (
     BackgroundTracker,
     MetricsLog,
     make_record,
@@ -318,7 +318,7 @@ def test_a_damaged_line_never_blocks_a_resume_or_a_report(tmp_path: Path, line: 
     (tmp_path / "metrics.jsonl").write_bytes(text[: len(text) // 2].rpartition(b"\n")[0] + b"\n" + line + b"\n")
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(text[len(text) // 2 :].partition(b"\n")[2] + line + end)
-    from linnet.train.report import render
+    from linnet.report.build import render
 
     assert "<html" in render(tmp_path)
     with MetricsLog(tmp_path) as log:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from moe_tiny import make, tokens_of
 
-from linnet.families.moe import model
-from linnet.families.moe.config import MoEConfig
-from linnet.nn.experts import activation
-from linnet.nn.grouped_query import Scores, capped
+from linnet.core.pytree import named_leaves
+from linnet.models.moe import model
+from linnet.models.moe.config import MoEConfig
+from linnet.nn.gqa import Scores, capped
+from linnet.nn.moe import activation
 from linnet.nn.norm import rms_norm_gain
 from linnet.nn.rope import rotate
-from linnet.pytree import named_leaves
 
 
 @partial(jax.jit, static_argnames=("cfg", "plain"))

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from moe_tiny import make, tokens_of
 
-from linnet import rng
-from linnet.families.moe import cache, model, slots
-from linnet.families.moe.cache import BLOCK, Memory
-from linnet.families.moe.config import MoEConfig
+from linnet.core import rng
+from linnet.core.dtypes import Weights
+from linnet.models.moe import cache, model, slots
+from linnet.models.moe.cache import BLOCK, Memory
+from linnet.models.moe.config import MoEConfig
 from linnet.nn.sampling import sampling_settings
-from linnet.weights import Weights
 
 
 @partial(jax.jit, static_argnames="cfg")

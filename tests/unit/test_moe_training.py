@@ -14,19 +14,20 @@ import numpy as np
 import pytest
 import tiny
 
-from linnet import params as weights
-from linnet import presets, rng
+from linnet.config import presets
+from linnet.core import params as weights
+from linnet.core import rng
+from linnet.core.params import Spec, is_spec
 from linnet.data import Batch
-from linnet.families.moe import family
-from linnet.families.moe.config import MoEConfig
-from linnet.families.moe.params import MoEParams
-from linnet.families.remat import Remat
-from linnet.nn import experts as ex
-from linnet.params import Spec, is_spec
-from linnet.train.folder import RunFolder
+from linnet.models.moe import family
+from linnet.models.moe.config import MoEConfig
+from linnet.models.moe.params import MoEParams
+from linnet.nn import moe as ex
+from linnet.nn.remat import Remat
+from linnet.report.build import render
+from linnet.runs.folder import RunFolder
+from linnet.runs.metrics import read_metrics
 from linnet.train.loop import train
-from linnet.train.metrics import read_metrics
-from linnet.train.report import render
 
 CFG = tiny.MOE
 

@@ -14,25 +14,25 @@ import optax
 import pytest
 from tiny import config, corpus
 
-from linnet import config as configs
 from linnet.cli.evaluate import eval_command
 from linnet.cli.interchange import export_command, import_command
 from linnet.cli.sample import sample_command
-from linnet.config import OptimConfig, RunConfig
-from linnet.errors import UserError
-from linnet.families.vq.config import VQConfig
-from linnet.families.vq.convert import leaves_from_reference, params_from_leaves, to_reference
-from linnet.families.vq.params import buffer_specs, param_specs
-from linnet.params import map_specs
-from linnet.pytree import named_leaves
-from linnet.train.folder import RunFolder
-from linnet.train.interchange.flax import flatten, read_flax
-from linnet.train.interchange.flax_write import nest, pack_flax, write_flax
-from linnet.train.interchange.transformer_vq import newest_checkpoint
-from linnet.train.interchange.transformer_vq_optim import Unmapped, from_opt_state, read_optimizer, to_opt_state
+from linnet.config import schema as configs
+from linnet.config.schema import OptimConfig, RunConfig
+from linnet.convert.flax import flatten, read_flax
+from linnet.convert.flax_write import nest, pack_flax, write_flax
+from linnet.convert.transformer_vq import newest_checkpoint
+from linnet.convert.transformer_vq_optim import Unmapped, from_opt_state, read_optimizer, to_opt_state
+from linnet.core.errors import UserError
+from linnet.core.params import map_specs
+from linnet.core.pytree import named_leaves
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.convert import leaves_from_reference, params_from_leaves, to_reference
+from linnet.models.vq.params import buffer_specs, param_specs
+from linnet.optim.optimizer import optimizer
+from linnet.runs.folder import RunFolder
+from linnet.runs.load import open_state
 from linnet.train.loop import train
-from linnet.train.optim import optimizer
-from linnet.train.runs import open_state
 
 OFFICIAL = Path(__file__).parent.parent / "goldens" / "vq" / "official"
 LENGTHS = ["--block-len", "32", "--mem-len", "32", "--sequence-len", "512", "--update-len", "256"]

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet.config import OptimConfig
-from linnet.params import Spec
-from linnet.train.optim import optimizer, schedule
+from linnet.config.schema import OptimConfig
+from linnet.core.params import Spec
+from linnet.optim.optimizer import optimizer, schedule
 
 NAMES = ("adamw", "lion", "adafactor", "muon")
 N_LAYER = 3

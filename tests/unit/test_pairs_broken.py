@@ -9,8 +9,8 @@ import numpy as np
 import pair_files as files
 import pytest
 
-from linnet.data.pairs import Pairs, PairsConfig, open_pairs
-from linnet.errors import UserError
+from linnet.core.errors import UserError
+from linnet.data.embeddings import Pairs, PairsConfig, open_pairs
 
 
 @pytest.fixture(autouse=True)

@@ -15,13 +15,13 @@ import pytest
 from picture_files import png
 
 from linnet.cli.dispatch import main
+from linnet.core.errors import UserError
+from linnet.data.embeddings import PairsConfig, open_pairs
+from linnet.data.embeddings.captioned import Captioned, open_captioned
+from linnet.data.embeddings.embed import NOTES, Notes, Task, embed, read_notes
+from linnet.data.embeddings.encodings import EncodingSettings
 from linnet.data.encoders.builtin import open_builtin
-from linnet.data.pairs import PairsConfig, open_pairs
-from linnet.data.pairs.captioned import Captioned, open_captioned
-from linnet.data.pairs.embed import NOTES, Notes, Task, embed, read_notes
-from linnet.data.pairs.encodings import EncodingSettings
-from linnet.data.pixels import decode_pixels
-from linnet.errors import UserError
+from linnet.data.images import decode_pixels
 
 PICTURES = {f"{name}.png": png(i) for i, name in enumerate(("a", "b", "c", "d", "e"))}
 CAPTIONS = {name: f"picture {name[0]}: a square" for name in PICTURES}

@@ -8,9 +8,12 @@ import numpy as np
 import pair_files as files
 import pytest
 
-from linnet.data.emoji import open_emoji
+from linnet.core.errors import UserError
+from linnet.data.embeddings import Pairs, PairsConfig, open_pairs
+from linnet.data.embeddings import emoji as emoji_pairs
+from linnet.data.embeddings.neighbors import Gallery, recall
 from linnet.data.encoders import builtin, open_encoder
-from linnet.data.encoders.words import (
+from linnet.data.encoders.hashed_ngrams import (
     KEYWORD,
     MAX_FEATURES,
     MAX_WORDS,
@@ -20,10 +23,7 @@ from linnet.data.encoders.words import (
     split_words,
     word_features,
 )
-from linnet.data.pairs import Pairs, PairsConfig, open_pairs
-from linnet.data.pairs import emoji as emoji_pairs
-from linnet.data.pairs.gallery import Gallery, recall
-from linnet.errors import UserError
+from linnet.data.sources.emoji import open_emoji
 
 MB = 1 << 20
 
@@ -154,7 +154,7 @@ def test_the_division_of_the_emoji_is_not_to_be_changed(settings: dict[str, str 
 
 def test_the_nearest_are_those_of_the_largest_cosine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = open_pairs(PairsConfig(source=str(files.folder(tmp_path / "in", 3 * files.vectors()))), seed=0)
-    monkeypatch.setattr("linnet.data.pairs.gallery.BLOCK", 5)
+    monkeypatch.setattr("linnet.data.embeddings.neighbors.BLOCK", 5)
     queries = files.vectors(4, seed=9)
     found = Gallery(pairs).nearest(2 * queries, 6)
     cosines = queries @ files.vectors().T

@@ -12,10 +12,10 @@ import numpy as np
 import pair_files as files
 import pytest
 
-from linnet.data import order
-from linnet.data.pairs import Pairs, PairsConfig, open_pairs
-from linnet.data.pairs import scan as scans
-from linnet.errors import UserError
+from linnet.core.errors import UserError
+from linnet.data import shuffle as order
+from linnet.data.embeddings import Pairs, PairsConfig, open_pairs
+from linnet.data.embeddings import validate as scans
 
 
 @pytest.fixture(autouse=True)

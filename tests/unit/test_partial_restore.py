@@ -15,14 +15,14 @@ import tiny
 from checkpoint_state import TARGET, bits, make_state, two_saved
 from same_runs import assert_same_bits
 
-from linnet.errors import UserError
-from linnet.families import registry
-from linnet.pytree import named_leaves, replace
-from linnet.train import snapshot
-from linnet.train.checkpoint import Checkpoints
-from linnet.train.optim import optimizer
-from linnet.train.runs import open_run, open_state, write_run
-from linnet.train.state import both_weights, fresh_state, model_weights
+from linnet.core.errors import UserError
+from linnet.core.pytree import named_leaves, replace
+from linnet.models import registry
+from linnet.optim.optimizer import optimizer
+from linnet.runs.checkpoint import reader as snapshot
+from linnet.runs.checkpoint.manager import Checkpoints
+from linnet.runs.load import open_run, open_state, write_run
+from linnet.runs.state import both_weights, fresh_state, model_weights
 
 PART = replace(TARGET, opt_state=None, carry=None, key=None, key_data=None, step=None)
 
@@ -109,7 +109,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 import jax, orbax.checkpoint
-from linnet.train.runs import open_run, open_state
+from linnet.runs.load import open_run, open_state
 jax.numpy.zeros(1).block_until_ready()
 def peak():  # of this program: ru_maxrss would count what its parent held when it was forked
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

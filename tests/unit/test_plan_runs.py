@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from linnet import config as configs
-from linnet import params, presets
 from linnet.cli.plan import plan_command
-from linnet.config import DataConfig, OptimConfig, RunConfig
-from linnet.errors import UserError
-from linnet.families import registry
-from linnet.families.moe.config import MoEConfig
-from linnet.families.vq.config import VQConfig
+from linnet.config import presets
+from linnet.config import schema as configs
+from linnet.config.schema import DataConfig, OptimConfig, RunConfig
+from linnet.core import params
+from linnet.core.errors import UserError
+from linnet.models import registry
+from linnet.models.moe.config import MoEConfig
+from linnet.models.vq.config import VQConfig
 from linnet.plan import chips, outcome, planning, roofline, serving, sessions, sizes, tables
 from linnet.plan.collectives import Collective
 from linnet.plan.outcome import Memory, Plan

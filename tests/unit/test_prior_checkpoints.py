@@ -16,16 +16,16 @@ import pytest
 from prior_tiny import config, model
 from torch_files import Writer
 
-from linnet.errors import UserError
-from linnet.families.prior.config import PriorConfig
-from linnet.families.prior.convert import to_reference
-from linnet.families.prior.network import network
-from linnet.families.prior.params import PriorParams
-from linnet.families.prior.reference import infer_config
-from linnet.families.prior.releases import behaviour, recognize
-from linnet.families.prior.schedule import betas
-from linnet.train.interchange.dalle2_prior import _facts, find_states, read_prior_checkpoint
-from linnet.train.interchange.torch_file import Inert, read_torch
+from linnet.convert.dalle2.prior import _facts, find_states, read_prior_checkpoint
+from linnet.convert.torch_file import Inert, read_torch
+from linnet.core.errors import UserError
+from linnet.models.prior.config import PriorConfig
+from linnet.models.prior.convert import to_reference
+from linnet.models.prior.network import network
+from linnet.models.prior.params import PriorParams
+from linnet.models.prior.reference import infer_config
+from linnet.models.prior.releases import behaviour, recognize
+from linnet.models.prior.schedule import betas
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "prior" / "ckpt"
 

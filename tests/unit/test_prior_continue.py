@@ -15,35 +15,35 @@ import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from linnet import sharding
 from linnet.cli import main
-from linnet.config import RunConfig
-from linnet.errors import UserError
-from linnet.families import registry
-from linnet.families.prior.convert import ROTARY, to_reference
-from linnet.families.prior.diffusion import Draws, loss
-from linnet.families.prior.params import param_specs
-from linnet.train import ema
+from linnet.config.schema import RunConfig
+from linnet.convert.dalle2.export import trainer_file
+from linnet.convert.dalle2.prior import ImportedPrior, read_prior_checkpoint
+from linnet.convert.dalle2.trainer import NotContinuable, store_trainer, trainer_state, with_adam
+from linnet.convert.torch_file import read_torch
+from linnet.convert.torch_writer import write_torch
+from linnet.core.errors import UserError
+from linnet.models import registry
+from linnet.models.prior.convert import ROTARY, to_reference
+from linnet.models.prior.diffusion import Draws, loss
+from linnet.models.prior.params import param_specs
+from linnet.optim import ema
+from linnet.optim.optimizer import optimizer
+from linnet.parallel import sharding
+from linnet.runs.state import TrainState
+from linnet.runs.stored_trainer import TrainedSoFar, check_trainer, continue_from, trained_so_far
 from linnet.train import parent as parents
 from linnet.train.exports import progress_at
-from linnet.train.interchange.dalle2_export import trainer_file
-from linnet.train.interchange.dalle2_prior import ImportedPrior, read_prior_checkpoint
-from linnet.train.interchange.dalle2_trainer import NotContinuable, store_trainer, trainer_state, with_adam
-from linnet.train.interchange.stored_trainer import TrainedSoFar, check_trainer, continue_from, trained_so_far
-from linnet.train.interchange.torch_file import read_torch
-from linnet.train.interchange.torch_writer import write_torch
-from linnet.train.optim import optimizer
-from linnet.train.state import TrainState
-from linnet.train.tuned_config import tuned_config
+from linnet.train.finetune_config import tuned_config
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "prior" / "ckpt"
 WARMUP = CHECKPOINTS / "warmup_1.15.6_checkpoint.pth"
 
 
 def run_config(found: ImportedPrior, path: Path) -> RunConfig:
-    from linnet.train.interchange.dalle2_config import optim_config, train_config
-    from linnet.train.interchange.dalle2_parts import Train
-    from linnet.train.interchange.dalle2_trainer import trained_with
+    from linnet.convert.dalle2.config import optim_config, train_config
+    from linnet.convert.dalle2.parts import Train
+    from linnet.convert.dalle2.trainer import trained_with
 
     trainer = trainer_state(found.content, found.cfg, found.facts.get("version"), path)
     train = dataclasses.replace(Train(ema_update_after_step=0, ema_update_every=2), **trained_with(trainer))
@@ -58,7 +58,7 @@ def run_config(found: ImportedPrior, path: Path) -> RunConfig:
 
 
 def configs_pairs() -> Any:
-    from linnet.config import PairsConfig
+    from linnet.config.schema import PairsConfig
 
     return PairsConfig(batch_size=4)
 

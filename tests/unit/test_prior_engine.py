@@ -13,12 +13,12 @@ import pytest
 from prior_asks import Heard, running, wanted
 from prior_tiny import config, model, prepared
 
-from linnet import rng
-from linnet.errors import UserError
-from linnet.families.prior.config import PriorConfig
-from linnet.families.prior.plan import Plan, make_plan
-from linnet.families.prior.releases import behaviour
-from linnet.families.prior.sampling import make_rows, run, sample
+from linnet.core import rng
+from linnet.core.errors import UserError
+from linnet.models.prior.config import PriorConfig
+from linnet.models.prior.releases import behaviour
+from linnet.models.prior.sampling import make_rows, run, sample
+from linnet.models.prior.solver import Plan, make_plan
 from linnet.serve.prior.engine import PriorEngine, plan_for
 from linnet.serve.prior.request import SampleRequest
 from linnet.serve.request import Draining, QueueFull

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from linnet.errors import UserError
-from linnet.families.prior.convert import ROTARY, from_reference
-from linnet.families.prior.reference import infer_config
-from linnet.families.prior.releases import behaviour, family_of, recognize
-from linnet.families.prior.schedule import tables
-from linnet.train.interchange.dalle2_export import RELEASES, model_file, release_of, state_dict
-from linnet.train.interchange.dalle2_prior import read_prior_checkpoint
-from linnet.train.interchange.torch_file import read_torch
-from linnet.train.interchange.torch_writer import write_torch
+from linnet.convert.dalle2.export import RELEASES, model_file, release_of, state_dict
+from linnet.convert.dalle2.prior import read_prior_checkpoint
+from linnet.convert.torch_file import read_torch
+from linnet.convert.torch_writer import write_torch
+from linnet.core.errors import UserError
+from linnet.models.prior.convert import ROTARY, from_reference
+from linnet.models.prior.reference import infer_config
+from linnet.models.prior.releases import behaviour, family_of, recognize
+from linnet.models.prior.schedule import tables
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "prior"
 

@@ -15,14 +15,14 @@ import pytest
 from prior_tiny import config, model
 from torch_files import Writer
 
-from linnet import config as configs
 from linnet.cli import main
-from linnet.config import OptimConfig, PairsConfig
-from linnet.families.prior.convert import to_reference
-from linnet.families.prior.schedule import betas
-from linnet.train.continuing import check_folder
-from linnet.train.folder import RunFolder
-from linnet.train.runs import open_run
+from linnet.config import schema as configs
+from linnet.config.schema import OptimConfig, PairsConfig
+from linnet.models.prior.convert import to_reference
+from linnet.models.prior.schedule import betas
+from linnet.runs.folder import RunFolder
+from linnet.runs.load import open_run
+from linnet.train.resume import check_folder
 
 CFG = config(depth=1, timesteps=12, schedule="linear", text_encodings=False)
 SETTINGS = {

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from prior_tiny import config, inputs, model
 
-from linnet.errors import UserError
-from linnet.families.prior.convert import from_reference, to_reference
-from linnet.families.prior.diffusion import Draws, draw, loss, row_errors, row_losses
-from linnet.families.prior.network import denoise, network, read_text
-from linnet.families.prior.params import param_specs
-from linnet.families.prior.releases import behaviour
-from linnet.families.prior.schedule import min_snr_weights, tables
-from linnet.families.prior.tokens import padding_of
-from linnet.params import is_spec
-from linnet.pytree import named_leaves, replace
+from linnet.core.errors import UserError
+from linnet.core.params import is_spec
+from linnet.core.pytree import named_leaves, replace
+from linnet.models.prior.convert import from_reference, to_reference
+from linnet.models.prior.diffusion import Draws, draw, loss, row_errors, row_losses
+from linnet.models.prior.network import denoise, network, read_text
+from linnet.models.prior.params import param_specs
+from linnet.models.prior.releases import behaviour
+from linnet.models.prior.schedule import min_snr_weights, tables
+from linnet.models.prior.tokens import padding_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -175,7 +175,7 @@ def test_weights_go_to_the_references_names_and_back() -> None:
 def test_what_decays_is_what_has_two_dimensions_in_the_reference() -> None:
     cfg = config(**OPTIONS["all"])
     state = to_reference(model(cfg), cfg)
-    from linnet.families.prior.convert import NAMES
+    from linnet.models.prior.convert import NAMES
 
     for name, spec in named_leaves(param_specs(cfg), is_leaf=is_spec):
         assert (len(spec.layer_shape) == 1) == (state[NAMES[name].format(i=0)].ndim == 1), name

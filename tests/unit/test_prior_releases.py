@@ -12,16 +12,16 @@ import pytest
 from prior_tiny import config, model
 from torch_files import Writer
 
-from linnet import config as configs
 from linnet.cli import main
-from linnet.config import RunConfig
-from linnet.errors import UserError
-from linnet.families.prior.config import PriorConfig
-from linnet.families.prior.convert import to_reference
-from linnet.families.prior.releases import behaviour, family_of, parse, recognize
-from linnet.families.prior.sampling import check_guidance, effective_guidance, guidance_remark
-from linnet.families.prior.tokens import sinusoid, truncated
-from linnet.train.interchange.dalle2_prior import read_prior_checkpoint
+from linnet.config import schema as configs
+from linnet.config.schema import RunConfig
+from linnet.convert.dalle2.prior import read_prior_checkpoint
+from linnet.core.errors import UserError
+from linnet.models.prior.config import PriorConfig
+from linnet.models.prior.convert import to_reference
+from linnet.models.prior.releases import behaviour, family_of, parse, recognize
+from linnet.models.prior.sampling import check_guidance, effective_guidance, guidance_remark
+from linnet.models.prior.tokens import sinusoid, truncated
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "prior" / "ckpt"
 B, C, E = ["learned_query", "a.g"], ["null_text_embed", "a.g"], ["null_text_encodings", "a.g"]

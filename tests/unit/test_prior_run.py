@@ -15,23 +15,23 @@ import numpy as np
 import pytest
 from same_runs import assert_same_bits, lines
 
-from linnet import config as configs
-from linnet import rng
-from linnet.config import OptimConfig, PairsConfig, RunConfig, TrainConfig
-from linnet.data.pairs import open_pairs
-from linnet.errors import UserError
-from linnet.families import registry
-from linnet.families.prior import family
-from linnet.families.prior.config import PriorConfig
-from linnet.pytree import named_leaves
-from linnet.train import ema
-from linnet.train.evaluate_prior import evaluate_prior, five_cosines, must_fit
-from linnet.train.folder import RunFolder
+from linnet.config import schema as configs
+from linnet.config.schema import OptimConfig, PairsConfig, RunConfig, TrainConfig
+from linnet.core import rng
+from linnet.core.errors import UserError
+from linnet.core.pytree import named_leaves
+from linnet.data.embeddings import open_pairs
+from linnet.evaluate.prior import evaluate_prior, five_cosines, must_fit
+from linnet.models import registry
+from linnet.models.prior import family
+from linnet.models.prior.config import PriorConfig
+from linnet.optim import ema
+from linnet.optim.optimizer import optimizer
+from linnet.runs.folder import RunFolder
+from linnet.runs.load import open_run, open_state
+from linnet.runs.metrics import flat_scalars, read_metrics
+from linnet.runs.state import fresh_state
 from linnet.train.loop import train
-from linnet.train.metrics import flat_scalars, read_metrics
-from linnet.train.optim import optimizer
-from linnet.train.runs import open_run, open_state
-from linnet.train.state import fresh_state
 from linnet.train.step import update
 
 DIM, LEN = 16, 3
@@ -175,7 +175,7 @@ def test_an_evaluation_averages_over_pairs_however_they_are_cut(pairs_file: Path
 
 
 def test_five_cosines_by_hand() -> None:
-    from linnet.data.pairs import PairBatch
+    from linnet.data.embeddings import PairBatch
 
     texts, images = np.eye(3, 2, dtype=np.float32), np.array([[1, 1], [0, 2], [9, 9]], np.float32)
     batch = PairBatch(text_embed=texts, image_embed=images, encodings=None, mask=np.array([1, 1, 0], np.float32))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from prior_tiny import config, inputs, prepared
 
-from linnet.errors import UserError
-from linnet.families.prior import schedule
-from linnet.families.prior.plan import Plan, ddim_times, make_plan
-from linnet.families.prior.sampling import best, make_rows, run, sample
+from linnet.core.errors import UserError
+from linnet.models.prior import schedule
+from linnet.models.prior.sampling import best, make_rows, run, sample
+from linnet.models.prior.solver import Plan, ddim_times, make_plan
 
 WIDE = {"dim": 64, "n_head": 4, "d_head": 32, "ff_mult": 4}
 

@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from linnet.config import OptimConfig, TrainConfig
-from linnet.errors import UserError
-from linnet.params import Spec
-from linnet.train import ema
-from linnet.train.optim import optimizer, schedule
+from linnet.config.schema import OptimConfig, TrainConfig
+from linnet.core.errors import UserError
+from linnet.core.params import Spec
+from linnet.optim import ema
+from linnet.optim.optimizer import optimizer, schedule
 
 
 def test_decay_is_scaled_by_the_learning_rate_and_spares_vectors() -> None:

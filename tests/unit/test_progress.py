@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from linnet.train.progress import Progress, duration, track
+from linnet.core.formatting import duration
+from linnet.train.progress import Progress, track
 
 BITS = 1 / math.log(2)
 

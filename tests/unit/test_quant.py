@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet import quant
-from linnet.nn import rows
+from linnet.core import quant
+from linnet.core.params import Spec
+from linnet.core.pytree import n_bytes
+from linnet.core.quant import Quantized
+from linnet.nn import batch_invariant as rows
 from linnet.nn.linear import linear
-from linnet.params import Spec
-from linnet.pytree import n_bytes
-from linnet.quant import Quantized
 
 
 def drawn(*shape: int, seed: int = 0) -> jax.Array:

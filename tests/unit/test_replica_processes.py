@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from replica_fakes import ready_command
 
-from linnet.errors import UserError
+from linnet.core.errors import UserError
 from linnet.serve.replicas import fleet as fleets
 from linnet.serve.replicas import upstream
 from linnet.serve.replicas.fleet import Fleet, NotStarted, Replica

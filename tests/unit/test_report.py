@@ -21,10 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from linnet import config
-from linnet.train import charts, environment, plots, svg
-from linnet.train.positions import PositionSums
-from linnet.train.report import render, wall_seconds, write_report
+from linnet.config import schema as config
+from linnet.evaluate.positions import PositionSums
+from linnet.report import charts, plots, svg
+from linnet.report.build import render, wall_seconds, write_report
+from linnet.runs import environment
 
 EVIL = "<script>alert('x')</script>&\"'"
 EDGES = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256]

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet import config, presets
-from linnet.train.report import render
+from linnet.config import presets
+from linnet.config import schema as config
+from linnet.report.build import render
 
 
 def line(step: int, n_layer: int = 3, n_expert: int = 8) -> dict[str, Any]:

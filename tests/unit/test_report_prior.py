@@ -16,16 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_report import EVIL, JUNK, Checker, checked, event, write_lines
 
-from linnet import config
 from linnet.cli.evaluate import eval_command
-from linnet.data.pairs import open_pairs
-from linnet.errors import UserError
-from linnet.train import report_prior, retrieval
-from linnet.train.evaluate_prior import FIGURES, evaluate_prior
-from linnet.train.matrix_chart import matrix_chart, shorten
-from linnet.train.report import render, write_report
-from linnet.train.retrieval import Row, SimilarityMatrix
-from linnet.train.runs import write_run
+from linnet.config import schema as config
+from linnet.core.errors import UserError
+from linnet.data.embeddings import open_pairs
+from linnet.evaluate import retrieval
+from linnet.evaluate.prior import FIGURES, evaluate_prior
+from linnet.evaluate.retrieval import Row, SimilarityMatrix
+from linnet.report import prior as report_prior
+from linnet.report.build import render, write_report
+from linnet.report.matrix_chart import matrix_chart, shorten
+from linnet.runs.load import write_run
 
 
 def train_line(step: int) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from linnet.config import PairsConfig
-from linnet.data.pairs import Pairs, gallery, open_pairs
-from linnet.data.pairs.vectors import Vectors
-from linnet.train import retrieval
-from linnet.train.retrieval import SimilarityMatrix
+from linnet.config.schema import PairsConfig
+from linnet.data.embeddings import Pairs, open_pairs
+from linnet.data.embeddings import neighbors as gallery
+from linnet.data.embeddings.vectors import Vectors
+from linnet.evaluate import retrieval
+from linnet.evaluate.retrieval import SimilarityMatrix
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:

@@ -16,19 +16,19 @@ import pytest
 from PIL import Image
 from prior_tiny import config, model
 
-from linnet import config as configs
-from linnet import rng
 from linnet.cli import main
-from linnet.config import PairsConfig, RunConfig, TrainConfig
+from linnet.config import schema as configs
+from linnet.config.schema import PairsConfig, RunConfig, TrainConfig
+from linnet.core import rng
+from linnet.core.errors import UserError
+from linnet.data.embeddings import open_pairs
+from linnet.data.embeddings.embed import Notes
+from linnet.data.embeddings.neighbors import unit
+from linnet.data.embeddings.provenance import encoder_of
 from linnet.data.encoders import open_encoder
-from linnet.data.pairs import open_pairs
-from linnet.data.pairs.embed import Notes
-from linnet.data.pairs.encoded_by import encoder_of
-from linnet.data.pairs.gallery import unit
-from linnet.errors import UserError
-from linnet.families.prior.plan import make_plan
-from linnet.families.prior.sampling import prepare, sample
-from linnet.train.runs import write_run
+from linnet.models.prior.sampling import prepare, sample
+from linnet.models.prior.solver import make_plan
+from linnet.runs.load import write_run
 
 EMOJI = config(dim=256, depth=1, max_text_len=0, text_encodings=False)
 SMALL = config(depth=1, text_encodings=False)

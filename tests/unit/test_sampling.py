@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet import rng
-from linnet.errors import UserError
+from linnet.core import rng
+from linnet.core.errors import UserError
 from linnet.nn import sampling
 from linnet.nn.sampling import sampling_settings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from linnet.errors import UserError
+from linnet.core.errors import UserError
 from linnet.serve.request import AnswerLost, NoSession, SessionInUse
 from linnet.serve.session_folder import FolderSessions
 from linnet.serve.state import State

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float
 
-from linnet import quant, rng
-from linnet.families.vq import decode, model, slots
-from linnet.families.vq.config import VQConfig
-from linnet.families.vq.params import buffer_specs, param_specs
+from linnet.core import quant, rng
+from linnet.core.dtypes import Weights
+from linnet.core.params import Spec, map_specs
+from linnet.core.pytree import n_bytes
+from linnet.models.vq import decode, model, slots
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.params import buffer_specs, param_specs
 from linnet.nn.sampling import sampling_settings
-from linnet.params import Spec, map_specs
-from linnet.pytree import n_bytes
-from linnet.weights import Weights
 
 Made = tuple[VQConfig, Any, Any, decode.Prepared]
 

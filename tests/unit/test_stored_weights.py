@@ -17,20 +17,20 @@ import numpy as np
 import pytest
 import tiny
 
-from linnet import config as configs
-from linnet import params as weights
-from linnet import quant, rng
-from linnet.config import RunConfig
-from linnet.errors import UserError
-from linnet.families import registry
-from linnet.pytree import named_leaves
-from linnet.train.continuing import check_folder
-from linnet.train.folder import RunFolder
-from linnet.train.interchange.stored_array import Leaf
-from linnet.train.interchange.stored_weights import has_weights, write_stored_run
+from linnet.config import schema as configs
+from linnet.config.schema import RunConfig
+from linnet.core import params as weights
+from linnet.core import quant, rng
+from linnet.core.errors import UserError
+from linnet.core.pytree import named_leaves
+from linnet.models import registry
+from linnet.runs.folder import RunFolder
+from linnet.runs.load import open_run, open_state, write_run
+from linnet.runs.state import fresh_buffers
+from linnet.runs.stored_array import Leaf
+from linnet.runs.weights import has_weights, write_stored_run
 from linnet.train.loop import train
-from linnet.train.runs import open_run, open_state, write_run
-from linnet.train.state import fresh_buffers
+from linnet.train.resume import check_folder
 
 
 def model(cfg: RunConfig) -> Any:

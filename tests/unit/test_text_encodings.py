@@ -13,20 +13,20 @@ import pytest
 from picture_files import png
 from prior_tiny import model
 
-from linnet import config as configs
 from linnet.cli.dispatch import main
-from linnet.config import PairsConfig, RunConfig, TrainConfig
-from linnet.data.emoji import open_emoji
+from linnet.config import schema as configs
+from linnet.config.schema import PairsConfig, RunConfig, TrainConfig
+from linnet.core.errors import UserError
+from linnet.data.embeddings import open_pairs
+from linnet.data.embeddings.embed import NOTES, read_notes
+from linnet.data.embeddings.provenance import encoder_of
 from linnet.data.encoders import open_encoder
+from linnet.data.encoders.hashed_ngrams import MAX_WORDS
 from linnet.data.encoders.open_clip import _is_real
-from linnet.data.encoders.words import MAX_WORDS
-from linnet.data.pairs import open_pairs
-from linnet.data.pairs.embed import NOTES, read_notes
-from linnet.data.pairs.encoded_by import encoder_of
-from linnet.data.whole_file import RowWriter
-from linnet.errors import UserError
-from linnet.families.prior.config import PriorConfig
-from linnet.train.runs import write_run
+from linnet.data.npy_writer import RowWriter
+from linnet.data.sources.emoji import open_emoji
+from linnet.models.prior.config import PriorConfig
+from linnet.runs.load import write_run
 
 CAPTIONS = ["red heart: love", "a small cat", "red cat: heart, animal", "...", "the last of all words"]
 LEN = 4
@@ -181,7 +181,7 @@ def test_emoji_pairs_have_encodings_of_their_captions(monkeypatch: pytest.Monkey
     pictures, captions, split_of = open_emoji(32)
     rows = [split_of.index(name) for name in ("train", "validation", "test")]
     few = (pictures[rows], [captions[i] for i in rows], [split_of[i] for i in rows])
-    monkeypatch.setattr("linnet.data.pairs.emoji.open_emoji", lambda size: few)
+    monkeypatch.setattr("linnet.data.embeddings.emoji.open_emoji", lambda size: few)
     want = open_encoder("builtin").encode_texts(few[1]).encodings.astype(np.float16)
     for _ in range(2):  # made, then read from the cache
         pairs = open_pairs(PairsConfig(batch_size=1), 0, encodings=True)

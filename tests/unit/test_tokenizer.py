@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from tokenizer_files import EXACT, INEXACT, ODD, sentencepiece, write_all
 
 from linnet.cli.tokenizer import tokenizer_command
-from linnet.data.documents import Part
-from linnet.data.tokenizer import Tokenizer, open_tokenizer
-from linnet.data.tokenizer_huggingface import byte_letters
-from linnet.data.tokenizer_pieces import LONGEST_BLOCK_CHARS, blocks, lines, words
-from linnet.data.tokenizer_sentencepiece import open_sentencepiece
-from linnet.data.tokenizer_train import sentences, spread, stretches, train_sentencepiece
-from linnet.errors import UserError
+from linnet.core.errors import UserError
+from linnet.data.prepare.train_tokenizer import sentences, spread, stretches, train_sentencepiece
+from linnet.data.sources.documents import Part
+from linnet.tokenizers.base import Tokenizer
+from linnet.tokenizers.huggingface import byte_letters
+from linnet.tokenizers.load import open_tokenizer
+from linnet.tokenizers.pieces import LONGEST_BLOCK_CHARS, blocks, lines, words
+from linnet.tokenizers.sentencepiece import open_sentencepiece
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +213,7 @@ def test_training_does_not_look_at_what_is_held_out(monkeypatch: pytest.MonkeyPa
             for split, data in (("train", b"ab ab"), ("validation", b"XY XY"), ("test", b"XY XY")):
                 yield Part(split, data, True, True, split, 0)
 
-    monkeypatch.setattr("linnet.data.tokenizer_train.open_documents", lambda source, **options: Divided())
+    monkeypatch.setattr("linnet.data.prepare.train_tokenizer.open_documents", lambda source, **options: Divided())
     content = train_sentencepiece(["any"], vocab_size=263, model="bpe", sample_bytes=1000)
     assert open_sentencepiece(content).pieces(range(259, 263)) == ["ab", "a", "b", " "]
 

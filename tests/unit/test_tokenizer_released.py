@@ -10,10 +10,11 @@ from typing import Literal
 import pytest
 from tokenizer_files import write_all
 
-from linnet.data.tokenizer import SETTINGS_FILE, open_tokenizer, text_of
-from linnet.data.tokenizer_sentencepiece import SPACE
-from linnet.errors import UserError
-from linnet.families.detokenize import TextAssembler
+from linnet.core.errors import UserError
+from linnet.models.detokenize import TextAssembler
+from linnet.tokenizers.base import SETTINGS_FILE, text_of
+from linnet.tokenizers.load import open_tokenizer
+from linnet.tokenizers.sentencepiece import SPACE
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from torch_files import Writer, mutated, repacked
 
-from linnet.errors import UserError
-from linnet.train.interchange import torch_archive, torch_file
-from linnet.train.interchange.dalle2_prior import read_prior_checkpoint
-from linnet.train.interchange.torch_file import read_torch
+from linnet.convert import torch_archive, torch_file
+from linnet.convert.dalle2.prior import read_prior_checkpoint
+from linnet.convert.torch_file import read_torch
+from linnet.core.errors import UserError
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "prior" / "ckpt"
 SECONDS, BYTES = 5.0, 1 << 30

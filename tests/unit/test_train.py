@@ -11,11 +11,11 @@ import pytest
 import tiny
 from same_runs import assert_same_bits, lines
 
-from linnet.errors import UserError
-from linnet.train.folder import RunFolder
+from linnet.core.errors import UserError
+from linnet.runs.folder import RunFolder
+from linnet.runs.load import open_state
+from linnet.runs.metrics import read_metrics
 from linnet.train.loop import NotFinite, train
-from linnet.train.metrics import read_metrics
-from linnet.train.runs import open_state
 
 
 @pytest.fixture(scope="module")

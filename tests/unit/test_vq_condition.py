@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from linnet import params as weights
-from linnet import rng
+from linnet.core import params as weights
+from linnet.core import rng
+from linnet.core.errors import UserError
+from linnet.core.pytree import replace
 from linnet.data import Batch
-from linnet.errors import UserError
-from linnet.families.family import Keys
-from linnet.families.generate import generate
-from linnet.families.vq import family, guided, model, slots
-from linnet.families.vq.config import VQConfig
-from linnet.families.vq.convert import to_reference
-from linnet.families.vq.decode import read_token
+from linnet.models.base import Keys
+from linnet.models.generate import generate
+from linnet.models.vq import family, guided, model, slots
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.convert import to_reference
+from linnet.models.vq.decode import read_token
 from linnet.nn.sampling import sampling_settings
-from linnet.pytree import replace
 
 WIDTH = 6
 CFG = VQConfig(

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import tiny
 
-from linnet import params as weights
-from linnet import rng
+from linnet.core import params as weights
+from linnet.core import rng
 from linnet.data import Batch
-from linnet.families.family import Keys
-from linnet.families.remat import Remat
-from linnet.families.vq import family
-from linnet.families.vq.config import VQConfig
-from linnet.families.vq.params import VQBuffers
+from linnet.models.base import Keys
+from linnet.models.vq import family
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.params import VQBuffers
 from linnet.nn import codebook
-from linnet.train.folder import RunFolder
+from linnet.nn.remat import Remat
+from linnet.runs.folder import RunFolder
+from linnet.runs.metrics import read_metrics
 from linnet.train.loop import train
-from linnet.train.metrics import read_metrics
 
 PLAIN = dataclasses.replace(
     tiny.MODEL, p_dropemb=0.0, p_dropsin=0.0, p_dropres=0.0, p_droplyr=0.0, restart_dead_codes=False

@@ -18,7 +18,7 @@ from jax.lax import dynamic_slice_in_dim as cut
 from jax.lax import dynamic_update_slice_in_dim as put
 from jaxtyping import Array, Float, Int
 
-from linnet.nn.attention import Queries
+from linnet.nn.vq_attention import Queries
 
 LARGEST_CHUNK = 512
 

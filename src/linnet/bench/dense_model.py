@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from linnet.bench.dense import chunk_len, dense_attention
-from linnet.errors import refuse
-from linnet.families.family import Aux, Keys, TokenFamily
-from linnet.families.vq import family as vq
-from linnet.families.vq import model
-from linnet.families.vq.config import VQConfig
-from linnet.families.vq.params import UnitParams, VQBuffers, VQParams
+from linnet.core.errors import refuse
+from linnet.models.base import Aux, Keys, TokenFamily
+from linnet.models.vq import family as vq
+from linnet.models.vq import model
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.params import UnitParams, VQBuffers, VQParams
 from linnet.nn import codebook
-from linnet.nn.position import sinusoid
+from linnet.nn.positions import sinusoid
 
 
 def check(cfg: VQConfig) -> None:

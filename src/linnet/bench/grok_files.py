@@ -14,11 +14,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from linnet.config import run_from_dict
-from linnet.families.moe.config import MoEConfig
-from linnet.train.interchange.grok.leaves import specs_by_name
-from linnet.train.interchange.grok.names import QUANTIZED, file_order
-from linnet.train.interchange.grok.sizes import scale_groups
+from linnet.config.schema import run_from_dict
+from linnet.convert.grok.leaves import specs_by_name
+from linnet.convert.grok.names import QUANTIZED, file_order
+from linnet.convert.grok.sizes import scale_groups
+from linnet.models.moe.config import MoEConfig
 
 
 class QuantizedWeight8bit:

@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from linnet import config as configs
 from linnet.bench.measure import own_peak_bytes
-from linnet.config import RunConfig
-from linnet.families.moe.config import MoEConfig
-from linnet.train.environment import give_back_memory, rss_bytes
-from linnet.train.interchange.grok.checkpoint import checkpoint_files, read_checkpoint
-from linnet.train.interchange.grok.importing import Found, import_grok
-from linnet.train.interchange.stored_array import CHUNK
+from linnet.config import schema as configs
+from linnet.config.schema import RunConfig
+from linnet.convert.grok.checkpoint import checkpoint_files, read_checkpoint
+from linnet.convert.grok.importing import Found, import_grok
+from linnet.models.moe.config import MoEConfig
+from linnet.runs.environment import give_back_memory, rss_bytes
+from linnet.runs.stored_array import CHUNK
 
 
 def import_memory(cfg: RunConfig) -> dict[str, Any]:

@@ -11,25 +11,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from linnet import params as weights_of
-from linnet import quant, rng
 from linnet.bench import dense_model
 from linnet.bench.measure import Job
 from linnet.bench.run import TICKS
-from linnet.config import RunConfig
+from linnet.config.schema import RunConfig
+from linnet.core import params as weights_of
+from linnet.core import quant, rng
+from linnet.core.dtypes import Weights
+from linnet.core.params import Spec, is_spec
+from linnet.core.pytree import leaf_name, n_bytes
 from linnet.data import open_data
-from linnet.families import registry
-from linnet.families.family import TokenFamily
-from linnet.families.vq.config import VQConfig
-from linnet.families.vq.family import reading_block_len
+from linnet.evaluate.language_model import evaluate, make_nats
+from linnet.models import registry
+from linnet.models.base import TokenFamily
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.family import reading_block_len
 from linnet.nn import sampling
-from linnet.params import Spec, is_spec
-from linnet.pytree import leaf_name, n_bytes
-from linnet.train.evaluate import evaluate, make_nats
-from linnet.train.optim import optimizer as make_optimizer
-from linnet.train.state import fresh_buffers, fresh_state
+from linnet.optim.optimizer import optimizer as make_optimizer
+from linnet.runs.state import fresh_buffers, fresh_state
 from linnet.train.step import compile_step
-from linnet.weights import Weights
 
 BACKWARD = 3
 """Flops of a training step over those of its forward pass."""

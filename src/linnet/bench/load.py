@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from linnet.bench.clients import spread
-from linnet.config import RunConfig
-from linnet.data.tokenizer import BytesTokenizer
-from linnet.families import registry
+from linnet.config.schema import RunConfig
+from linnet.core.special_tokens import FIRST_BYTE
+from linnet.models import registry
 from linnet.serve.engine import Engine, EngineConfig
 from linnet.serve.request import Event, Finished, OnEvent, Request, Sampling
-from linnet.tokens import FIRST_BYTE
+from linnet.tokenizers.base import BytesTokenizer
 
 N_SLOTS = 8
 ANSWER = 256

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from linnet.bench.targets import GEMM_SIZE
-from linnet.train.environment import memory_bytes, peak_rss_bytes
+from linnet.runs.environment import memory_bytes, peak_rss_bytes
 
 LEAST_REPETITIONS = 5
 LEAST_SECONDS = 0.25

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from linnet import presets
 from linnet.bench.run import check_seconds, measure_apart, sized
 from linnet.bench.targets import GEMM_SIZE, MOE_PRESET, compare
-from linnet.config import RunConfig
-from linnet.errors import refuse
-from linnet.families.moe.config import MoEConfig
-from linnet.weights import Weights
+from linnet.config import presets
+from linnet.config.schema import RunConfig
+from linnet.core.dtypes import Weights
+from linnet.core.errors import refuse
+from linnet.models.moe.config import MoEConfig
 
 HELD: tuple[Weights, ...] = ("float32", "int8")
 SHORT_PARTS = 8

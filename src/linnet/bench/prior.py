@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from linnet import presets
 from linnet.bench.run import check_seconds, measure_apart
 from linnet.bench.targets import GEMM_SIZE, PRIOR_PRESET, compare
-from linnet.config import PairsConfig, RunConfig
-from linnet.errors import refuse
-from linnet.families.prior.config import PriorConfig
+from linnet.config import presets
+from linnet.config.schema import PairsConfig, RunConfig
+from linnet.core.errors import refuse
+from linnet.models.prior.config import PriorConfig
 
 TEXT_LEN = 77
 """Encodings of a text, where there are any: CLIP's."""

@@ -8,18 +8,18 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from linnet import rng
 from linnet.bench.jobs import BACKWARD, fresh_weights
 from linnet.bench.measure import Job
-from linnet.config import RunConfig
-from linnet.data.pairs import PairBatch
-from linnet.families import registry
-from linnet.families.prior import sampling
-from linnet.families.prior.flops import flops_of
-from linnet.families.prior.layers import unit
-from linnet.families.prior.plan import Solver, make_plan
-from linnet.train.optim import optimizer as make_optimizer
-from linnet.train.state import fresh_state
+from linnet.config.schema import RunConfig
+from linnet.core import rng
+from linnet.data.embeddings import PairBatch
+from linnet.models import registry
+from linnet.models.prior import sampling
+from linnet.models.prior.flops import flops_of
+from linnet.models.prior.layers import unit
+from linnet.models.prior.solver import Solver, make_plan
+from linnet.optim.optimizer import optimizer as make_optimizer
+from linnet.runs.state import fresh_state
 from linnet.train.step import compile_step
 
 PREFIX = "prior-"

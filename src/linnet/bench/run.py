@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from linnet import config as configs
-from linnet import presets
 from linnet.bench.targets import GEMM_SIZE, PRESET, TARGETS, compare
-from linnet.config import DataConfig, RunConfig
-from linnet.errors import UserError, refuse
-from linnet.families.prior.config import PriorConfig
-from linnet.families.vq.config import VQConfig
-from linnet.train.environment import cores_usable
+from linnet.config import presets
+from linnet.config import schema as configs
+from linnet.config.schema import DataConfig, RunConfig
+from linnet.core.errors import UserError, refuse
+from linnet.models.prior.config import PriorConfig
+from linnet.models.vq.config import VQConfig
+from linnet.runs.environment import cores_usable
 
 JOBS = ("train", "eval", "prefill", "decode")
 CONTEXT = 1024

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from linnet import presets
 from linnet.bench.run import measure_apart, sized
 from linnet.bench.targets import DENSE_RATIOS, GEMM_SIZE, LEAST_SHARE, PRESET
-from linnet.config import RunConfig
-from linnet.errors import refuse
-from linnet.files import atomic_write
-from linnet.train.charts import Series, line_chart
-from linnet.train.svg import standalone
+from linnet.config import presets
+from linnet.config.schema import RunConfig
+from linnet.core.errors import refuse
+from linnet.core.files import atomic_write
+from linnet.report.charts import Series, line_chart
+from linnet.report.svg import standalone
 
 SHORTEST, LONGEST = 512, 65_536
 BASE_LEN = 2048

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from linnet import presets
 from linnet.bench.run import CONTEXT, check_seconds, measure_apart, sized
 from linnet.bench.targets import GEMM_SIZE, PRESET
-from linnet.config import RunConfig
-from linnet.errors import refuse
-from linnet.tokens import N_BYTE_IDS
+from linnet.config import presets
+from linnet.config.schema import RunConfig
+from linnet.core.errors import refuse
+from linnet.core.special_tokens import N_BYTE_IDS
 
 JOBS = {
     "serve-engine": "the engine beside raw decoding",

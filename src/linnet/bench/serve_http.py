@@ -24,9 +24,9 @@ from linnet.bench.measure import Gemm, timed
 from linnet.bench.run import sized
 from linnet.bench.server import Server, serving
 from linnet.bench.turns import TURNS, Rate, raw_rate, turns
-from linnet.config import RunConfig
-from linnet.families import registry
-from linnet.train.runs import write_run
+from linnet.config.schema import RunConfig
+from linnet.models import registry
+from linnet.runs.load import write_run
 
 CLIENTS = 64
 PROMPT = 512

@@ -17,7 +17,7 @@ from linnet.bench.measure import Gemm, timed
 from linnet.bench.run import sized
 from linnet.bench.serve_http import over_http
 from linnet.bench.turns import TURNS, Rate, between, edge, raw_rate, turns
-from linnet.config import RunConfig
+from linnet.config.schema import RunConfig
 from linnet.serve.engine import Engine
 from linnet.serve.request import Event, Finished, Produced
 

@@ -11,10 +11,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from linnet.train.environment import describe, keep_memory
+from linnet.runs.environment import describe, keep_memory
 
 if TYPE_CHECKING:
-    from linnet.config import RunConfig
+    from linnet.config.schema import RunConfig
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
     import jax
 
     from linnet.bench.measure import TooLarge
-    from linnet.config import run_from_dict
+    from linnet.config.schema import run_from_dict
 
     jax.config.update("jax_enable_compilation_cache", False)  # compile time is measured cold
     cfg = run_from_dict(task["config"])

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from linnet.cli.parse import parse
-from linnet.errors import UserError, did_you_mean, refuse
-from linnet.files import atomic_write
+from linnet.core.errors import UserError, did_you_mean, refuse
+from linnet.core.files import atomic_write
 
 if TYPE_CHECKING:
-    from linnet.data.documents import Documents
     from linnet.data.index import Index
-    from linnet.data.pictures import Pictures
-    from linnet.data.prepare import Task
+    from linnet.data.prepare.pipeline import Task
+    from linnet.data.sources.documents import Documents
+    from linnet.data.sources.images import Pictures
 
 WORDS = """usage: linnet data COMMAND [--help] ...
 
@@ -80,7 +80,7 @@ def _prepare(argv: list[str]) -> int:
     words = "Turns a source into token shards that training maps into memory. Run it again after a kill: it goes on."
     flags = parse(PrepareFlags, argv, "data prepare", words)
     _refuse_flags(flags)
-    from linnet.data.prepare import prepare
+    from linnet.data.prepare.pipeline import prepare
 
     task = _task(flags)
     start = time.perf_counter()
@@ -116,9 +116,9 @@ def _refuse_flags(flags: PrepareFlags) -> None:
 
 
 def _task(flags: PrepareFlags) -> Task:
-    from linnet.data.chunks import Shares
-    from linnet.data.prepare import Task
-    from linnet.data.tokenizer import open_tokenizer
+    from linnet.data.prepare.chunks import Shares
+    from linnet.data.prepare.pipeline import Task
+    from linnet.tokenizers.load import open_tokenizer
 
     source, pixels = _open(flags)
     if pixels and flags.tokenizer != "bytes":
@@ -134,11 +134,11 @@ def _task(flags: PrepareFlags) -> Task:
 
 def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
     from linnet.data import index as indexes
-    from linnet.data.cache import cache_folder
-    from linnet.data.documents import open_documents
-    from linnet.data.named import NAMED, open_named
-    from linnet.data.pictures import looks_like_pictures, open_pictures
-    from linnet.data.prepare import is_unfinished
+    from linnet.data.prepare.pipeline import is_unfinished
+    from linnet.data.sources.cache import cache_folder
+    from linnet.data.sources.catalog import NAMED, open_named
+    from linnet.data.sources.documents import open_documents
+    from linnet.data.sources.images import looks_like_pictures, open_pictures
 
     path = Path(os.path.expanduser(flags.source))
     if flags.source in NAMED:  # a folder of that name is meant by ./NAME
@@ -250,8 +250,8 @@ def _show(argv: list[str]) -> int:
     import numpy as np
 
     from linnet.data import open_data
-    from linnet.data.pixels import contact_sheet, pixels_of_ids
-    from linnet.data.show import rows_as_text
+    from linnet.data.images import contact_sheet, pixels_of_ids
+    from linnet.data.inspect import rows_as_text
 
     cfg, seed = _data_of(flags)
     data = open_data(cfg, seed if flags.seed is None else flags.seed)
@@ -271,8 +271,8 @@ def _show(argv: list[str]) -> int:
 
 
 def _data_of(flags: ShowFlags) -> tuple[Any, int]:
-    from linnet import config as configs
-    from linnet.config import DataConfig
+    from linnet.config import schema as configs
+    from linnet.config.schema import DataConfig
     from linnet.data import index as indexes
 
     if (flags.what / "config.json").is_file():

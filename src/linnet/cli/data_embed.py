@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from linnet.cli.parse import parse
-from linnet.errors import refuse
+from linnet.core.errors import refuse
 
 if TYPE_CHECKING:
+    from linnet.data.embeddings.encodings import EncodingSettings
     from linnet.data.encoders import Encoder
-    from linnet.data.pairs.encodings import EncodingSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +54,11 @@ def embed_command(argv: list[str]) -> int:
         "after a kill: it resumes."
     )
     flags = parse(EmbedFlags, argv, "data embed", words)
+    from linnet.data.embeddings.captioned import open_captioned
+    from linnet.data.embeddings.embed import Task, embed
+    from linnet.data.embeddings.embed_texts import embed_texts, embedded_images
+    from linnet.data.embeddings.encodings import choose_encodings, stored_bytes
     from linnet.data.encoders import open_encoder
-    from linnet.data.pairs.captioned import open_captioned
-    from linnet.data.pairs.embed import Task, embed
-    from linnet.data.pairs.embed_texts import embed_texts, embedded_images
-    from linnet.data.pairs.encodings import choose_encodings, stored_bytes
 
     start = time.perf_counter()
     embedded = (

@@ -8,9 +8,9 @@ import logging
 import sys
 import traceback
 
-from linnet import cluster
 from linnet.cli.interruption import EXIT_INTERRUPT
-from linnet.errors import UserError, did_you_mean
+from linnet.core.errors import UserError, did_you_mean
+from linnet.parallel import cluster
 
 EXIT_OK, EXIT_FAILED, EXIT_USER, EXIT_NOT_FINITE = 0, 1, 2, 3
 DISK_ERRORS = {

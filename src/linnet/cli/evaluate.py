@@ -6,44 +6,15 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
+from linnet.cli.evaluate_flags import Flags
 from linnet.cli.parse import parse
-from linnet.errors import refuse
-from linnet.weights import Weights
+from linnet.core.errors import refuse
 
 if TYPE_CHECKING:
-    from linnet.config import DataConfig, RunConfig
-    from linnet.train.evaluate import Evaluation
-
-
-@dataclasses.dataclass(frozen=True)
-class Flags:
-    run: Annotated[Path, tyro.conf.Positional]
-    """The run's folder."""
-    split: Literal["train", "validation", "test"] = "validation"
-    checkpoint: str = "best"
-    """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
-    weights: Weights = "float32"
-    """The bits that weights are held in. Below 32 both are evaluated, and the difference is printed."""
-    source: str | None = None
-    """Other data to evaluate on: prepared data (its `split`), or a text file, folder or glob, read whole. For a prior: other pairs
-    of embeddings, all of them."""
-    sequence_len: int | None = None
-    """Tokens of one sequence, after which the state is reset; the run's own if not given. The loss depends on it."""
-    update_len: int | None = None
-    """Tokens that are computed together; the run's own if not given. It changes speed and memory only."""
-    data_source: Annotated[str | None, tyro.conf.arg(name="data.source")] = None
-    """Where the run's own data is now. Its content must be what the run was trained on."""
-    batch_size: int | None = None
-    limit: int | None = None
-    """Only so many sequences (or pairs), spread over the split."""
-    timesteps: tuple[int, ...] | None = None
-    """A prior: numbers of denoising steps to predict embeddings in; those of its training if not given."""
-    json: bool = False
-    """Print one JSON object."""
+    from linnet.config.schema import DataConfig, RunConfig
+    from linnet.evaluate.language_model import Evaluation
 
 
 def eval_command(argv: list[str]) -> int:
@@ -53,7 +24,7 @@ def eval_command(argv: list[str]) -> int:
         "eval",
         "Evaluates a run: every token (or pair) of the split counts once, the state carried through each sequence.",
     )
-    from linnet import config as configs
+    from linnet.config import schema as configs
 
     if flags.source is not None and flags.data_source is not None:
         raise refuse("--source", flags.source, "left out with --data.source", "leave one of them out")
@@ -67,16 +38,16 @@ def eval_command(argv: list[str]) -> int:
         return evaluate_prior_run(flags)
     if flags.timesteps is not None:
         raise refuse("--timesteps", flags.timesteps, "left out: only a prior predicts in steps", "leave it out")
-    from linnet import quant
     from linnet.cli.startup import prepare_jax
+    from linnet.core import quant
+    from linnet.core.pytree import n_bytes
     from linnet.data import open_data
-    from linnet.pytree import n_bytes
-    from linnet.train.environment import peak_rss_bytes
-    from linnet.train.evaluate import evaluate
+    from linnet.evaluate.language_model import evaluate
+    from linnet.runs.environment import peak_rss_bytes
+    from linnet.runs.load import open_run
+    from linnet.runs.relocated import check_same_data, relocated
+    from linnet.runs.vocabulary import must_match
     from linnet.train.progress import track
-    from linnet.train.relocated import check_same_data, relocated
-    from linnet.train.runs import open_run
-    from linnet.train.vocabulary import must_match
 
     prepare_jax()
     run = open_run(flags.run, flags.checkpoint)
@@ -150,8 +121,8 @@ def _with_lengths(cfg: RunConfig, flags: Flags) -> RunConfig:
 
 def _data(flags: Flags, trained_on: DataConfig) -> tuple[DataConfig, str]:
     """What is evaluated: the run's own data or another source, in the run's lengths; and which split of it."""
-    from linnet.config import DataConfig
-    from linnet.data.opening import is_divided
+    from linnet.config.schema import DataConfig
+    from linnet.data.load import is_divided
 
     if flags.source is None:
         return trained_on, flags.split
@@ -165,8 +136,8 @@ def _data(flags: Flags, trained_on: DataConfig) -> tuple[DataConfig, str]:
 
 def _write(flags: Flags, record: dict[str, Any], result: Evaluation) -> Path:
     """Into the run's folder: the figures, and the plot by position, whose path is returned."""
-    from linnet.train.metrics import replace_text
-    from linnet.train.plots import position_svg
+    from linnet.report.plots import position_svg
+    from linnet.runs.metrics import replace_text
 
     name = record["split"] if flags.weights == "float32" else f"{record['split']}_{flags.weights}"
     replace_text(flags.run / f"eval_{name}.json", json.dumps(record, indent=2) + "\n")
@@ -178,7 +149,7 @@ def _write(flags: Flags, record: dict[str, Any], result: Evaluation) -> Path:
 def _tell(record: dict[str, Any], result: Evaluation) -> None:
     from rich.console import Console
 
-    from linnet.train.plots import position_table, position_words
+    from linnet.report.plots import position_table, position_words
 
     console = Console()
     console.print(

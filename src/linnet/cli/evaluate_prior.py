@@ -7,14 +7,14 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from linnet.errors import UserError, refuse
+from linnet.core.errors import UserError, refuse
 
 if TYPE_CHECKING:
-    from linnet.cli.evaluate import Flags
-    from linnet.config import PairsConfig, RunConfig
-    from linnet.families.prior.params import PriorParams
-    from linnet.train.evaluate_prior import PriorEvaluation
-    from linnet.train.retrieval import Row
+    from linnet.cli.evaluate_flags import Flags
+    from linnet.config.schema import PairsConfig, RunConfig
+    from linnet.evaluate.prior import PriorEvaluation
+    from linnet.evaluate.retrieval import Row
+    from linnet.models.prior.params import PriorParams
 
 WEIGHTS = {"online": "the weights as trained", "ema": "their moving average"}
 
@@ -23,13 +23,13 @@ def evaluate_prior_run(flags: Flags) -> int:
     if flags.weights != "float32":
         raise refuse("--weights", flags.weights, "float32 for a prior", "leave it out")
     from linnet.cli.startup import prepare_jax
-    from linnet.data.pairs import open_pairs
-    from linnet.train import retrieval
-    from linnet.train.environment import peak_rss_bytes
-    from linnet.train.evaluate_prior import evaluate_prior
-    from linnet.train.metrics import replace_text
+    from linnet.data.embeddings import open_pairs
+    from linnet.evaluate import retrieval
+    from linnet.evaluate.prior import evaluate_prior
+    from linnet.runs.environment import peak_rss_bytes
+    from linnet.runs.metrics import replace_text
+    from linnet.runs.relocated import check_same_data, relocated
     from linnet.train.progress import track
-    from linnet.train.relocated import check_same_data, relocated
 
     prepare_jax()
     cfg, weights, step = _opened(flags)
@@ -90,9 +90,9 @@ def evaluate_prior_run(flags: Flags) -> int:
 
 def _opened(flags: Flags) -> tuple[RunConfig, dict[str, PriorParams], int]:
     """Both sets of weights, where the run has both."""
-    from linnet.train.interchange.stored_weights import is_weights_alone
-    from linnet.train.runs import open_run, open_state
-    from linnet.train.state import both_weights
+    from linnet.runs.load import open_run, open_state
+    from linnet.runs.state import both_weights
+    from linnet.runs.weights import is_weights_alone
 
     if is_weights_alone(flags.run):
         run = open_run(flags.run, flags.checkpoint)
@@ -120,9 +120,9 @@ def _data(flags: Flags, trained_on: PairsConfig) -> tuple[PairsConfig, str]:
 
 def _baselines(flags: Flags, cfg: RunConfig, pairs: Any) -> tuple[Any, str]:
     """Fitted on what the run was trained on, whatever is evaluated; none (and why) where that is not here."""
-    from linnet.data.pairs import open_pairs
-    from linnet.train import retrieval
-    from linnet.train.evaluate_prior import must_fit
+    from linnet.data.embeddings import open_pairs
+    from linnet.evaluate import retrieval
+    from linnet.evaluate.prior import must_fit
 
     if flags.source is None:
         return retrieval.baselines(pairs), ""
@@ -142,8 +142,8 @@ def _tell(record: dict[str, Any], result: PriorEvaluation, rows: list[Row], note
     from rich.console import Console
     from rich.table import Table
 
-    from linnet.train.evaluate_prior import FIGURES
-    from linnet.train.report_prior import NAMES, verdict
+    from linnet.evaluate.prior import FIGURES
+    from linnet.report.prior import NAMES, verdict
 
     console = Console()
     losses = ", ".join(f"{value:.4f} with {WEIGHTS[who]}" for who, value in result.losses.items())

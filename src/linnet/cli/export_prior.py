@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linnet.errors import UserError, refuse
+from linnet.core.errors import UserError, refuse
 
 if TYPE_CHECKING:
-    from linnet.cli.interchange import ExportFlags
-    from linnet.config import RunConfig
-    from linnet.train.state import TrainState
+    from linnet.cli.interchange_flags import ExportFlags
+    from linnet.config.schema import RunConfig
+    from linnet.runs.state import TrainState
 
 
 def export_prior(flags: ExportFlags) -> int:
-    from linnet import config as configs
-    from linnet.train.folder import RunFolder
-    from linnet.train.interchange.torch_writer import write_torch
+    from linnet.config import schema as configs
+    from linnet.convert.torch_writer import write_torch
+    from linnet.runs.folder import RunFolder
 
     family = configs.load(RunFolder(flags.run).config).family
     if family != "prior":
@@ -35,18 +35,18 @@ def export_prior(flags: ExportFlags) -> int:
 
 
 def _model(flags: ExportFlags) -> tuple[dict, int]:
-    from linnet.train.interchange.dalle2_export import model_file
-    from linnet.train.runs import open_run
+    from linnet.convert.dalle2.export import model_file
+    from linnet.runs.load import open_run
 
     run = open_run(flags.run, flags.checkpoint)
     return model_file(run.params, run.cfg.prior), run.step
 
 
 def _trainer(flags: ExportFlags) -> tuple[dict, int]:
+    from linnet.runs.load import open_state
+    from linnet.runs.stored_trainer import has_trainer
+    from linnet.runs.weights import is_weights_alone
     from linnet.train.exports import trainer_content
-    from linnet.train.interchange.stored_trainer import has_trainer
-    from linnet.train.interchange.stored_weights import is_weights_alone
-    from linnet.train.runs import open_state
 
     if not is_weights_alone(flags.run):
         cfg, state, step = open_state(flags.run, flags.checkpoint)
@@ -62,13 +62,13 @@ def _trainer(flags: ExportFlags) -> tuple[dict, int]:
 
 def _imported_trainer(flags: ExportFlags) -> tuple[RunConfig, TrainState, int]:
     """The state that an import's training would continue from."""
-    from linnet import config as configs
-    from linnet import sharding
-    from linnet.families import registry
-    from linnet.train.folder import RunFolder
-    from linnet.train.interchange.dalle2_export import check_trained_alike
-    from linnet.train.interchange.stored_trainer import continue_from, trained_so_far
-    from linnet.train.optim import optimizer
+    from linnet.config import schema as configs
+    from linnet.convert.dalle2.export import check_trained_alike
+    from linnet.models import registry
+    from linnet.optim.optimizer import optimizer
+    from linnet.parallel import sharding
+    from linnet.runs.folder import RunFolder
+    from linnet.runs.stored_trainer import continue_from, trained_so_far
 
     step = trained_so_far(flags.run).step
     if flags.checkpoint not in ("best", "latest", str(step)):
@@ -84,6 +84,6 @@ def _imported_trainer(flags: ExportFlags) -> tuple[RunConfig, TrainState, int]:
 def _write_safetensors(path: Path, content: dict) -> None:
     from safetensors.numpy import save
 
-    from linnet.data.whole_file import write_whole
+    from linnet.core.files import atomic_write
 
-    write_whole(path, save(content["model"], {"format": "pt", "version": content["version"]}))
+    atomic_write(path, save(content["model"], {"format": "pt", "version": content["version"]}))

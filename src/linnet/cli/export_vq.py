@@ -7,16 +7,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnet.errors import UserError, refuse
-from linnet.files import atomic_write
+from linnet.core.errors import UserError, refuse
+from linnet.core.files import atomic_write
 
 if TYPE_CHECKING:
-    from linnet.config import RunConfig
+    from linnet.config.schema import RunConfig
 
 
 def export_vq(run: Path, out: Path | None, checkpoint: str, *, npz: bool) -> int:
-    from linnet import config as configs
-    from linnet.train.folder import RunFolder
+    from linnet.config import schema as configs
+    from linnet.runs.folder import RunFolder
 
     family = configs.load(RunFolder(run).config).family
     if family != "vq":
@@ -29,9 +29,9 @@ def export_vq(run: Path, out: Path | None, checkpoint: str, *, npz: bool) -> int
 def _npz(run: Path, out: Path, checkpoint: str) -> int:
     import numpy as np
 
-    from linnet.families.vq.convert import to_reference
-    from linnet.train.interchange.npz import write_npz
-    from linnet.train.runs import open_run
+    from linnet.convert.npz import write_npz
+    from linnet.models.vq.convert import to_reference
+    from linnet.runs.load import open_run
 
     opened = open_run(run, checkpoint)
     cfg = opened.cfg
@@ -44,13 +44,13 @@ def _npz(run: Path, out: Path, checkpoint: str) -> int:
 def _flax(run: Path, out: Path | None, checkpoint: str) -> int:
     import numpy as np
 
-    from linnet.families.vq.convert import to_reference
-    from linnet.train.interchange import stored_weights
-    from linnet.train.interchange.flax_write import nest, write_flax
-    from linnet.train.interchange.transformer_vq_optim import from_opt_state
-    from linnet.train.interchange.transformer_vq_settings import settings_beside
-    from linnet.train.runs import open_run, open_state
-    from linnet.train.state import model_weights
+    from linnet.convert.flax_write import nest, write_flax
+    from linnet.convert.transformer_vq_optim import from_opt_state
+    from linnet.convert.transformer_vq_settings import settings_beside
+    from linnet.models.vq.convert import to_reference
+    from linnet.runs import weights as stored_weights
+    from linnet.runs.load import open_run, open_state
+    from linnet.runs.state import model_weights
 
     if stored_weights.is_weights_alone(run):
         opened = open_run(run, checkpoint)
@@ -83,9 +83,9 @@ def _flax(run: Path, out: Path | None, checkpoint: str) -> int:
 
 def _settings(cfg: RunConfig) -> dict[str, Any]:
     """As launch.py takes them. What the official code does not know is left out where it is off."""
-    from linnet.config import OptimConfig
-    from linnet.families.vq.config import VQConfig
-    from linnet.train.interchange.transformer_vq_settings import GROUPED, OPTIM
+    from linnet.config.schema import OptimConfig
+    from linnet.convert.transformer_vq_settings import GROUPED, OPTIM
+    from linnet.models.vq.config import VQConfig
 
     own = {f.name: f.default for f in dataclasses.fields(VQConfig) if f.name not in OFFICIAL}
     model = {name: value for name, value in dataclasses.asdict(cfg.model).items() if own.get(name) != value}

@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linnet import config as configs
 from linnet.cli.parse import RunFlags, flag_value, parse
-from linnet.cluster.place import ALONE, find_place
-from linnet.config import RunConfig
-from linnet.errors import UserError, refuse
+from linnet.config import schema as configs
+from linnet.config.schema import RunConfig
+from linnet.core.errors import UserError, refuse
+from linnet.parallel.cluster.environment import ALONE, find_place
 
 if TYPE_CHECKING:
     from linnet.train.parent import Origin
@@ -46,7 +46,7 @@ def _with_text(config: RunConfig, out: Path, quiet: bool) -> RunConfig:
     prepared."""
     if find_place(os.environ) != ALONE:
         return config
-    from linnet.train.tuned_data import with_encoded_text
+    from linnet.train.finetune_data import with_encoded_text
 
     return with_encoded_text(config, out, (lambda text: None) if quiet else print)
 
@@ -70,8 +70,8 @@ def _started(out: Path, path: Path) -> RunConfig | None:
 
 
 def _new(argv: list[str], path: Path) -> RunConfig:
+    from linnet.train.finetune_config import tuned_config
     from linnet.train.parent import find_origin
-    from linnet.train.tuned_config import tuned_config
 
     origin: Origin = find_origin(path, flag_value(argv, "--checkpoint") or "best")
     steps, rank = flag_value(argv, "--optim.steps") or "", flag_value(argv, "--lora.rank") or "0"

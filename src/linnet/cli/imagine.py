@@ -12,15 +12,15 @@ import tyro
 
 from linnet.cli import file_names
 from linnet.cli.parse import parse
-from linnet.errors import refuse
-from linnet.files import atomic_write
-from linnet.local_path import FreeText
+from linnet.core.errors import refuse
+from linnet.core.files import atomic_write
+from linnet.core.local_path import FreeText
 
 if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import UInt8
 
-    from linnet.train.imagine import Imagination
+    from linnet.generate.text_to_image import Imagination
 
 PRIOR, PAINTER = Path("runs/prior-emoji"), Path("runs/emoji-imagine")
 N_NEAREST = 3
@@ -66,9 +66,9 @@ def imagine_command(argv: list[str]) -> int:
     )
     _check(flags)
     from linnet.cli.startup import prepare_jax
-    from linnet.families.prior.sampling import guidance_remark
+    from linnet.generate.text_to_image import open_imagination
+    from linnet.models.prior.sampling import guidance_remark
     from linnet.nn.sampling import sampling_settings
-    from linnet.train.imagine import open_imagination
 
     settings = sampling_settings(1, temperature=flags.temperature, top_p=flags.top_p)
     prepare_jax()
@@ -123,8 +123,8 @@ def _guidance(flags: Flags, both: Imagination) -> float:
 
 
 def _write(flags: Flags, pictures: UInt8[np.ndarray, "n h w 3"]) -> tuple[Path, list[Path]]:
-    from linnet.data.pixels import contact_sheet, to_image
-    from linnet.train.samples import SHEET_COLUMNS, sheet_scale
+    from linnet.data.images import contact_sheet, to_image
+    from linnet.generate.samples import SHEET_COLUMNS, sheet_scale
 
     name = file_names.of_words(flags.text.strip().lower(), "imagined")
     sheet = flags.out or flags.painter / "samples" / "imagined" / f"{name}.png"

@@ -6,16 +6,16 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnet.errors import refuse
+from linnet.core.errors import refuse
 
 if TYPE_CHECKING:
-    from linnet.cli.interchange import ImportFlags
-    from linnet.config import RunConfig
-    from linnet.families.prior.config import PriorConfig
-    from linnet.families.prior.releases import Release
-    from linnet.train.interchange.dalle2_parts import Train
-    from linnet.train.interchange.dalle2_prior import ImportedPrior
-    from linnet.train.interchange.dalle2_trainer import TrainerState
+    from linnet.cli.interchange_flags import ImportFlags
+    from linnet.config.schema import RunConfig
+    from linnet.convert.dalle2.parts import Train
+    from linnet.convert.dalle2.prior import ImportedPrior
+    from linnet.convert.dalle2.trainer import TrainerState
+    from linnet.models.prior.config import PriorConfig
+    from linnet.models.prior.releases import Release
 
 OF_OTHERS = (
     "tokenizer",
@@ -47,11 +47,11 @@ def import_prior(flags: ImportFlags) -> int:
             raise refuse("--text-encodings", True, needs, "leave it out, or correct the JSON")
         settings = {**settings, "text_encodings": True}
     from linnet.cli.startup import prepare_jax
-    from linnet.config import PairsConfig, RunConfig
-    from linnet.train.interchange.dalle2_config import PRESET, optim_config, train_config
-    from linnet.train.interchange.dalle2_prior import read_prior_checkpoint
-    from linnet.train.interchange.dalle2_trainer import trained_with, with_adam
-    from linnet.train.interchange.stored_weights import must_be_new
+    from linnet.config.schema import PairsConfig, RunConfig
+    from linnet.convert.dalle2.config import PRESET, optim_config, train_config
+    from linnet.convert.dalle2.prior import read_prior_checkpoint
+    from linnet.convert.dalle2.trainer import trained_with, with_adam
+    from linnet.runs.weights import must_be_new
 
     must_be_new(out)
     prepare_jax()
@@ -100,7 +100,7 @@ def import_prior(flags: ImportFlags) -> int:
 
 def release_remark(release: Release, model: PriorConfig) -> str:
     """What the network computes, and how that is known."""
-    from linnet.families.prior.releases import NEWEST, OLDEST, WRONG_VELOCITY, parse
+    from linnet.models.prior.releases import NEWEST, OLDEST, WRONG_VELOCITY, parse
 
     text = {
         "mask": "missing text is hidden from attention",
@@ -123,8 +123,8 @@ def release_remark(release: Release, model: PriorConfig) -> str:
 
 def write_imported(out: Path, cfg: RunConfig, found: ImportedPrior, trainer: TrainerState | None) -> None:
     """As weights alone (with what training continues from): until it is trained, data and settings may still be chosen."""
-    from linnet.train.interchange.dalle2_trainer import store_trainer
-    from linnet.train.interchange.stored_weights import held_leaves, write_stored_run
+    from linnet.convert.dalle2.trainer import store_trainer
+    from linnet.runs.weights import held_leaves, write_stored_run
 
     def finish(folder: Path) -> None:
         if trainer is not None:
@@ -136,9 +136,9 @@ def write_imported(out: Path, cfg: RunConfig, found: ImportedPrior, trainer: Tra
 def start_from_checkpoint(path: Path, out: Path, cfg: RunConfig) -> tuple[RunConfig, list[str]]:
     """The run of the reference's settings, begun from the checkpoint that its tracker loads. What weights tell must agree with the
     settings; what the release computes comes from the checkpoint."""
-    from linnet.train.interchange.dalle2_export import BEHAVIOUR
-    from linnet.train.interchange.dalle2_prior import read_prior_checkpoint
-    from linnet.train.interchange.dalle2_trainer import with_adam
+    from linnet.convert.dalle2.export import BEHAVIOUR
+    from linnet.convert.dalle2.prior import read_prior_checkpoint
+    from linnet.convert.dalle2.trainer import with_adam
 
     settings = {name: value for name, value in dataclasses.asdict(cfg.prior).items() if name not in BEHAVIOUR}
     found = read_prior_checkpoint(path, settings)
@@ -151,7 +151,7 @@ def start_from_checkpoint(path: Path, out: Path, cfg: RunConfig) -> tuple[RunCon
 
 def find_trainer(file: Path, found: ImportedPrior, wanted: str) -> tuple[TrainerState | None, str]:
     """What training continues from, and a sentence about it."""
-    from linnet.train.interchange.dalle2_trainer import NotContinuable, trainer_state
+    from linnet.convert.dalle2.trainer import NotContinuable, trainer_state
 
     if wanted == "fresh":
         return None, "Training starts at step 0 with a fresh optimizer."
@@ -170,9 +170,9 @@ def find_trainer(file: Path, found: ImportedPrior, wanted: str) -> tuple[Trainer
 
 def _settings(path: Path | None) -> tuple[dict[str, Any], Train]:
     """What the reference's JSON says (the whole of it, or its part `prior`), as fields of our model; and how it was trained."""
-    from linnet.config import from_dict
-    from linnet.train.interchange.dalle2_config import import_settings
-    from linnet.train.interchange.dalle2_parts import Train, read_json, read_prior
+    from linnet.config.schema import from_dict
+    from linnet.convert.dalle2.config import import_settings
+    from linnet.convert.dalle2.parts import Train, read_json, read_prior
 
     if path is None:
         return {}, Train()

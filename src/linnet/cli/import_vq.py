@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from linnet.errors import refuse
+from linnet.core.errors import refuse
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from linnet.cli.interchange import ImportFlags
-    from linnet.config import OptimConfig, RunConfig
-    from linnet.families.vq.config import VQConfig
-    from linnet.train.interchange.transformer_vq_optim import OfficialOptim
+    from linnet.cli.interchange_flags import ImportFlags
+    from linnet.config.schema import OptimConfig, RunConfig
+    from linnet.convert.transformer_vq_optim import OfficialOptim
+    from linnet.models.vq.config import VQConfig
 
 # As in the paper: enwik8 with adamw, PG-19 with adafactor. The official code offers lion, the paper does not use it.
 ASSUMED: dict[str, dict[str, Any]] = {
@@ -22,20 +22,6 @@ ASSUMED: dict[str, dict[str, Any]] = {
     "lion": {"lr": 4e-5, "warmup_steps": 10_000, "steps": 125_000, "clip": 0.1, "decay": 2e-4},
     "adafactor": {"lr": 0.01, "warmup_steps": 10_000, "steps": 500_000, "clip": 0.1, "decay": 2e-4},
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimFlags:
-    """transformer-vq: how the checkpoint was trained, which its file does not hold."""
-
-    lr: float | None = None
-    schedule: Literal["cosine", "linear", "inv_sqrt", "constant"] | None = None
-    warmup_steps: int | None = None
-    steps: int | None = None
-    """Updates until the schedule ends (warm-up included)."""
-    extra_steps: int | None = None
-    clip: float | None = None
-    decay: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,9 +44,9 @@ def must_be_unused(flags: ImportFlags) -> None:
 
 
 def import_vq(flags: ImportFlags, file: Path) -> Imported:
-    from linnet.train.interchange.transformer_vq import import_config, read_official, to_model
-    from linnet.train.interchange.transformer_vq_optim import Unmapped, read_optimizer, to_opt_state
-    from linnet.train.interchange.transformer_vq_settings import read_settings, settings_beside
+    from linnet.convert.transformer_vq import import_config, read_official, to_model
+    from linnet.convert.transformer_vq_optim import Unmapped, read_optimizer, to_opt_state
+    from linnet.convert.transformer_vq_settings import read_settings, settings_beside
 
     found = read_official(file, flags.max_unpacked_gb)
     beside = settings_beside(found.path)
@@ -120,8 +106,8 @@ def _optim_config(
     found: OfficialOptim | None, settings: dict[str, Any], flags: ImportFlags, where: str
 ) -> tuple[OptimConfig, list[str]]:
     """The optimizer's settings, and the names of those that nothing states."""
-    from linnet.config import OptimConfig
-    from linnet.train.interchange.transformer_vq_settings import optim_config, optim_values
+    from linnet.config.schema import OptimConfig
+    from linnet.convert.transformer_vq_settings import optim_config, optim_values
 
     given = {name: value for name, value in dataclasses.asdict(flags.optim).items() if value is not None}
     stated = {**optim_values(settings, where), **given}
@@ -141,7 +127,7 @@ def _optim_config(
 
 def _run_config(model: VQConfig, settings: dict[str, Any], flags: ImportFlags, optim: OptimConfig) -> RunConfig:
     """Lengths: as the user says, else as the file says, rounded up to whole blocks, else a few blocks."""
-    from linnet.config import RunConfig
+    from linnet.config.schema import RunConfig
 
     cfg = RunConfig(preset="transformer-vq")
     block, sequence = model.block_len, flags.sequence_len

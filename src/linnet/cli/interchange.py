@@ -4,74 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
-
-import tyro
+from typing import TYPE_CHECKING, Any, cast
 
 from linnet.cli.advice import needed_prompt
-from linnet.cli.import_vq import OptimFlags, must_be_unused
+from linnet.cli.import_vq import must_be_unused
+from linnet.cli.interchange_flags import ExportFlags, ImportFlags
 from linnet.cli.parse import parse
-from linnet.config import RunConfig
-from linnet.errors import UserError, refuse
-from linnet.families.prior.config import PriorConfig
-from linnet.weights import Weights
+from linnet.config.schema import RunConfig
+from linnet.core.errors import UserError, refuse
+from linnet.models.prior.config import PriorConfig
 
 if TYPE_CHECKING:
-    from linnet.data.tokenizer import Rules, Tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class ImportFlags:
-    kind: Annotated[Literal["transformer-vq", "safetensors", "grok-1", "dalle2-prior"], tyro.conf.Positional]
-    """What the file is: an official Transformer-VQ checkpoint (Flax msgpack, a folder of them, of which the newest checkpoint_N is
-    read, or an .npz of '/'-joined names), Linnet's own export,
-    Grok-1: the release's folder with ckpt-0, or a Hugging Face conversion (a .safetensors file, or the folder of several), or a
-    checkpoint of DALLE2-pytorch's prior (.pth: a trainer's, a model's, an average's)."""
-    file: Annotated[Path | None, tyro.conf.Positional] = None
-    out: Path | None = None
-    """The folder of the new run (dalle2-prior: runs/FILE if not given)."""
-    block_len: int | None = None
-    """As the model was trained, where the file does not tell (the paper's: 512)."""
-    mem_len: int | None = None
-    sequence_len: int | None = None
-    """transformer-vq: tokens of one sequence, after which the state is reset (the paper's: 8192); the loss of an evaluation
-    depends on it."""
-    update_len: int | None = None
-    """transformer-vq: tokens of a sequence in one update (the paper's: 2048)."""
-    pe_lam: float | None = None
-    e_scale: float | None = None
-    """The paper's: 1 for enwik8, 0.005 for PG-19 and ImageNet64."""
-    agg_cache: bool | None = None
-    source: str | None = None
-    """Data to evaluate the run on: text (this Python's standard library if not given), or pairs of embeddings for a prior."""
-    tokenizer: str | None = None
-    """What the model's ids mean, kept with the run: a sentencepiece .model, a tokenizer.json, or a folder with one. The file of a
-    model from elsewhere is used as its own library uses it, an export's as the exported run used it."""
-    begin_id: Literal["end", "none"] | int | None = None
-    """What stands in front of every sequence: `end` (the id that ends a document), `none`, or an id. If not given: what the file
-    says, else none for grok-1 (the release reads bare prompts) and `end` for others."""
-    settings: Path | None = None
-    """grok-1: a config.json with the model's sizes; one that lies in or beside the checkpoint is used if not given, else the
-    published sizes. dalle2-prior: the JSON it was trained with, for what weights do not tell. transformer-vq: a JSON object of
-    launch.py's arguments."""
-    optim: OptimFlags = dataclasses.field(default_factory=OptimFlags)
-    which: Literal["ema", "online"] = "ema"
-    """dalle2-prior: the averaged weights or the trained ones, where the file has both."""
-    text_encodings: bool = False
-    """dalle2-prior: it was trained with the token encodings of its texts, which weights do not show (and --settings states)."""
-    release: str | None = None
-    """dalle2-prior: the release of DALLE2-pytorch that trained it, as in 1.4.2, instead of the one saved in the file. Networks with
-    the same weights compute different things in different releases."""
-    optimizer: Literal["auto", "keep", "fresh"] = "auto"
-    """dalle2-prior, transformer-vq: the optimizer state and step (and average) of a trainer's checkpoint, from which `linnet train`
-    continues. `auto`: kept where the file has them; `keep`: an error where it has not; `fresh`: training starts at step 0."""
-    weights: Weights = "float32"
-    """grok-1: bring matrices to so few bits while importing. What has fewer already stays as it is."""
-    max_unpacked_gb: float | None = None
-    """transformer-vq: refuse an .npz that unpacks to more gigabytes than this. If not given: 100 times its packed size, and at least
-    0.27."""
-    plan: bool = False
-    """grok-1: only say what importing and serving need, and on how many devices the model fits. FILE may be left out."""
+    from linnet.tokenizers.base import Rules, Tokenizer
 
 
 def import_command(argv: list[str]) -> int:
@@ -82,9 +26,9 @@ def import_command(argv: list[str]) -> int:
         "Makes a run of weights from elsewhere: it can be evaluated, sampled and trained further.",
     )
     from linnet.cli.startup import prepare_jax
-    from linnet.train.interchange.stored_weights import held_leaves, write_stored_run
-    from linnet.train.interchange.weights_file import import_safetensors, is_float32
-    from linnet.train.runs import write_run
+    from linnet.runs.load import write_run
+    from linnet.runs.weights import held_leaves, write_stored_run
+    from linnet.runs.weights_file import import_safetensors, is_float32
 
     if flags.kind != "transformer-vq":
         must_be_unused(flags)
@@ -108,7 +52,7 @@ def import_command(argv: list[str]) -> int:
         return _grok(flags, flags.file, flags.out)
     continued: dict[str, Any] = {}
     if flags.kind == "safetensors":
-        from linnet import config as configs
+        from linnet.config import schema as configs
 
         params, buffers, values = import_safetensors(flags.file)
         values.pop("version")
@@ -144,7 +88,7 @@ def import_command(argv: list[str]) -> int:
 
 def _tokenizer(flags: ImportFlags, rules: Rules | None) -> Tokenizer | None:
     """`rules` are for a file; a folder with a saved tokenizer has its own."""
-    from linnet.data.tokenizer import open_tokenizer
+    from linnet.tokenizers.load import open_tokenizer
 
     if flags.tokenizer is None:
         return None
@@ -153,7 +97,7 @@ def _tokenizer(flags: ImportFlags, rules: Rules | None) -> Tokenizer | None:
 
 def _exported_tokenizer(flags: ImportFlags, file: Path, cfg: RunConfig) -> Tokenizer | None:
     """By the rules of the exported run. Exports from before there was a choice were exact, but for Grok-1."""
-    from linnet.train.interchange.weights_file import exported_tokenizer
+    from linnet.runs.weights_file import exported_tokenizer
 
     if cfg.family == "prior":
         return _tokenizer(flags, None)
@@ -183,8 +127,8 @@ def _with_tokenizer(model: Any, tokenizer: Tokenizer, flags: ImportFlags) -> Any
 
 
 def _plan(flags: ImportFlags) -> int:
-    from linnet.train.interchange.grok.importing import plan_import
-    from linnet.train.interchange.plan import show
+    from linnet.convert.grok.importing import plan_import
+    from linnet.convert.import_plan import show
 
     if flags.kind != "grok-1":
         raise refuse("--plan", flags.kind, "used with grok-1", "leave it out: other models are small")
@@ -193,7 +137,7 @@ def _plan(flags: ImportFlags) -> int:
 
 
 def _grok(flags: ImportFlags, file: Path, out: Path) -> int:
-    from linnet.train.interchange.grok.importing import find_grok, import_grok, run_config
+    from linnet.convert.grok.importing import find_grok, import_grok, run_config
 
     found = find_grok(file, flags.settings)
     # A settings file that states a begin id is of a model that Linnet trained, with a tokenizer used as Linnet uses it.
@@ -208,35 +152,15 @@ def _grok(flags: ImportFlags, file: Path, out: Path) -> int:
     return 0
 
 
-@dataclasses.dataclass(frozen=True)
-class ExportFlags:
-    run: Annotated[Path, tyro.conf.Positional]
-    """The run's folder."""
-    out: Path | None = None
-    """The file (grok-hf: the folder); RUN.safetensors, RUN-transformer-vq/checkpoint_STEP, RUN.npz, RUN-hf or RUN.pth beside the run
-    if not given."""
-    format: Literal[
-        "safetensors", "transformer-vq", "transformer-vq-npz", "grok-hf", "dalle2-prior", "dalle2-trainer"
-    ] = "safetensors"
-    """`safetensors`: weights, codebooks and config, read back bit for bit by `linnet import safetensors`; `transformer-vq`: the
-    Flax msgpack file that the official code loads (weights, codebooks, optimizer state, step); `transformer-vq-npz` (or
-    `transformer-vq` with --out FILE.npz): the official tree as .npz, weights and codebooks only; `grok-hf`: safetensors by the
-    names of Grok-1's Hugging Face conversions, 8-bit weights as float32;
-    `dalle2-prior`: a prior's averaged weights by DALLE2-pytorch's names, as the .pth that its tracker saves as `model` (or, with an
-    --out that ends in .safetensors, the same state dict there); `dalle2-trainer`: a whole trainer checkpoint with optimizer state."""
-    checkpoint: str = "best"
-    """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
-
-
 def export_command(argv: list[str]) -> int:
     flags = parse(
         ExportFlags, argv, "export", "Writes a run's weights (the moving average where it keeps one) to one file."
     )
-    from linnet import config as configs
     from linnet.cli.startup import prepare_jax
-    from linnet.data.locations import for_other_machines
-    from linnet.train.interchange.weights_file import export_safetensors
-    from linnet.train.runs import open_run
+    from linnet.config import schema as configs
+    from linnet.data.sources.locations import for_other_machines
+    from linnet.runs.load import open_run
+    from linnet.runs.weights_file import export_safetensors
 
     prepare_jax()
     if flags.format in ("dalle2-prior", "dalle2-trainer"):
@@ -254,7 +178,7 @@ def export_command(argv: list[str]) -> int:
     if run.cfg.family != needed:
         raise refuse("--format", flags.format, f"one for {run.cfg.family} models", "use safetensors")
     if flags.format == "grok-hf":
-        from linnet.train.interchange.grok.hf import export_conversion
+        from linnet.convert.grok.hf import export_conversion
 
         n = export_conversion(run.params, cast(Any, run.cfg.model), out)
         print(f"Wrote {n} file{'s' if n > 1 else ''} to {out} (step {run.step}).")
@@ -266,7 +190,7 @@ def export_command(argv: list[str]) -> int:
 
 
 def _about_tokenizer(run: Path) -> dict[str, Any] | None:
-    from linnet.data.tokenizer import has_tokenizer, open_tokenizer
+    from linnet.tokenizers.load import has_tokenizer, open_tokenizer
 
     if not has_tokenizer(run):
         return None

@@ -14,16 +14,6 @@ EXIT_INTERRUPT = 130
 """128 + SIGINT, as shells report it."""
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """The entry point of the command line."""
-    install()
-    try:
-        from linnet.cli.dispatch import main as run
-    except KeyboardInterrupt:
-        _exit_now()
-    return run(arguments)
-
-
 def install() -> None:
     """Replaces Python's own SIGINT handler, and no other: a background job ignores the signal, and stays that way."""
     is_main = threading.current_thread() is threading.main_thread()
@@ -35,7 +25,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raises KeyboardInterrupt, except inside an import: module code may swallow it or turn it into another error, and there is
     nothing to clean up."""
     if is_importing(frame):
-        _exit_now()
+        exit_now()
     signal.default_int_handler(number, frame)
 
 
@@ -47,5 +37,5 @@ def is_importing(frame: FrameType | None) -> bool:
     return False
 
 
-def _exit_now() -> NoReturn:
+def exit_now() -> NoReturn:
     os._exit(EXIT_INTERRUPT)

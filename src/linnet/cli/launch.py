@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import IO
 
 from linnet.cli.parse import parse
-from linnet.cluster.last_word import EXIT_PEER_LOST
-from linnet.cluster.place import COORDINATOR, LAUNCHER, PROCESS_ID, PROCESSES
-from linnet.errors import UserError, refuse
+from linnet.core.errors import UserError, refuse
+from linnet.parallel.cluster.environment import COORDINATOR, LAUNCHER, PROCESS_ID, PROCESSES
+from linnet.parallel.cluster.exit import EXIT_PEER_LOST
 
 WORDS = """Runs a linnet command in several processes of this machine, as one cluster: linnet launch --processes 4 -- train quickstart.
 

@@ -10,12 +10,12 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from linnet import config as configs
-from linnet import presets
-from linnet.config import RunConfig
-from linnet.data.locations import retyped
-from linnet.errors import UserError
-from linnet.local_path import check_local, is_free_text
+from linnet.config import presets
+from linnet.config import schema as configs
+from linnet.config.schema import RunConfig
+from linnet.core.errors import UserError
+from linnet.core.local_path import check_local, is_free_text
+from linnet.data.sources.locations import retyped
 
 T = TypeVar("T")
 

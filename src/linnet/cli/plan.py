@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from linnet import presets
 from linnet.cli.parse import base_config, parse
-from linnet.config import RunConfig
-from linnet.errors import UserError
+from linnet.config import presets
+from linnet.config.schema import RunConfig
+from linnet.core.errors import UserError
 
 if TYPE_CHECKING:
     from linnet.plan.chips import Chip

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from linnet import config as configs
-from linnet import presets
 from linnet.cli.parse import parse
+from linnet.config import presets
+from linnet.config import schema as configs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +24,8 @@ def presets_command(argv: list[str]) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from linnet import params
-    from linnet.families import registry
+    from linnet.core import params
+    from linnet.models import registry
 
     table = Table("preset", "parameters", "data", "what it is", box=None)
     for name, (words, make) in presets.PRESETS.items():

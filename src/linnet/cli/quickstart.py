@@ -9,11 +9,11 @@ import json
 import lzma
 from pathlib import Path
 
-from linnet import config as configs
-from linnet import presets
 from linnet.cli.parse import parse
-from linnet.config import RunConfig
-from linnet.errors import refuse
+from linnet.config import presets
+from linnet.config import schema as configs
+from linnet.config.schema import RunConfig
+from linnet.core.errors import refuse
 
 # The share of the matrix-product rate that training this preset reaches (measured on two cores). It only sets how many steps
 # fit into the minutes asked for.
@@ -42,7 +42,7 @@ def quickstart_command(argv: list[str]) -> int:
     if not 0 < flags.minutes < 10_000:
         raise refuse("--minutes", flags.minutes, "above 0", "use 3")
     from linnet.cli.startup import prepare_jax
-    from linnet.train.folder import RunFolder
+    from linnet.runs.folder import RunFolder
     from linnet.train.interrupt import EXIT_INTERRUPTED
     from linnet.train.loop import train
 
@@ -58,7 +58,7 @@ def quickstart_command(argv: list[str]) -> int:
 
 def sized(minutes: float, seed: int) -> RunConfig:
     """The preset with as many steps as this machine makes in the time, so that the schedule ends when the time does."""
-    from linnet.families import registry
+    from linnet.models import registry
     from linnet.train.throughput import matmul_flops
 
     cfg = presets.get("quickstart")
@@ -80,12 +80,12 @@ def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
     from rich.table import Table
 
     from linnet.data import open_data
-    from linnet.train.evaluate import evaluate
-    from linnet.train.metrics import replace_text
+    from linnet.evaluate.language_model import evaluate
+    from linnet.generate.samples import sample_text
+    from linnet.report.build import write_report
+    from linnet.runs.load import open_run
+    from linnet.runs.metrics import replace_text
     from linnet.train.progress import track
-    from linnet.train.report import write_report
-    from linnet.train.runs import open_run
-    from linnet.train.samples import sample_text
 
     run = open_run(out)
     data = open_data(cfg.tokens, cfg.seed)

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from linnet.cli.parse import parse
-from linnet.errors import UserError
+from linnet.core.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +24,13 @@ def report_command(argv: list[str]) -> int:
     flags = parse(
         Flags, argv, "report", "Writes report.html into the run's folder: one page, nothing loaded from outside."
     )
-    from linnet.train.report import write_report
+    from linnet.report.build import write_report
 
     if not (flags.run / "config.json").is_file():
         raise UserError(f"{flags.run} is not a run: it has no config.json. Fix: name a folder made by `linnet train`.")
     if flags.data_source is not None:
-        from linnet import config as configs
-        from linnet.train.relocated import check_same_data, data_fingerprint, relocated
+        from linnet.config import schema as configs
+        from linnet.runs.relocated import check_same_data, data_fingerprint, relocated
 
         cfg = relocated(configs.load(flags.run / "config.json"), flags.data_source)
         check_same_data(flags.run, data_fingerprint(cfg), flags.data_source)

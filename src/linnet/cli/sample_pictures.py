@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from linnet.cli.sample import Flags, drawing_settings
-from linnet.data.pixels import BrokenPicture, contact_sheet, decode_pixels, to_image
-from linnet.errors import refuse
-from linnet.files import atomic_write
-from linnet.train.runs import Run
-from linnet.train.samples import SHEET_COLUMNS, sample_pictures, sheet_scale
+from linnet.cli.sample_flags import Flags, drawing_settings
+from linnet.core.errors import refuse
+from linnet.core.files import atomic_write
+from linnet.data.images import BrokenPicture, contact_sheet, decode_pixels, to_image
+from linnet.generate.samples import SHEET_COLUMNS, sample_pictures, sheet_scale
+from linnet.runs.load import Run
 
 if TYPE_CHECKING:
     from jaxtyping import UInt8

@@ -15,27 +15,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int64
 
-from linnet import rng
 from linnet.cli import file_names
-from linnet.data.encoders.encoder import encode_prompt, open_encoder
-from linnet.data.npy import as_float32, map_npy
-from linnet.data.pairs.encoded_by import encoder_of
-from linnet.data.pairs.gallery import Gallery, Nearest, unit
-from linnet.data.pairs.opening import open_gallery
-from linnet.data.pixels import contact_sheet
-from linnet.data.whole_file import write_array, write_whole
-from linnet.errors import UserError, refuse
-from linnet.families.prior import sampling
-from linnet.families.prior.conditions import check_encodings, cut_encodings
-from linnet.families.prior.config import PriorConfig
-from linnet.families.prior.plan import Plan, Solver, make_plan, usual_steps
-from linnet.train.samples import sheet_scale
+from linnet.core import rng
+from linnet.core.errors import UserError, refuse
+from linnet.core.files import atomic_write
+from linnet.data.embeddings.load import open_gallery
+from linnet.data.embeddings.neighbors import Gallery, Nearest, unit
+from linnet.data.embeddings.provenance import encoder_of
+from linnet.data.encoders.encoder import encode_prompt
+from linnet.data.encoders.load import open_encoder
+from linnet.data.images import contact_sheet
+from linnet.data.npy_writer import write_array
+from linnet.data.sources.npy import as_float32, map_npy
+from linnet.generate.samples import sheet_scale
+from linnet.models.prior import sampling
+from linnet.models.prior.conditions import check_encodings, cut_encodings
+from linnet.models.prior.config import PriorConfig
+from linnet.models.prior.solver import Plan, Solver, make_plan, usual_steps
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from linnet.cli.sample import Flags
-    from linnet.train.runs import Run
+    from linnet.cli.sample_flags import Flags
+    from linnet.runs.load import Run
 
 AT_ONCE = 64
 """Rows denoised together: memory stays bounded, and a row's bits do not depend on it."""
@@ -206,7 +208,7 @@ def _write(flags: Flags, shown: list[str], found: Predicted, nearest: Nearest | 
     n_row, k, height, width, channels = nearest.pictures.shape
     pictures = nearest.pictures.reshape(n_row * k, height, width, channels)
     sheet = place.with_suffix(".png")
-    write_whole(sheet, contact_sheet(pictures, k, sheet_scale((height, width, channels))))
+    atomic_write(sheet, contact_sheet(pictures, k, sheet_scale((height, width, channels))))
     return [place, sheet]
 
 

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from linnet.cli.parse import parse
-from linnet.errors import UserError, refuse
-from linnet.weights import Weights
+from linnet.core.dtypes import Weights
+from linnet.core.errors import UserError, refuse
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from linnet.data.embeddings.neighbors import Gallery
     from linnet.data.encoders import Encoder
-    from linnet.data.pairs.gallery import Gallery
+    from linnet.runs.load import Run
+    from linnet.serve.chat_template import ChatTemplate
     from linnet.serve.prior.served import ServedPrior
     from linnet.serve.served import ServedModel
-    from linnet.serve.template import ChatTemplate
-    from linnet.train.runs import Run
 
 KEYS = "LINNET_API_KEYS"
 SAY_SECONDS = 5.0
@@ -82,11 +82,11 @@ def serve_command(argv: list[str]) -> int:
     socket = os.environ.get(SOCKET)
     keys = [] if socket else _keys(flags.keys_file)
     from linnet.cli.startup import prepare_jax
+    from linnet.serve.chat_template import read_template
     from linnet.serve.http.app import make_app
     from linnet.serve.http.auth import Keys
     from linnet.serve.http.batch import read_lines
     from linnet.serve.http.lifecycle import Lifecycle, check_host, check_port, run, run_replica
-    from linnet.serve.template import read_template
 
     if socket is None:
         check_host(flags.host, bool(keys))
@@ -181,7 +181,7 @@ def _progress() -> Callable[[int, int], None]:
 
 def _open(name: str, folder: Path, flags: Flags, template: ChatTemplate) -> ServedModel | ServedPrior:
     """A model, ready; and a line about it."""
-    from linnet.train.runs import decoding_mesh, open_run
+    from linnet.runs.load import decoding_mesh, open_run
 
     run = open_run(folder, flags.checkpoint, flags.weights, decoding_mesh(folder, flags.mesh))
     return _open_prior(name, run, flags) if run.cfg.family == "prior" else _open_tokens(name, run, flags, template)
@@ -212,8 +212,8 @@ def _open_prior(name: str, run: Run, flags: Flags) -> ServedPrior:
 
 def _encoder(run: Run) -> tuple[Encoder | None, str | None]:
     """Of the vectors it was trained on, or why there is none."""
+    from linnet.data.embeddings.provenance import encoder_of
     from linnet.data.encoders import open_encoder
-    from linnet.data.pairs.encoded_by import encoder_of
 
     name = encoder_of(run.cfg.pairs, run.folder)
     if name is None:
@@ -229,7 +229,7 @@ def _encoder(run: Run) -> tuple[Encoder | None, str | None]:
 
 def _gallery(run: Run) -> tuple[Gallery | None, str | None]:
     """The images of its data, or why there are none: a run whose data is gone is served all the same."""
-    from linnet.data.pairs.opening import open_gallery
+    from linnet.data.embeddings.load import open_gallery
     from linnet.serve.prior.served import MOST_GALLERY
 
     try:

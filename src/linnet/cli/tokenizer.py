@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import tyro
 
 from linnet.cli.parse import parse
-from linnet.errors import UserError, did_you_mean, refuse
-from linnet.local_path import FreeText
+from linnet.core.errors import UserError, did_you_mean, refuse
+from linnet.core.local_path import FreeText
 
 SUBCOMMANDS = """usage: linnet tokenizer train SOURCE... --out DIR|FILE.model [--help]
        linnet tokenizer show TEXT [--tokenizer X] [--help]
@@ -71,10 +71,10 @@ def tokenizer_command(argv: list[str]) -> int:
 
 
 def _train(flags: TrainFlags) -> int:
-    from linnet.data.tokenizer import SENTENCEPIECE_FILE
-    from linnet.data.tokenizer_sentencepiece import open_sentencepiece
-    from linnet.data.tokenizer_train import train_sentencepiece
-    from linnet.data.whole_file import write_whole
+    from linnet.core.files import atomic_write
+    from linnet.data.prepare.train_tokenizer import train_sentencepiece
+    from linnet.tokenizers.base import SENTENCEPIECE_FILE
+    from linnet.tokenizers.sentencepiece import open_sentencepiece
 
     if not flags.sources:
         raise refuse("SOURCE", "", "at least one text file, folder or glob", "name the text to learn from")
@@ -96,7 +96,7 @@ def _train(flags: TrainFlags) -> int:
         max_unpacked_gb=flags.max_unpacked_gb,
         say=_say,
     )
-    write_whole(path, content)
+    atomic_write(path, content)
     trained = open_sentencepiece(content)
     _say(f"{path}: {trained.n_vocab:,} ids, fingerprint {trained.fingerprint[:12]}. Look at it with:")
     _say(f"  linnet tokenizer show 'some text' --tokenizer {path}")
@@ -104,7 +104,7 @@ def _train(flags: TrainFlags) -> int:
 
 
 def _show(flags: ShowFlags) -> int:
-    from linnet.data.tokenizer import open_tokenizer
+    from linnet.tokenizers.load import open_tokenizer
 
     tokenizer = open_tokenizer(flags.tokenizer, end_token=flags.end_token, rules=flags.rules)
     data = flags.text.encode(errors="surrogateescape")  # the shell's bytes, UTF-8 or not

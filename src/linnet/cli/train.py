@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from linnet.cli.advice import needed_prompt
 from linnet.cli.finetune import parse_fine_tuning
 from linnet.cli.parse import config_first, flag_value, parse_run
-from linnet.config import RunConfig
-from linnet.errors import refuse
+from linnet.config.schema import RunConfig
+from linnet.core.errors import refuse
 
 if TYPE_CHECKING:
-    from linnet.train.interchange.dalle2_parts import Parts
+    from linnet.convert.dalle2.parts import Parts
 
 WORDS = """Trains a model. The same command continues a run that was interrupted, exactly.
 
@@ -47,14 +47,14 @@ def default_folder(name: str, preset: str) -> Path:
 
 def run_training(config: RunConfig, out: Path, quiet: bool, remarks: Sequence[str] = ()) -> int:
     """`remarks`: what is to be known about these settings; printed, and kept among the run's events."""
-    from linnet.train.environment import keep_memory
+    from linnet.runs.environment import keep_memory
 
     if (
         config.family == "prior"
     ):  # a third faster for a quarter more memory; a vq update gains little, and would take 40% more
         keep_memory()  # before JAX is there
     from linnet.cli.startup import prepare_jax
-    from linnet.train.folder import RunFolder
+    from linnet.runs.folder import RunFolder
     from linnet.train.interrupt import EXIT_INTERRUPTED
     from linnet.train.loop import train
 
@@ -75,7 +75,7 @@ def _reference(argv: list[str]) -> Parts | None:
     """The settings file, where it is one of the reference's."""
     if not argv or not argv[0].endswith(".json") or not Path(argv[0]).is_file():
         return None
-    from linnet.train.interchange.dalle2_parts import is_reference, read_json, read_parts
+    from linnet.convert.dalle2.parts import is_reference, read_json, read_parts
 
     values = read_json(Path(argv[0]))
     return read_parts(values, Path(argv[0])) if is_reference(values) else None
@@ -83,9 +83,9 @@ def _reference(argv: list[str]) -> Parts | None:
 
 def _train_reference(argv: list[str], parts: Parts) -> int:
     """Flags are applied before any path of the file is opened: they may correct it."""
-    from linnet.train.interchange.dalle2_config import folder_hint, run_config
-    from linnet.train.interchange.dalle2_opening import open_config
-    from linnet.train.interchange.dalle2_tracker import loaded_file
+    from linnet.convert.dalle2.config import folder_hint, run_config
+    from linnet.convert.dalle2.data import open_config
+    from linnet.convert.dalle2.tracker import loaded_file
 
     flags = parse_run(argv, "train", WORDS, run_config(parts))
     config, remarks = open_config(parts, flags.config)
@@ -98,11 +98,11 @@ def _train_reference(argv: list[str], parts: Parts) -> int:
 
 def _loaded(config: RunConfig, out: Path, checkpoint: Path) -> tuple[RunConfig, list[str]]:
     """A new run begins from the checkpoint; one that is there already continues with its own."""
-    from linnet import config as configs
     from linnet.cli.import_prior import start_from_checkpoint
     from linnet.cli.startup import prepare_jax
+    from linnet.config import schema as configs
+    from linnet.runs.folder import RunFolder
     from linnet.train.exports import read_exports
-    from linnet.train.folder import RunFolder
 
     saved = RunFolder(out).config
     if saved.exists():
@@ -117,10 +117,10 @@ def keep_remarks(config: RunConfig, out: Path, remarks: Sequence[str]) -> None:
     """Everything that could refuse the run is asked first: a run that does not start leaves nothing."""
     import sys
 
-    from linnet.train.continuing import check_folder
-    from linnet.train.folder import RunFolder
-    from linnet.train.judge import open_judge
-    from linnet.train.metrics import MetricsLog, require_trackers
+    from linnet.runs.folder import RunFolder
+    from linnet.runs.metrics import MetricsLog, require_trackers
+    from linnet.train.resume import check_folder
+    from linnet.train.tasks import open_judge
 
     folder = RunFolder(out)
     require_trackers(config.train.trackers)

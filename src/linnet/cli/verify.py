@@ -12,7 +12,7 @@ import tyro
 from linnet.cli.parse import parse
 
 if TYPE_CHECKING:
-    from linnet.train.verify import Verification
+    from linnet.verify import Verification
 
 DESCRIPTION = """Compares this implementation with the references' own numbers. Exits 1 if an error exceeds the tolerance.
 
@@ -36,8 +36,8 @@ def verify_command(argv: list[str]) -> int:
     from rich.console import Console
 
     from linnet.cli.startup import prepare_jax
-    from linnet.train.verify import render, verify_file
-    from linnet.train.verify.installed import installed_goldens
+    from linnet.verify import render, verify_file
+    from linnet.verify.installed import installed_goldens
 
     prepare_jax()
     passed, n_tensor, files = True, 0, flags.files or installed_goldens()

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from linnet.data.batch import NO_DOCUMENT, Batch, Split, Window
 from linnet.data.dataset import Data
-from linnet.data.opening import open_data
+from linnet.data.load import open_data
 
 __all__ = ["NO_DOCUMENT", "Batch", "Data", "Split", "Window", "open_data"]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Shaped
 
-from linnet.pytree import pytree
-from linnet.tokens import PAD
+from linnet.core.pytree import pytree
+from linnet.core.special_tokens import PAD
 
 NO_DOCUMENT = -1
 

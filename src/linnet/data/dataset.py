@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from linnet.config import DataConfig
-from linnet.data import order
+from linnet.config.schema import DataConfig
+from linnet.core.errors import UserError, refuse
+from linnet.data import shuffle as order
 from linnet.data.batch import Batch, Split, cut
-from linnet.data.condition import Condition
-from linnet.data.holdout import SPLITS
-from linnet.data.tokenizer import Tokenizer
-from linnet.errors import UserError, refuse
+from linnet.data.conditioning import Condition
+from linnet.data.splits import SPLITS
+from linnet.tokenizers.base import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, Shaped
 
-from linnet.data.holdout import SPLITS
-from linnet.data.npy import map_npy
+from linnet.core.errors import UserError
+from linnet.core.files import atomic_write
+from linnet.core.json_file import parse_json
 from linnet.data.packed import Joined, PackedSplit
-from linnet.data.source import reading
-from linnet.data.tokenizer import Tokenizer, open_tokenizer
-from linnet.data.whole_file import write_whole
-from linnet.errors import UserError
-from linnet.json_file import parse_json
+from linnet.data.sources.files import reading
+from linnet.data.sources.npy import map_npy
+from linnet.data.splits import SPLITS
+from linnet.tokenizers.base import Tokenizer
+from linnet.tokenizers.load import open_tokenizer
 
 FORMAT, VERSION = "linnet-data", 1
 INDEX = "index.json"
@@ -74,7 +75,7 @@ class Index:
 
     def save(self, folder: Path) -> None:
         text = json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"
-        write_whole(folder / INDEX, text.encode())
+        atomic_write(folder / INDEX, text.encode())
 
     @property
     def n_bytes_on_disk(self) -> int:

@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Shaped
 
+from linnet.core.special_tokens import END, FIRST_BYTE, PAD
 from linnet.data.batch import NO_DOCUMENT, Window
-from linnet.tokens import END, FIRST_BYTE, PAD
 
 HASH_BYTES = 1 << 20
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from linnet.pytree import pytree
+from linnet.core.pytree import pytree
 
 LEAST_COUNT = 0.01  # below this a code's sum is no longer divided by its count
 

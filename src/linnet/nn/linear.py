@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from linnet import quant, sharding
-from linnet.quant import Half, Matrix, Quantized
+from linnet.core import quant
+from linnet.core.quant import Half, Matrix, Quantized
+from linnet.parallel import sharding
 
 
 def linear(x: Float[Array, "*B D"], weights: Matrix) -> Float[Array, "*B E"]:

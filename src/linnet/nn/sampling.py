@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from linnet.errors import refuse
+from linnet.core.errors import refuse
+from linnet.core.pytree import pytree
 from linnet.nn.sampling_bounds import LEAST_REPETITION_PENALTY, LEAST_TEMPERATURE
-from linnet.pytree import pytree
 
 MASKED = -1e10  # what the reference writes where a token is ruled out
 NUCLEUS_SLACK = 1e-4  # the reference's nucleus is this much smaller than asked for

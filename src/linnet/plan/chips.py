@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from linnet.errors import refuse
+from linnet.core.errors import refuse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

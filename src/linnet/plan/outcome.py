@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from linnet.config import RunConfig
-from linnet.families import registry
-from linnet.families.prior.config import PriorConfig
+from linnet.config.schema import RunConfig
+from linnet.models import registry
+from linnet.models.prior.config import PriorConfig
 from linnet.plan.collectives import Collective
 from linnet.plan.program import Program
 

@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from linnet import params
-from linnet.config import RunConfig
-from linnet.errors import UserError, refuse
-from linnet.families import registry
-from linnet.families.prior.config import PriorConfig
-from linnet.mesh import MESH_AXES, mesh_text, n_devices, n_row_parts, parse_mesh
+from linnet.config.schema import RunConfig
+from linnet.core import params
+from linnet.core.errors import UserError, refuse
+from linnet.models import registry
+from linnet.models.prior.config import PriorConfig
+from linnet.parallel.mesh import MESH_AXES, mesh_text, n_devices, n_row_parts, parse_mesh
 from linnet.plan import outcome, roofline
 from linnet.plan.chips import Chip
 from linnet.plan.outcome import MOST_DEVICES, Plan

@@ -12,15 +12,16 @@ from typing import Any, get_args
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from linnet import params, sharding
-from linnet.config import RunConfig
-from linnet.errors import refuse
-from linnet.families import registry
-from linnet.families.parts import check_serving, decoding_rules
-from linnet.families.vq.config import VQConfig
-from linnet.mesh import MESH_AXES, n_devices, parse_mesh
+from linnet.config.schema import RunConfig
+from linnet.core import params
+from linnet.core.dtypes import Weights
+from linnet.core.errors import refuse
+from linnet.models import registry
+from linnet.models.tensor_parallel import check_serving, decoding_rules
+from linnet.models.vq.config import VQConfig
+from linnet.parallel import sharding
+from linnet.parallel.mesh import MESH_AXES, n_devices, parse_mesh
 from linnet.plan.sizes import in_words
-from linnet.weights import Weights
 
 SHORT_TEXT = 1024
 """Tokens of a short conversation: of a state that grows with its text, one figure would say nothing."""

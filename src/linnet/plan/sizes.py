@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from linnet.errors import refuse
+from linnet.core.errors import refuse
 
 _UNITS = {"": 1.0, "b": 1.0} | {f"{p}b": 1000.0**i for i, p in enumerate("kmgt", 1)}
 _BINARY = {f"{p}ib": 1024.0**i for i, p in enumerate("kmgt", 1)}

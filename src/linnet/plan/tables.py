@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from linnet import presets
-from linnet.config import RunConfig
-from linnet.errors import UserError
-from linnet.mesh import mesh_text, n_row_parts, parse_mesh
+from linnet.config import presets
+from linnet.config.schema import RunConfig
+from linnet.core.errors import UserError
+from linnet.parallel.mesh import mesh_text, n_row_parts, parse_mesh
 from linnet.plan import roofline
 from linnet.plan.chips import CHIPS, Chip
 from linnet.plan.outcome import Plan

@@ -11,22 +11,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from linnet import sharding
-from linnet.config import RunConfig
+from linnet.config.schema import RunConfig
 from linnet.data.batch import Batch
-from linnet.data.pairs.batch import PairBatch
-from linnet.families import registry
-from linnet.families.family import Family
-from linnet.families.prior.config import PriorConfig
-from linnet.mesh import mesh_text, n_devices, n_row_parts, parse_mesh
-from linnet.nn import experts
+from linnet.data.embeddings.batch import PairBatch
+from linnet.models import registry
+from linnet.models.base import Family
+from linnet.models.prior.config import PriorConfig
+from linnet.nn import moe as experts
+from linnet.optim.lora import trainable_specs
+from linnet.optim.optimizer import optimizer as make_optimizer
+from linnet.parallel import sharding
+from linnet.parallel.mesh import mesh_text, n_devices, n_row_parts, parse_mesh
 from linnet.plan import program
 from linnet.plan.compiling import compile_for_reading
 from linnet.plan.hlo import Instruction
 from linnet.plan.outcome import MOST_DEVICES, Memory, Plan, useful_flops
-from linnet.train.lora import trainable_specs
-from linnet.train.optim import optimizer as make_optimizer
-from linnet.train.state import abstract_state
+from linnet.runs.state import abstract_state
 from linnet.train.step import make_step
 
 

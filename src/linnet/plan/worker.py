@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import sys
 
-from linnet.config import run_from_dict
-from linnet.mesh import n_devices, parse_mesh
+from linnet.config.schema import run_from_dict
+from linnet.parallel.mesh import n_devices, parse_mesh
 from linnet.plan.compiling import pretend
 from linnet.plan.outcome import MOST_DEVICES, to_json
 

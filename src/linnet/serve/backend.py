@@ -16,11 +16,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
-from linnet import rng, sharding
-from linnet.families.family import TokenFamily
-from linnet.families.parts import mesh_of, on_mesh_of
+from linnet.core import rng
+from linnet.core.pytree import n_bytes
+from linnet.models.base import TokenFamily
+from linnet.models.tensor_parallel import mesh_of, on_mesh_of
 from linnet.nn.sampling import Rules, SamplingSettings, sampling_settings
-from linnet.pytree import n_bytes
+from linnet.parallel import sharding
 from linnet.serve.request import MOST_TOP, Choice, Sampling
 
 N_TICKS = 16

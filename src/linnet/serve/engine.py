@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from linnet.data.tokenizer import Tokenizer
-from linnet.errors import UserError, refuse
-from linnet.families.family import TokenFamily
+from linnet.core.errors import UserError, refuse
+from linnet.models.base import TokenFamily
 from linnet.serve.backend import N_TICKS, Backend, Ticket
-from linnet.serve.constraint import Grammars
+from linnet.serve.engine_loop import Loop
+from linnet.serve.grammar import Grammars
 from linnet.serve.job import Job
-from linnet.serve.loop import Loop
-from linnet.serve.prefix import PrefixCache
+from linnet.serve.prefix_cache import PrefixCache
 from linnet.serve.request import Choice, OnEvent, Request
 from linnet.serve.scheduler import Plan
 from linnet.serve.state import State, model_fingerprint
+from linnet.tokenizers.base import Tokenizer
 
 LEAST_TICKS = 4
 """Of a dispatch that ends early to free a slot: with fewer the device would wait for the host."""

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from linnet.errors import refuse
-from linnet.families.begin import empty_prompt, in_front
-from linnet.families.detokenize import TextAssembler
+from linnet.core.errors import refuse
+from linnet.core.special_tokens import TextRules
+from linnet.models.bos import empty_prompt, in_front
+from linnet.models.detokenize import TextAssembler
 from linnet.serve.backend import Seat
-from linnet.serve.constraint import Matcher
+from linnet.serve.grammar import Matcher
 from linnet.serve.request import Choice, Event, Finished, FinishReason, OnEvent, Produced, PromptRead, Request, TooLong
-from linnet.tokens import TextRules
 
 
 class Job:

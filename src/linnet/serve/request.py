@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from linnet.errors import UserError, refuse
-from linnet.families.detokenize import check_stops
+from linnet.core.errors import UserError, refuse
+from linnet.models.detokenize import check_stops
 from linnet.nn.sampling_bounds import LEAST_REPETITION_PENALTY, LEAST_TEMPERATURE
 
 FinishReason = Literal["stop", "length", "stuck", "cancelled", "deadline", "error"]

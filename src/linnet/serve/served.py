@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from linnet.data.tokenizer import Tokenizer
-from linnet.families.family import TokenFamily
+from linnet.models.base import TokenFamily
+from linnet.serve.chat_template import PLAIN, ChatTemplate
 from linnet.serve.engine import Engine, EngineConfig
 from linnet.serve.request import OnEvent, Request
 from linnet.serve.session_folder import FolderSessions
 from linnet.serve.sessions import MOST_BYTES, Sessions
-from linnet.serve.template import PLAIN, ChatTemplate
+from linnet.tokenizers.base import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from linnet.errors import UserError, refuse
-from linnet.json_file import parse_json
+from linnet.core.errors import UserError, refuse
+from linnet.core.json_file import parse_json
 from linnet.serve import state as states
 from linnet.serve.request import AnswerLost, NoSession, SessionInUse
 from linnet.serve.sessions import MOST_BYTES, MOST_SESSIONS, Session, must_have_room, new_id, nothing_read

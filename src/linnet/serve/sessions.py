@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from linnet.errors import UserError
+from linnet.core.errors import UserError
 from linnet.serve import state as states
 from linnet.serve.held import HeldBytes
 from linnet.serve.request import NoSession, SessionInUse

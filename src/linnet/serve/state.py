@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from linnet.errors import UserError
-from linnet.json_file import parse_json
-from linnet.pytree import named_leaves
+from linnet.core.errors import UserError
+from linnet.core.json_file import parse_json
+from linnet.core.pytree import named_leaves
 
 FORMAT, VERSION, META = "linnet-state", 1, "linnet"
 KINDS: dict[str, Any] = {"F32": np.float32, "BF16": jnp.bfloat16, "I32": np.int32}

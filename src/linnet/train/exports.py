@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 import jax
 
-from linnet.config import RunConfig
-from linnet.errors import UserError, refuse
-from linnet.local_path import check_local
-from linnet.train.checkpoint import Checkpoints
-from linnet.train.folder import RunFolder
-from linnet.train.interchange.dalle2_export import check_trained_alike, model_file, trainer_file
-from linnet.train.interchange.stored_trainer import TrainedSoFar, has_trainer, trained_so_far
-from linnet.train.interchange.torch_writer import write_torch
-from linnet.train.state import TrainState, model_weights
+from linnet.config.schema import RunConfig
+from linnet.convert.dalle2.export import check_trained_alike, model_file, trainer_file
+from linnet.convert.torch_writer import write_torch
+from linnet.core.errors import UserError, refuse
+from linnet.core.local_path import check_local
+from linnet.runs.checkpoint.manager import Checkpoints
+from linnet.runs.folder import RunFolder
+from linnet.runs.state import TrainState, model_weights
+from linnet.runs.stored_trainer import TrainedSoFar, has_trainer, trained_so_far
 
 FORM = re.compile(r"(latest|best):(checkpoint|model):(.+)", re.DOTALL)
 FIELDS = ("epoch", "samples_seen")

@@ -15,34 +15,37 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from linnet import config as configs
-from linnet import params as weights
-from linnet import sharding
-from linnet.config import RunConfig
-from linnet.data.locations import absolute_paths, with_base
-from linnet.errors import UserError, refuse
-from linnet.families import registry
-from linnet.families.family import Family
-from linnet.files import atomic_write, remove_parts
-from linnet.train import environment, lora_base, together
+from linnet.config import schema as configs
+from linnet.config.schema import RunConfig
+from linnet.core import params as weights
+from linnet.core.errors import UserError, refuse
+from linnet.core.files import atomic_write, remove_parts
+from linnet.data.sources.locations import absolute_paths, with_base
+from linnet.models import registry
+from linnet.models.base import Family
+from linnet.optim.lora import trainable_specs
+from linnet.optim.optimizer import optimizer as make_optimizer
+from linnet.optim.optimizer import schedule
+from linnet.parallel import multihost as together
+from linnet.parallel import sharding
+from linnet.runs import base_weights as lora_base
+from linnet.runs import environment, stored_trainer
+from linnet.runs import weights as stored_weights
+from linnet.runs.checkpoint.manager import Checkpoints
+from linnet.runs.folder import RunFolder
+from linnet.runs.metrics import MetricsLog, NoMetrics, open_trackers, require_trackers
+from linnet.runs.state import TrainState, abstract_state, both_weights, fresh_state
 from linnet.train import parent as parents
-from linnet.train.checkpoint import Checkpoints
-from linnet.train.continuing import check_folder
+from linnet.train.control_sync import Lockstep, Wish
 from linnet.train.exports import Exports, read_exports
-from linnet.train.folder import RunFolder
-from linnet.train.interchange import stored_trainer, stored_weights
 from linnet.train.interrupt import Interrupt, watch
-from linnet.train.judge import Interrupted, Judge, Judged, open_judge
-from linnet.train.lockstep import Lockstep, Wish
-from linnet.train.lora import trainable_specs
-from linnet.train.metrics import MetricsLog, NoMetrics, open_trackers, require_trackers
-from linnet.train.optim import optimizer as make_optimizer
-from linnet.train.optim import schedule
 from linnet.train.progress import Progress
-from linnet.train.state import TrainState, abstract_state, both_weights, fresh_state
+from linnet.train.resume import check_folder
 from linnet.train.step import compile_step
+from linnet.train.stragglers import watched
+from linnet.train.task import Interrupted, Judge, Judged
+from linnet.train.tasks import open_judge
 from linnet.train.throughput import Meter, matmul_flops
-from linnet.train.watch_cluster import watched
 
 log = logging.getLogger("linnet")
 

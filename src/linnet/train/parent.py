@@ -17,23 +17,27 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from linnet import config as configs
-from linnet import quant, sharding
-from linnet.config import RunConfig
-from linnet.data.tokenizer import BytesTokenizer, Tokenizer, has_tokenizer, open_tokenizer
-from linnet.errors import UserError, refuse
-from linnet.families.family import Family
-from linnet.local_path import check_local
-from linnet.params import Spec, is_spec
-from linnet.pytree import replace
-from linnet.tokens import N_BYTE_IDS
-from linnet.train import lora_base, snapshot
-from linnet.train.checkpoint import Checkpoints
-from linnet.train.folder import RunFolder
-from linnet.train.interchange import stored_trainer, stored_weights, weights_file
-from linnet.train.runs import checkpoint_step, open_state
-from linnet.train.state import TrainState, begin_from, model_weights, served_weights
-from linnet.tuning import Parent
+from linnet.config import schema as configs
+from linnet.config.schema import RunConfig
+from linnet.config.tuning import Parent
+from linnet.core import quant
+from linnet.core.errors import UserError, refuse
+from linnet.core.local_path import check_local
+from linnet.core.params import Spec, is_spec
+from linnet.core.pytree import replace
+from linnet.core.special_tokens import N_BYTE_IDS
+from linnet.models.base import Family
+from linnet.parallel import sharding
+from linnet.runs import base_weights as lora_base
+from linnet.runs import stored_trainer, weights_file
+from linnet.runs import weights as stored_weights
+from linnet.runs.checkpoint import reader as snapshot
+from linnet.runs.checkpoint.manager import Checkpoints
+from linnet.runs.folder import RunFolder
+from linnet.runs.load import checkpoint_step, open_state
+from linnet.runs.state import TrainState, begin_from, model_weights, served_weights
+from linnet.tokenizers.base import BytesTokenizer, Tokenizer
+from linnet.tokenizers.load import has_tokenizer, open_tokenizer
 
 Kind = Literal["run", "weights", "file"]
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
+from linnet.core.formatting import duration
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -202,14 +204,3 @@ def _rich_bar(stream: TextIO) -> RichProgress:
         auto_refresh=False,  # no thread of its own: the cores belong to the training
         expand=True,
     )
-
-
-def duration(seconds: float) -> str:
-    """`0:07`, `3:25`, `2:03:25`, `4 d 2:03`: as short as it can be read."""
-    whole = max(0, round(seconds))
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if days:
-        return f"{days} d {hours % 24}:{minutes % 60:02d}"
-    if hours:
-        return f"{hours}:{minutes % 60:02d}:{whole % 60:02d}"
-    return f"{minutes}:{whole % 60:02d}"

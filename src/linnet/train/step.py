@@ -10,14 +10,15 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from linnet import rng, sharding
-from linnet.config import RunConfig
-from linnet.families.family import Aux, Family, Keys
-from linnet.pytree import replace
-from linnet.train import ema as moving_average
-from linnet.train import environment
-from linnet.train.lora import weights_of
-from linnet.train.state import TrainState, state_shardings
+from linnet.config.schema import RunConfig
+from linnet.core import rng
+from linnet.core.pytree import replace
+from linnet.models.base import Aux, Family, Keys
+from linnet.optim import ema as moving_average
+from linnet.optim.lora import weights_of
+from linnet.parallel import sharding
+from linnet.runs import environment
+from linnet.runs.state import TrainState, state_shardings
 
 Metrics = dict[str, Array]
 

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, UInt8
 
-from linnet import params as weights
+from linnet.core import params as weights
+from linnet.core.files import atomic_write
+from linnet.core.pytree import leaf_name, named_leaves
 from linnet.data.encoders import network
 from linnet.data.encoders.encoder import EncodedTexts
+from linnet.data.encoders.hashed_ngrams import MAX_WORDS, bags
 from linnet.data.encoders.network import EncoderPair
-from linnet.data.encoders.words import MAX_WORDS, bags
-from linnet.data.pixels import decode_pixels
-from linnet.data.whole_file import write_whole
-from linnet.pytree import leaf_name, named_leaves
+from linnet.data.images import decode_pixels
 
 WEIGHTS = Path(__file__).parent / "builtin.safetensors"
 BLOCK = 64
@@ -93,7 +93,7 @@ def save(params: EncoderPair, path: Path) -> None:
     import safetensors.numpy
 
     leaves = {name: np.asarray(leaf).astype(np.float16) for name, leaf in named_leaves(params)}
-    write_whole(path, safetensors.numpy.save(leaves))
+    atomic_write(path, safetensors.numpy.save(leaves))
 
 
 def load(path: Path) -> EncoderPair:

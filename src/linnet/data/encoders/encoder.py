@@ -8,8 +8,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Float32, Shaped
 
-from linnet.errors import refuse
-
 
 class EncodedTexts(NamedTuple):
     """Letters: n texts, L positions (`Encoder.text_len`), D width."""
@@ -54,19 +52,3 @@ def encode_prompt(
         return encoder.embed_texts([text])[0], None
     found = encoder.encode_texts([text])
     return found.embeds[0], found.encodings[0]
-
-
-def open_encoder(name: str) -> Encoder:
-    """`builtin`, or `open_clip:MODEL/WEIGHTS`."""
-    if name == "builtin":
-        from linnet.data.encoders.builtin import open_builtin
-
-        return open_builtin()
-    kind, _, model = name.partition(":")
-    if kind == "open_clip" and model:
-        from linnet.data.encoders.open_clip import OpenClip
-
-        return OpenClip(model)
-    raise refuse(
-        "--encoder", name, "builtin or open_clip:MODEL/WEIGHTS", "use builtin, or open_clip:ViT-B-32/laion2b_s34b_b79k"
-    )

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from linnet.data.encoders.words import N_BUCKETS
-from linnet.params import Spec
-from linnet.pytree import pytree
+from linnet.core.params import Spec
+from linnet.core.pytree import pytree
+from linnet.data.encoders.hashed_ngrams import N_BUCKETS
 
 SIZE = 32
 """Pixels of a side."""

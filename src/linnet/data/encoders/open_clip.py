@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float32, Int64
 
+from linnet.core.errors import UserError, refuse
 from linnet.data.encoders.encoder import EncodedTexts
-from linnet.data.pixels import FORMATS, BrokenPicture, decode_pixels
-from linnet.errors import UserError, refuse
+from linnet.data.images import FORMATS, BrokenPicture, decode_pixels
 
 HUB = "hf-hub:"
 BATCH = 64

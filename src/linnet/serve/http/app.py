@@ -15,16 +15,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from linnet import __version__
-from linnet.errors import refuse
-from linnet.serve.http import about, images, openai_text, priors, schemas, sessions, shapes
+from linnet.core.errors import refuse
+from linnet.serve.http import images, openai_text, priors, schemas, sessions
+from linnet.serve.http import info as about
+from linnet.serve.http import responses as shapes
 from linnet.serve.http.auth import Doors, Keys
-from linnet.serve.http.edge import Edge
+from linnet.serve.http.errors import ApiError, explained
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Calls, Limits
 from linnet.serve.http.metrics import Metrics
+from linnet.serve.http.middleware import Edge
 from linnet.serve.http.model import Model, PriorModel
 from linnet.serve.http.openapi import Endpoint, describe
-from linnet.serve.http.problem import ApiError, explained
 from linnet.serve.http.service import Service
 
 FILE = "application/octet-stream"

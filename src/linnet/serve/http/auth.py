@@ -9,8 +9,8 @@ import hmac
 import ipaddress
 from collections.abc import Sequence
 
-from linnet.errors import refuse
-from linnet.serve.http.problem import ApiError
+from linnet.core.errors import refuse
+from linnet.serve.http.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 FEWEST_CHARACTERS = 8

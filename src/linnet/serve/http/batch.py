@@ -15,8 +15,8 @@ from typing import Any, TextIO
 
 from starlette.types import ASGIApp, Message
 
-from linnet.errors import UserError, refuse
-from linnet.json_file import parse_json
+from linnet.core.errors import UserError, refuse
+from linnet.core.json_file import parse_json
 
 RETRY_SECONDS = 0.2
 

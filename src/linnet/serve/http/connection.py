@@ -9,7 +9,7 @@ import sys
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from linnet.serve.http.problem import ApiError
+from linnet.serve.http.errors import ApiError
 
 HEAD_SECONDS = 10.0
 """From a connection's first byte, or from its beginning, to the end of the headers."""

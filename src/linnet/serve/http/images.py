@@ -14,19 +14,19 @@ from anyio import to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from linnet.data.pixels import SHEET_GREY, pixels_of_ids, to_image
-from linnet.errors import refuse
-from linnet.serve.http.answers import Answers
-from linnet.serve.http.asking import base_sampling, requests_of
+from linnet.core.errors import refuse
+from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS
+from linnet.data.images import SHEET_GREY, pixels_of_ids, to_image
+from linnet.serve.http.build_requests import base_sampling, requests_of
+from linnet.serve.http.errors import of_ending
 from linnet.serve.http.limits import read_json
 from linnet.serve.http.model import Model
-from linnet.serve.http.problem import of_ending
+from linnet.serve.http.responses import ImagesAnswer, ImageUsage
+from linnet.serve.http.results import Answers
 from linnet.serve.http.schemas import ImageAsk
 from linnet.serve.http.service import Service
-from linnet.serve.http.shapes import ImagesAnswer, ImageUsage
 from linnet.serve.http.sse import EventStream, event, told_errors, unless_gone
 from linnet.serve.request import Event, Finished, Produced
-from linnet.tokens import FIRST_BYTE, N_BYTE_IDS
 
 DEFAULT_PARTS = 8
 PIXEL_IDS = frozenset(range(FIRST_BYTE, N_BYTE_IDS))

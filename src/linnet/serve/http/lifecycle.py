@@ -21,7 +21,7 @@ from typing import Protocol, TextIO
 import uvicorn
 from starlette.types import ASGIApp
 
-from linnet.errors import UserError, refuse
+from linnet.core.errors import UserError, refuse
 from linnet.serve.http.auth import is_loopback
 from linnet.serve.http.connection import Connection
 from linnet.serve.http.limits import MOST_HEADER_BYTES

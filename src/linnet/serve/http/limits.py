@@ -14,8 +14,8 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from linnet.errors import refuse
-from linnet.serve.http.problem import ApiError, ClientGone, too_many
+from linnet.core.errors import refuse
+from linnet.serve.http.errors import ApiError, ClientGone, too_many
 
 Body = TypeVar("Body", bound=BaseModel)
 MOST_HEADER_BYTES = 32 << 10

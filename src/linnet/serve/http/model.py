@@ -8,11 +8,11 @@ import numpy as np
 from jaxtyping import Float32
 from typing_extensions import TypeIs
 
-from linnet.data.tokenizer import Tokenizer
+from linnet.serve.chat_template import ChatTemplate
 from linnet.serve.prior.request import OnSampleEvent, SampleRequest
 from linnet.serve.prior.served import Neighbour
 from linnet.serve.request import OnEvent, Request
-from linnet.serve.template import ChatTemplate
+from linnet.tokenizers.base import Tokenizer
 
 
 class Session(Protocol):

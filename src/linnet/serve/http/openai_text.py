@@ -12,16 +12,24 @@ from anyio import to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from linnet.errors import refuse
-from linnet.serve.http.answers import Answers, merge
-from linnet.serve.http.asking import Start, checked_prompt, encode, keep_end, open_start, requests_of, text_sampling
+from linnet.core.errors import refuse
+from linnet.serve.http.build_requests import (
+    Start,
+    checked_prompt,
+    encode,
+    keep_end,
+    open_start,
+    requests_of,
+    text_sampling,
+)
+from linnet.serve.http.errors import of_ending
+from linnet.serve.http.formatters import NOTHING, ChatVoice, CompletionVoice, Ending, Voice
 from linnet.serve.http.limits import read_json
 from linnet.serve.http.model import Model
-from linnet.serve.http.problem import of_ending
+from linnet.serve.http.results import Answers, merge
 from linnet.serve.http.schemas import ChatAsk, CompletionAsk, TextAsk
 from linnet.serve.http.service import Service
 from linnet.serve.http.sse import DONE, EventStream, event, told_errors, unless_gone
-from linnet.serve.http.voices import NOTHING, ChatVoice, CompletionVoice, Ending, Voice
 from linnet.serve.request import Event, Finished, Produced, PromptRead, Sampling
 
 SMALL_ANSWER = 4096

@@ -12,8 +12,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from linnet.serve.http.responses import Problem
 from linnet.serve.http.service import Service
-from linnet.serve.http.shapes import Problem
 
 Handler = Callable[[Service, HttpRequest], Awaitable[Response]]
 REF = "#/components/schemas/{model}"

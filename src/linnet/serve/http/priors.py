@@ -15,15 +15,15 @@ from jaxtyping import Float32
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from linnet.data.pairs.gallery import unit
-from linnet.errors import refuse
-from linnet.serve.http.answers import Answers
+from linnet.core.errors import refuse
+from linnet.data.embeddings.neighbors import unit
+from linnet.serve.http.errors import ApiError, of_ending
 from linnet.serve.http.limits import read_json
 from linnet.serve.http.model import PriorModel
-from linnet.serve.http.problem import ApiError, of_ending
+from linnet.serve.http.responses import Candidate, NearPicture, PriorAnswer, PriorResult
+from linnet.serve.http.results import Answers
 from linnet.serve.http.schemas import PriorAsk
 from linnet.serve.http.service import Service
-from linnet.serve.http.shapes import Candidate, NearPicture, PriorAnswer, PriorResult
 from linnet.serve.http.sse import EventStream, event, told_errors, unless_gone
 from linnet.serve.prior.request import Denoised, Sampled, SampleEvent, SampleRequest
 from linnet.serve.request import MOST_SEED

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from linnet.families.prior.plan import Solver
+from linnet.models.prior.solver import Solver
 from linnet.nn.sampling_bounds import LEAST_REPETITION_PENALTY, LEAST_TEMPERATURE
 from linnet.serve.prior.request import MOST_GUIDANCE
 from linnet.serve.request import MOST_BIAS, MOST_SEED, MOST_STOPS, MOST_TOP

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from linnet.errors import refuse
-from linnet.serve.http.answers import MOST_TOGETHER, Answers, Bridge, merge
+from linnet.core.errors import refuse
+from linnet.serve.http.errors import ApiError, draining
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Limits
 from linnet.serve.http.metrics import Metrics
 from linnet.serve.http.model import Model, PriorModel, Served, is_prior
-from linnet.serve.http.problem import ApiError, draining
+from linnet.serve.http.results import MOST_TOGETHER, Answers, Bridge, merge
 from linnet.serve.prior.request import Denoised, SampleEvent, SampleRequest
 from linnet.serve.request import Event, Request
 

@@ -6,12 +6,12 @@ from anyio import to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from linnet.serve.http.errors import ApiError
 from linnet.serve.http.limits import read_file, read_json
 from linnet.serve.http.model import Model
-from linnet.serve.http.problem import ApiError
+from linnet.serve.http.responses import Deleted, SessionCard
 from linnet.serve.http.schemas import SessionAsk
 from linnet.serve.http.service import Service
-from linnet.serve.http.shapes import Deleted, SessionCard
 from linnet.serve.request import NoSession
 
 

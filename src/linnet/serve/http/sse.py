@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from linnet.serve.http.problem import ClientGone, explained
+from linnet.serve.http.errors import ClientGone, explained
 
 DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")

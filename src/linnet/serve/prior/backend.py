@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32, PRNGKeyArray, UInt32
 
-from linnet import rng
-from linnet.families.prior import sampling
-from linnet.families.prior.config import PriorConfig
-from linnet.families.prior.network import TextMemory
-from linnet.families.prior.params import PriorParams
-from linnet.families.prior.plan import Plan
-from linnet.families.prior.sampling import OPTIONS, Rows, SamplerState, row_axis
-from linnet.pytree import n_bytes, pytree
+from linnet.core import rng
+from linnet.core.pytree import n_bytes, pytree
+from linnet.models.prior import sampling
+from linnet.models.prior.config import PriorConfig
+from linnet.models.prior.network import TextMemory
+from linnet.models.prior.params import PriorParams
+from linnet.models.prior.sampling import OPTIONS, Rows, SamplerState, row_axis
+from linnet.models.prior.solver import Plan
 from linnet.serve.prior.request import SampleRequest
 
 

@@ -15,13 +15,13 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from linnet.errors import refuse
-from linnet.families.prior.conditions import check_encodings
-from linnet.families.prior.config import PriorConfig
-from linnet.families.prior.params import PriorParams
-from linnet.families.prior.plan import Plan, make_plan, usual_steps
-from linnet.families.prior.sampling import check_guidance, effective_guidance
-from linnet.serve.loop import Loop
+from linnet.core.errors import refuse
+from linnet.models.prior.conditions import check_encodings
+from linnet.models.prior.config import PriorConfig
+from linnet.models.prior.params import PriorParams
+from linnet.models.prior.sampling import check_guidance, effective_guidance
+from linnet.models.prior.solver import Plan, make_plan, usual_steps
+from linnet.serve.engine_loop import Loop
 from linnet.serve.prior.backend import PriorBackend, Slots, Ticket
 from linnet.serve.prior.request import Denoised, OnSampleEvent, Sampled, SampleRequest
 from linnet.serve.request import FinishReason

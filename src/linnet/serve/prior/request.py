@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float32
 
-from linnet.errors import refuse
-from linnet.families.prior.plan import Solver
+from linnet.core.errors import refuse
+from linnet.models.prior.solver import Solver
 from linnet.serve.request import MOST_SEED, Ended
 
 MOST_GUIDANCE = 100.0

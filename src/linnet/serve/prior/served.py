@@ -10,14 +10,14 @@ import time
 import numpy as np
 from jaxtyping import Float32
 
+from linnet.core.errors import refuse
+from linnet.data.embeddings.neighbors import Gallery
 from linnet.data.encoders import Encoder
 from linnet.data.encoders.encoder import encode_prompt
-from linnet.data.pairs.gallery import Gallery
-from linnet.data.pixels import to_image
-from linnet.errors import refuse
-from linnet.families.prior.conditions import cut_encodings
-from linnet.families.prior.config import PriorConfig
-from linnet.families.prior.params import PriorParams
+from linnet.data.images import to_image
+from linnet.models.prior.conditions import cut_encodings
+from linnet.models.prior.config import PriorConfig
+from linnet.models.prior.params import PriorParams
 from linnet.serve.prior.engine import PriorEngine
 from linnet.serve.prior.request import OnSampleEvent, SampleRequest
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from linnet.cluster.place import PROCESSES
+from linnet.parallel.cluster.environment import PROCESSES
 from linnet.serve.replicas import upstream
 
 SOCKET = "LINNET_REPLICA_SOCKET"

@@ -18,12 +18,12 @@ from starlette.types import Receive, Scope, Send
 
 from linnet.serve.http.app import ENDPOINTS, no_route
 from linnet.serve.http.auth import Doors, Keys
-from linnet.serve.http.edge import Edge
+from linnet.serve.http.errors import NO_RETRY, ApiError, ClientGone, draining
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Calls, Limits, read_bytes
 from linnet.serve.http.metrics import CONTENT_TYPE, Metrics
+from linnet.serve.http.middleware import Edge
 from linnet.serve.http.openapi import Endpoint
-from linnet.serve.http.problem import NO_RETRY, ApiError, ClientGone, draining
 from linnet.serve.http.sse import event, unless_gone
 from linnet.serve.replicas import metrics as replica_metrics
 from linnet.serve.replicas.fleet import Fleet, Replica

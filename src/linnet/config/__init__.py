@@ -1,0 +1,1 @@
+"""The settings of a run: schema, presets, fine-tuning."""

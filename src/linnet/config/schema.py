@@ -1,0 +1,491 @@
+"""What a run is: one frozen config, checked when made, written to `config.json` and read back whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from linnet.config.tuning import LoraConfig, Parent
+from linnet.core.errors import UserError, refuse
+from linnet.core.files import atomic_write
+from linnet.core.json_file import read_json
+from linnet.models.moe.config import MoEConfig
+from linnet.models.prior.config import PriorConfig
+from linnet.models.vq.config import VQConfig
+from linnet.parallel.mesh import ROW_AXES, n_row_parts, parse_mesh
+
+EMBEDDED_CORPUS = "python-stdlib"
+EMOJI_PAIRS = "emoji-pairs"
+CONFIG_VERSION = 1
+IMPORTED_WEIGHTS = Path("weights/index.json")
+"""Below a run whose weights were imported."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    source: str = EMBEDDED_CORPUS
+    """A text file, a folder, a glob, or `python-stdlib`: the source text of the running Python's standard library."""
+    validation_files: tuple[str, ...] = ()
+    """Files or globs held out for validation; with none, `validation_fraction` of the source."""
+    test_files: tuple[str, ...] = ()
+    validation_fraction: float = 0.05
+    test_fraction: float = 0.05
+    sequence_len: int = 2048
+    """Tokens of one training sequence; the state is carried through it and reset after it."""
+    update_len: int = 2048
+    """Tokens of a sequence in one optimiser update."""
+    batch_size: int = 8
+    """Sequences in one update, over all devices."""
+    condition: str | None = None
+    """Pictures: what tells a model with `d_condition` what each shows. `builtin`: its embedding by the built-in encoder; or the path
+    of an .npy with a row for every picture, in their order."""
+
+    base: str | None = None
+    """The folder that relative paths are relative to. Training notes the working directory; `--data.source` names a new location."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_len", "update_len", "batch_size"):
+            if getattr(self, name) < 1:
+                raise refuse(f"data.{name}", getattr(self, name), "at least 1", f"set --data.{name.replace('_', '-')}")
+        if self.sequence_len % self.update_len:
+            raise refuse(
+                "data.sequence_len",
+                self.sequence_len,
+                f"a multiple of data.update_len ({self.update_len})",
+                f"use {_round_up(self.sequence_len, self.update_len)}, or an update_len that divides {self.sequence_len}",
+            )
+        if not (0 <= self.validation_fraction < 1 and 0 <= self.test_fraction < 1):
+            raise refuse(
+                "data.validation_fraction / data.test_fraction",
+                (self.validation_fraction, self.test_fraction),
+                "at least 0 and below 1",
+                "use 0.05 and 0.05",
+            )
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise refuse(
+                "data.validation_fraction + data.test_fraction",
+                self.validation_fraction + self.test_fraction,
+                "below 1, so that something is left to train on",
+                "use 0.05 and 0.05",
+            )
+
+    @property
+    def updates_per_sequence(self) -> int:
+        return self.sequence_len // self.update_len
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairsConfig:
+    source: str = EMOJI_PAIRS
+    """A folder with img_emb/ and text_emb/ (clip-retrieval's layout; metadata/ holds captions); parquet with columns of
+    embeddings; webdataset tars with .npy members; an .npz; or `emoji-pairs`."""
+    images: str | None = None
+    """With `texts`, instead of `source`: the .npy files of the images (a file, folder or glob)."""
+    texts: str | None = None
+    """The .npy files of the texts, one for each of the images'."""
+    metadata: str | None = None
+    """The parquet files with the captions, one for each of the images'."""
+    encodings: str | None = None
+    """With `images` and `texts`: the .npy files of the texts' token encodings, one for each of the images'; none: text_encodings/
+    beside a folder text_emb/ that `texts` names. Only read with model.text_encodings."""
+    image_key: str | None = None
+    """Of parquet, .npz and webdataset: the column, array or ending of the image embeddings; none: a usual one."""
+    text_key: str | None = None
+    caption_key: str = "caption"
+    """Of parquet and .npz."""
+    split_key: str | None = None
+    """A column or array that says which rows are held out: true for test, or train, validation and test in words."""
+    validation_fraction: float = 0.05
+    """Rows are trained on from the front; validation comes after them, and then test."""
+    test_fraction: float = 0.05
+    batch_size: int = 64
+    """Pairs in one update, over all devices."""
+    max_unpacked_gb: float | None = None
+    """Refuse an .npz that unpacks to more gigabytes than this. If not given: 100 times its packed size, and at least 0.27."""
+    mix: float = 0.0
+    """Chance that a pair to train on is mixed with another: both its vectors, by one random share, as long as before. A small set
+    is then not learnt by heart."""
+
+    base: str | None = None
+    """The folder that relative paths are relative to. Training notes the working directory; `--data.source` names a new location."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise refuse("data.batch_size", self.batch_size, "at least 1", "use 64")
+        if not 0 <= self.mix <= 1:
+            raise refuse("data.mix", self.mix, "between 0 and 1", "use 0 for none")
+        fractions = (self.validation_fraction, self.test_fraction)
+        if not all(0 <= fraction < 1 for fraction in fractions) or sum(fractions) >= 1:
+            raise refuse(
+                "data.validation_fraction / data.test_fraction",
+                fractions,
+                "at least 0 and together below 1, so that something is left to train on",
+                "use 0.05 and 0.05",
+            )
+        if (self.texts or self.metadata or self.encodings) and not self.images:
+            given = "texts" if self.texts else "metadata" if self.metadata else "encodings"
+            raise refuse("data.images", self.images, f"given where data.{given} is", "name the image embeddings too")
+
+    @property
+    def updates_per_sequence(self) -> int:
+        """A pair is read in one update."""
+        return 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
+    lr: float = 4e-4
+    """Learning rate at the top of the schedule."""
+    schedule: Literal["cosine", "linear", "inv_sqrt", "constant", "dampened_constant", "dampened_cosine"] = "cosine"
+    """`dampened_`: as the prior's reference has it, where the warm-up only holds down a wave that runs from the first update on,
+    and a cosine goes to 0."""
+    warmup_steps: int = 100
+    steps: int = 1000
+    """Updates until the schedule ends (warm-up included)."""
+    extra_steps: int = 0
+    """Further updates at the schedule's final value."""
+    clip: float | None = 0.1
+    """Largest global norm of the gradient; none: no clipping."""
+    decay: float = 0.0
+    """Fraction of each weight (vectors excepted) taken away by every update, whatever the learning rate."""
+    decay_by_lr: bool = False
+    """Scale that fraction by the learning rate, as PyTorch's AdamW does."""
+    decay_vectors: bool = False
+    """Decay every parameter, vectors (biases, gains) included: `group_wd_params=False` of DALLE2-pytorch."""
+    b1: float = 0.9
+    """adamw (and muon's other half): how slowly the mean of gradients changes."""
+    b2: float = 0.98
+    """adamw (and muon's other half): how slowly the mean of squared gradients changes."""
+    eps: float = 1e-9
+    """adamw (and muon's other half): added to the root of that mean."""
+    momentum_dtype: Literal["float32", "bfloat16"] = "float32"
+    """lion: the type its momentum is stored in. The official Transformer-VQ stores bfloat16."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise refuse("optim.lr", self.lr, "above 0", "use 4e-4")
+        if self.steps < 1:
+            raise refuse("optim.steps", self.steps, "at least 1", "set --optim.steps")
+        if self.warmup_steps < 0 or self.extra_steps < 0:
+            raise refuse(
+                "optim.warmup_steps / optim.extra_steps", (self.warmup_steps, self.extra_steps), "0 or more", "use 0"
+            )
+        # The dampened schedules do not end with their warm-up: one that is longer than the run is only never over.
+        if self.warmup_steps >= self.steps and not self.schedule.startswith("dampened"):
+            raise refuse(
+                "optim.warmup_steps",
+                self.warmup_steps,
+                f"below optim.steps ({self.steps})",
+                f"use {self.steps // 10}, or more steps",
+            )
+        if self.clip is not None and not self.clip > 0:
+            raise refuse("optim.clip", self.clip, "above 0, or none", "use --optim.clip None for no clipping")
+        if not 0 <= self.decay < 1:
+            raise refuse("optim.decay", self.decay, "at least 0 and below 1", "use 0 for none")
+        for name, usual in (("b1", 0.9), ("b2", 0.98)):
+            if not 0 <= getattr(self, name) < 1:
+                raise refuse(f"optim.{name}", getattr(self, name), "at least 0 and below 1", f"use {usual}")
+        if not self.eps > 0:
+            raise refuse("optim.eps", self.eps, "above 0", "use 1e-9")
+        if self.momentum_dtype != "float32" and self.name != "lion":
+            raise refuse("optim.momentum_dtype", self.momentum_dtype, f"float32 with {self.name}", "use it with lion")
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps + self.extra_steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    accumulate: int = 1
+    """Micro-batches summed into one update: the same result in a fraction of the memory."""
+    ema_decay: float | None = None
+    """Keep a moving average of the parameters with this decay, and evaluate, sample and export it."""
+    ema_power: float | None = None
+    """Let the decay grow up to `ema_decay` as 1 - (1 + age / ema_inv_gamma) ** -ema_power, as ema-pytorch does (2/3 there); none:
+    it is `ema_decay` from the first update on."""
+    ema_inv_gamma: float = 1.0
+    ema_min: float = 0.0
+    """The smallest decay while it grows."""
+    ema_after: int = 0
+    """While it grows: up to this update the average is a copy of the parameters (100 in ema-pytorch)."""
+    ema_every: int = 1
+    """While it grows: it is brought up to date every so many updates (10 in ema-pytorch)."""
+    log_every: int = 20
+    eval_every: int = 200
+    """0: only at the end."""
+    eval_minutes: float = 0.0
+    """Evaluate after so many minutes too; 0: only by updates."""
+    eval_sequences: int | None = None
+    """Validation sequences (or pairs) used during training; none: all of them. `linnet eval` always uses all."""
+    eval_timesteps: tuple[int, ...] = (64,)
+    """prior: numbers of denoising steps to evaluate the predicted embeddings at."""
+    checkpoint_every: int = 200
+    checkpoint_minutes: float = 10.0
+    keep: int = 3
+    """Latest checkpoints kept (the best by validation loss is kept besides)."""
+    max_bad_steps: int = 10
+    """Stop after so many updates in a row whose loss or gradient was not finite."""
+    collapse_alarm: float = 0.1
+    """Warn when a codebook's usage perplexity falls below this share of its codes, or an expert's choices below this share of an
+    even one."""
+    sample_tokens: int = 512
+    """Length of the sample written at each evaluation; 0: none."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    exports: tuple[str, ...] = ()
+    """prior: files for DALLE2-pytorch, written while training, each as latest:checkpoint:PATH, best:checkpoint:PATH,
+    latest:model:PATH or best:model:PATH. `checkpoint` has the optimizer state, `model` the averaged weights; a path may name {epoch}
+    and {samples_seen}."""
+
+    def __post_init__(self) -> None:
+        for name in ("accumulate", "log_every", "keep", "max_bad_steps"):
+            if getattr(self, name) < 1:
+                raise refuse(
+                    f"train.{name}", getattr(self, name), "at least 1", f"set --train.{name.replace('_', '-')}"
+                )
+        for name in ("eval_every", "eval_minutes", "checkpoint_every", "sample_tokens", "checkpoint_minutes"):
+            if getattr(self, name) < 0:
+                raise refuse(f"train.{name}", getattr(self, name), "0 or more", "use 0 for never")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise refuse("train.ema_decay", self.ema_decay, "between 0 and 1, or none", "use 0.999")
+        if self.ema_power is not None and self.ema_decay is None:
+            raise refuse("train.ema_decay", None, "the largest decay where train.ema_power is set", "use 0.9999")
+        if self.eval_sequences is not None and self.eval_sequences < 1:
+            raise refuse("train.eval_sequences", self.eval_sequences, "at least 1, or none for all", "use None")
+        if any(n < 2 for n in self.eval_timesteps):
+            raise refuse("train.eval_timesteps", self.eval_timesteps, "numbers of steps from 2 on", "use 64")
+
+
+OLD_RELEASES: dict[str, dict[str, Any]] = {
+    "1.15": {},
+    "1.6": {"text_conditioning": "learned_padding"},
+    "0.15": {"text_conditioning": "mask", "text_mask": "given", "scores": "product", "last_norm": "plain"},
+}
+MODELS: dict[str, type] = {"vq": VQConfig, "moe": MoEConfig, "prior": PriorConfig}
+DATA: dict[str, type] = {"vq": DataConfig, "moe": DataConfig, "prior": PairsConfig}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    preset: str = "custom"
+    family: Literal["vq", "moe", "prior"] = "vq"
+    seed: int = 0
+    mesh: str = ""
+    """How devices share the work, as data=2,model=2: rows are cut by data, fsdp and expert, weights by fsdp, model and expert. Empty:
+    one device. A run may go on with another."""
+    model: VQConfig | MoEConfig | PriorConfig = dataclasses.field(default_factory=VQConfig)
+    data: DataConfig | PairsConfig = dataclasses.field(default_factory=DataConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    parent: Annotated[Parent | None, tyro.conf.Suppress] = None
+    """What a fine-tuned run started from (`linnet train --from`); none: random weights."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("model", MODELS), ("data", DATA)):
+            if not isinstance(getattr(self, name), known[self.family]):
+                got, needs = type(getattr(self, name)).__name__, known[self.family].__name__
+                raise refuse(name, got, f"{needs} with family {self.family!r}", "use the family's own")
+        if isinstance(self.model, PriorConfig):
+            self._check_timesteps(self.model.timesteps)
+        else:
+            self.model.check_lengths(self.tokens.sequence_len, self.tokens.update_len)
+        if self.data.batch_size % self.train.accumulate:
+            raise refuse(
+                "data.batch_size",
+                self.data.batch_size,
+                f"a multiple of train.accumulate ({self.train.accumulate})",
+                f"use {_round_up(self.data.batch_size, self.train.accumulate)}",
+            )
+        if not 0 <= self.seed < 2**32:
+            raise refuse("seed", self.seed, "between 0 and 2**32 - 1", "use 0")
+        self._check_mesh()
+
+    def _check_mesh(self) -> None:
+        sizes = parse_mesh(self.mesh)
+        rows, parts = self.data.batch_size // self.train.accumulate, n_row_parts(sizes)
+        if rows % parts:
+            named = " x ".join(f"{name}={sizes[name]}" for name in ROW_AXES if sizes[name] > 1)
+            needs = f"rows of a micro-batch (data.batch_size / train.accumulate) in equal parts for {named} of the mesh"
+            raise refuse("data.batch_size", self.data.batch_size, needs, self._fix_rows(parts))
+        self.model.check_mesh(sizes)
+
+    def _fix_rows(self, parts: int) -> str:
+        fitting = _round_up(self.data.batch_size, parts * self.train.accumulate)
+        return f"use --data.batch-size {fitting}, or a mesh whose axes {', '.join(ROW_AXES)} make fewer parts"
+
+    def _check_timesteps(self, most: int) -> None:
+        if any(n > most for n in self.train.eval_timesteps):
+            needs = f"at most the diffusion's model.timesteps ({most})"
+            raise refuse("train.eval_timesteps", self.train.eval_timesteps, needs, f"use {min(64, most)}")
+
+    @property
+    def vq(self) -> VQConfig:
+        """The model, for what only that family does."""
+        if not isinstance(self.model, VQConfig):
+            raise refuse("family", self.family, "vq", "use a vq preset or run")
+        return self.model
+
+    @property
+    def prior(self) -> PriorConfig:
+        if not isinstance(self.model, PriorConfig):
+            raise refuse("family", self.family, "prior", "use a prior preset or run")
+        return self.model
+
+    @property
+    def writer(self) -> VQConfig | MoEConfig:
+        """The model, for what all families of tokens do."""
+        if isinstance(self.model, PriorConfig):
+            raise refuse("family", self.family, "vq or moe, which write tokens", "use a run of such a family")
+        return self.model
+
+    @property
+    def d_condition(self) -> int:
+        """Width of the embeddings that the model is told of; 0: none."""
+        return self.model.d_condition if isinstance(self.model, VQConfig) else 0
+
+    @property
+    def tokens(self) -> DataConfig:
+        """The data of a run on tokens."""
+        if not isinstance(self.data, DataConfig):
+            raise refuse("family", self.family, "vq or moe, which read tokens", "use a run of such a family")
+        return self.data
+
+    @property
+    def pairs(self) -> PairsConfig:
+        """The data of a run on pairs of embeddings."""
+        if not isinstance(self.data, PairsConfig):
+            raise refuse("family", self.family, "prior, which reads pairs of embeddings", "use a prior run")
+        return self.data
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def to_json(cfg: Any) -> dict[str, Any]:
+    return {"version": CONFIG_VERSION, **dataclasses.asdict(cfg)}
+
+
+def save(cfg: RunConfig, path: Path) -> None:
+    atomic_write(path, (json.dumps(to_json(cfg), indent=2) + "\n").encode(), sync=True)
+
+
+def load(path: Path) -> RunConfig:
+    """The config of a run. Every field must be known and of its type: a run is repeated exactly or not at all."""
+    try:
+        values = read_json(path)
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} does not exist, so this is not a run. Fix: name a folder made by `linnet train`."
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}). Fix: make it readable.") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}). Fix: restore it, or train again.") from None
+    version = values.pop("version", None) if isinstance(values, dict) else None
+    if version != CONFIG_VERSION:
+        raise refuse(f"version of {path}", version, str(CONFIG_VERSION), "use the Linnet that made this run")
+    if _is_released_grok(values) and _is_untrained_import(path.parent):
+        values = _with_begin(values, None)
+    return run_from_dict(values)
+
+
+def run_from_dict(values: dict[str, Any]) -> RunConfig:
+    """Without the version."""
+    family = values.get("family", "vq")  # a config without one is of the first there was
+    values = _older(values)
+    if family not in MODELS:
+        raise refuse("family", family, f"one of {', '.join(MODELS)}", "choose one of them")
+    return from_dict(RunConfig, values, "", {"model": MODELS[family], "data": DATA[family]})
+
+
+def _older(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings as earlier versions wrote them, in today's words."""
+    model = values.get("model")
+    if not isinstance(model, dict):
+        return values
+    if isinstance(model.get("remat"), bool):
+        model = model | {"remat": "full" if model["remat"] else "none"}
+    if values.get("family") == "prior" and "release" in model:
+        model = {name: value for name, value in model.items() if name != "release"} | _of_release(model["release"])
+    return values | {"model": model}
+
+
+def _of_release(release: Any) -> dict[str, Any]:
+    """The settings that a prior's `model.release` stood for, when it was one of three."""
+    if release not in OLD_RELEASES:
+        needs = f"one of {', '.join(OLD_RELEASES)}: later configs say what the network computes instead"
+        raise refuse("model.release", release, needs, "leave it out")
+    return OLD_RELEASES[release]
+
+
+def exported_from_dict(values: dict[str, Any]) -> RunConfig:
+    """The config in an export's file, without the version."""
+    return run_from_dict(_with_begin(values, None) if _is_released_grok(values) else values)
+
+
+def _is_released_grok(values: dict[str, Any]) -> bool:
+    """An import of Grok-1 by a version that knew no begin policy. The release reads bare prompts."""
+    model = values.get("model")
+    return values.get("preset") == "grok-1" and isinstance(model, dict) and "begin_id" not in model
+
+
+def _is_untrained_import(run: Path) -> bool:
+    """Weights and no checkpoint. A run that was trained since was trained with the end id in front, and keeps it."""
+    return (run / IMPORTED_WEIGHTS).is_file() and not any((run / "checkpoints").glob("[0-9]*"))
+
+
+def _with_begin(values: dict[str, Any], begin_id: int | None) -> dict[str, Any]:
+    return values | {"model": values["model"] | {"begin_id": begin_id}}
+
+
+def from_dict(cls: type, values: Any, where: str, known: dict[str, type] | None = None) -> Any:
+    """A frozen config from plain JSON values; unknown names are refused with the nearest known one. `known`: the types of fields
+    that may be of several."""
+    if not isinstance(values, dict):
+        raise refuse(where or "the config", values, "an object of settings", "see config.json of any run")
+    fields = {field.name for field in dataclasses.fields(cls)}
+    hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name in fields} | (known or {})
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], hints, n=1)
+        did_you_mean = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(hints)}"
+        raise UserError(f"unknown setting {where}{unknown[0]!r}; {did_you_mean}")
+    return cls(**{name: _coerce(hints[name], value, f"{where}{name}") for name, value in values.items()})
+
+
+def _coerce(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_dict(hint, value, f"{where}.")
+    if origin is Literal:
+        if value not in args:
+            raise refuse(where, value, f"one of {', '.join(map(repr, args))}", "choose one of them")
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        words = [word for a in args if typing.get_origin(a) is Literal for word in typing.get_args(a)]
+        if isinstance(value, str) and value in words:
+            return value
+        plain = [a for a in args if a is not type(None) and typing.get_origin(a) is not Literal]
+        return _coerce(plain[0] if plain else next(a for a in args if a is not type(None)), value, where)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise refuse(where, value, "a list", "write it as [..]")
+        return tuple(_coerce(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    assert isinstance(hint, type), f"{where}: configs hold no {hint}"
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise refuse(where, value, f"of type {hint.__name__}", "correct its value")
+    return value

@@ -1,0 +1,1 @@
+"""Checkpoints and settings of DALLE2-pytorch."""

@@ -1,0 +1,196 @@
+"""The reference's settings as a run of ours: every field is honoured, refused with a reason, or remarked on. None is passed over."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from linnet.config.schema import OptimConfig, PairsConfig, RunConfig, TrainConfig
+from linnet.convert.dalle2.parts import Data, Parts, Prior, Splits, Train
+from linnet.convert.dalle2.tracker import export_targets, has_wandb, loaded_file, tracker_remarks
+from linnet.core.errors import refuse
+from linnet.models.prior.config import Objective, PriorConfig
+from linnet.models.prior.reference import NETWORK, network_config
+
+PRESET = "dalle2-prior"
+ROUND_OFF = 1e-5
+"""Of three shares written with few digits."""
+MAX_TEXT_LEN = 256
+"""The reference's network has so many places for tokens where nothing is said."""
+BETAS, EPSILON = (0.9, 0.99), 1e-6
+"""Of Adam, in the reference's trainer; its files do not say."""
+FRESH_LOSS = 1e9
+# What weights tell too: said twice, it must be said alike.
+TOLD_BY_WEIGHTS = {"timesteps": "timesteps", "beta_schedule": "schedule"}
+
+
+def model_config(prior: Prior) -> PriorConfig:
+    net = prior.net
+    if prior.image_embed_dim not in (None, net.dim):
+        needs = f"prior.net.dim ({net.dim}): the network is as wide as the embedding"
+        raise refuse("prior.image_embed_dim", prior.image_embed_dim, needs, f"use {net.dim}")
+    if net.num_timesteps not in (None, prior.timesteps):
+        needs = f"prior.timesteps ({prior.timesteps}), or null for continuous time"
+        raise refuse("prior.net.num_timesteps", net.num_timesteps, needs, f"use {prior.timesteps}")
+    if prior.predict_v and prior.training_clamp_l2norm:
+        needs = "false with prior.predict_v: a velocity has no such length"
+        raise refuse("prior.training_clamp_l2norm", True, needs, "leave it out")
+    settings = {**dataclasses.asdict(net), "max_text_len": net.max_text_len or MAX_TEXT_LEN}
+    return network_config(settings, **_diffusion(prior))
+
+
+def _diffusion(prior: Prior) -> dict[str, Any]:
+    drop = prior.cond_drop_prob
+    objective: Objective = "v" if prior.predict_v else "x_start" if prior.predict_x_start else "noise"
+    return {
+        "timesteps": prior.timesteps,
+        "schedule": prior.beta_schedule,
+        "text_encodings": prior.condition_on_text_encodings,
+        "p_drop_text": drop if prior.text_cond_drop_prob is None else prior.text_cond_drop_prob,
+        "p_drop_image": drop if prior.image_cond_drop_prob is None else prior.image_cond_drop_prob,
+        "objective": objective,
+        "loss": prior.loss_type,
+        "image_embed_scale": prior.image_embed_scale,
+        "normalize_start": prior.init_image_embed_l2norm,
+        "normalize_training": prior.training_clamp_l2norm,
+        "normalize_steps": prior.sampling_clamp_l2norm,
+        "normalize_final": prior.sampling_final_clamp_l2norm,
+    }
+
+
+def import_settings(prior: Prior, said: Mapping[str, Any]) -> dict[str, Any]:
+    """For a checkpoint's weights: all that they do not tell, and of what they tell only what the file itself said."""
+    whole = dataclasses.asdict(model_config(prior))
+    told = {ours for theirs, ours in TOLD_BY_WEIGHTS.items() if theirs in said}
+    told |= {ours for theirs, ours in NETWORK.items() if said["net"].get(theirs) is not None}
+    told |= {"p_drop_attention", "p_drop_ff", "self_cond"} | (set(_diffusion(prior)) - set(TOLD_BY_WEIGHTS.values()))
+    return {name: whole[name] for name in told}
+
+
+def optim_config(train: Train, steps: int) -> OptimConfig:
+    """`steps`: all updates. The reference's cosine has a length of its own, and comes back up after it."""
+    wave = train.cosine_decay_max_steps
+    if wave is not None and wave > steps:
+        needs = f"at most the {steps:,} updates that there are: here a wave ends with its run"
+        raise refuse("train.cosine_decay_max_steps", wave, needs, f"use {steps}, or more epochs")
+    return OptimConfig(
+        name="adamw",
+        lr=train.lr,
+        schedule="dampened_constant" if wave is None else "dampened_cosine",
+        warmup_steps=train.warmup_steps or 0,
+        steps=steps if wave is None else wave,
+        extra_steps=0 if wave is None else steps - wave,
+        clip=train.max_grad_norm,
+        decay=train.wd,
+        decay_by_lr=True,
+        b1=BETAS[0],
+        b2=BETAS[1],
+        eps=EPSILON,
+    )
+
+
+def train_config(train: Train, timesteps: int, data: Data | None = None, trackers: tuple[Any, ...] = ()) -> TrainConfig:
+    """`timesteps`: of the diffusion."""
+    by_steps = train.save_every is not None
+    return TrainConfig(
+        ema_decay=train.ema_beta if train.use_ema else None,
+        ema_power=train.ema_power if train.use_ema else None,
+        ema_inv_gamma=train.ema_inv_gamma,
+        ema_min=train.ema_min_value,
+        ema_after=train.ema_update_after_step,
+        ema_every=train.ema_update_every,
+        eval_every=0,
+        eval_minutes=60.0 if data is None else data.eval_every_seconds / 60,
+        eval_timesteps=(min(64, timesteps),) if train.eval_timesteps is None else train.eval_timesteps,
+        checkpoint_every=train.save_every or 0,
+        checkpoint_minutes=0.0 if by_steps else train.save_every_seconds / 60,
+        trackers=trackers,
+    )
+
+
+def run_config(parts: Parts) -> RunConfig:
+    """Before any path is opened: flags of the command line may still change it."""
+    data, train = parts.data, parts.train
+    _check(parts)
+    model = model_config(parts.prior)
+    steps = updates(parts, data.num_data_points or data.batch_size, data.batch_size)
+    trackers = ("wandb",) if parts.tracker.kind == "wandb" and has_wandb() else ()
+    return RunConfig(
+        preset=PRESET,
+        family="prior",
+        seed=train.random_seed,
+        model=dataclasses.replace(model, dtype="bfloat16") if train.amp else model,
+        data=PairsConfig(
+            images=data.image_url,
+            texts=data.text_url,
+            metadata=data.meta_url,
+            validation_fraction=data.splits.val,
+            test_fraction=data.splits.test,
+            batch_size=data.batch_size,
+        ),
+        # A length that nothing can contradict: how many pairs there are is known only when they are opened.
+        optim=optim_config(train, max(steps, (train.warmup_steps or 0) + 1, train.cosine_decay_max_steps or 1)),
+        train=dataclasses.replace(train_config(train, model.timesteps, data, trackers), exports=export_targets(parts)),
+    )
+
+
+def updates(parts: Parts, n_pairs: int, batch_size: int) -> int:
+    """So that each of the training pairs is seen `epochs` times. A batch may reach into the next epoch, so none is short."""
+    return max(1, math.ceil(parts.train.epochs * n_pairs * parts.data.splits.train / batch_size - 1e-9))
+
+
+def _check(parts: Parts) -> None:
+    train = parts.train
+    if train.epochs < 1:
+        raise refuse("train.epochs", train.epochs, "at least 1", "use 1")
+    _check_splits(parts.data.splits)
+    if (parts.data.num_data_points or 1) < 1:
+        raise refuse("data.num_data_points", parts.data.num_data_points, "at least 1", "leave it out for all")
+    for name in ("current_epoch", "num_samples_seen"):
+        if getattr(train, name) and loaded_file(parts) is None:
+            needs = "0: Linnet goes on with its own runs by itself, and exactly"
+            fix = "leave it out; a checkpoint of the reference becomes a run by `linnet import dalle2-prior FILE`"
+            raise refuse(f"train.{name}", getattr(train, name), needs, fix)
+    loaded_file(parts)
+    export_targets(parts)
+
+
+def _check_splits(splits: Splits) -> None:
+    shares = (splits.train, splits.val, splits.test)
+    if not all(0 <= share <= 1 for share in shares) or abs(sum(shares) - 1) > ROUND_OFF:
+        raise refuse("data.splits", shares, f"shares that sum to 1 (these sum to {sum(shares):g})", "correct them")
+    if not splits.train:
+        raise refuse("data.splits.train", 0, "above 0", "leave something to train on")
+
+
+def folder_hint(parts: Parts, path: Path) -> Path:
+    """Where the run goes unless the command line says: where the reference kept its own."""
+    place = parts.tracker.data_path
+    return Path("runs") / path.stem if place is None else Path(place)
+
+
+def remarks(parts: Parts) -> Iterator[str]:
+    """What is done in another way than the file says, or not at all, with nothing in the training changed by it."""
+    prior, train = parts.prior, parts.train
+    if prior.image_size is not None or prior.image_channels != 3:
+        yield "prior.image_size and image_channels are not used: embeddings are read, not pictures."
+    if prior.clip is not None:
+        name = f"{prior.clip.make} {prior.clip.model}"
+        yield f"prior.clip ({name}) is not opened: the embeddings of the files are used, which should be that model's."
+    if prior.sample_timesteps is not None:
+        n = prior.sample_timesteps
+        yield f"prior.sample_timesteps is chosen when sampling: `linnet sample RUN --solver ddim --steps {n}`."
+    if not prior.predict_x_start:
+        yield "The reference clips what it predicts to [-1, 1] while sampling; here only with --model.clip-start."
+    if prior.predict_v and (prior.sampling_clamp_l2norm or prior.sampling_final_clamp_l2norm):
+        yield "prior.sampling_clamp_l2norm and sampling_final_clamp_l2norm do nothing with prior.predict_v."
+    if train.amp:
+        yield "train.amp is bfloat16 here (model.dtype), not float16: no loss scaling is needed."
+    if train.best_validation_loss != FRESH_LOSS:
+        yield "train.best_validation_loss is not used: the best is the best of this run."
+    if loaded_file(parts) is not None and (train.current_epoch or train.num_samples_seen):
+        yield "train.current_epoch and num_samples_seen are not used: the checkpoint of tracker.load holds them."
+    yield from tracker_remarks(parts)

@@ -1,0 +1,158 @@
+"""From the reference's settings to a run that can start: where its pairs lie, and how many updates they make."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from linnet.config.schema import EMOJI_PAIRS, PairsConfig, RunConfig
+from linnet.convert.dalle2.config import optim_config, remarks, run_config, updates
+from linnet.convert.dalle2.parts import Clip, Parts
+from linnet.core.errors import UserError, refuse
+from linnet.core.local_path import is_remote
+from linnet.data.embeddings import open_pairs
+from linnet.data.embeddings.sources import FOLDERS
+
+PLACEHOLDER = re.compile(r"\s*(<.*>)?\s*")
+PLACES = ("images", "texts", "metadata", "encodings")
+FLAGS = {
+    "data.image_url": "--data.images PATH --data.metadata PATH",
+    "data.text_url": "--data.texts PATH",
+    "data.meta_url": "--data.metadata PATH",
+}
+OPENAI = {
+    "ViT-L/14": "ViT-L-14",
+    "ViT-B/32": "ViT-B-32",
+    "ViT-B/16": "ViT-B-16",
+    "ViT-L/14@336px": "ViT-L-14-336",
+    "RN50": "RN50",
+    "RN101": "RN101",
+}
+"""The reference's names of OpenAI's models, and open_clip's."""
+
+
+def open_config(parts: Parts, asked: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The run as asked for (`run_config(parts)`, changed by flags) with its places found and its length known, and what is to be
+    remarked on. Nothing is written."""
+    base, said = run_config(parts), list(remarks(parts))
+    data, found = _places(parts, asked.pairs, base.pairs)
+    pairs = open_pairs(data, asked.seed, encodings=asked.prior.text_encodings)
+    if asked.prior.text_encodings and pairs.text_len is None:
+        raise refuse(
+            "prior.condition_on_text_encodings",
+            True,
+            f"false where the data has no token encodings of its texts ({FOLDERS['encodings']}/ beside the embeddings)",
+            "make the pairs with `linnet data embed`, which writes them, or add --model.no-text-encodings --model.max-text-len 0 to "
+            "train on the embeddings alone",
+        )
+    said += found
+    optim = asked.optim
+    if (optim.steps, optim.extra_steps) == (base.optim.steps, base.optim.extra_steps):
+        steps, words = _length(parts, {name: pairs.n_rows(name) for name in ("train", "validation", "test")}, data)
+        said += words
+        made = optim_config(parts.train, steps)
+        optim = dataclasses.replace(optim, steps=made.steps, extra_steps=made.extra_steps)
+        if optim.warmup_steps > steps:
+            said.append(
+                f"train.warmup_steps is {optim.warmup_steps:,}, more than the {steps:,} updates that the pairs make: the learning "
+                "rate does not reach train.lr, as in the reference."
+            )
+    return dataclasses.replace(asked, data=data, optim=optim), said
+
+
+def _length(parts: Parts, rows: dict[str, int], data: PairsConfig) -> tuple[int, list[str]]:
+    """By the pairs that there are: `num_data_points` of them, or all."""
+    total, wanted = sum(rows.values()), parts.data.num_data_points
+    if wanted is None or wanted == total:
+        return _exactly(parts.train.epochs * rows["train"], data), []
+    if wanted > total:
+        words = f"data.num_data_points is {wanted:,}, but there are {total:,} pairs: an epoch is these."
+        return _exactly(parts.train.epochs * rows["train"], data), [words]
+    words = (
+        f"data.num_data_points is {wanted:,} of {total:,} pairs: the training is as long as it would be with so many, but its pairs "
+        "are drawn from all. To leave some out, name fewer files with --data.images."
+    )
+    return updates(parts, wanted, data.batch_size), [words]
+
+
+def _exactly(n_pairs: int, data: PairsConfig) -> int:
+    return max(1, -(-n_pairs // data.batch_size))
+
+
+def _places(parts: Parts, asked: PairsConfig, base: PairsConfig) -> tuple[PairsConfig, list[str]]:
+    """Files that can be opened. A flag that names a source stands for all that the file says about places."""
+    if asked.source != base.source or (asked.images is None and base.images is not None):
+        words = []
+        kept = {name: None for name in PLACES if getattr(asked, name) == getattr(base, name)}
+        asked = dataclasses.replace(asked, **kept)
+        if asked.source == EMOJI_PAIRS:
+            defaults = PairsConfig()
+            shares = {name: getattr(defaults, name) for name in ("validation_fraction", "test_fraction")}
+            asked = dataclasses.replace(asked, **shares)
+            words = [f"data.splits is not followed: {EMOJI_PAIRS} is divided by what its pictures show."]
+        return asked, words
+    assert asked.images is not None
+    _local("data.image_url", asked.images)
+    # Images named by a flag leave behind what the file says of the others, where that leads nowhere.
+    left = [name for name in ("texts", "metadata") if asked.images != base.images and _unknown(getattr(base, name))]
+    left = [name for name in left if getattr(asked, name) == getattr(base, name)]
+    asked = dataclasses.replace(asked, **dict.fromkeys(left))
+    for field, value in (("data.text_url", asked.texts), ("data.meta_url", asked.metadata)):
+        if value is not None:
+            _local(field, value)
+    root = _layout(asked)
+    if root is not None:
+        words = [f"The text embeddings (and captions, if there are) are those beside the images', in {root}."]
+        return dataclasses.replace(asked, source=str(root), images=None, metadata=None), words
+    if asked.texts is None:
+        raise _captions_only(asked, parts.prior.clip)
+    said = f"data.meta_url ({base.metadata}) is no path here, so no captions can be shown. To show them: --data.metadata PATH."
+    return asked, [said] if "metadata" in left else []
+
+
+def _layout(data: PairsConfig) -> Path | None:
+    """The folder that holds both embeddings (and the captions), as clip-retrieval and `linnet data embed` write them."""
+    assert data.images is not None
+    images = Path(data.images).expanduser()
+    root = images.parent
+    if data.texts is not None or images.name != FOLDERS["image"] or not (root / FOLDERS["text"]).is_dir():
+        return None
+    captions = root / FOLDERS["metadata"]
+    if data.metadata is not None and Path(data.metadata).expanduser().resolve() != captions.resolve():
+        raise refuse(
+            "data.meta_url",
+            data.metadata,
+            f"{captions}, which lies beside the text embeddings",
+            f"use it, or name all three: --data.images {images} --data.texts {root / FOLDERS['text']} --data.metadata PATH",
+        )
+    return root
+
+
+def _unknown(value: str | None) -> bool:
+    return value is not None and bool(PLACEHOLDER.fullmatch(value) or is_remote(value))
+
+
+def _local(field: str, value: str) -> None:
+    if PLACEHOLDER.fullmatch(value):
+        raise refuse(field, value, "a path: this is a placeholder", f"edit the file, or add {FLAGS[field]}")
+    if is_remote(value):
+        needs = "a path on this machine: training reads at random and opens no addresses"
+        raise refuse(field, value, needs, f"download it, and add {FLAGS[field]}")
+
+
+def _captions_only(data: PairsConfig, clip: Clip | None) -> UserError:
+    """The reference embeds captions while it trains, again and again; here that is done once, beforehand."""
+    make, model = ("openai", "ViT-L/14") if clip is None else (clip.make, clip.model)
+    known = make == "openai" and model in OPENAI
+    encoder = f"open_clip:{OPENAI[model]}/openai" if known else "open_clip:MODEL/WEIGHTS"
+    command = f"linnet data embed {data.images} --metadata {data.metadata or 'PARQUET'} --encoder {encoder} --out DIR"
+    own = (
+        ""
+        if known
+        else f" (with {make}'s own model: write its text embeddings as .npy and name them with --data.texts)"
+    )
+    return UserError(
+        f"data.image_url ({data.images}) has image embeddings, but text embeddings are needed too: captions are embedded once, before "
+        f"training. Fix: name them with --data.texts PATH, or make them with `{command}`{own} and add --data.source DIR."
+    )

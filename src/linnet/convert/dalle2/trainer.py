@@ -1,0 +1,249 @@
+"""The trainer's part of a DALLE2-pytorch checkpoint: Adam's moments, counts and settings, so that training continues.
+
+torch stores the optimizer's state by number. The numbers count the parameters of each group in the order of the state dict; the
+first group holds parameters with two or more axes (decayed), the second all others; one group holds all where all decay, or none.
+One parameter is not a weight here: the rotary
+frequencies, one for all layers, which later releases of its library count as a parameter that is never trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linnet.config.schema import OptimConfig
+from linnet.convert.dalle2.prior import NETWORK, ImportedPrior, number
+from linnet.convert.torch_file import Inert
+from linnet.core.errors import UserError
+from linnet.models.prior.config import PriorConfig
+from linnet.models.prior.convert import ROTARY, from_reference
+from linnet.models.prior.params import PriorParams
+from linnet.runs.stored_trainer import StoredTrainer, TrainedSoFar, write_trainer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+UNORDERED_BEFORE = (0, 10)
+"""Releases before put the parameters of a group in the order of a Python set, which no file records."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamSettings:
+    lr: float
+    decay: float
+    decay_vectors: bool
+    """Every parameter decays: the trainer was made with `group_wd_params=False`, and has one group of parameters."""
+    b1: float
+    b2: float
+    eps: float
+    warmup_steps: int | None
+    cosine_steps: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    step: int
+    """Updates of the trainer, which the moving average and the schedule follow."""
+    optimizer_step: int
+    mean: PriorParams
+    """Adam's first moment."""
+    square: PriorParams
+    """Adam's second moment."""
+    settings: AdamSettings
+
+
+class NotContinuable(UserError):
+    """The file has no trainer state, or it cannot be mapped. The message says why."""
+
+
+def trainer_state(loaded: Mapping[str, Any], cfg: PriorConfig, version: str | None, path: Path) -> TrainerState:
+    """From the content of a trainer's checkpoint, as `read_torch` gives it."""
+    saved, model = loaded.get("optimizer"), loaded.get("model")
+    if not isinstance(saved, dict) or not isinstance(model, dict) or not saved.get("param_groups"):
+        raise _refusal("the file has no optimizer state")
+    groups = _groups(saved)
+    if len(groups) == 2 and _numbers(version) < UNORDERED_BEFORE:
+        raise _refusal("releases before 0.10.0 did not record the order of their parameters")
+    names = _names(model, groups)
+    mean, square, counts = _moments(saved.get("state"), names, model, path.stat().st_size)
+    step = number(_entry(loaded, "step"))
+    if not isinstance(step, int) or step < 1 or len(counts) != 1:
+        raise _refusal("its parameters were not all updated equally often" if counts else "nothing was trained yet")
+    average = loaded.get("ema")
+    if isinstance(average, dict) and number(average.get("step")) not in (None, step):
+        raise _refusal("its moving average counts other steps than its trainer")
+    return TrainerState(
+        step=step,
+        optimizer_step=counts.pop(),
+        mean=from_reference(mean, cfg),
+        square=from_reference(square, cfg),
+        settings=_settings(groups, loaded),
+    )
+
+
+def trained_with(trainer: TrainerState) -> dict[str, Any]:
+    """What the file says of the training, as fields of the reference's `train`."""
+    of = trainer.settings
+    return {"lr": of.lr, "wd": of.decay, "warmup_steps": of.warmup_steps, "cosine_decay_max_steps": of.cosine_steps}
+
+
+def with_adam(optim: OptimConfig, trainer: TrainerState) -> OptimConfig:
+    """Adam's constants, which the moments were made with, and whether vectors decay: the reference's JSON has neither."""
+    names = ("b1", "b2", "eps", "decay_vectors")
+    return dataclasses.replace(optim, **{name: getattr(trainer.settings, name) for name in names})
+
+
+def store_trainer(run: Path, found: ImportedPrior, trainer: TrainerState) -> None:
+    """Beside the weights of an imported run, so that `linnet train` continues from it."""
+    weights = {found.which: found.params, ("online" if found.which == "ema" else "ema"): found.other}
+    stored = StoredTrainer(
+        so_far=_so_far(found.facts, trainer.step),
+        optimizer_step=trainer.optimizer_step,
+        params=weights["online"],
+        ema=weights["ema"],
+        mean=trainer.mean,
+        square=trainer.square,
+    )
+    write_trainer(run, stored)
+
+
+def _so_far(facts: Mapping[str, Any], step: int) -> TrainedSoFar:
+    """What the file says of epochs, samples and the best loss, where it is plausible."""
+    seen, epoch = (
+        value if type(value := facts.get(name)) is int and value >= 0 else None for name in ("samples_seen", "epoch")
+    )
+    best = facts.get("best_validation_loss")
+    best = float(best) if best is not None and math.isfinite(best) else None
+    return TrainedSoFar(step=step, samples_seen=seen, epoch=epoch, best_validation_loss=best)
+
+
+def _refusal(why: str) -> NotContinuable:
+    return NotContinuable(f"its optimizer state cannot be used: {why}. Fix: use --optimizer fresh.")
+
+
+def _entry(values: Mapping[str, Any], name: str) -> Any:
+    found = values.get(name)
+    if isinstance(found, np.ndarray) and found.size == 1:
+        return found.reshape(-1)[0].item()
+    return found
+
+
+def _numbers(version: str | None) -> tuple[int, ...]:
+    """Without a version it is a release before 0.6.2."""
+    return tuple(map(int, re.findall(r"\d{1,6}", version or "")))[:2]
+
+
+def _groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    groups = saved["param_groups"]
+    if not isinstance(groups, list) or len(groups) > 2 or not all(isinstance(group, dict) for group in groups):
+        raise _refusal("its groups of parameters are not those of the reference")
+    for group in groups:
+        members = group.get("params")
+        if not isinstance(members, list) or not all(type(n) is int for n in members):
+            raise _refusal("its groups of parameters are not those of the reference")
+        if group.get("amsgrad") or group.get("maximize"):
+            raise _refusal("it is a variant of Adam that Linnet does not have (amsgrad or maximize)")
+    return groups
+
+
+def _names(model: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, str]:
+    """The name of each numbered parameter; the rotary frequencies are left out."""
+    for name, value in model.items():
+        if not isinstance(name, str) or not isinstance(value, np.ndarray):
+            raise _refusal("its model is not a state dict")
+    if any(name.startswith("clip.") for name in model):
+        raise _refusal("it was saved together with CLIP")
+    trained = [name for name in model if name.startswith(NETWORK) and not name.endswith(".beta")]
+    rotary = [name for name in trained if name.endswith(ROTARY)]
+    trained = [name for name in trained if name not in rotary[1:]]  # one module, shared by all layers
+    n_saved = sum(len(group["params"]) for group in groups)
+    if n_saved == len(trained) - len(rotary[:1]):  # a buffer then
+        trained = [name for name in trained if name not in rotary]
+    if len(groups) == 1:
+        ordered = [trained]
+    else:
+        ordered = [[n for n in trained if model[n].ndim >= 2], [n for n in trained if model[n].ndim < 2]]
+    if [len(part) for part in ordered] != [len(group["params"]) for group in groups]:
+        raise _refusal("it has another number of parameters than the model")
+    pairs = [
+        (n, name)
+        for group, part in zip(groups, ordered, strict=True)
+        for n, name in zip(group["params"], part, strict=True)
+    ]
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _refusal("a parameter is in two groups")
+    return {n: name for n, name in found.items() if name not in rotary}
+
+
+def _moments(
+    state: Any, names: Mapping[int, str], model: Mapping[str, Any], size: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], set[int]]:
+    """First and second moments by the network's names, and the counts of updates. A parameter that had no gradient yet has none."""
+    if not isinstance(state, dict):
+        raise _refusal("the file has no optimizer state")
+    found: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] = ({}, {})
+    counts: set[int] = set()
+    total = 0
+    for n, name in names.items():
+        entry, shape = state.get(n), model[name].shape
+        short = name.removeprefix(NETWORK)
+        if entry is None:
+            for values in found:
+                values[short] = np.zeros(shape, np.float32)
+            continue
+        arrays = [entry.get(moment) if isinstance(entry, dict) else None for moment in MOMENTS]
+        count = number(entry.get("step")) if isinstance(entry, dict) else None
+        if count is None or count != int(count) or count < 1:
+            raise _refusal("a parameter's count of updates is missing")
+        for values, array in zip(found, arrays, strict=True):
+            if not isinstance(array, np.ndarray) or array.shape != shape:
+                raise _refusal("a moment does not have the shape of its parameter")
+            total += array.nbytes
+            if total > size or not np.all(np.isfinite(array.astype(np.float32))):
+                raise _refusal("its moments are damaged")
+            values[short] = array
+        counts.add(int(count))
+    if any(np.any(array < 0) for array in found[1].values()):
+        raise _refusal("its moments are damaged")
+    return *found, counts
+
+
+def _settings(groups: list[dict[str, Any]], loaded: Mapping[str, Any]) -> AdamSettings:
+    first = groups[0]
+    betas = first.get("betas")
+    values = [
+        number(value)
+        for value in (
+            first.get("initial_lr", first.get("lr")),
+            first.get("weight_decay", 0.0),
+            *(betas if isinstance(betas, tuple | list) and len(betas) == 2 else (None, None)),
+            first.get("eps"),
+        )
+    ]
+    if any(value is None or value < 0 for value in values):
+        raise _refusal("its settings are missing")
+    lr, decay, b1, b2, eps = (float(value) for value in values if value is not None)
+    schedule = loaded.get("scheduler")
+    wave = schedule.get("T_max") if isinstance(schedule, dict) else None
+    return AdamSettings(
+        lr=lr,
+        decay=decay,
+        decay_vectors=len(groups) == 1 and decay > 0,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        warmup_steps=_warmup(loaded.get("warmup_scheduler")),
+        cosine_steps=wave if type(wave) is int and 0 < wave < 10**9 else None,
+    )
+
+
+def _warmup(schedule: Any) -> int | None:
+    state = schedule.state if isinstance(schedule, Inert) and isinstance(schedule.state, dict) else {}
+    parts = state.get("warmup_params")
+    period = parts[0].get("warmup_period") if isinstance(parts, list) and parts and isinstance(parts[0], dict) else None
+    return period if type(period) is int and 0 < period < 10**9 else None

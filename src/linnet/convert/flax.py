@@ -1,0 +1,111 @@
+"""Reads a Flax msgpack checkpoint without Flax: a nested dict whose arrays are extension types of msgpack."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+
+from linnet.core.errors import UserError
+
+NDARRAY, COMPLEX, SCALAR = 1, 2, 3
+CHUNKED = "__msgpack_chunked_array__"
+# bfloat16 is no type of numpy's own. Others (objects, text) are never weights.
+DTYPES = {
+    name: np.dtype(name)
+    for name in [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
+} | {"bfloat16": np.dtype(jnp.bfloat16)}
+
+
+def read_flax(path: Path) -> dict[str, Any]:
+    """The nested dict as it was saved. Nothing is run, and no more is allocated than the file is long."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist. Fix: check the path.") from None
+    except IsADirectoryError:
+        raise UserError(
+            f"{path} is a folder, not a msgpack file. Fix: name the checkpoint file in it (as in checkpoint_1000)."
+        ) from None
+    try:
+        tree = msgpack.unpackb(data, ext_hook=_extension, raw=False, strict_map_key=True)
+        tree = _join_chunks(tree, "")
+    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise UserError(f"{path} is not a whole Flax msgpack file ({error}). Fix: copy it again.") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} holds {type(tree).__name__}, not a tree of weights. Fix: name the checkpoint file.")
+    return tree
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
+    """The arrays of a nested dict by '/'-joined names; what is no array (empty options) is left out."""
+    flat: dict[str, np.ndarray] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}/")
+        elif isinstance(value, np.ndarray):
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _extension(code: int, data: bytes) -> Any:
+    if code in (NDARRAY, SCALAR):
+        array = _array(data)
+        return array[()] if code == SCALAR else array
+    if code == COMPLEX:
+        real, imaginary = msgpack.unpackb(data)
+        return complex(real, imaginary)
+    raise ValueError(f"unknown extension type {code}")
+
+
+def _array(data: bytes) -> np.ndarray:
+    parts = msgpack.unpackb(data, raw=False)
+    if not (isinstance(parts, list) and len(parts) == 3):
+        raise ValueError("an array is not (shape, dtype, bytes)")
+    shape, name, body = parts
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"an array of type {name!r}")
+    if not (isinstance(shape, list) and all(isinstance(n, int) and n >= 0 for n in shape) and isinstance(body, bytes)):
+        raise ValueError("an array whose shape is not a list of sizes")
+    if math.prod(shape) * DTYPES[name].itemsize != len(body):
+        raise ValueError(f"an array of shape {tuple(shape)} and type {name} with {len(body)} bytes")
+    return np.frombuffer(body, DTYPES[name]).reshape(shape)
+
+
+def _join_chunks(node: Any, where: str) -> Any:
+    """Arrays too big for one msgpack entry come as flat chunks and a shape, both dicts with the keys "0", "1", .."""
+    if not isinstance(node, dict):
+        return node
+    if CHUNKED not in node:
+        return {str(name): _join_chunks(value, f"{where}/{name}") for name, value in node.items()}
+    shape, chunks = _in_order(node.get("shape"), where), _in_order(node.get("chunks"), where)
+    if not chunks or not all(isinstance(c, np.ndarray) for c in chunks) or not all(isinstance(n, int) for n in shape):
+        raise ValueError(f"{where} is a chunked array without its chunks")
+    if sum(c.size for c in chunks) != math.prod(shape):
+        raise ValueError(f"{where} has chunks that do not make up its shape {tuple(shape)}")
+    return np.concatenate([c.reshape(-1) for c in chunks]).reshape(shape)
+
+
+def _in_order(items: Any, where: str) -> list[Any]:
+    if not isinstance(items, dict) or set(items) != {str(i) for i in range(len(items))}:
+        raise ValueError(f"{where} is a chunked array with a piece missing")
+    return [items[str(i)] for i in range(len(items))]

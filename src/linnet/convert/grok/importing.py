@@ -1,0 +1,76 @@
+"""A Grok-1 model from what was downloaded, whichever form it has, to a run of weights alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from linnet.config import presets
+from linnet.config.schema import DataConfig, RunConfig
+from linnet.convert.grok.checkpoint import checkpoint_files, find_folder, read_checkpoint
+from linnet.convert.grok.hf import conversion_files, is_conversion, read_conversion
+from linnet.convert.grok.leaves import Tensors, to_leaves
+from linnet.convert.grok.settings import find_settings, grok_config
+from linnet.convert.import_plan import Plan, plan_from_config, plan_from_files
+from linnet.core.dtypes import Weights
+from linnet.core.errors import UserError
+from linnet.models.moe.config import MoEConfig
+from linnet.runs.weights import write_stored_run
+
+SEQUENCE = 2048  # tokens of an evaluation's or a training's sequence, where the context allows it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """All that is known before any tensor is read."""
+
+    cfg: MoEConfig
+    settings: Path | None
+    """Where the sizes come from; None: they are the published ones."""
+    tensors: Tensors
+    files: list[Path]
+    turned: bool
+    """Matrices are stored as [outputs, inputs]."""
+
+
+def find_grok(path: Path, settings: Path | None) -> Found:
+    settings = settings or find_settings(path)
+    cfg, folder = grok_config(settings), find_folder(path)
+    if folder is not None:
+        tensors = read_checkpoint(folder, cfg)
+        return Found(cfg=cfg, settings=settings, tensors=tensors, files=checkpoint_files(folder), turned=False)
+    if is_conversion(path):
+        tensors = read_conversion(path, cfg)
+        return Found(cfg=cfg, settings=settings, tensors=tensors, files=conversion_files(path), turned=True)
+    raise UserError(
+        f"{path} holds no Grok-1 checkpoint. Fix: name the folder with ckpt-0 (files tensorNNNNN_SSS), a .safetensors file, or a "
+        "folder with model.safetensors or model.safetensors.index.json."
+    )
+
+
+def plan_import(path: Path | None, settings: Path | None, weights: Weights) -> Plan:
+    if path is None:
+        return plan_from_config(grok_config(settings))
+    found = find_grok(path, settings)
+    return plan_from_files(found.cfg, found.tensors, found.files, weights, found.turned)
+
+
+def run_config(model: MoEConfig, source: str | None) -> RunConfig:
+    length = min(SEQUENCE, model.context)
+    data = DataConfig(sequence_len=length, update_len=length, batch_size=1)
+    if source is not None:
+        data = dataclasses.replace(data, source=source)
+    return dataclasses.replace(presets.get("grok-1"), model=model, data=data)
+
+
+def import_grok(
+    found: Found,
+    cfg: RunConfig,
+    out: Path,
+    weights: Weights,
+    *,
+    finish: Callable[[Path], None],
+    say: Callable[[str], None],
+) -> None:
+    write_stored_run(out, cfg, to_leaves(found.tensors, found.cfg, weights), finish, say)

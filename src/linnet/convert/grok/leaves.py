@@ -1,0 +1,135 @@
+"""From the tensors of a Grok-1 checkpoint, layer by layer, to the leaves of a `moe` model, stacked, without holding a stack."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from linnet.core import quant
+from linnet.core.dtypes import Weights
+from linnet.core.errors import UserError
+from linnet.core.params import Spec, is_spec
+from linnet.core.pytree import named_leaves
+from linnet.models.moe.config import MoEConfig
+from linnet.models.moe.params import param_specs
+from linnet.runs.stored_array import Leaf
+
+FLOATS = (np.dtype("float32"), np.dtype(jnp.bfloat16), np.dtype("float16"))
+
+
+_quantize = jax.jit(quant.quantize)  # compiled: fewer copies of a matrix at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """Read when it is wanted, as Linnet has it: [inputs, outputs]."""
+
+    label: str
+    """For messages: the file and the name in it."""
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    weight: Tensor
+    scales: Tensor
+
+
+Tensors = Mapping[str, Sequence[Tensor] | Sequence[Pair]]
+"""Of each leaf, by name, its tensors in order: one, or one a layer, or one for each expert of each layer."""
+
+
+def specs_by_name(cfg: MoEConfig) -> dict[str, Spec]:
+    return dict(named_leaves(param_specs(cfg), is_leaf=is_spec))
+
+
+def to_leaves(tensors: Tensors, cfg: MoEConfig, weights: Weights) -> list[Leaf]:
+    """`weights`: the fewest bits that matrices are brought to. What has fewer already stays as it is."""
+    leaves: list[Leaf] = []
+    for name, spec in specs_by_name(cfg).items():
+        found = tensors[name]
+        pairs, floats = [t for t in found if isinstance(t, Pair)], [t for t in found if isinstance(t, Tensor)]
+        if pairs and floats:
+            raise UserError(
+                f"{floats[0].label} is of {floats[0].dtype}, but {pairs[0].weight.label} is an 8-bit pair: "
+                "layers of one model are alike. Fix: take all files from one checkpoint."
+            )
+        leaves += _pair_leaves(name, spec, pairs) if pairs else _float_leaves(name, spec, floats, weights)
+    return leaves
+
+
+def _pair_leaves(name: str, spec: Spec, pairs: Sequence[Pair]) -> list[Leaf]:
+    first = pairs[0].scales
+    for pair in pairs:
+        if pair.scales.shape != first.shape:
+            raise UserError(
+                f"{pair.scales.label} has scales of shape {pair.scales.shape}, but {first.label} of {first.shape}: "
+                "layers of one model are alike. Fix: take all files from one checkpoint."
+            )
+    scales = (*spec.shape[:-2], *first.shape[-2:])
+    return [
+        Leaf(name=f"{name}/weight", shape=spec.shape, dtype=np.dtype("int8"), parts=_reader([p.weight for p in pairs])),
+        Leaf(name=f"{name}/scales", shape=scales, dtype=first.dtype, parts=_reader([p.scales for p in pairs])),
+    ]
+
+
+def _float_leaves(name: str, spec: Spec, tensors: Sequence[Tensor], weights: Weights) -> list[Leaf]:
+    if spec.least == "int8" and weights == "int8":
+        return _quantizing(name, spec, tensors)
+    to = _float_type(spec, [tensor.dtype for tensor in tensors], weights)
+    return [Leaf(name=name, shape=spec.shape, dtype=to, parts=_reader(tensors, to))]
+
+
+def _float_type(spec: Spec, found: Sequence[np.dtype], weights: Weights) -> np.dtype:
+    """Of few bits only where that loses nothing, or was asked for."""
+    bfloat16 = np.dtype(jnp.bfloat16)
+    if spec.least != "float32" and (weights != "float32" or all(dtype == bfloat16 for dtype in found)):
+        return bfloat16
+    return np.dtype("float32")
+
+
+def _reader(tensors: Sequence[Tensor], to: np.dtype | None = None) -> Callable[[], Iterator[np.ndarray]]:
+    def parts() -> Iterator[np.ndarray]:
+        for tensor in tensors:
+            values = tensor.read()
+            yield values if to is None else values.astype(to, copy=False)
+            del values  # before the next is read: only one is ever held
+
+    return parts
+
+
+def _quantizing(name: str, spec: Spec, tensors: Sequence[Tensor]) -> list[Leaf]:
+    """The scales are known when the weights have been written: they come after them, and are small."""
+    scales: list[np.ndarray] = []
+
+    def weights() -> Iterator[np.ndarray]:
+        scales.clear()
+        for tensor in tensors:
+            for matrix in _matrices(tensor.read()):
+                made = _quantize(jnp.asarray(matrix, jnp.float32))
+                scales.append(np.asarray(made.scales))
+                yield np.asarray(made.weight)
+
+    def their_scales() -> Iterator[np.ndarray]:
+        yield from scales
+
+    shape = (*spec.shape[:-2], 1, spec.shape[-1])
+    return [
+        Leaf(name=f"{name}/weight", shape=spec.shape, dtype=np.dtype("int8"), parts=weights),
+        Leaf(name=f"{name}/scales", shape=shape, dtype=np.dtype(jnp.bfloat16), parts=their_scales),
+    ]
+
+
+def _matrices(values: np.ndarray) -> Any:
+    return values.reshape(-1, *values.shape[-2:])

@@ -1,0 +1,74 @@
+"""How many bytes a file of Grok-1's release has, from the tensor's shape alone: the arrays, and what pickle writes around them."""
+
+from __future__ import annotations
+
+import math
+
+from linnet.convert.grok.leaves import specs_by_name
+from linnet.convert.grok.names import QUANTIZED, file_order
+from linnet.models.moe.config import MoEConfig
+
+GROUPED, N_GROUP = ("layers/w_o", "layers/experts/out"), 8
+"""The matrices whose inputs the release divides over its 8 devices, each with scales of its own."""
+FRAME, FRAME_HEADER, LEAST_FRAME = 64 * 1024, 9, 4  # pickle's: what is larger stands outside of frames
+HEAD = 73  # names of numpy's maker of arrays, and the call of it
+HEAD_AGAIN = 14  # the same by reference
+FLOAT_TYPE, BFLOAT16_TYPE = 48, 52
+PAIR = 41  # the pair's name, and the table of its attributes
+ATTRIBUTE = 9  # `weight` or `scales`
+TAIL = 4  # closes an array
+
+
+def scale_groups(leaf: str, n_in: int) -> int:
+    return N_GROUP if leaf in GROUPED and n_in % N_GROUP == 0 else 1
+
+
+def file_sizes(cfg: MoEConfig, n_group: dict[str, int] | None = None) -> list[int]:
+    """Of every file of a checkpoint, in order, each tensor in one shard."""
+    specs, sizes = specs_by_name(cfg), list[int]()
+    for _, weight, layer in file_order(cfg):
+        shape = specs[weight.leaf].shape[0 if layer is None else 1 :]
+        groups = None
+        if weight.leaf in QUANTIZED:
+            groups = scale_groups(weight.leaf, shape[-2]) if n_group is None else n_group[weight.leaf]
+        sizes.append(file_size(shape, groups))
+    return sizes
+
+
+def file_size(shape: tuple[int, ...], n_group: int | None) -> int:
+    """A float32 array, or an 8-bit pair with so many groups of scales."""
+    size = math.prod(shape)
+    if n_group is None:
+        return _framed([HEAD + _state(shape) + FLOAT_TYPE + 1, -4 * size, TAIL + 1])
+    scales = (*shape[:-2], n_group, shape[-1])
+    first = PAIR + ATTRIBUTE + HEAD + _state(shape) + FLOAT_TYPE + 1
+    second = TAIL + ATTRIBUTE + HEAD_AGAIN + _state(scales) + BFLOAT16_TYPE + 1
+    return _framed([first, -size, second, -2 * math.prod(scales), TAIL + 3])
+
+
+def _state(shape: tuple[int, ...]) -> int:
+    """A mark, a version, and the shape."""
+    numbers = sum(2 if n < 1 << 8 else 3 if n < 1 << 16 else 5 for n in shape)
+    return 3 + numbers + (2 if len(shape) <= 3 else 3)
+
+
+def _framed(parts: list[int]) -> int:
+    """`parts`: lengths of opcodes, and (below 0) of arrays' bytes. A frame is full when another value begins; none begins in the
+    last part, which only closes what was begun."""
+    total, frame = 2, 0
+    for i, part in enumerate(parts):
+        if frame >= FRAME and i < len(parts) - 1:
+            total, frame = total + _closed(frame), 0
+        n = -part
+        if part < 0:
+            header = 2 if n < 1 << 8 else 5 if n < 1 << 32 else 9
+            if n >= FRAME:
+                total, frame = total + _closed(frame) + header + n, 0
+                continue
+            part = header + n
+        frame += part
+    return total + _closed(frame)
+
+
+def _closed(frame: int) -> int:
+    return frame + (FRAME_HEADER if frame >= LEAST_FRAME else 0)

@@ -1,0 +1,66 @@
+"""The settings of the official Transformer-VQ: arguments of its launch.py, in a JSON file or beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from linnet.config.schema import OptimConfig, from_dict
+from linnet.core.errors import UserError, refuse
+from linnet.core.json_file import read_json
+
+OPTIM = {
+    "optimizer": "name",
+    "lr_max": "lr",
+    "lr_schedule": "schedule",
+    "n_warmup_step": "warmup_steps",
+    "n_max_step": "steps",
+    "n_extra_step": "extra_steps",
+    "grad_clip": "clip",
+    "wd_lam": "decay",
+}
+"""The reference's name of a setting -> the field of `OptimConfig`."""
+GROUPED = "group_wd_params"
+"""False: decay applies to every parameter. Not of the official code, but of others that train its models."""
+
+
+def settings_beside(checkpoint: Path) -> Path:
+    """What `linnet export` writes beside a checkpoint, which holds no settings itself. Flax takes every file whose name starts with
+    "checkpoint" for one, so this one's does not."""
+    return checkpoint.with_name(f"settings_{checkpoint.name}.json")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """launch.py's arguments: an object of them, or one that holds them as `args` or `config`."""
+    try:
+        values = read_json(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}). Fix: check the path.") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}). Fix: write launch.py's arguments there as an object.") from None
+    if isinstance(values, dict):
+        values = values.get("args", values.get("config", values))
+    if not isinstance(values, dict):
+        raise refuse(f"{path}", type(values).__name__, "an object of launch.py's arguments", "write one")
+    return values
+
+
+def optim_values(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Fields of `OptimConfig` that the settings name, there or in their part `opt`."""
+    nested = settings.get("opt", {})
+    if not isinstance(nested, dict):
+        raise UserError(f"{where}: its 'opt' is not an object of settings. Fix: write it again.")
+    said = {**settings, **nested}
+    values = {ours: said[theirs] for theirs, ours in OPTIM.items() if theirs in said}
+    if "clip" in values:
+        values["clip"] = values["clip"] or None
+    if GROUPED in said:
+        values["decay_vectors"] = not said[GROUPED]
+    if values.get("name") == "lion":
+        values["momentum_dtype"] = "bfloat16"
+    return values
+
+
+def optim_config(values: Mapping[str, Any], where: str) -> OptimConfig:
+    return from_dict(OptimConfig, dict(values), f"{where}: opt.")

@@ -1,0 +1,1 @@
+"""Foundations: errors, pytrees, parameters, dtypes, random keys, files."""

@@ -1,0 +1,14 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """`0:07`, `3:25`, `2:03:25`, `4 d 2:03`: as short as it can be read."""
+    whole = max(0, round(seconds))
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days} d {hours % 24}:{minutes % 60:02d}"
+    if hours:
+        return f"{hours}:{minutes % 60:02d}:{whole % 60:02d}"
+    return f"{minutes}:{whole % 60:02d}"

@@ -1,0 +1,118 @@
+"""Weights in fewer bits: held as int8 with scales, or as bfloat16, and multiplied as they are.
+
+A `Quantized` matrix is what Grok-1's release calls an 8-bit pair. Its input rows fall into G equal groups; each group has a scale
+for every output column. Letters: K inputs, N outputs, G groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, BFloat16, Float, Int8, UInt16
+
+from linnet.core.dtypes import WEIGHTS, Weights
+from linnet.core.params import Spec, is_spec
+from linnet.core.pytree import pytree
+
+LARGEST = 127  # -128 is not used: the range is the same on both sides
+
+
+@pytree
+class Quantized:
+    weight: Int8[Array, "*L K N"]
+    scales: BFloat16[Array, "*L G N"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def n_group(self) -> int:
+        return self.scales.shape[-2]
+
+
+@pytree
+class Half:
+    """bfloat16 as its bits. XLA on the CPU widens a bfloat16 array whole wherever a part of it is read; of bits it reads the part."""
+
+    bits: UInt16[Array, "*L K N"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.bits.shape
+
+
+Matrix = Array | Quantized | Half
+
+
+def is_quantized(x: Any) -> bool:
+    return isinstance(x, Quantized)
+
+
+def quantize(matrix: Float[Array, "*L K N"], n_group: int = 1) -> Quantized:
+    """Rounds to the nearest of 255 steps between minus and plus the largest value of each group and column."""
+    *lead, n_in, n_out = matrix.shape
+    assert n_in % n_group == 0, f"{n_in} rows do not fall into {n_group} equal groups"
+    grouped = matrix.astype(jnp.float32).reshape(*lead, n_group, n_in // n_group, n_out)
+    # Rounded to bfloat16 before it is used, so that the weights make up for the rounding.
+    scales = (jnp.max(jnp.abs(grouped), axis=-2) / LARGEST).astype(jnp.bfloat16)
+    step = scales.astype(jnp.float32)[..., None, :]
+    steps = jnp.round(grouped / jnp.where(step > 0, step, 1.0))
+    weight = jnp.clip(steps, -LARGEST, LARGEST).astype(jnp.int8)
+    return Quantized(weight=weight.reshape(matrix.shape), scales=scales)
+
+
+def dequantize(matrix: Quantized, dtype: Any = jnp.float32) -> Float[Array, "*L K N"]:
+    *lead, n_in, n_out = matrix.shape
+    grouped = matrix.weight.reshape(*lead, matrix.n_group, n_in // matrix.n_group, n_out)
+    return (grouped.astype(dtype) * matrix.scales.astype(dtype)[..., None, :]).reshape(matrix.shape)
+
+
+def as_bits(matrix: BFloat16[Array, "*L K N"]) -> Half:
+    return Half(bits=jax.lax.bitcast_convert_type(matrix, jnp.uint16))
+
+
+def plain(matrix: Matrix, dtype: Any) -> Float[Array, "*L K N"]:
+    """As an ordinary array."""
+    if isinstance(matrix, Quantized):
+        return dequantize(matrix, dtype)
+    if isinstance(matrix, Half):
+        return jax.lax.bitcast_convert_type(matrix.bits.astype(jnp.uint32) << 16, jnp.float32).astype(dtype)
+    return matrix.astype(dtype)
+
+
+def matmul(x: Float[Array, "*B K"], matrix: Matrix) -> Float[Array, "*B N"]:
+    """In the type of `x`. The scales multiply the product, not the weights: no scaled copy of a weight is made."""
+    if not isinstance(matrix, Quantized):
+        return x @ plain(matrix, x.dtype)
+    scales = matrix.scales.astype(x.dtype)
+    if matrix.n_group == 1:
+        return (x @ matrix.weight.astype(x.dtype)) * scales[0]
+    weight = matrix.weight.reshape(matrix.n_group, -1, matrix.shape[-1]).astype(x.dtype)
+    grouped = x.reshape(*x.shape[:-1], matrix.n_group, -1)
+    return jnp.einsum("...gn,gn->...n", jnp.einsum("...gk,gkn->...gn", grouped, weight), scales)
+
+
+def side_by_side(*matrices: Matrix) -> Matrix:
+    """All of one kind, with equal inputs: one matrix with the outputs of all."""
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-1), *matrices)
+
+
+def lower(params: Any, specs: Any, weights: Weights) -> Any:
+    """Each weight held in as few bits as asked for, and as its spec allows."""
+    return jax.tree.map(lambda spec, leaf: _lowered(leaf, spec, weights), specs, params, is_leaf=is_spec)
+
+
+def held(spec: Spec, weights: Weights) -> Weights:
+    """As few bits as asked for, but not fewer than the spec allows."""
+    return WEIGHTS[min(WEIGHTS.index(weights), WEIGHTS.index(spec.least))]
+
+
+def _lowered(leaf: Matrix, spec: Spec, weights: Weights) -> Matrix:
+    kind = held(spec, weights)
+    if not isinstance(leaf, jax.Array | np.ndarray) or kind == "float32":
+        return leaf
+    return quantize(leaf) if kind == "int8" else leaf.astype(jnp.bfloat16)

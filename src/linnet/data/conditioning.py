@@ -1,0 +1,127 @@
+"""What a model is told of each picture before it paints it: an embedding, made once by the built-in encoder, or the user's own.
+
+Letters: n pictures, E width of an embedding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float32, UInt8
+
+from linnet.config.schema import DataConfig
+from linnet.core.errors import UserError, refuse
+from linnet.core.local_path import check_local
+from linnet.data.batch import Split
+from linnet.data.index import sha256_of
+from linnet.data.npy_writer import write_array
+from linnet.data.sources.cache import cache_folder
+from linnet.data.sources.npy import as_float32, map_npy
+from linnet.data.splits import SPLITS
+
+BUILTIN = "builtin"
+VERSION = 1
+"""Of how pictures are embedded."""
+BLOCK = 1024
+"""Pictures made ready at a time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Condition:
+    embeds: Mapping[str, Float32[np.ndarray, "n E"]]
+    """Of each split, in its order, of length 1."""
+    fingerprint: str
+
+    @property
+    def width(self) -> int:
+        return next(iter(self.embeds.values())).shape[1]
+
+
+def of_emoji(source: str, split_of: Sequence[str]) -> Condition:
+    """By the built-in encoder: the image embeddings of `emoji-pairs`, whatever the size painted, so that a prior of those can lead
+    it. From a file: rows in the order of the emoji."""
+    if source == BUILTIN:
+        from linnet.config.schema import EMOJI_PAIRS, PairsConfig
+        from linnet.data.embeddings.emoji import open_emoji_pairs
+
+        pairs = open_emoji_pairs(PairsConfig(source=EMOJI_PAIRS), 0)
+        rows, fingerprint = pairs.images.read(np.arange(len(split_of))), pairs.fingerprint
+    else:
+        rows, fingerprint = _from_file(source, len(split_of))
+    places = np.array(split_of)
+    return Condition(embeds={name: rows[places == name] for name in SPLITS}, fingerprint=fingerprint)
+
+
+def of_pictures(source: str, splits: Mapping[str, Split], shape: tuple[int, int, int]) -> Condition:
+    """Rows of a file: those of the training pictures, then validation, then test."""
+    counts = [splits[name].n_documents for name in SPLITS]
+    if source == BUILTIN:
+        rows, fingerprint = _embedded(splits, shape)
+    else:
+        rows, fingerprint = _from_file(source, sum(counts))
+    parts = np.split(rows, np.cumsum(counts)[:-1])
+    return Condition(embeds=dict(zip(SPLITS, parts, strict=True)), fingerprint=fingerprint)
+
+
+def refuse_condition_of_text(cfg: DataConfig) -> None:
+    if cfg.condition is not None:
+        raise refuse("data.condition", cfg.condition, f"none: {cfg.source} is text, not pictures", "leave it out")
+
+
+def _embedded(splits: Mapping[str, Split], shape: tuple[int, int, int]) -> tuple[Float32[np.ndarray, "n E"], str]:
+    from linnet.data.encoders.builtin import WEIGHTS, open_builtin
+    from linnet.data.encoders.network import SIZE
+
+    # Not of the vectors: another processor may round them differently, and the data would still be the same.
+    made_of = [str(VERSION), sha256_of(WEIGHTS), *(splits[name].fingerprint() for name in SPLITS)]
+    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+    place = cache_folder() / "condition" / f"{key[:32]}.npy"
+    with contextlib.suppress(UserError):
+        return np.array(map_npy(place)), key
+    encoder, size, made = open_builtin(), int(np.prod(shape)), []
+    for name in SPLITS:
+        for at in range(0, splits[name].n_documents, BLOCK):
+            stop = min(at + BLOCK, splits[name].n_documents)
+            pictures = splits[name].content(at * size, stop * size).reshape(stop - at, *shape)
+            made.append(encoder.embed_images(_resized(pictures, SIZE)))
+    rows = np.concatenate(made)
+    # A home that cannot be written to costs time at the next opening, nothing else.
+    with contextlib.suppress(UserError):
+        write_array(place, rows)
+    return rows, key
+
+
+def _resized(pictures: UInt8[np.ndarray, "n h w 3"], size: int) -> UInt8[np.ndarray, "n size size 3"]:
+    from PIL import Image
+
+    if pictures.shape[1] == size:
+        return pictures
+    small = [Image.fromarray(picture).resize((size, size), Image.Resampling.BOX) for picture in pictures]
+    return np.stack([np.asarray(image) for image in small])
+
+
+def _from_file(source: str, n_pictures: int) -> tuple[Float32[np.ndarray, "n E"], str]:
+    check_local("data.condition", source)
+    path = Path(os.path.expanduser(source))
+    try:
+        rows = map_npy(path)
+    except UserError as error:
+        needs = f"builtin, or an .npy of numbers that can be read ({error})"
+        raise refuse("data.condition", source, needs, "use builtin, or correct the path") from None
+    if rows.ndim != 2 or len(rows) != n_pictures or not np.issubdtype(rows.dtype, np.floating):
+        got = f"{source}, {rows.dtype} of shape {rows.shape}"
+        raise refuse("data.condition", got, f"a row of numbers for each of {n_pictures} pictures", "embed them again")
+    rows = as_float32(rows, source)
+    length = np.linalg.norm(rows, axis=1, keepdims=True)
+    bad = np.flatnonzero(~(np.isfinite(length) & (length > 0)))
+    if bad.size:
+        needs = "rows of finite numbers that are not all zero"
+        raise refuse("data.condition", f"{source}, row {bad[0]} ({bad.size} in all)", needs, "embed them again")
+    return rows / length, sha256_of(path)

@@ -1,0 +1,211 @@
+"""Pictures with their captions, one at a time in a fixed order: what `linnet data embed` makes pairs from.
+
+A folder of pictures with a .txt of the same name beside each, or with one captions file; parquet with both; webdataset tars
+with .txt or .json members; or the embedded emoji."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from linnet.core.errors import UserError, refuse
+from linnet.core.json_file import parse_json
+from linnet.data.sources.files import named_files, reading
+from linnet.data.sources.image_readers import (
+    DEFAULT_COLUMN,
+    PICTURE_SUFFIXES,
+    check_column,
+    open_parquet,
+    tar_members,
+)
+from linnet.data.sources.images import COMPRESSED_TARS
+
+CAPTION_FILES = ("captions.json", "captions.jsonl", "captions.parquet", "metadata.jsonl")
+FILE_KEYS = ("file_name", "file", "image_path", "image", "path", "filename", "name")
+EMOJI = "emoji-32"
+PARQUET_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Captioned:
+    name: str
+    encoded: Callable[[], bytes]
+    """Reads the picture: what was embedded already is passed over unread."""
+    caption: str | None
+    split: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaptionedSource:
+    identity: dict[str, Any]
+    """Plain values that change when the input does."""
+    samples: Callable[[], Iterator[Captioned]]
+    has_splits: bool = False
+
+
+def open_captioned(source: str, caption_key: str = "caption", image_key: str | None = None) -> CaptionedSource:
+    if source == EMOJI:
+        return CaptionedSource(identity={"source": EMOJI}, samples=_emoji, has_splits=True)
+    if source.lower().endswith(COMPRESSED_TARS):
+        raise refuse("SOURCE", source, "a tar that is not compressed, to be read at random", "decompress it to a .tar")
+    found = named_files(source)
+    if found is None:
+        raise refuse(
+            "SOURCE", source, f"pictures with captions: a folder, glob, tar or parquet, or {EMOJI}", "correct the path"
+        )
+    root, paths = found.root, sorted(found.paths)
+    tables = [path for path in paths if path.name in CAPTION_FILES]
+    pictures = [path for path in paths if path.suffix.lower() in PICTURE_SUFFIXES]
+    tars = [path for path in paths if path.suffix.lower() == ".tar"]
+    parquets = [path for path in paths if path.suffix.lower() == ".parquet" and path not in tables]
+    kinds = [kind for kind, there in (("pictures", pictures), ("tar", tars), ("parquet", parquets)) if there]
+    if len(kinds) != 1:
+        raise refuse(
+            "SOURCE",
+            source,
+            f"pictures, webdataset tars or parquet with pictures, one of them (it has {' and '.join(kinds) or 'none'})",
+            "name one kind, as a glob if need be",
+        )
+    beside = [] if tables else [path for path in paths if path.suffix.lower() == ".txt"]
+    used = [*tables, *beside, *pictures] if pictures else tars or parquets
+    identity = {"source": source, "caption_key": caption_key, "image_key": image_key, "files": _digest(root, used)}
+    if tars:
+        samples = lambda: _from_tars(tars, caption_key)  # noqa: E731
+    elif parquets:
+        column = image_key or DEFAULT_COLUMN
+        for path in parquets:
+            with reading(path), open_parquet(path) as parquet:
+                check_column(path, parquet.schema_arrow, column)
+                if caption_key not in parquet.schema_arrow.names:
+                    names = ", ".join(parquet.schema_arrow.names)
+                    raise refuse("--caption-key", caption_key, f"a column of {path} ({names})", "name one of them")
+        samples = lambda: _from_parquet(root, parquets, column, caption_key)  # noqa: E731
+    else:
+        captions = _tables(tables, caption_key)
+        samples = lambda: _from_folder(root, pictures, captions)  # noqa: E731
+    return CaptionedSource(identity=identity, samples=samples)
+
+
+def _emoji() -> Iterator[Captioned]:
+    from linnet.data.images import to_image
+    from linnet.data.sources.emoji import open_emoji
+
+    for i, (picture, caption, split) in enumerate(zip(*open_emoji(32), strict=True)):
+        yield Captioned(f"{EMOJI}/{i}", lambda picture=picture: to_image(picture), caption, split)
+
+
+def _from_folder(root: Path, pictures: list[Path], captions: dict[str, str] | None) -> Iterator[Captioned]:
+    for path in pictures:
+        name = Path(os.path.relpath(path, root)).as_posix()
+        if captions is not None:
+            caption = captions.get(name, captions.get(path.name, captions.get(path.stem)))
+        else:
+            beside = path.with_suffix(".txt")
+            caption = None
+            if beside.is_file():
+                with reading(beside):
+                    caption = beside.read_text("utf-8", "replace").strip()
+        yield Captioned(name, path.read_bytes, caption)
+
+
+def _from_tars(tars: list[Path], key: str) -> Iterator[Captioned]:
+    for path in tars:
+        places: dict[str, dict[str, tuple[int, int]]] = {}
+        with reading(path):
+            for info in tar_members(path):
+                member = PurePosixPath(info.name)
+                stem, _, ending = member.name.partition(".")
+                if info.isreg() and info.sparse is None and stem:
+                    kind = "picture" if f".{ending.lower()}" in PICTURE_SUFFIXES else ending.lower()
+                    places.setdefault(str(member.parent / stem), {})[kind] = (info.offset_data, info.size)
+        for name, members in places.items():
+            if "picture" not in members:
+                continue
+            caption = None
+            if plain := members.get("txt") or members.get("caption"):
+                caption = _bytes(path, *plain).decode("utf-8", "replace").strip()
+            elif described := members.get("json"):
+                caption = _caption_of(_bytes(path, *described), key)
+            start, size = members["picture"]
+            yield Captioned(
+                f"{path.name}/{name}", lambda path=path, start=start, size=size: _bytes(path, start, size), caption
+            )
+
+
+def _bytes(path: Path, start: int, size: int) -> bytes:
+    with reading(path), open(path, "rb") as file:
+        file.seek(start)
+        return file.read(size)
+
+
+def _caption_of(text: bytes, key: str) -> str | None:
+    try:
+        caption = parse_json(text).get(key)
+    except (ValueError, AttributeError):
+        return None
+    return None if caption is None else str(caption)
+
+
+def _from_parquet(root: Path, paths: list[Path], column: str, key: str) -> Iterator[Captioned]:
+    for path in paths:
+        row = 0
+        with reading(path), open_parquet(path) as parquet:
+            for batch in parquet.iter_batches(PARQUET_ROWS, columns=[column, key]):
+                for value, caption in zip(batch.column(column).to_pylist(), batch.column(key).to_pylist(), strict=True):
+                    encoded = (value.get("bytes") if isinstance(value, dict) else value) or b""
+                    name = f"{Path(os.path.relpath(path, root)).as_posix()}:{row:09}"
+                    yield Captioned(name, lambda encoded=encoded: encoded, None if caption is None else str(caption))
+                    row += 1
+
+
+def _tables(paths: list[Path], key: str) -> dict[str, str] | None:
+    """Captions by the name of their picture; None where each picture has a file of its own."""
+    if not paths:
+        return None
+    captions: dict[str, str] = {}
+    for path in paths:
+        for name, caption in _table_rows(path, key):
+            captions[name] = caption
+    return captions
+
+
+def _table_rows(path: Path, key: str) -> Iterator[tuple[str, str]]:
+    if path.suffix == ".parquet":
+        with reading(path), open_parquet(path) as parquet:
+            rows = parquet.read().to_pylist()
+    else:
+        with reading(path):
+            text = path.read_text("utf-8", "replace")
+        try:
+            rows = (
+                [parse_json(line) for line in text.splitlines() if line.strip()]
+                if path.suffix == ".jsonl"
+                else parse_json(text)
+            )
+        except ValueError as error:
+            raise UserError(f"{path} is no JSON ({error}). Fix: correct it.") from None
+    if isinstance(rows, dict) and all(isinstance(caption, str) for caption in rows.values()):
+        yield from rows.items()
+        return
+    for i, row in enumerate(rows):
+        file = next((str(row[name]) for name in FILE_KEYS if row.get(name)), None) if isinstance(row, dict) else None
+        if file is None or row.get(key) is None:
+            raise UserError(
+                f"{path}, entry {i} does not name a picture and its {key}. Fix: write {{picture: caption}}, or entries with "
+                f"`file_name` and `{key}`."
+            )
+        yield file, str(row[key])
+
+
+def _digest(root: Path, paths: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with reading(path):
+            info = path.stat()
+        name = Path(os.path.relpath(path, root)).as_posix()
+        digest.update(f"{name}\0{info.st_size}\0{info.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()

@@ -1,0 +1,214 @@
+"""Making pairs: pictures and captions become vectors, in clip-retrieval's layout, a shard at a time.
+
+`embed.json` says what was asked and which blocks of the source are done. It is written after a block's files are whole, so a
+killed run goes on with the next block, and a folder is finished when it says so."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import io
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+from linnet.core.errors import UserError, refuse
+from linnet.core.files import atomic_write
+from linnet.data.embeddings.captioned import Captioned, CaptionedSource
+from linnet.data.embeddings.encodings import NO_ENCODINGS, CaptionShard, EncodingSettings, caption_shard
+from linnet.data.embeddings.sources import FOLDERS
+from linnet.data.encoders.encoder import Encoder
+from linnet.data.images import BrokenPicture
+from linnet.data.npy_writer import write_array
+from linnet.data.sources.files import reading
+
+NOTES = "embed.json"
+VERSION = 1
+BATCH = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    source: CaptionedSource
+    encoder: Encoder
+    encodings: EncodingSettings = NO_ENCODINGS
+    shard_rows: int = 8192
+    """Samples of the source in one block; those that cannot be used are missing from its shard."""
+
+    def __post_init__(self) -> None:
+        if self.shard_rows < 1:
+            raise refuse("--shard-rows", self.shard_rows, "at least 1", "use 8192")
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "encoder": self.encoder.name,
+            "encoder_fingerprint": self.encoder.fingerprint,
+            "shard_rows": self.shard_rows,
+            **self.encodings.identity(),
+            **self.source.identity,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Notes:
+    asked: dict[str, Any]
+    blocks: tuple[int, ...] = ()
+    """Pairs that each finished block of the source gave."""
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)
+    finished: bool = False
+
+    @property
+    def n_pairs(self) -> int:
+        return sum(self.blocks)
+
+    @property
+    def n_shards(self) -> int:
+        return sum(n > 0 for n in self.blocks)
+
+    def save(self, out: Path) -> None:
+        atomic_write(out / NOTES, (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode())
+
+
+def embed(task: Task, out: Path, progress: Callable[[int], None] = lambda n: None) -> Notes:
+    """Goes on where an earlier run of the same task stopped; another task's folder is refused."""
+    notes = begin(task.identity(), out)
+    samples = task.source.samples()
+    for number, block in enumerate(_blocks(samples, task.shard_rows)):
+        if number < len(notes.blocks):
+            continue  # done by an earlier run
+        with caption_shard(task.encoder, task.encodings, out, notes.n_shards) as captions:
+            pairs, left_out = _embed_block(
+                task, captions, block, lambda n, before=number * task.shard_rows: progress(before + n)
+            )
+            if pairs is not None:
+                captions.finish()
+                _write(out, notes.n_shards, pairs)
+        notes = dataclasses.replace(
+            notes,
+            blocks=(*notes.blocks, 0 if pairs is None else len(pairs.images)),
+            left_out=dict(Counter(notes.left_out) + left_out),
+        )
+        notes.save(out)
+    if not notes.n_pairs:
+        reasons = (
+            ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(notes.left_out.items()))
+            or "nothing there"
+        )
+        raise refuse(
+            "SOURCE",
+            task.source.identity["source"],
+            f"pictures with captions (left out: {reasons})",
+            "give each picture a caption",
+        )
+    notes = dataclasses.replace(notes, finished=True)
+    notes.save(out)
+    return notes
+
+
+def read_notes(folder: Path) -> Notes | None:
+    path = folder / NOTES
+    if not path.is_file():
+        return None
+    with reading(path):
+        text = path.read_text(errors="replace")
+    try:
+        fields = json.loads(text)
+        return Notes(**{**fields, "blocks": tuple(fields["blocks"])})
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{path} is damaged. Fix: embed into a new folder with `linnet data embed`.") from None
+
+
+def refuse_unfinished(folder: Path) -> None:
+    notes = read_notes(folder)
+    if notes is not None and not notes.finished:
+        raise UserError(
+            f"{folder} was not finished: {notes.n_pairs:,} pairs are embedded so far. Fix: run the same `linnet data embed` again: it "
+            "goes on where it stopped."
+        )
+
+
+def begin(asked: dict[str, Any], out: Path) -> Notes:
+    notes = read_notes(out)
+    if notes is None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise refuse(
+                "--out", str(out), "a new folder, or one that an earlier run of this command began", "name another"
+            )
+        notes = Notes(asked=asked)
+        notes.save(out)
+        return notes
+    differs = sorted(name for name in asked.keys() | notes.asked.keys() if asked.get(name) != notes.asked.get(name))
+    if differs:
+        words = ", ".join(f"{name} was {notes.asked.get(name)!r} and is {asked.get(name)!r}" for name in differs)
+        older = "text_encodings" in asked and "text_encodings" not in notes.asked
+        fix = "name a new folder" + (", or add --text-encodings none" if older else "")
+        raise refuse("--out", str(out), f"a folder of the same task ({words})", fix)
+    return notes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pairs:
+    images: Float32[np.ndarray, "n D"]
+    texts: Float32[np.ndarray, "n T"]
+    metadata: dict[str, list[str | None]]
+
+
+def _embed_block(
+    task: Task, captions_of: CaptionShard, block: Iterator[Captioned], progress: Callable[[int], None]
+) -> tuple[_Pairs | None, Counter[str]]:
+    """Holds one batch of pictures at a time, and the embeddings of the block."""
+    metadata: dict[str, list[str | None]] = {"image_path": [], "caption": []}
+    metadata |= {"split": []} if task.source.has_splits else {}
+    images: list[Float32[np.ndarray, "n D"]] = []
+    texts: list[Float32[np.ndarray, "n T"]] = []
+    left_out: Counter[str] = Counter()
+    n_seen = 0
+    while batch := list(itertools.islice(block, BATCH)):
+        decoded: list[np.ndarray] = []
+        captions: list[str] = []
+        for sample in batch:
+            if not sample.caption:
+                left_out["no_caption"] += 1
+                continue
+            try:
+                with reading(sample.name):
+                    decoded.append(task.encoder.decode(sample.encoded()))
+            except BrokenPicture as error:
+                left_out[error.reason] += 1
+                continue
+            captions.append(sample.caption)
+            for column, value in (("image_path", sample.name), ("caption", sample.caption), ("split", sample.split)):
+                if column in metadata:
+                    metadata[column].append(value)
+        if captions:
+            images.append(task.encoder.embed_images(np.stack(decoded)))
+            texts.append(captions_of.embed(captions))
+        n_seen += len(batch)
+        progress(n_seen)
+    return (_Pairs(np.concatenate(images), np.concatenate(texts), metadata) if images else None), left_out
+
+
+def _write(out: Path, number: int, pairs: _Pairs) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = io.BytesIO()
+    pq.write_table(pa.table(pairs.metadata), table)
+    atomic_write(out / FOLDERS["metadata"] / f"metadata_{number}.parquet", table.getbuffer())
+    write_array(out / FOLDERS["text"] / f"text_emb_{number}.npy", pairs.texts)
+    write_array(out / FOLDERS["image"] / f"img_emb_{number}.npy", pairs.images)
+
+
+def _blocks(samples: Iterator[Captioned], n: int) -> Iterator[Iterator[Captioned]]:
+    """Each block is read to its end, by the caller or here, before the next begins."""
+    for first in samples:
+        block = itertools.chain([first], itertools.islice(samples, n - 1))
+        yield block
+        collections.deque(block, maxlen=0)

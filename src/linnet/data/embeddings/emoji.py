@@ -1,0 +1,108 @@
+"""`emoji-pairs`: every emoji's caption and picture, embedded by the built-in pair, on every machine.
+
+Computed when it is opened: a few seconds the first time, then it lies in the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float32
+
+from linnet.config.schema import PairsConfig
+from linnet.core.errors import UserError, refuse
+from linnet.data.embeddings.captions import ArrayCaptions
+from linnet.data.embeddings.pairs import Pairs, fingerprint_of
+from linnet.data.embeddings.vectors import ArrayShard, Vectors
+from linnet.data.encoders.builtin import WEIGHTS, BuiltIn, open_builtin
+from linnet.data.encoders.network import SIZE
+from linnet.data.index import sha256_of
+from linnet.data.npy_writer import write_array
+from linnet.data.sources.cache import cache_folder
+from linnet.data.sources.emoji import FOLDER, open_emoji
+from linnet.data.sources.npy import map_npy
+from linnet.data.splits import SPLITS
+
+VERSION = 1
+"""Of how they are computed."""
+CHOSEN_BY = (
+    "images",
+    "texts",
+    "metadata",
+    "encodings",
+    "image_key",
+    "text_key",
+    "split_key",
+    "validation_fraction",
+    "test_fraction",
+)
+
+
+def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Pairs:
+    defaults = {field.name: field.default for field in dataclasses.fields(PairsConfig)}
+    for name in CHOSEN_BY:
+        if getattr(cfg, name) != defaults[name]:
+            raise refuse(
+                f"data.{name}",
+                getattr(cfg, name),
+                f"left alone: {cfg.source} is divided by what its pictures show",
+                "leave it out",
+            )
+    pictures, captions, split_of = open_emoji(SIZE)
+    # Not of the vectors: another processor may round them differently, and the data would still be the same.
+    made_of = [str(VERSION), *(sha256_of(path) for path in (WEIGHTS, FOLDER / f"{SIZE}.png", FOLDER / "captions.json"))]
+    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+    embedded = _embedded(key, pictures, captions)
+    rows = {name: np.flatnonzero(np.array(split_of) == name) for name in SPLITS}
+    vectors = {
+        what: Vectors.join([ArrayShard(Path(cfg.source), what, embedded[i])], what)
+        for i, what in enumerate(("text", "image"))
+    }
+    return Pairs(
+        cfg=cfg,
+        seed=seed,
+        images=vectors["image"],
+        texts=vectors["text"],
+        encodings=_encodings(cfg, key, captions) if encodings else None,
+        text_captions=ArrayCaptions((np.array(captions),)),
+        rows=rows,
+        origin={
+            "source": cfg.source,
+            "root": "embedded",
+            "encoder": "builtin",
+            "left_out": {},
+            "held_out": "whole concepts, by a hash of their names",
+        },
+        fingerprint=fingerprint_of(made_of, rows),
+    )
+
+
+def _embedded(key: str, pictures: np.ndarray, captions: list[str]) -> Float32[np.ndarray, "2 n D"]:
+    """Texts, then images."""
+    place = cache_folder() / "pairs" / f"emoji-{key[:32]}.npy"
+    with contextlib.suppress(UserError):
+        return np.array(map_npy(place))
+    encoder = open_builtin()
+    made = np.stack([encoder.embed_texts(captions), encoder.embed_images(pictures)])
+    # A home that cannot be written to costs seconds at the next opening, nothing else.
+    with contextlib.suppress(UserError):
+        write_array(place, made)
+    return made
+
+
+def _encodings(cfg: PairsConfig, key: str, captions: list[str]) -> Vectors:
+    """Token encodings of the captions in float16, mapped from the cache: 93 MB."""
+    place = cache_folder() / "pairs" / f"emoji-encodings-{key[:32]}.npy"
+    shape = (len(captions), BuiltIn.text_len, BuiltIn.width)
+    made = None
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        made = np.load(place, mmap_mode="r", allow_pickle=False)
+    if made is None or made.shape != shape or made.dtype != np.float16:
+        made = open_builtin().encode_texts(captions).encodings.astype(np.float16)
+        with contextlib.suppress(UserError):
+            write_array(place, made)
+    return Vectors.join([ArrayShard(Path(cfg.source), "encodings", made)], "text encodings")

@@ -1,0 +1,159 @@
+"""Finding out what a source of pairs is, looking at every row of it once, and dividing it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from linnet.config.schema import EMOJI_PAIRS, PairsConfig
+from linnet.core.errors import UserError, refuse
+from linnet.core.local_path import check_local
+from linnet.data.embeddings import emoji, sources
+from linnet.data.embeddings.embed import refuse_unfinished
+from linnet.data.embeddings.neighbors import Gallery
+from linnet.data.embeddings.pairs import Pairs, divide, fingerprint_of
+from linnet.data.embeddings.provenance import encoder_of
+from linnet.data.embeddings.shards import in_order
+from linnet.data.embeddings.sources import FOLDERS, PairSource
+from linnet.data.embeddings.validate import scan
+from linnet.data.sources.files import leaves, named_files
+from linnet.data.sources.images import COMPRESSED_TARS
+from linnet.data.sources.locations import located
+
+UNIT = (0.9, 1.1)
+"""Mean lengths of embeddings that count as normalised."""
+
+
+def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Pairs:
+    """Opens the pairs of a run, or says what is wrong with them before anything starts. `encodings`: with the token encodings, if
+    there are any; they are many times larger than the rest, so they are not opened otherwise."""
+    if cfg.mix and encodings:
+        raise refuse("data.mix", cfg.mix, "0 with model.text_encodings: token encodings cannot be mixed", "use 0")
+    cfg = located(cfg)
+    if cfg.source == EMOJI_PAIRS and cfg.images is None:
+        return emoji.open_emoji_pairs(cfg, seed, encodings=encodings)
+    source = find_source(cfg, encodings=encodings)
+    if source.encodings is not None and source.encodings.width != source.texts.width:
+        where = f"the width of the token encodings in {source.encodings.shards[0].path}"
+        needs = f"{source.texts.width}, as wide as the text embeddings"
+        raise refuse(where, source.encodings.width, needs, "embed the captions again with `linnet data embed`")
+    kinds = {"image": source.images, "text": source.texts, "text encodings": source.encodings}
+    found = {
+        what: scan(vectors, what, padded=what == "text encodings")
+        for what, vectors in kinds.items()
+        if vectors is not None
+    }
+    bad = np.unique(np.concatenate([one.bad_rows for one in found.values()]))
+    kept = np.setdiff1d(np.arange(source.images.n_rows), bad, assume_unique=True)
+    warnings = [*source.warnings, *(warning for one in found.values() for warning in one.warnings)]
+    for what in ("image", "text"):
+        if len(kept) and not UNIT[0] <= found[what].mean_length <= UNIT[1]:
+            warnings.append(
+                f"The {what} embeddings have a mean length of {found[what].mean_length:.3g}; the prior is made for vectors of length "
+                "1, as encoders of the CLIP kind give after normalising."
+            )
+    rows, how = divide(cfg, kept, source.split_of)
+    if not len(rows["train"]):
+        raise UserError(
+            f"no pair of {_shown(cfg)} is left to train on ({len(bad):,} of {source.images.n_rows:,} were left out"
+            + (f": {warnings[0]}" if warnings else "")
+            + "). Fix: name a source with good rows, or hold out fewer."
+        )
+    left_out = dict(source.left_out)
+    for one in found.values():
+        left_out |= one.left_out
+    return Pairs(
+        cfg=cfg,
+        seed=seed,
+        images=source.images,
+        texts=source.texts,
+        encodings=source.encodings,
+        text_captions=source.captions,
+        rows=rows,
+        origin={
+            "source": _shown(cfg),
+            "root": _shown(cfg),
+            "encoder": encoder_of(cfg),
+            "left_out": {"source": left_out},
+            "held_out": how,
+        },
+        fingerprint=fingerprint_of([one.sha256 for one in found.values()], rows),
+        found=tuple(warnings),
+    )
+
+
+def open_gallery(cfg: PairsConfig, seed: int, width: int) -> Gallery:
+    """The images that predictions of so many numbers can be compared with."""
+    pairs = open_pairs(cfg, seed)
+    if pairs.image_width != width:
+        needs = f"a set with embeddings of images as wide as the prior's, {width}; these are {pairs.image_width} wide"
+        raise refuse("data.source", cfg.images or cfg.source, needs, "put back the data that the run was trained on")
+    return Gallery(pairs)
+
+
+def find_source(cfg: PairsConfig, *, encodings: bool = False) -> PairSource:
+    for field in ("images", "texts", "metadata", "encodings") if cfg.images is not None else ("source",):
+        if getattr(cfg, field) is not None:
+            check_local(f"data.{field}", getattr(cfg, field))
+    if cfg.images is not None:
+        beside = _encodings_of(cfg) if encodings else None
+        return sources.from_npy(cfg, cfg.images, cfg.texts, cfg.metadata, beside)
+    place = os.path.expanduser(cfg.source)
+    root = Path(place)
+    if (root / FOLDERS["image"]).is_dir():
+        refuse_unfinished(root)
+        out = next((name for name in FOLDERS.values() if (root / name).is_dir() and leaves(root / name, root)), None)
+        if out is not None:
+            raise UserError(
+                f"{root / out} is a symbolic link that leaves {root}, and such links are not followed. Fix: name the folders with "
+                "--data.images, --data.texts and --data.metadata."
+            )
+        below = {what: str(root / name) if (root / name).is_dir() else None for what, name in FOLDERS.items()}
+        tokens = below["encodings"] if encodings else None
+        return sources.from_npy(cfg, str(below["image"]), below["text"], below["metadata"], tokens)
+    if place.lower().endswith(COMPRESSED_TARS):
+        raise refuse("data.source", cfg.source, "a tar that is not compressed, to be read at random", "decompress it")
+    named = named_files(place)
+    if named is None:
+        needs = f"an existing file, folder or glob, or {EMOJI_PAIRS!r}"
+        raise refuse("data.source", cfg.source, needs, "correct the path")
+    by_kind = {kind: sorted((p for p in named.paths if p.suffix.lower() == kind), key=in_order) for kind in KINDS}
+    present = [kind for kind, paths in by_kind.items() if paths]
+    if present == [".parquet"]:
+        return sources.from_parquet(cfg, by_kind[".parquet"])
+    if present == [".tar"]:
+        return sources.from_tars(cfg, by_kind[".tar"])
+    if present == [".npz"] and len(by_kind[".npz"]) == 1:
+        return sources.from_npz(cfg, by_kind[".npz"][0], encodings=encodings)
+    if ".npy" in present:
+        raise refuse(
+            "data.source",
+            cfg.source,
+            f"a folder with {FOLDERS['image']}/ and {FOLDERS['text']}/ where pairs are .npy files",
+            "name both with --data.images and --data.texts",
+        )
+    raise refuse(
+        "data.source",
+        cfg.source,
+        "embeddings of one kind: img_emb/ and text_emb/ with .npy, .parquet, webdataset .tar, or one .npz "
+        + (f"(it has {', '.join(present)})" if present else "(it has none of these)"),
+        "name one kind; pictures with captions become pairs by `linnet data embed SOURCE --out DIR`",
+    )
+
+
+def _encodings_of(cfg: PairsConfig) -> str | None:
+    """The places of token encodings where images and texts are named one by one: they belong to the texts."""
+    if cfg.encodings is not None or cfg.texts is None:
+        return cfg.encodings
+    texts = Path(os.path.expanduser(cfg.texts))
+    beside = texts.parent / FOLDERS["encodings"]
+    return str(beside) if texts.name == FOLDERS["text"] and beside.is_dir() else None
+
+
+KINDS = (".npy", ".parquet", ".tar", ".npz")
+
+
+def _shown(cfg: PairsConfig) -> str:
+    return cfg.images or cfg.source

@@ -1,0 +1,94 @@
+"""Nearest pictures: which rows of a set an embedding points to, and how often that is the right one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float32, Int64, UInt8
+
+from linnet.config.schema import EMOJI_PAIRS
+from linnet.data.embeddings.pairs import Pairs
+from linnet.data.splits import SPLITS
+
+BLOCK = 65_536
+"""Rows compared at a time: a set of any size is searched in bounded memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nearest:
+    rows: Int64[np.ndarray, "B k"]
+    """Positions in the gallery, the nearest first; of equals the earlier comes first."""
+    cosines: Float32[np.ndarray, "B k"]
+    captions: list[list[str]] | None
+    pictures: UInt8[np.ndarray, "B k h w 3"] | None
+    """Where the set has pictures: the emoji."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gallery:
+    """The images of some splits of a set."""
+
+    pairs: Pairs
+    splits: Sequence[str] = SPLITS
+
+    @functools.cached_property
+    def source_rows(self) -> Int64[np.ndarray, " n"]:
+        return np.concatenate([self.pairs.split(name) for name in self.splits])
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.source_rows)
+
+    def nearest(self, embeds: Float32[np.ndarray, "B D"], k: int) -> Nearest:
+        """By cosine; k is at most the number of rows."""
+        k = min(k, self.n_rows)
+        queries = unit(np.asarray(embeds, np.float32))
+        rows, best = np.zeros((len(queries), 0), np.int64), np.zeros((len(queries), 0), np.float32)
+        for at in range(0, self.n_rows, BLOCK):
+            images = unit(self.pairs.images.read(self.source_rows[at : at + BLOCK]))
+            cosines = np.concatenate([best, queries @ images.T], axis=1)
+            here = np.broadcast_to(np.arange(at, at + len(images)), (len(queries), len(images)))
+            numbered = np.concatenate([rows, here], axis=1)
+            chosen = np.argsort(-cosines, axis=1, kind="stable")[:, :k]
+            rows, best = np.take_along_axis(numbered, chosen, 1), np.take_along_axis(cosines, chosen, 1)
+        return Nearest(rows=rows, cosines=best, captions=self._captions(rows), pictures=self._pictures(rows))
+
+    def _captions(self, rows: Int64[np.ndarray, "B k"]) -> list[list[str]] | None:
+        if self.pairs.text_captions is None:
+            return None
+        flat = self.pairs.text_captions.read(self.source_rows[rows].reshape(-1))
+        return [flat[i : i + rows.shape[1]] for i in range(0, len(flat), rows.shape[1])]
+
+    def _pictures(self, rows: Int64[np.ndarray, "B k"]) -> UInt8[np.ndarray, "B k h w 3"] | None:
+        if self.pairs.origin["source"] != EMOJI_PAIRS:
+            return None
+        return _emoji()[self.source_rows[rows]]
+
+
+def recall(
+    texts: Float32[np.ndarray, "n D"], images: Float32[np.ndarray, "n D"], at: Sequence[int] = (1, 10)
+) -> dict[str, float]:
+    """How often a row's own partner is among the nearest k of all n, both ways. Equals (a caption that occurs twice) share their
+    places: vectors that are all alike find as much as chance does, k / n."""
+    scores = unit(texts) @ unit(images).T
+    own = np.diag(scores)
+    found: dict[str, float] = {}
+    for way, rows in (("text_to_image", scores), ("image_to_text", scores.T)):
+        nearer, equal = (rows > own[:, None]).sum(1), (rows == own[:, None]).sum(1)
+        found |= {f"{way}@{k}": float(np.clip((k - nearer) / equal, 0, 1).mean()) for k in at}
+    return found
+
+
+def unit(x: Float32[np.ndarray, "*B D"]) -> Float32[np.ndarray, "*B D"]:
+    """A row of zeros stays one."""
+    return x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
+@functools.lru_cache(maxsize=1)
+def _emoji() -> UInt8[np.ndarray, "n h w 3"]:
+    from linnet.data.sources.emoji import open_emoji
+
+    return open_emoji(32)[0]

@@ -1,0 +1,185 @@
+"""`Pairs`: the splits of a run on embeddings. A training batch is a pure function of the step, so resuming needs nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int64
+
+from linnet.config.schema import PairsConfig
+from linnet.core.errors import UserError, refuse
+from linnet.core.pytree import replace
+from linnet.data import shuffle as order
+from linnet.data.embeddings.batch import PairBatch
+from linnet.data.embeddings.captions import Captions
+from linnet.data.embeddings.vectors import Vectors
+from linnet.data.splits import SPLITS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Knows rows and their order, not what they are stored in."""
+
+    cfg: PairsConfig
+    seed: int
+    images: Vectors
+    texts: Vectors
+    encodings: Vectors | None
+    text_captions: Captions | None
+    rows: dict[str, Int64[np.ndarray, " n"]]
+    """Of each split: which rows of the source."""
+    origin: dict[str, Any]
+    """Where the splits came from and what was left out, for `describe`."""
+    fingerprint: str
+    """Of the content of all splits: a resumed run compares it and so notices that its data changed."""
+    found: tuple[str, ...] = ()
+
+    kind = "pairs"
+
+    def batch(self, step: int, host: int = 0, n_hosts: int = 1) -> PairBatch:
+        """Update `step` of training, in the order of (seed, epoch); an epoch may end in mid-batch. Of several hosts each reads
+        its own rows: together they read the same batch, however many they are."""
+        assert step >= 0
+        share = order.share(self.cfg.batch_size, host, n_hosts)
+        train = self.rows["train"]
+        chosen = order.windows_at(self.seed, step * self.cfg.batch_size + share.start, len(share), len(train))
+        batch = self.at(train[chosen], len(share))
+        return batch if not self.cfg.mix else self._mixed(batch, step, share)
+
+    def _mixed(self, batch: PairBatch, step: int, share: range) -> PairBatch:
+        """Some rows with others of the split. All draws of a step are made, and a host takes its own."""
+        draws = np.random.Generator(np.random.Philox(key=np.array([self.seed, step], np.uint64)))
+        values = draws.random((3, self.cfg.batch_size))[:, share.start : share.stop]
+        mixed, weight, other = values[0] < self.cfg.mix, values[1], values[2]
+        train = self.rows["train"]
+        weight = np.where(mixed, weight, 0.0).astype(np.float32)[:, None]
+        partners = train[(other * len(train)).astype(np.int64)]
+
+        def between(own: np.ndarray, vectors: Vectors) -> np.ndarray:
+            blend = (1 - weight) * own + weight * vectors.read(partners)
+            lengths = np.linalg.norm(own, axis=1, keepdims=True)
+            scaled = blend * (lengths / np.maximum(np.linalg.norm(blend, axis=1, keepdims=True), 1e-12))
+            return np.where(weight > 0, scaled, own).astype(np.float32)
+
+        text, image = np.asarray(batch.text_embed), np.asarray(batch.image_embed)
+        return replace(batch, text_embed=between(text, self.texts), image_embed=between(image, self.images))
+
+    def evaluation(self, split: str, batch_size: int, limit: int | None = None) -> Iterator[PairBatch]:
+        """Every pair of a split once, in its order, the last batch filled up with masked rows. `limit` takes so many, spread
+        evenly over the split."""
+        if batch_size < 1:
+            raise refuse("batch size of the evaluation", batch_size, "at least 1", f"use {self.cfg.batch_size}")
+        rows = self.evaluated(split, limit)
+        return (self.at(rows[at : at + batch_size], batch_size) for at in range(0, len(rows), batch_size))
+
+    def evaluated(self, split: str, limit: int | None = None) -> Int64[np.ndarray, " n"]:
+        """Which rows of the source an evaluation reads."""
+        rows = self.split(split)
+        if limit is not None and limit < 1:
+            raise refuse("limit of the evaluation", limit, "at least 1, or none for all", "use None")
+        if not len(rows):
+            raise UserError(
+                f"the {split} split has no pairs. Fix: set --data.{split}-fraction 0.05, or use a source with more rows."
+            )
+        n = len(rows) if limit is None else min(limit, len(rows))
+        return rows[np.arange(n) * len(rows) // n]
+
+    def split(self, name: str) -> Int64[np.ndarray, " n"]:
+        """The rows of the source that belong to it."""
+        if name not in SPLITS:
+            raise refuse("split", name, f"one of {', '.join(SPLITS)}", "choose one of them")
+        return self.rows[name]
+
+    def n_rows(self, split: str) -> int:
+        return len(self.split(split))
+
+    def at(self, rows: Int64[np.ndarray, " k"], n_rows: int) -> PairBatch:
+        """These rows of the source, then masked rows of zeros up to `n_rows`."""
+        assert len(rows) <= n_rows, f"{len(rows)} pairs do not fit into {n_rows} rows"
+        return PairBatch(
+            text_embed=_filled(self.texts, rows, n_rows),
+            image_embed=_filled(self.images, rows, n_rows),
+            encodings=None if self.encodings is None else _filled(self.encodings, rows, n_rows),
+            mask=(np.arange(n_rows) < len(rows)).astype(np.float32),
+        )
+
+    def captions(self, split: str, rows: Sequence[int]) -> list[str] | None:
+        """Of positions in a split's order; None where the source has no captions."""
+        if self.text_captions is None:
+            return None
+        return self.text_captions.read(self.split(split)[np.asarray(rows, np.int64)])
+
+    @property
+    def text_width(self) -> int:
+        return self.texts.width
+
+    @property
+    def image_width(self) -> int:
+        return self.images.width
+
+    @property
+    def text_len(self) -> int | None:
+        """Positions of the text encodings."""
+        return None if self.encodings is None else self.encodings.shape[0]
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for logs, reports and `config.json`'s neighbours; `warnings` are sentences for the user."""
+        return {
+            **self.origin,
+            "kind": self.kind,
+            "text_width": self.text_width,
+            "image_width": self.image_width,
+            "text_len": self.text_len,
+            "captions": self.text_captions is not None,
+            "splits": {name: {"pairs": len(self.rows[name])} for name in SPLITS},
+            "fingerprint": self.fingerprint,
+            "warnings": self.warnings(),
+        }
+
+    def warnings(self) -> list[str]:
+        found = list(self.found)
+        if len(self.rows["train"]) < self.cfg.batch_size:
+            found.append(
+                f"There are {len(self.rows['train']):,} pairs to train on, fewer than one batch of {self.cfg.batch_size}: an update "
+                "sees pairs more than once. A smaller --data.batch-size is better."
+            )
+        return found
+
+
+def divide(
+    cfg: PairsConfig, kept: Int64[np.ndarray, " n"], split_of: Int64[np.ndarray, " all"] | None
+) -> tuple[dict[str, Int64[np.ndarray, " k"]], str]:
+    """Kept rows by split, and how it was done in words. By fraction in order, as the reference does: train, validation, test.
+    `split_of` says it for each row (numbers of SPLITS); -1 is `not test`, of which the last part validates."""
+    if split_of is None:
+        n_test, n_validation = (int(share * len(kept) + 1e-6) for share in (cfg.test_fraction, cfg.validation_fraction))
+        ends = np.cumsum([len(kept) - n_test - n_validation, n_validation])
+        return dict(zip(SPLITS, np.split(kept, ends), strict=True)), "the last rows, in order"
+    of_kept = split_of[kept]
+    rows = {name: kept[of_kept == i] for i, name in enumerate(SPLITS)}
+    open_rows = kept[of_kept < 0]
+    if not len(open_rows):
+        return rows, "as the source says"
+    n_validation = int(cfg.validation_fraction * len(open_rows) + 1e-6)
+    train, validation = np.split(open_rows, [len(open_rows) - n_validation])
+    return {
+        **rows,
+        "train": train,
+        "validation": validation,
+    }, "test as the source says, validation the last of the others"
+
+
+def fingerprint_of(parts: Sequence[str], rows: dict[str, Int64[np.ndarray, " n"]]) -> str:
+    divided = [hashlib.sha256(rows[name].astype("<i8").tobytes()).hexdigest() for name in SPLITS]
+    return hashlib.sha256(json.dumps([*parts, *divided]).encode()).hexdigest()
+
+
+def _filled(vectors: Vectors, rows: Int64[np.ndarray, " k"], n_rows: int) -> Float32[np.ndarray, "B ..."]:
+    out = np.zeros((n_rows, *vectors.shape), np.float32)
+    out[: len(rows)] = vectors.read(rows)
+    return out

@@ -1,0 +1,49 @@
+"""Whose vectors the pairs of a run are: only with that encoder can a text be typed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from linnet.config.schema import EMOJI_PAIRS, PairsConfig
+from linnet.data.embeddings.embed import read_notes
+from linnet.data.embeddings.sources import FOLDERS
+from linnet.data.sources.locations import located
+
+RECORD = "data.json"
+"""Of a run: what it was trained on."""
+
+
+def encoder_of(cfg: PairsConfig, run: Path | None = None) -> str | None:
+    """The name for `open_encoder`: the built-in one's for the emoji, what `linnet data embed` noted for a folder that it made; none
+    where it is unknown. Where the data is gone, what the run recorded when it was trained."""
+    found = _of_data(cfg)
+    return _recorded(run) if found is None and run is not None else found
+
+
+def _of_data(cfg: PairsConfig) -> str | None:
+    cfg = located(cfg)
+    if cfg.images is None and cfg.source == EMOJI_PAIRS:
+        return "builtin"
+    if cfg.images is None:
+        return _noted(Path(os.path.expanduser(cfg.source)))
+    # The texts decide: their shards may have been made for images that came from elsewhere.
+    if cfg.texts is None:
+        return None
+    texts = Path(os.path.expanduser(cfg.texts))
+    return _noted(texts.parent) if texts.name == FOLDERS["text"] else None
+
+
+def _noted(folder: Path) -> str | None:
+    notes = read_notes(folder)
+    name = None if notes is None else notes.asked.get("encoder")
+    return name if isinstance(name, str) else None
+
+
+def _recorded(run: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        name = json.loads((run / RECORD).read_text()).get("encoder")
+        return name if isinstance(name, str) else None
+    return None

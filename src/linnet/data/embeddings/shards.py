@@ -1,0 +1,105 @@
+"""Which files belong together: shards are matched by the number in their names, and what is missing is said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from linnet.core.errors import UserError, refuse
+from linnet.data.embeddings.vectors import Vectors
+from linnet.data.sources.files import LINKS_OUT, named_files
+
+NAMED = 3
+
+
+def find_shards(place: str, suffix: str, field: str) -> list[Path]:
+    """The files with this ending that a file, folder or glob names, in the order of their numbers."""
+    found = named_files(place, field=field)
+    if found is None:
+        raise refuse(field, place, "an existing file, folder or glob", "correct the path")
+    paths = [path for path in found.paths if path.suffix.lower() == suffix]
+    if not paths:
+        out = found.left_out[LINKS_OUT]
+        links = f" (left out: {out} links that leave the folder)" if out else ""
+        raise refuse(
+            field, place, f"something with {suffix} files in it{links}", f"name the folder of the {suffix} files"
+        )
+    return sorted(paths, key=in_order)
+
+
+def in_order(path: Path) -> tuple[list[tuple[int, str]], str]:
+    """Numbers in a name count as numbers: img_emb_10 stands after img_emb_2."""
+    parts = re.split(r"(\d+)", path.as_posix())
+    return [(int(part), "") if i % 2 else (0, part) for i, part in enumerate(parts)], path.as_posix()
+
+
+def number_of(path: Path) -> int | None:
+    """The last number in the name: 3 of img_emb_3.npy."""
+    found = re.findall(r"\d+", path.stem)
+    return int(found[-1]) if found else None
+
+
+def match(images: Sequence[Path], others: Sequence[Path], what: str) -> list[Path]:
+    """The other file of each image file, by number if all have one of their own, else by order."""
+    by_number, other_by_number = _numbered(images), _numbered(others)
+    if by_number is None or other_by_number is None:
+        if len(images) != len(others):
+            raise UserError(
+                f"there are {len(images)} image shards ({images[0].parent}) and {len(others)} {what} shards "
+                f"({others[0].parent}), and their names have no numbers to match them by. Fix: make one {what} shard for each "
+                "image shard, or number them (img_emb_0.npy, text_emb_0.npy, ...)."
+            )
+        return list(others)
+    without_other = sorted(by_number.keys() - other_by_number.keys())
+    without_image = sorted(other_by_number.keys() - by_number.keys())
+    for missing, having, kind in (
+        (without_other, by_number, f"a {what} shard"),
+        (without_image, other_by_number, "an image shard"),
+    ):
+        if missing:
+            raise UserError(
+                f"{_few(str(having[number]) for number in missing)} {'have' if len(missing) > 1 else 'has'} no partner: {kind} "
+                f"with the number {_few(map(str, missing))} is missing. Fix: fetch or make it, or move its partner away."
+            )
+    return [other_by_number[number] for number in by_number]
+
+
+def gaps(paths: Sequence[Path]) -> list[str]:
+    """A sentence if numbers are left out between the first and the last."""
+    numbered = _numbered(paths)
+    if numbered is None or len(numbered) < 2:
+        return []
+    missing = sorted(set(range(min(numbered), max(numbered))) - numbered.keys())
+    if not missing:
+        return []
+    return [
+        f"Of the shards {min(numbered)} to {max(numbered)} in {paths[0].parent}, {len(missing):,} "
+        f"{'are' if len(missing) > 1 else 'is'} missing: number {_few(map(str, missing))}. Their rows are not read."
+    ]
+
+
+def refuse_misaligned(images: Vectors, others: Vectors, what: str) -> None:
+    """Shard by shard, so that the message names the one where the rows went apart."""
+    for image, other in zip(images.shards, others.shards, strict=True):
+        refuse_unequal(image.path, image.n_rows, other.path, other.n_rows, what)
+
+
+def refuse_unequal(image: Path, n_image: int, other: Path, n_other: int, what: str) -> None:
+    if n_image != n_other:
+        raise UserError(
+            f"{image} has {n_image:,} rows, but {other} has {n_other:,}: from row {min(n_image, n_other):,} on no image has "
+            f"its {what}. Fix: make both from the same rows again, or leave both shards out."
+        )
+
+
+def _numbered(paths: Sequence[Path]) -> dict[int, Path] | None:
+    numbers = [number_of(path) for path in paths]
+    found = {number: path for number, path in zip(numbers, paths, strict=True) if number is not None}
+    return found if len(found) == len(paths) else None
+
+
+def _few(words: Iterable[str]) -> str:
+    listed = list(words)
+    more = f" and {len(listed) - NAMED:,} more" if len(listed) > NAMED else ""
+    return ", ".join(listed[:NAMED]) + more

@@ -1,0 +1,159 @@
+"""Columns of parquet and arrays of .npz, which cannot be read at random, are unpacked once into the cache and mapped there.
+
+One stretch of rows is held at a time. A file is known by its path, size and time, so a changed one is unpacked anew."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from linnet.core.errors import UserError, refuse
+from linnet.data.sources.archives import opened_zip
+from linnet.data.sources.cache import cache_folder
+from linnet.data.sources.files import reading
+from linnet.data.sources.image_readers import open_parquet
+from linnet.data.sources.npy import map_npy
+from linnet.data.sources.unpacked import UnpackBudget
+
+VERSION = 1
+ROWS = 1024
+COPY_BYTES = 1 << 20
+
+Write = Callable[[bytes], None]
+
+
+def unpack_column(path: Path, column: str, n_rows: int) -> tuple[Path, Shaped[np.ndarray, "n ..."]]:
+    """A column of lists of numbers as [n, width]; a null becomes a row of NaN, which the scan leaves out and names."""
+    place = _place(path, column)
+    if not place.exists():
+        with reading(path), open_parquet(path) as parquet, _written(place) as write:
+            row, width = 0, None
+            for batch in parquet.iter_batches(ROWS, columns=[column]):
+                for values in _stretches(batch.column(0)):
+                    known = next((len(value) for value in values if value is not None), None)
+                    if width is None:
+                        width = known
+                        if width is None:
+                            raise UserError(
+                                f"{path}: the first {len(values)} rows of {column} are null. Fix: leave them out."
+                            )
+                        write(_header((n_rows, width)))
+                    wrong = next((i for i, v in enumerate(values) if v is not None and len(v) != width), None)
+                    if wrong is not None:
+                        raise UserError(
+                            f"{path}, row {row + wrong}: {column} has the width {len(values[wrong])}, but {width} before. Fix: embed "
+                            "all rows with one encoder, or leave this one out."
+                        )
+                    nothing = np.full(width, np.nan, np.float32)
+                    block = np.stack([nothing if value is None else value for value in values])
+                    with np.errstate(over="ignore"):
+                        written = block.astype(np.float32)
+                    _refuse_overflow(block, written, row, f"{path}, row {{}}: {column}")
+                    write(written.tobytes())
+                    row += len(values)
+            if width is None:
+                raise UserError(f"{path} has no rows. Fix: leave it out.")
+    return place, map_npy(place)
+
+
+def unpack_npz(path: Path, array: str, limit_gb: float | None = None) -> tuple[Path, Shaped[np.ndarray, "n ..."]]:
+    """`limit_gb`: what the array may unpack to, see `UnpackBudget`."""
+    place = _place(path, array)
+    if not place.exists():
+        with (
+            reading(path),
+            opened_zip(path) as archive,
+            archive.open(f"{array}.npy") as stored,
+            _written(place) as write,
+        ):
+            budget = UnpackBudget(path, path.stat().st_size, limit_gb, "--data.max-unpacked-gb")
+            budget.claim(archive.getinfo(f"{array}.npy").file_size)
+            while block := stored.read(COPY_BYTES):
+                budget.spend(len(block))
+                write(block)
+    return place, map_npy(place)
+
+
+def npz_names(path: Path) -> list[str]:
+    with reading(path), opened_zip(path) as archive:
+        return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+
+
+def _stretches(column: Any) -> Iterator[list[Any]]:
+    """Rows as arrays of float32 or None. What is no list of numbers is refused."""
+    import pyarrow as pa
+
+    kind = column.type
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not lists or not pa.types.is_floating(kind.value_type):
+        raise refuse(
+            "the type of the column of embeddings", str(kind), "a list of floating-point numbers", "name another"
+        )
+    # A null inside a row is no number either.
+    yield [value.values.to_numpy(zero_copy_only=False) if value.is_valid else None for value in column]
+
+
+def _refuse_overflow(values: np.ndarray, written: np.ndarray, first: int, where: str) -> None:
+    bad = np.flatnonzero((np.isfinite(values) & ~np.isfinite(written)).any(axis=1))
+    if bad.size:
+        raise UserError(
+            f"{where.format(first + bad[0])} holds a number too large for float32 (beyond 3.4e38). Fix: scale the embeddings, or "
+            "leave this row out."
+        )
+
+
+def _place(path: Path, what: str) -> Path:
+    with reading(path):
+        info = path.stat()
+    key = [VERSION, str(path.absolute()), what, info.st_size, info.st_mtime_ns, info.st_ino]
+    return cache_folder() / "pairs" / "unpacked" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}.npy"
+
+
+@contextlib.contextmanager
+def _written(place: Path) -> Iterator[Write]:
+    """The file gets its name when it is whole."""
+    part = place.with_name(f".{place.name}.{os.getpid()}.part")
+    with _writing(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # Only what is written is guarded here, not what the caller reads meanwhile.
+        file = open(part, "wb")  # noqa: SIM115
+
+    def write(data: bytes) -> None:
+        with _writing(place):
+            file.write(data)
+
+    try:
+        with contextlib.closing(file):
+            yield write
+            with _writing(place):
+                file.flush()
+        with _writing(place):
+            os.replace(part, place)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+@contextlib.contextmanager
+def _writing(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{place} cannot be written ({error.strerror}). Fix: free some room there, or set XDG_CACHE_HOME to a folder with room."
+        ) from None
+
+
+def _header(shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    return file.getvalue()

@@ -1,0 +1,140 @@
+"""Every row is looked at once: what cannot be learnt from is left out and named, and the content gets a fingerprint.
+
+What was found in a file is kept in the cache until the file changes, so that a large set is read through only once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from linnet.core.errors import UserError
+from linnet.core.files import atomic_write
+from linnet.data.embeddings.vectors import Shard, Vectors
+from linnet.data.sources.cache import cache_folder
+from linnet.data.sources.files import reading
+
+VERSION = 2
+BLOCK_BYTES = 8 << 20
+NAMED_ROWS = 3
+"""So many bad rows are named in a warning; the others are counted."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scan:
+    """Of one shard."""
+
+    not_finite: list[int]
+    overflow: list[int]
+    """Finite in the file's float64, but too large for float32."""
+    zero: list[int]
+    mean_length: float
+    """Of the good rows."""
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """Of all shards of one kind."""
+
+    bad_rows: Int64[np.ndarray, " bad"]
+    left_out: dict[str, int]
+    mean_length: float
+    sha256: str
+    warnings: list[str]
+
+
+def scan(vectors: Vectors, what: str, *, padded: bool = False) -> Found:
+    """`padded`: rows of zeros are padding and no fault (text encodings)."""
+    scans = [_cached(shard) for shard in vectors.shards]
+    bad: dict[str, list[int]] = {"not_finite": [], "overflow": [], "zero": []}
+    for start, one in zip(vectors.starts.tolist(), scans, strict=False):
+        bad["not_finite"] += [start + row for row in one.not_finite]
+        bad["overflow"] += [start + row for row in one.overflow]
+        bad["zero"] += [] if padded else [start + row for row in one.zero]
+    words = {
+        "not_finite": "hold NaN or infinity",
+        "overflow": "hold numbers too large for float32 (beyond 3.4e38)",
+        "zero": "are all zeros and point nowhere",
+    }
+    warnings = [
+        f"{len(rows):,} of {vectors.n_rows:,} {what} embeddings {words[reason]} and are left out: {_names(vectors, rows)}."
+        for reason, rows in bad.items()
+        if rows
+    ]
+    n_bad = [len(one.not_finite) + len(one.overflow) + len(one.zero) for one in scans]
+    sizes = np.array([shard.n_rows - n for shard, n in zip(vectors.shards, n_bad, strict=True)])
+    lengths = np.array([one.mean_length for one in scans])
+    digest = hashlib.sha256(json.dumps([[list(vectors.shape)], *([one.sha256] for one in scans)]).encode())
+    return Found(
+        bad_rows=np.array(sorted(row for rows in bad.values() for row in rows), np.int64),
+        left_out=dict(Counter({f"{what}_{reason}": len(rows) for reason, rows in bad.items() if rows})),
+        mean_length=float((sizes * lengths).sum() / max(1, sizes.sum())),
+        sha256=digest.hexdigest(),
+        warnings=warnings,
+    )
+
+
+def _names(vectors: Vectors, rows: list[int]) -> str:
+    more = f" and {len(rows) - NAMED_ROWS:,} more" if len(rows) > NAMED_ROWS else ""
+    return "; ".join(vectors.name_of(row) for row in rows[:NAMED_ROWS]) + more
+
+
+def _cached(shard: Shard) -> Scan:
+    place = _place(shard)
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Scan(**json.loads(place.read_text()))
+    found = _scan_shard(shard)
+    # A home that cannot be written to costs time at the next opening, nothing else.
+    with contextlib.suppress(UserError):
+        atomic_write(place, json.dumps(dataclasses.asdict(found)).encode())
+    return found
+
+
+def _place(shard: Shard) -> Path:
+    with reading(shard.path):
+        info = shard.path.stat()
+    key: list[Any] = [VERSION, str(shard.path.absolute()), shard.identity, info.st_size, info.st_mtime_ns, info.st_ino]
+    return cache_folder() / "pairs" / "scans" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}.json"
+
+
+def _scan_shard(shard: Shard) -> Scan:
+    digest = hashlib.sha256()
+    not_finite: list[int] = []
+    overflow: list[int] = []
+    zero: list[int] = []
+    total, n_good = 0.0, 0
+    n_values = int(np.prod(shard.shape))
+    rows = max(1, BLOCK_BYTES // (4 * n_values))
+    for start in range(0, shard.n_rows, rows):
+        with reading(shard.path):
+            block = np.ascontiguousarray(shard.stored(slice(start, min(start + rows, shard.n_rows))))
+        digest.update(str(block.dtype).encode() + block.tobytes())
+        flat = block.reshape(len(block), -1)
+        with np.errstate(over="ignore"):
+            trained = flat.astype(np.float32)  # what training reads
+        finite = np.asarray(np.isfinite(trained).all(1))
+        too_large = ~finite & np.asarray(np.isfinite(flat).all(1))
+        # In float64, where the square of a finite float32 is finite and that of a tiny one is not zero.
+        squares = (np.where(finite[:, None], trained, 0).astype(np.float64) ** 2).sum(1)
+        empty = finite & (squares == 0)
+        not_finite += (start + np.flatnonzero(~finite & ~too_large)).tolist()
+        overflow += (start + np.flatnonzero(too_large)).tolist()
+        zero += (start + np.flatnonzero(empty)).tolist()
+        good = finite & ~empty
+        total += float(np.sqrt(squares[good]).sum())
+        n_good += int(good.sum())
+    return Scan(
+        not_finite=not_finite,
+        overflow=overflow,
+        zero=zero,
+        mean_length=total / max(1, n_good),
+        sha256=digest.hexdigest(),
+    )

@@ -1,0 +1,119 @@
+"""Rows of numbers in shards: memory-mapped, read row by row, each with a name that a user can find it by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Float32, Int64, Shaped
+
+from linnet.core.errors import UserError, refuse
+from linnet.data.sources.npy import map_npy
+
+
+class Shard(Protocol):
+    """One file's rows of one kind; `shape` is that of a row."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def identity(self) -> str:
+        """What tells these rows from others of the same file."""
+        ...
+
+    @property
+    def n_rows(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def stored(self, rows: Int64[np.ndarray, " k"] | slice) -> Shaped[np.ndarray, "k ..."]:
+        """As they lie there, in the type of the file."""
+        ...
+
+    def name_of(self, row: int) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayShard:
+    """An array, mapped from an .npy file or held in memory."""
+
+    path: Path
+    identity: str
+    array: Shaped[np.ndarray, "n ..."]
+    shown: str = ""
+    """Where the user's rows are, if this file was unpacked from another."""
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.array)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape[1:]
+
+    def stored(self, rows: Int64[np.ndarray, " k"] | slice) -> Shaped[np.ndarray, "k ..."]:
+        return self.array[rows]
+
+    def name_of(self, row: int) -> str:
+        return f"{self.shown or self.path}, row {row}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Vectors:
+    """Shards one after another, as one array of rows."""
+
+    shards: tuple[Shard, ...]
+    starts: Int64[np.ndarray, " shards_and_1"]
+
+    @staticmethod
+    def join(shards: Sequence[Shard], what: str) -> Vectors:
+        """All of one width, or it is refused with the first that differs."""
+        first = shards[0]
+        for shard in shards:
+            if shard.shape != first.shape:
+                raise UserError(
+                    f"the {what} embeddings in {shard.path} have the width {_words(shard.shape)}, but those in {first.path} "
+                    f"have {_words(first.shape)}. Fix: embed all of them with one encoder, or leave the others out."
+                )
+        return Vectors(tuple(shards), np.cumsum([0, *(shard.n_rows for shard in shards)], dtype=np.int64))
+
+    @property
+    def n_rows(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.shards[0].shape
+
+    @property
+    def width(self) -> int:
+        return self.shape[-1]
+
+    def read(self, rows: Int64[np.ndarray, " k"]) -> Float32[np.ndarray, "k ..."]:
+        out = np.empty((len(rows), *self.shape), np.float32)
+        which = np.searchsorted(self.starts, rows, side="right") - 1
+        for shard in np.unique(which):
+            here = np.flatnonzero(which == shard)
+            out[here] = self.shards[shard].stored(rows[here] - self.starts[shard])
+        return out
+
+    def name_of(self, row: int) -> str:
+        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return self.shards[shard].name_of(row - int(self.starts[shard]))
+
+
+def open_npy(path: Path, identity: str, *, n_axes: int = 2) -> ArrayShard:
+    """Mapped, not read. Only the header is looked at; the rows are examined by `scan`."""
+    array = map_npy(path)
+    if array.ndim != n_axes or not all(array.shape[1:]):
+        needs = f"an array of {'rows' if n_axes == 2 else 'rows of positions'} of numbers ({n_axes} axes)"
+        raise refuse(f"the shape of {path}", array.shape, needs, "save one embedding a row")
+    if array.dtype.kind != "f":
+        raise refuse(f"the type of {path}", str(array.dtype), "float16, float32 or float64", "save it as one of those")
+    return ArrayShard(path, identity, array)
+
+
+def _words(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

@@ -1,0 +1,22 @@
+"""Opening an encoder by name."""
+
+from __future__ import annotations
+
+from linnet.core.errors import refuse
+from linnet.data.encoders.encoder import Encoder
+
+
+def open_encoder(name: str) -> Encoder:
+    """`builtin`, or `open_clip:MODEL/WEIGHTS`."""
+    if name == "builtin":
+        from linnet.data.encoders.builtin import open_builtin
+
+        return open_builtin()
+    kind, _, model = name.partition(":")
+    if kind == "open_clip" and model:
+        from linnet.data.encoders.open_clip import OpenClip
+
+        return OpenClip(model)
+    raise refuse(
+        "--encoder", name, "builtin or open_clip:MODEL/WEIGHTS", "use builtin, or open_clip:ViT-B-32/laion2b_s34b_b79k"
+    )

@@ -1,0 +1,140 @@
+"""Between encoded pictures, arrays of pixels and ids: decode any picture to one square size, and write PNGs back."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Only these are tried: others of Pillow's readers run programs (EPS) or are seldom met and seldom tested."""
+MAX_PIXELS = 1 << 27
+"""Of one picture before it is made small: a file of a few bytes can claim to be of any size."""
+SHEET_GAP = 2
+SHEET_GREY = 208
+"""Neither white nor black, so that the edge of each picture is seen."""
+ORIENTATION_TAG = 0x0112
+
+
+class BrokenPicture(ValueError):
+    """These bytes are not a picture that can be used. `reason` is a word to count by."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def decode_pixels(encoded: bytes, size: int) -> UInt8[np.ndarray, "size size 3"]:
+    """The middle square of a picture, upright and over white. A picture of this size comes back pixel for pixel; any
+    other is made so by the mean over areas."""
+    if not encoded:
+        raise BrokenPicture("empty")
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns of odd metadata; what matters is whether the pixels can be read.
+            warnings.simplefilter("ignore")
+            return np.asarray(_square(_over_white(_upright(_open(encoded))), size))
+    except BrokenPicture:
+        raise
+    except Exception:
+        # Damaged bytes make Pillow's readers raise almost anything: OSError, SyntaxError, struct.error, IndexError...
+        raise BrokenPicture("broken") from None
+
+
+def to_image(picture: UInt8[np.ndarray, "h w 3"]) -> bytes:
+    """One picture as a PNG file."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(picture)).save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
+def contact_sheet(pictures: UInt8[np.ndarray, "n h w 3"], columns: int, scale: int = 1) -> bytes:
+    """All pictures row by row on one PNG, each pixel drawn `scale` wide and high, with a grey line between pictures."""
+    n, height, width, channels = pictures.shape
+    assert n > 0, "a sheet of no pictures"
+    assert columns > 0
+    assert scale > 0
+    columns = min(columns, n)
+    rows = -(-n // columns)
+    cell = np.full((rows * columns, height * scale + SHEET_GAP, width * scale + SHEET_GAP, channels), SHEET_GREY, "u1")
+    cell[:n, SHEET_GAP:, SHEET_GAP:] = pictures.repeat(scale, axis=1).repeat(scale, axis=2)
+    sheet = cell.reshape(rows, columns, *cell.shape[1:]).swapaxes(1, 2).reshape(-1, columns * cell.shape[2], channels)
+    return to_image(np.pad(sheet, ((0, SHEET_GAP), (0, SHEET_GAP), (0, 0)), constant_values=SHEET_GREY))
+
+
+def pixels_of_ids(ids: Int[np.ndarray, "*ids"], shape: Sequence[int]) -> tuple[UInt8[np.ndarray, "*shape"], int]:
+    """Pixels of this shape, and how many ids were no byte (special, or beyond the bytes): those become 0."""
+    assert ids.size == math.prod(shape), f"{ids.size} ids for the shape {tuple(shape)}"
+    is_byte = (ids >= FIRST_BYTE) & (ids < N_BYTE_IDS)
+    values = np.where(is_byte, ids - FIRST_BYTE, 0).astype(np.uint8)
+    return values.reshape(tuple(shape)), int(ids.size - is_byte.sum())
+
+
+def _open(encoded: bytes) -> Image.Image:
+    from PIL import Image
+
+    try:
+        image = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except Image.UnidentifiedImageError:
+        raise BrokenPicture("not_a_picture") from None
+    except Image.DecompressionBombError:
+        raise BrokenPicture("too_large") from None
+    if image.width * image.height > MAX_PIXELS:
+        raise BrokenPicture("too_large")
+    image.load()
+    return image
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    try:
+        orientation = image.getexif().get(ORIENTATION_TAG)
+    except Exception:  # as above: a picture with damaged metadata is still a picture
+        return image
+    return image.transpose(turns[orientation]) if orientation in turns else image
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        # Pillow would clip 16 bits to 255 instead of scaling them.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise BrokenPicture("unknown_range")  # 32 bits a pixel: nothing says which value is white
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image).convert("RGB")
+
+
+def _square(image: Image.Image, size: int) -> Image.Image:
+    from PIL.Image import Resampling
+
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    # At the same size this is a plain copy.
+    return image.resize((size, size), Resampling.BOX, (left, top, left + side, top + side))

@@ -1,0 +1,149 @@
+"""Finding out what `data.source` names, and opening it: prepared data, embedded pictures, or text as it lies there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+
+from linnet.config.schema import EMBEDDED_CORPUS, DataConfig
+from linnet.core.errors import UserError, refuse
+from linnet.core.local_path import check_local
+from linnet.data import index as indexes
+from linnet.data.conditioning import of_emoji, of_pictures, refuse_condition_of_text
+from linnet.data.dataset import Data
+from linnet.data.packed import PackedSplit
+from linnet.data.prepare.pipeline import is_unfinished
+from linnet.data.sources.catalog import NAMED
+from linnet.data.sources.emoji import SIZES, open_emoji
+from linnet.data.sources.files import find
+from linnet.data.sources.images import looks_like_pictures
+from linnet.data.sources.locations import located
+from linnet.data.sources.text import open_text
+from linnet.data.splits import SPLITS, divide
+from linnet.tokenizers.base import BytesTokenizer
+
+EMOJI = {f"emoji-{size}": size for size in SIZES}
+_DIVIDED_BY = ("validation_files", "test_files", "validation_fraction", "test_fraction")
+
+
+def open_data(cfg: DataConfig, seed: int) -> Data:
+    """Opens the data of a run, or says what is wrong with it before anything starts."""
+    check_local("data.source", cfg.source)
+    cfg = located(cfg)
+    path = Path(os.path.expanduser(cfg.source))
+    if cfg.source in EMOJI:
+        return _emoji(cfg, seed, EMOJI[cfg.source])
+    if indexes.is_prepared(path):
+        return _prepared(cfg, seed, path)
+    if is_unfinished(path):
+        raise UserError(
+            f"data.source is {cfg.source!r}, whose preparation was not finished. Fix: run the same `linnet data prepare` again: "
+            "it goes on where it stopped."
+        )
+    if cfg.source in NAMED and not path.exists():
+        raise UserError(
+            f"data.source is {cfg.source!r}, which is not prepared here. Fix: run `linnet data prepare {cfg.source} --out "
+            f"{cfg.source}` (it tells which file to fetch if it cannot), or name the folder it was prepared in with --data.source."
+        )
+    return _text(cfg, seed)
+
+
+def is_divided(source: str) -> bool:
+    """It has splits of its own."""
+    return source in EMOJI or indexes.is_prepared(Path(os.path.expanduser(source)))
+
+
+def _text(cfg: DataConfig, seed: int) -> Data:
+    if cfg.source != EMBEDDED_CORPUS and looks_like_pictures(cfg.source):
+        raise UserError(
+            f"data.source is {cfg.source!r}, which is pictures or a tar: those are prepared first. Fix: run `linnet data prepare "
+            f"{cfg.source} --out DIR` and train with --data.source DIR (it prints the whole command)."
+        )
+    source = find(cfg.source)
+    division = divide(source, cfg)
+    train, validation, test = (open_text(division.pieces[name], cfg.sequence_len) for name in SPLITS)
+    if not train.n_tokens:
+        raise refuse("data.source", cfg.source, "large enough to leave something to train on", "name a larger source")
+    refuse_condition_of_text(cfg)
+    origin = {"source": cfg.source, "root": str(source.root), "left_out": division.left_out, "held_out": division.how}
+    return Data(
+        cfg=cfg,
+        seed=seed,
+        tokenizer=BytesTokenizer(),
+        shape=None,
+        train=train,
+        validation=validation,
+        test=test,
+        origin=origin,
+    )
+
+
+def _prepared(cfg: DataConfig, seed: int, folder: Path) -> Data:
+    _refuse_division(cfg, "was divided when it was prepared")
+    index = indexes.load(folder)
+    indexes.refuse_damage(folder, index)
+    shape = None if index.shape is None else (index.shape[0], index.shape[1], index.shape[2])
+    _refuse_cut_pictures(cfg, shape)
+    splits = {name: indexes.open_split(folder, index, name, cfg.sequence_len) for name in SPLITS}
+    held_out = dict.fromkeys(("validation", "test"), index.held_out)
+    origin = {"source": cfg.source, "root": str(folder), "left_out": {"source": index.left_out}, "held_out": held_out}
+    condition = None
+    if shape is None:
+        refuse_condition_of_text(cfg)
+    elif cfg.condition is not None:
+        condition = of_pictures(cfg.condition, splits, shape)
+    return Data(
+        cfg=cfg,
+        seed=seed,
+        tokenizer=indexes.the_tokenizer(folder, index),
+        shape=shape,
+        origin=origin,
+        condition=condition,
+        **splits,
+    )
+
+
+def _emoji(cfg: DataConfig, seed: int, size: int) -> Data:
+    _refuse_division(cfg, "is divided by what its pictures show")
+    shape = (size, size, 3)
+    _refuse_cut_pictures(cfg, shape)
+    pictures, _, split_of = open_emoji(size)
+    chosen = {name: pictures[np.array(split_of) == name] for name in SPLITS}
+    splits = {
+        name: PackedSplit(
+            values.reshape(-1), np.full(len(values), math.prod(shape)), np.zeros(len(values), bool), cfg.sequence_len
+        )
+        for name, values in chosen.items()
+    }
+    held_out = dict.fromkeys(("validation", "test"), "whole concepts, by a hash of their names")
+    origin = {"source": cfg.source, "root": "embedded", "left_out": {}, "held_out": held_out}
+    return Data(
+        cfg=cfg,
+        seed=seed,
+        tokenizer=BytesTokenizer(),
+        shape=shape,
+        origin=origin,
+        condition=None if cfg.condition is None else of_emoji(cfg.condition, split_of),
+        **splits,
+    )
+
+
+def _refuse_division(cfg: DataConfig, why: str) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
+    for name in _DIVIDED_BY:
+        if getattr(cfg, name) != defaults[name]:
+            raise refuse(f"data.{name}", getattr(cfg, name), f"left alone: {cfg.source} {why}", "leave it out")
+
+
+def _refuse_cut_pictures(cfg: DataConfig, shape: tuple[int, int, int] | None) -> None:
+    if shape is not None and cfg.sequence_len != math.prod(shape):
+        raise refuse(
+            "data.sequence_len",
+            cfg.sequence_len,
+            f"one picture of {cfg.source}, {' x '.join(map(str, shape))} values",
+            f"use --data.sequence-len {math.prod(shape)} (and an update_len that divides it)",
+        )

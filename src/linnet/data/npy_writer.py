@@ -1,0 +1,72 @@
+"""Arrays written to .npy files atomically, whole or block by block."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Shaped
+
+from linnet.core.errors import UserError
+from linnet.core.files import atomic_write
+
+
+def write_array(path: Path, values: np.ndarray) -> None:
+    """As .npy."""
+    file = io.BytesIO()
+    np.save(file, values)
+    atomic_write(path, file.getbuffer())
+
+
+class RowWriter:
+    """Writes an .npy file block by block, for arrays that are too large to hold. The file gets its name when it is complete."""
+
+    HEADER = 128
+    """Bytes; the header has the number of rows in it, so it is written last, over the room left for it."""
+
+    def __init__(self, path: Path, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self._path, self._shape, self._dtype, self._n = path, shape, np.dtype(dtype), 0
+        # Not named by process: after a kill the next run writes over what was left, which may be gigabytes.
+        self._part = path.with_name(f".{path.name}.part")
+        with self._writing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._part, "wb")  # noqa: SIM115
+            self._file.write(b"\0" * self.HEADER)
+
+    def add(self, rows: Shaped[np.ndarray, "k ..."]) -> None:
+        assert rows.shape[1:] == self._shape, f"rows of {rows.shape[1:]} in a file of {self._shape}"
+        with self._writing():
+            self._file.write(np.ascontiguousarray(rows, self._dtype).data)
+        self._n += len(rows)
+
+    def finish(self) -> None:
+        described = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._n, *self._shape)}
+        start = np.lib.format.magic(1, 0) + (self.HEADER - 10).to_bytes(2, "little")
+        text = repr(described).encode("latin1")
+        assert len(start) + len(text) < self.HEADER
+        with self._writing():
+            self._file.seek(0)
+            self._file.write(start + text.ljust(self.HEADER - len(start) - 1) + b"\n")
+            self._file.close()
+            os.replace(self._part, self._path)
+
+    def discard(self) -> None:
+        """Remove what was written so far. After `finish` there is nothing to remove."""
+        with contextlib.suppress(OSError):  # on a full disk closing fails again
+            self._file.close()
+        self._part.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._part.unlink()
+            raise UserError(
+                f"{self._path} cannot be written ({error.strerror}). Fix: choose a folder with room that is yours."
+            ) from None

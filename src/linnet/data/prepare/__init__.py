@@ -1,0 +1,1 @@
+"""Preparation of a source: documents to tokens, splits and shards."""

@@ -1,0 +1,109 @@
+"""What the parent process hands to its workers: a source's documents or pictures, gathered into chunks that become shards.
+
+Which chunk holds what depends on the source alone, never on the number of workers or on an earlier attempt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from linnet.data.sources.documents import Documents
+from linnet.data.sources.images import Pictures
+
+CHUNK_BYTES = 16 << 20
+WHOLE = "whole"
+"""The one stream of a source that is divided by its tail when all of it is known."""
+SPACE = b" \t\n\r\v\f"
+
+
+class Item(NamedTuple):
+    """A part of a document, or a picture."""
+
+    name: str
+    data: bytes
+    first: bool
+    last: bool
+    inside_word: bool
+    """The text before this part ends in the middle of a word."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    number: int
+    """Within its stream."""
+    stream: str
+    """train, validation, test, or `WHOLE`."""
+    given: bool
+    """The source has splits of its own."""
+    items: list[Item]
+
+    @property
+    def name(self) -> str:
+        return f"{self.stream}-{self.number:05d}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shares:
+    validation: float
+    test: float
+
+    def of(self, name: str) -> str:
+        """By a hash of the document's name: the same on every machine, whatever else is in the source."""
+        draw = int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8], "big") / 2**64
+        return "test" if draw < self.test else "validation" if draw < self.test + self.validation else "train"
+
+
+class Gatherer:
+    """Collects items by stream until a chunk is full."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, list[Item]] = {}
+        self._sizes: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
+        self._given: dict[str, bool] = {}
+
+    def add(self, split: str | None, otherwise: str, item: Item) -> Iterator[Chunk]:
+        stream = split or otherwise
+        self._given[stream] = split is not None
+        self._items.setdefault(stream, []).append(item)
+        self._sizes[stream] = self._sizes.get(stream, 0) + len(item.data)
+        if self._sizes[stream] >= CHUNK_BYTES:
+            yield self._close(stream)
+
+    def rest(self) -> Iterator[Chunk]:
+        for stream in [name for name, items in self._items.items() if items]:
+            yield self._close(stream)
+
+    def _close(self, stream: str) -> Chunk:
+        number = self._numbers.get(stream, 0)
+        chunk = Chunk(number=number, stream=stream, given=self._given[stream], items=self._items.pop(stream))
+        self._sizes[stream], self._numbers[stream] = 0, number + 1
+        return chunk
+
+
+def text_chunks(source: Documents, shares: Shares) -> Iterator[tuple[Chunk, int]]:
+    """Chunks, and how much of the input was read by then."""
+    gatherer, position, inside_word = Gatherer(), 0, False
+    for part in source.parts():
+        inside_word = inside_word and not part.first
+        item = Item(part.name, part.data, part.first, part.last, inside_word)
+        inside_word = part.data[-1:] not in (b"", *(SPACE[i : i + 1] for i in range(len(SPACE))))
+        position = part.position
+        for chunk in gatherer.add(part.split, WHOLE if source.single else shares.of(part.name), item):
+            yield chunk, position
+    for chunk in gatherer.rest():
+        yield chunk, position
+
+
+def picture_chunks(source: Pictures, shares: Shares) -> Iterator[tuple[Chunk, int]]:
+    gatherer, position = Gatherer(), 0
+    for picture in source.pictures():
+        position = picture.position
+        item = Item(picture.name, picture.encoded, True, True, False)
+        for chunk in gatherer.add(picture.split, shares.of(picture.name), item):
+            yield chunk, position
+    for chunk in gatherer.rest():
+        yield chunk, position

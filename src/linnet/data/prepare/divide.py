@@ -1,0 +1,171 @@
+"""From streams of shards to splits: tables of documents, and the tail of the stream where documents alone do not divide a source."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Int64
+
+from linnet.data.index import Shard, SplitIndex, sha256_of
+from linnet.data.npy_writer import write_array
+from linnet.data.packed import Joined
+from linnet.data.prepare.chunks import WHOLE, Shares
+from linnet.data.prepare.shards import Account, parts_of
+from linnet.data.prepare.shards import count_words as words_in
+from linnet.data.splits import SPLITS
+from linnet.tokenizers.base import Tokenizer
+
+READ_TOKENS = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Documents in a row of shards."""
+
+    segments: list[list[int]]
+    sizes: Int64[np.ndarray, " documents"]
+    ends: Bool[np.ndarray, " documents"]
+    bytes: int
+    words: int
+
+    @classmethod
+    def read(cls, members: list[tuple[str, Account]], numbers: list[int], accounts: Path, ends: bool) -> Stream:
+        """Joins the parts of documents that were cut."""
+        tables = [parts_of(name, accounts) for name, _ in members]
+        sizes, first, last = (np.concatenate(column) for column in zip(*tables, strict=True))
+        if first.size:
+            first[0] = True  # a split that begins in the middle of a text begins a document of its own
+        document = np.cumsum(first) - 1
+        whole = np.zeros(int(first.sum()), np.int64)
+        np.add.at(whole, document, sizes)
+        complete = np.zeros(whole.size, bool)
+        complete[document[last]] = True
+        return cls(
+            segments=[[number, 0, account.tokens] for number, (_, account) in zip(numbers, members, strict=True)],
+            sizes=whole,
+            ends=complete & ends,
+            bytes=sum(account.bytes for _, account in members),
+            words=sum(account.words for _, account in members),
+        )
+
+    @property
+    def n_documents(self) -> int:
+        return self.sizes.size
+
+    @property
+    def tokens(self) -> int:
+        return int(self.sizes.sum())
+
+    def cut(self, start: int, stop: int) -> Stream:
+        """Tokens start to stop. Bytes and words are not known yet."""
+        last = np.cumsum(self.sizes)
+        first = last - self.sizes
+        inside = (np.minimum(last, stop) - np.maximum(first, start)) > 0
+        segments, at = [], 0
+        for shard, a, b in self.segments:
+            low, high = max(start - at, 0), min(stop - at, b - a)
+            if low < high:
+                segments.append([shard, a + low, a + high])
+            at += b - a
+        return Stream(
+            segments=segments,
+            sizes=(np.minimum(last, stop) - np.maximum(first, start))[inside],
+            ends=(self.ends & (last <= stop))[inside],
+            bytes=0,
+            words=0,
+        )
+
+
+def gather_splits(
+    streams: dict[str, Stream],
+    shares: Shares,
+    out: Path,
+    shards: list[Shard],
+    dtype: str,
+    tokenizer: Tokenizer | None,
+    *,
+    count_words: bool,
+    given: bool,
+    unit: int,
+) -> tuple[dict[str, SplitIndex], str]:
+    """The three splits, and in words how they were chosen. `tokenizer` is None where content is bytes; `unit` is what
+    must not be cut: the tokens of a picture."""
+    wanted = [name for name in ("validation", "test") if getattr(shares, name) > 0]
+    how = "the source's own splits" if given else "whole documents, by a hash of their names"
+    streams = dict(streams)
+    if not given and (WHOLE in streams or any(not _tokens(streams, name) for name in wanted)):
+        # One text, or too few documents for a hash to find some for each split.
+        how = "the tail of the stream"
+        streams = _by_tail(_joined(streams), shares, out, shards, dtype, tokenizer, unit)
+    splits = {name: _write_split(name, streams.get(name), out, count_words) for name in SPLITS}
+    return splits, how
+
+
+def _tokens(streams: dict[str, Stream], name: str) -> int:
+    return streams[name].tokens if name in streams else 0
+
+
+def _joined(streams: dict[str, Stream]) -> Stream:
+    """All streams one after another, in the order of the splits."""
+    found = [streams[name] for name in (WHOLE, *SPLITS) if name in streams]
+    return Stream(
+        segments=[segment for stream in found for segment in stream.segments],
+        sizes=np.concatenate([stream.sizes for stream in found]) if found else np.zeros(0, np.int64),
+        ends=np.concatenate([stream.ends for stream in found]) if found else np.zeros(0, bool),
+        bytes=sum(stream.bytes for stream in found),
+        words=sum(stream.words for stream in found),
+    )
+
+
+def _by_tail(
+    whole: Stream,
+    shares: Shares,
+    out: Path,
+    shards: list[Shard],
+    dtype: str,
+    tokenizer: Tokenizer | None,
+    unit: int,
+) -> dict[str, Stream]:
+    """Train, then validation, then test. Only the held-out parts are read again, to count their bytes and words."""
+    total = whole.tokens
+    sizes = {name: int(getattr(shares, name) * total / unit + 1e-6) * unit for name in ("validation", "test")}
+    bounds = (0, total - sum(sizes.values()), total - sizes["test"], total)
+    ranges = dict(zip(SPLITS, itertools.pairwise(bounds), strict=True))
+    parts = {name: whole.cut(*bounds) for name, bounds in ranges.items()}
+    held_out = {name: _counted(parts[name], out, shards, dtype, tokenizer) for name in ("validation", "test")}
+    rest = dataclasses.replace(
+        parts["train"],
+        bytes=whole.bytes - sum(part.bytes for part in held_out.values()),
+        words=max(0, whole.words - sum(part.words for part in held_out.values())),
+    )
+    return {"train": rest, **held_out}
+
+
+def _counted(stream: Stream, out: Path, shards: list[Shard], dtype: str, tokenizer: Tokenizer | None) -> Stream:
+    content = Joined([np.memmap(out / shards[shard].file, dtype, "r")[a:b] for shard, a, b in stream.segments])
+    n_bytes, n_words, inside = 0, 0, False
+    for at in range(0, content.size, READ_TOKENS):
+        part = content[at : at + READ_TOKENS]
+        text = part.tobytes() if tokenizer is None else tokenizer.decode(part.tolist())
+        n_bytes += len(text)
+        n_words += words_in(text, inside)
+        inside = bool(text) and not text[-1:].isspace()
+    return dataclasses.replace(stream, bytes=n_bytes, words=n_words)
+
+
+def _write_split(name: str, stream: Stream | None, out: Path, count_words: bool) -> SplitIndex:
+    stream = stream or Stream(segments=[], sizes=np.zeros(0, np.int64), ends=np.zeros(0, bool), bytes=0, words=0)
+    file = f"{name}.documents.npy"
+    write_array(out / file, np.stack([stream.sizes, stream.ends.astype(np.int64)], axis=1))
+    return SplitIndex(
+        segments=[segment for segment in stream.segments if segment[1] < segment[2]],
+        documents=file,
+        documents_sha256=sha256_of(out / file),
+        n_documents=stream.n_documents,
+        tokens=stream.tokens,
+        bytes=stream.bytes,
+        words=stream.words if count_words else None,
+    )

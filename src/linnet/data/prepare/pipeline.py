@@ -1,0 +1,259 @@
+"""`linnet data prepare`: a source of any size becomes shards and an index, in parallel, in bounded memory, restartable at any point.
+
+The parent reads and divides, workers encode. Each finished shard leaves an account in `.unfinished`; a restart reads the source
+again, which is cheap, and skips the chunks that are accounted for.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import concurrent.futures.process
+import contextlib
+import dataclasses
+import json
+import math
+import multiprocessing
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from linnet.core.errors import UserError, refuse
+from linnet.core.files import atomic_write
+from linnet.core.special_tokens import FIRST_BYTE
+from linnet.data import index as indexes
+from linnet.data.index import Index, Shard
+from linnet.data.prepare.chunks import Chunk, Shares, picture_chunks, text_chunks
+from linnet.data.prepare.divide import Stream, gather_splits
+from linnet.data.prepare.shards import Account, PixelEncoder, TextEncoder, encode_chunk, finished
+from linnet.data.sources.documents import Documents
+from linnet.data.sources.images import Pictures
+from linnet.tokenizers.base import Tokenizer
+
+UNFINISHED = ".unfinished"
+POOL_FROM_BYTES = 64 << 20
+"""Smaller inputs are done in this process: starting workers takes longer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """All that decides what comes out."""
+
+    source: Documents | Pictures
+    tokenizer: Tokenizer
+    shares: Shares
+    size: int | None
+    """Pixels of a picture's side; None where the source is documents."""
+    max_broken: float
+    """The largest share of broken pictures that is put up with."""
+
+    def plan(self) -> dict[str, Any]:
+        """Two attempts may share a folder only if this is the same. (What may be broken decides nothing but the end.)"""
+        return {
+            "version": indexes.VERSION,
+            "source": self.source.identity(),
+            "tokenizer": self.tokenizer.fingerprint,
+            "shares": dataclasses.asdict(self.shares),
+            "size": self.size,
+        }
+
+    def encoder(self) -> TextEncoder | PixelEncoder:
+        return TextEncoder(self.tokenizer) if self.size is None else PixelEncoder(self.size)
+
+    def chunks(self) -> Iterator[tuple[Chunk, int]]:
+        if self.size is None:
+            return text_chunks(cast(Documents, self.source), self.shares)
+        return picture_chunks(cast(Pictures, self.source), self.shares)
+
+    @property
+    def ends(self) -> bool:
+        """An end id follows each document; none follows a picture, whose size says where it ends."""
+        return self.size is None and cast(Documents, self.source).ends
+
+
+def prepare(
+    task: Task, out: Path, *, workers: int | None = None, progress: Callable[[int], None] = lambda position: None
+) -> Index:
+    """Prepares `out`, or goes on where an earlier attempt stopped; the same task again changes nothing."""
+    plan = json.loads(json.dumps(task.plan()))
+    if done := _done_before(out, plan):
+        return done
+    accounts = out / UNFINISHED
+    _begin(out, accounts, plan)
+    encoder = task.encoder()
+    streams: dict[str, list[tuple[str, Account]]] = {}
+    given = False
+    with contextlib.closing(_encoded(task, encoder, out, accounts, workers, progress)) as encoded:
+        for chunk, account in encoded:
+            streams.setdefault(chunk.stream, []).append((chunk.name, account))
+            given = given or chunk.given
+    index = _index(task, encoder, streams, given, out, accounts)
+    _refuse_empty(index, streams)
+    task.tokenizer.save(out)
+    atomic_write(out / "plan.json", json.dumps(plan, indent=1).encode() + b"\n")
+    index.save(out)
+    shutil.rmtree(accounts)
+    return index
+
+
+def is_unfinished(folder: Path) -> bool:
+    try:
+        return (folder / UNFINISHED).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _done_before(out: Path, plan: dict[str, Any]) -> Index | None:
+    if not indexes.is_prepared(out):
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads((out / "plan.json").read_text()) == plan:
+            index = indexes.load(out)
+            indexes.refuse_damage(out, index)
+            return index
+    raise refuse(
+        "--out", str(out), "a folder without other prepared data", "choose another folder, or remove this one first"
+    )
+
+
+def _begin(out: Path, accounts: Path, plan: dict[str, Any]) -> None:
+    recorded = accounts / "plan.json"
+    if recorded.exists():
+        with contextlib.suppress(ValueError):
+            if json.loads(recorded.read_text()) == plan:
+                return
+        raise UserError(
+            f"--out {out} holds an unfinished preparation of something else: the source, its files or the options changed. "
+            f"Fix: remove {accounts}, or choose another folder."
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise refuse("--out", str(out), "a new or empty folder", "choose another one")
+    try:
+        accounts.mkdir(parents=True)
+    except OSError as error:
+        raise refuse("--out", str(out), f"a folder that can be made ({error.strerror})", "choose another one") from None
+    atomic_write(recorded, json.dumps(plan).encode())
+
+
+def _encoded(
+    task: Task,
+    encoder: TextEncoder | PixelEncoder,
+    out: Path,
+    accounts: Path,
+    workers: int | None,
+    progress: Callable[[int], None],
+) -> Generator[tuple[Chunk, Account], None, None]:
+    """All chunks (emptied) with their accounts, in their order. A few chunks are in memory at a time, however many there are."""
+    n_workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    small = task.source.n_bytes is not None and task.source.n_bytes < POOL_FROM_BYTES
+    with contextlib.ExitStack() as stack:
+        pool = None
+        if n_workers > 1 and not (small and workers is None):
+            # Spawned, because forking a process that runs threads, as ours does, may hang.
+            context = multiprocessing.get_context("spawn")
+            pool = concurrent.futures.ProcessPoolExecutor(n_workers, mp_context=context)
+            stack.callback(pool.shutdown, cancel_futures=True)
+        waiting: list[tuple[Chunk, int, Callable[[], Account]]] = []
+
+        def next_result() -> tuple[Chunk, Account]:
+            chunk, position, result = waiting.pop(0)
+            try:
+                account = result()
+            except concurrent.futures.process.BrokenProcessPool:
+                raise UserError(
+                    "a worker process died, perhaps for want of memory. What is done is kept. Fix: run the same command again, "
+                    "with fewer --workers."
+                ) from None
+            progress(position)
+            return chunk, account
+
+        for chunk, position in task.chunks():
+            before = finished(chunk.name, out, accounts)
+            if before is not None:
+                waiting.append((_emptied(chunk), position, lambda account=before: account))
+            elif pool is None:
+                account = encode_chunk(chunk, encoder, out, accounts)
+                waiting.append((_emptied(chunk), position, lambda account=account: account))
+            else:
+                future = pool.submit(encode_chunk, chunk, encoder, out, accounts)
+                waiting.append((_emptied(chunk), position, future.result))
+            while len(waiting) > 2 * n_workers:
+                yield next_result()
+        while waiting:
+            yield next_result()
+
+
+def _emptied(chunk: Chunk) -> Chunk:
+    return dataclasses.replace(chunk, items=[])
+
+
+def _index(
+    task: Task,
+    encoder: TextEncoder | PixelEncoder,
+    streams: dict[str, list[tuple[str, Account]]],
+    given: bool,
+    out: Path,
+    accounts: Path,
+) -> Index:
+    all_accounts = [account for shards in streams.values() for _, account in shards]
+    broken: Counter[str] = sum((Counter(account.broken) for account in all_accounts), Counter[str]())
+    shards, found = [], {}
+    for name, members in streams.items():
+        numbers = range(len(shards), len(shards) + len(members))
+        shards += [Shard(file=a.shard, tokens=a.tokens, sha256=a.sha256) for _, a in members]
+        found[name] = Stream.read(members, list(numbers), accounts, task.ends)
+    _refuse_broken(task, broken, all_accounts, sum(stream.n_documents for stream in found.values()))
+    pixels = isinstance(encoder, PixelEncoder)
+    own = encoder.dtype == "uint8"
+    shape = [encoder.size, encoder.size, 3] if isinstance(encoder, PixelEncoder) else None
+    splits, held_out = gather_splits(
+        found,
+        task.shares,
+        out,
+        shards,
+        encoder.dtype,
+        None if own else task.tokenizer,
+        count_words=not pixels,
+        given=given,
+        unit=math.prod(shape or [1]),
+    )
+    return Index(
+        kind="pixels" if pixels else "text",
+        dtype=encoder.dtype,
+        first_id=FIRST_BYTE if own else 0,
+        shape=shape,
+        tokenizer={
+            "kind": task.tokenizer.kind,
+            "n_vocab": task.tokenizer.n_vocab,
+            "end_id": task.tokenizer.end_id,
+            "fingerprint": task.tokenizer.fingerprint,
+        },
+        source=task.source.identity(),
+        shards=shards,
+        splits=splits,
+        held_out=held_out,
+        left_out=dict(task.source.left_out + broken),
+        lossy_documents=sum(account.lossy for account in all_accounts),
+    )
+
+
+def _refuse_broken(task: Task, broken: Counter[str], accounts: list[Account], n_whole: int) -> None:
+    n = broken.total()
+    if n <= task.max_broken * (n + n_whole):
+        return
+    first = next(account.broken_first for account in accounts if account.broken_first)
+    raise UserError(
+        f"{n} of {n + n_whole} pictures are broken, more than --max-broken {task.max_broken:g} allows. The first: {first}. "
+        f"Fix: repair or remove them, or run again with --max-broken {min(1.0, n / (n + n_whole) + 0.005):.2f} (what is done is kept)."
+    )
+
+
+def _refuse_empty(index: Index, streams: dict[str, Any]) -> None:
+    if streams and index.splits["train"].tokens:
+        return
+    reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(index.left_out.items()))
+    raise UserError(
+        f"the source leaves nothing to train on{f' (left out: {reasons})' if reasons else ''}. Fix: name a larger source."
+    )

@@ -1,0 +1,126 @@
+"""Learning a sentencepiece model from any source of text: ids 0 pad, 1 end, 2 unknown, then a piece for every byte, then
+what was learnt. The same text gives the same model on every machine."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
+
+from linnet.core.errors import UserError, refuse
+from linnet.core.special_tokens import END, N_BYTE_IDS, PAD, UNKNOWN
+from linnet.data.sources.documents import open_documents
+
+STRETCH_BYTES = 64 * 1024
+# No piece may hold these (tab, NUL, the trainer's own sign for unknown, bytes that are no UTF-8): a line with one would be
+# left out of the training whole.
+_NEVER_IN_A_PIECE = re.compile("[\t\0\u2585\udc80-\udcff]")
+# The trainer leaves out lines of more than 4,192 bytes: longer ones are cut, at a space if there is one.
+_SHORT_LINE = re.compile(r".{1,1000}(?= |$)|.{1,1000}", re.DOTALL)
+_TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
+_TOO_LARGE = re.compile(r"value <= (\d+)")
+
+
+def train_sentencepiece(
+    sources: Sequence[str],
+    *,
+    vocab_size: int,
+    model: Literal["bpe", "unigram"],
+    sample_bytes: int,
+    column: str | None = None,
+    max_unpacked_gb: float | None = None,
+    say: Callable[[str], None] = lambda words: None,
+) -> bytes:
+    """The content of a model file. What a source holds out for validation and test is not learnt from."""
+    if vocab_size <= N_BYTE_IDS:
+        needs = f"more than {N_BYTE_IDS} (3 special ids and a piece for every byte come first)"
+        raise refuse("--vocab-size", vocab_size, needs, "use 8192")
+    if sample_bytes < 1:
+        raise refuse("--sample-bytes", sample_bytes, "at least 1", "use 50000000")
+    opened = [open_documents(source, column=column, max_unpacked_gb=max_unpacked_gb) for source in sources]
+    parts = (part.data for documents in opened for part in documents.parts() if part.split in (None, "train"))
+    sample = spread(stretches(parts, min(STRETCH_BYTES, sample_bytes)), sample_bytes)
+    # Whole, not one by one: the trainer would turn an error of ours into one of its own.
+    texts = [text for stretch in sample for text in sentences(stretch)]
+    for name, n in sorted(sum((documents.left_out for documents in opened), Counter[str]()).items()):
+        say(f"left out: {n:,} {name.replace('_', ' ')}")
+    if not texts:
+        raise refuse("SOURCE", ", ".join(sources), "something with letters in it", "name text to learn from")
+    say(f"learning from {sum(map(len, sample)):,} bytes of text")
+    return _train(texts, vocab_size, model)
+
+
+def stretches(parts: Iterable[bytes], longest: int) -> Iterator[bytes]:
+    """Whole lines, `longest` bytes at most at a time; a longer line is cut."""
+    for data in parts:
+        begin = 0
+        while begin < len(data):
+            end = begin + longest
+            if end < len(data):
+                end = data.rfind(b"\n", begin, end) + 1 or end
+            yield data[begin:end]
+            begin = end
+
+
+def spread(items: Iterable[bytes], most: int) -> list[bytes]:
+    """All of them, or, if they are more than `most` bytes, every second one, or fourth, and so on: what fits, evenly spread
+    over a stream of any length, holding no more than that."""
+    kept: list[bytes] = []
+    size, every = 0, 1
+    for i, item in enumerate(items):
+        if i % every:
+            continue
+        assert len(item) <= most
+        kept.append(item)
+        size += len(item)
+        while size > most:
+            kept, every = kept[::2], 2 * every
+            size = sum(map(len, kept))
+    return kept
+
+
+def sentences(text: bytes) -> Iterator[str]:
+    """The lines of a text, as the trainer takes them."""
+    for line in text.decode(errors="surrogateescape").splitlines():
+        for stretch in _NEVER_IN_A_PIECE.split(line):
+            yield from _SHORT_LINE.findall(stretch)
+
+
+def _train(texts: Sequence[str], vocab_size: int, model: Literal["bpe", "unigram"]) -> bytes:
+    from sentencepiece import SentencePieceTrainer
+
+    written = io.BytesIO()
+    try:
+        SentencePieceTrainer.Train(
+            sentence_iterator=iter(texts),
+            model_writer=written,
+            vocab_size=vocab_size,
+            model_type=model,
+            pad_id=PAD,
+            eos_id=END,
+            unk_id=UNKNOWN,
+            bos_id=-1,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            num_threads=16,  # a part of the result for unigram, so never the number of cores
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise _why(str(error), vocab_size) from None
+    return written.getvalue()
+
+
+def _why(message: str, vocab_size: int) -> UserError:
+    """The trainer's refusal, as ours: what is possible stands in its words."""
+    if found := _TOO_SMALL.search(message):
+        needs = f"at least {found[1]} for the letters of this text"
+        return refuse("--vocab-size", vocab_size, needs, f"use {found[1]} or more")
+    if found := _TOO_LARGE.search(message):
+        needs = f"at most {found[1]} for this text"
+        return refuse("--vocab-size", vocab_size, needs, f"use {found[1]}, or give more text")
+    return UserError(f"the sentencepiece trainer failed ({message}). Fix: give it other text or another --vocab-size.")

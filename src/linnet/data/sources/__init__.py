@@ -1,0 +1,1 @@
+"""Sources of data: files, archives, images, benchmark datasets."""

@@ -1,0 +1,312 @@
+"""The named sets: where each comes from, what proves that it is the right one, and the splits everybody reports on."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import json
+import threading
+import urllib.parse
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+from linnet.core.errors import UserError, refuse
+from linnet.data.sources.archives import PACKED, decompressed, kind_of, unpacking, zip_members
+from linnet.data.sources.documents import DEFAULT_COLUMN, Documents, FileDocuments, Part, cut
+from linnet.data.sources.fetch import Progress, fetch, read_url
+from linnet.data.sources.files import find, reading
+from linnet.data.splits import SPLITS
+
+if TYPE_CHECKING:
+    from linnet.data.sources.images import Picture, Pictures
+
+READ_BYTES = 1 << 20
+BUCKET = "https://storage.googleapis.com/storage/v1/b/deepmind-gutenberg/o"
+BUCKET_FILES = "https://storage.googleapis.com/deepmind-gutenberg/"
+CONNECTIONS = 8
+IMAGENET64_TRAIN = 1_200_000
+"""Training pictures in the order of their names; the others of the training file validate."""
+IMAGENET64_FILES = ("train_64x64", "valid_64x64")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamedSet:
+    name: str
+    kind: Literal["text", "pictures"]
+    address: str
+    open: Callable[[Path | None, Path, Progress | None], Documents | Pictures]
+
+
+def open_named(
+    name: str, from_path: Path | None, cache: Path, progress: Progress | None = None
+) -> Documents | Pictures:
+    """From what the user already has, or fetched into `cache`."""
+    if name not in NAMED:
+        raise refuse("SOURCE", name, f"one of the named sets {', '.join(NAMED)}", "name one of those, or a path")
+    if from_path is not None and not from_path.exists():
+        raise refuse("--from", str(from_path), "an existing file or folder", f"give the path of {name}")
+    return NAMED[name].open(from_path, cache, progress)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stream:
+    """One text of known content, with splits of known sizes."""
+
+    name: str
+    url: str
+    sha256: str
+    sizes: dict[str, int]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+
+ENWIK8 = Stream(
+    name="enwik8",
+    url="http://mattmahoney.net/dc/enwik8.zip",
+    sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
+    sizes={"train": 90_000_000, "validation": 5_000_000, "test": 5_000_000},
+)
+
+
+def _open_enwik8(from_path: Path | None, cache: Path, progress: Progress | None) -> StreamDocuments:
+    path = _packed_stream(ENWIK8, from_path or cache)
+    if path is None and from_path is not None:
+        raise refuse("--from", str(from_path), "enwik8, enwik8.zip or enwik8.gz, or a folder with one", "correct it")
+    documents = StreamDocuments(ENWIK8, path or fetch(ENWIK8.url, cache / "enwik8.zip", progress=progress))
+    documents.check()
+    return documents
+
+
+def _packed_stream(stream: Stream, place: Path) -> Path | None:
+    if place.is_file():
+        return place
+    names = (stream.name, *(stream.name + ending for ending in (".zip", ".gz", ".bz2", ".xz", ".zst")))
+    return next((place / name for name in names if (place / name).is_file()), None)
+
+
+class StreamDocuments:
+    """One stream with its own splits, cut exactly where one ends; each split begins and ends a document."""
+
+    ends, single = False, True
+
+    def __init__(self, stream: Stream, path: Path) -> None:
+        self._stream = stream
+        self._path = path
+        self.left_out: Counter[str] = Counter()
+        with reading(path):
+            self.n_bytes = path.stat().st_size
+
+    def identity(self) -> dict[str, Any]:
+        return {"kind": "named", "name": self._stream.name, "sha256": self._stream.sha256, "sizes": self._stream.sizes}
+
+    def check(self) -> None:
+        """Reads it once: a wrong byte would make every number measured on it wrong."""
+        digest, n_bytes = hashlib.sha256(), 0
+        with self._opened() as (content, _):
+            while data := content.read(READ_BYTES):
+                digest.update(data)
+                n_bytes += len(data)
+        if digest.hexdigest() != self._stream.sha256:
+            raise UserError(
+                f"{self._path} is not {self._stream.name}: it holds {n_bytes:,} bytes with the sha256 "
+                f"{digest.hexdigest()}, and must hold {self._stream.n_bytes:,} with {self._stream.sha256}. "
+                f"Fix: fetch it again from {self._stream.url}."
+            )
+
+    def parts(self) -> Iterator[Part]:
+        position = 0
+        with self._opened() as (content, raw):
+            for split, size in self._stream.sizes.items():
+                for data, first, last in cut(_at_most(size, content.read)):
+                    position = max(position, raw.tell())
+                    yield Part(self._stream.name, data, first, last, split, position)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+        """The unpacked content, and the file as it lies on the disk."""
+        kind, codec = kind_of(self._path.name)
+        with reading(self._path), unpacking(self._path), open(self._path, "rb") as raw:
+            if kind != "zip":
+                yield decompressed(codec, raw), raw
+                return
+            for name, content in zip_members(raw, Counter()):
+                if name.rpartition("/")[2] == self._stream.name:
+                    yield content, raw
+                    return
+            raise UserError(f"{self._path} holds no {self._stream.name}. Fix: fetch it from {self._stream.url}.")
+
+
+def _at_most(n: int, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
+    left = n
+
+    def limited(size: int) -> bytes:
+        nonlocal left
+        data = read(min(size, left))
+        left -= len(data)
+        return data
+
+    return limited
+
+
+def _open_pg19(from_path: Path | None, cache: Path, progress: Progress | None) -> FileDocuments:
+    place = from_path or _fetch_pg19(cache / "pg19", progress)
+    found = find(str(place), "--from", PACKED)
+    if not any(_pg19_split(f.name) or kind_of(f.name)[0] in ("zip", "tar") for f in found.files):
+        raise refuse(
+            "--from",
+            str(place),
+            "a folder or archive with train/, validation/ and test/, each with the .txt files of books",
+            f"name the folder above those three; they are at {BUCKET_FILES}",
+        )
+    documents = FileDocuments(
+        found.files, column=DEFAULT_COLUMN, left_out=Counter(found.left_out), split_of=_pg19_split
+    )
+    documents.check()
+    return documents
+
+
+def _pg19_split(name: str) -> str | None:
+    """The nearest folder or archive above a book that has the name of a split."""
+    *above, file = name.split("/")
+    splits = (folder.split(".")[0] for folder in reversed(above) if file.endswith(".txt"))
+    return next((split for split in splits if split in SPLITS), None)
+
+
+def _fetch_pg19(folder: Path, progress: Progress | None) -> Path:
+    """All books. A file that is there already was checked before it got its name, so only its size is looked at."""
+    books = [book for split in SPLITS for book in _bucket_listing(f"{split}/", folder)]
+    total = sum(int(book["size"]) for book in books)
+    done, lock = 0, threading.Lock()
+
+    def fetch_one(book: dict[str, str]) -> None:
+        nonlocal done
+        path, size = folder / book["name"], int(book["size"])
+        if not (path.is_file() and path.stat().st_size == size):
+            md5 = base64.b64decode(book["md5Hash"]).hex()
+            fetch(BUCKET_FILES + urllib.parse.quote(book["name"]), path, md5=md5, size=size)
+        with lock:
+            done += size
+            if progress:
+                progress(done, total)
+
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        jobs = [pool.submit(fetch_one, book) for book in books]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return folder
+
+
+def _bucket_listing(prefix: str, folder: Path) -> list[dict[str, str]]:
+    """Name, size and md5 of every .txt file below a prefix."""
+    instead = (
+        f"fetch train/, validation/ and test/ from {BUCKET_FILES} where there is a network and give the folder above "
+        f"the three with --from PATH (for example --from {folder})"
+    )
+    items: list[dict[str, str]] = []
+    page: str | None = ""
+    while page is not None:
+        query = {"prefix": prefix, "fields": "nextPageToken,items(name,size,md5Hash)"} | (
+            {"pageToken": page} if page else {}
+        )
+        url = f"{BUCKET}?{urllib.parse.urlencode(query)}"
+        try:
+            answer = json.loads(read_url(url, instead))
+            items += [item for item in answer.get("items", []) if item["name"].endswith(".txt")]
+        except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
+            raise UserError(f"{url} did not answer with a listing. Fix: {instead}.") from None
+        page = answer.get("nextPageToken")
+    return items
+
+
+def _open_imagenet64(from_path: Path | None, cache: Path, progress: Progress | None) -> ImageNet64:
+    from linnet.data.sources.images import open_pictures
+
+    if from_path is not None:
+        folder = from_path if from_path.is_dir() else from_path.parent
+        train, valid = (_tar_or_folder(folder, name) for name in IMAGENET64_FILES)
+    else:
+        address = NAMED["imagenet64"].address
+        train, valid = (
+            fetch(f"{address}{name}.tar", cache / "imagenet64" / f"{name}.tar", progress=progress)
+            for name in IMAGENET64_FILES
+        )
+    return ImageNet64(open_pictures(str(train)), open_pictures(str(valid)))
+
+
+def _tar_or_folder(folder: Path, name: str) -> Path:
+    found = next((p for p in (folder / f"{name}.tar", folder / name) if p.exists()), None)
+    if found is None:
+        raise refuse(
+            "--from",
+            str(folder),
+            f"a folder with {' and '.join(f'{n}.tar' for n in IMAGENET64_FILES)} ({name}.tar is missing)",
+            f"put {NAMED['imagenet64'].address}{name}.tar there",
+        )
+    return found
+
+
+class ImageNet64:
+    """The two files as three splits; the order of the training file is that of its names."""
+
+    def __init__(self, train: Pictures, valid: Pictures) -> None:
+        self._train, self._valid = train, valid
+        self.left_out: Counter[str] = Counter()
+
+    @property
+    def n_bytes(self) -> int | None:
+        sizes = (self._train.n_bytes, self._valid.n_bytes)
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "kind": "named",
+            "name": "imagenet64",
+            "n_train": IMAGENET64_TRAIN,
+            "files": [self._train.identity(), self._valid.identity()],
+        }
+
+    def pictures(self) -> Iterator[Picture]:
+        self.left_out.clear()
+        for i, picture in enumerate(self._train.pictures()):
+            yield dataclasses.replace(picture, split="train" if i < IMAGENET64_TRAIN else "validation")
+        self.left_out.update(self._train.left_out)
+        before = self._train.n_bytes or 0
+        for picture in self._valid.pictures():
+            yield dataclasses.replace(picture, split="test", position=before + picture.position)
+        self.left_out.update(self._valid.left_out)
+
+
+NAMED: dict[str, NamedSet] = {
+    named.name: named
+    for named in (
+        NamedSet(
+            name="enwik8",
+            kind="text",
+            address=ENWIK8.url,
+            open=_open_enwik8,
+        ),
+        NamedSet(
+            name="pg19",
+            kind="text",
+            address=BUCKET_FILES,
+            open=_open_pg19,
+        ),
+        NamedSet(
+            name="imagenet64",
+            kind="pictures",
+            address="https://image-net.org/small/",
+            open=_open_imagenet64,
+        ),
+    )
+}

@@ -1,0 +1,338 @@
+"""Any source of text as one stream of documents, cut into parts that fit in memory however long a document is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import io
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, BinaryIO, Protocol
+
+from linnet.core.errors import UserError, refuse
+from linnet.data.sources.archives import PACKED, decompressed, kind_of, tar_members, unpacking, zip_members
+from linnet.data.sources.files import SNIFF_BYTES, SourceFile, find, reading
+from linnet.data.sources.records import HUB, HubSet, json_rows, open_hub, open_parquet, parquet_rows
+from linnet.data.sources.unpacked import UnpackBudget, counted
+
+PART_BYTES = 4 << 20
+NEWLINE_WITHIN = 64 << 10
+DEFAULT_COLUMN = "text"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """At most PART_BYTES of one document; the parts of a document follow each other."""
+
+    name: str
+    """Of the document, the same on every machine: the path below the root, 'file.jsonl:17', 'archive.zip/inside.txt'."""
+    data: bytes
+    first: bool
+    """The document begins here."""
+    last: bool
+    """The document ends here."""
+    split: str | None
+    """'train', 'validation' or 'test' where the source has its own splits."""
+    position: int
+    """Bytes of the input read so far, of `n_bytes`; never falls."""
+
+
+class Documents(Protocol):
+    left_out: Counter[str]
+    """What was passed over, by reason; filled while reading."""
+
+    @property
+    def ends(self) -> bool:
+        """An end id stands after each document."""
+        ...
+
+    @property
+    def single(self) -> bool:
+        """One document only: it is divided by its tail."""
+        ...
+
+    @property
+    def n_bytes(self) -> int | None:
+        """Size of the input as it lies on the disk."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Plain values that change when the options or the input do."""
+        ...
+
+    def parts(self) -> Iterator[Part]: ...
+
+
+def open_documents(source: str, *, column: str | None = None, max_unpacked_gb: float | None = None) -> Documents:
+    """Everything that can be told before the work starts is refused here: names, columns, what cannot be unpacked."""
+    if source.startswith(HUB):
+        hub = HubDocuments(open_hub(source, column or DEFAULT_COLUMN))
+        next(hub.parts())  # which refuses a column that is not there
+        return hub
+    found = find(source, "SOURCE", PACKED)
+    if column is not None and not any(kind_of(f.name)[0] in ("jsonl", "parquet", "zip", "tar") for f in found.files):
+        raise refuse("--column", column, "left out, since the source is plain text", "leave --column out")
+    documents = FileDocuments(
+        found.files,
+        column=column or DEFAULT_COLUMN,
+        left_out=Counter(found.left_out),
+        max_unpacked_gb=max_unpacked_gb,
+    )
+    documents.check()
+    return documents
+
+
+Piece = tuple[bytes, bool, bool]
+"""Bytes of a document, whether they are its first, whether they are its last."""
+
+
+def cut(read: Callable[[int], bytes]) -> Iterator[Piece]:
+    """One document in pieces of at most PART_BYTES; none for an empty one.
+
+    A cut falls after a line if one ends nearby, else between two characters, so that parts can be encoded apart."""
+    rest, first = b"", True
+    while True:
+        data = rest + _read_fully(read, PART_BYTES + 1 - len(rest))
+        if len(data) <= PART_BYTES:
+            if data:
+                yield data, first, True
+            return
+        at = _cut_at(data)
+        yield data[:at], first, False
+        rest, first = data[at:], False
+
+
+def cut_text(text: bytes) -> Iterable[Piece]:
+    """The same for a document in memory."""
+    return [(text, True, True)] if 0 < len(text) <= PART_BYTES else cut(io.BytesIO(text).read)
+
+
+def _read_fully(read: Callable[[int], bytes], n: int) -> bytes:
+    pieces: list[bytes] = []
+    while n and (data := read(n)):
+        pieces.append(data)
+        n -= len(data)
+    return b"".join(pieces)
+
+
+def _cut_at(data: bytes) -> int:
+    """Where to end a part, given one byte more than it may hold."""
+    end = PART_BYTES
+    newline = data.rfind(b"\n", max(end - NEWLINE_WITHIN, 0), end)
+    if newline >= 0:
+        return newline + 1
+    # A UTF-8 character has at most three bytes 10xxxxxx after its first.
+    return next((at for at in range(end, max(end - 4, 0), -1) if data[at] & 0xC0 != 0x80), end)
+
+
+class FileDocuments:
+    """The documents in files, by what their names say they hold: text, packed text, archives, JSON lines, parquet."""
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        *,
+        column: str,
+        left_out: Counter[str],
+        split_of: Callable[[str], str | None] | None = None,
+        max_unpacked_gb: float | None = None,
+    ) -> None:
+        """`split_of` tells the split of a document by its name; one without a split is left out."""
+        assert files
+        self._files = files
+        self._column = column
+        self._left_out_before = left_out
+        self._split_of = split_of
+        self.left_out = Counter(left_out)
+        self.n_bytes = sum(f.size for f in files)
+        packed = sum(f.size for f in files if f.name.lower().endswith(PACKED))
+        where = str(files[0].path) if len(files) == 1 else f"the source of {len(files):,} files ({files[0].path}, ...)"
+        self._make_budget = functools.partial(UnpackBudget, where, packed, max_unpacked_gb)
+        self._budget = self._make_budget()
+        self.single = split_of is None and len(files) == 1 and self._is_one_text(files[0])
+        self.ends = not self.single
+
+    def identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256()  # of a list that may be a million lines long
+        for f in self._files:
+            with reading(f.path):
+                info = f.path.stat()
+            digest.update(f"{_readable(f.name)}\0{info.st_size}\0{info.st_mtime_ns}\n".encode())
+        return {
+            "kind": "files",
+            "column": self._column,
+            "n_files": len(self._files),
+            "n_bytes": self.n_bytes,
+            "files_sha256": digest.hexdigest(),
+        }
+
+    def check(self) -> None:
+        """Reads the beginnings: columns that are not there and broken files show before any work is done."""
+        if len(self._files) == 1:
+            next(self.parts())  # which refuses a source without any text
+        else:
+            for file in self._files:
+                if kind_of(file.name)[0] in ("jsonl", "parquet"):
+                    next(self._file_parts(file, 0), None)
+        self._forget()
+
+    def parts(self) -> Iterator[Part]:
+        self._forget()
+        before, any_text = 0, False
+        for file in self._files:
+            for part in self._file_parts(file, before):
+                any_text = True
+                yield part
+            before += file.size
+        if not any_text:
+            more = f" and {len(self._files) - 1} more" if len(self._files) > 1 else ""
+            raise _no_text(f"{self._files[0].path}{more}", self.left_out)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """In the last pass over the source."""
+        return self._budget.n_bytes
+
+    def _forget(self) -> None:
+        self._budget = self._make_budget()
+        self.left_out.clear()
+        self.left_out.update(self._left_out_before)
+
+    def _is_one_text(self, file: SourceFile) -> bool:
+        kind, _ = kind_of(file.name)
+        if kind != "zip":
+            return kind == "text"
+        with reading(file.path), unpacking(file.path), open(file.path, "rb") as raw:
+            names = [name for name, _ in itertools.islice(zip_members(raw, Counter()), 2)]
+        return len(names) == 1 and kind_of(names[0])[0] == "text"
+
+    def _file_parts(self, file: SourceFile, before: int) -> Iterator[Part]:
+        kind, codec = kind_of(file.name)
+        with reading(file.path), unpacking(file.path):
+            if kind == "parquet":
+                yield from self._parquet_parts(file, before)
+                return
+            with open(file.path, "rb") as raw:
+                position = _never_back(before, file.size, raw.tell)
+                if kind == "zip":
+                    members = zip_members(raw, self.left_out)
+                elif kind == "tar":
+                    members = tar_members(self._unpacked(codec, raw), self.left_out)
+                else:
+                    yield from self._stream_parts(file, "", raw, position)
+                    return
+                for name, stream in members:
+                    packed = kind == "zip"  # the bytes of a tar are counted already
+                    yield from self._stream_parts(
+                        file, f"/{name}", counted(stream, self._budget) if packed else stream, position
+                    )
+
+    def _parquet_parts(self, file: SourceFile, before: int) -> Iterator[Part]:
+        with open_parquet(file.path, self._column) as table:
+            n_rows = table.metadata.num_rows
+            for row, text in parquet_rows(table, self._column, self.left_out):
+                self._budget.spend(len(text))
+                at = before + file.size * min(row, n_rows) // n_rows
+                yield from self._document(f"{file.name}:{row}", cut_text(text), lambda at=at: at)
+
+    def _stream_parts(
+        self, file: SourceFile, member: str, raw: BinaryIO, position: Callable[[], int]
+    ) -> Iterator[Part]:
+        name = file.name + member
+        kind, codec = kind_of(name)
+        if kind in ("zip", "tar", "parquet"):
+            self.left_out["packed_twice"] += 1
+            return
+        stream = self._unpacked(codec, raw)
+        if kind == "jsonl":
+            for number, text in json_rows(stream, f"{file.path}{member}", self._column, self.left_out):
+                yield from self._document(f"{name}:{number}", cut_text(text), position)
+            return
+        head = _read_fully(stream.read, SNIFF_BYTES)
+        if b"\0" in head:
+            self.left_out["binary"] += 1
+            return
+        yield from self._document(name, cut(_with_head(head, stream.read)), position)
+
+    def _unpacked(self, codec: str, raw: BinaryIO) -> BinaryIO:
+        return counted(decompressed(codec, raw), self._budget) if codec else raw
+
+    def _document(self, name: str, pieces: Iterable[Piece], position: Callable[[], int]) -> Iterator[Part]:
+        split = self._split_of(name) if self._split_of else None
+        if self._split_of and split is None:
+            self.left_out["outside_splits"] += 1
+            return
+        name, empty = _readable(name), True
+        for data, first, last in pieces:
+            empty = False
+            yield Part(name, data, first, last, split, position())
+        if empty:
+            self.left_out["empty"] += 1
+
+
+class HubDocuments:
+    """A Hugging Face data set: each row a document, in its own splits."""
+
+    ends, single, n_bytes = True, False, None
+
+    def __init__(self, hub: HubSet) -> None:
+        self._hub = hub
+        self.left_out = Counter(hub.left_out)
+
+    def identity(self) -> dict[str, Any]:
+        hub = self._hub
+        return {
+            "kind": "hub",
+            "name": hub.name,
+            "config": hub.config,
+            "column": hub.column,
+            "splits": [split or "all" for split in hub.splits],
+        }
+
+    def parts(self) -> Iterator[Part]:
+        self.left_out.clear()
+        self.left_out.update(self._hub.left_out)
+        position = 0
+        for split in self._hub.splits:
+            for row, text in self._hub.rows(split, self.left_out):
+                for data, first, last in cut_text(text):
+                    position += len(data)
+                    yield Part(f"{self._hub.name}/{split or 'all'}:{row}", data, first, last, split, position)
+        if not position:
+            raise _no_text(self._hub.name, self.left_out)
+
+
+def _no_text(source: str, left_out: Counter[str]) -> UserError:
+    reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(left_out.items()))
+    return refuse(
+        "SOURCE",
+        source,
+        f"something with text in it (left out: {reasons or 'nothing'})",
+        "name files that hold text (a NUL byte in the first 8 KB is taken for binary)",
+    )
+
+
+def _never_back(before: int, size: int, tell: Callable[[], int]) -> Callable[[], int]:
+    """The place in the whole input, where a zip may be read out of order, and ends with its table of contents."""
+    furthest = before
+
+    def position() -> int:
+        nonlocal furthest
+        furthest = max(furthest, before + min(tell(), size))
+        return furthest
+
+    return position
+
+
+def _with_head(head: bytes, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
+    """Reads what was already taken for a look, then on."""
+    ahead = io.BytesIO(head)
+    return lambda n: ahead.read(n) or read(n)
+
+
+def _readable(name: str) -> str:
+    """A name that can be printed and stored, even if it is no UTF-8."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")

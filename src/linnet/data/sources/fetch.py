@@ -1,0 +1,215 @@
+"""Fetching one file: resumed where it broke off, checked for size and checksum, and in place only when whole."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from linnet.core.errors import UserError
+from linnet.data.sources.files import reading
+
+TRIES = 5
+"""Without a single new byte; a connection that drops but gets on may drop as often as it likes."""
+PAUSE_SECONDS = 1.0
+TIMEOUT_SECONDS = 60.0
+BLOCK_BYTES = 1 << 20
+MAY_PASS = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+
+Progress = Callable[[int, int | None], None]
+"""Bytes done, and of how many if that is known."""
+
+
+class _Dropped(Exception):
+    """The connection failed in a way that may pass."""
+
+
+def fetch(
+    url: str,
+    path: Path,
+    *,
+    sha256: str | None = None,
+    md5: str | None = None,
+    size: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """`path`, with the file from `url` in it. What is there already is checked and kept; `path`.part is resumed."""
+    checksum = ("sha256", sha256) if sha256 else ("md5", md5) if md5 else None
+    if path.exists():
+        if wrong := _what_is_wrong(path, checksum, size):
+            raise UserError(f"{path} is not the file from {url}: {wrong}. Fix: remove it, and it is fetched again.")
+        return path
+    part = path.with_name(path.name + ".part")
+    with _writing(part):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    resumed = part.exists()
+    _download(url, path, part, size, progress)
+    wrong = _what_is_wrong(part, checksum, size)
+    if wrong and resumed:  # what was there may be the beginning of something else
+        part.unlink()
+        _download(url, path, part, size, progress)
+        wrong = _what_is_wrong(part, checksum, size)
+    if wrong:
+        part.unlink()
+        raise UserError(
+            f"{url} did not give the file that was expected: {wrong}. Fix: try again later, or give the right file "
+            "with --from PATH."
+        )
+    with _writing(path):
+        part.replace(path)
+    return path
+
+
+def read_url(url: str, instead: str) -> bytes:
+    """A small answer. `instead` says what to do without a network."""
+    attempt = 0
+    while True:
+        try:
+            with _open(url, 0) as answer:
+                return answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            attempt += 1
+            if attempt >= TRIES or not _may_pass(error):
+                raise UserError(f"{url} cannot be fetched ({_reason(error)}). Fix: {instead}.") from None
+        time.sleep(PAUSE_SECONDS * attempt)
+
+
+def _download(url: str, path: Path, part: Path, size: int | None, progress: Progress | None) -> None:
+    """Fills `part`, however often the connection drops, as long as something comes."""
+    failures = 0
+    while True:
+        before = part.stat().st_size if part.exists() else 0
+        try:
+            _stream(url, part, before, size, progress)
+            return
+        except _Dropped as dropped:
+            got_on = part.exists() and part.stat().st_size > before
+            failures = 1 if got_on else failures + 1
+            if failures >= TRIES:
+                raise _unreachable(url, path, str(dropped)) from None
+        except urllib.error.HTTPError as error:
+            raise _unreachable(url, path, _reason(error)) from None
+        time.sleep(PAUSE_SECONDS * failures)
+
+
+def _stream(url: str, part: Path, offset: int, size: int | None, progress: Progress | None) -> None:
+    """One connection: appends to `part` what the server sends from `offset` on."""
+    try:
+        answer = _open(url, offset)
+    except urllib.error.HTTPError as error:
+        if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and offset:
+            if _total_of(error.headers) == offset:
+                return  # it was whole, only not yet in place
+            part.unlink()
+            raise _Dropped("the part fetched before is longer than the file") from None
+        if _may_pass(error):
+            raise _Dropped(_reason(error)) from None
+        raise
+    except (OSError, http.client.HTTPException) as error:
+        raise _Dropped(_reason(error)) from None
+    with answer:
+        if answer.status != HTTPStatus.PARTIAL_CONTENT or _start_of(answer.headers) != offset:
+            if answer.status == HTTPStatus.PARTIAL_CONTENT and _start_of(answer.headers) != 0:
+                part.unlink(missing_ok=True)
+                raise _Dropped("the server sent another range than was asked for")
+            offset = 0  # it does not know ranges: from the beginning again
+        length = answer.headers.get("Content-Length")
+        total = offset + int(length) if length else size
+        with _writing(part):
+            file = open(part, "ab" if offset else "wb")  # noqa: SIM115 (closed below, apart from the network's errors)
+        with file:
+            done = offset
+            while data := _next_block(answer):
+                with _writing(part):
+                    file.write(data)
+                done += len(data)
+                if progress:
+                    progress(done, total)
+            with _writing(part):
+                file.flush()
+    if total is not None and done < total:
+        raise _Dropped(f"the connection ended after {done:,} of {total:,} bytes")
+
+
+def _next_block(answer: http.client.HTTPResponse) -> bytes:
+    try:
+        return answer.read1(BLOCK_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise _Dropped(_reason(error)) from None
+
+
+def _open(url: str, offset: int) -> Any:
+    headers = {"User-Agent": "linnet", "Accept-Encoding": "identity"}
+    if offset:
+        headers["Range"] = f"bytes={offset}-"
+    try:
+        return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS)
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection; its status and headers are all we want
+        raise
+
+
+def _start_of(headers: Any) -> int | None:
+    match = re.match(r"bytes (\d+)-", headers.get("Content-Range", ""))
+    return int(match[1]) if match else None
+
+
+def _total_of(headers: Any) -> int | None:
+    match = re.search(r"/(\d+)$", headers.get("Content-Range", ""))
+    return int(match[1]) if match else None
+
+
+def _may_pass(error: BaseException) -> bool:
+    return not isinstance(error, urllib.error.HTTPError) or error.code >= 500 or error.code in MAY_PASS
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, urllib.error.HTTPError):
+        return f"the server answers {error.code} {error.reason}"
+    if isinstance(error, urllib.error.URLError):
+        return str(error.reason)
+    return str(error) or type(error).__name__
+
+
+def _unreachable(url: str, path: Path, reason: str) -> UserError:
+    return UserError(
+        f"{url} cannot be fetched ({reason}). Fix: fetch it where there is a network and put it at {path}, or give it "
+        "with --from PATH."
+    )
+
+
+def _what_is_wrong(path: Path, checksum: tuple[str, str] | None, size: int | None) -> str | None:
+    with reading(path):
+        found = path.stat().st_size
+    if size is not None and found != size:
+        return f"it has {found:,} bytes, not {size:,}"
+    if checksum:
+        algorithm, expected = checksum
+        with reading(path), open(path, "rb") as file:
+            actual = hashlib.file_digest(file, algorithm).hexdigest()
+        if actual != expected:
+            return f"its {algorithm} is {actual}, not {expected}"
+    return None
+
+
+class _writing:
+    """The disk's refusals, apart from the network's: trying again would not help."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise UserError(
+                f"{self._path} cannot be written ({error.strerror or error}). Fix: make room there, or give the file "
+                "with --from PATH."
+            ) from None

@@ -1,0 +1,250 @@
+"""Finding the files a source names: a text file, a folder, a glob, or the running Python's standard library."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import glob
+import itertools
+import os
+import stat
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from linnet.config.schema import EMBEDDED_CORPUS
+from linnet.core.errors import UserError, refuse
+from linnet.core.local_path import check_local
+
+SNIFF_BYTES = 8192
+NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+FileId = tuple[int, int]
+"""Device and inode: what makes two names one file."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    path: Path
+    name: str
+    """The path below the source's root, with '/': the same on every machine."""
+    size: int
+    identity: FileId
+    """Two names of one file (links) are one file, or held-out text could leak into training."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """The files of a source in the order of their names, and what was left out, by reason."""
+
+    root: Path
+    files: tuple[SourceFile, ...]
+    left_out: dict[str, int]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(f.size for f in self.files)
+
+
+def find(source: str, field: str = "data.source", packed: tuple[str, ...] = ()) -> Found:
+    """`packed`: endings (in small letters) of names whose content the caller unpacks, so that a NUL byte is no fault."""
+    if source == EMBEDDED_CORPUS:
+        return _python_stdlib()
+    paths = named_files(source, field=field)
+    if paths is None:
+        needs = f"an existing file, folder or glob, or {EMBEDDED_CORPUS!r}"
+        raise refuse(field, source, needs, _nearest(source, field))
+    return _with_content(_sift(paths.root, paths.paths, packed, paths.left_out), field, source)
+
+
+def find_held_out(patterns: Sequence[str], below: Path, field: str) -> Found:
+    """The files of several names, each once. A name is looked for as given, then below the root of the source."""
+    parts: list[Found] = []
+    for pattern in patterns:
+        paths = named_files(pattern, field=field)
+        if paths is None or not paths.paths:
+            paths = named_files(pattern, below) or paths
+        if paths is None:
+            raise refuse(field, pattern, "existing files, folders or globs", _nearest(pattern, "data.source"))
+        parts.append(_with_content(_sift(paths.root, paths.paths, left_out=paths.left_out), field, pattern))
+    files = {f.identity: f for part in parts for f in part.files}
+    left_out = sum((Counter(part.left_out) for part in parts), Counter[str]())
+    return Found(root=below, files=tuple(files.values()), left_out=dict(left_out))
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns the system's refusal to read something into a message that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise _unreadable(error, os.fspath(path)) from None
+
+
+def _unreadable(error: OSError, path: str) -> UserError:
+    return UserError(
+        f"{path} cannot be read ({error.strerror or error}). Fix: make it readable, or leave it out of the source."
+    )
+
+
+def _python_stdlib() -> Found:
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [p for p in _walk(root, NOT_STDLIB) if p.suffix == ".py"] if root.is_dir() else []
+    found = _sift(root, paths)
+    if not found.files:
+        raise refuse(
+            "data.source",
+            EMBEDDED_CORPUS,
+            f"a Python that comes with its source text (none is below {root})",
+            "set --data.source to a text file or folder of your own",
+        )
+    return found
+
+
+class NamedFiles(NamedTuple):
+    """What a path, folder or glob names."""
+
+    root: Path
+    paths: list[Path]
+    left_out: Counter[str]
+    """Symbolic links that leave the root are not followed: a folder from elsewhere must not bring in other files of this machine."""
+
+
+LINKS_OUT = "links_that_leave_the_folder"
+
+
+def named_files(pattern: str, below: Path = Path(), *, field: str = "SOURCE") -> NamedFiles | None:
+    """The root and the files of a path or glob; None when there is nothing of that name."""
+    check_local(field, pattern)
+    pattern = os.path.expanduser(pattern)
+    path = below / pattern
+    kind = _kind(path) if pattern else None
+    if kind is None:
+        # A name that exists is meant literally, so only now do * ? [ ] mean anything.
+        return _globbed(pattern, below) if _has_magic(pattern) else None
+    if stat.S_ISDIR(kind):
+        left_out = Counter[str]()
+        return NamedFiles(path, list(_walk(path, left_out=left_out)), left_out)
+    if stat.S_ISREG(kind):
+        return NamedFiles(path.parent, [path], Counter())
+    raise UserError(f"{path} is neither a file nor a folder. Fix: name a regular file, a folder or a glob.")
+
+
+def _globbed(pattern: str, below: Path) -> NamedFiles:
+    literal = itertools.takewhile(lambda part: not _has_magic(part), Path(pattern).parts)
+    matches = [below / match for match in glob.glob(pattern, root_dir=below, recursive=True)]
+    root, files = below.joinpath(*literal), [match for match in matches if not os.path.isdir(match)]
+    inside = [path for path in files if not leaves(path, root)]
+    return NamedFiles(root, inside, Counter({LINKS_OUT: len(files) - len(inside)} if len(inside) < len(files) else {}))
+
+
+def leaves(path: Path, root: Path) -> bool:
+    """Whether a path below `root` leads out of it through a symbolic link."""
+    real = os.path.realpath(root)
+    return os.path.commonpath((real, os.path.realpath(path))) != real
+
+
+def _has_magic(pattern: str) -> bool:
+    return any(character in pattern for character in "*?[")
+
+
+def _kind(path: Path) -> int | None:
+    """The type bits of a file; None where there is nothing (a broken link among it)."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL character in the name
+        return None
+    except OSError as error:
+        raise _unreadable(error, str(path)) from None
+
+
+def _walk(root: Path, skip: frozenset[str] = frozenset(), *, left_out: Counter[str] | None = None) -> Iterator[Path]:
+    """Every file below, but for hidden ones. Links to folders are followed, each folder once, so no loop is endless. With
+    `left_out`, links that leave the root are not followed but counted there."""
+
+    def stays(path: str) -> bool:
+        if left_out is None or not os.path.islink(path) or not leaves(Path(path), root):
+            return True
+        left_out[LINKS_OUT] += 1
+        return False
+
+    def stop(error: OSError) -> None:
+        raise _unreadable(error, str(error.filename))
+
+    seen = {os.path.realpath(root)}
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=stop):
+        wanted = [(f, os.path.realpath(os.path.join(folder, f))) for f in sorted(folders) if not f.startswith(".")]
+        wanted = [
+            (f, real) for f, real in wanted if f not in skip and real not in seen and stays(os.path.join(folder, f))
+        ]
+        folders[:] = [f for f, _ in wanted]
+        seen.update(real for _, real in wanted)
+        yield from (
+            Path(folder, name) for name in names if not name.startswith(".") and stays(os.path.join(folder, name))
+        )
+
+
+def _sift(
+    root: Path, paths: Iterable[Path], packed: tuple[str, ...] = (), left_out: Counter[str] | None = None
+) -> Found:
+    """Regular files with text in them, once each, sorted by name."""
+    named = sorted((Path(os.path.relpath(path, root)).as_posix(), path) for path in paths)
+    files: dict[FileId, SourceFile] = {}
+    left_out = Counter(left_out)
+    for name, path in named:
+        kind = _kind(path)
+        if kind is None or not stat.S_ISREG(kind):
+            left_out["not_regular"] += 1
+            continue
+        with reading(path), open(path, "rb") as file:
+            info, head = os.fstat(file.fileno()), file.read(SNIFF_BYTES)
+        if b"\0" in head and not name.lower().endswith(packed):
+            left_out["binary"] += 1
+        elif not info.st_size:
+            left_out["empty"] += 1
+        else:
+            identity = (info.st_dev, info.st_ino)
+            files.setdefault(identity, SourceFile(path=path, name=name, size=info.st_size, identity=identity))
+    return Found(root=root, files=tuple(files.values()), left_out=dict(left_out))
+
+
+def _with_content(found: Found, field: str, source: str) -> Found:
+    if found.files:
+        return found
+    if not found.left_out:
+        raise refuse(field, source, "a name that matches at least one file", _nothing_matched(source))
+    reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(found.left_out.items()))
+    raise refuse(
+        field,
+        source,
+        f"something with text in it (left out: {reasons})",
+        "name text; for archives, parquet and pictures run `linnet data prepare` first and name its folder; save UTF-16 as UTF-8 "
+        "(a NUL byte in the first 8 KB is taken for binary)"
+        if LINKS_OUT not in found.left_out
+        else "name what the links point to: symbolic links that leave the source's folder are not followed",
+    )
+
+
+def _nothing_matched(source: str) -> str:
+    if _has_magic(source) and any(os.path.isdir(p) for p in glob.glob(os.path.expanduser(source), recursive=True)):
+        return f"it matches folders only; use {source.rstrip('/')}/** for the files in them"
+    return "correct the pattern (** reaches into folders), or put files there (hidden ones are left out)"
+
+
+def _nearest(name: str, field: str) -> str:
+    """What the user may have meant: a similar name beside it, or the last folder of the path that exists."""
+    path = Path(os.path.expanduser(name)) if name else Path("?")
+    parent = next(p for p in (*path.parents, Path()) if os.path.isdir(p))
+    wanted = path.relative_to(parent).parts[0]
+    with reading(parent):
+        beside = sorted(os.listdir(parent))
+    near = difflib.get_close_matches(wanted, [*beside, EMBEDDED_CORPUS], n=1, cutoff=0.7)
+    if not near:
+        how = f"with --{field}" if "." in field else f"as {field}"
+        return f"give its path {how} ({str(parent.absolute())!r} is the nearest folder that exists)"
+    if near[0] == EMBEDDED_CORPUS:
+        return f"did you mean {EMBEDDED_CORPUS!r}?"
+    return f"did you mean {str(parent / near[0])!r}?"

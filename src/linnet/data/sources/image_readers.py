@@ -1,0 +1,208 @@
+"""How each kind of file gives its encoded pictures: a picture itself, or the members of a zip, a tar or a parquet."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tarfile
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from linnet.core.errors import UserError, refuse
+from linnet.data.sources.archives import DAMAGE, is_disk_error, opened_zip, zip_files
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+PICTURE_SUFFIXES = frozenset(
+    {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
+)
+DEFAULT_COLUMN = "image"
+MAX_ENCODED_BYTES = 256 << 20
+"""A larger file is no picture to learn from, and would not fit into bounded memory."""
+PARQUET_ROWS = 64
+"""Read at a time."""
+TAR_BLOCK = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class InputFile:
+    path: Path
+    name: str
+    size: int
+    mtime_ns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A picture inside one input file; `read` is how many bytes of that file have been read with it."""
+
+    name: str
+    encoded: bytes
+    read: int
+
+
+Reader = Callable[[InputFile, str | None, Counter[str]], Iterator[Member]]
+"""Of a file and the column of a parquet; it counts what it leaves out, by reason."""
+
+
+def why_not(name: str, size: int = 1) -> str | None:
+    """The reason to leave out a member of an archive, or None."""
+    path = PurePosixPath(name)
+    if any(part.startswith(".") or part == "__MACOSX" for part in path.parts if part not in (".", "..")):
+        return "hidden"
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        return "not_a_picture"
+    if not size:
+        return "empty"
+    return "too_large" if size > MAX_ENCODED_BYTES else None
+
+
+def _read_picture(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[Member]:
+    if reason := why_not(file.path.name, file.size):
+        left_out[reason] += 1
+    else:
+        yield Member(file.name, file.path.read_bytes(), file.size)
+
+
+def _read_zip(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[Member]:
+    read = 0
+    with opened_zip(file.path) as archive:
+        for info in sorted(zip_files(archive), key=lambda info: info.filename):
+            read += info.compress_size
+            reason = "encrypted" if info.flag_bits & 1 else why_not(info.filename, info.file_size)
+            if reason is None:
+                try:
+                    encoded = archive.read(info)
+                except Exception as error:
+                    if is_disk_error(error):
+                        raise
+                    reason = "broken"
+                else:
+                    yield Member(f"{file.name}/{info.filename}", encoded, read)
+                    continue
+            left_out[reason] += 1
+
+
+def _read_tar(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[Member]:
+    """First finds where each picture lies, then reads them in the order of names: one name and two numbers a picture
+    are all that is held of a tar with millions."""
+    names: list[bytes] = []
+    starts, sizes = array("q"), array("q")
+    for info in tar_members(file.path):
+        if info.isdir():
+            continue
+        in_one_piece = info.isreg() and info.sparse is None
+        reason = why_not(info.name, info.size) if in_one_piece else "not_regular"
+        if reason:
+            left_out[reason] += 1
+        else:
+            names.append(info.name.encode("utf-8", "surrogateescape"))
+            starts.append(info.offset_data)
+            sizes.append(info.size)
+    read = 0
+    with open(file.path, "rb") as archive:
+        for i in sorted(range(len(names)), key=names.__getitem__):
+            archive.seek(starts[i])
+            encoded = archive.read(sizes[i])
+            if len(encoded) < sizes[i]:
+                raise _damaged(file.path, "it shrank while it was being read")
+            read += sizes[i]
+            yield Member(f"{file.name}/{names[i].decode('utf-8', 'surrogateescape')}", encoded, read)
+
+
+def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
+    try:
+        with tarfile.open(path, "r:") as archive:
+            while (info := archive.next()) is not None:
+                # tarfile keeps every member, a kilobyte each.
+                archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
+                yield info
+            # tarfile takes a cut or damaged header for the end. The real end is a block of zeros.
+            end = archive.offset
+    except DAMAGE as error:
+        if is_disk_error(error):
+            raise
+        raise _damaged(path, error) from None
+    with open(path, "rb") as file:
+        file.seek(end)
+        if file.read(TAR_BLOCK) != bytes(TAR_BLOCK):
+            raise _damaged(path, "it has no end mark where its last readable member ends")
+
+
+def _read_parquet(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[Member]:
+    name = column or DEFAULT_COLUMN
+    row = 0
+    with open_parquet(file.path) as parquet:
+        n_rows = parquet.metadata.num_rows
+        inside = f"{name}.bytes" if _is_struct(parquet.schema_arrow.field(name).type) else name
+        for batch in parquet.iter_batches(PARQUET_ROWS, columns=[inside]):
+            for value in batch.column(0).to_pylist():
+                encoded = value.get("bytes") if isinstance(value, dict) else value
+                row += 1
+                if encoded is None:
+                    left_out["null_rows"] += 1
+                elif not encoded:
+                    left_out["empty"] += 1
+                else:
+                    # Padded, so that the order of rows is the order of names.
+                    yield Member(f"{file.name}:{row - 1:09}", encoded, file.size * row // n_rows)
+
+
+@contextlib.contextmanager
+def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
+    """Damage that shows while the file is read is an error that names it, too."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        # Without `pre_buffer` pages are read as they are needed, not a whole row group at once.
+        with pq.ParquetFile(path, pre_buffer=False) as parquet:
+            yield parquet
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if is_disk_error(error):
+            raise
+        raise _damaged(path, error) from None
+
+
+def check_column(path: Path, schema: pa.Schema, column: str) -> None:
+    usable = [field.name for field in schema if _holds_bytes(field.type)]
+    if column not in usable:
+        names = ", ".join(usable) or f"none of its columns ({', '.join(schema.names)})"
+        raise refuse("--column", column, f"a column of encoded pictures; in {path} that is {names}", "name one of them")
+
+
+def has_pictures(schema: pa.Schema) -> bool:
+    """A guess: bytes under another name may be anything."""
+    return any(_holds_bytes(f.type) and (f.name == DEFAULT_COLUMN or _is_struct(f.type)) for f in schema)
+
+
+def _is_struct(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_struct(kind)
+
+
+def _holds_bytes(kind: pa.DataType) -> bool:
+    """Bytes, or the struct of `bytes` and `path` that Hugging Face writes."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.StructType):
+        return any(field.name == "bytes" and _holds_bytes(field.type) for field in kind)
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _damaged(path: Path, why: object) -> UserError:
+    return UserError(f"{path} is damaged or cut short ({why}). Fix: fetch or make it again, or leave it out.")
+
+
+READERS: dict[str, Reader] = {
+    **dict.fromkeys(PICTURE_SUFFIXES, _read_picture),
+    ".zip": _read_zip,
+    ".tar": _read_tar,
+    ".parquet": _read_parquet,
+}

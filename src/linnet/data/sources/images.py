@@ -1,0 +1,208 @@
+"""Encoded pictures from files, folders, zips, tars and parquet, one at a time in the order of their names.
+
+Nothing is decoded here: pictures travel as they are stored until a worker needs the pixels."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from linnet.core.errors import UserError, refuse
+from linnet.data.sources.archives import opened_zip, zip_files
+from linnet.data.sources.files import named_files as named_files
+from linnet.data.sources.files import reading
+from linnet.data.sources.image_readers import (
+    DEFAULT_COLUMN,
+    PICTURE_SUFFIXES,
+    READERS,
+    InputFile,
+    check_column,
+    has_pictures,
+    open_parquet,
+    why_not,
+)
+from linnet.data.sources.unpacked import UnpackBudget
+
+UNPACKED = (".zip", ".parquet")
+COMPRESSED_TARS = (".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    name: str
+    """The path below the root with '/', then the member or the row: the same on every machine."""
+    split: str | None
+    """Where the source has splits of its own."""
+    encoded: bytes
+    position: int
+    """Input bytes read so far, of `n_bytes`."""
+
+
+class Pictures(Protocol):
+    @property
+    def n_bytes(self) -> int | None:
+        """The size of the input as it lies on the disk."""
+        ...
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Filled while reading, by reason."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Plain values that change when the input or an option does."""
+        ...
+
+    def pictures(self) -> Iterator[Picture]:
+        """In the order of names, in bounded memory."""
+        ...
+
+
+class PictureFiles:
+    """The pictures of some input files, each a picture itself or a container of many."""
+
+    def __init__(
+        self,
+        source: str,
+        files: tuple[InputFile, ...],
+        found_left_out: Counter[str],
+        column: str | None,
+        max_unpacked_gb: float | None = None,
+    ) -> None:
+        packed = sum(file.size for file in files if file.path.suffix.lower() in UNPACKED)
+        self._make_budget = functools.partial(UnpackBudget, source, packed, max_unpacked_gb)
+        self._budget = self._make_budget()
+        self.n_bytes = sum(file.size for file in files)
+        self.left_out = Counter(found_left_out)
+        self._source, self._files, self._found_left_out, self._column = source, files, found_left_out, column
+
+    def identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for file in self._files:
+            digest.update(f"{file.name}\0{file.size}\0{file.mtime_ns}\0".encode("utf-8", "surrogateescape"))
+        # A digest, as there may be a million files.
+        return {
+            "kind": "pictures",
+            "column": self._column,
+            "n_files": len(self._files),
+            "n_bytes": self.n_bytes,
+            "files_sha256": digest.hexdigest(),
+        }
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """In the last pass over the source."""
+        return self._budget.n_bytes
+
+    def pictures(self) -> Iterator[Picture]:
+        # Each reading counts anew.
+        self.left_out.clear()
+        self.left_out.update(self._found_left_out)
+        start, n = 0, 0
+        self._budget = self._make_budget()
+        for file in self._files:
+            with reading(file.path):
+                for member in READERS[file.path.suffix.lower()](file, self._column, self.left_out):
+                    n += 1
+                    if file.path.suffix.lower() in UNPACKED:
+                        self._budget.spend(len(member.encoded))
+                    yield Picture(member.name, None, member.encoded, start + min(member.read, file.size))
+            start += file.size
+        if not n:
+            raise _nothing(self._source, self.left_out)
+
+
+def open_pictures(source: str, *, column: str | None = None, max_unpacked_gb: float | None = None) -> Pictures:
+    """A picture, a zip, tar or parquet of pictures, or a folder or glob of any of these.
+
+    `column` names the one of a parquet file with the encoded bytes; other files have none."""
+    if source.lower().endswith(COMPRESSED_TARS):
+        raise refuse("SOURCE", source, "a tar that is not compressed, to be read at random", "decompress it to a .tar")
+    found = named_files(source)
+    if found is None:
+        raise refuse("SOURCE", source, "an existing picture, zip, tar, parquet, folder or glob", "correct the path")
+    files, left_out = _sift(found.root, found.paths)
+    left_out += found.left_out
+    if not files:
+        raise _nothing(source, left_out)
+    parquets = [file for file in files if file.path.suffix.lower() == ".parquet"]
+    if column is not None and not parquets:
+        raise refuse("--column", column, "left out for a source without parquet files", "leave it out")
+    for file in parquets:
+        # Each footer is read now: a wrong column must not be found out after hours of work.
+        with reading(file.path), open_parquet(file.path) as parquet:
+            check_column(file.path, parquet.schema_arrow, column or DEFAULT_COLUMN)
+    return PictureFiles(source, files, left_out, column, max_unpacked_gb)
+
+
+def _nothing(source: str, left_out: Counter[str]) -> UserError:
+    reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(left_out.items())) or "nothing"
+    return refuse(
+        "SOURCE",
+        source,
+        f"something with pictures in it (left out: {reasons})",
+        f"name pictures ({' '.join(sorted(PICTURE_SUFFIXES))}), or a .zip, .tar or .parquet of them",
+    )
+
+
+def looks_like_pictures(source: str) -> bool:
+    """Whether a source is to be read as pictures: more of its files are, or hold, pictures than not. A file beside a
+    picture with the same stem (a caption, a label) does not count. False where there is nothing."""
+    if source.lower().endswith(COMPRESSED_TARS):
+        return True  # `open_pictures` says what to do about it; as a text it would be noise
+    found = named_files(source)
+    paths = found.paths if found else []
+    by_suffix: dict[str, list[Path]] = {}
+    for path in paths:
+        by_suffix.setdefault(path.suffix.lower(), []).append(path)
+    pictures = [path for suffix, group in by_suffix.items() if _holds_pictures(suffix, group[0]) for path in group]
+    stems, chosen = {path.with_suffix("") for path in pictures}, set(pictures)
+    others = sum(path not in chosen and path.with_suffix("") not in stems for path in paths)
+    return len(pictures) > others
+
+
+def _holds_pictures(suffix: str, path: Path) -> bool:
+    """Judged by the first file of a suffix. A damaged one is not judged here: opening it gives the error."""
+    if suffix in PICTURE_SUFFIXES or suffix == ".tar":
+        return True
+    if suffix == ".zip":
+        with contextlib.suppress(UserError), reading(path), opened_zip(path) as archive:
+            reasons = [why_not(info.filename) for info in zip_files(archive)]
+            return 2 * reasons.count(None) > len(reasons)
+    if suffix == ".parquet":
+        with contextlib.suppress(UserError), reading(path), open_parquet(path) as parquet:
+            return has_pictures(parquet.schema_arrow)
+    return False
+
+
+def _sift(root: Path, paths: list[Path]) -> tuple[tuple[InputFile, ...], Counter[str]]:
+    """Regular files that may hold pictures, once each, sorted by name; and what was left out."""
+    files: dict[tuple[int, int], InputFile] = {}
+    left_out: Counter[str] = Counter()
+    for name, path in sorted((Path(os.path.relpath(path, root)).as_posix(), path) for path in paths):
+        suffix = path.suffix.lower()
+        if suffix not in READERS:
+            left_out["not_a_picture"] += 1
+            continue
+        try:
+            info = path.stat()
+        except FileNotFoundError:  # a broken link
+            left_out["not_regular"] += 1
+            continue
+        if not stat.S_ISREG(info.st_mode):
+            left_out["not_regular"] += 1
+        elif not info.st_size:
+            left_out["empty"] += 1
+        elif (info.st_dev, info.st_ino) in files:
+            left_out["linked_twice"] += 1  # or a held-out picture could be trained on under another name
+        else:
+            files[info.st_dev, info.st_ino] = InputFile(path, name, info.st_size, info.st_mtime_ns)
+    return tuple(files.values()), left_out

@@ -1,0 +1,98 @@
+"""Where the data of a run lies. A config keeps paths as they were typed, and beside them the folder they were typed in (`base`), so
+that a run finds its data from any working directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from linnet.config.schema import EMBEDDED_CORPUS, EMOJI_PAIRS, DataConfig, PairsConfig, RunConfig
+from linnet.core.local_path import is_remote
+
+FIELDS = ("source", "images", "texts", "metadata", "encodings", "condition", "validation_files", "test_files")
+"""The settings that name files."""
+EMBEDDED = (EMBEDDED_CORPUS, EMOJI_PAIRS, "builtin")
+
+Config = TypeVar("Config", bound=DataConfig | PairsConfig)
+
+
+def located(cfg: Config) -> Config:
+    """With absolute paths, for whatever relative path leads to something from `base`. The others stay as they were typed: they are
+    looked for from the working directory."""
+    base = cfg.base
+    if base is None:
+        return cfg
+    return _mapped(cfg, lambda path: _absolute(base, path) if _exists(base, path) else path)
+
+
+def with_base(cfg: RunConfig) -> RunConfig:
+    """Notes the working directory, if `base` is not known yet and a relative path leads to something from here."""
+    here = os.getcwd()
+    if cfg.data.base is not None or not any(_exists(here, path) for path in _paths(cfg.data)):
+        return cfg
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, base=here))
+
+
+def for_other_machines(cfg: RunConfig) -> RunConfig:
+    """Without the folder that relative data paths start from and the files that the run writes: both belong to this machine."""
+    data, train = dataclasses.replace(cfg.data, base=None), dataclasses.replace(cfg.train, exports=())
+    return dataclasses.replace(cfg, data=data, train=train)
+
+
+def retyped(cfg: RunConfig, before: RunConfig) -> RunConfig:
+    """Paths that flags have changed are relative to the working directory; those that they left stay where `before` had them."""
+    old, new = before.data, cfg.data
+    named = [name for name in FIELDS if hasattr(new, name)]
+    changed = [name for name in named if getattr(new, name) != getattr(old, name, None)]
+    if old.base is None or new.base != old.base or not changed:
+        return cfg
+    kept = located(old)
+    values = {name: getattr(kept, name) for name in named if name not in changed}
+    return dataclasses.replace(cfg, data=dataclasses.replace(new, base=None, **values))
+
+
+def absolute_paths(cfg: DataConfig | PairsConfig) -> dict[str, str | list[str]]:
+    """The absolute form of every setting that names files, for `data.json`."""
+    base, found = cfg.base or os.getcwd(), located(cfg)
+    shown: dict[str, str | list[str]] = {}
+    for name in FIELDS:
+        value = getattr(found, name, None)
+        paths = list(value) if isinstance(value, tuple) else [value] if value else []
+        absolute = [_absolute(base, path) for path in paths if not _is_embedded(path)]
+        if absolute:
+            shown[name] = absolute if isinstance(value, tuple) else absolute[0]
+    return shown
+
+
+def _mapped(cfg: Config, change: Callable[[str], str]) -> Config:
+    values: dict[str, Any] = {}
+    for name in FIELDS:
+        value = getattr(cfg, name, None)
+        if value:
+            values[name] = tuple(map(change, value)) if isinstance(value, tuple) else change(value)
+    return dataclasses.replace(cfg, **values)
+
+
+def _paths(cfg: DataConfig | PairsConfig) -> list[str]:
+    values = [getattr(cfg, name, None) or () for name in FIELDS]
+    return [path for value in values for path in (value if isinstance(value, tuple) else (value,))]
+
+
+def _is_embedded(path: str) -> bool:
+    return path in EMBEDDED or path.startswith(("emoji-", "hf:")) or is_remote(path)
+
+
+def _absolute(base: str, path: str) -> str:
+    return os.path.join(base, os.path.expanduser(path))
+
+
+def _exists(base: str, path: str) -> bool:
+    """Whether a relative path or glob leads to something from `base`."""
+    if _is_embedded(path) or os.path.isabs(os.path.expanduser(path)) or "\0" in path:
+        return False
+    place = Path(base, path)
+    return place.exists() or any(True for _ in glob.iglob(path, root_dir=base, recursive=True))

@@ -1,0 +1,138 @@
+"""What is trained on and what is held out: named files, whole files by a hash of their names, or the stream's tail."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import os
+
+from linnet.config.schema import DataConfig
+from linnet.core.errors import UserError, refuse
+from linnet.data.sources.files import FileId, Found, SourceFile, find_held_out
+
+SPLITS = ("train", "validation", "test")
+CLOSE_ENOUGH = 0.9
+"""Of a held-out share in bytes. To fill it further with whole files would favour small ones."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Bytes start to stop of a file; `ends` when the document ends here with an end id."""
+
+    file: SourceFile
+    start: int
+    stop: int
+    ends: bool
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Division:
+    pieces: dict[str, tuple[Piece, ...]]
+    left_out: dict[str, dict[str, int]]
+    how: dict[str, str]
+    """How each held-out split was chosen, in words."""
+
+
+def divide(source: Found, cfg: DataConfig) -> Division:
+    """Never depends on the seed: what was held out once is held out from every run on the same files."""
+    named = {
+        split: find_held_out(patterns, source.root, f"data.{split}_files")
+        for split, patterns in (("validation", cfg.validation_files), ("test", cfg.test_files))
+        if patterns
+    }
+    _refuse_overlap(named)
+    held_out = {f.identity for found in named.values() for f in found.files}
+    rest = tuple(f for f in source.files if f.identity not in held_out)
+    if not rest:
+        raise UserError(
+            f"data.source is {cfg.source!r}, but all of its {len(source.files)} files are held out by "
+            "data.validation_files and data.test_files. Fix: hold out fewer, or name a larger source."
+        )
+    # One rule for the whole run, or the held-out text would count end ids that training never saw.
+    ends = len(rest) > 1
+    fractions = {"test": cfg.test_fraction, "validation": cfg.validation_fraction}
+    wanted = {split: share for split, share in fractions.items() if share > 0 and split not in named}
+    pieces, how = _by_fraction(rest, wanted, ends)
+    return Division(
+        pieces={split: pieces.get(split, ()) for split in SPLITS}
+        | {split: _whole(found.files, ends) for split, found in named.items()},
+        left_out={"source": source.left_out} | {split: found.left_out for split, found in named.items()},
+        how=dict.fromkeys(wanted, how) | dict.fromkeys(named, "named files"),
+    )
+
+
+def _refuse_overlap(named: dict[str, Found]) -> None:
+    test = {f.identity for f in named["test"].files} if "test" in named else set()
+    both = [f for f in named["validation"].files if f.identity in test] if "validation" in named else []
+    if both:
+        raise refuse(
+            "data.test_files",
+            str(both[0].path),
+            "apart from data.validation_files, which names the same file",
+            "take it out of one of them",
+        )
+
+
+def _by_fraction(
+    files: tuple[SourceFile, ...], wanted: dict[str, float], ends: bool
+) -> tuple[dict[str, tuple[Piece, ...]], str]:
+    chosen = _by_hash(files, wanted) if len(files) > 1 else None
+    if chosen is None:
+        return _by_tail(_whole(files, ends), wanted), "the tail of the stream"
+    # The source's order is kept inside each split.
+    groups = {split: tuple(f for f in files if chosen.get(f.identity, "train") == split) for split in SPLITS}
+    return {split: _whole(group, ends) for split, group in groups.items()}, "whole files, by a hash of their names"
+
+
+def _by_hash(files: tuple[SourceFile, ...], wanted: dict[str, float]) -> dict[FileId, str] | None:
+    """The split of each held-out file, or None when whole files come nowhere near the shares.
+
+    Files of up to a quarter of the share come first, so that no single file speaks for a split; then larger ones. One
+    that would overshoot by more than was missing is passed over."""
+    total = sum(f.size for f in files)
+    queue = sorted(files, key=lambda f: hashlib.sha256(os.fsencode(f.name)).digest())
+    chosen: dict[FileId, str] = {}
+    for split, share in wanted.items():
+        target, taken = share * total, 0
+        for cap, file in itertools.product((target / 4, 2 * target), queue):
+            if taken >= CLOSE_ENOUGH * target:
+                break
+            if file.identity not in chosen and file.size <= min(cap, 2 * (target - taken)):
+                chosen[file.identity] = split
+                taken += file.size
+        if taken < target / 2:
+            return None
+    return chosen if len(chosen) < len(files) else None
+
+
+def _by_tail(documents: tuple[Piece, ...], wanted: dict[str, float]) -> dict[str, tuple[Piece, ...]]:
+    """Train, then validation, then test, cut at bytes of the one stream that the documents make."""
+    total = sum(d.size for d in documents)
+    # Whole bytes, rounded down but for the noise of a float: 0.29 * 100 is 29.
+    sizes = {split: int(wanted.get(split, 0) * total + 1e-6) for split in ("validation", "test")}
+    bounds = (0, total - sum(sizes.values()), total - sizes["test"], total)
+    return {
+        split: _clip(documents, start, stop)
+        for split, (start, stop) in zip(SPLITS, itertools.pairwise(bounds), strict=True)
+    }
+
+
+def _clip(documents: tuple[Piece, ...], start: int, stop: int) -> tuple[Piece, ...]:
+    """What lies between two bytes of the stream. Only the part that holds a document's last byte has its end id."""
+    parts: list[Piece] = []
+    offset = 0
+    for d in documents:
+        first, last = max(start - offset, 0), min(stop - offset, d.size)
+        if first < last:
+            parts.append(Piece(file=d.file, start=first, stop=last, ends=d.ends and last == d.size))
+        offset += d.size
+    return tuple(parts)
+
+
+def _whole(files: tuple[SourceFile, ...], ends: bool) -> tuple[Piece, ...]:
+    return tuple(Piece(file=f, start=0, stop=f.size, ends=ends) for f in files)

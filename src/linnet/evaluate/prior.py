@@ -1,0 +1,233 @@
+"""Evaluation of a prior: the loss of each set of weights, and how good the embeddings are that they predict.
+
+Every pair counts once, whatever the batches; sums are float64 on the host. A pair's draws depend on its place in the split alone, so
+that figures of different steps, weights and batch sizes can be compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int
+
+from linnet.config.schema import RunConfig
+from linnet.core import rng
+from linnet.core.errors import refuse
+from linnet.core.pytree import replace
+from linnet.data.embeddings import PairBatch, Pairs
+from linnet.data.embeddings.neighbors import unit
+from linnet.evaluate.retrieval import CANDIDATE_STEPS, N_CANDIDATES
+from linnet.models.prior import diffusion, sampling
+from linnet.models.prior.config import PriorConfig
+from linnet.models.prior.params import PriorParams
+from linnet.models.prior.solver import Plan, make_plan
+
+N_DRAWS = 4
+"""Times and noises at which a pair's loss is taken: one would say more of the draw than of the pair."""
+MOST_CHOSEN = 1000
+"""Pairs for which the best of several candidates is looked for, at most."""
+MOST_KEPT = 10_000
+"""Predicted embeddings kept for retrieval, however many pairs are evaluated."""
+FIGURES = (
+    "baseline similarity",
+    "similarity with text",
+    "similarity with original image",
+    "similarity with unrelated caption",
+    "difference from baseline similarity",
+)
+
+Progress = Callable[[Iterable[PairBatch]], Iterable[PairBatch]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """The first pairs of a split, and what was predicted for them."""
+
+    texts: Float32[np.ndarray, "n T"]
+    images: Float32[np.ndarray, "n D"]
+    embeds: Float32[np.ndarray, "n D"]
+    chosen: Float32[np.ndarray, "n D"] | None = None
+    """Of several candidates each the one most like its text, where that was asked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PriorEvaluation:
+    split: str
+    pairs: int
+    loss_type: str
+    losses: dict[str, float]
+    """By weights: `online`, and `ema` where an average is kept; it is sampled from the last of them."""
+    cosines: dict[int, dict[str, float]]
+    """By number of steps: the five figures."""
+    predicted: dict[int, Predicted]
+
+    @property
+    def loss(self) -> float:
+        """What the best weights are chosen by: the average's, where there is one."""
+        return self.losses[self.sampled]
+
+    @property
+    def sampled(self) -> str:
+        return list(self.losses)[-1]
+
+    def to_json(self) -> dict[str, Any]:
+        """Under the names that the reference logs them by."""
+        named = {f"metrics/{who}-{self.split}/{self.loss_type}-loss": value for who, value in self.losses.items()}
+        for n_step, figures in self.cosines.items():
+            named |= {f"metrics/{self.sampled}-{self.split}/{name} [steps={n_step}]": v for name, v in figures.items()}
+        return {"split": self.split, "pairs": self.pairs, "loss": self.loss, **named}
+
+    def words(self) -> str:
+        both = ", ".join(f"{who} {value:.4f}" for who, value in self.losses.items())
+        return f"{self.split} loss {both}" + "".join(
+            f"; in {n_step} steps cosine {figures['similarity with original image']:.4f} with the image, "
+            f"{figures['similarity with text']:.4f} with the text"
+            for n_step, figures in self.cosines.items()
+        )
+
+
+def evaluate_prior(
+    cfg: RunConfig,
+    weights: dict[str, PriorParams],
+    pairs: Pairs,
+    split: str,
+    *,
+    timesteps: Sequence[int] | None = None,
+    batch_size: int | None = None,
+    limit: int | None = None,
+    choose: bool = False,
+    progress: Progress = lambda batches: batches,
+) -> PriorEvaluation:
+    """`weights`: as in `PriorEvaluation.losses`. One pass over the split, all figures of a batch together. `choose`: also the best of
+    several candidates, unless there are very many pairs."""
+    model, size = cfg.prior, batch_size or cfg.data.batch_size
+    must_fit(pairs, model)
+    plans = {n: make_plan(model, n) for n in (cfg.train.eval_timesteps if timesteps is None else timesteps)}
+    sampled = sampling.prepared(list(weights.values())[-1], model)
+    key = rng.stream(rng.root(cfg.seed), "evaluation")
+    losses = dict.fromkeys(weights, 0.0)
+    sums: dict[int, dict[str, float]] = {n: dict.fromkeys(FIGURES, 0.0) for n in plans}
+    kept: dict[int, list[tuple[np.ndarray, ...]]] = {n: [] for n in plans}
+    chosen: list[np.ndarray] = []
+    choose = choose and len(pairs.evaluated(split, limit)) <= MOST_CHOSEN and pairs.text_width == pairs.image_width
+    seen = 0
+    for batch in progress(pairs.evaluation(split, size, limit)):
+        n = int(np.sum(batch.mask))
+        batch = batch if model.text_encodings else replace(batch, encodings=None)
+        for who, params in weights.items():
+            values = np.asarray(row_losses(params, batch, key, seen, cfg=model), np.float64)
+            losses[who] += float(values[:n].sum())
+        for n_step, plan in plans.items():
+            embeds = _predict(sampled, batch, plan, key, seen, model)
+            rolled = _predict(sampled, _rolled(batch, n), plan, key, seen, model)
+            for name, value in five_cosines(batch, embeds, rolled, n).items():
+                sums[n_step][name] += value
+            if seen < MOST_KEPT:
+                kept[n_step].append((np.asarray(batch.text_embed[:n]), np.asarray(batch.image_embed[:n]), embeds[:n]))
+        if choose:
+            chosen.append(_chosen(sampled, batch, key, seen, model)[:n])
+        seen += n
+    return PriorEvaluation(
+        split=split,
+        pairs=seen,
+        loss_type=model.loss,
+        losses={who: value / seen for who, value in losses.items()},
+        cosines={n_step: {name: v / seen for name, v in figures.items()} for n_step, figures in sums.items()},
+        predicted={
+            n_step: Predicted(**_joined(rows), chosen=np.concatenate(chosen) if choose else None)
+            for n_step, rows in kept.items()
+        },
+    )
+
+
+def must_fit(pairs: Pairs, model: PriorConfig) -> None:
+    """Refuses data that this model cannot read."""
+    if pairs.image_width != model.dim:
+        width = pairs.image_width
+        raise refuse("model.dim", model.dim, f"the image embeddings' width, {width}", f"use --model.dim {width}")
+    if pairs.text_width != model.d_text:
+        width = pairs.text_width
+        fix = f"use --model.text-dim {width}"
+        raise refuse("model.text_dim", model.text_dim, f"the text embeddings' width, {width}", fix)
+    if model.text_encodings and pairs.text_len is None:
+        fix = "make pairs with `linnet data embed`, which writes them, or use --model.no-text-encodings"
+        raise refuse("model.text_encodings", True, "False where the data has no token encodings of its texts", fix)
+    if model.text_encodings and model.masks_text and 0 < model.max_text_len < (pairs.text_len or 0):
+        needs = f"{pairs.text_len}, the positions of the data's token encodings, or 0: this release cuts none off"
+        raise refuse("model.max_text_len", model.max_text_len, needs, f"use --model.max-text-len {pairs.text_len}")
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",))
+def row_losses(
+    params: PriorParams, batch: PairBatch, key: Array, first_row: int | Int[Array, ""], *, cfg: PriorConfig
+) -> Float[Array, " B"]:
+    """With all conditions kept, each the mean over its draws."""
+    n_row = len(batch.image_embed)
+    every = jnp.ones((n_row,), bool)
+
+    def one(total: Array, i: Array) -> tuple[Array, None]:
+        draws = diffusion.draw(rng.at(rng.stream(key, "draws"), i), first_row, n_row, cfg)
+        draws = replace(draws, keep_text=every, keep_image=every, dropout=None)
+        images, texts = jnp.asarray(batch.image_embed), jnp.asarray(batch.text_embed)
+        encodings = None if batch.encodings is None else jnp.asarray(batch.encodings)
+        return total + diffusion.row_losses(params, images, texts, encodings, draws, cfg), None
+
+    total, _ = jax.lax.scan(one, jnp.zeros((n_row,), jnp.float32), jnp.arange(N_DRAWS))
+    return total / N_DRAWS
+
+
+def _predict(
+    params: PriorParams, batch: PairBatch, plan: Plan, key: Array, first_row: int, cfg: PriorConfig
+) -> Float32[np.ndarray, "B D"]:
+    """Embeddings for a batch's texts, each row's noise by its place in the split."""
+    keys = _row_keys(rng.stream(key, "noise"), first_row, len(batch.mask))
+    encodings = None if batch.encodings is None else jnp.asarray(batch.encodings)
+    return np.asarray(sampling.sample(params, jnp.asarray(batch.text_embed), encodings, plan, keys, cfg))
+
+
+def _chosen(
+    params: PriorParams, batch: PairBatch, key: Array, first_row: int, cfg: PriorConfig
+) -> Float32[np.ndarray, "B D"]:
+    """Of each row's candidates the best, as `linnet sample --n` gives it."""
+    plan = make_plan(cfg, min(CANDIDATE_STEPS, cfg.timesteps), "dpm")
+    keys = (rng.at(rng.stream(key, "candidates"), i) for i in range(N_CANDIDATES))
+    candidates = [_predict(params, batch, plan, one, first_row, cfg) for one in keys]
+    return np.asarray(sampling.best(jnp.stack(candidates, axis=1), jnp.asarray(batch.text_embed)))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _row_keys(key: Array, first_row: int | Int[Array, ""], n_row: int) -> Array:
+    return jax.vmap(lambda i: rng.at(key, i))(first_row + jnp.arange(n_row))
+
+
+def _rolled(batch: PairBatch, n: int) -> PairBatch:
+    """Every pair with the text of the one before it."""
+    order = np.arange(len(batch.mask))
+    order[:n] = np.roll(order[:n], 1)
+    encodings = None if batch.encodings is None else batch.encodings[order]
+    return replace(batch, text_embed=batch.text_embed[order], encodings=encodings)
+
+
+def five_cosines(batch: PairBatch, embeds: np.ndarray, unrelated: np.ndarray, n: int) -> dict[str, float]:
+    """Sums over the pairs that count. Texts and images of different widths have no likeness: those figures are NaN."""
+    texts, images = (np.asarray(x[:n], np.float64) for x in (batch.text_embed, batch.image_embed))
+    found, other = (np.asarray(x[:n], np.float64) for x in (embeds, unrelated))
+    same = texts.shape[1] == images.shape[1]
+    baseline, with_text, with_other = (_cosine_sum(texts, x) if same else np.nan for x in (images, found, other))
+    values = (baseline, with_text, _cosine_sum(images, found), with_other, with_text - baseline)
+    return dict(zip(FIGURES, values, strict=True))
+
+
+def _cosine_sum(a: np.ndarray, b: np.ndarray) -> float:
+    return float((unit(a) * unit(b)).sum())
+
+
+def _joined(rows: list[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
+    columns = (np.concatenate(column)[:MOST_KEPT] for column in zip(*rows, strict=True))
+    return dict(zip(("texts", "images", "embeds"), columns, strict=True))

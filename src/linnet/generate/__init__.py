@@ -1,0 +1,1 @@
+"""Generation of text, images and embeddings from a trained run."""

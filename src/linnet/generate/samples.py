@@ -1,0 +1,148 @@
+"""Samples of a run: what a model writes or paints while it learns, kept beside its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float32, UInt8
+
+from linnet.config.schema import RunConfig
+from linnet.core.files import atomic_write
+from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS
+from linnet.data.images import contact_sheet, pixels_of_ids
+from linnet.models.base import TokenFamily
+from linnet.models.generate import generate
+from linnet.models.tensor_parallel import on_mesh_of
+from linnet.models.vq import slots as vq_slots
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.guided import Guided
+from linnet.nn.sampling import SamplingSettings, sampling_settings
+from linnet.runs.vocabulary import Vocabulary
+
+TOP_P = 0.9
+N_PICTURES, SHEET_COLUMNS, SHEET_SIDE = 8, 8, 64
+"""Pictures of a sample; each is drawn about this many points wide."""
+
+
+def write_sample(
+    family: TokenFamily,
+    cfg: RunConfig,
+    params: Any,
+    buffers: Any,
+    vocabulary: Vocabulary,
+    folder: Path,
+    step: int,
+    n_tokens: int,
+    embeds: Float32[np.ndarray, "n E"] | None = None,
+) -> Path:
+    """The run's seed draws it at every step, so that samples of different steps can be compared. Pictures are always whole; where
+    the model is told what they show, by `embeds`, they are painted from some of these. Of several processes all draw, each with its
+    part of the weights, and the first one writes."""
+    writes, path = jax.process_index() == 0, sample_path(folder, step, vocabulary.shape)
+    if vocabulary.shape is not None:
+        seeds = [(cfg.seed + i) % 2**32 for i in range(N_PICTURES)]
+        settings = sampling_settings(N_PICTURES)
+        seen = [b""] * N_PICTURES
+        if embeds is not None:
+            embeds = embeds[[i * len(embeds) // N_PICTURES for i in range(N_PICTURES)]] if len(embeds) else None
+        pictures = sample_pictures(family, cfg, params, buffers, vocabulary.shape, seen, settings, seeds, embeds)
+        if writes:
+            atomic_write(path, contact_sheet(pictures, SHEET_COLUMNS, sheet_scale(vocabulary.shape)))
+        return path
+    text = sample_text(family, cfg, params, buffers, vocabulary, prompt="", n_tokens=n_tokens, seed=cfg.seed)
+    if writes:
+        atomic_write(path, text.encode())
+    return path
+
+
+def sample_path(folder: Path, step: int, shape: tuple[int, int, int] | None) -> Path:
+    return folder / f"step_{step:08d}.{'txt' if shape is None else 'png'}"
+
+
+def sample_text(
+    family: TokenFamily,
+    cfg: RunConfig,
+    params: Any,
+    buffers: Any,
+    vocabulary: Vocabulary,
+    *,
+    prompt: str,
+    n_tokens: int,
+    seed: int,
+) -> str:
+    ids = vocabulary.tokenizer.encode(prompt.encode()).tolist()
+    if not ids and cfg.writer.bos_id is None:
+        # Nothing is in front of a sequence: a new document is what follows the end of another.
+        ids = [cfg.writer.end_id]
+    pieces = generate(
+        family.decoder,
+        params,
+        buffers,
+        cfg.model,
+        [ids],
+        max_tokens=n_tokens,
+        settings=sampling_settings(1, top_p=TOP_P),
+        seeds=[seed],
+        ignore_end=True,
+        text_rules=vocabulary.tokenizer.text_rules,
+    )
+    return prompt + "".join(piece.text for row in pieces for piece in row if piece is not None)
+
+
+def sample_pictures(
+    family: TokenFamily,
+    cfg: RunConfig,
+    params: Any,
+    buffers: Any,
+    shape: tuple[int, int, int],
+    seen: Sequence[bytes],
+    settings: SamplingSettings,
+    seeds: Sequence[int],
+    embeds: Float32[np.ndarray, "n E"] | None = None,
+    guidance: float = 1.0,
+) -> UInt8[np.ndarray, "n h w 3"]:
+    """Pictures that begin with the values given, equally many for each. Only values are drawn: a special id is no colour. `embeds`:
+    of length 1, what each shall show; a `guidance` above 1 makes more of that than the model does by itself."""
+    decoder, states = family.decoder, None
+    if embeds is not None:
+        decoder = vq_slots if guidance == 1.0 else Guided(guidance)
+        states = told_states(decoder, params, embeds, cfg.vq)
+    size, n_seen = int(np.prod(shape)), len(seen[0])
+    ids = [[value + FIRST_BYTE for value in values] for values in seen]
+    if n_seen < size:
+        pieces = generate(
+            decoder,
+            params,
+            buffers,
+            cfg.model,
+            [list(prompt) for prompt in ids],
+            max_tokens=size - n_seen,
+            settings=settings,
+            seeds=seeds,
+            ignore_end=True,
+            allowed=range(FIRST_BYTE, N_BYTE_IDS),
+            states=states,
+        )
+        for row in pieces:
+            for i, piece in enumerate(row):
+                ids[i] += [] if piece is None else piece.tokens
+    pixels, _ = pixels_of_ids(np.array(ids, np.int32), (len(ids), *shape))
+    return pixels
+
+
+def told_states(decoder: Any, params: Any, embeds: Float32[np.ndarray, "n E"], cfg: VQConfig) -> list[Any]:
+    """One for every row; equal rows share theirs."""
+    decoder = on_mesh_of(decoder, params)
+    made: dict[bytes, Any] = {}
+    for embed in embeds:
+        if embed.tobytes() not in made:
+            made[embed.tobytes()] = decoder.told_state(params, embed, cfg)
+    return [made[embed.tobytes()] for embed in embeds]
+
+
+def sheet_scale(shape: tuple[int, int, int]) -> int:
+    return max(1, SHEET_SIDE // shape[1])

@@ -1,0 +1,36 @@
+"""The begin-of-sequence policy of a model of tokens: which id, if any, stands in front of every sequence it reads."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from linnet.core.errors import UserError, refuse
+
+BeginId = Literal["end"] | int | None
+"""As a config states it. `end`: the id that ends a document, which models are trained with unless their config says otherwise. None:
+nothing is put in front.
+
+The configs leave the field out of `repr`, which is what the fingerprint of a model is computed from: the policy does not change
+what a saved session means, and sessions that were saved before the field existed must still load."""
+
+
+def check_begin(begin_id: BeginId, n_vocab: int) -> None:
+    if isinstance(begin_id, int) and not 0 <= begin_id < n_vocab:
+        needs = f"an id below model.n_vocab ({n_vocab}), 'end' or none"
+        raise refuse("model.begin_id", begin_id, needs, "use the tokenizer's, or end")
+
+
+def bos_id(begin_id: BeginId, end_id: int) -> int | None:
+    return end_id if begin_id == "end" else begin_id
+
+
+def in_front(bos: int | None, add_special_tokens: bool | None) -> tuple[int, ...]:
+    """What precedes a prompt that begins a sequence. `add_special_tokens`: None or True follow the model's policy."""
+    return () if bos is None or add_special_tokens is False else (bos,)
+
+
+def empty_prompt(bos: int | None) -> UserError:
+    """Nothing is in front of a sequence, and the prompt is empty: there is no token to predict from."""
+    why = "the model has no begin-of-sequence id" if bos is None else "add_special_tokens is false"
+    fix = "give a prompt of at least one token" + ("" if bos is None else ", or leave add_special_tokens out")
+    return refuse("the prompt", "empty", f"at least one token: {why}", fix)

@@ -1,0 +1,266 @@
+"""Plain generation: a batch of prompts in, pieces of text out as they are drawn. What `linnet sample` and the trainer's samples use.
+
+A row's text depends on its prompt, settings and seed alone: not on the other rows, nor on how many tokens a dispatch makes.
+Memory is constant however long it runs: nothing is kept but the slots and what the reader of the stream keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from linnet.core import rng
+from linnet.core.errors import refuse
+from linnet.core.special_tokens import FIRST_BYTE, TextRules
+from linnet.models.bos import empty_prompt, in_front
+from linnet.models.detokenize import TextAssembler, check_stops
+from linnet.models.tensor_parallel import everywhere, mesh_of, on_mesh_of
+from linnet.nn.sampling import Rules, SamplingSettings
+from linnet.parallel import sharding
+
+N_TICKS = 32  # tokens a dispatch
+
+Finish = Literal["end", "stop", "length"]
+
+
+class Decoder(Protocol):
+    """The part of a family that generation needs; `linnet.models.vq.slots` is one."""
+
+    def hold(self, params: Any) -> Any:
+        """The weights as this decoder wants to have them in memory."""
+        ...
+
+    def prepare(self, params: Any, buffers: Any, cfg: Any) -> Any: ...
+
+    def init_slots(self, cfg: Any, n: int) -> Any: ...
+
+    def admit(self, params: Any, buffers: Any, prompt: Sequence[int], cfg: Any, state: Any = None, /) -> Any: ...
+
+    def insert(self, slots: Any, one: Any, i: int) -> Any: ...
+
+    def decode(
+        self,
+        prepared: Any,
+        slots: Any,
+        tokens: Any,
+        settings: SamplingSettings,
+        keys: Any,
+        seen: Any,
+        rules: Rules | None = None,
+        active: Any = None,
+        n: Any = None,
+        *,
+        cfg: Any,
+        n_ticks: int,
+        n_top: int = 0,
+    ) -> tuple[Any, Any, Any, Any, Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What one dispatch added to one row."""
+
+    tokens: list[int]  # as drawn, an end id included
+    logprobs: list[float]
+    text: str  # whole characters only, no part of a stop string
+    finish: Finish | None  # why the row ended, in its last piece
+
+
+def byte_of(token: int) -> bytes:
+    """Ids 0 to 2 stand for no text."""
+    return bytes((token - FIRST_BYTE,)) if token >= FIRST_BYTE else b""
+
+
+BYTES = TextRules(id_bytes=byte_of)
+
+
+def generate(
+    decoder: Decoder,
+    params: Any,
+    buffers: Any,
+    cfg: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    settings: SamplingSettings,
+    seeds: Sequence[int],
+    stop: Sequence[str] = (),
+    ignore_end: bool = False,
+    allowed: Sequence[int] | None = None,
+    states: Sequence[Any] | None = None,
+    n_ticks: int = N_TICKS,
+    text_rules: TextRules = BYTES,
+    add_special_tokens: bool | None = None,
+    shows_prompt: bool = False,
+) -> Iterator[list[Piece | None]]:
+    """Yields after each dispatch one piece a row; None for a row that ended earlier. Prompts are ids without the model's begin id,
+    which is put in front as in training (`add_special_tokens` False: never). Rows with the same prompt are read once. Only ids that
+    are `allowed` are drawn. `states`: what the decoder's rows begin from, where that is not nothing; rows may share one.
+    `shows_prompt`: the text is shown after the prompt's, and not as a text of its own."""
+    _check(prompts, settings, seeds, stop, max_tokens, n_ticks, cfg.n_vocab)
+    front = in_front(cfg.bos_id, add_special_tokens)
+    if not front and not all(prompts):
+        raise empty_prompt(cfg.bos_id)
+    return _stream(
+        decoder,
+        params,
+        buffers,
+        cfg,
+        [[*front, *prompt] for prompt in prompts],
+        len(front),
+        [None] * len(prompts) if states is None else states,
+        [
+            _Row(
+                _most(len(prompt), len(front), max_tokens, cfg.context),
+                None if ignore_end else cfg.end_id,
+                TextAssembler(text_rules, stop, before=prompt if shows_prompt else ()),
+            )
+            for prompt in prompts
+        ],
+        settings,
+        None if allowed is None else _only(allowed, len(prompts), cfg.n_vocab),
+        seeds,
+        n_ticks,
+    )
+
+
+def _stream(
+    decoder: Decoder,
+    params: Any,
+    buffers: Any,
+    cfg: Any,
+    prompts: list[list[int]],
+    n_front: int,
+    states: Sequence[Any],
+    rows: list[_Row],
+    settings: SamplingSettings,
+    rules: Rules | None,
+    seeds: Sequence[int],
+    n_ticks: int,
+) -> Iterator[list[Piece | None]]:
+    n_slot = len(rows)
+    decoder = on_mesh_of(decoder, params)
+    params = decoder.hold(params)
+    prepared = decoder.prepare(params, buffers, cfg)
+    slots = decoder.init_slots(cfg, n_slot)
+    first = np.full((n_slot,), cfg.end_id, np.int32)
+    seen = np.zeros((n_slot, cfg.n_vocab), np.int32)
+    rows_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for i, (prompt, state) in enumerate(zip(prompts, states, strict=True)):
+        rows_of.setdefault((id(state), tuple(prompt)), []).append(i)
+    for (_, prompt), places in rows_of.items():
+        *read, last = prompt
+        one = state = states[places[0]]
+        if read:
+            one = decoder.admit(params, buffers, read, cfg, *([] if state is None else [state]))
+        for i in places:
+            slots = slots if one is None else decoder.insert(slots, one, i)
+            first[i] = last
+            # The begin id in front is not the caller's, so it counts for no repetition.
+            np.add.at(seen[i], np.asarray(prompt[n_front:], np.int32), 1)
+    mesh = mesh_of(params)
+    keys = everywhere(mesh, jnp.stack([rng.of_sample(seed) for seed in seeds]))
+    seen, tokens = everywhere(mesh, seen), first
+    # What is not the model's comes from the host: of several processes each has it, and it counts as one array.
+    settings, rules = jax.tree.map(np.asarray, (settings, rules))
+    while not all(row.finish for row in rows):
+        slots, seen, drawn, logprobs, _ = decoder.decode(
+            prepared,
+            slots,
+            tokens,
+            settings,
+            keys,
+            seen,
+            rules,
+            np.array([row.finish is None for row in rows]),
+            cfg=cfg,
+            n_ticks=n_ticks,
+        )
+        drawn_here, logprobs_here = sharding.to_host((drawn, logprobs))
+        tokens = drawn_here[-1]
+        yield [
+            None if row.finish else row.take(drawn_here[:, i].tolist(), logprobs_here[:, i].tolist())
+            for i, row in enumerate(rows)
+        ]
+
+
+def _only(allowed: Sequence[int], n: int, n_vocab: int) -> Rules:
+    """No other ids, from the first draw on. What the penalties count (`seen`) has the prompt in it already."""
+    bias = np.full((n, n_vocab), -np.inf, np.float32)
+    bias[:, list(allowed)] = 0.0
+    none = jnp.zeros((n, n_vocab), bool)
+    return Rules(bias=jnp.asarray(bias), late=none, late_until=jnp.zeros((n,), jnp.int32), prompted=none)
+
+
+class _Row:
+    """Where a row stands: what it has drawn, and whether it has ended."""
+
+    def __init__(self, max_tokens: int, end: int | None, text: TextAssembler) -> None:
+        self.left = max_tokens
+        self.finish: Finish | None = None
+        self._end = end
+        self._text = text
+
+    def take(self, tokens: list[int], logprobs: list[float]) -> Piece:
+        """Takes what was drawn, up to where the row ends."""
+        n = 0
+        for token in tokens:
+            n += 1
+            self.left -= 1
+            if token == self._end:
+                self.finish = "end"
+                break
+            self._text.feed(token)
+            if self._text.stopped is not None:
+                self.finish = "stop"
+                break
+            if not self.left:
+                self.finish = "length"
+                break
+        text, _ = self._text.take()
+        if self.finish:
+            text += self._text.close()
+        return Piece(tokens=tokens[:n], logprobs=logprobs[:n], text=text, finish=self.finish)
+
+
+def _most(n_prompt: int, n_front: int, max_tokens: int, context: int | None) -> int:
+    """Tokens of an answer that fit the context after this prompt and what is in front of it; the last one is not read."""
+    if context is None:
+        return max_tokens
+    room = context - n_front - n_prompt
+    if room < 0:
+        needs = f"at most {context - n_front}: the model reads {context} tokens, answer included"
+        raise refuse("the prompt", f"{n_prompt} tokens", needs, "shorten it")
+    return min(max_tokens, room + 1)
+
+
+def _check(
+    prompts: Sequence[Sequence[int]],
+    settings: SamplingSettings,
+    seeds: Sequence[int],
+    stop: Sequence[str],
+    max_tokens: int,
+    n_ticks: int,
+    n_vocab: int,
+) -> None:
+    if not prompts:
+        raise refuse("prompts", 0, "at least one", "give an empty prompt to start from nothing")
+    for field, got in (("seeds", len(seeds)), ("settings", settings.temperature.shape[0])):
+        if got != len(prompts):
+            raise refuse(f"the number of {field}", got, f"one for each of the {len(prompts)} prompts", "give as many")
+    if max_tokens < 1:
+        raise refuse("max_tokens", max_tokens, "at least 1", "ask for one token or more")
+    if n_ticks < 1:
+        raise refuse("n_ticks", n_ticks, "at least 1", f"use {N_TICKS}")
+    check_stops(stop)
+    for prompt in prompts:
+        for token in prompt:
+            if not 0 <= token < n_vocab:
+                raise refuse(
+                    "a prompt token", token, f"an id of the model, 0 to {n_vocab - 1}", "use the model's tokenizer"
+                )

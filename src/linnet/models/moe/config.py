@@ -1,0 +1,113 @@
+"""What a `moe` model is: its sizes and multipliers, checked when made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from linnet.core.errors import refuse
+from linnet.core.special_tokens import END, PAD
+from linnet.models.bos import BeginId, bos_id, check_begin
+from linnet.models.hidden import ffn_size
+from linnet.nn.remat import Remat
+from linnet.parallel.mesh import must_divide
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    FREE_WHEN_TUNED: ClassVar[frozenset[str]] = frozenset(("context", "balance_weight", "z_weight", "dtype", "remat"))
+    """Settings that fine-tuning may change: they alter training, speed or the longest text, not the weights."""
+    n_vocab: int = 259
+    """Symbols the model reads and writes. Bytes: 256 + pad, end and unknown."""
+    end_id: int = END
+    """The symbol that ends a document: the tokenizer's."""
+    begin_id: BeginId = dataclasses.field(default="end", repr=False)  # see `linnet.models.bos`
+    """The symbol in front of every sequence: `end` (model.end_id), an id, or none (as Grok-1's release reads its prompts)."""
+    pad_id: int = PAD
+    """Never looked at by other tokens of the same text."""
+    d_model: int = 256
+    d_k: int = 64
+    """Key and value width per head."""
+    n_q_head: int = 4
+    n_kv_head: int = 2
+    """Each key and value head serves n_q_head / n_kv_head query heads."""
+    n_layer: int = 4
+    n_expert: int = 8
+    n_choice: int = 2
+    """Experts that a token goes through."""
+    widening: float = 8.0
+    """Hidden size of an expert: 2/3 of this times d_model, rounded up to a multiple of 8."""
+    context: int = 1024
+    """Most tokens of one text, prompt and answer together."""
+    embed_scale: float = 1.0
+    """Multiplies embeddings as they are read."""
+    logit_scale: float = 1.0
+    score_scale: float = 0.125
+    """Multiplies q . k: usually d_k ** -0.5."""
+    score_cap: float = 30.0
+    """Scores are squeezed into plus and minus this by tanh."""
+    rope_base: float = 10_000.0
+    balance_weight: float = 0.01
+    """Of the load-balancing loss: experts that get more than their share cost."""
+    z_weight: float = 0.001
+    """Of the router-z loss, which keeps the router's logits small."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations. The router, norms and softmax are float32 always."""
+    remat: Remat = "none"
+    """What the backward pass computes again instead of keeping it. some: all of a layer but its products with weights; full: the
+    whole layer, for a third more work."""
+
+    def __post_init__(self) -> None:
+        sizes = ("n_vocab", "d_model", "d_k", "n_q_head", "n_kv_head", "n_layer", "n_expert", "n_choice", "context")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise refuse(
+                    f"model.{name}", getattr(self, name), "at least 1", f"set --model.{name.replace('_', '-')}"
+                )
+        for name in ("end_id", "pad_id"):
+            if not 0 <= getattr(self, name) < self.n_vocab:
+                needs = f"an id below model.n_vocab ({self.n_vocab})"
+                raise refuse(f"model.{name}", getattr(self, name), needs, "use the tokenizer's")
+        check_begin(self.begin_id, self.n_vocab)
+        if self.d_k % 2:
+            raise refuse("model.d_k", self.d_k, "even (positions turn pairs of values)", f"use {self.d_k + 1}")
+        if self.n_q_head % self.n_kv_head:
+            needs = f"a multiple of model.n_kv_head ({self.n_kv_head})"
+            raise refuse("model.n_q_head", self.n_q_head, needs, f"use {self.n_kv_head * 2}")
+        if self.n_choice > self.n_expert:
+            raise refuse("model.n_choice", self.n_choice, f"at most model.n_expert ({self.n_expert})", "choose fewer")
+        for name in ("widening", "score_cap", "embed_scale", "logit_scale", "score_scale"):
+            if not getattr(self, name) > 0:
+                raise refuse(f"model.{name}", getattr(self, name), "above 0", "use the default")
+        if not self.rope_base > 1.0:
+            raise refuse("model.rope_base", self.rope_base, "above 1", "use 10000")
+        for name in ("balance_weight", "z_weight"):
+            if getattr(self, name) < 0:
+                raise refuse(f"model.{name}", getattr(self, name), "0 or more", "use 0 for none")
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id in front of every sequence; None: sequences begin with their own first token."""
+        return bos_id(self.begin_id, self.end_id)
+
+    @property
+    def d_ffn(self) -> int:
+        return ffn_size(self.d_model, self.widening)
+
+    def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        """A mesh must cut the model evenly."""
+        must_divide("model.d_model", self.d_model, "fsdp", sizes)
+        must_divide("model.n_kv_head", self.n_kv_head, "model", sizes)
+        must_divide("model.n_q_head", self.n_q_head, "model", sizes)
+        must_divide("the experts' hidden width", self.d_ffn, "model", sizes)
+        must_divide("model.n_expert", self.n_expert, "expert", sizes)
+
+    def check_lengths(self, sequence_len: int, update_len: int) -> None:
+        """A sequence is read whole, and must fit the context."""
+        if sequence_len > self.context:
+            needs = f"at most model.context ({self.context})"
+            raise refuse("data.sequence_len", sequence_len, needs, f"use {self.context}, or a longer context")
+        if update_len != sequence_len:
+            needs = f"data.sequence_len ({sequence_len}): a moe model reads a sequence in one update"
+            raise refuse("data.update_len", update_len, needs, f"use {sequence_len}")

@@ -1,0 +1,78 @@
+"""The weights of a `moe` model: each declared once, layers stacked on a leading axis, experts on the next.
+
+Letters: L layers, D model width, Q query heads, H key and value heads, K key width, E experts, F hidden width, A vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from linnet.core.params import Spec
+from linnet.core.pytree import pytree
+from linnet.models.moe.config import MoEConfig
+from linnet.nn.moe import ExpertWeights
+from linnet.parallel.sharding import ROWS, Rules
+
+RULES: Rules = {
+    **ROWS,
+    "model": "fsdp",
+    "vocab": "model",
+    "heads": "model",
+    "kv_heads": "model",
+    "hidden": "model",
+    "experts": "expert",
+}
+"""How a mesh cuts the model."""
+
+
+@pytree
+class LayerParams:
+    attention_in_gain: Any  # L D: rms_norm
+    attention_out_gain: Any  # L D: rms_norm_1
+    experts_in_gain: Any  # L D: rms_norm_2
+    experts_out_gain: Any  # L D: rms_norm_3
+    w_q: Any  # L D QK
+    w_k: Any  # L D HK
+    w_v: Any  # L D HK
+    w_o: Any  # L QK D
+    router: Any  # L D E
+    experts: ExpertWeights  # L E ..
+
+
+@pytree
+class MoEParams:
+    embed: Any  # A D, also the output's weights
+    layers: LayerParams
+    out_gain: Any  # D
+
+
+def param_specs(cfg: MoEConfig) -> MoEParams:
+    n, d, f = cfg.n_layer, cfg.d_model, cfg.d_ffn
+    qk, hk = cfg.n_q_head * cfg.d_k, cfg.n_kv_head * cfg.d_k
+
+    def layer(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any = "fan_in", least: Any = "int8") -> Spec:
+        return Spec((n, *shape), ("layers", *axes), init, least=least)
+
+    def gain() -> Spec:
+        return layer((d,), ("model",), "ones", "float32")
+
+    return MoEParams(
+        embed=Spec((cfg.n_vocab, d), ("vocab", "model"), "fan_out", least="bfloat16"),
+        layers=LayerParams(
+            attention_in_gain=gain(),
+            attention_out_gain=gain(),
+            experts_in_gain=gain(),
+            experts_out_gain=gain(),
+            w_q=layer((d, qk), ("model", "heads")),
+            w_k=layer((d, hk), ("model", "kv_heads")),
+            w_v=layer((d, hk), ("model", "kv_heads")),
+            w_o=layer((qk, d), ("heads", "model")),
+            router=layer((d, cfg.n_expert), ("model", None), least="float32"),
+            experts=ExpertWeights(
+                gate=layer((cfg.n_expert, d, f), ("experts", "model", "hidden")),
+                value=layer((cfg.n_expert, d, f), ("experts", "model", "hidden")),
+                out=layer((cfg.n_expert, f, d), ("experts", "hidden", "model")),
+            ),
+        ),
+        out_gain=Spec((d,), ("model",), "ones"),
+    )

@@ -1,0 +1,347 @@
+"""`moe` sequences while they are read and written: prompts in chunks, one token a slot a tick, weights left where they are.
+
+Letters as in `cache` and `model`; C tokens of a chunk, R = ROWS tokens of it that go through attention together, P pairs of a slot
+and an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from linnet.core import quant
+from linnet.core.pytree import replace
+from linnet.models import decoding as drawing
+from linnet.models.moe import cache, model
+from linnet.models.moe.cache import BLOCK, Memory, Slots, alone, init_slots, insert, placed
+from linnet.models.moe.config import MoEConfig
+from linnet.models.moe.params import RULES, LayerParams, MoEParams, param_specs
+from linnet.models.tensor_parallel import EVERYWHERE, WHOLE, Parts, cuts, decoding_rules, parts, weight_cuts
+from linnet.nn import moe as ex
+from linnet.nn.batch_invariant import COMPILER_OPTIONS
+from linnet.nn.gqa import attend_cached
+from linnet.nn.linear import linear
+from linnet.nn.norm import rms_norm_gain
+from linnet.nn.rope import rotate
+from linnet.nn.sampling import Rules, SamplingSettings
+from linnet.nn.tiled import few_experts, group_rows, streamed, streamed_rows
+from linnet.parallel import sharding
+from linnet.parallel.sharding import each_part
+
+CHUNK = 512  # tokens of a prompt read at once: enough that an expert's weights are read for many of them
+ROWS = 64
+# Else XLA leaves out roundings to bfloat16 where it can, which depends on how many slots there are.
+OPTIONS = {**COMPILER_OPTIONS, "xla_allow_excess_precision": False}
+
+
+def hold(params: MoEParams) -> MoEParams:
+    """The weights as they are served: matrices of 16 bits as bits, which can be read in part."""
+
+    def held(leaf: Any) -> Any:
+        is_half = not quant.is_quantized(leaf) and leaf.dtype == jnp.bfloat16
+        return quant.as_bits(jnp.asarray(leaf)) if is_half else leaf
+
+    return jax.tree.map(held, params, is_leaf=quant.is_quantized)
+
+
+def prepare(params: MoEParams, buffers: Any, cfg: MoEConfig) -> MoEParams:
+    """Nothing is computed ahead: the weights are read where they are, and no second copy of them is made."""
+    del buffers, cfg
+    return params
+
+
+def _by_parts(
+    run: Callable[..., tuple[Any, ...]], params: MoEParams, slots: Slots, cfg: MoEConfig, *rest: Any
+) -> tuple[Any, ...]:
+    """`run(params, slots, parts, *rest)`, on a mesh by each device for its part. It gives slots, and what is the same everywhere."""
+    if sharding.current() is None:
+        return run(params, slots, WHOLE, *rest)
+    of, rules = parts(), decoding_rules(RULES)
+    slot_cuts = jax.tree.map(
+        lambda names, x: cuts(x.shape, names, rules), cache.SLOT_NAMES, slots, is_leaf=sharding.is_names
+    )
+
+    def here(params: MoEParams, slots: Slots, rest: tuple[Any, ...]) -> tuple[Any, Any]:
+        slots, *told = run(params, slots, of, *rest)
+        return slots, told
+
+    ins = (weight_cuts(param_specs(cfg), params, rules), slot_cuts, EVERYWHERE)
+    slots, told = each_part(here, (params, slots, rest), ins, (slot_cuts, EVERYWHERE))
+    return slots, *told
+
+
+def empty_state(cfg: MoEConfig) -> Memory:
+    """The state of a sequence of which nothing was read."""
+    del cfg
+    return Memory(blocks=(), n_read=0)
+
+
+def state_like(cfg: MoEConfig, n_read: int) -> Memory:
+    """As large as what was read, in whole blocks; nothing holds more than the context."""
+    return cache.blank(cfg, min(n_read, cfg.context))
+
+
+def chunk_len(cfg: MoEConfig) -> int:
+    """Half a context at most, so that beginnings of a chunk are there to share."""
+    half = max(BLOCK, cfg.context // 2 // BLOCK * BLOCK)
+    return min(CHUNK, half, -(-cfg.context // ROWS) * ROWS)
+
+
+def admit(
+    params: MoEParams, buffers: Any, prompt: Sequence[int], cfg: MoEConfig, memory: Memory | None = None
+) -> Memory:
+    """Reads a prompt that fits the context (after `memory`, where given) in chunks of one size, so that one program does for all."""
+    memory = empty_state(cfg) if memory is None else memory
+    size = chunk_len(cfg)
+    for start in range(0, len(prompt), size):
+        memory = admit_chunk(params, buffers, memory, prompt[start : start + size], cfg)
+    return memory
+
+
+def admit_chunk(params: MoEParams, buffers: Any, memory: Memory, tokens: Sequence[int], cfg: MoEConfig) -> Memory:
+    """Reads at most `chunk_len(cfg)` tokens: what an engine does between ticks. It costs what its own tokens cost."""
+    del buffers
+    size, n_read = chunk_len(cfg), memory.n_read + len(tokens)
+    assert 0 < len(tokens) <= size, f"a chunk has 1 to {size} tokens, got {len(tokens)}"
+    assert n_read <= cfg.context, f"{n_read} tokens do not fit a context of {cfg.context}"
+    padded = np.full((size,), cfg.pad_id, np.int32)
+    padded[: len(tokens)] = tokens
+    one = alone(memory, cfg)
+    one, _ = _read(params, one, padded, np.int32(len(tokens)), cfg=cfg)
+    return cache.extract(one, 0, n_read, memory)
+
+
+def chunk_logprobs(
+    params: MoEParams,
+    buffers: Any,
+    memory: Memory,
+    tokens: Int[Array, "1 C"],
+    targets: Int[Array, "1 C"],
+    *,
+    cfg: MoEConfig,
+    n_top: int = 0,
+) -> tuple[Float[Array, " C"], tuple[Int[Array, "C n"], Float[Array, "C n"]] | None]:
+    """The log-probability of each target after the tokens up to its place, and with `n_top` the likeliest tokens' there."""
+    del buffers
+    assert tokens.shape[1] % ROWS == 0, f"a chunk is padded to a multiple of {ROWS}, got {tokens.shape[1]}"
+    one = alone(memory, cfg)
+    _, x = _read(params, one, jnp.asarray(tokens)[0], np.int32(tokens.shape[1]), cfg=cfg)
+    return _logprobs(params, x, jnp.asarray(targets)[0], cfg=cfg, n_top=n_top)
+
+
+@partial(jax.jit, static_argnames=("cfg", "n_top"))
+def _logprobs(params: MoEParams, x: Array, targets: Array, *, cfg: MoEConfig, n_top: int) -> Any:
+    logprobs = jax.nn.log_softmax(model.logits(params, x, cfg))
+    chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+    if not n_top:
+        return chosen, None
+    values, ids = jax.lax.top_k(logprobs, n_top)
+    return chosen, (ids, values)
+
+
+@partial(jax.jit, static_argnames="cfg", donate_argnames="one")
+def _read(
+    params: MoEParams, one: Slots, tokens: Int[Array, " C"], length: Int[Array, ""], *, cfg: MoEConfig
+) -> tuple[Slots, Float[Array, "C D"]]:
+    """Reads `length` of these tokens into the only slot; the hidden vectors after them."""
+    return cast(Any, _by_parts(partial(_read_here, cfg=cfg), params, one, cfg, tokens, length))
+
+
+def _read_here(
+    params: MoEParams, one: Slots, of: Parts, tokens: Int[Array, " C"], length: Int[Array, ""], *, cfg: MoEConfig
+) -> tuple[Slots, Float[Array, "C D"]]:
+    start = one.position[0]
+    # What lies beyond the room is dropped: as one slice it would be moved back onto what was read before.
+    all_tokens = one.tokens.at[0, start + jnp.arange(tokens.shape[0])].set(tokens, mode="drop")
+    experts, layers = model.expert_stack(params), replace(params.layers, experts=None)
+
+    def layer(
+        state: tuple[Array, Array, Array], inputs: tuple[LayerParams, Array]
+    ) -> tuple[tuple[Array, Array, Array], None]:
+        h, keys, values = state
+        p, number = inputs
+
+        def rows(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            h, keys, values = state
+            part = jax.lax.dynamic_slice_in_dim(h, i * ROWS, ROWS)
+            position = start + i * ROWS + jnp.arange(ROWS)
+            q, k, v = model.project(part, p, position, cfg)
+            keys = _write(keys, k, number, 0, position[0])
+            values = _write(values, v, number, 0, position[0])
+
+            def read(j: Array) -> tuple[Array, Array, Array]:
+                real = jax.lax.dynamic_slice(all_tokens, (0, j * BLOCK), (1, BLOCK))[0] != cfg.pad_id
+                return _block(keys, number, 0, j), _block(values, number, 0, j), real
+
+            mixed = attend_cached(q, position, read, position[-1] + 1, BLOCK, model.scores(cfg))
+            y = of.added(linear(mixed.reshape(ROWS, -1), p.w_o), "model")
+            part = part + rms_norm_gain(y, p.attention_out_gain)
+            return jax.lax.dynamic_update_slice_in_dim(h, part, i * ROWS, 0), keys, values
+
+        h, keys, values = jax.lax.fori_loop(0, -(-length // ROWS), rows, (h, keys, values))
+        x = rms_norm_gain(h, p.experts_in_gain)
+        routing = ex.route(x, p.router, cfg.n_choice)
+        n_here = cfg.n_expert // of.expert
+        y = ex.chosen_experts(x, of.of_experts(routing), experts, first=number * n_here, n_token=length)
+        y = of.added(y, "model", "expert")
+        return (h + rms_norm_gain(y, p.experts_out_gain), keys, values), None
+
+    h = _embed(params, tokens, cfg, of)
+    numbers = jnp.arange(cfg.n_layer)
+    (h, keys, values), _ = jax.lax.scan(layer, (h, one.keys, one.values), (layers, numbers))
+    return Slots(keys=keys, values=values, tokens=all_tokens, position=one.position + length), h
+
+
+@partial(jax.jit, static_argnames="cfg", donate_argnames="slots", compiler_options=OPTIONS)
+def tick(
+    params: MoEParams, slots: Slots, tokens: Int[Array, " B"], cfg: MoEConfig, active: Bool[Array, " B"] | None = None
+) -> tuple[Slots, Float[Array, "B A"]]:
+    """Every active slot reads one token; the logits of its next."""
+    active = jnp.ones(tokens.shape, bool) if active is None else active
+    return cast(Any, _by_parts(partial(_tick, cfg=cfg), params, slots, cfg, tokens, active))
+
+
+@partial(
+    jax.jit,
+    static_argnames=("cfg", "n_ticks", "n_top"),
+    donate_argnames=("slots", "seen"),
+    compiler_options=OPTIONS,
+)
+def decode(
+    params: MoEParams,
+    slots: Slots,
+    tokens: Int[Array, " B"],
+    settings: SamplingSettings,
+    keys: PRNGKeyArray,
+    seen: Int[Array, "B A"],
+    rules: Rules | None = None,
+    active: Bool[Array, " B"] | None = None,
+    n: int | Int[Array, ""] | None = None,
+    *,
+    cfg: MoEConfig,
+    n_ticks: int,
+    n_top: int = 0,
+) -> Any:
+    """As `drawing.draw` says. Slots that are not active stand still and cost nothing."""
+    active = jnp.ones(tokens.shape, bool) if active is None else active
+
+    def run(params: MoEParams, slots: Slots, of: Parts, tokens: Any, active: Any, settings: Any, *rest: Any) -> Any:
+        keys, seen, rules, n = rest
+
+        def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
+            return _tick(params, slots, of, tokens, active, cfg=cfg)
+
+        return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
+
+    return _by_parts(run, params, slots, cfg, tokens, active, settings, keys, seen, rules, n)
+
+
+def _tick(
+    params: MoEParams,
+    slots: Slots,
+    of: Parts,
+    tokens: Int[Array, " B"],
+    active: Bool[Array, " B"],
+    *,
+    cfg: MoEConfig,
+) -> tuple[Slots, Float[Array, "B A"]]:
+    # A request ends before its context does; the rest of its dispatch writes into the spare block.
+    position = jnp.minimum(slots.position, cache.room(cfg) - 1)
+    at = jnp.arange(tokens.shape[0])
+    read_tokens = slots.tokens.at[at, position].set(jnp.where(active, tokens, slots.tokens[at, position]))
+    experts, layers = model.expert_stack(params), params.layers
+    dense = group_rows(jnp.zeros_like(tokens), active)
+    n_active = jnp.sum(active)
+
+    def layer(number: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        h, keys, values = state
+        here = replace(dense, member=jnp.full_like(dense.member, number))
+
+        def gain(stack: Float[Array, "L D"]) -> Float[Array, " D"]:
+            return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+
+        x = rms_norm_gain(h, gain(layers.attention_in_gain))
+        q, k, v = (streamed(x, w, here).reshape(len(tokens), -1, cfg.d_k) for w in (layers.w_q, layers.w_k, layers.w_v))
+        q, k = (rotate(a[:, None], position[:, None], cfg.rope_base)[:, 0] for a in (q, k))
+
+        def slot(p: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            mixed, keys, values = state
+            i = dense.order[p]
+            mine, now = (jax.lax.dynamic_slice_in_dim(a, i, 1) for a in (q, position))
+            keys = _write(keys, jax.lax.dynamic_slice_in_dim(k, i, 1), number, i, now[0])
+            values = _write(values, jax.lax.dynamic_slice_in_dim(v, i, 1), number, i, now[0])
+
+            def read(j: Array) -> tuple[Array, Array, Array]:
+                return _block(keys, number, i, j), _block(values, number, i, j), jnp.ones((BLOCK,), bool)
+
+            one = attend_cached(mine, now, read, now[0] + 1, BLOCK, model.scores(cfg))
+            return jax.lax.dynamic_update_slice_in_dim(mixed, one, i, 0), keys, values
+
+        mixed, keys, values = jax.lax.fori_loop(0, n_active, slot, (jnp.zeros_like(q), keys, values))
+        y = of.added(streamed(mixed.reshape(len(tokens), -1), layers.w_o, here), "model")
+        h = h + rms_norm_gain(y, gain(layers.attention_out_gain))
+        x = rms_norm_gain(h, gain(layers.experts_in_gain))
+        first = of.first_expert(cfg.n_expert)
+        y = few_experts(x, layers.router, experts, number, active, cfg.n_choice, first)
+        y = of.added(y, "model", "expert")
+        return h + rms_norm_gain(y, gain(layers.experts_out_gain)), keys, values
+
+    state = (_embed(params, tokens, cfg, of), slots.keys, slots.values)
+    h, keys, values = jax.lax.fori_loop(0, cfg.n_layer, layer, state)
+    x = rms_norm_gain(h, params.out_gain)
+    scores = streamed_rows(x, params.embed, dense).astype(jnp.float32) * cfg.logit_scale
+    scores = of.together(scores, cfg.n_vocab)
+    position = slots.position + active
+    return Slots(keys=keys, values=values, tokens=read_tokens, position=position), scores
+
+
+def _embed(params: MoEParams, tokens: Int[Array, "*B"], cfg: MoEConfig, of: Parts) -> Float[Array, "*B D"]:
+    """As `model.embed`."""
+    dtype = jnp.dtype(cfg.dtype)
+    rows = quant.plain(of.rows(params.embed, tokens, cfg.n_vocab), dtype)
+    return rows * jnp.asarray(cfg.embed_scale, dtype)
+
+
+def _write(all_keys: Array, keys: Float[Array, "R H K"], number: Array, slot: Any, position: Array) -> Array:
+    """Into one layer of one slot, from `position` on."""
+    fresh = keys.transpose(1, 0, 2)[None, None].astype(all_keys.dtype)
+    return jax.lax.dynamic_update_slice(all_keys, fresh, (number, slot, 0, position, 0))
+
+
+def _block(all_keys: Array, number: Array, slot: Any, j: Array) -> Float[Array, "H S K"]:
+    _, _, n_head, _, width = all_keys.shape
+    return jax.lax.dynamic_slice(all_keys, (number, slot, 0, j * BLOCK, 0), (1, 1, n_head, BLOCK, width))[0, 0]
+
+
+def extract(
+    params: MoEParams, slots: Slots, i: int, cfg: MoEConfig, n_read: int, known: Memory | None = None
+) -> Memory:
+    del params, cfg
+    return cache.extract(slots, i, n_read, known)
+
+
+__all__ = [
+    "Memory",
+    "Slots",
+    "admit",
+    "admit_chunk",
+    "alone",
+    "chunk_len",
+    "chunk_logprobs",
+    "decode",
+    "empty_state",
+    "extract",
+    "hold",
+    "init_slots",
+    "insert",
+    "placed",
+    "prepare",
+    "state_like",
+    "tick",
+]

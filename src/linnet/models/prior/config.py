@@ -1,0 +1,206 @@
+"""What a `prior` model is: its network, its diffusion and how it is sampled from, checked when made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from linnet.core.errors import refuse
+from linnet.nn.remat import Remat
+from linnet.parallel.mesh import must_divide, no_experts
+
+Schedule = Literal["cosine", "linear", "quadratic", "sigmoid", "jsd"]
+Objective = Literal["x_start", "noise", "v"]
+Loss = Literal["l1", "l2", "huber"]
+Norm = Literal["plain", "maximum"]
+TextConditioning = Literal["null_vectors", "learned_padding", "mask"]
+TextMask = Literal["given", "given_or_nonzero", "nonzero", "all"]
+SelfCondLayout = Literal["before_query", "last", "last_zeros"]
+ROTATED = 32  # of a head's values at most so many are turned by the position
+SIZES = ("dim", "depth", "n_head", "d_head", "ff_mult", "timesteps", "n_time_token", "n_image_token", "n_text_token")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PriorConfig:
+    FREE_WHEN_TUNED: ClassVar[frozenset[str]] = frozenset(
+        (
+            "p_drop_attention",
+            "p_drop_ff",
+            "p_drop_text",
+            "p_drop_image",
+            "text_noise",
+            "loss",
+            "min_snr_gamma",
+            "dtype",
+            "remat",
+            "normalize_training",
+            "normalize_start",
+            "normalize_steps",
+            "normalize_final",
+            "clip_start",
+        )
+    )
+    """Settings that fine-tuning may change: they alter training, speed or sampling, not the weights or what they mean."""
+    dim: int = 256
+    """Width of the image's embedding and of the network."""
+    text_dim: int | None = None
+    """Width of the text's embedding and encodings; none: `dim`, as the reference has it."""
+    depth: int = 6
+    n_head: int = 8
+    d_head: int = 32
+    """Width of a head: queries have n_head of them, keys and values one for all."""
+    ff_mult: int = 4
+    """Hidden width of the feed-forward half, in units of dim."""
+    text_encodings: bool = False
+    """Condition on the text's tokens too, not only on its embedding."""
+    max_text_len: int = 0
+    """Token encodings are padded or cut to so many; 0: the network has no places for them."""
+    timesteps: int = 1000
+    """Steps of the diffusion."""
+    continuous_time: bool = False
+    """The time as a sinusoid and a small network instead of a table."""
+    n_time_token: int = 1
+    n_image_token: int = 1
+    n_text_token: int = 1
+    norm_in: bool = False
+    norm_out: bool = True
+    final_proj: bool = True
+    normformer: bool = False
+    """A norm inside the feed-forward half."""
+    rotary: bool = True
+    self_cond: bool = False
+    """The last prediction is shown to the network (in training: at half of the rows' steps)."""
+    p_drop_attention: float = 0.0
+    p_drop_ff: float = 0.0
+    p_drop_text: float = 0.1
+    """Chance that a row trains without its text; guidance needs it."""
+    p_drop_image: float = 0.1
+    """Chance that a row trains without its noised image; guidance needs it."""
+    text_noise: float = 0.0
+    """Noise added to a text's embedding in training, as a share of its length, which it keeps: a small set of pairs is then not
+    learnt by heart."""
+    schedule: Schedule = "cosine"
+    objective: Objective = "x_start"
+    """What the network predicts."""
+    loss: Loss = "l2"
+    min_snr_gamma: float | None = None
+    """Weigh a row's loss by its signal-to-noise ratio, capped at this; none: all steps weigh the same."""
+    image_embed_scale: float | None = None
+    """Embeddings are multiplied by this before diffusion; none: sqrt(dim)."""
+    normalize_training: bool = False
+    """Scale the predicted start to the embedding's length in training (x_start only)."""
+    normalize_start: bool = False
+    """Scale the first noise to the embedding's length."""
+    normalize_steps: bool = False
+    """Scale every predicted start to the embedding's length while sampling (x_start only)."""
+    normalize_final: bool = False
+    """Scale the result to length 1 (x_start only)."""
+    clip_start: bool = False
+    """Clip predicted starts to [-1, 1] while sampling (noise and v only): what the reference does, and what cuts off every
+    embedding scaled by sqrt(dim)."""
+    scores: Literal["cosine", "product"] = "cosine"
+    """Attention scores: 16 times the cosine of query and key, or their product divided by sqrt(d_head)."""
+    bias_scale: float = 1.0
+    """The relative position bias is multiplied by this."""
+    norms: Norm = "plain"
+    """All norms except the last. `maximum`: a row is first divided by its largest value."""
+    last_norm: Norm = "maximum"
+    """The norm after the last layer (`norm_out`)."""
+    text_conditioning: TextConditioning = "null_vectors"
+    """Missing text. `null_vectors`: learned vectors replace padding and everything dropped for guidance; `learned_padding`: they
+    replace padding only, so dropping changes nothing and there is no guidance; `mask`: it is hidden from attention."""
+    drop_text_embedding: bool = True
+    """`null_vectors`: dropping text replaces its embedding too, not only its token encodings."""
+    text_mask: TextMask = "given"
+    """`mask`: the token encodings that are seen. `given`: as a mask says, all without one; `given_or_nonzero`: without one those that
+    are not all zeros; `nonzero`: those, whatever a mask says; `all`."""
+    self_cond_layout: SelfCondLayout = "before_query"
+    """With `self_cond`, the end of the sequence. `before_query`: image, last prediction, query; `last`: image, image again, last
+    prediction, and no query; `last_zeros`: the same with zeros for the prediction."""
+    truncated_time: bool = False
+    """`continuous_time`: the sines and cosines of whole-numbered times are cut to whole numbers."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations. Norms, softmax and the loss are float32 always."""
+    remat: Remat = "none"
+    """What the backward pass computes again instead of keeping it. some: all of a layer but its products with weights; full: the
+    whole layer, for a third more work."""
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            if getattr(self, name) < 1:
+                raise refuse(
+                    f"model.{name}", getattr(self, name), "at least 1", f"set --model.{name.replace('_', '-')}"
+                )
+        if self.text_dim is not None and self.text_dim < 1:
+            raise refuse("model.text_dim", self.text_dim, "at least 1, or none for model.dim", "use None")
+        if self.max_text_len < 0:
+            raise refuse("model.max_text_len", self.max_text_len, "0 or more", "use 77 for CLIP's tokens")
+        if self.text_encodings and not self.max_text_len and not self.masks_text:
+            raise refuse("model.max_text_len", 0, "above 0 with model.text_encodings", "use 77 for CLIP's tokens")
+        if not self.bias_scale > 0:
+            raise refuse("model.bias_scale", self.bias_scale, "above 0", "use 1")
+        if self.d_head % 2 and self.rotary:
+            raise refuse("model.d_head", self.d_head, "even (positions turn pairs of values)", f"use {self.d_head + 1}")
+        if self.dim % 2 and self.continuous_time:
+            raise refuse("model.dim", self.dim, "even (half sines, half cosines)", f"use {self.dim + 1}")
+        for name in ("p_drop_attention", "p_drop_ff"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise refuse(f"model.{name}", getattr(self, name), "at least 0 and below 1", "use 0 for none")
+        for name in ("p_drop_text", "p_drop_image"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise refuse(f"model.{name}", getattr(self, name), "between 0 and 1", "use 0.1, or 0 for none")
+        if not self.text_noise >= 0:
+            raise refuse("model.text_noise", self.text_noise, "0 or more", "use 0 for none")
+        if self.min_snr_gamma is not None and not self.min_snr_gamma > 0:
+            raise refuse("model.min_snr_gamma", self.min_snr_gamma, "above 0, or none", "use 5")
+        if self.image_embed_scale is not None and not self.image_embed_scale > 0:
+            raise refuse(
+                "model.image_embed_scale", self.image_embed_scale, "above 0, or none for sqrt(dim)", "use None"
+            )
+
+    def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        """A mesh must cut the model evenly."""
+        must_divide("model.dim", self.dim, "fsdp", sizes)
+        must_divide("model.n_head", self.n_head, "model", sizes)
+        must_divide("the hidden width, model.dim * model.ff_mult,", self.dim * self.ff_mult, "model", sizes)
+        no_experts(sizes)
+
+    @property
+    def d_text(self) -> int:
+        return self.dim if self.text_dim is None else self.text_dim
+
+    @property
+    def scale(self) -> float:
+        return math.sqrt(self.dim) if self.image_embed_scale is None else self.image_embed_scale
+
+    @property
+    def n_rotated(self) -> int:
+        return min(ROTATED, self.d_head) if self.rotary else 0
+
+    @property
+    def masks_text(self) -> bool:
+        """Missing text is hidden from attention; otherwise learned vectors replace it."""
+        return self.text_conditioning == "mask"
+
+    @property
+    def can_drop_text(self) -> bool:
+        """Dropping the text changes the prediction, which guidance needs."""
+        return self.text_conditioning != "learned_padding"
+
+    @property
+    def can_guide(self) -> bool:
+        """Guidance needs a model that was trained with its conditions dropped at times. Only `null_vectors` can drop the image."""
+        return self.can_drop_text and self.p_drop_text > 0 and (self.masks_text or self.p_drop_image > 0)
+
+    @property
+    def n_new_token(self) -> int:
+        """Tokens that change from step to step: time, image, (self-conditioning,) query."""
+        images = 2 * self.n_image_token if self.ends_with_self_cond else self.n_image_token
+        return self.n_time_token + images + 1 + (self.self_cond and not self.ends_with_self_cond)
+
+    @property
+    def ends_with_self_cond(self) -> bool:
+        """There is no query: the output is read at the self-conditioning token."""
+        return self.self_cond and self.self_cond_layout != "before_query"

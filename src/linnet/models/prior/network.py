@@ -1,0 +1,233 @@
+"""The network: a causal transformer over text, time, the noised image and a query, whose output there is the prediction.
+
+Letters: B rows, L text tokens, N tokens read now, D width, X width of text, Y layers, S places before (the null key, then tokens
+read earlier), K width of a head.
+
+The text comes first and attention is causal, so what its tokens leave behind, keys and values in every layer, does not depend on
+the step. `read_text` computes it once; `denoise` reads the few tokens that change. `network` reads all in one go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
+
+from linnet.core import rng
+from linnet.core.pytree import pytree
+from linnet.models.prior import layers as parts
+from linnet.models.prior.config import PriorConfig
+from linnet.models.prior.params import LayerParams, PriorParams
+from linnet.models.prior.tokens import new_tokens, text_tokens
+from linnet.nn.remat import checkpointed
+
+Layer = tuple[Float[Array, "B N D"], Float[Array, "B N K"], Float[Array, "B N K"]]
+
+
+@pytree
+class TextMemory:
+    """What the text's tokens left behind."""
+
+    keys: Float[Array, "Y B S K"]
+    values: Float[Array, "Y B S K"]
+    seen: Bool[Array, "B S"] | None  # none: all are
+    places: Int[Array, "B S"] | None = None
+    """Of the keys, where rows differ: one more than the token's position. None: as they are stored."""
+
+
+def network(
+    params: PriorParams,
+    image_embed: Float[Array, "B D"],
+    times: Shaped[Array, " B"],
+    text_embed: Float[Array, "B X"],
+    encodings: Float[Array, "B L X"] | None,
+    keep_text: Bool[Array, " B"] | None,
+    keep_image: Bool[Array, " B"] | None,
+    self_cond: Float[Array, "B D"] | None,
+    cfg: PriorConfig,
+    *,
+    mask: Bool[Array, "B L"] | None = None,
+    padding: Bool[Array, "B L"] | None = None,
+    dropout: PRNGKeyArray | None = None,
+) -> Float[Array, "B D"]:
+    """The prediction, in float32. Conditions that are not kept are dropped (none: all are kept). `mask`, `padding`: see
+    `text_tokens`. `dropout`: a key for every row."""
+    text, seen = text_tokens(params, text_embed, encodings, keep_text, cfg, mask=mask, padding=padding)
+    new = new_tokens(params, image_embed, times, keep_image, self_cond, cfg)
+    tokens = jnp.concatenate([text, new], axis=1)
+    nothing = no_text(params, len(tokens), cfg)
+    return predict(params, tokens, _more(seen, new), nothing, cfg, dropout=dropout)
+
+
+def read_text(
+    params: PriorParams,
+    text_embed: Float[Array, "B X"],
+    encodings: Float[Array, "B L X"] | None,
+    keep_text: Bool[Array, " B"] | None,
+    cfg: PriorConfig,
+    *,
+    mask: Bool[Array, "B L"] | None = None,
+    padding: Bool[Array, "B L"] | None = None,
+    n_encodings: Int[Array, " B"] | None = None,
+) -> TextMemory:
+    """What the text leaves behind for every step of the diffusion. `n_encodings`: of a `mask` model, how many of a row's encodings
+    enter the sequence (none: all); the rest must be `padding`."""
+    tokens, seen = text_tokens(params, text_embed, encodings, keep_text, cfg, mask=mask, padding=padding)
+    past = no_text(params, len(tokens), cfg)
+    places = None if n_encodings is None else _places(n_encodings, tokens, cfg)
+    x, keys, values = _run(params, _in(params, tokens, cfg), past, seen, cfg, places=places)
+    last = _layer(params, -1)
+    normed = parts.layer_norm(x, last.attention_gain, cfg.norms)
+    k, v = parts.keys_values(normed, last, past.keys.shape[2] - 1 if places is None else _at(places, x.shape[1]), cfg)
+    keys, values = (jnp.concatenate([a, b[None]]) for a, b in ((keys, k), (values, v)))
+    return TextMemory(
+        keys=jnp.concatenate([past.keys, keys], axis=2),
+        values=jnp.concatenate([past.values, values], axis=2),
+        seen=seen,
+        places=places,
+    )
+
+
+def denoise(
+    params: PriorParams,
+    memory: TextMemory,
+    image_embed: Float[Array, "B D"],
+    times: Shaped[Array, " B"],
+    keep_image: Bool[Array, " B"] | None,
+    self_cond: Float[Array, "B D"] | None,
+    cfg: PriorConfig,
+) -> Float[Array, "B D"]:
+    """The prediction after a text that was read."""
+    tokens = new_tokens(params, image_embed, times, keep_image, self_cond, cfg)
+    places = memory.places
+    if places is not None:
+        places = jnp.concatenate([places, places[:, -1:] + 1 + jnp.arange(tokens.shape[1])], axis=1)
+    return predict(params, tokens, _more(memory.seen, tokens), memory, cfg, places=places)
+
+
+def predict(
+    params: PriorParams,
+    tokens: Float[Array, "B N D"],
+    seen: Bool[Array, "B SN"] | None,
+    past: TextMemory,
+    cfg: PriorConfig,
+    *,
+    dropout: PRNGKeyArray | None = None,
+    places: Int[Array, "B SN"] | None = None,
+) -> Float[Array, "B D"]:
+    """Through all layers. In the last one only the last token is computed, because only its output is used."""
+    x, _, _ = _run(params, _in(params, tokens, cfg), past, seen, cfg, dropout, places)
+    at = cfg.depth - 1
+    keys, values = past.keys[at], past.values[at]
+    x, _, _ = layer(x, _layer(params, at), at, keys, values, params.bias, seen, cfg, dropout, n_query=1, places=places)
+    return head(params, x[:, 0], cfg).astype(jnp.float32)
+
+
+def layer(
+    x: Float[Array, "B N D"],
+    p: LayerParams,
+    number: Any,
+    past_keys: Float[Array, "B S K"],
+    past_values: Float[Array, "B S K"],
+    bias: Float[Array, "32 H"],
+    seen: Bool[Array, "B SN"] | None,
+    cfg: PriorConfig,
+    dropout: PRNGKeyArray | None = None,
+    n_query: int | None = None,
+    places: Int[Array, "B SN"] | None = None,
+) -> Layer:
+    """One layer's outputs (of the last `n_query` tokens, where given) and the keys and values of its tokens."""
+    first, n_token = past_keys.shape[1] - 1, x.shape[1]
+    n_query = n_query or n_token
+    at = first + n_token - n_query
+    normed = parts.layer_norm(x, p.attention_gain, cfg.norms)
+    k, v = parts.keys_values(normed, p, first if places is None else _at(places, n_token), cfg)
+    keys, values = jnp.concatenate([past_keys, k], axis=1), jnp.concatenate([past_values, v], axis=1)
+    looks = jnp.asarray(parts.visible(at, n_query))
+    looks = looks if seen is None else looks & seen[:, None]
+    drop_attention, drop_ff = _dropout(dropout, number)
+    bias = bias if cfg.bias_scale == 1.0 else bias * cfg.bias_scale
+    where = at if places is None else _at(places, n_query)
+    table = parts.position_bias(bias, at, n_query) if isinstance(where, int) else parts.row_bias(bias, where)
+    x = x[:, -n_query:]
+    x = x + parts.attend(normed[:, -n_query:], p, keys, values, table, looks, where, cfg, drop_attention)
+    return x + parts.feed_forward(x, p, cfg, drop_ff), k, v
+
+
+def head(params: PriorParams, x: Float[Array, "*B D"], cfg: PriorConfig) -> Float[Array, "*B D"]:
+    if params.out_gain is not None:
+        x = parts.layer_norm(x, params.out_gain, cfg.last_norm)
+    return x if params.w_proj is None else parts.times(x, params.w_proj)[..., : cfg.dim]
+
+
+def no_text(params: PriorParams, n_row: int, cfg: PriorConfig) -> TextMemory:
+    """The null key and value, which stand before everything."""
+    stack = params.layers
+    null = stack.null_kv if isinstance(stack, LayerParams) else jnp.stack([p.null_kv for p in stack])
+    null = jnp.broadcast_to(null[:, None, :, None].astype(cfg.dtype), (cfg.depth, n_row, 2, 1, cfg.d_head))
+    return TextMemory(keys=parts.scaled_key(null[:, :, 0], cfg), values=null[:, :, 1], seen=None)
+
+
+def _in(params: PriorParams, tokens: Float[Array, "B N D"], cfg: PriorConfig) -> Float[Array, "B N D"]:
+    return tokens if params.in_gain is None else parts.layer_norm(tokens, params.in_gain, cfg.norms)
+
+
+def _run(
+    params: PriorParams,
+    x: Float[Array, "B N D"],
+    past: TextMemory,
+    seen: Bool[Array, "B SN"] | None,
+    cfg: PriorConfig,
+    dropout: PRNGKeyArray | None = None,
+    places: Int[Array, "B SN"] | None = None,
+) -> tuple[Float[Array, "B N D"], Float[Array, "Y1 B N K"], Float[Array, "Y1 B N K"]]:
+    """All layers but the last, and what they remember."""
+    n = cfg.depth - 1
+
+    def one(x: Array, inputs: tuple[LayerParams, Any, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        p, number, keys, values = inputs
+        x, k, v = layer(x, p, number, keys, values, params.bias, seen, cfg, dropout, places=places)
+        return x, (k, v)
+
+    if isinstance(params.layers, LayerParams):
+        body = checkpointed(one, cfg.remat)
+        some = jax.tree.map(lambda w: w[:n], params.layers)
+        x, (keys, values) = jax.lax.scan(body, x, (some, jnp.arange(n), past.keys[:n], past.values[:n]))
+        return x, keys, values
+    made = []
+    for i in range(n):
+        x, kv = one(x, (params.layers[i], i, past.keys[i], past.values[i]))
+        made.append(kv)
+    if not made:
+        empty = jnp.zeros((0, *x.shape[:2], cfg.d_head), x.dtype)
+        return x, empty, empty
+    return x, jnp.stack([k for k, _ in made]), jnp.stack([v for _, v in made])
+
+
+def _layer(params: PriorParams, i: int) -> LayerParams:
+    return jax.tree.map(lambda w: w[i], params.layers) if isinstance(params.layers, LayerParams) else params.layers[i]
+
+
+def _places(n_encodings: Int[Array, " B"], tokens: Float[Array, "B N D"], cfg: PriorConfig) -> Int[Array, "B S"]:
+    """Of the null key, the encodings and the text's embedding, which follows the last encoding that enters the sequence."""
+    n_room = tokens.shape[1] - cfg.n_text_token
+    before = jnp.broadcast_to(jnp.arange(n_room + 1), (len(tokens), n_room + 1))
+    return jnp.concatenate([before, n_encodings[:, None] + 1 + jnp.arange(cfg.n_text_token)], axis=1)
+
+
+def _at(places: Int[Array, "B SN"], n_query: int) -> parts.Places:
+    return parts.Places(of_query=places[:, -n_query:] - 1, of_key=places, n=places.shape[1])
+
+
+def _more(seen: Bool[Array, "B S"] | None, new: Float[Array, "B N D"]) -> Bool[Array, "B SN"] | None:
+    return None if seen is None else jnp.pad(seen, [(0, 0), (0, new.shape[1])], constant_values=True)
+
+
+def _dropout(keys: PRNGKeyArray | None, number: Any) -> tuple[PRNGKeyArray | None, PRNGKeyArray | None]:
+    if keys is None:
+        return None, None
+    here = jax.vmap(lambda key: rng.at(key, number))(keys)
+    attention, ff = (jax.vmap(lambda key, name=name: rng.stream(key, name))(here) for name in ("attention", "ff"))
+    return attention, ff

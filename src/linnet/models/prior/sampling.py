@@ -1,0 +1,298 @@
+"""From noise to an embedding, one step at a time, every row by its own plan.
+
+Letters: B rows, S steps there is room for, D width, L text tokens, X width of text, n candidates.
+
+A row's numbers do not depend on its neighbours, nor on how many there are: its products are those of `nn.rows`, its noise comes
+from its own key. `step` is what a server runs once a tick; `sample` is a scan over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from linnet.core import rng
+from linnet.core.errors import UserError
+from linnet.core.pytree import pytree, replace
+from linnet.models.prior.config import PriorConfig
+from linnet.models.prior.layers import unit
+from linnet.models.prior.network import TextMemory, denoise, read_text
+from linnet.models.prior.params import LayerParams, PriorParams
+from linnet.models.prior.solver import Plan
+from linnet.models.prior.tokens import padding_of
+from linnet.nn import batch_invariant as rows
+from linnet.nn.batch_invariant import COMPILER_OPTIONS
+
+# Else XLA leaves out roundings to bfloat16 where it can, which depends on how many rows there are.
+OPTIONS = {**COMPILER_OPTIONS, "xla_allow_excess_precision": False}
+N_FACTOR = 6
+PAGE = 4096
+
+
+@pytree
+class Rows:
+    """How each row is sampled."""
+
+    times: Int[Array, "B S"]
+    factors: Float[Array, "B S 6"]  # as in Plan.factors
+    n_step: Int[Array, " B"]
+    guidance: Float[Array, " B"]
+
+
+@pytree
+class SamplerState:
+    x: Float[Array, "B D"]
+    start: Float[Array, "B D"]  # as predicted last; zeros at first
+    step: Int[Array, " B"]
+
+
+def make_rows(plans: Sequence[Plan], guidance: Sequence[float], room: int | None = None) -> Rows:
+    """`room`: steps of the longest plan there may be."""
+    room = max(map(len, plans)) if room is None else room
+    times = np.zeros((len(plans), room), np.int32)
+    factors = np.zeros((len(plans), room, N_FACTOR), np.float32)
+    for i, plan in enumerate(plans):
+        times[i, : len(plan)], factors[i, : len(plan)] = plan.times, plan.factors()
+    return Rows(
+        times=jnp.asarray(times),
+        factors=jnp.asarray(factors),
+        n_step=jnp.asarray([len(plan) for plan in plans], jnp.int32),
+        guidance=jnp.asarray(guidance, jnp.float32),
+    )
+
+
+def prepare(params: PriorParams, cfg: PriorConfig) -> PriorParams:
+    """The weights as they are sampled with: layer by layer, matrices in pieces that treat every row alike."""
+
+    def cut(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = path[-1].name
+        return rows.cut(_apart(leaf.astype(cfg.dtype))) if name.startswith("w") or name == "encoding" else leaf
+
+    layers = [jax.tree.map(lambda w, i=i: w[i], params.layers) for i in range(cfg.depth)]
+    whole = PriorParams(**{**vars(params), "layers": tuple(layers)})
+    return jax.tree_util.tree_map_with_path(cut, whole)
+
+
+def _apart(matrix: Float[Array, "D E"]) -> Float[Array, "D E2"]:
+    """With columns of zeros where rows are whole pages long: their beginnings would push each other out of the cache, which makes
+    the product up to half as fast."""
+    return matrix if matrix.shape[1] * matrix.dtype.itemsize % PAGE else jnp.pad(matrix, [(0, 0), (0, rows.LANES)])
+
+
+prepared = jax.jit(prepare, static_argnums=1)
+"""In one program: it is made of many small ones."""
+
+
+def start(noise: Float[Array, "B D"], cfg: PriorConfig) -> SamplerState:
+    x = unit(noise) * cfg.scale if cfg.normalize_start else noise
+    return SamplerState(x=x, start=jnp.zeros_like(x), step=jnp.zeros((len(x),), jnp.int32))
+
+
+def step(
+    params: PriorParams,
+    memory: TextMemory,
+    null: TextMemory | None,
+    state: SamplerState,
+    how: Rows,
+    noise: Float[Array, "B D"],
+    cfg: PriorConfig,
+) -> SamplerState:
+    """Every row one step further; rows at their end stay there. `null`: what no text leaves behind, where any row is guided."""
+    n_row = len(state.x)
+    at = jnp.minimum(state.step, how.times.shape[1] - 1)
+    every = jnp.arange(n_row)
+    times, factor = how.times[every, at], how.factors[every, at]
+    known = state.start if cfg.self_cond else None
+    output = _guided(params, memory, null, state.x, times, known, how.guidance, cfg)
+    # Without this the compiler folds what follows into the product's last step, differently for one row and for many.
+    output = jax.lax.optimization_barrier(output)
+    found = _sum_of(factor[:, :2], state.x, output)
+    if cfg.objective != "x_start":
+        found = jnp.clip(found, -1.0, 1.0) if cfg.clip_start else found
+    elif cfg.normalize_steps:
+        found = unit(found) * cfg.scale
+    x = _sum_of(factor[:, 2:], state.x, found, state.start, noise)
+    going = (state.step < how.n_step)[:, None]
+    return SamplerState(
+        x=jnp.where(going, x, state.x),
+        start=jnp.where(going, found, state.start),
+        step=state.step + going[:, 0],
+    )
+
+
+def _sum_of(factors: Float[Array, "B k"], *terms: Float[Array, "B D"]) -> Float[Array, "B D"]:
+    """Term by term, in a loop that the compiler does not open: of two products in one sum it rounds one together with the sum, and
+    which one differs from program to program. A row would depend on whether its neighbours are guided."""
+
+    def add(total: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
+        factor, term = part
+        return total + factor[:, None] * term, None
+
+    return jax.lax.scan(add, jnp.zeros_like(terms[0]), (factors.T, jnp.stack(terms)))[0]
+
+
+def _guided(
+    params: PriorParams,
+    memory: TextMemory,
+    null: TextMemory | None,
+    x: Float[Array, "B D"],
+    times: Int[Array, " B"],
+    known: Float[Array, "B D"] | None,
+    guidance: Float[Array, " B"],
+    cfg: PriorConfig,
+) -> Float[Array, "B D"]:
+    """With and without conditions in one batch. A guidance of 1 is the network as it is, bit for bit. One row goes as two: XLA
+    fuses a batch of one in another way, and rounds differently."""
+    if null is None and len(x) == 1:
+        twice = jax.tree.map(lambda a: jnp.repeat(a, 2, axis=row_axis(a)), memory)
+        pair = [None if a is None else jnp.repeat(a, 2, axis=0) for a in (x, times, known)]
+        return denoise(params, twice, pair[0], pair[1], None, pair[2], cfg)[:1]  # pyright: ignore[reportArgumentType]
+    if null is None:
+        return denoise(params, memory, x, times, None, known, cfg)
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, jnp.broadcast_to(b, a.shape)], axis=row_axis(a)), memory, null)
+    twice = None if known is None else jnp.concatenate([known, known])
+    keep = jnp.arange(2 * len(x)) < len(x)
+    output = denoise(params, both, jnp.concatenate([x, x]), jnp.concatenate([times, times]), keep, twice, cfg)
+    with_text, without = jnp.split(output, 2)
+    mixed = without + (with_text - without) * guidance[:, None]
+    return jnp.where(guidance[:, None] == 1.0, with_text, mixed)
+
+
+def row_axis(leaf: Array) -> int:
+    """Keys and values have layers in front of the rows; all else that is held of a row has none."""
+    return 1 if leaf.ndim == 4 else 0
+
+
+def finish(state: SamplerState, cfg: PriorConfig) -> Float[Array, "B D"]:
+    """Embeddings, of the size that they were trained from."""
+    x = state.x
+    if cfg.normalize_final and cfg.objective == "x_start":
+        x = unit(x) * cfg.scale
+    return x / cfg.scale
+
+
+def read(
+    params: PriorParams,
+    text_embed: Float[Array, "B X"],
+    encodings: Float[Array, "B L X"] | None,
+    cfg: PriorConfig,
+    *,
+    n_encodings: Int[Array, " B"] | None = None,
+) -> TextMemory:
+    """What texts leave behind, each row's bits the same alone and among others: one goes as two, as above. `n_encodings`: see
+    `read_text`."""
+    padding = padding_of(encodings, cfg)
+    if len(text_embed) > 1:
+        return read_text(params, text_embed, encodings, None, cfg, padding=padding, n_encodings=n_encodings)
+    embed, encodings, padding, n_encodings = (
+        None if a is None else jnp.repeat(a, 2, axis=0) for a in (text_embed, encodings, padding, n_encodings)
+    )
+    memory = read_text(params, embed, encodings, None, cfg, padding=padding, n_encodings=n_encodings)  # pyright: ignore[reportArgumentType]
+    return jax.tree.map(lambda a: jax.lax.slice_in_dim(a, 0, 1, axis=row_axis(a)), memory)
+
+
+def null_memory(params: PriorParams, text_embed: Float[Array, "B X"], cfg: PriorConfig) -> TextMemory | None:
+    """What dropped texts leave behind: one row for all, or where the embedding cannot be dropped one for each. None: it is made from
+    the memory of the text (`without_text`)."""
+    if cfg.masks_text:
+        return None
+    n_row = 1 if cfg.drop_text_embedding else len(text_embed)
+    if cfg.drop_text_embedding:
+        return read_text(params, jnp.zeros((1, cfg.d_text), jnp.float32), None, jnp.zeros((1,), bool), cfg)
+    embed = jnp.repeat(text_embed, 2, axis=0) if n_row == 1 else text_embed
+    memory = read_text(params, embed, None, jnp.zeros((len(embed),), bool), cfg)
+    return jax.tree.map(lambda a: jax.lax.slice_in_dim(a, 0, n_row, axis=row_axis(a)), memory)
+
+
+def without_text(memory: TextMemory) -> TextMemory:
+    """Everything but the null key is hidden, and what follows keeps its place."""
+    assert memory.seen is not None, "only a model that masks its text hides it"
+    return replace(memory, seen=jnp.zeros_like(memory.seen).at[:, 0].set(True))
+
+
+def draw_noise(keys: PRNGKeyArray, at: Int[Array, " B"], cfg: PriorConfig) -> Float[Array, "B D"]:
+    """A row's noise at a place of its own: 0 is what it starts from, i + 1 what step i adds."""
+    return jax.vmap(lambda key, i: jax.random.normal(rng.at(key, i), (cfg.dim,)))(keys, at)
+
+
+@partial(jax.jit, static_argnames=("cfg", "guided", "n_step", "keep_path"), compiler_options=OPTIONS)
+def run(
+    params: PriorParams,
+    text_embed: Float[Array, "B X"],
+    encodings: Float[Array, "B L X"] | None,
+    how: Rows,
+    noise: PRNGKeyArray | Float[Array, "S1 B D"],
+    *,
+    cfg: PriorConfig,
+    guided: bool,
+    n_step: int,
+    keep_path: bool = False,
+) -> tuple[Float[Array, "B D"], Float[Array, "S B D"] | None]:
+    """Prepared weights. `noise`: a key for every row, or the noise itself, the first of which is started from. With `keep_path`
+    also what every step began with."""
+    memory = read(params, text_embed, encodings, cfg)
+    null = (null_memory(params, text_embed, cfg) or without_text(memory)) if guided else None
+    drawn = jnp.issubdtype(noise.dtype, jax.dtypes.prng_key)
+
+    def at(i: Array) -> Array:
+        if not drawn:
+            return noise[jnp.minimum(i, len(noise) - 1)]
+        return draw_noise(noise, jnp.full((len(text_embed),), i, jnp.int32), cfg)
+
+    def one(state: SamplerState, i: Array) -> tuple[SamplerState, Array | None]:
+        return step(params, memory, null, state, how, at(i + 1), cfg), state.x if keep_path else None
+
+    state, path = jax.lax.scan(one, start(at(jnp.int32(0)), cfg), jnp.arange(n_step))
+    return finish(state, cfg), path
+
+
+def sample(
+    params: PriorParams,
+    text_embed: Float[Array, "B X"],
+    encodings: Float[Array, "B L X"] | None,
+    plan: Plan,
+    noise: PRNGKeyArray | Float[Array, "S1 B D"],
+    cfg: PriorConfig,
+    *,
+    guidance: float = 1.0,
+) -> Float[Array, "B D"]:
+    """Embeddings of images for texts, all by one plan. `params` as `prepare` gives them."""
+    check_guidance(guidance, cfg)
+    assert not isinstance(params.layers, LayerParams), "prepare the weights first"
+    guidance, n_row = effective_guidance(guidance, cfg), len(text_embed)
+    how = make_rows([plan] * n_row, [guidance] * n_row)
+    return run(params, text_embed, encodings, how, noise, cfg=cfg, guided=guidance != 1.0, n_step=len(plan))[0]
+
+
+def check_guidance(guidance: float, cfg: PriorConfig) -> None:
+    if guidance != 1.0 and cfg.can_drop_text and not cfg.can_guide:
+        raise UserError(
+            f"guidance is {guidance}, but this model was trained without dropping its text and its image "
+            f"(p_drop_text {cfg.p_drop_text}, p_drop_image {cfg.p_drop_image}). Fix: use 1, or train with both above 0."
+        )
+
+
+def effective_guidance(guidance: float, cfg: PriorConfig) -> float:
+    """A model that cannot drop its text gives the same with and without it, so any guidance is none, as in the reference."""
+    return guidance if cfg.can_drop_text else 1.0
+
+
+def guidance_remark(guidance: float, cfg: PriorConfig) -> str | None:
+    if effective_guidance(guidance, cfg) == guidance:
+        return None
+    return (
+        f"Guidance {guidance:g} has no effect, so the sample is unguided: in the release of DALLE2-pytorch that this model is of "
+        "(0.23.0 to 1.8.4), dropping the text changes nothing."
+    )
+
+
+def best(candidates: Float[Array, "B n D"], text_embed: Float[Array, "B D"]) -> Float[Array, "B D"]:
+    """Of each row's candidates the one most like the text, by cosine; of equals the first."""
+    likeness = jnp.einsum("bnd,bd->bn", unit(candidates), unit(text_embed))
+    return jnp.take_along_axis(candidates, jnp.argmax(likeness, axis=1)[:, None, None], axis=1)[:, 0]

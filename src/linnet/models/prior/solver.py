@@ -1,0 +1,159 @@
+"""How a row is denoised, as data: which steps it visits and what each makes of what is there and what is predicted.
+
+DDPM, DDIM and DPM-Solver++(2M) all say: the next value is a sum of the value now, the start predicted now, the start predicted
+before, and fresh noise. So a row's sampler is a table of four factors a step, and rows with different samplers, step counts and
+places can stand in one batch. Letters: S steps of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from linnet.core.errors import refuse
+from linnet.models.prior import schedule as noise_of
+from linnet.models.prior.config import PriorConfig
+
+ALL_NOISE = -5.1  # half the log of the signal-to-noise ratio from where solvers may begin: less than 1% is signal
+
+Solver = Literal["ddpm", "ddim", "dpm"]
+SOLVERS: tuple[Solver, ...] = ("ddpm", "ddim", "dpm")
+_USUAL_STEPS: dict[Solver, int] = {"dpm": 16, "ddim": 64}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Predicted start = of_x x + of_output output; next = keep x + start (predicted start) + before (the last one) + noise e."""
+
+    times: Int[np.ndarray, " S"]
+    of_x: Float[np.ndarray, " S"]
+    of_output: Float[np.ndarray, " S"]
+    keep: Float[np.ndarray, " S"]
+    start: Float[np.ndarray, " S"]
+    before: Float[np.ndarray, " S"]
+    noise: Float[np.ndarray, " S"]
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    def factors(self) -> Float[np.ndarray, "S 6"]:
+        """All but the times, in the order above."""
+        found = (self.of_x, self.of_output, self.keep, self.start, self.before, self.noise)
+        return np.stack(found, axis=-1).astype(np.float32)
+
+
+def usual_steps(cfg: PriorConfig, solver: Solver) -> int:
+    """Where nobody asks for a number. DDPM takes them all."""
+    return min(_USUAL_STEPS.get(solver, cfg.timesteps), cfg.timesteps)
+
+
+def make_plan(cfg: PriorConfig, steps: int | None = None, solver: Solver | None = None, eta: float = 1.0) -> Plan:
+    """`steps`: none for all of them. `solver`: none for DDPM when all steps are taken, else DDIM, as the reference chooses."""
+    steps = cfg.timesteps if steps is None else steps
+    solver = solver or ("ddpm" if steps >= cfg.timesteps else "ddim")
+    if not 2 <= steps <= cfg.timesteps:
+        raise refuse("steps", steps, f"from 2 to {cfg.timesteps}, the steps it was trained with", "use 64")
+    if solver == "ddpm" and steps != cfg.timesteps:
+        raise refuse("steps", steps, f"{cfg.timesteps} with ddpm, which takes them all", "use ddim or dpm")
+    if not 0 <= eta <= 1:
+        raise refuse("eta", eta, "between 0 (no noise) and 1", "use 1")
+    if solver == "ddpm":
+        return _ddpm(cfg)
+    return _ddim(cfg, steps, eta) if solver == "ddim" else _dpm(cfg, steps)
+
+
+def ddim_times(timesteps: int, steps: int) -> Int[np.ndarray, " S1"]:
+    """The steps visited, from noise to start, and -1 for the start itself: one more than are taken."""
+    # torch's float32 linspace counts from both ends towards the middle; the cut to integers sees the difference.
+    n, step = steps + 1, np.float32(timesteps + 1) / np.float32(steps)
+    low = np.float32(-1) + step * np.arange(n, dtype=np.float32)
+    high = np.float32(timesteps) - step * np.arange(n - 1, -1, -1, dtype=np.float32)
+    found = np.where(np.arange(n) < n // 2, low, high)[:-1]
+    return np.trunc(found).astype(np.int64)[::-1]
+
+
+def _ddpm(cfg: PriorConfig) -> Plan:
+    table = noise_of.tables(cfg.schedule, cfg.timesteps)
+    times = np.arange(cfg.timesteps)[::-1]
+    spread = np.exp(np.float32(0.5) * table.posterior_log_variance_clipped[times])
+    return _plan(
+        cfg,
+        times,
+        keep=table.posterior_mean_coef2[times],
+        start=table.posterior_mean_coef1[times],
+        noise=np.where(times > 0, spread, 0.0),
+    )
+
+
+def _ddim(cfg: PriorConfig, steps: int, eta: float) -> Plan:
+    table = noise_of.tables(cfg.schedule, cfg.timesteps)
+    visited = ddim_times(cfg.timesteps, steps)
+    times, after = visited[:-1], visited[1:]
+    # Rounded to float32 at every turn, as the reference's: near the start the differences are of few digits.
+    one, kept = np.float32(1), table.alphas_cumprod_prev
+    now, then = kept[times], kept[np.maximum(after, 0)]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        spread = np.float32(eta) * np.sqrt((one - now / then) * (one - then) / (one - now))
+    spread = np.nan_to_num(spread)
+    direction = np.sqrt(np.maximum((one - then) - np.square(spread), 0))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = direction.astype(np.float64) / table.sqrt_recipm1_alphas_cumprod[times]
+    ends = after < 0
+    return _plan(
+        cfg,
+        times,
+        keep=np.where(ends, 0.0, share * table.sqrt_recip_alphas_cumprod[times]),
+        start=np.where(ends, 1.0, np.sqrt(then.astype(np.float64)) - share),
+        noise=np.where(after > 0, spread, 0.0),
+    )
+
+
+def dpm_times(cfg: PriorConfig, steps: int) -> Int[np.ndarray, " S"]:
+    """Evenly spread over the half log of the signal-to-noise ratio, from as good as nothing but noise to the last step; fewer than
+    `steps` where a short diffusion has none so near each other."""
+    kept = np.cumprod(1 - noise_of.betas(cfg.schedule, cfg.timesteps), dtype=np.float64)
+    with np.errstate(divide="ignore"):
+        place = 0.5 * (np.log(kept) - np.log1p(-kept))
+    wanted = np.linspace(max(place[-1], ALL_NOISE), place[0], steps)
+    return np.unique(np.argmin(np.abs(place - wanted[:, None]), axis=1))[::-1]
+
+
+def _dpm(cfg: PriorConfig, steps: int) -> Plan:
+    """DPM-Solver++(2M) in the half log of the signal-to-noise ratio; its last step goes to the start itself."""
+    times = dpm_times(cfg, steps)
+    kept = np.cumprod(1 - noise_of.betas(cfg.schedule, cfg.timesteps), dtype=np.float64)[times]
+    alpha, sigma = np.sqrt(kept), np.sqrt(1 - kept)
+    keep, start, before = np.zeros((3, len(times)))
+    start[-1] = 1.0
+    with np.errstate(divide="ignore"):
+        place = np.log(alpha) - np.log(sigma)
+    for i in range(len(times) - 1):
+        h = place[i + 1] - place[i]
+        keep[i] = sigma[i + 1] / sigma[i]
+        whole = -alpha[i + 1] * np.expm1(-h)
+        # How much of the last prediction's slope is followed: none at first, where there is none.
+        follow = h / (2 * (place[i] - place[i - 1])) if i else 0.0
+        start[i], before[i] = whole * (1 + follow), -whole * follow
+    return _plan(cfg, times, keep=keep, start=start, before=before, noise=np.zeros(len(times)))
+
+
+def _plan(
+    cfg: PriorConfig,
+    times: np.ndarray,
+    *,
+    keep: np.ndarray,
+    start: np.ndarray,
+    noise: np.ndarray,
+    before: np.ndarray | None = None,
+) -> Plan:
+    table = noise_of.tables(cfg.schedule, cfg.timesteps)
+    of_x, of_output = {
+        "x_start": (np.zeros(len(times)), np.ones(len(times))),
+        "noise": (table.sqrt_recip_alphas_cumprod[times], -table.sqrt_recipm1_alphas_cumprod[times]),
+        "v": (table.sqrt_alphas_cumprod[times], -table.sqrt_one_minus_alphas_cumprod[times]),
+    }[cfg.objective]
+    before = np.zeros(len(times)) if before is None else before
+    return Plan(times=times, of_x=of_x, of_output=of_output, keep=keep, start=start, before=before, noise=noise)

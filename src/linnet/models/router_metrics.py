@@ -1,0 +1,53 @@
+"""What the trainer logs of experts, and when it warns: the same for every family that has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from linnet.nn.moe import RouterFigures
+
+
+def router_metrics(figures: RouterFigures) -> dict[str, Array]:
+    """`figures` of all layers, stacked."""
+    return {
+        "loss_balance": jnp.mean(figures.balance),
+        "loss_router_z": jnp.mean(figures.z),
+        "expert_load": figures.load,
+        "router_confidence": figures.confidence,
+    }
+
+
+def router_cost(figures: RouterFigures, balance_weight: float, z_weight: float) -> Float[Array, ""]:
+    """Summed over layers."""
+    return balance_weight * jnp.sum(figures.balance) + z_weight * jnp.sum(figures.z)
+
+
+def expert_diagnostics(metrics: dict[str, Array]) -> dict[str, Any]:
+    """Of each layer: each expert's share of the choices, how evenly they are used (1: all alike), the shares of the busiest and the
+    idlest, and how much probability the chosen ones hold."""
+    share, confidence = jax.device_get((metrics["expert_load"], metrics["router_confidence"]))
+    share = np.asarray(share, np.float64)
+    entropy = -np.sum(share * np.log(np.where(share > 0, share, 1.0)), axis=-1)
+    return {
+        "experts": {
+            "load": share.tolist(),
+            "balance": (np.exp(entropy) / share.shape[-1]).tolist(),
+            "busiest": share.max(axis=-1).tolist(),
+            "idlest": share.min(axis=-1).tolist(),
+            "confidence": np.asarray(confidence).tolist(),
+        }
+    }
+
+
+def expert_alarms(figures: dict[str, Any], least: float, n_expert: int) -> dict[int, str]:
+    return {
+        layer: f"The experts of layer {layer} collapse: the idlest gets {value:.2%} of all choices, an even share is "
+        f"{1 / n_expert:.2%}. Try a larger --model.balance-weight or a lower learning rate."
+        for layer, value in enumerate(figures["experts"]["idlest"])
+        if value < least / n_expert
+    }

@@ -1,0 +1,188 @@
+"""Decoding on a mesh: each device has its part of the weights and of the slots, and runs the same program on it.
+
+Heads (of one head its values), hidden units and the vocabulary are cut by the mesh's model axis, experts by its expert axis; slots
+are not cut by rows. A program is written for one device's part and run everywhere by `each_part`, so the collectives are those that
+are written here: sums of what each part adds to the hidden vectors, and the logits put together. On one device nothing of this is
+there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from linnet.core.errors import refuse
+from linnet.core.params import is_spec
+from linnet.core.pytree import replace
+from linnet.core.quant import Half, Matrix, Quantized
+from linnet.nn.moe import Routing
+from linnet.parallel import sharding
+from linnet.parallel.mesh import MESH_AXES
+from linnet.parallel.sharding import Names, Rules
+
+EVERYWHERE = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Into how many parts a model is cut."""
+
+    model: int = 1
+    expert: int = 1
+
+    @property
+    def n(self) -> int:
+        return self.model * self.expert
+
+    def added(self, x: Float[Array, "*B D"], *axes: str) -> Float[Array, "*B D"]:
+        """What all parts add, in float32: a sum of several roundings to 16 bits would be a worse one."""
+        axes = tuple(axis for axis in axes if getattr(self, axis) > 1)
+        return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
+
+    def rows(self, table: Matrix, index: Int[Array, "*B"], n_row: int) -> Any:
+        """Rows of a table of `n_row`, of which each part may have some. Exact: all others add zero."""
+        if table.shape[0] >= n_row:
+            return jax.tree.map(lambda x: x[index], table)
+        here = index - jax.lax.axis_index("model") * table.shape[0]
+        mine = ((here >= 0) & (here < table.shape[0]))[..., None]
+
+        def one(x: Array) -> Array:
+            wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
+            return jax.lax.psum(jnp.where(mine, x[here].astype(wide), 0), "model").astype(x.dtype)
+
+        return jax.tree.map(one, table)
+
+    def together(self, scores: Float[Array, "*B A"], n: int) -> Float[Array, "*B A"]:
+        """All columns, where each part may have some."""
+        if scores.shape[-1] == n:
+            return scores
+        return jax.lax.all_gather(scores, "model", axis=scores.ndim - 1, tiled=True)[..., :n]
+
+    def first_expert(self, n_expert: int) -> int | Int[Array, ""]:
+        """Of this part."""
+        return jax.lax.axis_index("expert") * (n_expert // self.expert) if self.expert > 1 else 0
+
+    def of_experts(self, routing: Routing) -> Routing:
+        """For the experts of this part: choices of others' are of none."""
+        if self.expert == 1:
+            return routing
+        n_expert = routing.probability.shape[-1]
+        n_here = n_expert // self.expert
+        here = routing.chosen - self.first_expert(n_expert)
+        mine = (here >= 0) & (here < n_here)
+        return replace(routing, chosen=jnp.where(mine, here, n_here), probability=routing.probability[:, :n_here])
+
+
+WHOLE = Parts()
+
+
+def parts() -> Parts:
+    """Of the mesh that is set."""
+    return Parts(model=sharding.axis_size("model"), expert=sharding.axis_size("expert"))
+
+
+def decoding_rules(rules: Rules) -> Rules:
+    """Without rows, and with weights whole in their model width: no device waits for another's weights."""
+    return {name: axis for name, axis in rules.items() if axis in ("model", "expert")}
+
+
+def cuts(shape: tuple[int, ...], names: Names, rules: Rules) -> PartitionSpec:
+    mesh = sharding.current()
+    assert mesh is not None, "only on a mesh"
+    return sharding.partition(shape, names, mesh, rules)
+
+
+def weight_cuts(specs: Any, weights: Any, rules: Rules) -> Any:
+    """Of weights in any number of bits. An 8-bit matrix whose inputs are cut has scales for each part, or the same for all."""
+
+    def one(spec: Any, leaf: Any) -> Any:
+        cut = cuts(spec.shape, spec.axes, rules)
+        if isinstance(leaf, Half):
+            return Half(bits=cut)  # pyright: ignore[reportArgumentType]
+        return _of_8_bits(leaf, cut) if isinstance(leaf, Quantized) else cut
+
+    return jax.tree.map(one, specs, weights, is_leaf=is_spec)
+
+
+def _of_8_bits(matrix: Quantized, cut: PartitionSpec) -> Any:
+    mesh = sharding.current()
+    assert mesh is not None, "only on a mesh"
+    n_part = mesh.shape["model"]
+    if cut[-2] is not None and matrix.n_group > 1 and matrix.n_group % n_part:
+        needs = f"a size that divides the {matrix.n_group} groups of scales of the 8-bit weights"
+        raise refuse("mesh axis model", n_part, needs, f"use --mesh model={matrix.n_group}, or other --weights")
+    return sharding.quantized_cuts(cut, matrix.n_group, mesh)
+
+
+def check_serving(sizes: dict[str, int], field: str, text: str) -> None:
+    """Refuses a mesh of which decoding has no use."""
+    for axis in MESH_AXES:
+        if sizes[axis] > 1 and axis not in ("model", "expert"):
+            instead = "serve more rows by --replicas" if axis == "data" else "cut the model by model"
+            raise refuse(
+                field, text, "the axes model and expert only, which cut a model", f"leave {axis} out; {instead}"
+            )
+
+
+# At the edges.
+
+
+def put_weights(specs: Any, weights: Any, mesh: Mesh, rules: Rules) -> Any:
+    """Each device's part of weights in any number of bits, as decoding wants it."""
+    with jax.set_mesh(mesh):
+        cut = weight_cuts(specs, weights, decoding_rules(rules))
+    return jax.tree.map(lambda x, cut: jax.device_put(x, NamedSharding(mesh, cut)), weights, cut)
+
+
+def mesh_of(arrays: Any) -> Mesh | None:
+    """The mesh that arrays lie on, if it is more than one device."""
+    for leaf in jax.tree.leaves(arrays):
+        where = getattr(leaf, "sharding", None)
+        if isinstance(where, NamedSharding) and where.mesh.size > 1:
+            assert isinstance(where.mesh, Mesh)
+            return where.mesh
+    return None
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Programs of several devices are started one after the other: from two threads at once, two devices might begin with different ones
+and wait for each other for ever."""
+
+
+class OnMesh:
+    """A decoder all of whose functions run with a mesh set: threads and generators have none of their own."""
+
+    def __init__(self, decoder: Any, mesh: Mesh) -> None:
+        self._decoder, self._mesh = decoder, mesh
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._decoder, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **options: Any) -> Any:
+            with _ONE_AT_A_TIME, jax.set_mesh(self._mesh):
+                return found(*args, **options)
+
+        return call
+
+
+def on_mesh_of(decoder: Any, params: Any) -> Any:
+    """The decoder where the weights are."""
+    mesh = mesh_of(params)
+    return decoder if mesh is None else OnMesh(decoder, mesh)
+
+
+def everywhere(mesh: Mesh | None, x: Any) -> jax.Array:
+    """An array from the host on every device: also of other processes, which have the same."""
+    if mesh is None:
+        return jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(everywhere(mesh, jax.random.key_data(x)))
+    return sharding.put(x, (None,) * x.ndim, mesh, {})

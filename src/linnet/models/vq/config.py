@@ -1,0 +1,190 @@
+"""What a `vq` model is: its sizes and switches, checked when made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from linnet.core.errors import refuse
+from linnet.core.special_tokens import END
+from linnet.models.bos import BeginId, bos_id, check_begin
+from linnet.models.hidden import ffn_size
+from linnet.nn.remat import Remat
+from linnet.parallel.mesh import must_divide, no_experts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VQConfig:
+    context: ClassVar[int | None] = None
+    """Most tokens of one text: any number."""
+    FREE_WHEN_TUNED: ClassVar[frozenset[str]] = frozenset(
+        (
+            "block_len",
+            "grad_thru_cache",
+            "p_dropemb",
+            "p_dropsin",
+            "p_dropres",
+            "p_droplyr",
+            "balance_weight",
+            "z_weight",
+            "c_beta",
+            "c_gamma",
+            "dtype",
+            "reset_at_documents",
+            "restart_dead_codes",
+            "dead_code_below",
+            "p_drop_condition",
+            "condition_noise",
+            "remat",
+        )
+    )
+    """Settings that fine-tuning may change: they alter training or speed, not the weights or what they mean."""
+    n_vocab: int = 259
+    """Symbols the model reads and writes. Bytes: 256 + pad, end and unknown."""
+    end_id: int = END
+    """The symbol that ends a document: the tokenizer's."""
+    begin_id: BeginId = dataclasses.field(default="end", repr=False)  # see `linnet.models.bos`
+    """The symbol in front of every sequence: `end` (model.end_id), an id, or none."""
+    d_model: int = 256
+    d_k: int = 64
+    """Key width per head."""
+    d_v: int = 512
+    """Value width per head."""
+    n_head: int = 1
+    n_code: int = 256
+    """Codes per head."""
+    n_layer: int = 4
+    """A layer is two gated attention units."""
+    block_len: int = 128
+    """Tokens computed together. Changes speed, never the result."""
+    mem_len: int = 128
+    """The window: how far back positions count. Older tokens count by their code alone."""
+    agg_cache: bool = True
+    """False: forget everything older than the window."""
+    grad_thru_cache: bool = True
+    """False: no gradient into earlier blocks."""
+    pe_abs: bool = False
+    """Add scaled absolute positions to the embeddings."""
+    pe_lam: float = 100_000.0
+    """Longest wavelength of the sinusoids."""
+    p_dropemb: float = 0.0
+    p_dropsin: float = 0.0
+    """Dropout on the sinusoids, held for a whole sequence."""
+    p_dropres: float = 0.0
+    p_droplyr: float = 0.0
+    """LayerDrop: one draw per unit and example, held for a whole sequence."""
+    e_tie: bool = False
+    """Output weights are the embeddings."""
+    e_preln: bool = False
+    """Normalise before the output."""
+    e_scale: float = 1.0
+    n_expert: int = 0
+    """Experts of a feed-forward half after each unit; 0: none, as in the paper."""
+    n_choice: int = 2
+    """Experts that a token goes through."""
+    widening: float = 2.0
+    """Hidden size of an expert: 2/3 of this times d_model, rounded up to a multiple of 8."""
+    balance_weight: float = 0.01
+    """Of the load-balancing loss: experts that get more than their share cost."""
+    z_weight: float = 0.001
+    """Of the router-z loss, which keeps the router's logits small."""
+    c_beta: float = 1e-4
+    """Weight of the commitment loss."""
+    c_gamma: float = 0.99
+    """Decay of the codebook's moving averages."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations. Parameters, codebooks, norms and logits are float32 always."""
+    reset_at_documents: bool = False
+    """Forget the state where a new document begins."""
+    restart_dead_codes: bool = False
+    """Move codes that nothing uses onto keys of the current batch."""
+    dead_code_below: float = 0.01
+    """A code whose moving count is below this is dead."""
+    d_condition: int = 0
+    """Width of an embedding that a sequence may be told of: what the picture shall show. 0: none."""
+    n_place: int = 0
+    """With `d_condition`: values of a picture. What an embedding says, it says otherwise of every place."""
+    p_drop_condition: float = 0.1
+    """Chance that a sequence trains without its embedding: painting without one needs it, and so does guidance."""
+    condition_noise: float = 0.0
+    """Length of the noise added to an embedding (of length 1) in training: predicted ones are a little off."""
+    remat: Remat = "none"
+    """What the backward pass computes again instead of keeping it. some: all of a unit but its attention; full: the whole unit, for
+    a third more work."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_vocab", "d_model", "d_k", "d_v", "n_head", "n_code", "n_layer", "block_len", "mem_len"):
+            if getattr(self, name) < 1:
+                raise refuse(
+                    f"model.{name}", getattr(self, name), "at least 1", f"set --model.{name.replace('_', '-')}"
+                )
+        if not 0 <= self.end_id < self.n_vocab:
+            raise refuse(
+                "model.end_id", self.end_id, f"an id below model.n_vocab ({self.n_vocab})", "use the tokenizer's"
+            )
+        check_begin(self.begin_id, self.n_vocab)
+        if self.d_model % 2:
+            raise refuse("model.d_model", self.d_model, "even (half sines, half cosines)", f"use {self.d_model + 1}")
+        for name in ("p_dropemb", "p_dropsin", "p_dropres", "p_droplyr"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise refuse(f"model.{name}", getattr(self, name), "at least 0 and below 1", "use 0 for none")
+        if not 0.0 < self.c_gamma < 1.0:
+            raise refuse("model.c_gamma", self.c_gamma, "between 0 and 1", "use 0.99")
+        if not self.pe_lam > 1.0:
+            raise refuse("model.pe_lam", self.pe_lam, "above 1", "use 100000")
+        if self.d_condition < 0:
+            raise refuse("model.d_condition", self.d_condition, "0 or more", "use 0 for none")
+        if (self.n_place > 0) != (self.d_condition > 0):
+            needs = "the values of a picture where model.d_condition is set, else 0"
+            raise refuse("model.n_place", self.n_place, needs, "use data.sequence_len, or 0 without model.d_condition")
+        if not 0.0 <= self.p_drop_condition <= 1.0:
+            raise refuse("model.p_drop_condition", self.p_drop_condition, "between 0 and 1", "use 0.1, or 0 for never")
+        if not self.condition_noise >= 0.0:
+            raise refuse("model.condition_noise", self.condition_noise, "0 or more", "use 0 for none")
+        if self.n_expert < 0 or (self.n_expert and not 1 <= self.n_choice <= self.n_expert):
+            needs = "0 experts, or at least as many as model.n_choice (1 or more)"
+            raise refuse("model.n_expert / model.n_choice", (self.n_expert, self.n_choice), needs, "use 8 and 2")
+        if not self.widening > 0:
+            raise refuse("model.widening", self.widening, "above 0", "use 2")
+        if self.balance_weight < 0 or self.z_weight < 0:
+            got = (self.balance_weight, self.z_weight)
+            raise refuse("model.balance_weight / model.z_weight", got, "0 or more", "use 0 for none")
+        if self.c_beta < 0.0:
+            raise refuse("model.c_beta", self.c_beta, "0 or more", "use 0.0001")
+
+    def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        """A mesh must cut the model evenly."""
+        must_divide("model.d_model", self.d_model, "fsdp", sizes)
+        if self.n_head > 1:
+            must_divide("model.n_head", self.n_head, "model", sizes)
+        else:
+            must_divide("model.d_v", self.d_v, "model", sizes)
+        if self.n_expert:
+            must_divide("model.n_expert", self.n_expert, "expert", sizes)
+            must_divide("the experts' hidden width", ffn_size(self.d_model, self.widening), "model", sizes)
+        else:
+            no_experts(sizes)
+
+    def check_lengths(self, sequence_len: int, update_len: int) -> None:
+        """Blocks must divide an update; a sequence may be as long as you like, but a picture that the model is told of is whole."""
+        if self.d_condition and sequence_len != self.n_place:
+            needs = f"data.sequence_len ({sequence_len}), one picture"
+            raise refuse("model.n_place", self.n_place, needs, f"use --model.n-place {sequence_len}")
+        if update_len % self.block_len:
+            raise refuse(
+                "data.update_len",
+                update_len,
+                f"a multiple of model.block_len ({self.block_len})",
+                f"use {-(-update_len // self.block_len) * self.block_len}, or a block_len that divides it",
+            )
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id in front of every sequence; None: sequences begin with their own first token."""
+        return bos_id(self.begin_id, self.end_id)
+
+    @property
+    def n_unit(self) -> int:
+        """Gated attention units: two a layer."""
+        return 2 * self.n_layer

@@ -1,0 +1,296 @@
+"""One token a slot: the fast path of `vq`. Reading the state is the cost, so nothing is copied and every update is in place.
+
+Letters as in `slots`: B slots, H heads, R = B H rows, S codes, M window, W = M + 1 ring columns, N = S + W columns, K key width,
+V value width, P = scores padded, A vocabulary. `prepare` computes once all that does not depend on the token.
+
+Bits: a row's result is the same beside any neighbours, in any slot, with any number of slots. Rows of memory each have their own
+product; those with weights are `nn.rows`. Tests hold us to it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from linnet.core import quant
+from linnet.core.pytree import replace
+from linnet.core.quant import Matrix, side_by_side
+from linnet.models import decoding as drawing
+from linnet.models.tensor_parallel import WHOLE, Parts, decoding_rules, weight_cuts
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.decode_state import (
+    Prepared,
+    Slots,
+    UnitMemory,
+    UnitWeights,
+    apart,
+    by_parts,
+    part_config,
+    prepared_cuts,
+    slot_cuts,
+)
+from linnet.models.vq.model import distance_vectors, key_scale, told
+from linnet.models.vq.params import RULES, VQBuffers, VQParams, buffer_specs
+from linnet.nn import codebook
+from linnet.nn.batch_invariant import COMPILER_OPTIONS, LANES, cut, dot
+from linnet.nn.moe import Mixture
+from linnet.nn.norm import rms_norm, rms_norm_affine, rms_norm_gain
+from linnet.nn.positions import sinusoid
+from linnet.nn.sampling import Rules, SamplingSettings
+from linnet.nn.tiled import few_experts
+from linnet.parallel import sharding
+from linnet.parallel.sharding import each_part
+
+
+@partial(jax.jit, static_argnames="cfg")
+def prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
+    if sharding.current() is None:
+        return _prepare(params, buffers, cfg)
+    (divided, specs), mine = apart(params, cfg), part_config(cfg)
+
+    def here(params: VQParams, buffers: VQBuffers) -> Prepared:
+        joined = replace(params.units, w_kvg=side_by_side(*params.units.w_kvg))
+        return _prepare(replace(params, units=joined), buffers, mine)
+
+    ins = (
+        weight_cuts(specs, divided, decoding_rules(RULES)),
+        weight_cuts(buffer_specs(cfg), buffers, decoding_rules(RULES)),
+    )
+    return each_part(here, (divided, buffers), ins, prepared_cuts(cfg))
+
+
+def _prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
+    vectors = codebook.code_vectors(buffers.code_count, buffers.code_total)
+    dtype = jnp.dtype(cfg.dtype)
+
+    def unit(g: int) -> UnitWeights:
+        p = jax.tree.map(lambda x: x[g], params.units)
+        u, w = (x.reshape(cfg.n_head, 1, cfg.d_k) * key_scale(cfg) for x in (p.u, p.w))
+        distances = distance_vectors(p, cfg).astype(jnp.float32)
+        scores = jnp.concatenate([vectors[g], distances], axis=1)  # H S+R K
+        offset = jnp.concatenate([jnp.sum(u * vectors[g], -1), jnp.sum(w * distances, -1)], axis=1)
+        return UnitWeights(
+            gain=p.norm_gain,
+            bias=p.norm_bias,
+            project=cut(_held(side_by_side(p.w_q, p.w_kvg), dtype)),
+            scores=tuple(cut(head.T) for head in scores),
+            offset=jnp.pad(offset, [(0, 0), (0, -offset.shape[1] % LANES)]),
+            half_square=0.5 * jnp.sum(vectors[g] ** 2, axis=-1),
+            out=cut(_held(p.w_res, dtype)),
+            mixture=None if params.mixture is None else _taken(params.mixture, g),
+        )
+
+    return Prepared(
+        embed=params.embed,
+        position_scale=params.position_scale,
+        units=tuple(unit(g) for g in range(cfg.n_unit)),
+        out_gain=params.out_gain,
+        out_norm_bias=params.out_norm_bias,
+        logits=cut(params.embed.T if cfg.e_tie else params.w_out),
+        logits_bias=params.out_bias,
+        place=params.place,
+    )
+
+
+def _held(matrix: Matrix, dtype: Any) -> Matrix:
+    """Not wider than the activations it multiplies."""
+    if not isinstance(matrix, jax.Array) or matrix.dtype.itemsize < dtype.itemsize:
+        return matrix
+    return matrix.astype(dtype)
+
+
+def code_vectors(weights: UnitWeights, cfg: VQConfig) -> Float[Array, "H S K"]:
+    return jnp.stack([jnp.concatenate(cast(Any, head))[:, : cfg.n_code].T for head in weights.scores])
+
+
+def table_size(cfg: VQConfig) -> int:
+    return cfg.n_code if cfg.agg_cache else 0
+
+
+@partial(jax.jit, static_argnames="cfg", donate_argnames="slots", compiler_options=COMPILER_OPTIONS)
+def tick(
+    prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig
+) -> tuple[Slots, Float[Array, "B A"]]:
+    """Every slot reads one token; the logits of its next."""
+
+    def run(prepared: Prepared, slots: Slots, cfg: VQConfig, of: Parts, tokens: Any) -> tuple[Any, ...]:
+        return read_token(prepared, slots, tokens, cfg, of)
+
+    return cast(Any, by_parts(run, prepared, slots, cfg, slot_cuts(cfg.n_head, cfg.n_unit), tokens))
+
+
+@partial(
+    jax.jit,
+    static_argnames=("cfg", "n_ticks", "n_top"),
+    donate_argnames=("slots", "seen"),
+    compiler_options=COMPILER_OPTIONS,
+)
+def decode(
+    prepared: Prepared,
+    slots: Slots,
+    tokens: Int[Array, " B"],
+    settings: SamplingSettings,
+    keys: PRNGKeyArray,
+    seen: Int[Array, "B A"],
+    rules: Rules | None = None,
+    active: Bool[Array, " B"] | None = None,
+    n: int | Int[Array, ""] | None = None,
+    *,
+    cfg: VQConfig,
+    n_ticks: int,
+    n_top: int = 0,
+) -> tuple[Slots, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"], tuple[Array, Array] | None]:
+    """As `drawing.draw` says. Slots that are not active tick with the others: what they hold means nothing."""
+    del active
+
+    def run(
+        prepared: Prepared, slots: Slots, cfg: VQConfig, of: Parts, tokens: Any, settings: Any, keys: Any, *rest: Any
+    ) -> tuple[Any, ...]:
+        seen, rules, n = rest
+
+        def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
+            return read_token(prepared, slots, tokens, cfg, of)
+
+        return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
+
+    return cast(
+        Any,
+        by_parts(run, prepared, slots, cfg, slot_cuts(cfg.n_head, cfg.n_unit), tokens, settings, keys, seen, rules, n),
+    )
+
+
+def read_token(
+    prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig, of: Parts = WHOLE
+) -> tuple[Slots, Float[Array, "B A"]]:
+    """A tick, to be part of a program: of one device's part of the model, which is like `cfg`."""
+    dtype = jnp.dtype(cfg.dtype)
+    x = of.rows(prepared.embed, tokens, cfg.n_vocab).astype(dtype)
+    if cfg.d_condition:
+        x = x + told(prepared.place, slots.condition, slots.position, cfg).astype(dtype)
+    if cfg.pe_abs:
+        wave = sinusoid(slots.position, cfg.d_model, cfg.pe_lam)
+        x = x + (prepared.position_scale * wave).astype(dtype)
+    ring = cfg.mem_len + 1
+    column = jnp.repeat(slots.position % ring, cfg.n_head)
+    distance = (column[:, None] - jnp.arange(ring)) % ring
+    begins = jnp.repeat(tokens == cfg.end_id, cfg.n_head) if cfg.reset_at_documents else None
+    units = []
+    for weights, memory in zip(prepared.units, slots.units, strict=True):
+        y, memory = _unit(x, weights, memory, column, distance, begins, cfg)
+        x = x + of.added(y, "model")
+        if weights.mixture is not None:
+            x = x + _mixture(x, weights.mixture, cfg, of)
+        units.append(memory)
+    x = x.astype(jnp.float32)
+    if cfg.e_preln:
+        x = rms_norm_affine(x, prepared.out_gain, prepared.out_norm_bias)
+    logits = dot(x, prepared.logits)[:, : prepared.logits_bias.shape[0]] + prepared.logits_bias
+    logits = of.together(cfg.e_scale * logits, cfg.n_vocab)
+    return replace(slots, units=tuple(units), position=slots.position + 1), logits
+
+
+def _unit(
+    x: Float[Array, "B D"],
+    weights: UnitWeights,
+    memory: UnitMemory,
+    column: Int[Array, " R"],
+    distance: Int[Array, "R W"],
+    begins: Array | None,
+    cfg: VQConfig,
+) -> tuple[Float[Array, "B D"], UnitMemory]:
+    batch, n_head, rows = x.shape[0], cfg.n_head, column.shape[0]
+    hk, hv, n_code = n_head * cfg.d_k, n_head * cfg.d_v, cfg.n_code
+    h = rms_norm_affine(x, weights.gain, weights.bias)
+    projected = dot(h, weights.project)[:, : 2 * (hk + hv)]
+    qk = rms_norm(projected[:, : 2 * hk].reshape(batch, 2, n_head, cfg.d_k)) * key_scale(cfg)
+    qk = qk.astype(jnp.float32)
+    value = jax.nn.silu(projected[:, 2 * hk : 2 * hk + hv]).reshape(rows, cfg.d_v).astype(jnp.float32)
+    gate = jax.nn.silu(projected[:, 2 * hk + hv :])
+    # q and k apart: one row each is a matrix-vector product, the fastest there is.
+    by_query = jnp.stack([dot(qk[:, 0, i], head) for i, head in enumerate(weights.scores)], axis=1) + weights.offset
+    by_key = jnp.stack([dot(qk[:, 1, i], head) for i, head in enumerate(weights.scores)], axis=1)
+    by_query = by_query.reshape(rows, -1)
+    code = jnp.argmax(by_key[..., :n_code] - weights.half_square, axis=-1).reshape(rows).astype(jnp.int32)
+
+    if begins is not None:
+        memory = replace(memory, count=jnp.where(begins[:, None], 0.0, memory.count))
+    memory = _write(memory, column, code, value)
+
+    n_table = table_size(cfg)
+    near = jnp.take_along_axis(by_query, memory.codes, axis=1)
+    near = near + jnp.take_along_axis(by_query, n_code + distance, axis=1)
+    score = jnp.concatenate([by_query[:, :n_table], near], axis=1)
+    score = jnp.where(memory.count > 0, score, -jnp.inf)
+    weight = jnp.exp(score - jnp.max(score, axis=-1, keepdims=True))
+    norm = jnp.sum(weight * memory.count, axis=-1, keepdims=True)
+    mixed = jnp.einsum("rn,rnv->rv", weight, memory.total) / norm
+    mixed = mixed.astype(x.dtype).reshape(batch, hv)
+    return dot(mixed * gate, weights.out)[:, : cfg.d_model], memory
+
+
+def _taken(mixture: Mixture, g: int) -> Mixture:
+    """One unit's, as a stack of one layer; 16 bits as bits, which can be read in part."""
+
+    def one(leaf: Any) -> Any:
+        leaf = jax.tree.map(lambda x: x[g], leaf)
+        return quant.as_bits(leaf) if isinstance(leaf, jax.Array) and leaf.dtype == jnp.bfloat16 else leaf
+
+    return jax.tree.map(one, mixture, is_leaf=quant.is_quantized)
+
+
+def _mixture(x: Float[Array, "B D"], mixture: Mixture, cfg: VQConfig, of: Parts) -> Float[Array, "B D"]:
+    everyone = jnp.ones((x.shape[0],), bool)
+    h = rms_norm_gain(x, mixture.in_gain)
+    first = of.first_expert(cfg.n_expert)
+    y = few_experts(h, mixture.router[None], mixture.experts, 0, everyone, cfg.n_choice, first)
+    return rms_norm_gain(of.added(y, "model", "expert"), mixture.out_gain)
+
+
+def _write(
+    memory: UnitMemory, column: Int[Array, " R"], code: Int[Array, " R"], value: Float[Array, "R V"]
+) -> UnitMemory:
+    """The key whose ring column is due moves to the table; the new key takes its place. One scatter for both: XLA does it in
+    place, while two updates one after the other are each fused with the matmul that reads them, and copy everything."""
+    n_row, ring = memory.codes.shape
+    n_table = memory.count.shape[1] - ring
+    here = n_table + column
+    rows = jnp.arange(n_row)
+    if n_table:
+        memory, (old_code, old_total) = leave_ring(memory, column, write=False)
+        place = jnp.stack([old_code, here], axis=1)
+        new = jnp.stack([old_total, value], axis=1)
+    else:
+        place, new = here[:, None], value[:, None]
+    total = memory.total.at[rows[:, None], place].set(new, unique_indices=True, mode="promise_in_bounds")
+    return UnitMemory(
+        total=jax.lax.optimization_barrier(total),
+        codes=jnp.where(jnp.arange(ring) == column[:, None], code[:, None], memory.codes),
+        count=jnp.where(jnp.arange(n_table + ring) == here[:, None], 1.0, memory.count),
+    )
+
+
+def leave_ring(
+    memory: UnitMemory, column: Int[Array, " R"], *, write: bool = True
+) -> tuple[UnitMemory, tuple[Int[Array, " R"], Float[Array, "R V"]]]:
+    """Moves each row's key in ring column `column` (if there is one) to its place in the table: the counts, and with `write` the
+    totals. Also which column of the table changes, and to what."""
+    n_row, ring = memory.codes.shape
+    n_table = memory.count.shape[1] - ring
+    rows = jnp.arange(n_row)
+    code = memory.codes[rows, column]
+    if not n_table:
+        return memory, (code, memory.total[rows, code])
+    moving = memory.count[rows, n_table + column][:, None]
+    held = jnp.where(memory.count[rows, code][:, None] > 0, memory.total[rows, code], 0.0)
+    total = held + jnp.where(moving > 0, memory.total[rows, n_table + column], 0.0)
+    places = jnp.arange(memory.count.shape[1])
+    count = memory.count + jnp.where(places == code[:, None], moving, 0.0)
+    count = jnp.where(places == n_table + column[:, None], 0.0, count)
+    memory = replace(memory, count=count)
+    if write:
+        memory = replace(memory, total=memory.total.at[rows, code].set(total))
+    return memory, (code, total)

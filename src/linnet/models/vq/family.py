@@ -1,0 +1,197 @@
+"""The `vq` family as the trainer sees it: loss, codebook updates, evaluation, diagnostics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from linnet.core import rng
+from linnet.core.pytree import pytree
+from linnet.models.base import Aux, Keys
+from linnet.models.router_metrics import expert_alarms, expert_diagnostics, router_cost, router_metrics
+from linnet.models.vq import model
+from linnet.models.vq import slots as decoder
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.diagnostics import codebook_figures
+from linnet.models.vq.params import RULES, VQBuffers, VQParams, buffer_specs, param_specs
+from linnet.nn import codebook
+
+name = "vq"
+
+
+@pytree
+class Statistics:
+    seen: codebook.CodeStatistics  # G H S (K)
+    candidates: Any  # G H S K, or None when dead codes stay dead
+
+
+def empty_carry(cfg: VQConfig, batch_size: int) -> model.VQCarry:
+    return model.empty_carry(cfg, batch_size)
+
+
+carry_names = model.carry_names
+
+
+def loss(
+    params: VQParams,
+    buffers: VQBuffers,
+    carry: model.VQCarry,
+    batch: Any,
+    keys: Keys | None,
+    first_row: int | Int[Array, ""],
+    cfg: VQConfig,
+) -> tuple[Float[Array, ""], Aux]:
+    """Mean over B x T of `mask * nll`, plus the commitment loss. The mask is not renormalised here, but it is in the metrics."""
+    mask = batch.loss_mask.astype(jnp.float32)
+    dropout = None if keys is None else _dropout(keys, first_row, batch.inputs.shape[0])
+    if cfg.d_condition:
+        embeds = batch.condition if dropout is None else _disturbed(batch.condition, dropout, cfg)
+        carry = model.conditioned(params, carry, embeds, cfg)
+    x, carry, aux = model.forward(
+        params,
+        buffers,
+        batch.inputs,
+        carry,
+        cfg,
+        documents=batch.doc_ids,
+        mask=mask,
+        dropout=dropout,
+    )
+    nll = jnp.mean(mask * model.nats(params, x, batch.targets, cfg))
+    commitment = jnp.sum(aux.commitment)
+    metrics = {
+        "loss_lm_per_token_unscaled": nll,
+        "loss_mask_per_token": jnp.mean(mask),
+        "loss_commit_per_token": commitment,
+        "vec_norm_mean": jnp.mean(aux.key_norm),
+        "vec_hat_norm_mean": jnp.mean(aux.quantised_norm),
+        "relative_err_min": jnp.mean(aux.error[:, 0]),
+        "relative_err_mean": jnp.mean(aux.error[:, 1]),
+        "relative_err_max": jnp.mean(aux.error[:, 2]),
+        "unit_relative_err": aux.error[:, 1],
+        "unit_usage": jnp.mean(aux.seen.count > 0, axis=(1, 2)),
+    }
+    total = nll + cfg.c_beta * commitment
+    if aux.router is not None:
+        metrics |= router_metrics(aux.router)
+        total = total + router_cost(aux.router, cfg.balance_weight, cfg.z_weight)
+    statistics = Statistics(seen=aux.seen, candidates=aux.candidates)
+    return total, Aux(metrics=metrics, statistics=statistics, carry=carry)
+
+
+def merge_statistics(a: Statistics, b: Statistics) -> Statistics:
+    """Counts add up. Candidates of one micro-batch are as good as another's."""
+    return Statistics(seen=jax.tree.map(jnp.add, a.seen, b.seen), candidates=a.candidates)
+
+
+def update_buffers(buffers: VQBuffers, statistics: Statistics, cfg: VQConfig) -> VQBuffers:
+    count, total = codebook.moving_average(buffers.code_count, buffers.code_total, statistics.seen, cfg.c_gamma)
+    if statistics.candidates is not None:
+        count, total = codebook.restart_dead(count, total, statistics.candidates, cfg.dead_code_below)
+    return VQBuffers(code_count=count, code_total=total)
+
+
+def nats(
+    params: VQParams, buffers: VQBuffers, carry: model.VQCarry, batch: Any, cfg: VQConfig
+) -> tuple[Float[Array, "B T"], model.VQCarry]:
+    batch_size, n_token = batch.inputs.shape
+    if cfg.d_condition:
+        carry = model.conditioned(params, carry, batch.condition, cfg)
+    stretch = _reading_stretch(cfg, batch_size, n_token)
+
+    def cut(x: Array) -> Array:
+        return x.reshape(batch_size, -1, stretch).swapaxes(0, 1)
+
+    def read(carry: model.VQCarry, part: tuple[Array, Array, Array]) -> tuple[model.VQCarry, Array]:
+        inputs, targets, documents = part
+        block_len = reading_block_len(cfg)
+        x, carry, _ = model.forward(params, buffers, inputs, carry, cfg, documents=documents, block_len=block_len)
+        return carry, model.nats(params, x, targets, cfg)
+
+    parts = (cut(batch.inputs), cut(batch.targets), cut(batch.doc_ids))
+    carry, values = jax.lax.scan(read, carry, parts)
+    return values.swapaxes(0, 1).reshape(batch_size, n_token), carry
+
+
+def _reading_stretch(cfg: VQConfig, batch_size: int, n_token: int) -> int:
+    """How many tokens a row reads at once. On a CPU all units read some 1,024 tokens before the next are begun, so that the wide
+    arrays between two products stay in the cache; the stretch must divide the row, and cut no block."""
+    if jax.default_backend() != "cpu":
+        return n_token
+    block_len = reading_block_len(cfg)
+    most = max(1024 // batch_size, cfg.mem_len, block_len)
+    fitting = [n for n in range(block_len, min(most, n_token) + 1, block_len) if n_token % n == 0]
+    return max(fitting, default=n_token)
+
+
+def reading_block_len(cfg: VQConfig) -> int:
+    """The block length for reading without a gradient: the result does not depend on it. On a CPU shorter blocks win, since less of
+    each block lies in the masked future."""
+    return min(cfg.block_len, 64) if jax.default_backend() == "cpu" else cfg.block_len
+
+
+def diagnostics(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfig) -> dict[str, Any]:
+    figures = codebook_figures(buffers, metrics, cfg)
+    return figures | expert_diagnostics(metrics) if cfg.n_expert else figures
+
+
+def alarms(figures: dict[str, Any], least: float, cfg: VQConfig) -> dict[int, str]:
+    collapsed = {
+        unit: f"The codebook of unit {unit} collapses: it uses as much as {value:.1f} of {cfg.n_code} codes. Try "
+        "--model.restart-dead-codes, a lower learning rate, or a larger --model.c-beta."
+        for unit, value in enumerate(figures.get("codebook", {}).get("perplexity", []))
+        if value < least * cfg.n_code
+    }
+    # Experts count from behind the units, so that both may be told of one unit.
+    more = expert_alarms(figures, least, cfg.n_expert) if cfg.n_expert else {}
+    return collapsed | {cfg.n_unit + unit: words for unit, words in more.items()}
+
+
+def flops_per_token(cfg: VQConfig) -> int:
+    return model.n_flops_per_token(cfg)
+
+
+def _disturbed(embeds: Float[Array, "B E"], dropout: model.Dropout, cfg: VQConfig) -> Float[Array, "B E"]:
+    """Embeddings as training shows them: a little off, and now and then none. Held for a whole sequence."""
+
+    def row(embed: Float[Array, " E"], key: PRNGKeyArray) -> Float[Array, " E"]:
+        if cfg.condition_noise:
+            noise = jax.random.normal(rng.stream(key, "condition noise"), embed.shape)
+            off = embed + cfg.condition_noise / math.sqrt(cfg.d_condition) * noise
+            embed = off * jax.lax.rsqrt(jnp.sum(off**2)) * jnp.any(embed != 0)  # none stays none
+        keep = jax.random.bernoulli(rng.stream(key, "condition"), 1.0 - cfg.p_drop_condition)
+        return jnp.where(keep, embed, 0.0)
+
+    return jax.vmap(row)(embeds, dropout.sequence)
+
+
+def _dropout(keys: Keys, first_row: int | Int[Array, ""], batch_size: int) -> model.Dropout:
+    rows = first_row + jnp.arange(batch_size)
+    per_row = jax.vmap(lambda key, row: rng.at(rng.stream(key, "row"), row), in_axes=(None, 0))
+    return model.Dropout(
+        update=per_row(keys.update, rows),
+        sequence=per_row(keys.sequence, rows),
+        shared=rng.stream(keys.sequence, "shared"),
+    )
+
+
+__all__ = [
+    "RULES",
+    "alarms",
+    "buffer_specs",
+    "carry_names",
+    "decoder",
+    "diagnostics",
+    "empty_carry",
+    "flops_per_token",
+    "loss",
+    "merge_statistics",
+    "name",
+    "nats",
+    "param_specs",
+    "update_buffers",
+]

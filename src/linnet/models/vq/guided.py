@@ -1,0 +1,122 @@
+"""Guided painting: every sequence runs twice, told of its embedding and not, and is drawn from what the first has over the second.
+
+Letters: B sequences (2B slots: first all that are told, then all that are not), A vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from linnet.core.pytree import pytree, replace
+from linnet.models import decoding as drawing
+from linnet.models.tensor_parallel import EVERYWHERE, Parts
+from linnet.models.vq import slots as one_by_one
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.decode import read_token
+from linnet.models.vq.decode_state import Prepared, Slots, by_parts, slot_cuts
+from linnet.models.vq.model import VQCarry
+from linnet.models.vq.params import VQBuffers, VQParams
+from linnet.nn.batch_invariant import COMPILER_OPTIONS
+from linnet.nn.sampling import Rules, SamplingSettings
+
+Pair = tuple[VQCarry, VQCarry]
+
+
+@pytree
+class Twice:
+    both: Slots  # 2B
+    guidance: Float[Array, " B"]
+
+    @property
+    def position(self) -> Int[Array, " B"]:
+        return self.both.position[: self.guidance.shape[0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Guided:
+    """A `Decoder` whose states are pairs. A guidance of 1 is the model as it is told, bit for bit."""
+
+    guidance: float
+
+    def hold(self, params: VQParams) -> VQParams:
+        return params
+
+    def prepare(self, params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
+        return one_by_one.prepare(params, buffers, cfg)
+
+    def init_slots(self, cfg: VQConfig, n: int) -> Twice:
+        return Twice(
+            both=one_by_one.init_slots(cfg, 2 * n), guidance=cast(Any, np.full((n,), self.guidance, np.float32))
+        )
+
+    def told_state(self, params: VQParams, embed: Float[Array, " E"], cfg: VQConfig) -> Pair:
+        return one_by_one.told_state(params, embed, cfg), one_by_one.empty_state(cfg)
+
+    def admit(
+        self,
+        params: VQParams,
+        buffers: VQBuffers,
+        prompt: Sequence[int],
+        cfg: VQConfig,
+        state: Pair | None = None,
+    ) -> Pair:
+        told, untold = state or (None, None)
+        read = partial(one_by_one.admit, params, buffers, prompt, cfg)
+        return read(told), read(untold)
+
+    def insert(self, slots: Twice, one: Pair, i: int) -> Twice:
+        both = one_by_one.insert(slots.both, one[0], i)
+        return replace(slots, both=one_by_one.insert(both, one[1], slots.guidance.shape[0] + i))
+
+    def decode(self, *given: Any, **options: Any) -> Any:
+        return decode(*given, **options)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("cfg", "n_ticks", "n_top"),
+    donate_argnames=("slots", "seen"),
+    compiler_options=COMPILER_OPTIONS,
+)
+def decode(
+    prepared: Prepared,
+    slots: Twice,
+    tokens: Int[Array, " B"],
+    settings: SamplingSettings,
+    keys: PRNGKeyArray,
+    seen: Int[Array, "B A"],
+    rules: Rules | None = None,
+    active: Any = None,
+    n: int | Int[Array, ""] | None = None,
+    *,
+    cfg: VQConfig,
+    n_ticks: int,
+    n_top: int = 0,
+) -> tuple[Twice, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"], tuple[Array, Array] | None]:
+    """As `drawing.draw` says: what is drawn is read by both of a pair."""
+    del active
+
+    def run(
+        prepared: Prepared, slots: Twice, cfg: VQConfig, of: Parts, tokens: Any, settings: Any, keys: Any, *rest: Any
+    ) -> tuple[Any, ...]:
+        seen, rules, n = rest
+
+        def one(slots: Twice, tokens: Int[Array, " B"]) -> tuple[Twice, Float[Array, "B A"]]:
+            both, logits = read_token(prepared, slots.both, jnp.concatenate([tokens, tokens]), cfg, of)
+            told, untold = jnp.split(logits, 2)
+            guidance = slots.guidance[:, None]
+            mixed = jnp.where(guidance == 1.0, told, untold + guidance * (told - untold))
+            return replace(slots, both=both), mixed
+
+        return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
+
+    cut = Twice(both=slot_cuts(cfg.n_head, cfg.n_unit), guidance=cast(Any, EVERYWHERE))
+    return cast(Any, by_parts(run, prepared, slots, cfg, cut, tokens, settings, keys, seen, rules, n))

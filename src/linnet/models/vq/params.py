@@ -1,0 +1,124 @@
+"""The weights of a `vq` model: each declared once, the gated attention units stacked on a leading axis.
+
+Letters: G units, D model width, H heads, K key width, V value width, S codes, A vocabulary, E width of a condition, P places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from linnet.core.params import Spec
+from linnet.core.pytree import pytree
+from linnet.models.hidden import ffn_size
+from linnet.models.vq.config import VQConfig
+from linnet.nn.moe import ExpertWeights, Mixture
+from linnet.parallel.sharding import ROWS, Rules
+
+RULES: Rules = {
+    **ROWS,
+    "model": "fsdp",
+    "vocab": "model",
+    "heads": "model",
+    "values": "model",
+    "hidden": "model",
+    "experts": "expert",
+}
+"""How a mesh cuts the model. Of one head only the values are cut: every device computes its scores, which are cheap."""
+
+
+@pytree
+class UnitParams:
+    norm_gain: Any  # G D
+    norm_bias: Any  # G D
+    w_q: Any  # G D HK
+    w_kvg: Any  # G D (HK + HV + HV)
+    w_r: Any  # G D HK
+    w_res: Any  # G HV D
+    u: Any  # G HK
+    w: Any  # G HK
+
+
+@pytree
+class VQParams:
+    embed: Any  # A D
+    position_scale: Any  # scalar, or None without absolute positions
+    units: UnitParams
+    out_gain: Any  # D, or None without e_preln
+    out_norm_bias: Any  # D, or None without e_preln
+    w_out: Any  # D A, or None when tied
+    out_bias: Any  # A
+    mixture: Any = None  # G ..: a `Mixture` after each unit, or None without experts
+    w_condition: Any = None  # E D, or None where nothing conditions the model
+    place: Any = None  # P D: how each place reads it, or None
+
+
+@pytree
+class VQBuffers:
+    """The codebooks: what learns without gradients."""
+
+    code_count: Any  # G H S
+    code_total: Any  # G H S K
+
+
+def param_specs(cfg: VQConfig) -> VQParams:
+    g, d, hk, hv = cfg.n_unit, cfg.d_model, cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
+    heads = head_axis(cfg)
+
+    def unit(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any, least: Any = "float32") -> Spec:
+        return Spec((g, *shape), ("layers", *axes), init, least=least)
+
+    return VQParams(
+        embed=Spec((cfg.n_vocab, d), ("vocab", "model"), "normal", least="bfloat16"),
+        position_scale=Spec((), (), "zeros") if cfg.pe_abs else None,
+        units=UnitParams(
+            norm_gain=unit((d,), ("model",), "ones"),
+            norm_bias=unit((d,), ("model",), "zeros"),
+            w_q=unit((d, hk), ("model", heads), "fan_in", "int8"),
+            w_kvg=unit((d, hk + 2 * hv), ("model", "values"), "fan_in", "int8"),
+            w_r=unit((d, hk), ("model", heads), "fan_in", "bfloat16"),
+            w_res=unit((hv, d), ("values", "model"), "fan_in", "int8"),
+            u=unit((hk,), (heads,), "zeros"),
+            w=unit((hk,), (heads,), "zeros"),
+        ),
+        out_gain=Spec((d,), ("model",), "ones") if cfg.e_preln else None,
+        out_norm_bias=Spec((d,), ("model",), "zeros") if cfg.e_preln else None,
+        w_out=None if cfg.e_tie else Spec((d, cfg.n_vocab), ("model", "vocab"), "fan_in", least="int8"),
+        out_bias=Spec((cfg.n_vocab,), ("vocab",), "zeros"),
+        mixture=_mixture_specs(cfg) if cfg.n_expert else None,
+        w_condition=Spec((cfg.d_condition, d), (None, "model"), "fan_in") if cfg.d_condition else None,
+        # Rows looked up, as embeddings are: the optimiser treats them so.
+        place=Spec((cfg.n_place, d), ("vocab", "model"), "zeros") if cfg.d_condition else None,
+    )
+
+
+def head_axis(cfg: VQConfig) -> str | None:
+    """The keys of several heads are cut by heads; those of one stay whole."""
+    return "heads" if cfg.n_head > 1 else None
+
+
+def _mixture_specs(cfg: VQConfig) -> Mixture:
+    n, d, f = cfg.n_expert, cfg.d_model, ffn_size(cfg.d_model, cfg.widening)
+
+    def unit(
+        shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any = "fan_in", least: Any = "float32"
+    ) -> Spec:
+        return Spec((cfg.n_unit, *shape), ("layers", *axes), init, least=least)
+
+    return Mixture(
+        in_gain=unit((d,), ("model",), "ones"),
+        router=unit((d, n), ("model", None)),
+        experts=ExpertWeights(
+            gate=unit((n, d, f), ("experts", "model", "hidden"), least="int8"),
+            value=unit((n, d, f), ("experts", "model", "hidden"), least="int8"),
+            out=unit((n, f, d), ("experts", "hidden", "model"), least="int8"),
+        ),
+        out_gain=unit((d,), ("model",), "ones"),
+    )
+
+
+def buffer_specs(cfg: VQConfig) -> VQBuffers:
+    shape = (cfg.n_unit, cfg.n_head, cfg.n_code)
+    return VQBuffers(
+        code_count=Spec(shape, ("layers", "heads", None), "ones"),
+        code_total=Spec((*shape, cfg.d_k), ("layers", "heads", None, None), "fan_in"),
+    )

@@ -1,0 +1,332 @@
+"""The state of `vq` sequences while they decode: a fixed number of slots, each of one size however long its sequence.
+
+Letters: B slots, H heads, R = B H rows, S codes, M window, W = M + 1 ring columns, N = S + W columns, V value width, G units,
+E width of a condition.
+
+A row's memory is N columns. Each has a code, a count of keys and the sum of their values: the first S are the table (column s
+holds all old keys of code s), the other W are a ring of single keys. The token at position p sits in ring column p mod W; when
+its turn comes again, the old key moves to the table. So a slot's contents depend on its own tokens alone, bit for bit: not on its
+neighbours, its index, or when it was admitted; and taking a slot out and putting it back changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from linnet.core.pytree import replace
+from linnet.models.tensor_parallel import EVERYWHERE, cuts, decoding_rules
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.decode import code_vectors, decode, leave_ring, prepare, table_size, tick
+from linnet.models.vq.decode_state import (
+    Prepared,
+    Slots,
+    UnitMemory,
+    UnitWeights,
+    part_config,
+    prepared_cuts,
+    slot_cuts,
+)
+from linnet.models.vq.model import VQCarry, carry_names, conditioned, empty_carry, forward, logits, nats
+from linnet.models.vq.params import RULES, VQBuffers, VQParams
+from linnet.nn import codebook
+from linnet.nn.losses import likeliest
+from linnet.nn.vq_attention import AttentionState
+from linnet.nn.vq_attention_scan import EMPTY
+from linnet.parallel import sharding
+from linnet.parallel.sharding import each_part
+
+CHUNK = 128  # the least number of prompt tokens read at once
+SHORT = 32  # the end of a prompt that is no longer has a program of its own: a short message costs little
+DOCUMENT = 0  # what a slot calls its current document; older documents are forgotten
+
+
+def init_slots(cfg: VQConfig, n: int) -> Slots:
+    """`n` empty slots."""
+    return _empty_slots(cfg, n) if sharding.current() is None else _slots_by_parts(cfg, n)
+
+
+@partial(jax.jit, static_argnames=("cfg", "n"))
+def _slots_by_parts(cfg: VQConfig, n: int) -> Slots:
+    mine = part_config(cfg)
+    return each_part(lambda: _empty_slots(mine, n), (), (), slot_cuts(cfg.n_head, cfg.n_unit))
+
+
+def _empty_slots(cfg: VQConfig, n: int) -> Slots:
+    rows, ring, columns = n * cfg.n_head, cfg.mem_len + 1, table_size(cfg) + cfg.mem_len + 1
+    return Slots(
+        units=tuple(
+            UnitMemory(
+                total=jnp.zeros((rows, columns, cfg.d_v), jnp.float32),
+                codes=jnp.zeros((rows, ring), jnp.int32),
+                count=jnp.zeros((rows, columns), jnp.float32),
+            )
+            for _ in range(cfg.n_unit)
+        ),
+        position=jnp.zeros((n,), jnp.int32),
+        condition=jnp.zeros((n, cfg.d_model), jnp.float32) if cfg.d_condition else None,
+    )
+
+
+def hold(params: VQParams) -> VQParams:
+    return params
+
+
+def empty_state(cfg: VQConfig) -> VQCarry:
+    """The state of a sequence of which nothing was read."""
+    return empty_carry(cfg, 1)
+
+
+@partial(jax.jit, static_argnames="cfg")
+def told_state(params: VQParams, embed: Float[Array, " E"], cfg: VQConfig) -> VQCarry:
+    """The state of a sequence that is told of an embedding of length 1, before it read anything."""
+    return _on_mesh(conditioned(params, empty_carry(cfg, 1), embed[None], cfg))
+
+
+@jax.jit
+def placed(one: VQCarry) -> VQCarry:
+    """A state from elsewhere, where the programs have theirs."""
+    return _on_mesh(one)
+
+
+def _on_mesh(one: VQCarry) -> VQCarry:
+    rules = decoding_rules(RULES)
+    return jax.tree.map(
+        lambda names, x: sharding.constrain(x, names, rules), carry_names(one), one, is_leaf=sharding.is_names
+    )
+
+
+def _state_cuts(one: VQCarry) -> Any:
+    """As `placed` does it."""
+    rules = decoding_rules(RULES)
+    return jax.tree.map(lambda names, x: cuts(x.shape, names, rules), carry_names(one), one, is_leaf=sharding.is_names)
+
+
+def state_like(cfg: VQConfig, n_read: int) -> VQCarry:
+    """Of one size, whatever was read."""
+    del n_read
+    return empty_carry(cfg, 1)
+
+
+def admit(
+    params: VQParams, buffers: VQBuffers, prompt: Sequence[int], cfg: VQConfig, carry: VQCarry | None = None
+) -> VQCarry:
+    """Reads a prompt of any length (after `carry`, where given) in chunks of one size: one program does for all of them,
+    and a smaller one for a last chunk that is short."""
+    carry = empty_carry(cfg, 1) if carry is None else carry
+    size = chunk_len(cfg)
+    for start in range(0, len(prompt), size):
+        carry = admit_chunk(params, buffers, carry, prompt[start : start + size], cfg)
+    return carry
+
+
+def admit_chunk(params: VQParams, buffers: VQBuffers, carry: VQCarry, tokens: Sequence[int], cfg: VQConfig) -> VQCarry:
+    """Reads at most `chunk_len(cfg)` tokens: what an engine does between ticks."""
+    size = chunk_len(cfg)
+    assert 0 < len(tokens) <= size, f"a chunk has 1 to {size} tokens, got {len(tokens)}"
+    size = min(size, SHORT) if len(tokens) <= SHORT else size
+    padded = np.zeros((1, size), np.int32)
+    padded[0, : len(tokens)] = tokens
+    block_len = min(size, cfg.block_len)
+    return _read(params, buffers, carry, padded, np.asarray([len(tokens)], np.int32), cfg=cfg, block_len=block_len)
+
+
+def chunk_len(cfg: VQConfig) -> int:
+    return max(cfg.block_len, CHUNK // cfg.block_len * cfg.block_len)
+
+
+@partial(jax.jit, static_argnames=("cfg", "block_len"))
+def _read(
+    params: VQParams,
+    buffers: VQBuffers,
+    carry: VQCarry,
+    tokens: Int[Array, "1 C"],
+    length: Int[Array, " 1"],
+    *,
+    cfg: VQConfig,
+    block_len: int,
+) -> VQCarry:
+    documents = _documents(carry, tokens, cfg)
+    after = forward(params, buffers, tokens, carry, cfg, documents=documents, length=length, block_len=block_len)[1]
+    return _on_mesh(after)
+
+
+def _documents(carry: VQCarry, tokens: Int[Array, "1 C"], cfg: VQConfig) -> Int[Array, "1 C"]:
+    """Each end id begins another, after the one that the state is in."""
+    begun = jnp.maximum(carry.attention.table_document[0], DOCUMENT)  # the first unit's; all units agree
+    return begun[:, None] + jnp.cumsum(tokens == cfg.end_id, axis=1)
+
+
+@partial(jax.jit, static_argnames=("cfg", "n_top"))
+def chunk_logprobs(
+    params: VQParams,
+    buffers: VQBuffers,
+    carry: VQCarry,
+    tokens: Int[Array, "1 C"],
+    targets: Int[Array, "1 C"],
+    *,
+    cfg: VQConfig,
+    n_top: int = 0,
+) -> tuple[Float[Array, " C"], tuple[Int[Array, "C K"], Float[Array, "C K"]] | None]:
+    """The log-probability of each target after the tokens up to its place; padding at the end changes nothing before it. The carry
+    is left to `admit_chunk`, so that a state's bits do not depend on whether somebody asked for these. With `n_top`, also that many
+    of the likeliest tokens at each place and their log-probabilities."""
+    x, _, _ = forward(params, buffers, tokens, carry, cfg, documents=_documents(carry, tokens, cfg))
+    chosen = -nats(params, x, targets, cfg)[0]
+    if not n_top:
+        return chosen, None
+    return chosen, likeliest(logits(params, x, cfg)[0], n_top)
+
+
+@partial(jax.jit, donate_argnums=0)
+def insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
+    """Puts a sequence into slot `i`; the other slots are not touched."""
+    if sharding.current() is None:
+        return _insert(slots, one, i)
+    cut = _cuts_of(slots)
+    return each_part(_insert, (slots, one, jnp.asarray(i)), (cut, _state_cuts(one), EVERYWHERE), cut)
+
+
+def _cuts_of(slots: Slots) -> Any:
+    """By heads, where there are several rows a slot."""
+    n_head = slots.units[0].codes.shape[0] // slots.position.shape[0]
+    return slot_cuts(n_head, len(slots.units))
+
+
+def _insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
+    n_slot = slots.position.shape[0]
+    position = one.position[0]
+
+    def put(memory: UnitMemory, state: AttentionState) -> UnitMemory:
+        ring = memory.codes.shape[1]
+        window, n_head = ring - 1, memory.codes.shape[0] // n_slot
+        column = (jnp.arange(ring) - (position - window)) % ring  # of the window; its last + 1 is the free one
+        real = (state.documents[0] != EMPTY) & (state.documents[0] == state.table_document[0])
+        real = jnp.broadcast_to(real.astype(jnp.float32), (n_head, window))
+        n_table = memory.count.shape[1] - ring  # none without the cache
+
+        def ringed(x: Array) -> Array:
+            return jnp.pad(x, [(0, 0), (0, 1)] + [(0, 0)] * (x.ndim - 2))[:, column]
+
+        total = jnp.concatenate([state.total[0, :, :n_table], ringed(state.values[0]).astype(jnp.float32)], axis=1)
+        count = jnp.concatenate([state.count[0, :, :n_table], ringed(real)], axis=1)
+        row = i * n_head
+        return UnitMemory(
+            total=jax.lax.dynamic_update_slice(memory.total, total, (row, 0, 0)),
+            codes=jax.lax.dynamic_update_slice(memory.codes, ringed(state.codes[0]), (row, 0)),
+            count=jax.lax.dynamic_update_slice(memory.count, count, (row, 0)),
+        )
+
+    units = tuple(put(memory, jax.tree.map(lambda x, g=g: x[g], one.attention)) for g, memory in enumerate(slots.units))
+    condition = None if slots.condition is None else slots.condition.at[i].set(one.condition[0])
+    return Slots(units=units, position=slots.position.at[i].set(position), condition=condition)
+
+
+@partial(jax.jit, static_argnames="cfg")
+def alone(one: VQCarry, cfg: VQConfig) -> Slots:
+    """A slot that holds this sequence, and no other slot."""
+    return insert(init_slots(cfg, 1), one, 0)
+
+
+@partial(jax.jit, static_argnames="cfg")
+def extract(
+    prepared: Prepared,
+    slots: Slots,
+    i: int | Int[Array, ""],
+    cfg: VQConfig,
+    n_read: int | Int[Array, ""] = 0,
+    known: VQCarry | None = None,
+) -> VQCarry:
+    """The sequence in slot `i` as a state of its own; inserting it again gives the same bits as never having taken it out. How much
+    it has read, and what is known of an earlier state, make no difference to this family."""
+    del n_read, known
+    if sharding.current() is None:
+        return _extract(prepared, slots, i, cfg)
+    mine, out = part_config(cfg), _state_cuts(jax.eval_shape(lambda: empty_carry(cfg, 1)))
+    ins = (prepared_cuts(cfg), _cuts_of(slots), EVERYWHERE)
+    return each_part(lambda p, slots, i: _extract(p, slots, i, mine), (prepared, slots, jnp.asarray(i)), ins, out)
+
+
+def _extract(prepared: Prepared, slots: Slots, i: int | Int[Array, ""], cfg: VQConfig) -> VQCarry:
+    position = slots.position[i]
+    window, n_table = cfg.mem_len, table_size(cfg)
+    ring = window + 1
+    column = (position - window + jnp.arange(window)) % ring
+
+    def take(weights: UnitWeights, memory: UnitMemory) -> AttentionState:
+        memory = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * cfg.n_head, cfg.n_head), memory)
+        memory, _ = leave_ring(memory, jnp.broadcast_to(position % ring, (cfg.n_head,)))
+        count = jnp.pad(memory.count[:, :n_table], [(0, 0), (0, cfg.n_code - n_table)])
+        total = jnp.pad(memory.total[:, :n_table], [(0, 0), (0, cfg.n_code - n_table), (0, 0)])
+        real = memory.count[0, n_table + column] > 0  # the same for every head
+        codes = memory.codes[None, :, column]
+
+        def only_real(x: Float[Array, "1 H M E"]) -> Array:
+            return jnp.where(real[:, None], x, 0).astype(cfg.dtype)
+
+        return AttentionState(
+            codes=codes,
+            keys=only_real(codebook.lookup(code_vectors(weights, cfg), codes)),
+            values=only_real(memory.total[None, :, n_table + column]),
+            documents=jnp.where(real, DOCUMENT, EMPTY).astype(jnp.int32)[None],
+            count=count[None],
+            total=jnp.where(count[..., None] > 0, total, 0)[None],
+            table_document=jnp.where(jnp.any(real), DOCUMENT, EMPTY).astype(jnp.int32)[None],
+        )
+
+    units = [take(weights, memory) for weights, memory in zip(prepared.units, slots.units, strict=True)]
+    return VQCarry(
+        attention=jax.tree.map(lambda *x: jnp.stack(x), *units),
+        position=position[None],
+        condition=None if slots.condition is None else slots.condition[i][None],
+    )
+
+
+@partial(jax.jit, donate_argnums=0)
+def clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
+    """Empties slot `i`. Counts of zero hide whatever the columns hold."""
+    if sharding.current() is None:
+        return _clear(slots, i)
+    return each_part(_clear, (slots, jnp.asarray(i)), (_cuts_of(slots), EVERYWHERE), _cuts_of(slots))
+
+
+def _clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
+    n_slot = slots.position.shape[0]
+
+    def empty(memory: UnitMemory) -> UnitMemory:
+        n_head = memory.count.shape[0] // n_slot
+        zeros = jnp.zeros((n_head, memory.count.shape[1]), jnp.float32)
+        return replace(memory, count=jax.lax.dynamic_update_slice(memory.count, zeros, (i * n_head, 0)))
+
+    condition = None if slots.condition is None else slots.condition.at[i].set(0.0)
+    return Slots(units=tuple(map(empty, slots.units)), position=slots.position.at[i].set(0), condition=condition)
+
+
+__all__ = [
+    "Prepared",
+    "Slots",
+    "UnitMemory",
+    "admit",
+    "admit_chunk",
+    "alone",
+    "chunk_len",
+    "chunk_logprobs",
+    "clear",
+    "decode",
+    "empty_state",
+    "extract",
+    "hold",
+    "init_slots",
+    "insert",
+    "placed",
+    "prepare",
+    "state_like",
+    "tick",
+    "told_state",
+]

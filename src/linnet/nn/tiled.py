@@ -1,0 +1,143 @@
+"""Products of a few rows with weights that stay where they are: read tile by tile out of a stack, only the members asked for.
+
+A tile is small enough for the cache, so a weight passes through memory once, in the bits it is held in, however many rows want it:
+no float copy of a whole weight is ever made. Each row is multiplied by itself, so its bits are the same beside any others.
+Letters: N rows, K inputs, M outputs, S members of the stack.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from linnet.core import quant
+from linnet.core.pytree import pytree
+from linnet.core.quant import Matrix, Quantized
+from linnet.nn.moe import ExpertWeights, activation, choose
+
+TILE_BYTES = 256 << 10  # of a tile in float32: well within a core's own cache
+
+
+@pytree
+class Groups:
+    """Rows sorted by the member that they want, so that each is read once."""
+
+    order: Int[Array, " N"]  # sorted place -> row
+    member: Int[Array, " N"]  # of each group
+    start: Int[Array, " N"]
+    end: Int[Array, " N"]
+    count: Int[Array, ""]  # how many groups there are
+
+
+def group_rows(member: Int[Array, " N"], wanted: Array) -> Groups:
+    """`wanted`: rows that are False belong to no group."""
+    n_row = member.shape[0]
+    far = jnp.iinfo(jnp.int32).max
+    key = jnp.where(wanted, member, far)
+    order = jnp.argsort(key, stable=True)
+    ordered = key[order]
+    real = ordered != far
+    begins = real & ((jnp.arange(n_row) == 0) | (ordered != jnp.roll(ordered, 1)))
+    number = jnp.cumsum(begins) - 1  # the group of each sorted row
+    of = jnp.arange(n_row)
+    inside = real & (number == of[:, None])  # group, row
+    return Groups(
+        order=order.astype(jnp.int32),
+        member=jnp.max(jnp.where(inside, ordered, 0), axis=1).astype(jnp.int32),
+        start=jnp.argmax(inside, axis=1).astype(jnp.int32),
+        end=(jnp.argmax(inside, axis=1) + jnp.sum(inside, axis=1)).astype(jnp.int32),
+        count=jnp.sum(begins).astype(jnp.int32),
+    )
+
+
+def streamed(x: Float[Array, "N K"], stack: Matrix, groups: Groups) -> Float[Array, "N M"]:
+    """Each row times its member of the stack [S K M]; rows in no group come out as zeros."""
+    _, n_in, n_out = stack.shape
+    n_group = stack.n_group if isinstance(stack, Quantized) else 1
+    size = tile_rows(n_in // n_group, n_out)
+    per_group = n_in // n_group // size
+
+    def member(g: Array, y: Array) -> Array:
+        def tile(t: Array, y: Array) -> Array:
+            weight = _tile(stack, groups.member[g], t * size, size, x.dtype)
+            scale = None
+            if isinstance(stack, Quantized):
+                at = (groups.member[g], t // per_group, 0)
+                scale = jax.lax.dynamic_slice(stack.scales, at, (1, 1, n_out))[0].astype(x.dtype)
+
+            def row(p: Array, y: Array) -> Array:
+                i = groups.order[p]
+                part = jax.lax.dynamic_slice(x, (i, t * size), (1, size)) @ weight
+                part = part if scale is None else part * scale
+                there = jax.lax.dynamic_slice(y, (i, 0), (1, n_out))
+                return jax.lax.dynamic_update_slice(y, there + part, (i, 0))
+
+            return jax.lax.fori_loop(groups.start[g], groups.end[g], row, y)
+
+        return jax.lax.fori_loop(0, n_in // size, tile, y)
+
+    return jax.lax.fori_loop(0, groups.count, member, jnp.zeros((x.shape[0], n_out), x.dtype))
+
+
+def tile_rows(n_in: int, n_out: int) -> int:
+    """The most input rows that divide `n_in` and fit a tile."""
+    most = max(1, TILE_BYTES // (4 * n_out))
+    return max(n for n in range(1, n_in + 1) if n_in % n == 0 and n <= most)
+
+
+def _tile(stack: Matrix, member: Array, start: Array, size: int, dtype: jnp.dtype) -> Float[Array, "size M"]:
+    at, shape = (member, start, 0), (1, size, stack.shape[-1])
+
+    def cut(weight: Array) -> Array:
+        return jax.lax.dynamic_slice(weight, at, shape)[0]
+
+    if isinstance(stack, Quantized):
+        return cut(stack.weight).astype(dtype)
+    return quant.plain(jax.tree.map(cut, stack), dtype)
+
+
+def streamed_rows(x: Float[Array, "N K"], matrix: Float[Array, "M K"], wanted: Groups) -> Float[Array, "N M"]:
+    """Each row times a matrix whose rows are the outputs (embeddings, say); rows in no group come out as zeros."""
+    n_out, n_in = matrix.shape
+    size = tile_rows(n_out, n_in)
+
+    def tile(t: Array, y: Array) -> Array:
+        weight = quant.plain(
+            jax.tree.map(lambda w: jax.lax.dynamic_slice(w, (t * size, 0), (size, n_in)), matrix), x.dtype
+        )
+
+        def row(p: Array, y: Array) -> Array:
+            i = wanted.order[p]
+            part = jax.lax.dynamic_slice(x, (i, 0), (1, n_in)) @ weight.T
+            return jax.lax.dynamic_update_slice(y, part, (i, t * size))
+
+        return jax.lax.fori_loop(0, jnp.max(wanted.end), row, y)
+
+    return jax.lax.fori_loop(0, n_out // size, tile, jnp.zeros((x.shape[0], n_out), x.dtype))
+
+
+def few_experts(
+    x: Float[Array, "N D"],
+    router: Float[Array, "L D E"],
+    experts: ExpertWeights,
+    layer: int | Int[Array, ""],
+    wanted: Bool[Array, " N"],
+    n_choice: int,
+    first: int | Int[Array, ""] = 0,
+) -> Float[Array, "N D"]:
+    """The experts of a few tokens: only those that were chosen are read, each once. Where `experts` are some of each layer's, from
+    the `first` on, what these add: the rest is another device's."""
+    n_layer, _, n_expert = router.shape
+    n_here = experts.gate.shape[0] // n_layer
+    here = group_rows(jnp.full(wanted.shape, layer, jnp.int32), wanted)
+    routing = choose(streamed(x.astype(jnp.float32), router, here), n_choice)
+    member, ours = routing.chosen, jnp.repeat(wanted, n_choice)
+    if n_here < n_expert:
+        member = member - first
+        ours = ours & ((member >= 0) & (member < n_here)).reshape(-1)
+    pairs = group_rows((layer * n_here + member).reshape(-1).astype(jnp.int32), ours)
+    each = jnp.repeat(x, n_choice, axis=0)
+    hidden = activation(streamed(each, experts.gate, pairs), streamed(each, experts.value, pairs))
+    y = streamed(hidden, experts.out, pairs).reshape(*routing.weight.shape, -1)
+    return jnp.sum(y * routing.weight[..., None].astype(y.dtype), axis=1)

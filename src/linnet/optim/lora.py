@@ -1,0 +1,97 @@
+"""Low-rank adapters: a matrix W trains as W + scale * down @ up, with W frozen and out of the optimizer state.
+
+The sum is formed before the model runs, so every family, mesh and decoder sees ordinary weights, and what is trained is exactly what
+is exported and served. `up` starts at zero: step 0 is the base model. Letters: K inputs, N outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from linnet.config.schema import RunConfig
+from linnet.config.tuning import LoraConfig
+from linnet.core.errors import refuse
+from linnet.core.params import Spec, is_spec
+from linnet.core.pytree import leaf_name, named_leaves, pytree, static
+from linnet.models.base import Family
+
+DEFAULT_TARGETS = {
+    "vq": ("units/w_q", "units/w_kvg", "units/w_r", "units/w_res"),
+    "moe": ("layers/w_q", "layers/w_k", "layers/w_v", "layers/w_o"),
+}
+
+
+@pytree
+class Adapter:
+    down: Any  # *stack K R
+    up: Any  # *stack R N
+    scale: float = static()
+
+
+def trainable_specs(family: Family, cfg: RunConfig) -> Any:
+    """What the optimizer updates: all weights, or the adapters by the names of their matrices."""
+    specs = family.param_specs(cfg.model)
+    return adapter_specs(specs, cfg.lora, cfg.family) if cfg.lora.rank else specs
+
+
+def adapter_specs(specs: Any, lora: LoraConfig, family: str) -> dict[str, Adapter]:
+    if family not in DEFAULT_TARGETS:
+        raise refuse(
+            "lora.rank", lora.rank, f"0 with family {family!r}", f"adapters are for {', '.join(DEFAULT_TARGETS)}"
+        )
+    matrices = {name: spec for name, spec in named_leaves(specs, is_spec) if len(spec.layer_shape) == 2}
+    chosen: dict[str, Spec] = {}
+    for target in lora.targets or DEFAULT_TARGETS[family]:
+        found = {name: spec for name, spec in matrices.items() if f"/{target}/" in f"/{name}/"}
+        if not found:
+            raise refuse(
+                "lora.targets", target, f"(a part of) the name of a matrix: {', '.join(matrices)}", "use one of them"
+            )
+        chosen |= found
+    for name, spec in chosen.items():
+        if lora.rank > min(spec.layer_shape):
+            needs = f"at most {min(spec.layer_shape)}, the smaller side of {name} {spec.layer_shape}"
+            raise refuse("lora.rank", lora.rank, needs, f"use {min(8, *spec.layer_shape)}, or other --lora.targets")
+    return {name: _of_matrix(chosen[name], lora) for name in matrices if name in chosen}
+
+
+def _of_matrix(spec: Spec, lora: LoraConfig) -> Adapter:
+    *stack, n_in, n_out = spec.shape
+    *names, inputs, outputs = spec.axes
+    return Adapter(
+        down=Spec((*stack, n_in, lora.rank), (*names, inputs, None), "fan_in"),
+        up=Spec((*stack, lora.rank, n_out), (*names, None, outputs), "zeros"),
+        scale=lora.scale,
+    )
+
+
+def weights_of(params: Any, base: Any) -> Any:
+    """What the model runs with: the trained weights themselves, or their frozen base with the trained adapters merged in."""
+    return params if base is None else merge(base, params)
+
+
+def merge(base: Any, adapters: dict[str, Adapter]) -> Any:
+    """The weights of the adapted model. Matrices without an adapter are those of `base`."""
+
+    def one(path: tuple[Any, ...], weight: Array) -> Array:
+        adapter = adapters.get(leaf_name(path))
+        return weight if adapter is None else weight + delta(adapter)
+
+    return jax.tree_util.tree_map_with_path(one, base)
+
+
+def merged_config(cfg: RunConfig) -> RunConfig:
+    """Of a run whose adapters are merged: its model is an ordinary one."""
+    if not cfg.lora.rank:
+        return cfg
+    parent = None if cfg.parent is None else dataclasses.replace(cfg.parent, adapters=cfg.lora.rank)
+    return dataclasses.replace(cfg, lora=LoraConfig(), parent=parent)
+
+
+def delta(adapter: Adapter) -> Float[Array, "*L K N"]:
+    return adapter.scale * jnp.matmul(adapter.down, adapter.up, precision="highest")

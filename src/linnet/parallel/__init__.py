@@ -1,0 +1,1 @@
+"""Meshes, sharding and the processes of one run."""

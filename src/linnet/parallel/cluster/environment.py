@@ -1,0 +1,148 @@
+"""Which of how many processes this is, read from the environment before JAX is there.
+
+Asked in this order: Linnet's own variables (set by `linnet launch`, or by hand), Slurm, a TPU pod, an indexed Job of Kubernetes.
+What is said by halves is refused by its name: a process that took itself for alone would write into the others' run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from linnet.core.errors import UserError, refuse
+
+COORDINATOR, PROCESSES, PROCESS_ID = "LINNET_COORDINATOR", "LINNET_PROCESSES", "LINNET_PROCESS_ID"
+LOST_SECONDS, START_SECONDS = "LINNET_LOST_SECONDS", "LINNET_START_SECONDS"
+LAUNCHER = "LINNET_LAUNCHER"
+"""The process id of `linnet launch`: without it nobody would restart or stop the cluster, so its processes end with it."""
+
+SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+
+Kind = Literal["alone", "explicit", "slurm", "tpu", "kubernetes"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Member:
+    index: int
+    count: int
+    host: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """What the environment says. JAX finds out the rest itself where the kind is neither alone nor explicit."""
+
+    kind: Kind
+    coordinator: str | None = None
+    index: int | None = None
+    count: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """`lost`: seconds without a sign of life after which a process counts as gone. `start`: until all must have come."""
+
+    lost: float
+    start: float
+
+
+ALONE = Place(kind="alone")
+
+
+def find_place(environ: Mapping[str, str], devices: Path = Path("/dev")) -> Place:
+    """`devices`: where the chips of a TPU machine show."""
+    if any(name in environ for name in (COORDINATOR, PROCESSES, PROCESS_ID)):
+        return _explicit(environ)
+    if "SLURM_STEP_NODELIST" in environ and environ.get("SLURM_NTASKS", "1") != "1":
+        return _slurm(environ)
+    if _is_tpu(environ, devices):
+        return Place(kind="tpu")
+    if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
+        return _kubernetes(environ)
+    return ALONE
+
+
+def find_bounds(environ: Mapping[str, str]) -> Bounds:
+    return Bounds(lost=_seconds(environ, LOST_SECONDS, 30.0), start=_seconds(environ, START_SECONDS, 300.0))
+
+
+def _explicit(environ: Mapping[str, str]) -> Place:
+    count = _whole(environ, PROCESSES)
+    if count is None:
+        found = ", ".join(name for name in (COORDINATOR, PROCESS_ID) if name in environ)
+        raise UserError(
+            f"{found} is set, but {PROCESSES} is not. Fix: set {PROCESSES} to the number of processes, or none."
+        )
+    if count < 1:
+        raise refuse(PROCESSES, count, "at least 1", "set it to the number of processes")
+    if count == 1:  # says so whatever Slurm or Kubernetes say: a sweep's tasks are no cluster
+        return ALONE
+    index = _whole(environ, PROCESS_ID)
+    if index is None:
+        raise UserError(
+            f"{PROCESSES} is {count}, but {PROCESS_ID} is not set. Fix: set it to 0 to {count - 1}, each once."
+        )
+    if not 0 <= index < count:
+        raise refuse(PROCESS_ID, index, f"0 to {count - 1} ({PROCESSES} is {count})", "number the processes from 0")
+    address = environ.get(COORDINATOR, "")
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        raise refuse(COORDINATOR, address, "the HOST:PORT of process 0", "use one that all processes can reach")
+    return Place(kind="explicit", coordinator=address, index=index, count=count)
+
+
+def _slurm(environ: Mapping[str, str]) -> Place:
+    missing = [name for name in SLURM if name not in environ]
+    if missing:
+        raise UserError(
+            f"this is a Slurm step of {environ['SLURM_NTASKS']} tasks, but {', '.join(missing)} is not set. "
+            f"Fix: start with srun, or set {PROCESSES}=1 to run alone."
+        )
+    count, index = _whole(environ, "SLURM_NTASKS"), _whole(environ, "SLURM_PROCID")
+    assert count is not None
+    assert index is not None
+    if not 0 <= index < count:
+        raise refuse("SLURM_PROCID", index, f"0 to {count - 1} (SLURM_NTASKS is {count})", "start with srun")
+    return Place(kind="slurm", index=index, count=count)
+
+
+def _is_tpu(environ: Mapping[str, str], devices: Path) -> bool:
+    """A machine with chips and their library. JAX knows the pod they belong to, also when that is one machine only."""
+    here = any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*"))
+    wanted = environ.get("JAX_PLATFORMS", "tpu")
+    return here and "tpu" in wanted and importlib.util.find_spec("libtpu") is not None
+
+
+def _kubernetes(environ: Mapping[str, str]) -> Place:
+    if importlib.util.find_spec("kubernetes") is None:
+        raise UserError(
+            "this is a pod of an indexed Job, but the package kubernetes, with which JAX finds the others, is not installed. "
+            f"Fix: set {COORDINATOR}, {PROCESSES} and {PROCESS_ID} in the Job (docs/scale.md has one), {PROCESSES}=1 if each pod "
+            "works alone, or pip install kubernetes."
+        )
+    index = _whole(environ, "JOB_COMPLETION_INDEX")
+    return Place(kind="kubernetes", index=index)
+
+
+def _whole(environ: Mapping[str, str], name: str) -> int | None:
+    value = environ.get(name)
+    if value is None:
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise refuse(name, value, "a whole number", "set it to one, or unset it") from None
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    value = environ.get(name)
+    try:
+        seconds = default if value is None else float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 1.0 <= seconds <= 86400.0:
+        raise refuse(name, value, "1 to 86400 seconds", f"unset it, for {default:g}")
+    return seconds

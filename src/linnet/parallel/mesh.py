@@ -1,0 +1,65 @@
+"""The mesh as people write it: `data=2,model=4`. Plain Python, so that a config can be checked before JAX is there.
+
+Four axes, each of size 1 unless asked for. Rows of a batch are cut by data, fsdp and expert together; weights by fsdp (each device
+holds a part and gathers the rest when a layer needs it), model (heads, values, hidden units, vocabulary) and expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from linnet.core.errors import refuse
+
+MESH_AXES = ("data", "fsdp", "model", "expert")
+ROW_AXES = ("data", "fsdp", "expert")
+"""A row of the batch is on one device of these."""
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """All axes with their sizes."""
+    sizes: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
+    given: set[str] = set()
+    for part in filter(None, (word.strip() for word in text.split(","))):
+        name, equals, size = part.partition("=")
+        name = name.strip()
+        if name not in MESH_AXES:
+            raise refuse("mesh", text, f"axes among {', '.join(MESH_AXES)}", "write it as --mesh data=2,model=2")
+        if name in given:
+            raise refuse("mesh", text, f"the axis {name} once", "leave one of them out")
+        if not equals or not size.strip().isdecimal() or int(size) < 1:
+            needs = f"a whole number from 1 on as the size of {name}"
+            raise refuse("mesh", text, needs, f"write it as --mesh {name}=2, or leave {name} out for 1")
+        given.add(name)
+        sizes[name] = int(size)
+    return sizes
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """As short as it can be written; empty for one device."""
+    return ",".join(f"{name}={sizes[name]}" for name in MESH_AXES if sizes.get(name, 1) > 1)
+
+
+def n_devices(sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes.values())
+
+
+def n_row_parts(sizes: Mapping[str, int]) -> int:
+    """Into how many parts the rows of a batch are cut."""
+    return math.prod(sizes[name] for name in ROW_AXES)
+
+
+def must_divide(field: str, value: int, axis: str, sizes: Mapping[str, int]) -> None:
+    """Refuses a mesh whose axis does not divide what it is to cut."""
+    size = sizes[axis]
+    if value % size:
+        fitting = max(n for n in range(1, size + 1) if value % n == 0)
+        needs = f"a size that divides {field} ({value}), which the axis cuts"
+        raise refuse(f"mesh axis {axis}", size, needs, f"use --mesh {axis}={fitting}, or another {field}")
+
+
+def no_experts(sizes: Mapping[str, int]) -> None:
+    """Refuses an axis for experts where there are none."""
+    if sizes["expert"] > 1:
+        needs = "1 for a model without experts"
+        raise refuse("mesh axis expert", sizes["expert"], needs, "leave it out, or use data or fsdp instead")

@@ -1,0 +1,230 @@
+"""From names of axes to places on the mesh: one table of rules a family says which mesh axis cuts which named axis.
+
+The compiler does the rest from these (GSPMD). Where it would do badly, a computation is written for one device's part instead and
+run everywhere by `local`: the collectives are then those at its edges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from linnet.core import quant
+from linnet.core.dtypes import Weights
+from linnet.core.errors import refuse
+from linnet.core.params import Spec, map_specs
+from linnet.parallel.mesh import MESH_AXES, ROW_AXES, mesh_text, n_devices, parse_mesh
+
+Names = tuple[str | None, ...]
+"""What each axis of an array is called; None: nobody cuts it."""
+Rules = Mapping[str, str | tuple[str, ...]]
+"""Which mesh axis, or axes together, cut what. Names that are not in it (layers) stay whole on every device."""
+
+ROWS: Rules = {"batch": ROW_AXES}
+"""Of every family's table."""
+
+
+def make_mesh(sizes: Mapping[str, int] | None = None) -> Mesh:
+    """A mesh with all axes over the first devices there are: of one process a part, of several all of them."""
+    sizes = dict.fromkeys(MESH_AXES, 1) | dict(sizes or {})
+    n, there = n_devices(sizes), jax.device_count()
+    if n > there or (jax.process_count() > 1 and n != there):
+        needs = (
+            f"as many devices as there are ({there})" if n <= there else f"no more than the {there} devices there are"
+        )
+        fix = f"use --mesh data={there}, or any sizes whose product is {there}" if there > 1 else _fix_one_device(n)
+        raise refuse("mesh", mesh_text(sizes) or "one device", needs, fix)
+    shape = tuple(sizes[name] for name in MESH_AXES)
+    types = (AxisType.Auto,) * len(MESH_AXES)
+    return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=jax.devices()[:n])
+
+
+def open_mesh(text: str) -> Mesh:
+    return make_mesh(parse_mesh(text))
+
+
+def _fix_one_device(n: int) -> str:
+    return (
+        f'use --mesh "" for one device, or start {n} processes with `linnet launch --processes {n} -- ...`; to try it out on one '
+        f"machine's processor, set XLA_FLAGS=--xla_force_host_platform_device_count={n}"
+    )
+
+
+def partition(shape: tuple[int, ...], names: Names, mesh: Mesh | AbstractMesh, rules: Rules) -> PartitionSpec:
+    """Cuts each axis that has a rule and divides evenly; a mesh axis is used once, by the first that can."""
+    used: set[str] = set()
+    cuts: list[tuple[str, ...] | str | None] = []
+    for size, name in zip(shape, names, strict=True):
+        rule = rules.get(name) if name is not None else None
+        axes = (rule,) if isinstance(rule, str) else rule or ()
+        if not axes or used & set(axes) or size % math.prod(mesh.shape[axis] for axis in axes):
+            cuts.append(None)
+        else:
+            used |= set(axes)
+            cuts.append(rule)
+    return PartitionSpec(*cuts)
+
+
+def place(shape: tuple[int, ...], names: Names, mesh: Mesh, rules: Rules) -> NamedSharding:
+    return NamedSharding(mesh, partition(shape, names, mesh, rules))
+
+
+def places(arrays: Any, names: Any, mesh: Mesh, rules: Rules) -> Any:
+    """Of a tree of arrays, abstract or not, and their names."""
+    return jax.tree.map(lambda n, x: place(x.shape, n, mesh, rules), names, arrays, is_leaf=is_names)
+
+
+def shardings(specs: Any, mesh: Mesh, rules: Rules) -> Any:
+    return map_specs(lambda spec: place(spec.shape, spec.axes, mesh, rules), specs)
+
+
+def whole(mesh: Mesh) -> NamedSharding:
+    """On every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+# Inside of programs. The mesh is the one of `jax.set_mesh`; with one device, or none set, nothing changes.
+
+
+def current() -> AbstractMesh | None:
+    mesh = jax.sharding.get_abstract_mesh()
+    inside = AxisType.Manual in mesh.axis_types  # of `local`: one device's part is all there is
+    return None if mesh.empty or mesh.size == 1 or inside else mesh
+
+
+def axis_size(axis: str) -> int:
+    mesh = current()
+    return 1 if mesh is None else mesh.shape[axis]
+
+
+def constrain(x: Array, names: Names, rules: Rules) -> Array:
+    """Says where an array lies in the midst of a program."""
+    mesh = current()
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition(x.shape, names, mesh, rules))
+
+
+def local(f: Callable[..., Any], rules: Rules, args: tuple[Any, ...], ins: tuple[Any, ...], out: Any, like: Any) -> Any:
+    """`f(*args)`, computed on each device from its part of the arguments. `ins` and `out` are trees with names in place of arrays,
+    `like` has the shapes of the whole result. What nobody cuts must come out the same on every device."""
+    mesh = current()
+    if mesh is None:
+        return f(*args)
+
+    def one(names: Names, x: Any) -> Any:
+        cuts = partition(x.shape, names, mesh, rules)
+        return quantized_cuts(cuts, x.n_group, mesh) if isinstance(x, quant.Quantized) else cuts
+
+    def specs(names: Any, like: Any) -> Any:
+        return jax.tree.map(one, names, like, is_leaf=is_names)
+
+    return each_part(f, args, specs(ins, args), specs(out, like))
+
+
+def each_part(f: Callable[..., Any], args: tuple[Any, ...], ins: tuple[Any, ...], out: Any) -> Any:
+    """`f(*args)` of each device's part, on the mesh that is set. `ins` and `out` are cuts, or trees of them that may end above the
+    leaves; what is cut by nobody must come out the same on every device."""
+    return jax.shard_map(f, in_specs=ins, out_specs=out, check_vma=False)(*args)
+
+
+def quantized_cuts(cuts: PartitionSpec, n_group: int, mesh: Mesh | AbstractMesh) -> Any:
+    """Of an 8-bit matrix and of its scales. Where its inputs are cut, a part has the groups of its own inputs; of one group, or of
+    groups that do not divide so, every part has all."""
+    by = cuts[-2]
+    axes = (by,) if isinstance(by, str) else by or ()
+    n_part = math.prod(mesh.shape[axis] for axis in axes)
+    groups = by if n_group > 1 and n_group % n_part == 0 else None
+    scales = PartitionSpec(*cuts[:-2], groups, cuts[-1])
+    return quant.Quantized(weight=cast(Any, cuts), scales=cast(Any, scales))
+
+
+def is_names(x: Any) -> bool:
+    return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
+
+
+# At the edges: from and to the host.
+
+
+def to_host(tree: Any) -> Any:
+    """As numpy, whole, on every process. For what is small: of an array that lies on several processes each gets all."""
+    return jax.tree.map(_whole_on_host, tree)
+
+
+def _whole_on_host(x: Any) -> Any:
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(x, tiled=True)
+
+
+def put(x: Any, names: Names, mesh: Mesh, rules: Rules) -> jax.Array:
+    """An array that every process has whole: each device gets its part."""
+    held = np.asarray(x)
+    return jax.make_array_from_callback(held.shape, place(held.shape, names, mesh, rules), lambda index: held[index])
+
+
+def share_here(n_row: int, mesh: Mesh, rules: Rules) -> tuple[int, int]:
+    """Which of how many equal shares of a batch's rows this process must read for its devices."""
+    held = place((n_row,), ("batch",), mesh, rules).addressable_devices_indices_map((n_row,)).values()
+    bounds = [cast(tuple[slice], index)[0].indices(n_row)[:2] for index in held]
+    first, last = min(start for start, _ in bounds), max(stop for _, stop in bounds)
+    shares = (n for n in range(n_row, 0, -1) if n_row % n == 0)
+    n = next(n for n in shares if first // (n_row // n) == (last - 1) // (n_row // n))
+    return first // (n_row // n), n
+
+
+def put_rows(tree: Any, share: tuple[int, int], n_row: int, mesh: Mesh, rules: Rules) -> Any:
+    """A batch on the mesh, of which this process has read a share."""
+    first = share[0] * (n_row // share[1])
+
+    def one(part: Any) -> jax.Array:
+        part = np.asarray(part)
+        shape = (n_row, *part.shape[1:])
+        sharding = place(shape, ("batch", *(None,) * (part.ndim - 1)), mesh, rules)
+
+        def read(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(n_row)
+            return part[start - first : stop - first]
+
+        return jax.make_array_from_callback(shape, sharding, read)
+
+    return jax.tree.map(one, tree)
+
+
+def abstract_weights(specs: Any, mesh: Mesh, weights: Weights, rules: Rules, n_group: int = 1) -> Any:
+    """Shapes, types and places of weights held in so many bits: what a program is compiled for without the weights. `n_group`: of
+    the scales of matrices whose inputs are cut by the mesh, as in Grok-1's release."""
+
+    def one(spec: Spec) -> Any:
+        cuts = partition(spec.shape, spec.axes, mesh, rules)
+
+        def array(shape: tuple[int, ...], dtype: Any, cuts: PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, cuts))
+
+        held = quant.held(spec, weights)
+        if held != "int8":
+            return array(spec.shape, held, cuts)
+        groups = n_group if cuts[-2] is not None else 1
+        both = quantized_cuts(cuts, groups, mesh)
+        return quant.Quantized(
+            weight=cast(Any, array(spec.shape, jnp.int8, both.weight)),
+            scales=cast(Any, array((*spec.shape[:-2], groups, spec.shape[-1]), jnp.bfloat16, both.scales)),
+        )
+
+    return map_specs(one, specs)
+
+
+def bytes_per_device(arrays: Any) -> int:
+    """Of sharded arrays, abstract or not."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays)
+    )

@@ -1,0 +1,346 @@
+"""The checkpoints of a run: saved in the background, the latest and the best kept, damage passed over.
+
+A checkpoint is a folder named by its step (see `snapshot`). Only the run that holds the lock may save or set aside;
+readers change nothing on disk. The processes of a run on several machines call these functions together: the first
+one looks at the folder, decides and deletes for all, and each writes and reads its share of the arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from linnet.core.errors import UserError, refuse
+from linnet.core.files import atomic_write, remove_parts
+from linnet.runs.checkpoint import silence as quiet
+from linnet.runs.checkpoint import host_shards as shares
+from linnet.runs.checkpoint import reader as snapshot
+from linnet.parallel import multihost as together
+from linnet.runs.checkpoint.reader import Damaged, Restored
+from linnet.runs.checkpoint.writer import Deserted, Writer
+
+log = logging.getLogger("linnet")
+
+BEST = "best.json"
+TEMPORARY, DELETED, DAMAGED = ".orbax-checkpoint-tmp", ".deleted-", "damaged-"
+ROOM = 1.1  # A checkpoint needs its arrays' bytes and a little for the files around them.
+
+
+class CheckpointError(UserError):
+    """A checkpoint could not be written. Those saved before it are intact."""
+
+
+class Checkpoints:
+    """The checkpoints of one run: the `keep` latest ones, and the best.
+
+    Who saves must `close`, best by `with Checkpoints(...) as checkpoints`: a save in flight is lost if Python ends
+    before it.
+    """
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        if keep < 1:
+            raise refuse("checkpoint.keep", keep, "at least 1", "keep 1 or more checkpoints")
+        quiet.hush_orbax()
+        self.folder = folder.absolute()
+        self.keep = keep
+        self._writer: Writer | None = None
+        self._in_flight: tuple[int, int] | None = None  # Step and bytes of the save that is being written.
+
+    # Reading.
+
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal())
+
+    def latest(self) -> int | None:
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The committed step of the lowest validation loss."""
+        losses, steps = self._losses(), self.steps()
+        return min((step for step in steps if step in losses), key=lambda step: (losses[step], step), default=None)
+
+    def chosen(self, step: int | str) -> int:
+        """The committed step that a number, "best" or "latest" names."""
+        return self._newest({}) if step == "latest" else self._chosen(step)
+
+    def best_loss(self) -> float | None:
+        """The validation loss of the best checkpoint."""
+        best = self.best()
+        return None if best is None else self._losses()[best]
+
+    def restore(
+        self,
+        target: Any,
+        step: int | Literal["latest", "best"] = "latest",
+        *,
+        set_aside: bool = False,
+        partial: bool = False,
+    ) -> Restored:
+        """The state of `step`, bit for bit, in the structure, dtypes and shardings of `target`.
+
+        `target` is a pytree of `jax.ShapeDtypeStruct`. With `partial` it may lack whole parts of the state, which are then not
+        read. For "latest" a damaged checkpoint is passed over for the one
+        before it, with a warning. With `set_aside` (for the holder of the run's lock) it is renamed as well, so that
+        its step can be saved again.
+        """
+        self.wait()
+        if set_aside:
+            self._sweep()
+        if step != "latest":
+            return self._restore_one(target, together.decided(lambda: self.chosen(step)), partial)
+        damaged: dict[int, str] = {}
+        while True:
+            number = together.decided(lambda: self._newest(damaged))
+            try:
+                restored = snapshot.read(self.path(number), target, partial=partial)
+                break
+            except Damaged as why:
+                # If it is not there, the training has deleted an old one meanwhile.
+                if together.decided(lambda: self.path(number).exists()):  # noqa: B023, called at once
+                    damaged[number] = str(why)
+        # Only now: when nothing at all can be read, the fault may lie elsewhere, and nothing is renamed.
+        together.decided(lambda: self._pass_over(damaged, restored.step, set_aside=set_aside))
+        return restored
+
+    # Writing.
+
+    def save(self, step: int, state: Any, *, extra: dict[str, Any], wait: bool = False) -> None:
+        """Saves `state` (a pytree of arrays, random keys among them) in the background.
+
+        It returns when the arrays are copied: the caller may donate them at once. `extra` is small and JSON.
+        A step that is saved already stays as it is. The failure of an earlier save is raised here.
+        """
+        self.wait()
+        extra = json.loads(json.dumps(extra))  # Fails here if it is not JSON, and no later change of it counts.
+        need = math.ceil(ROOM * shares.nbytes(state))
+        try:
+            if not together.decided(lambda: self._make_room(step, need)):
+                return
+            copy = shares.copy_to_host(state)
+            if self._writer is None:
+                self._writer = Writer()
+            self._in_flight = (step, need)
+            self._writer.write(self.path(step), step, copy, extra)
+        except Exception as error:
+            raise self._failed(step, need, error) from error
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the last save is committed, then deletes what need not be kept. Raises if the save failed."""
+        if self._writer is None or self._in_flight is None:
+            return
+        step, need = self._in_flight
+        try:
+            self._writer.wait()
+        except Exception as error:
+            raise self._failed(step, need, error) from error
+        self._in_flight = None
+        self._prune()
+
+    def mark_best(self, step: int, loss: float) -> None:
+        """Tells the validation loss of a step whose save is committed or in flight. The lowest one is kept."""
+        in_flight = self._in_flight is not None and self._in_flight[0] == step
+        assert in_flight or step in self.steps(), f"step {step} is not saved, so it cannot be marked"
+        if math.isfinite(loss):
+            self._write_losses(self._losses() | {step: float(loss)})
+        if self._in_flight is None:
+            self._prune()
+
+    def set_losses(self, losses: Mapping[int, Any], *, last: int) -> None:
+        """Adds the recorded validation losses that are not marked yet, and forgets those of steps after `last`."""
+        known = self._losses()
+        finite = {step: float(loss) for step, loss in losses.items() if type(loss) in (int, float)}
+        wanted = {step: loss for step, loss in (finite | known).items() if step <= last}
+        if {step: loss for step, loss in wanted.items() if step in self.steps()} != known:
+            self._write_losses(wanted)
+
+    def close(self) -> None:
+        """Waits for what is in flight, then ends Orbax's threads."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The files.
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"{step:09d}"
+
+    def _chosen(self, step: int | str) -> int:
+        steps, found = self.steps(), self.best() if step == "best" else step
+        if isinstance(found, int) and found in steps:
+            return found
+        if not steps:
+            raise self._nothing_left({})
+        what = "the step of an evaluated checkpoint" if step == "best" else "a saved step"
+        raise refuse("step", step, f"{what} of {self.folder}", f"use latest, or one of {steps}")
+
+    def _newest(self, damaged: dict[int, str]) -> int:
+        left = [step for step in self.steps() if step not in damaged]
+        if not left:
+            raise self._nothing_left(damaged)
+        return left[-1]
+
+    def _pass_over(self, damaged: dict[int, str], used: int, *, set_aside: bool) -> None:
+        for number, why in damaged.items():
+            where = f" It is set aside as {self._set_aside(number)}." if set_aside else ""
+            log.warning(
+                "The checkpoint of step %d is damaged (%s). Step %d is used instead.%s", number, why, used, where
+            )
+
+    def _make_room(self, step: int, need: int) -> bool:
+        """Whether to save `step`: not if it is there already. Fails if the disk is too full for it."""
+        if step in self.steps():
+            return False
+        if self._writer is None:
+            self._sweep()
+            self.folder.mkdir(parents=True, exist_ok=True)
+        if _free_bytes(self.folder) < need:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return True
+
+    def _restore_one(self, target: Any, step: int, partial: bool) -> Restored:
+        try:
+            return snapshot.read(self.path(step), target, partial=partial)
+        except Damaged as why:
+            raise UserError(
+                f"The checkpoint of step {step} in {self.folder} is damaged ({why}). "
+                f"Fix: use latest, or another of the saved steps {[s for s in self.steps() if s != step]}."
+            ) from why
+
+    def _nothing_left(self, damaged: dict[int, str]) -> UserError:
+        if not damaged:
+            return UserError(f"There is no checkpoint in {self.folder}. Fix: train the run first, or name another run.")
+        found = "; ".join(f"step {step}: {why}" for step, why in damaged.items())
+        return UserError(
+            f"No checkpoint in {self.folder} can be read ({found}). Fix: bring back a copy of the folder, or move "
+            f"the damaged checkpoints away and start anew."
+        )
+
+    def _set_aside(self, step: int) -> str:
+        """Renames a damaged checkpoint and forgets its loss. An earlier one of the same step keeps its name."""
+        names = (f"{DAMAGED}{step:09d}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 10_000))))
+        name = next(name for name in names if not (self.folder / name).exists())
+        self.path(step).rename(self.folder / name)
+        self._write_losses({s: loss for s, loss in self._losses().items() if s != step})
+        return name
+
+    def _prune(self) -> None:
+        """Deletes all but the `keep` latest and the best. A rename comes first, so no reader sees half a checkpoint."""
+        if jax.process_index() != 0:
+            return
+        stay = {*self.steps()[-self.keep :], self.best()}
+        _sync(self.folder)  # What replaces the old ones must be on the disk before they go.
+        for step in self.steps():
+            if step not in stay:
+                gone = self.folder / f"{DELETED}{self.path(step).name}"
+                try:
+                    self.path(step).rename(gone)
+                except OSError as error:
+                    log.warning("The old checkpoint of step %d cannot be deleted (%s).", step, error)
+                shutil.rmtree(gone, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        """Removes what a killed process left behind."""
+        if not self.folder.is_dir() or jax.process_index() != 0:
+            return
+        (self.folder / f"{BEST}.tmp").unlink(missing_ok=True)
+        remove_parts(self.folder / BEST)
+        for entry in self.folder.iterdir():
+            if TEMPORARY in entry.name or entry.name.startswith(DELETED):
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def _failed(self, step: int, need: int, error: Exception) -> CheckpointError:
+        """Says what went wrong, and frees what the failed save had written."""
+        self._in_flight = None
+        if self._writer is not None:  # Orbax's threads may hold more of the same errors: the next save starts anew.
+            with contextlib.suppress(Exception):
+                self._writer.close()
+            self._writer = None
+        if jax.process_index() == 0:
+            shutil.rmtree(self.folder / f"{self.path(step).name}{TEMPORARY}", ignore_errors=True)
+        intact = f"Earlier checkpoints are intact: {self.steps() or 'there are none yet'}."
+        if isinstance(error, Deserted):
+            return CheckpointError(
+                f"The checkpoint of step {step} is not written: {error}. {intact} "
+                f"Fix: see what that process said last, then resume."
+            )
+        if not _is_full(error):
+            return CheckpointError(
+                f"The checkpoint of step {step} could not be written to {self.folder} ({snapshot.short(error)}). "
+                f"{intact} Fix: see that the folder can be written, then resume."
+            )
+        free = _free_bytes(self.folder)
+        return CheckpointError(
+            f"The disk is too full for the checkpoint of step {step}: {self.folder} has {free / 1e6:.1f} MB free, and "
+            f"{need / 1e6:.1f} MB are needed. {intact} Fix: free some space, then resume."
+        )
+
+    def _losses(self) -> dict[int, float]:
+        try:
+            return {int(step): float(loss) for step, loss in json.loads((self.folder / BEST).read_text()).items()}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, AttributeError, TypeError, OSError) as error:
+            log.warning("%s cannot be read (%s): the best checkpoint is not known.", self.folder / BEST, error)
+            return {}
+
+    def _write_losses(self, losses: dict[int, float]) -> None:
+        """Replaces the file in one step. Losses of checkpoints that are gone are left out."""
+        if jax.process_index() != 0:
+            return
+        alive = {*self.steps(), *([self._in_flight[0]] if self._in_flight else [])}
+        text = json.dumps({str(step): loss for step, loss in sorted(losses.items()) if step in alive})
+        try:
+            atomic_write(self.folder / BEST, text.encode(), sync=True)
+        except UserError as error:
+            raise CheckpointError(
+                f"{self.folder / BEST} cannot be written ({error.__cause__}). The checkpoints are intact. "
+                f"Fix: free some space or correct the permissions, then resume."
+            ) from error
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+
+
+def _sync(folder: Path) -> None:
+    """Makes renames in `folder` outlive a power cut."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether the disk or a quota is full. TensorStore tells it in words only."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if any(words in str(error) for words in ("No space left on device", "Disk quota exceeded")):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,211 @@
+"""One checkpoint on disk: the leaves by name, in Orbax's form, and a manifest that proves each one by a checksum.
+
+A folder with a step for its name is whole (see `writer`). It is read on any mesh, by any number of processes, which
+all call `read` together: each one reads the pieces it needs, and no process ever needs a whole leaf.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import Array
+
+from linnet.core.errors import UserError
+from linnet.core.pytree import named_leaves
+from linnet.runs.checkpoint import checksum
+from linnet.runs.checkpoint import host_shards as shares
+from linnet.parallel import multihost as together
+
+log = logging.getLogger("linnet")
+
+STATE, MANIFEST = "state", "manifest"
+
+
+class Damaged(Exception):
+    """What is wrong with one checkpoint's files."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    state: Any
+    step: int
+    extra: dict[str, Any]
+
+
+def read(path: Path, target: Any, *, partial: bool = False) -> Restored:
+    """Reads one checkpoint and proves its content. `Damaged` if it fails, `UserError` if `target` is another model.
+
+    With `partial`, `target` may lack whole parts of the saved state (the optimizer state, say): those are neither read nor proven.
+    All processes come to the same end: what one of them cannot read, or finds wrong, is damaged for all.
+    """
+    manifest, found, fault = {}, {}, None
+    try:
+        manifest = _read_manifest(path)
+        manifest["leaves"] = _wanted(manifest["leaves"], target) if partial else manifest["leaves"]
+        _refuse_other_model(path, manifest["leaves"], target)
+        found = _read_arrays(path, target)
+        report = {"fault": None, "damaged": True, "sums": _held_sums(found, manifest["leaves"])}
+    except Exception as error:
+        fault, report = error, {"fault": str(error), "damaged": isinstance(error, Damaged), "sums": {}}
+    reports = together.everyone(report)
+    _settle(fault, reports)
+    _prove(found, manifest["leaves"], [each["sums"] for each in reports])
+    leaves = [_like(found[name], leaf) for name, leaf in named_leaves(target)]
+    state = jax.tree.unflatten(jax.tree.structure(target), leaves)
+    return Restored(state=state, step=manifest["step"], extra=manifest["extra"])
+
+
+def checksums(path: Path) -> dict[str, Any]:
+    """Of every leaf by name, with its kind: what distinguishes two checkpoints without reading their arrays."""
+    try:
+        return _read_manifest(path)["leaves"]
+    except Damaged as why:
+        raise UserError(f"The checkpoint {path} is damaged ({why}). Fix: use another checkpoint.") from why
+
+
+def _wanted(rows: dict[str, Any], target: Any) -> dict[str, Any]:
+    """The rows of the parts that `target` has (the first component of a name). A part is read whole, so that another model's is
+    still refused."""
+    parts = {name.partition("/")[0] for name in shares.kinds(target)}
+    return {name: row for name, row in rows.items() if name.partition("/")[0] in parts}
+
+
+def _settle(fault: Exception | None, reports: list[dict[str, Any]]) -> None:
+    """Raises if any process has met a fault: its own one first, so that nothing is hidden, or else another's."""
+    if all(report["fault"] is None for report in reports):
+        return
+    if all(report["damaged"] for report in reports):
+        raise Damaged(next(report["fault"] for report in reports if report["fault"] is not None)) from fault
+    if fault is not None and not isinstance(fault, Damaged):
+        raise fault
+    process, words = next((i, report["fault"]) for i, report in enumerate(reports) if not report["damaged"])
+    raise UserError(f"Process {process} cannot read the checkpoint: {words}")
+
+
+def _read_arrays(path: Path, target: Any) -> dict[str, Array]:
+    """The leaves by name, of each the pieces that this process needs."""
+    wanted = {name: _placed(leaf) for name, leaf in shares.named(target).items()}
+    stored, myself = shares.not_empty(wanted), jax.process_index()
+    # No process waits for another here: if one of them fails, the others must hear of it, and not wait for ever.
+    alone = ocp.options.MultiprocessingOptions(primary_host=myself, active_processes={myself})
+    arrays = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    with contextlib.closing(ocp.Checkpointer(arrays, multiprocessing_options=alone)) as reader:
+        try:
+            how = ocp.checkpoint_utils.construct_restore_args(stored)
+            found = reader.restore(
+                path / STATE, args=ocp.args.PyTreeRestore(stored, restore_args=how, partial_restore=True)
+            )
+        except (MemoryError, jax.errors.JaxRuntimeError):  # No room for the arrays: the files may well be sound.
+            raise
+        except Exception as error:  # Damaged files make Orbax and TensorStore raise nearly anything.
+            raise Damaged(f"the arrays cannot be read: {short(error)}") from error
+    for name, leaf in wanted.items():
+        if name not in stored:
+            found[name] = jax.make_array_from_callback(
+                leaf.shape, leaf.sharding, lambda cuts, leaf=leaf: np.zeros(leaf.shape, leaf.dtype)[cuts]
+            )
+    return found
+
+
+def _held_sums(found: dict[str, Array], rows: dict[str, Any]) -> dict[str, int]:
+    return {name: checksum.of_held(found[name]) for name, row in rows.items() if "sum" in row}
+
+
+def _prove(found: dict[str, Array], rows: dict[str, Any], sums: list[dict[str, int]]) -> None:
+    """Compares what all processes together have read with what was written."""
+    wrong, unproven = [], []
+    for name, row in rows.items():
+        leaf = found[name]
+        if "sum" in row:
+            # A leaf on the devices of this process alone was read whole by each process.
+            expected = row["sum"] * checksum.copies(leaf) * (len(sums) if leaf.is_fully_addressable else 1)
+            proven = (sum(each[name] for each in sums) - expected) % checksum.MODULUS == 0
+        elif leaf.is_fully_addressable or leaf.is_fully_replicated:
+            proven = _crc32(name, np.asarray(leaf)) == row["crc32"]
+        else:
+            unproven.append(name)
+            continue
+        if not proven:
+            wrong.append(name)
+    if wrong := sorted({name for each in together.everyone(wrong) for name in each}):
+        raise Damaged(f"the content of {_some(wrong)} does not match its checksum")
+    if unproven and jax.process_index() == 0:
+        log.warning(
+            "The checksums of this checkpoint are of an old kind, for whole arrays: %s, cut over several processes, "
+            "could not be proven. Fix: nothing need be done. Checkpoints saved from now on can be proven on any mesh.",
+            _some(unproven),
+        )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST / f"{MANIFEST}.json"
+    try:
+        manifest = json.loads(file.read_bytes())
+        found = manifest.pop("crc32")
+        sound = found == body_checksum(manifest) and manifest["step"] == int(path.name)
+    except FileNotFoundError:
+        raise Damaged(f"{file.name} is missing") from None
+    except PermissionError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}). Fix: mend its permissions.") from error
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise Damaged(f"{file.name} cannot be read: {short(error)}") from error
+    if not sound:
+        raise Damaged(f"{file.name} does not match its checksum")
+    return manifest
+
+
+def _refuse_other_model(path: Path, rows: dict[str, Any], target: Any) -> None:
+    saved, asked = {name: row["kind"] for name, row in rows.items()}, shares.kinds(target)
+    both = saved.keys() & asked.keys()
+    faults = {
+        "missing in it": sorted(asked.keys() - both),
+        "not known to this run": sorted(saved.keys() - both),
+        "of another kind": [f"{n} ({saved[n]}, not {asked[n]})" for n in sorted(both) if saved[n] != asked[n]],
+    }
+    if any(faults.values()):
+        found = "; ".join(f"{fault}: {_some(names)}" for fault, names in faults.items() if names)
+        raise UserError(
+            f"The checkpoint {path} belongs to another model or optimiser: {found}. "
+            f"Fix: use the settings it was trained with, or another run folder."
+        )
+
+
+def _like(found: Array, leaf: Any) -> Array:
+    if not shares.is_key(leaf):
+        return found
+    return jax.random.wrap_key_data(found, impl=jax.random.key_impl(jnp.empty((), dtype=leaf.dtype)))
+
+
+def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _crc32(name: str, leaf: np.ndarray) -> int:
+    """How whole leaves were proven before they could be cut."""
+    content = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+    return zlib.crc32(content.data, zlib.crc32(f"{name} {leaf.dtype} {leaf.shape}".encode()))
+
+
+def body_checksum(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def short(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _some(names: list[str], at_most: int = 8) -> str:
+    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    return ", ".join(names[:at_most]) + more

@@ -1,0 +1,157 @@
+"""Opening a trained run: to evaluate, sample or export it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from linnet.config import schema as configs
+from linnet.core import quant
+from linnet.parallel import sharding
+from linnet.config.schema import RunConfig
+from linnet.data.sources.locations import with_base
+from linnet.core.errors import refuse
+from linnet.models import registry
+from linnet.models.base import Family, TokenFamily
+from linnet.models.tensor_parallel import check_serving, put_weights
+from linnet.parallel.mesh import n_devices, parse_mesh
+from linnet.core.pytree import replace
+from linnet.runs import base_weights as lora_base
+from linnet.runs.checkpoint.manager import Checkpoints
+from linnet.runs.folder import RunFolder
+from linnet.runs import weights as stored_weights
+from linnet.optim.lora import merged_config, trainable_specs
+from linnet.optim.optimizer import optimizer
+from linnet.runs.state import TrainState, abstract_state, fresh_buffers, model_weights, served_weights, start_from
+from linnet.runs.vocabulary import Vocabulary, read_vocabulary
+from linnet.core.dtypes import Weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    cfg: RunConfig
+    family: Family
+    params: Any
+    """The moving average where the run keeps one."""
+    buffers: Any
+    step: int
+    folder: Path
+
+    @property
+    def writer(self) -> TokenFamily:
+        """The family, for what only families of tokens do."""
+        return registry.tokens(self.cfg.family)
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Read only when asked for: weights can be exported without it."""
+        return read_vocabulary(self.folder, self.cfg.writer.n_vocab)
+
+
+def decoding_mesh(path: Path, text: str) -> Mesh | None:
+    """The mesh for `--mesh`, where a run can be sampled or served on it; None for one device."""
+    sizes = parse_mesh(text)
+    if n_devices(sizes) == 1:
+        return None
+    cfg = configs.load(RunFolder(path).config)
+    if cfg.family == "prior":
+        raise refuse("--mesh", text, "left out: a prior is small enough for one device", "leave it out")
+    check_serving(sizes, "--mesh", text)
+    cfg.model.check_mesh(sizes)
+    if jax.process_count() > 1:
+        needs = "the devices of one process: a model that is served is not cut across several"
+        raise refuse("--mesh", text, needs, "start this command without `linnet launch`; --replicas serves more")
+    return sharding.open_mesh(text)
+
+
+def open_run(path: Path, which: str = "best", weights: Weights = "float32", mesh: Mesh | None = None) -> Run:
+    """The weights of a checkpoint, held in so many bits: `best` by validation loss (the latest if none was evaluated), `latest`, or
+    a step. On a mesh each device gets its part, and reads no more."""
+    if stored_weights.is_weights_alone(path):
+        return _open_weights(path, which, weights, mesh)
+    cfg, state, step = open_state(path, which, mesh, part=served_weights)
+    params, buffers = model_weights(state)
+    family = registry.get(cfg.family)
+    specs = family.param_specs(cfg.model)
+    params = quant.lower(params, specs, weights)
+    return Run(
+        cfg=merged_config(cfg),
+        family=family,
+        params=params if mesh is None else put_weights(specs, params, mesh, family.RULES),
+        buffers=buffers,
+        step=step,
+        folder=path,
+    )
+
+
+def _open_weights(path: Path, which: str, weights: Weights, mesh: Mesh | None) -> Run:
+    """An imported run that was never trained."""
+    if which not in ("best", "latest", "0"):
+        raise refuse("--checkpoint", which, "best, latest or 0 (this run is imported weights)", "use latest")
+    cfg = configs.load(RunFolder(path).config)
+    family = registry.get(cfg.family)
+    specs, buffers = family.param_specs(cfg.model), fresh_buffers(family, cfg)
+    if mesh is None:
+        params = stored_weights.read_weights(path, specs, weights)
+    else:
+        # Leaf by leaf: no device ever holds the whole model.
+        params = stored_weights.read_weights(
+            path, specs, weights, lambda spec, leaf: put_weights(spec, leaf, mesh, family.RULES)
+        )
+        buffers = put_weights(family.buffer_specs(cfg.model), buffers, mesh, family.RULES)
+    return Run(cfg=cfg, family=family, params=params, buffers=buffers, step=0, folder=path)
+
+
+def open_state(
+    path: Path,
+    which: str,
+    mesh: Mesh | None = None,
+    *,
+    part: Callable[[TrainState], TrainState] | None = None,
+) -> tuple[RunConfig, TrainState, int]:
+    """The state of a checkpoint, or the part of it that `part` keeps: the rest is not read, and costs no memory."""
+    folder = RunFolder(path)
+    cfg = configs.load(folder.config)
+    family = registry.get(cfg.family)
+    target = abstract_state(family, cfg, optimizer(cfg.optim, trainable_specs(family, cfg)), mesh)
+    with Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
+        wanted = target if part is None else part(target)
+        restored = lora_base.restore(path, checkpoints, wanted, _chosen(checkpoints, which), partial=part is not None)
+    return cfg, restored.state, restored.step
+
+
+def checkpoint_step(path: Path, which: str) -> int:
+    """The step of the checkpoint that `which` (best, latest or a step) names."""
+    folder = RunFolder(path)
+    with Checkpoints(folder.checkpoints, keep=1) as checkpoints:
+        return checkpoints.chosen(_chosen(checkpoints, which))
+
+
+def _chosen(checkpoints: Checkpoints, which: str) -> int | Literal["latest", "best"]:
+    if which.isdecimal():
+        return int(which)
+    if which == "best":
+        return "latest" if checkpoints.best() is None else "best"
+    if which == "latest":
+        return "latest"
+    raise refuse("--checkpoint", which, "best, latest or a step", "use latest")
+
+
+def write_run(path: Path, cfg: RunConfig, params: Any, buffers: Any, *, step: int = 0, opt_state: Any = None) -> None:
+    """A run with given weights: imported models are evaluated, sampled and trained like any other. With an optimizer state and
+    its step, training continues from there."""
+    family = registry.get(cfg.family)
+    state = start_from(family, cfg, optimizer(cfg.optim, family.param_specs(cfg.model)), params, buffers)
+    if opt_state is not None:
+        state = replace(state, step=jnp.asarray(step, jnp.int32), opt_state=opt_state)
+    folder = RunFolder(path).create()
+    with folder.lock(), Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
+        checkpoints.save(step, state, extra={}, wait=True)
+        configs.save(with_base(cfg), folder.config)  # last: a folder without it is not a run

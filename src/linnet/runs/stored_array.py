@@ -1,0 +1,179 @@
+"""Arrays that stay in files until they are wanted, and safetensors files that are written as a stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from linnet.core.errors import UserError
+from linnet.core.json_file import parse_json
+
+CHUNK = 8 << 20  # bytes read or looked at in one go
+MOST_HEADER = 100 << 20  # the safetensors library's own bound
+TYPES = {
+    "F32": np.dtype("float32"),
+    "F16": np.dtype("float16"),
+    "BF16": np.dtype(jnp.bfloat16),
+    "I8": np.dtype("int8"),
+}
+TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredArray:
+    """Where the bytes of an array lie: row after row, in this machine's order."""
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> np.ndarray:
+        values = np.empty(self.shape, self.dtype)
+        self.read_into(values)
+        return values
+
+    def read_into(self, target: np.ndarray) -> None:
+        """`target` is of this shape and type, and may be a part of something larger. Nothing else is allocated but a chunk."""
+        assert (target.shape, target.dtype) == (self.shape, self.dtype)
+        matrices = target if target.ndim > 1 else target[None]
+        n_rows, width = matrices.shape[-2], matrices.shape[-1] * self.dtype.itemsize
+        rows = min(n_rows, max(1, CHUNK // max(1, width)))
+        chunk = np.empty(rows * width, np.uint8)
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.offset)
+            for index in np.ndindex(matrices.shape[:-2]):
+                for start in range(0, n_rows, rows):
+                    part = matrices[index][start : start + rows]
+                    data = chunk[: part.nbytes]
+                    self._fill(file, data)
+                    part[...] = data.view(self.dtype).reshape(part.shape)
+
+    def _fill(self, file: io.FileIO, data: np.ndarray) -> None:
+        """All of it: one call may read less than asked."""
+        view = data.data
+        while len(view):
+            n = file.readinto(view)
+            if not n:
+                raise UserError(f"{self.path} became shorter while it was read. Fix: try again.")
+            view = view[n:]
+
+    def sha256(self) -> str:
+        """Of the bytes, without holding them."""
+        digest, left = hashlib.sha256(), self.nbytes
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            while left and (data := file.read(min(left, CHUNK))):
+                digest.update(data)
+                left -= len(data)
+        return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """An array to be written. `parts` gives its values in order, piece by piece: the whole is never held."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    parts: Callable[[], Iterator[np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(path: Path, leaves: Sequence[Leaf], metadata: dict[str, str]) -> dict[str, str]:
+    """Header first, then each leaf's parts as they come. Returns the SHA-256 of every leaf's bytes."""
+    sums: dict[str, str] = {}
+    with open(path, "xb") as file:
+        file.write(_header(leaves, metadata))
+        for leaf in leaves:
+            digest, n = hashlib.sha256(), 0
+            for part in leaf.parts():
+                assert part.dtype == leaf.dtype, f"{leaf.name}: {part.dtype} is not {leaf.dtype}"
+                data = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+                must_be_finite(part, leaf.name)
+                digest.update(data)
+                file.write(data)
+                n += len(data)
+                del part, data  # before the next is made: only one is ever held
+            assert n == leaf.nbytes, f"{leaf.name} has {n} bytes, not {leaf.nbytes}"
+            sums[leaf.name] = digest.hexdigest()
+        file.flush()
+        os.fsync(file.fileno())
+    return sums
+
+
+def must_be_finite(part: np.ndarray, name: str) -> None:
+    if part.dtype == np.int8:
+        return
+    flat = part.reshape(-1)
+    step = CHUNK // part.dtype.itemsize
+    for start in range(0, flat.size, step):
+        if not np.all(np.isfinite(flat[start : start + step].astype(np.float32))):
+            raise UserError(
+                f"{name} has values that are not finite. Fix: download it again; no model was trained to this."
+            )
+
+
+def _header(leaves: Sequence[Leaf], metadata: dict[str, str]) -> bytes:
+    at, described = 0, dict[str, Any](__metadata__=metadata)
+    for leaf in leaves:
+        end = at + leaf.nbytes
+        described[leaf.name] = {"dtype": TYPE_NAMES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, StoredArray], dict[str, str]]:
+    """Where each array lies, and the metadata. The header must describe the file's bytes, all of them and no other."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            n = int.from_bytes(file.read(8), "little")
+            if size < 8 or n > min(size - 8, MOST_HEADER):
+                raise ValueError("it is cut short")
+            described = parse_json(file.read(n))
+        metadata = described.pop("__metadata__", {})
+        arrays = {name: _described(path, 8 + n, value) for name, value in described.items()}
+        at = 8 + n
+        for array in sorted(arrays.values(), key=lambda array: array.offset):
+            if array.offset != at:
+                raise ValueError("its arrays overlap or leave gaps")
+            at += array.nbytes
+        if at != size:
+            raise ValueError(f"it has {size} bytes, and its header says {at}")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}). Fix: check the path.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is not a whole safetensors file ({error}). Fix: download or write it again.") from None
+    return arrays, metadata
+
+
+def _described(path: Path, start: int, value: Any) -> StoredArray:
+    dtype, shape, (begin, end) = TYPES.get(value["dtype"]), tuple(value["shape"]), value["data_offsets"]
+    if dtype is None:
+        raise ValueError(f"it has values of type {value['dtype']!r}")
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError("a shape or a place is not a number")
+    array = StoredArray(path=path, offset=start + begin, shape=shape, dtype=dtype)
+    if end - begin != array.nbytes:
+        raise ValueError("an array does not have the bytes it needs")
+    return array

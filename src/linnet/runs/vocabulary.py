@@ -1,0 +1,56 @@
+"""What a run's ids mean: its tokenizer, kept in the run's folder by content, and the shape of its pictures if it writes pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from linnet.data import Data
+from linnet.tokenizers.base import BytesTokenizer, Tokenizer
+from linnet.tokenizers.load import has_tokenizer, open_tokenizer
+from linnet.core.errors import UserError
+from linnet.core.json_file import read_json
+from linnet.core.special_tokens import N_BYTE_IDS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    tokenizer: Tokenizer
+    shape: tuple[int, int, int] | None
+    """Height, width and channels of a picture; None for text."""
+
+
+def keep(folder: Path, data: Data) -> None:
+    """The first training of a run keeps its tokenizer; every later one must read with the same."""
+    if not has_tokenizer(folder):
+        data.tokenizer.save(folder)
+    must_match(folder, data, open_tokenizer(str(folder)))
+
+
+def must_match(folder: Path, data: Data, own: Tokenizer) -> None:
+    """Ids of another tokenizer would be read as other text."""
+    if data.tokenizer.fingerprint != own.fingerprint:
+        raise UserError(
+            f"the data at {data.cfg.source!r} was made with another tokenizer ({_name(data.tokenizer)}) than the run in {folder} "
+            f"({_name(own)}). Fix: prepare it with the run's own, `linnet data prepare SOURCE --tokenizer {folder} --out DIR`, "
+            "or train another model on it: without --from, into another --out."
+        )
+
+
+def read_vocabulary(folder: Path, n_vocab: int) -> Vocabulary:
+    """Of a run. One that came from elsewhere without a tokenizer reads bytes, if its vocabulary is that of bytes."""
+    if not has_tokenizer(folder) and n_vocab != N_BYTE_IDS:
+        raise UserError(
+            f"{folder} has {n_vocab} ids and no tokenizer. Fix: put its tokenizer.model or tokenizer.json into that folder, or "
+            "import it again with --tokenizer."
+        )
+    tokenizer = open_tokenizer(str(folder)) if has_tokenizer(folder) else BytesTokenizer()
+    try:
+        shape = read_json(folder / "data.json").get("shape")
+    except (OSError, ValueError):
+        shape = None
+    return Vocabulary(tokenizer=tokenizer, shape=None if shape is None else (shape[0], shape[1], shape[2]))
+
+
+def _name(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.kind}, {tokenizer.n_vocab} ids, {tokenizer.fingerprint[:12]}"

@@ -1,0 +1,162 @@
+"""A trained model as one safetensors file: weights by name, the run's config and a fingerprint of both in its header."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from linnet.core import quant
+from linnet.config.schema import CONFIG_VERSION, RunConfig, exported_from_dict
+from linnet.core.errors import UserError, refuse
+from linnet.models import registry
+from linnet.core.files import unwritable
+from linnet.core.json_file import parse_json
+from linnet.core.params import abstract
+from linnet.core.pytree import leaf_name, named_leaves
+
+FORMAT, TOKENIZER = "linnet", "tokenizer"
+PAIR = ("weight", "scales")  # what an 8-bit leaf's two arrays are called
+
+
+def export_safetensors(
+    params: Any, buffers: Any, cfg_json: dict[str, Any], path: Path, tokenizer: dict[str, Any] | None = None
+) -> str:
+    """Writes the file whole or not at all. `cfg_json` is what `config.to_json` gives; `tokenizer` says how the run's is used (the
+    file itself is not in the export). Returns the fingerprint."""
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in named_leaves({"params": params, "buffers": buffers})}
+    config = json.dumps(cfg_json, sort_keys=True)
+    mark = fingerprint(arrays, config)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise unwritable(path, error) from None
+    os.close(handle)
+    try:
+        metadata = {"format": FORMAT, "config": config, "fingerprint": mark}
+        save_file(
+            arrays, temporary, metadata=metadata | ({} if tokenizer is None else {TOKENIZER: json.dumps(tokenizer)})
+        )
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:  # the library's own error wraps the system's
+        raise unwritable(path, error) from None
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return mark
+
+
+def import_safetensors(path: Path) -> tuple[Any, Any, dict[str, Any]]:
+    """Parameters, buffers and the config as JSON, bit for bit as exported. A changed file is refused."""
+    arrays, metadata = _read(path)
+    _must_be_ours(path, metadata)
+    if fingerprint(arrays, metadata["config"]) != metadata["fingerprint"]:
+        raise UserError(f"{path} does not match its own fingerprint: it was changed or damaged. Fix: export it again.")
+    try:
+        cfg_json = parse_json(metadata["config"])
+    except ValueError as error:
+        raise UserError(f"{path}: its config is not JSON ({error}). Fix: export it again.") from None
+    cfg = _run_config(cfg_json, path)
+    family = registry.get(cfg.family)
+    wanted = {"params": abstract(family.param_specs(cfg.model)), "buffers": abstract(family.buffer_specs(cfg.model))}
+    tree = _fill(wanted, arrays, path)
+    return tree["params"], tree["buffers"], cfg_json
+
+
+def read_header(path: Path) -> tuple[RunConfig, str]:
+    """The config and the fingerprint of an exported file. No weight is read, so neither is checked against them."""
+    _, metadata = _read(path, arrays=False)
+    _must_be_ours(path, metadata)
+    return _run_config(json.loads(metadata["config"]), path), metadata["fingerprint"]
+
+
+def must_be_trainable(path: Path) -> None:
+    with safe_open(path, framework="numpy") as file:
+        quantized = any(file.get_slice(name).get_dtype() == "I8" for name in file.keys())  # noqa: SIM118
+    if quantized:
+        raise UserError(
+            f"{path} holds weights in 8 bits, which cannot be trained: an update is smaller than their steps. Fix: train adapters on "
+            "top of them with --lora.rank 8."
+        )
+
+
+def exported_tokenizer(path: Path) -> dict[str, Any] | None:
+    """How the tokenizer of the exported run is used: its kind, fingerprint and rules. None: the file does not say."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            found = json.loads((file.metadata() or {}).get(TOKENIZER, "null"))
+    except (SafetensorError, OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def is_float32(params: Any) -> bool:
+    return all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+
+
+def fingerprint(arrays: dict[str, np.ndarray], config: str) -> str:
+    """SHA-256 over the config and every array's name, type, shape and bytes."""
+    digest = hashlib.sha256(config.encode())
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _must_be_ours(path: Path, metadata: dict[str, str]) -> None:
+    if metadata.get("format") != FORMAT or not {"config", "fingerprint"} <= set(metadata):
+        raise UserError(f"{path} was not written by Linnet. Fix: name a file made by `linnet export`.")
+
+
+def _read(path: Path, arrays: bool = True) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = file.keys() if arrays else ()
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist. Fix: check the path.") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a whole safetensors file ({error}). Fix: export it again.") from None
+
+
+def _run_config(values: Any, path: Path) -> RunConfig:
+    version = values.get("version") if isinstance(values, dict) else None
+    if version != CONFIG_VERSION:
+        raise refuse(f"version of the config in {path}", version, str(CONFIG_VERSION), "use the Linnet that wrote it")
+    return exported_from_dict({name: value for name, value in values.items() if name != "version"})
+
+
+def _fill(wanted: Any, arrays: dict[str, np.ndarray], path: Path) -> Any:
+    pairs = {name: [f"{name}/{part}" for part in PAIR] for name, _ in named_leaves(wanted) if name not in arrays}
+    names = {n for name, _ in named_leaves(wanted) for n in pairs.get(name, [name])}
+    if names != set(arrays):
+        odd = sorted(names ^ set(arrays))[0]
+        raise UserError(f"{path} and its config disagree about {odd!r}. Fix: export it again.")
+
+    def leaf(key: tuple[Any, ...], want: jax.ShapeDtypeStruct) -> quant.Matrix:
+        name = leaf_name(key)
+        if name in pairs:
+            weight, scales = (arrays[n] for n in pairs[name])
+            if weight.shape != want.shape or (weight.dtype, scales.dtype) != (np.int8, jnp.bfloat16):
+                raise refuse(f"{name} in {path}", weight.shape, f"an 8-bit pair of {want.shape}", "export it again")
+            return quant.Quantized(weight=jnp.asarray(weight), scales=jnp.asarray(scales))
+        got = arrays[name]
+        if got.shape != want.shape or got.dtype not in (want.dtype, jnp.bfloat16):
+            raise refuse(
+                f"{name} in {path}", (got.shape, str(got.dtype)), f"{want.shape} {want.dtype}", "export it again"
+            )
+        return jnp.asarray(got)
+
+    return jax.tree_util.tree_map_with_path(leaf, wanted)

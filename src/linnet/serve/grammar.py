@@ -1,0 +1,159 @@
+"""What a request's text must match (a JSON schema, a regular expression, a grammar), as a mask of the ids that may come next.
+
+llguidance does the parsing; here it gets its view of a tokenizer, bounds on its work, and errors a user can read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Bool
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+
+from linnet.core.errors import UserError, refuse
+from linnet.serve.request import Constraint
+from linnet.tokenizers.base import Tokenizer
+
+MOST_GRAMMAR_BYTES = 32 * 1024
+_LONGEST_REASON = 300
+_DEAD_END = "the text can neither go on nor end in this vocabulary"
+_NAMES = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a Lark grammar"}
+# Work is bounded in llguidance's own units, not by a clock, so that what is accepted does not depend on the machine's load.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=500_000,  # 10 ms or so to begin
+    step_lexer_fuel=100_000,  # 7 ms or so a mask, at the very worst
+    step_max_items=25_000,
+    max_lexer_states=20_000,  # 1 to 2 kB each
+    max_grammar_size=50_000,
+    verbose_errors=False,
+)
+
+
+class Grammars:
+    """Compiles constraints for one vocabulary. May be used from several threads; compiling lets the others run meanwhile."""
+
+    def __init__(self, tokenizer: Tokenizer, *, n_vocab: int | None = None) -> None:
+        """`n_vocab`: the model's, where it has more ids than the tokenizer; the ids beyond are never allowed."""
+        n_ids = tokenizer.n_vocab if n_vocab is None else n_vocab
+        assert n_ids >= tokenizer.n_vocab, "a tokenizer with ids that the model has not"
+        self._end = tokenizer.end_id
+        self._text_ids = np.zeros(n_ids, bool)
+        self._text_ids[: tokenizer.n_vocab] = tokenizer.lengths() > 0
+        # Where the grammar leaves no choice, the text is cut as the tokenizer would cut it, unless that changes the text.
+        self._options = "" if tokenizer.exact else '%llguidance {"no_forcing": true}'
+        self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=tokenizer.end_id)
+
+    def compile(self, constraint: Constraint) -> Matcher:
+        """Refuses what cannot be read, is too large, or allows no text of this vocabulary."""
+        kind = constraint.kind
+        try:
+            n_bytes = len(constraint.grammar.encode())
+            if n_bytes > MOST_GRAMMAR_BYTES:
+                needs, fix = f"at most {MOST_GRAMMAR_BYTES:,} bytes long", "make it smaller"
+                raise refuse(kind, f"{n_bytes:,} bytes", needs, fix)
+            lark = f"{_TO_LARK[kind](constraint.grammar)}\n{self._options}"
+            # Named as Lark: llguidance would take a text that begins with a brace for a grammar of another form.
+            grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
+            matcher = Matcher(
+                LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS), kind, self._end, self._text_ids
+            )
+            matcher.mask()
+        except UserError:
+            raise
+        except (ValueError, RecursionError) as error:  # no JSON, nested too deep, or letters that are no Unicode
+            raise _unusable(kind, str(error)) from None
+        return matcher
+
+
+class Matcher:
+    """Where one text stands in its grammar. Not for several threads at once."""
+
+    def __init__(self, matcher: LLMatcher, kind: str, end: int, text_ids: Bool[np.ndarray, " vocab"]) -> None:
+        self._matcher = matcher
+        self._kind = kind
+        self._end = end
+        self._text_ids = text_ids
+        self._check()
+
+    def mask(self) -> Bool[np.ndarray, " vocab"]:
+        """The ids that may come next; the end id is among them where the text may end. Never empty: a text that can neither go on
+        nor end, or that became too much work, is refused. Control ids are no text, even where a grammar names them."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        allowed = np.zeros_like(self._text_ids)
+        known = np.unpackbits(bits, bitorder="little")[: len(allowed)]
+        allowed[: len(known)] = known
+        allowed &= self._text_ids
+        allowed[self._end] = self._matcher.is_accepting()
+        if not allowed.any():
+            raise _unusable(self._kind, _DEAD_END)
+        return allowed
+
+    def advance(self, token: int) -> None:
+        """Takes an id that the mask allowed."""
+        assert token == self._end or not self.is_finished, "a token after the text had ended"
+        if not self._matcher.consume_token(token):
+            assert "doesn't satisfy the grammar" not in self._matcher.get_error(), (
+                f"the token {token} is not allowed here"
+            )
+            self._check()
+
+    @property
+    def is_finished(self) -> bool:
+        """After an `advance`: the text matches and can only end, or has ended."""
+        return self._matcher.is_stopped()
+
+    def copy(self) -> Matcher:
+        """One that goes its own way from here."""
+        return Matcher(self._matcher.deep_copy(), self._kind, self._end, self._text_ids)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error()
+            raise _unusable(self._kind, _DEAD_END if reason.startswith("NoExtension") else reason)
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants to see it."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        pieces = [tokenizer.id_bytes(i) for i in range(tokenizer.n_vocab)]
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.end_id
+        self.special_token_ids = [i for i, piece in enumerate(pieces) if not piece]
+        self.tokens = [piece or b"<id %d>" % i for i, piece in enumerate(pieces)]  # a nameless one makes it panic
+
+    def __call__(self, data: bytes) -> list[int]:
+        return self._tokenizer.encode(data).tolist()
+
+
+def _from_json_schema(text: str) -> str:
+    schema = json.loads(text)
+    if not isinstance(schema, dict | bool):
+        raise refuse("json_schema", text[:80], "a JSON object", "see json-schema.org")
+    return f"start: %json {json.dumps(schema)}"
+
+
+def _from_regex(text: str) -> str:
+    n_backslashes = len(text) - len(text.rstrip("\\"))
+    if n_backslashes % 2:  # llguidance would drop it
+        raise refuse("regex", text[-80:], "complete (a single backslash ends it)", "write two for a backslash")
+    return f"start: /{regex_to_lark(text, '')}/"
+
+
+_TO_LARK: dict[str, Callable[[str], str]] = {
+    "json_schema": _from_json_schema,
+    "regex": _from_regex,
+    "lark": lambda text: text,
+}
+
+
+def _unusable(kind: str, reason: str) -> UserError:
+    first = " ".join(reason.split("<backtrace>")[0].split("<non-verbose/>")[0].split())
+    short = first if len(first) <= _LONGEST_REASON else first[:_LONGEST_REASON] + "..."
+    return UserError(
+        f"{kind} cannot be used: {short or 'it is not understood'}. Fix: give {_NAMES[kind]} that llguidance can follow."
+    )

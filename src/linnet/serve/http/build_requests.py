@@ -1,0 +1,196 @@
+"""From a call's fields to requests of the engine: ids, sampling, seeds, and the state to go on from."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import functools
+import json
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from anyio import to_thread
+
+from linnet.core.errors import refuse
+from linnet.serve.http.limits import Limits
+from linnet.serve.http.model import Model
+from linnet.serve.http.schemas import PlainFormat, SamplingAsk, TextAsk
+from linnet.serve.http.service import Service
+from linnet.serve.request import MOST_SEED, Constraint, Finished, Request, Sampling
+
+SMALL_TEXT = 1 << 15
+"""A longer one is encoded in a thread, so that the loop goes on."""
+PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+PASSED_ON_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias")
+
+
+class Held:
+    """A session that a call goes on from. It is given back exactly once: the next call may hold it right after."""
+
+    def __init__(self, model: Model, id: str, call: str) -> None:
+        self.id, self._sessions, self._is_held = id, model.sessions, True
+        self._sessions.hold(id, call)
+
+    def release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._sessions.release(self.id)
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where the answers go on from."""
+
+    state: Any = None
+    n_tokens: int = 0
+    session: Held | None = None
+
+    def release(self) -> None:
+        if self.session is not None:
+            self.session.release()
+
+
+async def encode(model: Model, text: str, limits: Limits, *, continues: bool = False) -> tuple[int, ...]:
+    """`continues`: the text continues what a session has read."""
+    data = text.encode()
+    encoded = functools.partial(model.tokenizer.encode, data, continues=continues)
+    ids = encoded() if len(data) <= SMALL_TEXT else await to_thread.run_sync(encoded)
+    return checked_prompt(ids.tolist(), model, limits)
+
+
+def checked_prompt(ids: Sequence[int], model: Model, limits: Limits) -> tuple[int, ...]:
+    if len(ids) > limits.prompt_tokens:
+        raise refuse("prompt", f"{len(ids)} tokens", f"at most {limits.prompt_tokens} tokens", "send less")
+    check_ids("prompt", ids, model.n_vocab)
+    return tuple(ids)
+
+
+def check_ids(field: str, ids: Iterable[int] | None, n_vocab: int) -> None:
+    worst = max(ids or (), default=0)
+    if worst >= n_vocab:
+        raise refuse(f"a token id of {field}", worst, f"an id of the model, 0 to {n_vocab - 1}", "use /v1/tokenize")
+
+
+def base_sampling(ask: SamplingAsk, **more: Any) -> Sampling:
+    given = {name: getattr(ask, name) for name in PASSED_ON if getattr(ask, name) is not None}
+    seed = secrets.randbelow(MOST_SEED + 1) if ask.seed is None else ask.seed
+    return Sampling(**given, seed=seed, **more)
+
+
+def text_sampling(
+    ask: TextAsk,
+    model: Model,
+    limits: Limits,
+    *,
+    max_tokens: int,
+    top_logprobs: int,
+    more_stops: tuple[str, ...] = (),
+) -> Sampling:
+    """`more_stops`: those of a chat template, beside the caller's."""
+    if max_tokens > limits.max_tokens:
+        raise refuse("max_tokens", max_tokens, f"at most {limits.max_tokens}", "ask for fewer")
+    for field in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+        check_ids(field, getattr(ask, field), model.n_vocab)
+    given = {name: getattr(ask, name) for name in PASSED_ON_TEXT if getattr(ask, name) is not None}
+    stop = [ask.stop] if isinstance(ask.stop, str) else ask.stop or []
+    return base_sampling(
+        ask,
+        **given,
+        allowed=None if ask.allowed_token_ids is None else frozenset(ask.allowed_token_ids),
+        banned=frozenset(ask.banned_token_ids or ()),
+        stop=tuple(dict.fromkeys((*more_stops, *stop))),
+        stop_ids=frozenset(ask.stop_token_ids or ()),
+        ignore_end=bool(ask.ignore_eos),
+        max_tokens=max_tokens,
+        top_logprobs=top_logprobs,
+        constraint=constraint(ask),
+    )
+
+
+def constraint(ask: TextAsk) -> Constraint | None:
+    """At most one."""
+    asked: list[Constraint] = []
+    if ask.regex is not None:
+        asked.append(Constraint(kind="regex", grammar=ask.regex))
+    if ask.grammar is not None:
+        asked.append(Constraint(kind="lark", grammar=ask.grammar))
+    if isinstance(ask.response_format, PlainFormat):
+        if ask.response_format.type == "json_object":
+            asked.append(Constraint(kind="json_schema", grammar='{"type":"object"}'))
+    elif ask.response_format is not None:
+        try:
+            schema = json.dumps(ask.response_format.json_schema.schema_, allow_nan=False)
+        except ValueError:
+            raise refuse("response_format", "NaN or infinity", "JSON", "use finite numbers") from None
+        asked.append(Constraint(kind="json_schema", grammar=schema))
+    if len(asked) > 1:
+        raise refuse("the number of constraints", len(asked), "at most 1", "use one of response_format, regex, grammar")
+    return asked[0] if asked else None
+
+
+def requests_of(
+    service: Service,
+    ask: SamplingAsk,
+    id: str,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: Sampling,
+    n_each: int,
+    **more: Any,
+) -> list[Request]:
+    """`n_each` for each prompt. A prompt's i-th answer is the same whatever other prompts came with it."""
+    limits = service.limits
+    if len(prompts) * n_each > limits.answers:
+        got = f"{len(prompts)} prompts x {n_each}"
+        raise refuse("the number of answers", got, f"at most {limits.answers}", "send several calls")
+    deadline = ask.deadline_seconds
+    if deadline is not None and deadline > limits.deadline_seconds:
+        raise refuse("deadline_seconds", deadline, f"at most {limits.deadline_seconds:g}", "allow fewer")
+    return [
+        Request(
+            id=f"{id}-{p * n_each + i}",
+            prompt=prompt,
+            sampling=dataclasses.replace(sampling, seed=(sampling.seed + i) % (MOST_SEED + 1)),
+            priority=ask.priority or 0,
+            deadline=None if deadline is None else service.clock() + deadline,
+            use_prefix_cache=ask.cache is not False,
+            **more,
+        )
+        for p, prompt in enumerate(prompts)
+        for i in range(n_each)
+    ]
+
+
+async def open_start(model: Model, ask: TextAsk, call: str) -> Start:
+    """Holds the session, if there is one, until `keep_end` or `Start.release`."""
+    if ask.session is not None and ask.state is not None:
+        raise refuse("state", "given with a session", "left out then", "give one of the two")
+    if ask.session is not None:
+        held = Held(model, ask.session, call)
+        try:
+            session = await to_thread.run_sync(model.sessions.get, held.id)
+        except BaseException:
+            held.release()
+            raise
+        return Start(session.state, session.n_tokens, held)
+    if ask.state is not None:
+        try:
+            data = base64.b64decode(ask.state, validate=True)
+        except (binascii.Error, ValueError):
+            raise refuse("state", "not base64", "as `return_state` gave it", "send it unchanged") from None
+        session = await to_thread.run_sync(model.sessions.unpack, data)
+        return Start(session.state, session.n_tokens)
+    return Start()
+
+
+async def keep_end(model: Model, start: Start, finished: Finished, return_state: bool) -> str | None:
+    """Leaves the session where the answer ended, free for the next call, which may come as soon as this end is told. The state as
+    base64 if the client wants to hold it."""
+    if start.session is not None:
+        n_tokens = start.n_tokens + finished.n_prompt + finished.n_tokens
+        await to_thread.run_sync(model.sessions.put, start.session.id, finished.state, n_tokens)
+        start.release()
+    if not return_state:
+        return None
+    return base64.b64encode(await to_thread.run_sync(model.sessions.pack, finished.state)).decode()

@@ -1,0 +1,134 @@
+"""The routes that tell what is there: models, tokens and their texts, probes, metrics, and the playground's page."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from linnet.models.bos import in_front
+from linnet.serve.chat_template import ChatTemplate
+from linnet.serve.http.build_requests import check_ids, encode
+from linnet.serve.http.errors import ApiError
+from linnet.serve.http.limits import read_json
+from linnet.serve.http.metrics import CONTENT_TYPE
+from linnet.serve.http.model import Model, PriorModel, is_prior
+from linnet.serve.http.responses import ModelCard, ModelList, PriorCard, RoleCard, TemplateCard, Text, Tokens
+from linnet.serve.http.schemas import DetokenizeAsk, TokenizeAsk
+from linnet.serve.http.service import Service
+from linnet.tokenizers.base import text_of
+
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:"
+)
+"""The page needs nothing from elsewhere, so it may not load it."""
+
+
+async def list_models(service: Service, http: HttpRequest) -> Response:
+    body: ModelList = {"object": "list", "data": [_card(model) for model in service.all_models]}
+    return JSONResponse(body)
+
+
+async def show_model(service: Service, http: HttpRequest) -> Response:
+    return JSONResponse(_card(service.any_model(http.path_params["id"])))
+
+
+async def tokenize(service: Service, http: HttpRequest) -> Response:
+    ask = await read_json(http, TokenizeAsk, service.limits)
+    model = service.model(ask.model)
+    ids = await encode(model, ask.text, service.limits)
+    if ask.add_special_tokens:
+        ids = (*in_front(model.bos_id, True), *ids)
+    body: Tokens = {"tokens": list(ids), "pieces": model.tokenizer.pieces(ids), "count": len(ids)}
+    return JSONResponse(body)
+
+
+async def detokenize(service: Service, http: HttpRequest) -> Response:
+    ask = await read_json(http, DetokenizeAsk, service.limits)
+    model = service.model(ask.model)
+    check_ids("tokens", ask.tokens, model.tokenizer.n_vocab)
+    body: Text = {"text": text_of(model.tokenizer, ask.tokens)}
+    return JSONResponse(body)
+
+
+async def health(service: Service, http: HttpRequest) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def ready(service: Service, http: HttpRequest) -> Response:
+    if service.lifecycle.is_draining:
+        return JSONResponse({"status": "draining"}, 503)
+    return JSONResponse({"status": "ready"})
+
+
+async def metrics(service: Service, http: HttpRequest) -> Response:
+    return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+async def playground(service: Service, http: HttpRequest) -> Response:
+    page = resources.files("linnet.serve") / "playground" / "index.html"
+    if not page.is_file():
+        raise ApiError(404, "this server has no playground. Fix: see /openapi.json for what it has.")
+    return HTMLResponse(page.read_text(), headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
+
+
+def _template(template: ChatTemplate) -> TemplateCard:
+    """As a run's file would say it."""
+    roles: dict[str, RoleCard] = {
+        role: {"prefix": one.prefix, "suffix": one.suffix} for role, one in template.roles.items()
+    }
+    return {
+        "beginning": template.beginning,
+        "roles": roles,
+        "answer": template.answer,
+        "stop": list(template.stop),
+        "between": template.between,
+    }
+
+
+def _card(model: Model | PriorModel) -> ModelCard | PriorCard:
+    return _prior_card(model) if is_prior(model) else _token_card(model)
+
+
+def _prior_card(model: PriorModel) -> PriorCard:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "linnet",
+        "fingerprint": model.fingerprint,
+        "family": "prior",
+        "width": model.width,
+        "text_width": model.text_width,
+        "timesteps": model.timesteps,
+        "takes_text": model.takes_text,
+        "max_encodings": model.most_encodings,
+        "can_guide": model.can_guide,
+        "gallery": model.gallery_rows,
+        "pictures": model.has_pictures,
+        "state_bytes": model.state_bytes,
+    }
+
+
+def _token_card(model: Model) -> ModelCard:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "linnet",
+        "fingerprint": model.fingerprint,
+        "family": model.family,
+        "n_vocab": model.n_vocab,
+        "begin_id": model.bos_id,
+        "end_id": model.tokenizer.end_id,
+        "tokenizer": {
+            "kind": model.tokenizer.kind,
+            "rules": model.tokenizer.rules,
+            "byte_exact": model.tokenizer.exact,
+        },
+        "context": model.context,
+        "state_bytes": model.state_bytes,
+        "picture": None if model.shape is None else list(model.shape),
+        "chat_template": _template(model.template),
+    }

@@ -1,0 +1,111 @@
+"""Around every call: a request id, the key, the count of calls, an access log line, and a 500 where nobody foresaw the error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from contextlib import ExitStack
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from linnet.serve.http.auth import OPEN_PATHS, Doors, Keys
+from linnet.serve.http.errors import ClientGone, explained
+from linnet.serve.http.lifecycle import Lifecycle
+from linnet.serve.http.limits import Calls, check_headers
+from linnet.serve.http.metrics import Metrics
+
+ACCESS = logging.getLogger("linnet.access")
+CLIENT_GONE = 499
+UNCOUNTED = OPEN_PATHS | {"/metrics"}
+"""Probes get through however much the key's owner asks, and do not hold up a drain."""
+
+
+class Edge:
+    """Pure ASGI: it stands in nobody's way when a client leaves or a stream is long."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys,
+        doors: Doors,
+        calls: Calls,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+        is_replica: bool = False,
+    ) -> None:
+        """A replica's calls come from its front, which has named them: a name tells a second attempt from another call."""
+        self._app, self._keys, self._doors, self._is_replica = app, keys, doors, is_replica
+        self._calls, self._lifecycle, self._metrics = calls, lifecycle, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id") if self._is_replica else None
+        call = _Call(scope, send, given or f"req_{uuid.uuid4().hex}")
+        try:
+            with ExitStack() as held:
+                headers = Headers(scope=scope)
+                check_headers(headers)
+                self._doors.check(headers.get("host"))
+                call.owner = self._keys.owner(scope["path"], headers.get("authorization"))
+                if scope["path"] not in UNCOUNTED:
+                    held.enter_context(self._calls.one(call.owner))
+                    held.enter_context(self._lifecycle.active())
+                await self._app(scope, receive, call.send)
+        except ClientGone:
+            call.status = CLIENT_GONE
+        except Exception as error:
+            await self._fail(call, scope, receive, error)
+        finally:
+            self._metrics.answered(call.route, call.status or CLIENT_GONE)
+            call.log()
+
+    async def _fail(self, call: _Call, scope: Scope, receive: Receive, error: Exception) -> None:
+        problem = explained(error, call.id)
+        if call.status is None:
+            await problem.response()(scope, receive, call.send)
+
+
+class _Call:
+    """One call, for its log line."""
+
+    def __init__(self, scope: Scope, send: Send, id: str) -> None:
+        self.id = id
+        self.owner = "nobody"
+        self.status: int | None = None
+        self._scope, self._send = scope, send
+        self._start, self._n_bytes = time.monotonic(), 0
+        scope.setdefault("state", {})["request_id"] = self.id
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)["x-request-id"] = self.id
+        else:
+            self._n_bytes += len(message.get("body", b""))
+        await self._send(message)
+
+    @property
+    def route(self) -> str:
+        """The pattern, not the path: a client must not be able to make new metrics."""
+        return getattr(self._scope.get("route"), "path", "other")
+
+    def log(self) -> None:
+        if not ACCESS.isEnabledFor(logging.INFO):
+            return
+        line = {
+            "time": round(time.time(), 3),
+            "request_id": self.id,
+            "method": self._scope["method"],
+            "path": self._scope["path"][:200],
+            "status": self.status,
+            "seconds": round(time.monotonic() - self._start, 4),
+            "bytes": self._n_bytes,
+            "key": self.owner,
+        }
+        ACCESS.info(json.dumps(line))

@@ -1,0 +1,63 @@
+"""The prefix cache: states of beginnings that were read before, found by content, the least recently used out first.
+
+Beginnings are whole chunks counted from the start, so going on from a cached state runs the same programs on the same numbers as
+reading everything: the answer is the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from linnet.core.pytree import n_bytes
+from linnet.serve.held import HeldBytes
+
+
+class PrefixCache:
+    def __init__(self, chunk_len: int, max_bytes: int) -> None:
+        assert chunk_len > 0
+        self._chunk_len, self._max_bytes = chunk_len, max_bytes
+        self._states: OrderedDict[bytes, Any] = OrderedDict()
+        self._held = HeldBytes()
+        self.hits = self.misses = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return self._held.total
+
+    def keys(self, tokens: Sequence[int]) -> list[bytes]:
+        """A key for each whole chunk: of all tokens up to its end."""
+        keys, digest = [], hashlib.sha256()
+        for at in range(0, len(tokens) - len(tokens) % self._chunk_len, self._chunk_len):
+            digest.update(np.asarray(tokens[at : at + self._chunk_len], "<u4").tobytes())
+            keys.append(digest.digest())
+        return keys
+
+    def longest(self, keys: Sequence[bytes]) -> tuple[int, Any]:
+        """How many chunks of these are known, and the state after them; (0, None) if none is."""
+        for n in range(len(keys), 0, -1):
+            found = self._states.get(keys[n - 1])
+            if found is not None:
+                self._states.move_to_end(keys[n - 1])
+                self.hits += 1
+                return n, found
+        if keys:
+            self.misses += 1
+        return 0, None
+
+    def wants(self, n: int, of: int) -> bool:
+        """Whether the state after chunk n (from 1) of a beginning of so many chunks is kept: the last, and every power of two, so
+        that of any shared beginning at least half is found."""
+        return self._max_bytes > 0 and (n == of or n & (n - 1) == 0)
+
+    def add(self, key: bytes, state: Any) -> None:
+        if key in self._states or n_bytes(state) > self._max_bytes:
+            return
+        self._states[key] = state
+        self._held.add(state)
+        while self.n_bytes > self._max_bytes:
+            self._held.drop(self._states.popitem(last=False)[1])

@@ -1,0 +1,1 @@
+"""Tokenizers: bytes, sentencepiece and Hugging Face files."""

@@ -1,0 +1,137 @@
+"""Sentencepiece models: what each piece stands for, and how to ask for the pieces of a text."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from linnet.core.errors import refuse
+from linnet.core.special_tokens import END, ONE_PER_BYTE, PAD, UNKNOWN
+from linnet.tokenizers.base import SENTENCEPIECE_FILE, Rules, not_a_tokenizer
+from linnet.tokenizers.pieces import Model, PieceTokenizer, Released
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+
+SPACE = "\u2581"
+"""Stands for a space inside a piece."""
+KIND = "sentencepiece"
+MIN_LOG_LEVEL = 3
+"""Fatal only: the library prints errors about damaged models to stderr, besides raising them."""
+CHANGED = "  a  B\ufb01\u2460\u212b  "
+"""Spaces and letters that every normaliser but the identity changes."""
+
+
+def open_sentencepiece(
+    content: bytes, end_token: str | None = None, name: str = SENTENCEPIECE_FILE, rules: Rules = "exact"
+) -> PieceTokenizer:
+    processor, names = _processor(content, name)
+    n_vocab = len(names)
+    end_id = _end_id(processor.eos_id(), names, end_token)
+    bytes_of = {i: bytes.fromhex(names[i][3:5]) for i in range(n_vocab) if processor.IsByte(i)}
+    silent = {end_id, *(i for i in range(n_vocab) if processor.IsControl(i) or processor.IsUnknown(i))}
+    table = [b"" if i in silent else bytes_of.get(i) or names[i].replace(SPACE, " ").encode() for i in range(n_vocab)]
+    byte_ids = {piece[0]: i for i, piece in bytes_of.items() if i not in silent}
+    complete = len(byte_ids) == 256
+    released = None
+    if rules == "released" and not (complete and _is_own(processor)):
+        released = _released(processor, _processor(content, name)[0], names, table, bytes_of)
+    elif complete:  # else the model loses something anyway, and keeps its own ways
+        processor.OverrideNormalizerSpec(add_dummy_prefix=False, remove_extra_whitespaces=False)
+
+    def encode_texts(texts: list[str]) -> list[list[int]]:
+        return [processor.EncodeAsIds(text) for text in texts]  # a list at once would start threads
+
+    return PieceTokenizer(
+        Model(
+            kind=KIND,
+            file=SENTENCEPIECE_FILE,
+            content=content,
+            names=names,
+            table=table,
+            end_id=end_id,
+            byte_ids=[byte_ids[byte] for byte in range(256)] if complete else None,
+            unknown_id=processor.unk_id() if processor.unk_id() >= 0 else None,
+            encode_texts=encode_texts,
+            reopen=open_sentencepiece,
+            released=released,
+        )
+    )
+
+
+def _processor(content: bytes, name: str) -> tuple[SentencePieceProcessor, list[str]]:
+    """And the names of its pieces."""
+    import sentencepiece
+    from sentencepiece import SentencePieceProcessor
+
+    sentencepiece.set_min_log_level(MIN_LOG_LEVEL)
+    processor = SentencePieceProcessor()
+    names: list[str] = []
+    # ValueError: a message or a piece that is not UTF-8
+    with contextlib.suppress(RuntimeError, ValueError, LookupError):
+        processor.LoadFromSerializedProto(content)
+        names = [processor.IdToPiece(i) for i in range(processor.GetPieceSize())]
+    if not names:
+        raise not_a_tokenizer(name, "a sentencepiece model (this file is none, or is cut short)")
+    return processor, names
+
+
+def _is_own(processor: SentencePieceProcessor) -> bool:
+    """Made by `linnet tokenizer train`: its normaliser changes nothing, so that both rules give the same ids, and `exact` also gives
+    back what is not UTF-8."""
+    special = (processor.pad_id(), processor.eos_id(), processor.unk_id(), processor.bos_id())
+    return special == (PAD, END, UNKNOWN, -1) and processor.Normalize(CHANGED) == CHANGED.replace(" ", SPACE)
+
+
+def _released(
+    processor: SentencePieceProcessor,
+    continuing: SentencePieceProcessor,
+    names: Sequence[str],
+    table: list[bytes],
+    bytes_of: Mapping[int, bytes],
+) -> Released:
+    """As sentencepiece itself encodes and decodes. What it decodes an unknown id to is noted in `table`."""
+    continuing.OverrideNormalizerSpec(add_dummy_prefix=False)
+    opening = list(table)
+    for i, name in enumerate(names):
+        if processor.IsUnknown(i):
+            table[i] = opening[i] = processor.DecodeIds([i]).encode()
+        elif i not in bytes_of and table[i] and name.startswith(SPACE):
+            opening[i] = table[i][1:]
+    return Released(
+        encode=_whole(processor),
+        encode_continuing=_whole(continuing),
+        opening=opening if _drops_space(processor, names, opening) else None,
+        drops_all=_drops_all(processor, names),
+        errors=ONE_PER_BYTE,
+    )
+
+
+def _whole(processor: SentencePieceProcessor) -> Callable[[str], list[int]]:
+    return lambda text: processor.EncodeAsIds(text)
+
+
+def _drops_space(processor: SentencePieceProcessor, names: Sequence[str], opening: Sequence[bytes]) -> bool:
+    """Whether the decoder drops a space at the beginning. (The file's settings cannot be asked for without protobuf.)"""
+    i = next((i for i, name in enumerate(names) if name.startswith(SPACE)), None)
+    return i is not None and processor.DecodeIds([i]).encode() == opening[i]
+
+
+def _drops_all(processor: SentencePieceProcessor, names: Sequence[str]) -> bool:
+    """Two spaces in a row can come from a piece that is a space and nothing else."""
+    if SPACE not in names:
+        return False
+    return not processor.DecodeIds([names.index(SPACE)] * 2)
+
+
+def _end_id(own: int, names: Sequence[str], end_token: str | None) -> int:
+    if end_token is not None:
+        if end_token not in names:
+            raise refuse(
+                "--end-token", end_token, "a piece of the tokenizer", "see its pieces with `linnet tokenizer show`"
+            )
+        return names.index(end_token)
+    if own < 0:
+        raise refuse("--end-token", None, "given for this tokenizer (it has no end token)", "name one of its pieces")
+    return own

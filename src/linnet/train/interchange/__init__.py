@@ -1,6 +1,0 @@
-"""Models from and to files of other programs: the official checkpoint of Transformer-VQ, and safetensors."""
-
-from linnet.train.interchange.transformer_vq import import_config, read_transformer_vq, to_model
-from linnet.train.interchange.weights_file import export_safetensors, import_safetensors
-
-__all__ = ["export_safetensors", "import_config", "import_safetensors", "read_transformer_vq", "to_model"]

@@ -1,0 +1,109 @@
+"""How a prior's run is judged: losses of online and averaged weights, five cosines, and retrieval beside simple predictors."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from linnet.config.schema import RunConfig
+from linnet.data.embeddings import PairBatch, Pairs, open_pairs
+from linnet.evaluate import retrieval
+from linnet.evaluate.prior import PriorEvaluation, evaluate_prior, must_fit
+from linnet.optim import ema
+from linnet.runs.state import TrainState
+from linnet.train.task import Judged, Logged, Watch, scalars
+
+
+class PriorJudge:
+    unit = "pairs"
+    bits_per_nat = None
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self._cfg = cfg
+        self._pairs = open_pairs(cfg.pairs, cfg.seed, encodings=cfg.prior.text_encodings)
+        must_fit(self._pairs, cfg.prior)
+        self.fingerprint = self._pairs.fingerprint
+        self.n_validation, self.n_test = self._pairs.n_rows("validation"), self._pairs.n_rows("test")
+        self.n_per_update = cfg.data.batch_size
+
+    def keep(self, folder: Path) -> None:
+        """Its config names the pairs: nothing else is needed."""
+        del folder
+
+    def describe(self) -> dict[str, Any]:
+        return self._pairs.describe()
+
+    def amount(self) -> str:
+        return f"{self._pairs.n_rows('train'):,} training pairs"
+
+    def batch(self, step: int, share: int = 0, n_shares: int = 1) -> PairBatch:
+        return self._pairs.batch(step, share, n_shares)
+
+    def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> Logged:
+        seen = step * self._cfg.data.batch_size
+        average = ema.settings(self._cfg.train)
+        speed = rates["tokens_per_second"]
+        record = {
+            **{name: value for name, value in scalars(values).items() if name != "loss_diffusion"},
+            "loss": values["loss"],
+            "mfu": rates["mfu"],
+            "wait_share": rates["wait_share"],
+            f"tracking/training-{self._cfg.prior.loss}": values["loss"],
+            "tracking/samples-sec": speed,
+            "tracking/samples-seen": seen,
+            "tracking/epoch": seen // self._pairs.n_rows("train"),
+            **({} if average is None else {"tracking/ema-decay": float(ema.decay(average, step))}),
+        }
+        return Logged(record=record, loss=float(values["loss"]), per_second=speed)
+
+    def evaluate(self, state: TrainState, watch: Watch) -> Judged:
+        result = self._evaluated(state, "validation", watch, self._cfg.train.eval_sequences)
+        return Judged(record=_record(result), loss=result.loss, words=result.words())
+
+    def show(self, state: TrainState, step: int, folder: Path) -> None:
+        """An embedding is not for looking at: `linnet sample` and the report show what it points to."""
+        del state, step, folder
+
+    def has_sample(self, step: int, folder: Path) -> bool:
+        """A prior writes none."""
+        return True
+
+    def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> Judged:
+        result = self._evaluated(state, "test", watch, None, choose=True)
+        if result.predicted:
+            write_retrieval(folder, self._pairs, result, step)
+        return Judged(record=_record(result), loss=result.loss, words=result.words())
+
+    def _evaluated(
+        self, state: TrainState, split: str, watch: Watch, limit: int | None, choose: bool = False
+    ) -> PriorEvaluation:
+        weights = {"online": state.params} | ({} if state.ema is None else {"ema": state.ema})
+        n = self._pairs.n_rows(split) if limit is None else min(limit, self._pairs.n_rows(split))
+        n_batch = math.ceil(n / self._cfg.data.batch_size)
+        return evaluate_prior(
+            self._cfg,
+            weights,
+            self._pairs,
+            split,
+            limit=limit,
+            choose=choose,
+            progress=lambda batches: watch(batches, split, n_batch),
+        )
+
+
+def _record(result: PriorEvaluation) -> dict[str, Any]:
+    """Also how often a predicted embedding finds its own image among all that were evaluated."""
+    found = {}
+    for n_step, predicted in result.predicted.items():
+        (row,) = retrieval.compare({retrieval.PRIOR: predicted.embeds}, predicted.images)
+        found |= {f"recall@1 [steps={n_step}]": row.recall_1, f"recall@10 [steps={n_step}]": row.recall_10}
+    return {**result.to_json(), **found}
+
+
+def write_retrieval(folder: Path, pairs: Pairs, result: PriorEvaluation, step: int) -> Path:
+    """The prior beside its baselines, and captions against predicted images, for the report: at the first number of steps."""
+    n_steps, predicted = next(iter(result.predicted.items()))
+    given = (predicted.texts, predicted.embeds, predicted.images, predicted.chosen)
+    rows, matrix = retrieval.side_by_side(pairs, result.split, result.pairs, *given, retrieval.baselines(pairs))
+    return retrieval.write(folder, rows, matrix, result.split, step, n_steps)

@@ -1,0 +1,91 @@
+"""Whether a run may go on in a folder: with the settings that it began with, but for those that change nothing of what it learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from linnet.config import schema as configs
+from linnet.config.schema import RunConfig
+from linnet.core.errors import UserError
+from linnet.data.sources.locations import FIELDS
+from linnet.runs import weights as stored_weights
+from linnet.runs.folder import RunFolder
+from linnet.runs.relocated import check_same_data, recorded_fingerprint
+
+# Settings that may change between two parts of one run: they alter neither data order nor parameters (a mesh only their last bits).
+FREE_TO_CHANGE = {
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_minutes",
+    "train.eval_timesteps",
+    "train.eval_sequences",
+    "train.checkpoint_every",
+    "train.checkpoint_minutes",
+    "train.keep",
+    "train.max_bad_steps",
+    "train.collapse_alarm",
+    "train.sample_tokens",
+    "train.trackers",
+    "train.exports",
+    "optim.extra_steps",
+    "data.max_unpacked_gb",
+    "preset",
+    "mesh",
+}
+
+
+LOCATIONS = {f"data.{name}" for name in (*FIELDS, "base")}
+"""Settings that may change where the content of the data stays the same."""
+
+
+def check_folder(cfg: RunConfig, folder: RunFolder, fingerprint: str | None = None) -> RunConfig | None:
+    """The config of the run that is there already, if this one may continue it. `fingerprint`: of the data that `cfg` names."""
+    if not folder.config.exists():
+        return None
+    old = configs.load(folder.config)
+    ours, theirs = _flat(cfg), _flat(old)
+    names = (ours.keys() | theirs.keys()) - FREE_TO_CHANGE - {"data.base"}
+    moved = [name for name in LOCATIONS if ours.get(name) != theirs.get(name)]
+    if fingerprint is not None and moved and recorded_fingerprint(folder.path) is not None:
+        check_same_data(folder.path, fingerprint, cfg.data.source)
+        names -= LOCATIONS
+    changed = sorted(name for name in names if ours.get(name) != theirs.get(name))
+    if stored_weights.is_weights_alone(folder.path):  # nothing was trained yet: only the model is settled
+        changed = [name for name in changed if name.startswith(("model", "family"))]
+    if changed:
+        name = changed[0]
+        more = f" (and {', '.join(changed[1:])})" if len(changed) > 1 else ""
+        raise UserError(
+            f"{folder.path} holds a run with {name} = {_flat(old).get(name)!r}, but you ask for {_flat(cfg).get(name)!r}{more}. "
+            f"Fix: {_more_steps(old, cfg) if name == 'optim.steps' else ''}{_instead(folder, changed)}"
+        )
+    return old
+
+
+def _more_steps(old: RunConfig, cfg: RunConfig) -> str:
+    """The learning-rate schedule ends at optim.steps, so a run is prolonged by steps after it."""
+    more = cfg.optim.steps - old.optim.steps
+    if more <= 0:
+        return ""
+    more += old.optim.extra_steps
+    return f"to train it for longer, leave --optim.steps out and give --optim.extra-steps {more}; "
+
+
+def _instead(folder: RunFolder, changed: list[str]) -> str:
+    """What would do what was asked for. A new folder alone starts from random weights, so the advice says so."""
+    same = f"give the same settings to continue that run (`linnet train {folder.path}`)"
+    if any(name.startswith(("model.", "family", "parent")) for name in changed):
+        return f"{same}, or train another model from random weights with another --out."
+    flag = f"--{changed[0].replace('_', '-')}"
+    return (
+        f"{same}; to start a new run from its weights, `linnet train --from {folder.path} {flag} .. --out ANOTHER`; --out without "
+        "--from starts from random weights."
+    )
+
+
+def _flat(cfg: RunConfig) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(cfg).items():
+        flat |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+    return flat

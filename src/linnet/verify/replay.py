@@ -1,0 +1,209 @@
+"""Computes with this implementation what a reference file says that the reference computed: the model's part.
+
+Every replay gives values under the file's own names, so that what is not among them is seen to be unchecked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from linnet.core.errors import UserError
+from linnet.core.special_tokens import END
+from linnet.data.batch import Batch
+from linnet.models.vq import family, model
+from linnet.models.vq.config import VQConfig
+from linnet.models.vq.convert import config_from_reference, from_reference, to_reference
+from linnet.models.vq.params import VQBuffers, VQParams
+from linnet.verify.compare import Check
+from linnet.verify.golden import Golden
+
+RANDOM = "depends on the reference's random stream"
+DOCUMENTS = "Linnet keeps document ids only when it resets at documents, which the reference never does"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replay:
+    values: dict[str, Any]
+    expected: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Where not the file's whole array is compared."""
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    scales: dict[str, float] = dataclasses.field(default_factory=dict)
+    checks: tuple[Check, ...] = ()
+    """Besides those of the values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    cfg: VQConfig
+    params: VQParams
+    buffers: VQBuffers
+
+    def read(self, carry: model.VQCarry, tokens: Any, **options: Any) -> tuple[Any, ...]:
+        """Log-probabilities, hidden vectors, the carry after, and what the units tell."""
+
+        def run(params: VQParams, buffers: VQBuffers, carry: model.VQCarry, tokens: Int[Array, "B T"]) -> Any:
+            x, carry, aux = model.forward(params, buffers, tokens, carry, self.cfg, **options)
+            return jax.nn.log_softmax(model.logits(params, x, self.cfg)), x, carry, aux
+
+        return jax.jit(run)(self.params, self.buffers, carry, jnp.asarray(tokens))
+
+
+def load_model(golden: Golden) -> Model:
+    """A setting that we do not know is no obstacle here: if it matters, the results differ."""
+    cfg = config_from_reference(golden.settings, ignore_unknown=True)
+    return Model(cfg, *from_reference(golden.params, cfg))
+
+
+def replay_forward(golden: Golden) -> Replay:
+    m, tokens = load_model(golden), _tokens(golden)
+    logprobs, x, carry, aux = m.read(model.empty_carry(m.cfg, len(tokens)), tokens, keep_outputs=True)
+    values = {"logprobs": logprobs, "final_x": x, "gau_res": aux.output, "shortcodes": aux.codes}
+    return _with_state(Replay(values=values), golden, "state", carry, m.cfg)
+
+
+def replay_carry(golden: Golden) -> Replay:
+    m, tokens = load_model(golden), _tokens(golden)
+    half = golden.output("logprobs_1").shape[1]
+    first, _, middle, _ = m.read(model.empty_carry(m.cfg, len(tokens)), tokens[:, :half])
+    second, _, end, _ = m.read(middle, tokens[:, half:])
+    replay = Replay(values={"logprobs_1": first, "logprobs_2": second})
+    replay = _with_state(replay, golden, "midstate", middle, m.cfg)
+    return _with_state(replay, golden, "state", end, m.cfg)
+
+
+def replay_decode(golden: Golden) -> Replay:
+    m, tokens = load_model(golden), jnp.asarray(_tokens(golden))
+
+    def one(carry: model.VQCarry, token: Int[Array, " B"]) -> tuple[model.VQCarry, Float[Array, "B A"]]:
+        scores, carry = _next_scores(m, carry, token)
+        return carry, jax.nn.log_softmax(scores)
+
+    run = jax.jit(lambda carry, tokens: jax.lax.scan(one, carry, tokens.T))
+    carry, logprobs = run(model.empty_carry(m.cfg, len(tokens)), tokens)
+    return _with_state(Replay(values={"logprobs": jnp.moveaxis(logprobs, 0, 1)}), golden, "state", carry, m.cfg)
+
+
+def replay_sample(golden: Golden) -> Replay:
+    """The likeliest token each time, from the end id on."""
+    m, (batch, length) = load_model(golden), golden.output("greedy_tokens").shape
+    start = jnp.full((batch,), golden.settings.get("eos_id", END), jnp.int32)
+
+    def one(state: tuple[model.VQCarry, Array], _: None) -> tuple[tuple[model.VQCarry, Array], Array]:
+        scores, carry = _next_scores(m, *state)
+        token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        return (carry, token), token
+
+    run = jax.jit(lambda carry, token: jax.lax.scan(one, (carry, token), None, length=length)[1])
+    tokens = run(model.empty_carry(m.cfg, batch), start)
+    random = [name for name in golden.outputs if name.endswith("_tokens") and name != "greedy_tokens"]
+    return Replay(values={"greedy_tokens": tokens.T}, skipped=dict.fromkeys(random, RANDOM))
+
+
+def replay_eval(golden: Golden) -> Replay:
+    m, batch = load_model(golden), read_batch(golden)
+    nats, _ = jax.jit(lambda p, b, c, x: family.nats(p, b, c, x, m.cfg))(
+        m.params, m.buffers, family.empty_carry(m.cfg, len(batch.inputs)), batch
+    )
+    return Replay(
+        values={
+            "stats/loss_lm_per_token_unscaled": jnp.mean(batch.loss_mask * nats),
+            "stats/loss_mask_per_token": np.mean(batch.loss_mask),
+        }
+    )
+
+
+def replay_grads(golden: Golden) -> Replay:
+    m, batch = load_model(golden), read_batch(golden)
+    refuse_dropout(golden, m.cfg)
+    carry = family.empty_carry(m.cfg, len(batch.inputs))
+    run = jax.jit(jax.value_and_grad(lambda p, b, c, x: family.loss(p, b, c, x, None, 0, m.cfg), has_aux=True))
+    (loss, aux), gradient = run(m.params, m.buffers, carry, batch)
+    after = family.update_buffers(m.buffers, aux.statistics, m.cfg)
+    # Its codebooks learn through made-up gradients: new = old - gradient.
+    fall = jax.tree.map(lambda old, new: old - new, m.buffers, after)
+    metrics = all_metrics(m.buffers, aux.metrics, m.cfg)
+    return Replay(
+        values={
+            "loss": loss,
+            "l_lm_unscaled": aux.metrics["loss_lm_per_token_unscaled"],
+            "l_commit": aux.metrics["loss_commit_per_token"],
+            "l_codebook": 0.0,  # in value; it only makes those gradients
+            **{f"metrics/{name}": value for name, value in metrics.items()},
+            **{f"grads/{name}": value for name, value in to_reference(gradient, fall, m.cfg).items()},
+        },
+        scales=metric_scales(golden, "metrics"),
+    )
+
+
+def all_metrics(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfig) -> dict[str, float]:
+    figures = family.diagnostics(buffers, metrics, cfg)
+    scalars = {name: float(value) for name, value in metrics.items() if jnp.ndim(value) == 0}
+    return scalars | {name: value for name, value in figures.items() if isinstance(value, float)}
+
+
+def metric_scales(golden: Golden, prefix: str) -> dict[str, float]:
+    """The mean similarity of codes nearly cancels: it is measured against the similarities it is the mean of."""
+    ends = [golden.outputs.get(f"{prefix}/c_sim_{end}") for end in ("min", "max")]
+    known = [abs(float(value)) for value in ends if value is not None]
+    return {f"{prefix}/c_sim_mean": max(known)} if known else {}
+
+
+def read_batch(golden: Golden, prefix: str = "") -> Batch:
+    parts = {name: golden.input(f"{prefix}{name}") for name in ("inputs", "targets")}
+    shape = parts["inputs"].shape
+    doc_ids = golden.inputs.get(f"{prefix}doc_ids", np.zeros(shape, np.int32))
+    mask = golden.inputs.get(f"{prefix}loss_mask", np.ones(shape, np.int32))
+    parts |= {"doc_ids": doc_ids, "loss_mask": mask}
+    for name, value in parts.items():
+        if value.ndim != 2 or value.shape != shape:
+            raise UserError(
+                f"{golden.path}: in/{prefix}{name} has shape {value.shape}, but it must be B x T like inputs."
+            )
+    whole = {name: np.asarray(parts[name], np.int32) for name in ("inputs", "targets", "doc_ids")}
+    return Batch(**whole, loss_mask=np.asarray(mask, np.float32))
+
+
+def refuse_dropout(golden: Golden, cfg: VQConfig) -> None:
+    if cfg.p_dropemb or cfg.p_dropsin or cfg.p_dropres or cfg.p_droplyr:
+        raise UserError(f"{golden.path} was made with dropout, which {RANDOM}. Fix: make it with all dropouts 0.")
+
+
+def _tokens(golden: Golden) -> np.ndarray:
+    tokens = golden.input("inputs")
+    if tokens.ndim != 2:
+        raise UserError(f"{golden.path}: in/inputs has shape {tokens.shape}, but it must be B x T.")
+    return tokens.astype(np.int32)
+
+
+def _next_scores(m: Model, carry: model.VQCarry, token: Int[Array, " B"]) -> tuple[Float[Array, "B A"], model.VQCarry]:
+    x, carry, _ = model.forward(m.params, m.buffers, token[:, None], carry, m.cfg, block_len=1)
+    return model.logits(m.params, x[:, 0], m.cfg), carry
+
+
+def _with_state(replay: Replay, golden: Golden, prefix: str, carry: model.VQCarry, cfg: VQConfig) -> Replay:
+    """Our carry in the reference's form. Columns that hold no token yet are left out: they mean nothing."""
+    state, read = carry.attention, int(carry.position[0])
+    filled = min(read, cfg.mem_len)
+    values, expected, skipped = dict(replay.values), dict(replay.expected), dict(replay.skipped)
+    for i in range(cfg.n_unit):
+        unit = f"{prefix}/{i // 2}/{i % 2}"
+        window = {"z": state.codes[i], "k_hat": state.keys[i], "v": state.values[i]}
+        for name, value in window.items():
+            full = f"{unit}/xlcache/{name}"
+            values[full] = value
+            if filled < cfg.mem_len and full in golden.outputs and golden.outputs[full].shape == value.shape:
+                values[full] = value[:, :, cfg.mem_len - filled :]
+                expected[full] = golden.outputs[full][:, :, cfg.mem_len - filled :]
+        values |= {
+            f"{unit}/pos_offset": np.int32(read),
+            f"{unit}/aggcache/lower": state.count[i],
+            f"{unit}/aggcache/upper_div_lower": state.total[i] / jnp.maximum(state.count[i], 1.0)[..., None],
+        }
+        skipped |= dict.fromkeys((f"{unit}/xlcache/doc_ids", f"{unit}/aggcache/latest_doc_id"), DOCUMENTS)
+    return dataclasses.replace(replay, values=values, expected=expected, skipped=skipped)
