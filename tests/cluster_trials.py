@@ -19,7 +19,7 @@ import same_runs
 import tiny
 from compiler_flags import QUICKLY
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.runs.load import open_state
 from linnet.runs.metrics import read_metrics
 

@@ -261,7 +261,7 @@ def tiny_run() -> tuple[Any, Any, Any]:
 
 
 def safetensors_seeds(folder: Path) -> list[Seed]:
-    from linnet.config import schema as configs
+    from linnet.config import codec as configs
     from linnet.core.pytree import named_leaves
     from linnet.runs.weights_file import FORMAT, export_safetensors, fingerprint
 
@@ -397,8 +397,8 @@ def read_grok(path: Path) -> None:
 
 
 def config_seeds(folder: Path) -> list[Seed]:
+    from linnet.config import codec as configs
     from linnet.config import presets
-    from linnet.config import schema as configs
 
     return [
         Seed(f"{name}.json", json.dumps(configs.to_json(presets.get(name)), indent=2).encode())
@@ -407,7 +407,7 @@ def config_seeds(folder: Path) -> list[Seed]:
 
 
 def read_config(path: Path) -> None:
-    from linnet.config import schema as configs
+    from linnet.config import codec as configs
 
     configs.load(path)
 

@@ -18,7 +18,7 @@ import pytest
 import tiny
 
 from linnet.cli import main
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 
 TEMPLATE = {
     "beginning": "A talk.\n",

@@ -12,8 +12,8 @@ import pytest
 import tiny
 
 from linnet.cli import main
+from linnet.config import codec as configs
 from linnet.config import presets
-from linnet.config import schema as configs
 from linnet.config.schema import MODELS, RunConfig
 from linnet.core.errors import UserError
 from linnet.models.moe.config import MoEConfig

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from same_runs import assert_same_bits, lines
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import RunConfig
 from linnet.core.pytree import named_leaves, replace
 from linnet.data import Data, open_data

@@ -18,7 +18,7 @@ import pytest
 import tiny
 
 from linnet.cli import main
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.runs.folder import RunFolder
 from linnet.runs.metrics import read_metrics
 from linnet.train.loop import train

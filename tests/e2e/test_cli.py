@@ -11,7 +11,7 @@ import tiny
 
 from linnet.cli import main
 from linnet.cli.dispatch import COMMANDS
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.core import params, rng
 from linnet.models import registry
 from linnet.runs.load import write_run

@@ -14,7 +14,7 @@ from PIL import Image
 from tokenizer_files import corpus
 
 from linnet.cli import main
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.data.sources.emoji import open_emoji
 from linnet.tokenizers.load import open_tokenizer
 

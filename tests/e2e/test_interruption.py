@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.core.pytree import named_leaves
 from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.load import open_state

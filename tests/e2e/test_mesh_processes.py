@@ -12,7 +12,7 @@ import pytest
 import tiny
 from compiler_flags import simulated
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 
 LINNET = [sys.executable, "-c", "from linnet.cli import main; main()"]
 MORE = 2

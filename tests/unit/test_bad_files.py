@@ -11,7 +11,7 @@ import numpy as np
 import pair_files
 import pytest
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.convert.npz import read_npz
 from linnet.core.errors import MAX_CHARACTERS, UserError, refuse
 from linnet.data import index as indexes

@@ -15,7 +15,7 @@ import tiny
 from grok_files import CONFIG, GOLDENS, write_release
 
 from linnet.cli.dispatch import main as command
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import DataConfig, RunConfig
 from linnet.core import params as weights
 from linnet.core.errors import UserError

@@ -16,7 +16,8 @@ from rich.console import Console
 from linnet.bench import measure, run, scaling, table, targets, worker
 from linnet.bench.measure import Job, Span, TooLarge
 from linnet.config import presets
-from linnet.config.schema import DataConfig, OptimConfig, RunConfig, to_json
+from linnet.config.codec import to_json
+from linnet.config.schema import DataConfig, OptimConfig, RunConfig
 from linnet.core.errors import UserError
 from linnet.models.vq.config import VQConfig
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from linnet.config import presets
-from linnet.config import schema as config
+from linnet.config import codec, presets
 from linnet.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
 from linnet.core.errors import UserError
 from linnet.models.vq.config import VQConfig
@@ -19,8 +18,8 @@ from linnet.models.vq.config import VQConfig
 @pytest.mark.parametrize("name", list(presets.PRESETS))
 def test_every_preset_survives_its_file(name: str, tmp_path: Path) -> None:
     cfg = presets.get(name)
-    config.save(cfg, tmp_path / "config.json")
-    assert config.load(tmp_path / "config.json") == cfg
+    codec.save(cfg, tmp_path / "config.json")
+    assert codec.load(tmp_path / "config.json") == cfg
     assert cfg.preset == name
 
 
@@ -71,7 +70,7 @@ def test_accumulation_must_divide_batch() -> None:
 
 
 def _write(tmp_path: Path, change: dict[str, Any]) -> Path:
-    values = config.to_json(presets.get("quickstart"))
+    values = codec.to_json(presets.get("quickstart"))
     for name, value in change.items():
         *path, last = name.split(".")
         at = values
@@ -97,19 +96,19 @@ def _write(tmp_path: Path, change: dict[str, Any]) -> Path:
 )
 def test_bad_files_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
-        config.load(_write(tmp_path, change))
+        codec.load(_write(tmp_path, change))
 
 
 def test_whole_numbers_may_stand_for_floats(tmp_path: Path) -> None:
-    assert config.load(_write(tmp_path, {"optim.lr": 1})).optim.lr == 1.0
+    assert codec.load(_write(tmp_path, {"optim.lr": 1})).optim.lr == 1.0
 
 
 def test_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run"):
-        config.load(tmp_path / "config.json")
+        codec.load(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not JSON"):
-        config.load(tmp_path / "config.json")
+        codec.load(tmp_path / "config.json")
 
 
 def test_configs_are_frozen() -> None:

@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from linnet.cli.dispatch import main
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import DataConfig, PairsConfig, RunConfig
 from linnet.core.errors import UserError
 from linnet.data import open_data

@@ -10,7 +10,7 @@ import checkpoint_mesh as cm
 import pytest
 import tiny
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.core.errors import UserError
 from linnet.models.tensor_parallel import check_serving
 from linnet.parallel import mesh as meshes

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import linnet
+from linnet.config import codec as configs
 from linnet.config import presets
-from linnet.config import schema as configs
 from linnet.core.errors import UserError
 from linnet.core.files import atomic_write, remove_parts
 

@@ -17,7 +17,7 @@ from same_runs import assert_same_bits, lines
 from tuned_runs import SHORT, begun, other_text, parent_run, tuned
 
 from linnet.cli.train import train_command
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError
 from linnet.data import open_data

@@ -10,7 +10,7 @@ import tiny
 
 from linnet.cli import main
 from linnet.cli.parse import base_config
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError
 from linnet.data import open_data

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from linnet.config.schema import RunConfig, to_json
+from linnet.config.codec import to_json
+from linnet.config.schema import RunConfig
 from linnet.convert import (
     export_safetensors,
     import_config,

@@ -17,8 +17,8 @@ import tyro
 import linnet.cli
 from linnet.cli.dispatch import main
 from linnet.cli.parse import parse as linnet_parse
+from linnet.config import codec as configs
 from linnet.config import presets
-from linnet.config import schema as configs
 from linnet.config.schema import DataConfig, PairsConfig, RunConfig
 from linnet.core.errors import UserError
 from linnet.core.local_path import check_local, is_free_text, is_remote

@@ -16,7 +16,7 @@ import tiny
 from same_runs import assert_same_bits, lines
 from tuned_runs import begun, other_text, parent_run, tuned
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import RunConfig
 from linnet.config.tuning import LoraConfig
 from linnet.core import rng

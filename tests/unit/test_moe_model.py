@@ -17,7 +17,7 @@ from linnet.models.moe.config import MoEConfig
 from linnet.nn.gqa import Scores, capped
 from linnet.nn.moe import activation
 from linnet.nn.norm import rms_norm_gain
-from linnet.nn.rope import rotate
+from linnet.nn.positions import rotate
 
 
 @partial(jax.jit, static_argnames=("cfg", "plain"))

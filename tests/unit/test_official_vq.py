@@ -17,7 +17,7 @@ from tiny import config, corpus
 from linnet.cli.evaluate import eval_command
 from linnet.cli.interchange import export_command, import_command
 from linnet.cli.sample import sample_command
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import OptimConfig, RunConfig
 from linnet.convert.flax import flatten, read_flax
 from linnet.convert.flax_write import nest, pack_flax, write_flax

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from linnet.verify.installed import GOLDENS, installed_goldens
+from linnet.verify.golden import GOLDENS, installed_goldens
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from linnet.cli.plan import plan_command
+from linnet.config import codec as configs
 from linnet.config import presets
-from linnet.config import schema as configs
 from linnet.config.schema import DataConfig, OptimConfig, RunConfig
 from linnet.core import params
 from linnet.core.errors import UserError

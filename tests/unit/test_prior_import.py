@@ -16,7 +16,7 @@ from prior_tiny import config, model
 from torch_files import Writer
 
 from linnet.cli import main
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import OptimConfig, PairsConfig
 from linnet.models.prior.convert import to_reference
 from linnet.models.prior.schedule import betas

@@ -13,6 +13,7 @@ from prior_tiny import config, model
 from torch_files import Writer
 
 from linnet.cli import main
+from linnet.config import codec
 from linnet.config import schema as configs
 from linnet.config.schema import RunConfig
 from linnet.convert.dalle2.prior import read_prior_checkpoint
@@ -152,7 +153,7 @@ def test_the_command_says_which_release_it_took(tmp_path: Path, capsys: pytest.C
         in said
     )
     assert "guidance has no effect" in said
-    assert configs.load(tmp_path / "run" / "config.json").prior.bias_scale == 128.0
+    assert codec.load(tmp_path / "run" / "config.json").prior.bias_scale == 128.0
     assert not linnet("import", "dalle2-prior", file, "--out", tmp_path / "other", "--release", "1.8.0")
     assert "family D (--release): cosine scores" in capsys.readouterr().out
     assert linnet("import", "dalle2-prior", file, "--out", tmp_path / "none", "--release", "1.15.6") == 2
@@ -171,17 +172,17 @@ def test_the_command_says_which_release_it_took(tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_configs_that_name_one_of_three_releases_still_load(release: str, same: dict[str, Any], tmp_path: Path) -> None:
-    old = configs.to_json(RunConfig(family="prior", model=PriorConfig(), data=configs.PairsConfig()))
+    old = codec.to_json(RunConfig(family="prior", model=PriorConfig(), data=configs.PairsConfig()))
     new = ("scores", "bias_scale", "norms", "last_norm", "text_conditioning", "drop_text_embedding", "text_mask")
     for name in (*new, "self_cond_layout", "truncated_time"):
         del old["model"][name]
     old["model"]["release"] = release
     (tmp_path / "config.json").write_text(json.dumps(old))
-    assert configs.load(tmp_path / "config.json").prior == PriorConfig(**same)
+    assert codec.load(tmp_path / "config.json").prior == PriorConfig(**same)
     old["model"]["release"] = "1.4"
     (tmp_path / "config.json").write_text(json.dumps(old))
     with pytest.raises(UserError, match=r"model\.release"):
-        configs.load(tmp_path / "config.json")
+        codec.load(tmp_path / "config.json")
 
 
 def test_guidance_of_a_model_that_cannot_drop_its_text_is_none_and_said() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from same_runs import assert_same_bits, lines
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import OptimConfig, PairsConfig, RunConfig, TrainConfig
 from linnet.core import rng
 from linnet.core.errors import UserError

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from linnet.config import codec
 from linnet.config import schema as config
 from linnet.evaluate.positions import PositionSums
 from linnet.report import charts, plots, svg
@@ -122,7 +123,7 @@ def write_lines(run: Path, *records: Any) -> None:
 def full_run(tmp_path: Path) -> Path:
     run = tmp_path / "my-run"
     (run / "samples").mkdir(parents=True)
-    config.save(config.RunConfig(preset="quickstart"), run / "config.json")
+    codec.save(config.RunConfig(preset="quickstart"), run / "config.json")
     lines = [
         event(0, "start", "fresh"),
         *(train_line(s) for s in range(5, 405, 5)),

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnet.config import presets
-from linnet.config import schema as config
+from linnet.config import codec, presets
 from linnet.report.build import render
 
 
@@ -28,7 +27,7 @@ def line(step: int, n_layer: int = 3, n_expert: int = 8) -> dict[str, Any]:
 
 
 def write(run: Path, preset: str, *records: dict[str, Any]) -> Path:
-    config.save(presets.get(preset), run / "config.json")
+    codec.save(presets.get(preset), run / "config.json")
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return run
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from test_report import EVIL, JUNK, Checker, checked, event, write_lines
 
 from linnet.cli.evaluate import eval_command
+from linnet.config import codec
 from linnet.config import schema as config
 from linnet.core.errors import UserError
 from linnet.data.embeddings import open_pairs
@@ -71,7 +72,7 @@ def tiny_config(**changes: Any) -> config.RunConfig:
 def prior_run(tmp_path: Path, *lines: Any) -> Path:
     run = tmp_path / "my-prior"
     run.mkdir()
-    config.save(
+    codec.save(
         tiny_config(data=config.PairsConfig(), train=config.TrainConfig(eval_timesteps=(16,))), run / "config.json"
     )
     write_lines(run, *lines)
@@ -258,7 +259,7 @@ def test_a_prior_is_evaluated_told_and_reported(tiny: Path, capsys: pytest.Captu
     assert eval_command([str(tiny), "--split", "test", "--timesteps", "2", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads((tiny / "eval_test.json").read_text())
-    cfg = config.load(tiny / "config.json")
+    cfg = codec.load(tiny / "config.json")
     pairs = open_pairs(cfg.pairs, cfg.seed)
     weights = prior_tiny.model(cfg.prior)
     expected = evaluate_prior(cfg, {"online": weights, "ema": weights}, pairs, "test", timesteps=(2,)).to_json()
@@ -316,6 +317,6 @@ def test_flags_that_make_no_sense_are_refused(tiny: Path, flags: list[str], word
 
 
 def test_steps_are_refused_for_a_run_on_tokens(tmp_path: Path) -> None:
-    config.save(config.RunConfig(), tmp_path / "config.json")
+    codec.save(config.RunConfig(), tmp_path / "config.json")
     with pytest.raises(UserError, match="--timesteps"):
         eval_command([str(tmp_path), "--timesteps", "4"])

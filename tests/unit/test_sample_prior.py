@@ -17,7 +17,7 @@ from PIL import Image
 from prior_tiny import config, model
 
 from linnet.cli import main
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import PairsConfig, RunConfig, TrainConfig
 from linnet.core import rng
 from linnet.core.errors import UserError

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tiny
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import RunConfig
 from linnet.core import params as weights
 from linnet.core import quant, rng

@@ -14,7 +14,7 @@ from picture_files import png
 from prior_tiny import model
 
 from linnet.cli.dispatch import main
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import PairsConfig, RunConfig, TrainConfig
 from linnet.core.errors import UserError
 from linnet.data.embeddings import open_pairs

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from linnet.config.schema import run_from_dict
+from linnet.config.codec import run_from_dict
 from linnet.convert.grok.leaves import specs_by_name
 from linnet.convert.grok.names import QUANTIZED, file_order
 from linnet.convert.grok.sizes import scale_groups

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet.bench.measure import own_peak_bytes
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import RunConfig
 from linnet.convert.grok.checkpoint import checkpoint_files, read_checkpoint
 from linnet.convert.grok.importing import Found, import_grok

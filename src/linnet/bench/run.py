@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from linnet.bench.targets import GEMM_SIZE, PRESET, TARGETS, compare
+from linnet.config import codec as configs
 from linnet.config import presets
-from linnet.config import schema as configs
 from linnet.config.schema import DataConfig, RunConfig
 from linnet.core.errors import UserError, refuse
 from linnet.models.prior.config import PriorConfig

@@ -31,7 +31,7 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
     import jax
 
     from linnet.bench.measure import TooLarge
-    from linnet.config.schema import run_from_dict
+    from linnet.config.codec import run_from_dict
 
     jax.config.update("jax_enable_compilation_cache", False)  # compile time is measured cold
     cfg = run_from_dict(task["config"])

@@ -133,9 +133,9 @@ def _task(flags: PrepareFlags) -> Task:
 
 
 def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
+    from linnet.core.files import cache_folder
     from linnet.data import index as indexes
     from linnet.data.prepare.pipeline import is_unfinished
-    from linnet.data.sources.cache import cache_folder
     from linnet.data.sources.catalog import NAMED, open_named
     from linnet.data.sources.documents import open_documents
     from linnet.data.sources.images import looks_like_pictures, open_pictures
@@ -271,7 +271,7 @@ def _show(argv: list[str]) -> int:
 
 
 def _data_of(flags: ShowFlags) -> tuple[Any, int]:
-    from linnet.config import schema as configs
+    from linnet.config import codec as configs
     from linnet.config.schema import DataConfig
     from linnet.data import index as indexes
 

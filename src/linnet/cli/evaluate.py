@@ -24,7 +24,7 @@ def eval_command(argv: list[str]) -> int:
         "eval",
         "Evaluates a run: every token (or pair) of the split counts once, the state carried through each sequence.",
     )
-    from linnet.config import schema as configs
+    from linnet.config import codec as configs
 
     if flags.source is not None and flags.data_source is not None:
         raise refuse("--source", flags.source, "left out with --data.source", "leave one of them out")

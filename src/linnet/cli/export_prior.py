@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def export_prior(flags: ExportFlags) -> int:
-    from linnet.config import schema as configs
+    from linnet.config import codec as configs
     from linnet.convert.torch_writer import write_torch
     from linnet.runs.folder import RunFolder
 
@@ -62,7 +62,7 @@ def _trainer(flags: ExportFlags) -> tuple[dict, int]:
 
 def _imported_trainer(flags: ExportFlags) -> tuple[RunConfig, TrainState, int]:
     """The state that an import's training would continue from."""
-    from linnet.config import schema as configs
+    from linnet.config import codec as configs
     from linnet.convert.dalle2.export import check_trained_alike
     from linnet.models import registry
     from linnet.optim.optimizer import optimizer

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def export_vq(run: Path, out: Path | None, checkpoint: str, *, npz: bool) -> int:
-    from linnet.config import schema as configs
+    from linnet.config import codec as configs
     from linnet.runs.folder import RunFolder
 
     family = configs.load(RunFolder(run).config).family

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linnet.cli.parse import RunFlags, flag_value, parse
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import RunConfig
 from linnet.core.errors import UserError, refuse
 from linnet.parallel.cluster.environment import ALONE, find_place

@@ -170,7 +170,7 @@ def find_trainer(file: Path, found: ImportedPrior, wanted: str) -> tuple[Trainer
 
 def _settings(path: Path | None) -> tuple[dict[str, Any], Train]:
     """What the reference's JSON says (the whole of it, or its part `prior`), as fields of our model; and how it was trained."""
-    from linnet.config.schema import from_dict
+    from linnet.config.codec import from_dict
     from linnet.convert.dalle2.config import import_settings
     from linnet.convert.dalle2.parts import Train, read_json, read_prior
 

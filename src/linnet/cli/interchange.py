@@ -52,7 +52,7 @@ def import_command(argv: list[str]) -> int:
         return _grok(flags, flags.file, flags.out)
     continued: dict[str, Any] = {}
     if flags.kind == "safetensors":
-        from linnet.config import schema as configs
+        from linnet.config import codec as configs
 
         params, buffers, values = import_safetensors(flags.file)
         values.pop("version")
@@ -157,7 +157,7 @@ def export_command(argv: list[str]) -> int:
         ExportFlags, argv, "export", "Writes a run's weights (the moving average where it keeps one) to one file."
     )
     from linnet.cli.startup import prepare_jax
-    from linnet.config import schema as configs
+    from linnet.config import codec as configs
     from linnet.data.sources.locations import for_other_machines
     from linnet.runs.load import open_run
     from linnet.runs.weights_file import export_safetensors

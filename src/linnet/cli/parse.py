@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from linnet.config import codec as configs
 from linnet.config import presets
-from linnet.config import schema as configs
 from linnet.config.schema import RunConfig
 from linnet.core.errors import UserError
 from linnet.core.local_path import check_local, is_free_text

@@ -6,8 +6,8 @@ import dataclasses
 import json
 
 from linnet.cli.parse import parse
+from linnet.config import codec as configs
 from linnet.config import presets
-from linnet.config import schema as configs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ import lzma
 from pathlib import Path
 
 from linnet.cli.parse import parse
+from linnet.config import codec as configs
 from linnet.config import presets
-from linnet.config import schema as configs
 from linnet.config.schema import RunConfig
 from linnet.core.errors import refuse
 

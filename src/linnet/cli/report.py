@@ -29,7 +29,7 @@ def report_command(argv: list[str]) -> int:
     if not (flags.run / "config.json").is_file():
         raise UserError(f"{flags.run} is not a run: it has no config.json. Fix: name a folder made by `linnet train`.")
     if flags.data_source is not None:
-        from linnet.config import schema as configs
+        from linnet.config import codec as configs
         from linnet.runs.relocated import check_same_data, data_fingerprint, relocated
 
         cfg = relocated(configs.load(flags.run / "config.json"), flags.data_source)

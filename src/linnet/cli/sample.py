@@ -48,7 +48,7 @@ def sample_command(argv: list[str]) -> int:
     if not 0 <= flags.seed < 2**32:
         raise refuse("--seed", flags.seed, "between 0 and 2**32 - 1", "use 0")
     from linnet.cli.startup import prepare_jax
-    from linnet.config import schema as configs
+    from linnet.config import codec as configs
     from linnet.models.detokenize import TextAssembler, check_stops
     from linnet.models.generate import generate
     from linnet.runs.load import decoding_mesh, open_run

@@ -12,7 +12,7 @@ def prepare_jax() -> None:
     Then the other processes are met, if there are any: before the first device is asked for."""
     import jax
 
-    from linnet.data.sources.cache import cache_folder
+    from linnet.core.files import cache_folder
 
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))

@@ -100,7 +100,7 @@ def _loaded(config: RunConfig, out: Path, checkpoint: Path) -> tuple[RunConfig, 
     """A new run begins from the checkpoint; one that is there already continues with its own."""
     from linnet.cli.import_prior import start_from_checkpoint
     from linnet.cli.startup import prepare_jax
-    from linnet.config import schema as configs
+    from linnet.config import codec as configs
     from linnet.runs.folder import RunFolder
     from linnet.train.exports import read_exports
 

@@ -37,7 +37,7 @@ def verify_command(argv: list[str]) -> int:
 
     from linnet.cli.startup import prepare_jax
     from linnet.verify import render, verify_file
-    from linnet.verify.installed import installed_goldens
+    from linnet.verify.golden import installed_goldens
 
     prepare_jax()
     passed, n_tensor, files = True, 0, flags.files or installed_goldens()

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
-import types
-import typing
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from linnet.config.tuning import LoraConfig, Parent
-from linnet.core.errors import UserError, refuse
-from linnet.core.files import atomic_write
-from linnet.core.json_file import read_json
+from linnet.core.errors import refuse
 from linnet.models.moe.config import MoEConfig
 from linnet.models.prior.config import PriorConfig
 from linnet.models.vq.config import VQConfig
@@ -23,9 +16,6 @@ from linnet.parallel.mesh import ROW_AXES, n_row_parts, parse_mesh
 
 EMBEDDED_CORPUS = "python-stdlib"
 EMOJI_PAIRS = "emoji-pairs"
-CONFIG_VERSION = 1
-IMPORTED_WEIGHTS = Path("weights/index.json")
-"""Below a run whose weights were imported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,11 +254,6 @@ class TrainConfig:
             raise refuse("train.eval_timesteps", self.eval_timesteps, "numbers of steps from 2 on", "use 64")
 
 
-OLD_RELEASES: dict[str, dict[str, Any]] = {
-    "1.15": {},
-    "1.6": {"text_conditioning": "learned_padding"},
-    "0.15": {"text_conditioning": "mask", "text_mask": "given", "scores": "product", "last_norm": "plain"},
-}
 MODELS: dict[str, type] = {"vq": VQConfig, "moe": MoEConfig, "prior": PriorConfig}
 DATA: dict[str, type] = {"vq": DataConfig, "moe": DataConfig, "prior": PairsConfig}
 
@@ -369,123 +354,3 @@ class RunConfig:
 
 def _round_up(n: int, to: int) -> int:
     return -(-n // to) * to
-
-
-def to_json(cfg: Any) -> dict[str, Any]:
-    return {"version": CONFIG_VERSION, **dataclasses.asdict(cfg)}
-
-
-def save(cfg: RunConfig, path: Path) -> None:
-    atomic_write(path, (json.dumps(to_json(cfg), indent=2) + "\n").encode(), sync=True)
-
-
-def load(path: Path) -> RunConfig:
-    """The config of a run. Every field must be known and of its type: a run is repeated exactly or not at all."""
-    try:
-        values = read_json(path)
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} does not exist, so this is not a run. Fix: name a folder made by `linnet train`."
-        ) from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}). Fix: make it readable.") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}). Fix: restore it, or train again.") from None
-    version = values.pop("version", None) if isinstance(values, dict) else None
-    if version != CONFIG_VERSION:
-        raise refuse(f"version of {path}", version, str(CONFIG_VERSION), "use the Linnet that made this run")
-    if _is_released_grok(values) and _is_untrained_import(path.parent):
-        values = _with_begin(values, None)
-    return run_from_dict(values)
-
-
-def run_from_dict(values: dict[str, Any]) -> RunConfig:
-    """Without the version."""
-    family = values.get("family", "vq")  # a config without one is of the first there was
-    values = _older(values)
-    if family not in MODELS:
-        raise refuse("family", family, f"one of {', '.join(MODELS)}", "choose one of them")
-    return from_dict(RunConfig, values, "", {"model": MODELS[family], "data": DATA[family]})
-
-
-def _older(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings as earlier versions wrote them, in today's words."""
-    model = values.get("model")
-    if not isinstance(model, dict):
-        return values
-    if isinstance(model.get("remat"), bool):
-        model = model | {"remat": "full" if model["remat"] else "none"}
-    if values.get("family") == "prior" and "release" in model:
-        model = {name: value for name, value in model.items() if name != "release"} | _of_release(model["release"])
-    return values | {"model": model}
-
-
-def _of_release(release: Any) -> dict[str, Any]:
-    """The settings that a prior's `model.release` stood for, when it was one of three."""
-    if release not in OLD_RELEASES:
-        needs = f"one of {', '.join(OLD_RELEASES)}: later configs say what the network computes instead"
-        raise refuse("model.release", release, needs, "leave it out")
-    return OLD_RELEASES[release]
-
-
-def exported_from_dict(values: dict[str, Any]) -> RunConfig:
-    """The config in an export's file, without the version."""
-    return run_from_dict(_with_begin(values, None) if _is_released_grok(values) else values)
-
-
-def _is_released_grok(values: dict[str, Any]) -> bool:
-    """An import of Grok-1 by a version that knew no begin policy. The release reads bare prompts."""
-    model = values.get("model")
-    return values.get("preset") == "grok-1" and isinstance(model, dict) and "begin_id" not in model
-
-
-def _is_untrained_import(run: Path) -> bool:
-    """Weights and no checkpoint. A run that was trained since was trained with the end id in front, and keeps it."""
-    return (run / IMPORTED_WEIGHTS).is_file() and not any((run / "checkpoints").glob("[0-9]*"))
-
-
-def _with_begin(values: dict[str, Any], begin_id: int | None) -> dict[str, Any]:
-    return values | {"model": values["model"] | {"begin_id": begin_id}}
-
-
-def from_dict(cls: type, values: Any, where: str, known: dict[str, type] | None = None) -> Any:
-    """A frozen config from plain JSON values; unknown names are refused with the nearest known one. `known`: the types of fields
-    that may be of several."""
-    if not isinstance(values, dict):
-        raise refuse(where or "the config", values, "an object of settings", "see config.json of any run")
-    fields = {field.name for field in dataclasses.fields(cls)}
-    hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name in fields} | (known or {})
-    unknown = sorted(set(values) - set(hints))
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], hints, n=1)
-        did_you_mean = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(hints)}"
-        raise UserError(f"unknown setting {where}{unknown[0]!r}; {did_you_mean}")
-    return cls(**{name: _coerce(hints[name], value, f"{where}{name}") for name, value in values.items()})
-
-
-def _coerce(hint: Any, value: Any, where: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return from_dict(hint, value, f"{where}.")
-    if origin is Literal:
-        if value not in args:
-            raise refuse(where, value, f"one of {', '.join(map(repr, args))}", "choose one of them")
-        return value
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in args:
-            return None
-        words = [word for a in args if typing.get_origin(a) is Literal for word in typing.get_args(a)]
-        if isinstance(value, str) and value in words:
-            return value
-        plain = [a for a in args if a is not type(None) and typing.get_origin(a) is not Literal]
-        return _coerce(plain[0] if plain else next(a for a in args if a is not type(None)), value, where)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise refuse(where, value, "a list", "write it as [..]")
-        return tuple(_coerce(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    assert isinstance(hint, type), f"{where}: configs hold no {hint}"
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise refuse(where, value, f"of type {hint.__name__}", "correct its value")
-    return value

@@ -13,7 +13,7 @@ import numpy as np
 from linnet.convert.flax import flatten, read_flax
 from linnet.convert.npz import read_npz
 from linnet.core.errors import UserError, refuse
-from linnet.core.json_file import parse_json
+from linnet.core.files import parse_json
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.convert import EMBED, config_from_reference, from_reference, infer_config
 from linnet.models.vq.params import VQBuffers, VQParams

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from linnet.config.schema import OptimConfig, from_dict
+from linnet.config.codec import from_dict
+from linnet.config.schema import OptimConfig
 from linnet.core.errors import UserError, refuse
-from linnet.core.json_file import read_json
+from linnet.core.files import read_json
 
 OPTIM = {
     "optimizer": "name",

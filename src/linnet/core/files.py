@@ -1,8 +1,9 @@
-"""Atomic replacement of files: a reader finds the old content or the new, also after the process was killed while writing."""
+"""Files: atomic replacement, JSON that may be damaged or hostile, and the cache folder."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -37,3 +38,30 @@ def unwritable(path: Path, error: Exception) -> UserError:
     """For a disk that is full or read-only, or a folder without permission."""
     why = error.strerror if isinstance(error, OSError) and error.strerror else error
     return UserError(f"{path} cannot be written ({why}). Fix: choose a folder with room that is yours.")
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "linnet"
+
+
+MAX_JSON_BYTES = 256 << 20
+"""Settings and indices are far smaller; the largest tokenizer.json files take about 30 MB."""
+
+
+def parse_json(content: bytes | str) -> Any:
+    """`json.loads`, with one kind of exception: ValueError, whatever is wrong with the text."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 text: byte {error.object[error.start]:#04x} at {error.start}") from None
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file. Raises OSError if it cannot be read and ValueError if it is not JSON."""
+    with open(path, "rb") as file:
+        content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MB")
+    return parse_json(content)

@@ -18,11 +18,11 @@ from jaxtyping import Float32, UInt8
 
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError, refuse
+from linnet.core.files import cache_folder
 from linnet.core.local_path import check_local
 from linnet.data.batch import Split
 from linnet.data.index import sha256_of
 from linnet.data.npy_writer import write_array
-from linnet.data.sources.cache import cache_folder
 from linnet.data.sources.npy import as_float32, map_npy
 from linnet.data.splits import SPLITS
 

@@ -15,8 +15,7 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 
 from linnet.core.errors import UserError
-from linnet.core.files import atomic_write
-from linnet.core.json_file import parse_json
+from linnet.core.files import atomic_write, parse_json
 from linnet.data.packed import Joined, PackedSplit
 from linnet.data.sources.files import reading
 from linnet.data.sources.npy import map_npy

@@ -1,8 +1,9 @@
-"""Sinusoids: the vector of a distance or of a position."""
+"""Position encodings: sinusoids and rotary embeddings (RoPE)."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 
@@ -11,3 +12,15 @@ def sinusoid(position: Int[Array, "*P"], width: int, longest: float) -> Float[Ar
     frequency = longest ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     angle = position.astype(jnp.float32)[..., None] * frequency
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+
+
+def rotate(x: Float[Array, "*B T H K"], position: Int[Array, "*B T"], base: float) -> Float[Array, "*B T H K"]:
+    """In float32, whatever the type of `x`."""
+    width = x.shape[-1]
+    # Rounded here, as the release rounds it: a compiler would choose the last bit, which is 5e-4 of an angle at position 8191.
+    frequency = np.float32(1) / np.float32(base ** (np.arange(0, width, 2) / width))
+    phase = (position[..., None] * frequency)[..., None, :]  # *B T 1 K/2
+    cos, sin = jnp.cos(phase), jnp.sin(phase)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

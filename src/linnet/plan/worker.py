@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 
-from linnet.config.schema import run_from_dict
+from linnet.config.codec import run_from_dict
 from linnet.parallel.mesh import n_devices, parse_mesh
 from linnet.plan.compiling import pretend
 from linnet.plan.outcome import MOST_DEVICES, to_json

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.core import quant
 from linnet.parallel import sharding
 from linnet.config.schema import RunConfig

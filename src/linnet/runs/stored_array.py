@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.core.errors import UserError
-from linnet.core.json_file import parse_json
+from linnet.core.files import parse_json
 
 CHUNK = 8 << 20  # bytes read or looked at in one go
 MOST_HEADER = 100 << 20  # the safetensors library's own bound

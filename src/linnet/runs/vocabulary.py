@@ -9,7 +9,7 @@ from linnet.data import Data
 from linnet.tokenizers.base import BytesTokenizer, Tokenizer
 from linnet.tokenizers.load import has_tokenizer, open_tokenizer
 from linnet.core.errors import UserError
-from linnet.core.json_file import read_json
+from linnet.core.files import read_json
 from linnet.core.special_tokens import N_BYTE_IDS
 
 

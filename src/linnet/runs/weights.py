@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.core import quant
 from linnet.config.schema import RunConfig
 from linnet.data.sources.locations import with_base
 from linnet.core.errors import UserError, refuse
-from linnet.core.json_file import read_json
+from linnet.core.files import read_json
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import leaf_name, named_leaves
 from linnet.runs.folder import RunFolder

@@ -16,11 +16,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from linnet.core import quant
-from linnet.config.schema import CONFIG_VERSION, RunConfig, exported_from_dict
+from linnet.config.schema import RunConfig
+from linnet.config.codec import CONFIG_VERSION, exported_from_dict
 from linnet.core.errors import UserError, refuse
 from linnet.models import registry
 from linnet.core.files import unwritable
-from linnet.core.json_file import parse_json
+from linnet.core.files import parse_json
 from linnet.core.params import abstract
 from linnet.core.pytree import leaf_name, named_leaves
 

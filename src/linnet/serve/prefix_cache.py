@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from linnet.core.pytree import n_bytes
-from linnet.serve.held import HeldBytes
+from linnet.serve.state import HeldBytes
 
 
 class PrefixCache:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet.core.errors import UserError, refuse
-from linnet.core.json_file import parse_json
+from linnet.core.files import parse_json
 from linnet.serve import state as states
 from linnet.serve.request import AnswerLost, NoSession, SessionInUse
 from linnet.serve.sessions import MOST_BYTES, MOST_SESSIONS, Session, must_have_room, new_id, nothing_read

@@ -10,9 +10,8 @@ from typing import Any
 
 from linnet.core.errors import UserError
 from linnet.serve import state as states
-from linnet.serve.held import HeldBytes
 from linnet.serve.request import NoSession, SessionInUse
-from linnet.serve.state import State
+from linnet.serve.state import HeldBytes, State
 
 MOST_SESSIONS = 1024
 MOST_BYTES = 4 << 30

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.core.errors import UserError
-from linnet.core.json_file import parse_json
+from linnet.core.files import parse_json
 from linnet.core.pytree import named_leaves
 
 FORMAT, VERSION, META = "linnet-state", 1, "linnet"
@@ -116,3 +117,22 @@ def _raw(leaf: Any) -> bytes | memoryview:
     """The array's memory; numpy lends none of types that it does not know, such as bfloat16."""
     array = np.ascontiguousarray(np.asarray(leaf))
     return array.reshape(-1).view(np.uint8).data
+
+
+class HeldBytes:
+    def __init__(self) -> None:
+        self._keepers: Counter[int] = Counter()
+        self.total = 0
+
+    def add(self, state: Any) -> None:
+        for leaf in jax.tree.leaves(state):
+            self.total += 0 if self._keepers[id(leaf)] else leaf.nbytes
+            self._keepers[id(leaf)] += 1
+
+    def drop(self, state: Any) -> None:
+        """One that was added, and is let go."""
+        for leaf in jax.tree.leaves(state):
+            self._keepers[id(leaf)] -= 1
+            if not self._keepers[id(leaf)]:
+                del self._keepers[id(leaf)]
+                self.total -= leaf.nbytes

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from linnet.core.errors import UserError, refuse
-from linnet.core.json_file import parse_json
+from linnet.core.files import parse_json
 from linnet.core.special_tokens import ONE_PER_BYTE
 from linnet.tokenizers.base import HUGGINGFACE_FILE, Rules, not_a_tokenizer
 from linnet.tokenizers.pieces import Model, PieceTokenizer, Released

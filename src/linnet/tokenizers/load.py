@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.core.errors import UserError, refuse
 from linnet.core.local_path import check_local
 from linnet.tokenizers.base import (

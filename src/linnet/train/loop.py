@@ -15,7 +15,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import RunConfig
 from linnet.core import params as weights
 from linnet.core.errors import UserError, refuse

@@ -17,7 +17,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import RunConfig
 from linnet.config.tuning import Parent
 from linnet.core import quant

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from linnet.config import schema as configs
+from linnet.config import codec as configs
 from linnet.config.schema import RunConfig
 from linnet.core.errors import UserError
 from linnet.data.sources.locations import FIELDS

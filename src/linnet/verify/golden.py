@@ -10,7 +10,7 @@ import numpy as np
 
 from linnet.convert.npz import read_npz
 from linnet.core.errors import UserError, refuse
-from linnet.core.json_file import parse_json
+from linnet.core.files import parse_json
 
 KINDS = ("forward", "carry", "decode", "sample", "eval", "grads", "train", "schedule", "nucleus")
 
@@ -87,3 +87,11 @@ def read_golden(path: Path) -> Golden:
         inputs=parts["in"],
         outputs=parts["out"],
     )
+
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+def installed_goldens() -> tuple[Path, ...]:
+    """A few files of each model family, in the order of their names."""
+    return tuple(sorted(GOLDENS.rglob("*.npz")))

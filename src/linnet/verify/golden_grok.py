@@ -16,7 +16,7 @@ from linnet.convert.grok.leaves import Pair, Tensor, Tensors
 from linnet.convert.grok.settings import FILE as SETTINGS
 from linnet.convert.grok.settings import grok_config
 from linnet.convert.npz import npz_names
-from linnet.core import json_file
+from linnet.core import files
 from linnet.core.errors import UserError
 from linnet.core.params import is_spec
 from linnet.core.pytree import named_leaves
@@ -67,7 +67,7 @@ def _npz_names(path: Path) -> set[str]:
 
 def read_json(path: Path) -> Any:
     try:
-        return json_file.read_json(path)
+        return files.read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}). Fix: copy it again.") from None
 

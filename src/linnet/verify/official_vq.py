@@ -16,7 +16,7 @@ from linnet.convert.flax_write import pack_flax
 from linnet.convert.npz import read_npz
 from linnet.convert.transformer_vq import read_official
 from linnet.core.errors import UserError
-from linnet.core.json_file import read_json
+from linnet.core.files import read_json
 from linnet.core.special_tokens import END
 from linnet.models.vq import model
 from linnet.models.vq.convert import config_from_reference, from_reference

@@ -11,7 +11,7 @@ import numpy as np
 
 from linnet.convert.npz import read_npz, read_npz_array
 from linnet.core.errors import UserError, refuse
-from linnet.core.json_file import parse_json
+from linnet.core.files import parse_json
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.convert import from_reference
 from linnet.models.prior.params import PriorParams

@@ -20,7 +20,7 @@ from linnet.models.moe.config import MoEConfig, ffn_size
 from linnet.nn.gqa import Scores, capped
 from linnet.nn.moe import activation
 from linnet.nn.norm import rms_norm_gain
-from linnet.nn.rope import rotate
+from linnet.nn.positions import rotate
 from linnet.verify.compare import Check, compare
 from linnet.verify.golden_grok import param_shapes, read_json
 from linnet.verify.replay_grok import Found

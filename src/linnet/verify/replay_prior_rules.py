@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.core.errors import UserError
-from linnet.core.json_file import parse_json
+from linnet.core.files import parse_json
 from linnet.models.prior import layers, schedule
 from linnet.models.prior.solver import ddim_times
 from linnet.models.prior.tokens import sinusoid

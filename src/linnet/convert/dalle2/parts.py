@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from linnet.config.schema import from_dict
+from linnet.config.codec import from_dict
 from linnet.core.errors import UserError, refuse
 from linnet.models.prior.config import Loss, Schedule
 

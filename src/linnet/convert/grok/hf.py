@@ -20,7 +20,7 @@ from linnet.convert.grok.leaves import FLOATS, Tensor, Tensors, specs_by_name
 from linnet.convert.grok.names import BY_LEAF, HEAD, WEIGHTS, Weight, converted_name, scheme_of, with_suffix
 from linnet.core import quant
 from linnet.core.errors import UserError, refuse
-from linnet.core.json_file import read_json
+from linnet.core.files import read_json
 from linnet.core.pytree import named_leaves
 from linnet.models.moe.config import MoEConfig
 from linnet.runs.stored_array import Leaf, StoredArray, read_safetensors, write_safetensors

@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from linnet.config import codec as configs
 from linnet.config import presets
-from linnet.config import schema as configs
 from linnet.core.errors import UserError, refuse
-from linnet.core.json_file import read_json
+from linnet.core.files import read_json
 from linnet.models.moe.config import MoEConfig
 
 NAMES = {

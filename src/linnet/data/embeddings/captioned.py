@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from linnet.core.errors import UserError, refuse
-from linnet.core.json_file import parse_json
+from linnet.core.files import parse_json
 from linnet.data.sources.files import named_files, reading
 from linnet.data.sources.image_readers import (
     DEFAULT_COLUMN,

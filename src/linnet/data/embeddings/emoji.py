@@ -15,6 +15,7 @@ from jaxtyping import Float32
 
 from linnet.config.schema import PairsConfig
 from linnet.core.errors import UserError, refuse
+from linnet.core.files import cache_folder
 from linnet.data.embeddings.captions import ArrayCaptions
 from linnet.data.embeddings.pairs import Pairs, fingerprint_of
 from linnet.data.embeddings.vectors import ArrayShard, Vectors
@@ -22,7 +23,6 @@ from linnet.data.encoders.builtin import WEIGHTS, BuiltIn, open_builtin
 from linnet.data.encoders.network import SIZE
 from linnet.data.index import sha256_of
 from linnet.data.npy_writer import write_array
-from linnet.data.sources.cache import cache_folder
 from linnet.data.sources.emoji import FOLDER, open_emoji
 from linnet.data.sources.npy import map_npy
 from linnet.data.splits import SPLITS

@@ -17,8 +17,8 @@ import numpy as np
 from jaxtyping import Shaped
 
 from linnet.core.errors import UserError, refuse
+from linnet.core.files import cache_folder
 from linnet.data.sources.archives import opened_zip
-from linnet.data.sources.cache import cache_folder
 from linnet.data.sources.files import reading
 from linnet.data.sources.image_readers import open_parquet
 from linnet.data.sources.npy import map_npy

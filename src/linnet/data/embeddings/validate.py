@@ -16,9 +16,8 @@ import numpy as np
 from jaxtyping import Int64
 
 from linnet.core.errors import UserError
-from linnet.core.files import atomic_write
+from linnet.core.files import atomic_write, cache_folder
 from linnet.data.embeddings.vectors import Shard, Vectors
-from linnet.data.sources.cache import cache_folder
 from linnet.data.sources.files import reading
 
 VERSION = 2

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 
 from linnet.core.errors import UserError
-from linnet.core.json_file import parse_json
+from linnet.core.files import parse_json
 from linnet.data.sources.files import reading
 from linnet.data.sources.image_readers import tar_members
 from linnet.data.sources.npy import check_size, read_npy_header

@@ -21,8 +21,8 @@ from linnet.nn.gqa import Scores, attend
 from linnet.nn.linear import linear
 from linnet.nn.moe import ExpertWeights, Routing
 from linnet.nn.norm import rms_norm_gain
+from linnet.nn.positions import rotate
 from linnet.nn.remat import checkpointed
-from linnet.nn.rope import rotate
 
 
 @pytree

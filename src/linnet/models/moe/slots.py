@@ -28,7 +28,7 @@ from linnet.nn.batch_invariant import COMPILER_OPTIONS
 from linnet.nn.gqa import attend_cached
 from linnet.nn.linear import linear
 from linnet.nn.norm import rms_norm_gain
-from linnet.nn.rope import rotate
+from linnet.nn.positions import rotate
 from linnet.nn.sampling import Rules, SamplingSettings
 from linnet.nn.tiled import few_experts, group_rows, streamed, streamed_rows
 from linnet.parallel import sharding

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from starlette.types import ASGIApp, Message
 
 from linnet.core.errors import UserError, refuse
-from linnet.core.json_file import parse_json
+from linnet.core.files import parse_json
 
 RETRY_SECONDS = 0.2
 
