@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test setup lint types unit coverage browser trials lock clean
+.PHONY: run test setup lint types unit coverage browser trials dist check-dist sbom lock clean
 
 run: setup
 	$(BIN)/linnet quickstart
@@ -47,6 +47,28 @@ browser:
 trials: setup
 	$(BIN)/pytest -q -m trial
 
+# The wheel and the sdist, built with the locked tools.
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+# Installs the wheel as a user does, with the newest packages that it allows, and runs it.
+check-dist: dist
+	rm -rf .venv-wheel
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	.venv-wheel/bin/python -m pip --disable-pip-version-check check
+	.venv-wheel/bin/linnet verify
+
+# Lists the packages of that environment as a CycloneDX document (after `make check-dist`).
+sbom:
+	@test -x .venv-wheel/bin/linnet || { echo "The wheel is not installed in .venv-wheel. Fix: make check-dist" >&2; exit 1; }
+	rm -rf .venv-sbom sbom
+	$(PYTHON) -m venv .venv-sbom
+	.venv-sbom/bin/python scripts/install_lock.py .github/sbom.lock
+	mkdir sbom
+	.venv-sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible --output-format JSON --output-file sbom/linnet-lm.cdx.json .venv-wheel/bin/python
+
 # Rewrites the lock files from pyproject.toml (needs uv; not needed to run or to test). Pins that still fit are kept.
 LOCK := uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --quiet
 lock:
@@ -54,4 +76,4 @@ lock:
 	$(LOCK) --group sbom --output-file .github/sbom.lock
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* .coverage-html dist sbom
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* .coverage-html .venv-wheel .venv-sbom dist sbom
