@@ -30,7 +30,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--keep", type=Path)
     arguments.add_argument(
-        "--most", type=int, default=outcome.MOST_DEVICES, help="devices of a mesh that is compiled whole"
+        "--most", type=int, default=outcome.MAX_DEVICES, help="devices of a mesh that is compiled whole"
     )
     arguments.add_argument("--presets", nargs="*", default=list(tables.PRESETS))
     given = arguments.parse_args()

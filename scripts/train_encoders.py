@@ -25,7 +25,7 @@ from linnet.core import params as weights
 from linnet.core import rng
 from linnet.data.embeddings.neighbors import recall
 from linnet.data.encoders import builtin, network
-from linnet.data.encoders.hashed_ngrams import KEYWORD, bags
+from linnet.data.encoders.hashed_ngrams import KEYWORD, featurize
 from linnet.data.sources.emoji import concept, open_emoji
 
 BATCH = 128
@@ -110,7 +110,7 @@ class _Draw:
         counts = {name: concepts.count(name) for name in set(concepts)}
         chance = np.array([counts[name] ** -0.5 for name in concepts])
         self.chance = chance / chance.sum()
-        bag = bags(captions)
+        bag = featurize(captions)
         used = int((bag.words > 0).sum(1).max())
         self.bags = bag._replace(words=bag.words[:, :used], parts=bag.parts[:, :used])
         _, self.same = np.unique(pictures.reshape(len(pictures), -1), axis=0, return_inverse=True)

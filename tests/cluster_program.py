@@ -12,22 +12,22 @@ def main() -> None:
     """`cluster_program.py FOLDER STEPS [SLOW_PROCESS SLOW_SECONDS]`; each process writes its step to FOLDER/INDEX, and fails if
     there is a FOLDER/failINDEX."""
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
-    from linnet.cli.startup import prepare_jax
+    from linnet.cli.startup import init_jax
     from linnet.parallel import cluster
 
-    prepare_jax()
+    init_jax()
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from linnet.train.stragglers import watched
+    from linnet.train.stragglers import monitor
 
     me = cluster.describe()
     slow = float(sys.argv[4]) if len(sys.argv) > 3 and int(sys.argv[3]) == me.index else 0.0
     rows = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
     x = jax.make_array_from_process_local_data(rows, np.ones((1, 8, 8), np.float32))
     update = jax.jit(lambda x: 0.01 * x + 0.01 * x.sum(0), out_shardings=rows)
-    with watched(
+    with monitor(
         say=lambda step, words: print(f"event at {step}: {words}", flush=True),
         tell=lambda words: print(words, flush=True),
         saved=lambda: 15,

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from linnet.cli.sample import sample_command
 from linnet.cli.serve import serve_command
 from linnet.core import quant, rng
-from linnet.core.dtypes import Weights
+from linnet.core.dtypes import WeightDtype
 from linnet.core.params import Spec, map_specs
 from linnet.core.special_tokens import N_BYTE_IDS
 from linnet.generate.samples import sample_text, write_sample
@@ -71,7 +71,7 @@ PROMPTS = ([1, 5, 6, 7, 8, 9, 3, 2, 17, 4, 11], [1, 4, 4, 2], [1])
 N_TICKS = 8
 
 
-def make_weights(cfg: Any, weights: Weights = "float32") -> tuple[Any, Any]:
+def make_weights(cfg: Any, weights: WeightDtype = "float32") -> tuple[Any, Any]:
     """Every one of them counts."""
     family, random = _family(cfg), np.random.default_rng(1)
 
@@ -80,7 +80,7 @@ def make_weights(cfg: Any, weights: Weights = "float32") -> tuple[Any, Any]:
         return jnp.asarray((spec.init == "ones") + random.normal(0, spread, spec.shape), jnp.float32)
 
     specs = family.param_specs(cfg)
-    return quant.lower(map_specs(draw, specs), specs, weights), map_specs(draw, family.buffer_specs(cfg))
+    return quant.cast_params(map_specs(draw, specs), specs, weights), map_specs(draw, family.buffer_specs(cfg))
 
 
 def _family(cfg: Any) -> Any:
@@ -90,7 +90,7 @@ def _family(cfg: Any) -> Any:
 class Model:
     """Three sequences in three slots: one greedy, two drawn."""
 
-    def __init__(self, cfg: Any, mesh: Mesh | None, weights: Weights = "float32") -> None:
+    def __init__(self, cfg: Any, mesh: Mesh | None, weights: WeightDtype = "float32") -> None:
         family = _family(cfg)
         params, buffers = make_weights(cfg, weights)
         if mesh is not None:
@@ -103,7 +103,7 @@ class Model:
         self.prepared = self.decoder.prepare(self.params, buffers, cfg)
         self.settings = jax.tree.map(np.array, sampling_settings(3, top_p=0.95))
         self.settings.temperature[0] = 0.0
-        self.keys = jnp.stack([rng.of_sample(seed) for seed in range(3)])
+        self.keys = jnp.stack([rng.sample_key(seed) for seed in range(3)])
 
     def read(self, prompt: Sequence[int]) -> Any:
         return self.decoder.admit(self.params, self.buffers, prompt, self.cfg)
@@ -197,7 +197,7 @@ def collectives(program: str) -> dict[str, list[int]]:
     return found
 
 
-def report(name: str, meshes: Sequence[str], weights: Weights = "float32") -> None:
+def report(name: str, meshes: Sequence[str], weights: WeightDtype = "float32") -> None:
     cfg = MODELS[name]
     one = Model(cfg, None, weights)
     for text in meshes:

@@ -15,19 +15,19 @@ from linnet.core import params as weights
 from linnet.core import rng
 from linnet.core.errors import UserError
 from linnet.models import registry
-from linnet.models.base import Family
+from linnet.models.base import ModelFamily
 from linnet.models.generate import generate
 from linnet.nn.sampling import sampling_settings
 from linnet.serve import state as states
 from linnet.serve.engine import Engine, EngineConfig
-from linnet.serve.request import Event, Finished, Produced, PromptRead, Request, Sampling
+from linnet.serve.request import Event, Finished, PrefillDone, Request, Sampling, TokensEvent
 from linnet.serve.state import State
 from linnet.tokenizers.base import BytesTokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    family: Family
+    family: ModelFamily
     cfg: Any
     params: Any
     buffers: Any
@@ -53,7 +53,7 @@ class Answer:
     logprobs: list[float]
     text: str
     end: Finished
-    read: PromptRead | None
+    read: PrefillDone | None
     top: list[Any]
 
 
@@ -69,9 +69,9 @@ class Asked:
         answer = Answer([], [], "", None, None, [])  # pyright: ignore[reportArgumentType]
         while True:
             event = self.events.get(timeout=timeout)
-            if isinstance(event, PromptRead):
+            if isinstance(event, PrefillDone):
                 answer.read = event
-            elif isinstance(event, Produced):
+            elif isinstance(event, TokensEvent):
                 answer.tokens += [choice.token for choice in event.tokens]
                 answer.logprobs += [choice.logprob for choice in event.tokens]
                 answer.text += event.text
@@ -112,7 +112,7 @@ def ask(engine: Engine, prompt: str | bytes = "", **changes: Any) -> Answer:
 
 def assert_altered_is_refused(engine: Engine, state: State) -> None:
     """A state's file with one bit changed, cut short, or of another model is refused."""
-    saved, like = states.to_bytes(state), engine.backend.state_like
+    saved, like = states.to_bytes(state), engine.backend.abstract_state
     for at in (4, 100, len(saved) // 2, len(saved) - 1):
         altered = bytearray(saved)
         altered[at] ^= 1

@@ -448,19 +448,19 @@ def read_template(path: Path) -> None:
     read_template(path.parent)
 
 
-def state_like(n: int) -> Any:
+def abstract_state(n: int) -> Any:
     return {"memory": np.zeros((2, 3), np.float32), "at": np.zeros((1,), np.int32)}
 
 
 def state_seeds(folder: Path) -> list[Seed]:
     from linnet.serve import state as states
 
-    state = states.State(memory=state_like(3), last=4, n_tokens=3, model="m" * 64)
+    state = states.State(memory=abstract_state(3), last=4, n_tokens=3, model="m" * 64)
 
     def forged(meta: bytes) -> bytes:
         from safetensors.numpy import save
 
-        return save(state_like(3), {states.META: meta.decode("utf-8", "replace")})
+        return save(abstract_state(3), {states.META: meta.decode("utf-8", "replace")})
 
     content = states.to_bytes(state)
     size = int.from_bytes(content[:8], "little")
@@ -471,7 +471,7 @@ def state_seeds(folder: Path) -> list[Seed]:
 def read_state(path: Path) -> None:
     from linnet.serve import state as states
 
-    states.from_bytes(path.read_bytes(), state_like, "m" * 64)
+    states.from_bytes(path.read_bytes(), abstract_state, "m" * 64)
 
 
 SESSION = "session-" + "a" * 22
@@ -486,7 +486,7 @@ def read_session(path: Path) -> None:
     from linnet.serve.session_folder import FolderSessions
 
     (path.parent / f"{SESSION}.lock").touch()
-    sessions = FolderSessions(path.parent.parent, state_like, "m" * 64)
+    sessions = FolderSessions(path.parent.parent, abstract_state, "m" * 64)
     assert len(sessions) == 1
     sessions.n_tokens(SESSION)
     sessions.get(SESSION)
@@ -536,7 +536,7 @@ _damaged: list[str] = []
 def read_prepared(path: Path) -> None:
     from linnet.config.schema import DataConfig
     from linnet.data import index as indexes
-    from linnet.data import open_data
+    from linnet.data import load_dataset
 
     root = path.parent
     if not _intact:
@@ -548,7 +548,7 @@ def read_prepared(path: Path) -> None:
             (root / name).write_bytes(_intact[name])
     _damaged[:] = [path.name]
     indexes.problems(root, indexes.load(root), checksums=True)
-    data = open_data(DataConfig(source=str(root), sequence_len=16, update_len=16, batch_size=2), 0)
+    data = load_dataset(DataConfig(source=str(root), sequence_len=16, update_len=16, batch_size=2), 0)
     next(iter(data.evaluation("train", 2, 2)))
 
 

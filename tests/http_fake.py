@@ -26,11 +26,11 @@ from linnet.serve.request import (
     Finished,
     NoSession,
     OnEvent,
-    Produced,
-    PromptRead,
+    PrefillDone,
     QueueFull,
     Request,
     SessionInUse,
+    TokensEvent,
     TooLong,
 )
 from linnet.tokenizers.base import BytesTokenizer, Tokenizer
@@ -114,14 +114,14 @@ class FakeModel:
         name: str = "fake",
         *,
         shape: tuple[int, int, int] | None = None,
-        seconds_a_token: float = 0.0,
+        seconds_per_token: float = 0.0,
         most: int = 64,
         context: int | None = None,
         held: bool = False,
     ) -> None:
         self.template, self.context = PLAIN, context
         self.bos_id: int | None = 1
-        self.name, self.shape, self.most, self.seconds_a_token = name, shape, most, seconds_a_token
+        self.name, self.shape, self.most, self.seconds_per_token = name, shape, most, seconds_per_token
         self.tokenizer: Tokenizer = BytesTokenizer()
         self.n_vocab = self.tokenizer.n_vocab
         self.store = FakeSessions()
@@ -172,7 +172,7 @@ class FakeModel:
         self.running.discard(request.id)
         on_event(finished)
 
-    def _events(self, request: Request) -> Iterator[PromptRead | Produced | Finished]:
+    def _events(self, request: Request) -> Iterator[PrefillDone | TokensEvent | Finished]:
         sampling, prompt = request.sampling, list(request.prompt)
         n_cut = 0 if self.context is None else max(0, len(prompt) - self.context)
         prompt = prompt[n_cut:]
@@ -181,7 +181,7 @@ class FakeModel:
             tuple(Choice(3 + k, -float("inf")) for k in range(sampling.top_logprobs))
             for _ in (prompt if request.prompt_logprobs and sampling.top_logprobs else ())
         )
-        yield PromptRead(n_tokens=len(prompt), n_cached=len(prompt) // 2, n_cut=n_cut, logprobs=logprobs, top=top)
+        yield PrefillDone(n_tokens=len(prompt), n_cached=len(prompt) // 2, n_cut=n_cut, logprobs=logprobs, top=top)
         known = [*(request.state or []), *prompt] or [self.tokenizer.end_id + 2]
         before = request.prompt if request.shows_prompt else ()
         text, drawn, reason, error = (
@@ -191,7 +191,7 @@ class FakeModel:
             None,
         )
         for j in range(sampling.max_tokens):
-            time.sleep(self.seconds_a_token)
+            time.sleep(self.seconds_per_token)
             while j and not self.gate.wait(0.005) and request.id not in self.cancelled and not _is_late(request):
                 pass
             if request.id in self.cancelled:
@@ -211,13 +211,13 @@ class FakeModel:
             said, offsets = text.take()
             choice = Choice(token, -float(sampling.seed + 1))
             top = (tuple(Choice(3 + k, -float("inf")) for k in range(sampling.top_logprobs)),)
-            yield Produced(tokens=(choice,), top=top if sampling.top_logprobs else (), text=said, offsets=offsets)
+            yield TokensEvent(tokens=(choice,), top=top if sampling.top_logprobs else (), text=said, offsets=offsets)
             if text.stopped is not None:
                 reason = "stop"
                 break
         rest = text.close()
         if rest:
-            yield Produced(tokens=(), top=(), text=rest, offsets=())
+            yield TokensEvent(tokens=(), top=(), text=rest, offsets=())
         yield Finished(
             reason=reason,
             stopped_by=None,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.core import quant
-from linnet.core.dtypes import Weights
+from linnet.core.dtypes import WeightDtype
 from linnet.core.params import Spec, map_specs
 from linnet.models.moe import slots
 from linnet.models.moe.config import MoEConfig
@@ -31,7 +31,7 @@ SIZES = {
 }
 
 
-def make(weights: Weights = "float32", **changes: Any) -> tuple[MoEConfig, MoEParams]:
+def make(weights: WeightDtype = "float32", **changes: Any) -> tuple[MoEConfig, MoEParams]:
     cfg = MoEConfig(**{**SIZES, **changes})
     random = np.random.default_rng(1)
 
@@ -40,7 +40,7 @@ def make(weights: Weights = "float32", **changes: Any) -> tuple[MoEConfig, MoEPa
         return jnp.asarray((spec.init == "ones") + random.normal(0, spread, spec.shape), jnp.float32)
 
     specs = param_specs(cfg)
-    return cfg, slots.hold(quant.lower(map_specs(draw, specs), specs, weights))
+    return cfg, slots.hold(quant.cast_params(map_specs(draw, specs), specs, weights))
 
 
 def tokens_of(n_row: int, length: int, n_vocab: int = 30, seed: int = 7) -> np.ndarray:

@@ -16,7 +16,7 @@ from linnet.core.special_tokens import FIRST_BYTE
 from linnet.models.detokenize import TextAssembler
 from linnet.serve.http.app import make_app
 from linnet.serve.http.model import Model, PriorModel
-from linnet.serve.request import Choice, Finished, FinishReason, Produced, PromptRead, Request
+from linnet.serve.request import Choice, Finished, FinishReason, PrefillDone, Request, TokensEvent
 
 VERSE = "The linnet sings: über dem Tal, 春の鳥 🐦, and then is still.\n"
 OTHERS = b"et7aoi1shrdlu"
@@ -32,12 +32,12 @@ class SingingModel(FakeModel):
 
     state_bytes = 3 << 20
 
-    def _events(self, request: Request) -> Iterator[PromptRead | Produced | Finished]:
+    def _events(self, request: Request) -> Iterator[PrefillDone | TokensEvent | Finished]:
         sampling, verse = request.sampling, VERSE.encode()
         n_before = (request.state or [0])[0] + len(request.prompt)
         text = TextAssembler(self.tokenizer.text_rules, sampling.stop)
         n, reason, error = 0, "length", None
-        yield PromptRead(n_tokens=len(request.prompt), n_cached=0, logprobs=None)
+        yield PrefillDone(n_tokens=len(request.prompt), n_cached=0, logprobs=None)
         while n < sampling.max_tokens and text.stopped is None:
             while n >= N_HELD and not self.gate.wait(0.005) and request.id not in self.cancelled:
                 pass
@@ -58,8 +58,8 @@ class SingingModel(FakeModel):
             text.feed(byte + FIRST_BYTE)
             n += 1
             said, offsets = text.take()
-            yield Produced(tokens=(drawn,), top=(tuple(top),), text=said, offsets=offsets)
-        yield Produced(tokens=(), top=(), text=text.close(), offsets=())
+            yield TokensEvent(tokens=(drawn,), top=(tuple(top),), text=said, offsets=offsets)
+        yield TokensEvent(tokens=(), top=(), text=text.close(), offsets=())
         ending: FinishReason = "stop" if text.stopped else reason
         yield Finished(
             reason=ending,
@@ -78,16 +78,16 @@ class DrawingModel(FakeModel):
     pace: threading.Semaphore | None = None
     """If set, each row after the first is drawn only when the reader has released this for the row before."""
 
-    def _events(self, request: Request) -> Iterator[PromptRead | Produced | Finished]:
+    def _events(self, request: Request) -> Iterator[PrefillDone | TokensEvent | Finished]:
         assert self.shape is not None
         n_all = request.sampling.max_tokens
-        yield PromptRead(n_tokens=0, n_cached=0, logprobs=None)
+        yield PrefillDone(n_tokens=0, n_cached=0, logprobs=None)
         row = self.shape[1] * self.shape[2]
         for first in range(0, n_all, row):
             if first and self.pace is not None:
                 assert self.pace.acquire(timeout=PATIENCE)
             ids = [FIRST_BYTE + 255 * (first + i) // n_all for i in range(row)]
-            yield Produced(tokens=tuple(Choice(id, -1.0) for id in ids), top=(), text="", offsets=())
+            yield TokensEvent(tokens=tuple(Choice(id, -1.0) for id in ids), top=(), text="", offsets=())
         yield Finished(reason="length", stopped_by=None, n_prompt=0, n_tokens=n_all, state=None, error=None)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from linnet.config.schema import DataConfig
-from linnet.data import Data, open_data
+from linnet.data import TokenDataset, load_dataset
 from linnet.data.prepare.chunks import Shares
 from linnet.data.prepare.pipeline import Task
 from linnet.data.sources.documents import Part
@@ -48,9 +48,9 @@ def task_of(source: Any, **changes: Any) -> Task:
     return dataclasses.replace(task, **changes)
 
 
-def opened(folder: Path, sequence_len: int = 8, batch_size: int = 2) -> Data:
+def opened(folder: Path, sequence_len: int = 8, batch_size: int = 2) -> TokenDataset:
     cfg = DataConfig(source=str(folder), sequence_len=sequence_len, update_len=sequence_len, batch_size=batch_size)
-    return open_data(cfg, 1)
+    return load_dataset(cfg, 1)
 
 
 def many(n: int) -> list[list[bytes]]:

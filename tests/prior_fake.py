@@ -30,7 +30,7 @@ class FakePrior:
         name: str = "prior",
         *,
         width: int = 26,
-        seconds_a_step: float = 0.0,
+        seconds_per_step: float = 0.0,
         takes_text: bool = True,
         most_encodings: int = 0,
         has_gallery: bool = True,
@@ -39,7 +39,7 @@ class FakePrior:
         paced: bool = False,
     ) -> None:
         self.name, self.width, self.text_width, self.takes_text = name, width, 26, takes_text
-        self.most_encodings, self.seconds_a_step, self.most = most_encodings, seconds_a_step, most
+        self.most_encodings, self.seconds_per_step, self.most = most_encodings, seconds_per_step, most
         self.gallery_rows, self.has_pictures, self.can_guide = 4 * has_gallery, has_gallery, True
         self.requests: list[SampleRequest] = []
         self.cancelled: set[str] = set()
@@ -80,7 +80,7 @@ class FakePrior:
         n, parts, reason = request.steps or 64, request.n_told + 1, "stop"
         found = self.made(request)
         for step in range(1, n + 1):
-            time.sleep(self.seconds_a_step)
+            time.sleep(self.seconds_per_step)
             while step > 1 and not self.gate.wait(0.005) and request.id not in self.cancelled and not _is_late(request):
                 pass
             if request.id in self.cancelled:

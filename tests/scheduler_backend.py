@@ -78,7 +78,7 @@ class Backend:
 
     def step(self) -> Plan:
         plan = self.scheduler.plan(self.now)
-        self._carry_out(plan)
+        self._execute(plan)
         self._check(plan)
         self._tick()
         self.now += 1.0
@@ -115,7 +115,7 @@ class Backend:
         if (slot := self.where(id)) is not None and id not in self.leaving:
             self.to_clear.add(slot)
 
-    def _carry_out(self, plan: Plan) -> None:
+    def _execute(self, plan: Plan) -> None:
         for id, how in plan.ended:
             asked = self.asked[id]
             overdue = asked.deadline is not None and self.now >= asked.deadline

@@ -17,10 +17,10 @@ from same_runs import assert_same_bits, lines
 from linnet.config import codec as configs
 from linnet.config.schema import RunConfig
 from linnet.core.pytree import named_leaves, replace
-from linnet.data import Data, open_data
+from linnet.data import TokenDataset, load_dataset
 from linnet.evaluate.language_model import evaluate
 from linnet.models import registry
-from linnet.models.base import Family
+from linnet.models.base import ModelFamily
 from linnet.optim.optimizer import optimizer
 from linnet.runs.folder import RunFolder
 from linnet.runs.load import open_run, open_state
@@ -48,11 +48,11 @@ def whole(family: Name, source: Path, tmp_path_factory: pytest.TempPathFactory) 
     return run
 
 
-def parts(source: Path, name: Name, **changes: Any) -> tuple[RunConfig, Family, Any, TrainState, Data]:
+def parts(source: Path, name: Name, **changes: Any) -> tuple[RunConfig, ModelFamily, Any, TrainState, TokenDataset]:
     cfg = tiny.config(source, name, **changes)
     family = registry.get(name)
     rule = optimizer(cfg.optim, family.param_specs(cfg.model))
-    return cfg, family, rule, fresh_state(family, cfg, rule), open_data(cfg.data, cfg.seed)
+    return cfg, family, rule, fresh_state(family, cfg, rule), load_dataset(cfg.data, cfg.seed)
 
 
 # Resuming
@@ -80,7 +80,7 @@ def test_it_learns(whole: Path) -> None:
 
 def test_a_restored_checkpoint_evaluates_to_what_the_run_wrote(source: Path, whole: Path) -> None:
     run = open_run(whole, "latest")
-    data = open_data(run.cfg.data, run.cfg.seed)
+    data = load_dataset(run.cfg.data, run.cfg.seed)
     result = evaluate(run.writer, run.cfg, run.params, run.buffers, data, "validation", limit=4)
     told = [r for r in read_metrics(whole) if r["kind"] == "eval"][-1]
     assert result.loss == told["loss"]

@@ -13,7 +13,7 @@ import pytest
 from engine_asks import Asked, ask, plain, request, running_engine
 
 from linnet.core.errors import UserError
-from linnet.serve.grammar import MOST_GRAMMAR_BYTES
+from linnet.serve.grammar import MAX_GRAMMAR_BYTES
 from linnet.serve.request import Constraint
 
 SECONDS = 1.0
@@ -100,7 +100,7 @@ def malformed(n: int) -> Iterator[tuple[str, str]]:
     ]
     schemas += [f'{{"const":"{letters}"}}' for letters in NOT_UNICODE]
     fixed = [("json_schema", schema) for schema in schemas]
-    fixed += [("regex", text) for text in (*BAD_REGEXES, *NOT_UNICODE, "(" * 9000, "a" * (MOST_GRAMMAR_BYTES + 1))]
+    fixed += [("regex", text) for text in (*BAD_REGEXES, *NOT_UNICODE, "(" * 9000, "a" * (MAX_GRAMMAR_BYTES + 1))]
     fixed += [("lark", f"start: {rule}") for rule in (*BAD_RULES, *NOT_UNICODE, "(" * 9000)]
     fixed += [
         ("lark", text) for text in ("", "start", 'a: "b"', "start: start", "start: a\na: start", '{"grammars":[]}')

@@ -139,7 +139,7 @@ def round_of(seed: int, n_acts: int) -> list[Turn]:
     with running_engine(n_slots=3, max_waiting=8, prefix_bytes=1 << 16) as engine:
         for step in STEPS:
             setattr(engine.backend, step, failing(getattr(engine.backend, step), random.Random(draw.random()), fails))
-        sessions = Sessions(engine.backend.state_like, engine.fingerprint)
+        sessions = Sessions(engine.backend.abstract_state, engine.fingerprint)
         clients = [Client(engine, sessions, seed * N_CLIENTS + i, beginnings) for i in range(N_CLIENTS)]
         errors: list[BaseException] = []
 

@@ -13,7 +13,7 @@ from tokenizer_files import corpus
 
 from linnet.data.prepare.train_tokenizer import train_sentencepiece
 from linnet.models.detokenize import TextAssembler
-from linnet.serve.request import Constraint, Produced
+from linnet.serve.request import Constraint, TokensEvent
 from linnet.tokenizers.base import BytesTokenizer, Tokenizer
 from linnet.tokenizers.load import open_tokenizer
 
@@ -147,7 +147,7 @@ def test_an_engine_sends_whole_characters(n: int) -> None:
             asked = Asked(engine, request("x", constraint=said, max_tokens=4096, ignore_end=False))
             pieces: list[str] = []
             for event in iter(lambda asked=asked: asked.events.get(timeout=60), None):
-                if isinstance(event, Produced):
+                if isinstance(event, TokensEvent):
                     pieces.append(event.text)
                 elif pieces:
                     break

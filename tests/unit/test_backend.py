@@ -75,7 +75,7 @@ def test_a_state_from_a_file_is_no_program_of_its_own() -> None:
     with running_engine() as engine:
         engine.backend.warm_up()
         state = Asked(engine, request("hello", return_state=True)).answer().end.state
-        again = states.from_bytes(states.to_bytes(state), engine.backend.state_like, engine.fingerprint)
+        again = states.from_bytes(states.to_bytes(state), engine.backend.abstract_state, engine.fingerprint)
         warm = Asked(engine, request(" more", state=state)).answer()
         with compilations() as compiled:
             told = Asked(engine, request(" more", state=again)).answer()

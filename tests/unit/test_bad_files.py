@@ -13,7 +13,7 @@ import pytest
 
 from linnet.config import codec as configs
 from linnet.convert.npz import read_npz
-from linnet.core.errors import MAX_CHARACTERS, UserError, refuse
+from linnet.core.errors import MAX_CHARACTERS, UserError, invalid
 from linnet.data import index as indexes
 from linnet.data.embeddings import PairsConfig, open_pairs
 from linnet.data.prepare.chunks import Shares
@@ -142,7 +142,7 @@ def test_a_damaged_sentencepiece_model_is_refused_silently(tmp_path: Path, capfd
 
 
 def test_a_message_never_carries_control_characters_or_a_megabyte() -> None:
-    error = str(refuse("name", "x" * 10**6, "short\x1b[31m\nand plain", "rename it"))
+    error = str(invalid("name", "x" * 10**6, "short\x1b[31m\nand plain", "rename it"))
     assert len(error) <= MAX_CHARACTERS
     assert error.isprintable()
     assert error.endswith("Fix: rename it.")

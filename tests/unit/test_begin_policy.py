@@ -19,7 +19,7 @@ from linnet.config import codec as configs
 from linnet.config.schema import DataConfig, RunConfig
 from linnet.core import params as weights
 from linnet.core.errors import UserError
-from linnet.data import open_data
+from linnet.data import load_dataset
 from linnet.data.prepare.chunks import Item
 from linnet.data.prepare.shards import TextEncoder
 from linnet.evaluate.language_model import evaluate
@@ -146,7 +146,7 @@ def data_of(text: bytes, folder: Path, length: int, begin: int | None) -> Any:
         validation_fraction=0.0,
         test_fraction=0.0,
     )
-    return open_data(cfg, 0).begun_by(begin)
+    return load_dataset(cfg, 0).begun_by(begin)
 
 
 @pytest.mark.parametrize("n", [2, 4, 5, 8, 9, 10])
@@ -177,7 +177,7 @@ def test_evaluation_scores_bare_tokens(tmp_path: Path) -> None:
     cfg = tiny.config(tiny.corpus(tmp_path), "moe", **{"model.begin_id": None})
     family = registry.tokens("moe")
     params = weights.init(family.param_specs(cfg.model), jax.random.key(0))
-    data = open_data(cfg.tokens, cfg.seed)
+    data = load_dataset(cfg.tokens, cfg.seed)
     found = evaluate(family, cfg, params, None, data, "validation", limit=1)
     length = cfg.tokens.sequence_len
     ids = data.begun_by(None).validation

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from linnet.bench import measure, run, scaling, table, targets, worker
-from linnet.bench.measure import Job, Span, TooLarge
+from linnet.bench.measure import Benchmark, Span, TooLarge
 from linnet.config import presets
 from linnet.config.codec import to_json
 from linnet.config.schema import DataConfig, OptimConfig, RunConfig
@@ -112,7 +112,7 @@ class Script:
         seconds = self.run_seconds.pop(0)
         return Span(seconds, 2 * seconds)
 
-    def job(self) -> Job:
+    def job(self) -> Benchmark:
         def compile_() -> Any:
             self.order.append("compile")
 
@@ -122,7 +122,7 @@ class Script:
 
             return Compiled()
 
-        return Job(
+        return Benchmark(
             tokens=100,
             flops_per_token=1e3,
             compile=compile_,
@@ -173,7 +173,7 @@ class TestMeasure:
             def memory_analysis(self) -> Memory:
                 return Memory()
 
-        job = Job(tokens=1, flops_per_token=1, compile=Compiled, run=lambda: pytest.fail("started"))
+        job = Benchmark(tokens=1, flops_per_token=1, compile=Compiled, run=lambda: pytest.fail("started"))
         monkeypatch.setattr(measure, "memory_bytes", lambda: 1000)
         with pytest.raises(TooLarge, match="80%"):
             measure.measure(job, seconds=1.0, gemm_size=8)

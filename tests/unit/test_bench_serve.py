@@ -126,14 +126,14 @@ class TestTurns:
 
             return run
 
-        own, ratio = turns.turns(at(90.0), at(100.0), each=1.0, n=3, gemm=Gemm(8))
+        own, ratio = turns.interleave(at(90.0), at(100.0), each=1.0, n=3, gemm=Gemm(8))
         assert (own.tokens_per_second, own.tokens_per_cpu_second) == (90.0, 45.0)
         assert ratio.tokens_per_second == pytest.approx(0.9)
         assert ratio.tokens_per_cpu_second == pytest.approx(0.9)
 
     def test_a_count_is_taken_after_a_delivery_and_not_in_the_midst_of_it(self) -> None:
         counts = itertools.chain([5, 5, 8, 16, 24], itertools.repeat(32))
-        assert turns.edge(lambda: next(counts)).tokens == 32
+        assert turns.sample_point(lambda: next(counts)).tokens == 32
 
     def test_a_rate_is_of_what_came_between(self) -> None:
         first = turns.Edge(tokens=100, seconds=1.0, cpu_seconds=2.0)

@@ -130,7 +130,7 @@ def test_a_reader_is_not_confused_by_a_checkpoint_deleted_meanwhile(
     saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The training commits step 3 and deletes step 2 just when another process begins to read step 2."""
-    reader, read, calls = Checkpoints(saved.folder, keep=1), snapshot.read, []
+    reader, read, calls = Checkpoints(saved.folder, keep=1), snapshot.read_checkpoint, []
 
     def delete_first(path: Path, target: Any, **how: Any) -> Any:
         if not calls:
@@ -143,7 +143,7 @@ def test_a_reader_is_not_confused_by_a_checkpoint_deleted_meanwhile(
         calls.append(path)
         return read(path, target, **how)
 
-    monkeypatch.setattr(snapshot, "read", delete_first)
+    monkeypatch.setattr(snapshot, "read_checkpoint", delete_first)
     assert reader.restore(TARGET).step == 3
     assert "damaged" not in caplog.text
 

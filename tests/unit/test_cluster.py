@@ -13,10 +13,10 @@ from waiting import PATIENCE, until
 
 from linnet.cli.launch import fair_share, the_first
 from linnet.core.errors import UserError
-from linnet.parallel.cluster.environment import ALONE, Bounds, Member, find_bounds, find_place
-from linnet.parallel.cluster.heartbeat import FAILED_SECONDS, Ears, Pulse, Sign, Silent
-from linnet.parallel.cluster.peer_failure import is_echo
-from linnet.train.stragglers import Alone, Together, stragglers, watched
+from linnet.parallel.cluster.environment import ALONE, Member, Timeouts, find_cluster_env, find_timeouts
+from linnet.parallel.cluster.heartbeat import FAILED_SECONDS, Beat, FailureDetector, Heartbeat, MissedBeats
+from linnet.parallel.cluster.peer_failure import is_peer_failure
+from linnet.train.stragglers import NullMonitor, StragglerMonitor, monitor, stragglers
 
 EXPLICIT = {"LINNET_COORDINATOR": "node0:1234", "LINNET_PROCESSES": "4", "LINNET_PROCESS_ID": "2"}
 SLURM = {
@@ -32,37 +32,37 @@ SLURM = {
 
 
 def test_without_a_word_in_the_environment_a_process_is_alone(tmp_path: Path) -> None:
-    assert find_place({}, tmp_path) == ALONE
+    assert find_cluster_env({}, tmp_path) == ALONE
     batch_script = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
-    assert find_place(batch_script, tmp_path) == ALONE  # the script of sbatch itself, not a task of srun's
-    assert find_place({**SLURM, "SLURM_NTASKS": "1"}, tmp_path) == ALONE
-    assert find_place({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path) == ALONE  # any pod
+    assert find_cluster_env(batch_script, tmp_path) == ALONE  # the script of sbatch itself, not a task of srun's
+    assert find_cluster_env({**SLURM, "SLURM_NTASKS": "1"}, tmp_path) == ALONE
+    assert find_cluster_env({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path) == ALONE  # any pod
 
 
 def test_linnets_own_variables_come_first(tmp_path: Path) -> None:
-    place = find_place({**SLURM, **EXPLICIT}, tmp_path)
+    place = find_cluster_env({**SLURM, **EXPLICIT}, tmp_path)
     assert (place.kind, place.coordinator, place.index, place.count) == ("explicit", "node0:1234", 2, 4)
-    assert find_place({**SLURM, "LINNET_PROCESSES": "1"}, tmp_path) == ALONE
+    assert find_cluster_env({**SLURM, "LINNET_PROCESSES": "1"}, tmp_path) == ALONE
 
 
 def test_a_slurm_step_and_an_indexed_job_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = find_place(SLURM, tmp_path)
+    place = find_cluster_env(SLURM, tmp_path)
     assert (place.kind, place.index, place.count) == ("slurm", 3, 4)
     job = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="LINNET_COORDINATOR"):
-        find_place(job, tmp_path)
+        find_cluster_env(job, tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert find_place(job, tmp_path).kind == "kubernetes"
+    assert find_cluster_env(job, tmp_path).kind == "kubernetes"
 
 
 def test_a_machine_with_tpu_chips_asks_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "accel0").touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert find_place({}, tmp_path) == ALONE  # chips without their library
+    assert find_cluster_env({}, tmp_path) == ALONE  # chips without their library
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert find_place({}, tmp_path).kind == "tpu"
-    assert find_place({"JAX_PLATFORMS": "cpu"}, tmp_path) == ALONE
+    assert find_cluster_env({}, tmp_path).kind == "tpu"
+    assert find_cluster_env({"JAX_PLATFORMS": "cpu"}, tmp_path) == ALONE
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_machine_with_tpu_chips_asks_jax(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_half_said_is_refused_by_name(changes: dict[str, str | None], named: str, tmp_path: Path) -> None:
     environ = {name: value for name, value in {**EXPLICIT, **changes}.items() if value is not None}
     with pytest.raises(UserError, match=named):
-        find_place(environ, tmp_path)
+        find_cluster_env(environ, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -97,15 +97,15 @@ def test_what_is_half_said_is_refused_by_name(changes: dict[str, str | None], na
 def test_a_broken_slurm_step_is_refused_by_name(changes: dict[str, str | None], named: str, tmp_path: Path) -> None:
     environ = {name: value for name, value in {**SLURM, **changes}.items() if value is not None}
     with pytest.raises(UserError, match=named):
-        find_place(environ, tmp_path)
+        find_cluster_env(environ, tmp_path)
 
 
 def test_bounds_have_usual_values_and_refuse_nonsense() -> None:
-    assert find_bounds({}) == Bounds(lost=30.0, start=300.0)
-    assert find_bounds({"LINNET_LOST_SECONDS": "4.5"}).lost == 4.5
+    assert find_timeouts({}) == Timeouts(lost=30.0, start=300.0)
+    assert find_timeouts({"LINNET_LOST_SECONDS": "4.5"}).lost == 4.5
     for bad in ("soon", "0", "nan"):
         with pytest.raises(UserError, match="LINNET_START_SECONDS"):
-            find_bounds({"LINNET_START_SECONDS": bad})
+            find_timeouts({"LINNET_START_SECONDS": bad})
 
 
 @pytest.mark.parametrize(("n_core", "n"), [(2, 4), (8, 3), (8, 8), (1, 1), (5, 2)])
@@ -126,12 +126,12 @@ def test_who_misses_another_is_not_taken_for_the_first_to_fail() -> None:
 # Who is gone.
 
 
-def sign(index: int, beat: int = 0, **more: object) -> Sign:
-    return dataclasses.replace(Sign(index=index, host=f"h{index}", beat=beat), **more)  # pyright: ignore[reportArgumentType]
+def sign(index: int, beat: int = 0, **more: object) -> Beat:
+    return dataclasses.replace(Beat(index=index, host=f"h{index}", beat=beat), **more)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_process_without_new_signs_is_gone_after_the_bound_and_named() -> None:
-    ears = Ears(3)
+    ears = FailureDetector(3)
     for beat in range(5):
         ears.hear([sign(0, beat), sign(1, beat, step=beat), sign(2, min(beat, 1), step=17)], 1.0)
     assert [one.index for one in ears.silent(2.0)] == [2]
@@ -146,14 +146,14 @@ def test_a_process_without_new_signs_is_gone_after_the_bound_and_named() -> None
 
 
 def test_a_process_that_never_spoke_is_gone_too() -> None:
-    ears = Ears(2)
+    ears = FailureDetector(2)
     for beat in range(6):
         ears.hear([sign(0, beat)], 1.0)
     assert "process 1 " in str(ears.verdict(4.0, 4.0))
 
 
 def test_a_broken_connection_shortens_the_wait_but_accuses_nobody_who_speaks() -> None:
-    ears = Ears(2)
+    ears = FailureDetector(2)
     for beat in range(4):
         ears.hear([sign(0, beat, broken=True), sign(1, beat)], 1.0)
     assert ears.verdict(30.0, 2.0) is None
@@ -163,7 +163,7 @@ def test_a_broken_connection_shortens_the_wait_but_accuses_nobody_who_speaks() -
 
 
 def test_a_process_that_failed_is_named_with_its_reason_after_the_others_had_time_to_fail_too() -> None:
-    ears = Ears(2)
+    ears = FailureDetector(2)
     ears.hear([sign(0), sign(1, 1, failed="the disk is full")], 1.0)
     assert ears.verdict(30.0, 30.0) is None
     ears.hear([sign(0, 1, broken=True), sign(1, 1, failed="the disk is full")], FAILED_SECONDS - 1.0)
@@ -201,10 +201,10 @@ class Left:
         time.sleep(3600)  # as one who leaves says nothing more
 
 
-def beating(board: Board, index: int, count: int, lost: float = 3.0) -> tuple[Pulse, Left]:
+def beating(board: Board, index: int, count: int, lost: float = 3.0) -> tuple[Heartbeat, Left]:
     left = Left()
     member = Member(index=index, count=count, host=f"h{index}")
-    return Pulse(board, member, Bounds(lost=lost, start=9.0), "h0:1234", left), left
+    return Heartbeat(board, member, Timeouts(lost=lost, start=9.0), "h0:1234", left), left
 
 
 def test_all_name_the_process_that_fell_silent_and_say_what_is_kept() -> None:
@@ -263,17 +263,17 @@ def wrapped(error: Exception) -> Exception:
 
 def test_an_error_that_a_lost_process_left_behind_is_known_by_its_status_wherever_it_hides() -> None:
     gloo = ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:14746")
-    assert is_echo(gloo)
-    assert is_echo(wrapped(RuntimeError("UNAVAILABLE: Socket closed")))
-    assert not is_echo(wrapped(OSError("No space left on device")))
-    assert not is_echo(UserError("data.source is UNKNOWN: it must be a file."))
+    assert is_peer_failure(gloo)
+    assert is_peer_failure(wrapped(RuntimeError("UNAVAILABLE: Socket closed")))
+    assert not is_peer_failure(wrapped(OSError("No space left on device")))
+    assert not is_peer_failure(UserError("data.source is UNKNOWN: it must be a file."))
 
 
 def test_a_process_on_its_own_is_watched_by_nobody() -> None:
-    with watched(say=print, tell=print, saved=lambda: None) as watch:
-        assert isinstance(watch, Alone)
+    with monitor(say=print, tell=print, saved=lambda: None) as watch:
+        assert isinstance(watch, NullMonitor)
         watch.stepped(1, 0.0)
-    with pytest.raises(ValueError, match="UNKNOWN"), watched(say=print, tell=print, saved=lambda: None):
+    with pytest.raises(ValueError, match="UNKNOWN"), monitor(say=print, tell=print, saved=lambda: None):
         raise ValueError("UNKNOWN: passes through at once")
 
 
@@ -303,7 +303,7 @@ def test_a_straggler_is_named_once_and_only_when_it_was_slow_twice(monkeypatch: 
     pulse, _ = beating(Board(), 0, 3)
     now, said = [0.0], []
     monkeypatch.setattr("linnet.train.stragglers.time.monotonic", lambda: now[0])
-    watch = Together(pulse, lambda step, words: said.append((step, words)), lambda words: None)
+    watch = StragglerMonitor(pulse, lambda step, words: said.append((step, words)), lambda words: None)
 
     def step(n: int, slow: bool) -> None:
         now[0] += pulse.late + 0.1
@@ -325,10 +325,10 @@ def test_waiting_is_told_at_once_and_written_when_the_run_goes_on() -> None:
     pulse, _ = beating(Board(), 0, 3)
     told: list[str] = []
     said: list[tuple[int, str]] = []
-    watch = Together(pulse, lambda step, words: said.append((step, words)), told.append)
+    watch = StragglerMonitor(pulse, lambda step, words: said.append((step, words)), told.append)
     assert pulse.on_silence is not None
     for seconds in (6.0, 7.0):
-        pulse.on_silence([Silent(index=2, seconds=seconds, sign=sign(2, step=17))])
+        pulse.on_silence([MissedBeats(index=2, seconds=seconds, sign=sign(2, step=17))])
     assert told == ["Waiting for process 2 on h2 since 6 s, last seen at step 17."]
     pulse.ears.hear([sign(2, 9)], 0.0)
     pulse.on_silence([])

@@ -15,7 +15,7 @@ from same_runs import assert_same_bits, lines
 
 from linnet.config.schema import EMOJI_PAIRS, DataConfig, PairsConfig
 from linnet.core.errors import UserError
-from linnet.data import Data, open_data
+from linnet.data import TokenDataset, load_dataset
 from linnet.data.embeddings import open_pairs
 from linnet.data.encoders.builtin import open_builtin
 from linnet.data.images import pixels_of_ids
@@ -45,9 +45,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
-def opened(source: Path | str, condition: Path | str | None, length: int = LEN) -> Data:
+def opened(source: Path | str, condition: Path | str | None, length: int = LEN) -> TokenDataset:
     shown = None if condition is None else str(condition)
-    return open_data(
+    return load_dataset(
         DataConfig(source=str(source), sequence_len=length, update_len=length, batch_size=3, condition=shown), 1
     )
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linnet.core.errors import UserError
-from linnet.serve.grammar import MOST_GRAMMAR_BYTES, Grammars, Matcher
+from linnet.serve.grammar import MAX_GRAMMAR_BYTES, Grammars, Matcher
 from linnet.serve.request import Constraint
 from linnet.tokenizers.base import BytesTokenizer
 
@@ -72,12 +72,12 @@ def bad_schemas() -> list[str]:
     required = '{"type":"object","properties":{"a":%s},"required":["a"]}'
     inside = [wrap % b for b in bad for wrap in (required, '{"allOf":[%s]}', '{"anyOf":[%s]}', required % required)]
     deep = ["[" * 30_000, '{"items":' * 3000 + "{}" + "}" * 3000]
-    return [*bad, *inside, *deep, *(good[:n] for n in range(len(good))), "\ud800", f"[{'0,' * MOST_GRAMMAR_BYTES}0]"]
+    return [*bad, *inside, *deep, *(good[:n] for n in range(len(good))), "\ud800", f"[{'0,' * MAX_GRAMMAR_BYTES}0]"]
 
 
 def bad_regexes() -> list[str]:
     bad = BAD_REGEXES.split()
-    return [*bad, *(f"abc(?:{b})" for b in bad), "\ud800", "(" * 5000, "a" * (MOST_GRAMMAR_BYTES + 1)]
+    return [*bad, *(f"abc(?:{b})" for b in bad), "\ud800", "(" * 5000, "a" * (MAX_GRAMMAR_BYTES + 1)]
 
 
 def bad_grammars() -> list[str]:

@@ -24,7 +24,7 @@ from linnet.convert.dalle2.parts import is_reference, read_json, read_parts
 from linnet.core.errors import UserError
 from linnet.models.prior.config import PriorConfig
 from linnet.runs.metrics import read_metrics
-from linnet.train.prior_task import PriorJudge
+from linnet.train.prior_task import PriorTask
 
 FILES = Path(__file__).parents[1] / "dalle2_configs"
 SMALLEST = {"prior": {"net": {"dim": 16, "depth": 1}}, "data": {"image_url": "images"}}
@@ -63,7 +63,7 @@ def put(values: dict[str, Any], name: str, value: Any) -> None:
     values[last] = value
 
 
-def parts(values: dict[str, Any]) -> dalle2_parts.Parts:
+def parts(values: dict[str, Any]) -> dalle2_parts.DallE2Config:
     return read_parts(values, Path("settings.json"))
 
 
@@ -157,7 +157,9 @@ def test_the_older_file_is_the_run_that_it_says() -> None:
     assert cfg.train.trackers == ()
 
 
-@pytest.mark.parametrize(("name", "kind"), fields(dalle2_parts.Parts), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    ("name", "kind"), fields(dalle2_parts.DallE2Config), ids=lambda x: x if isinstance(x, str) else ""
+)
 def test_no_field_is_passed_over_in_silence(name: str, kind: Any) -> None:
     before = copy.deepcopy(SMALLEST)
     value = CHOSEN.get(name, ANOTHER.get(kind))
@@ -173,7 +175,7 @@ def test_no_field_is_passed_over_in_silence(name: str, kind: Any) -> None:
 
 
 def _owner(name: str) -> type:
-    cls: type = dalle2_parts.Parts
+    cls: type = dalle2_parts.DallE2Config
     for part in name.split(".")[:-1]:
         hint = typing.get_type_hints(cls)[part]
         arms = [arm for arm in typing.get_args(hint) or (hint,) if arm not in (type(None), Ellipsis)]
@@ -330,7 +332,7 @@ def test_the_example_runs_on_pairs_that_data_embed_made(
         assert cfg.prior.text_encodings
         assert cfg.optim.warmup_steps == 50 > cfg.optim.steps, "a short run is within its warm-up, as in the reference"
         assert any("train.warmup_steps is 50, more than" in words for words in said)
-        batch = PriorJudge(cfg).batch(0)
+        batch = PriorTask(cfg).batch(0)
         assert batch.encodings.shape == (6, 48, 256)
         assert batch.encodings[:, :3].any(-1).all()
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError
-from linnet.core.special_tokens import END
-from linnet.data import Data, open_data
+from linnet.core.special_tokens import EOS
+from linnet.data import TokenDataset, load_dataset
 from linnet.data.splits import SPLITS
 
 
-def opened(source: Path | str, seed: int = 0, **settings: object) -> Data:
+def opened(source: Path | str, seed: int = 0, **settings: object) -> TokenDataset:
     settings = {"sequence_len": 16, "update_len": 16, "batch_size": 2, **settings}
-    return open_data(DataConfig(source=str(source), **settings), seed)  # pyright: ignore[reportArgumentType]
+    return load_dataset(DataConfig(source=str(source), **settings), seed)  # pyright: ignore[reportArgumentType]
 
 
 def write(root: Path, files: dict[str, bytes]) -> Path:
@@ -29,7 +29,7 @@ def write(root: Path, files: dict[str, bytes]) -> Path:
     return root
 
 
-def raws(data: Data) -> dict[str, bytes]:
+def raws(data: TokenDataset) -> dict[str, bytes]:
     return {name: data.raw(name) for name in SPLITS}
 
 
@@ -79,7 +79,7 @@ def test_two_files_are_too_few_for_whole_documents_so_the_tail_is_cut(tmp_path: 
     assert raws(data) == {"train": b"a" * 100 + b"b" * 80, "validation": b"b" * 10, "test": b"b" * 10}
     assert [data.split(s).n_tokens for s in SPLITS] == [181, 10, 11]
     targets, doc_ids, _ = data.train.window(6)
-    assert targets.tolist() == [ord("a") + 3] * 4 + [END] + [ord("b") + 3] * 11
+    assert targets.tolist() == [ord("a") + 3] * 4 + [EOS] + [ord("b") + 3] * 11
     assert doc_ids.tolist() == [0] * 5 + [1] * 11
 
 

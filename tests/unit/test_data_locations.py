@@ -16,7 +16,7 @@ from linnet.cli.dispatch import main
 from linnet.config import codec as configs
 from linnet.config.schema import DataConfig, PairsConfig, RunConfig
 from linnet.core.errors import UserError
-from linnet.data import open_data
+from linnet.data import load_dataset
 from linnet.data.embeddings import open_pairs
 from linnet.data.sources.locations import absolute_paths, for_other_machines, located, retyped, with_base
 from linnet.runs.folder import RunFolder
@@ -126,7 +126,7 @@ def test_paths_are_found_below_the_base_first(tmp_path: Path, monkeypatch: pytes
     assert located(cfg).test_files == ("b.txt", str(here / "a.txt"))  # not below base; absolute already
     assert located(dataclasses.replace(cfg, source="*.txt")).source == str(base / "*.txt")
     assert (
-        open_data(DataConfig(source="a.txt", base=str(base), sequence_len=64, update_len=64), 0).raw("train")[:4]
+        load_dataset(DataConfig(source="a.txt", base=str(base), sequence_len=64, update_len=64), 0).raw("train")[:4]
         == b"base"
     )
     for name in ("python-stdlib", "emoji-32", "hf:a/b"):

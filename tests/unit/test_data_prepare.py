@@ -15,8 +15,8 @@ from prepared_data import SHARES, Listed, many, opened, task_of
 
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError
-from linnet.core.special_tokens import END, FIRST_BYTE
-from linnet.data import Data, open_data
+from linnet.core.special_tokens import EOS, FIRST_BYTE
+from linnet.data import TokenDataset, load_dataset
 from linnet.data import index as indexes
 from linnet.data.images import to_image
 from linnet.data.index import Index
@@ -30,7 +30,7 @@ from linnet.data.sources.images import open_pictures
 from linnet.data.splits import SPLITS
 
 
-def tokens_of(data: Data, name: str) -> list[tuple[int, int]]:
+def tokens_of(data: TokenDataset, name: str) -> list[tuple[int, int]]:
     """(token, document) of all windows of a split."""
     split = data.split(name)
     windows = [split.window(i) for i in range(split.n_windows)]
@@ -70,7 +70,7 @@ def test_every_token_of_every_document_comes_out_once(
         order = sorted(range(len(docs)), key=lambda i: SPLITS.index(SHARES.of(f"doc{i}")))
         content = b"".join(data.raw(name) for name in SPLITS)
         assert content == b"".join(whole[i] for i in order)
-        n_end = sum(token == END for name in SPLITS for token, _ in tokens_of(data, name))
+        n_end = sum(token == EOS for name in SPLITS for token, _ in tokens_of(data, name))
         assert n_end == (len(docs) if ends else 0)
     else:
         found = [document for name in SPLITS for document in documents_of(data, name, ends)]
@@ -79,12 +79,12 @@ def test_every_token_of_every_document_comes_out_once(
     assert indexes.problems(out / "data", index, checksums=True) == []
 
 
-def documents_of(data: Data, name: str, ends: bool) -> list[bytes]:
+def documents_of(data: TokenDataset, name: str, ends: bool) -> list[bytes]:
     found: dict[int, list[int]] = {}
     for token, document in tokens_of(data, name):
         found.setdefault(document, []).append(token)
-    texts = [bytes(token - FIRST_BYTE for token in tokens if token != END) for tokens in found.values()]
-    assert all((tokens[-1] == END) == ends and tokens.count(END) == ends for tokens in found.values())
+    texts = [bytes(token - FIRST_BYTE for token in tokens if token != EOS) for tokens in found.values()]
+    assert all((tokens[-1] == EOS) == ends and tokens.count(EOS) == ends for tokens in found.values())
     return texts
 
 
@@ -104,7 +104,7 @@ def test_one_text_is_divided_by_its_tail_as_unprepared_text_is(tmp_path: Path) -
     cfg = DataConfig(
         source=str(tmp_path / "a.txt"), validation_fraction=0.2, test_fraction=0.2, sequence_len=50, update_len=50
     )
-    plain = open_data(dataclasses.replace(cfg, batch_size=2), 1)
+    plain = load_dataset(dataclasses.replace(cfg, batch_size=2), 1)
     for name in SPLITS:
         assert data.raw(name) == plain.raw(name)
         assert tokens_of(data, name) == tokens_of(plain, name)

@@ -17,9 +17,9 @@ from prepared_data import Listed, many, opened, task_of
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError
 from linnet.data import index as indexes
-from linnet.data import open_data
+from linnet.data import load_dataset
 from linnet.data.prepare.pipeline import prepare
-from linnet.data.shuffle import share
+from linnet.data.shuffle import host_slice
 from linnet.data.splits import SPLITS
 
 
@@ -97,20 +97,20 @@ def test_another_tokenizer_beside_the_data_is_refused(good: Path, tmp_path: Path
 
 def test_options_of_unprepared_text_are_refused(good: Path) -> None:
     with pytest.raises(UserError, match="was divided when it was prepared"):
-        open_data(DataConfig(source=str(good), validation_fraction=0.2), 0)
+        load_dataset(DataConfig(source=str(good), validation_fraction=0.2), 0)
     with pytest.raises(UserError, match="data.validation_files"):
-        open_data(DataConfig(source=str(good), validation_files=("x",)), 0)
+        load_dataset(DataConfig(source=str(good), validation_files=("x",)), 0)
 
 
 def test_a_named_set_that_is_not_prepared_says_how() -> None:
     with pytest.raises(UserError, match=r"linnet data prepare enwik8 --out enwik8"):
-        open_data(DataConfig(source="enwik8"), 0)
+        load_dataset(DataConfig(source="enwik8"), 0)
 
 
 @settings(deadline=None)
 @given(n_rows=st.integers(1, 40), n_hosts=st.integers(1, 50))
 def test_hosts_share_every_row_once(n_rows: int, n_hosts: int) -> None:
-    rows = [list(share(n_rows, host, n_hosts)) for host in range(n_hosts)]
+    rows = [list(host_slice(n_rows, host, n_hosts)) for host in range(n_hosts)]
     assert list(itertools.chain.from_iterable(rows)) == list(range(n_rows))
     assert max(map(len, rows)) - min(map(len, rows)) <= 1
 
@@ -126,9 +126,9 @@ def test_hosts_together_read_the_same_batch(good: Path, step: int, n_hosts: int)
 
 
 def test_the_embedded_emoji_open_as_pictures() -> None:
-    data = open_data(DataConfig(source="emoji-16", sequence_len=768, update_len=768, batch_size=2), 0)
+    data = load_dataset(DataConfig(source="emoji-16", sequence_len=768, update_len=768, batch_size=2), 0)
     assert sum(data.split(name).n_documents for name in SPLITS) == 3786
     assert data.batch(0).targets.shape == (2, math.prod((16, 16, 3)))
     assert data.batch(0).loss_mask.min() == 1
     with pytest.raises(UserError, match="--data.sequence-len 3072"):
-        open_data(DataConfig(source="emoji-32", sequence_len=768, update_len=768), 0)
+        load_dataset(DataConfig(source="emoji-32", sequence_len=768, update_len=768), 0)

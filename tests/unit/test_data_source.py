@@ -12,7 +12,7 @@ import pytest
 
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError
-from linnet.data import open_data
+from linnet.data import load_dataset
 from linnet.data.sources import files as source_module
 from linnet.data.sources import text as text_module
 from linnet.data.sources.files import find
@@ -31,7 +31,7 @@ def names(source: Path | str) -> list[str]:
 
 def refused(source: Path | str, **settings: object) -> str:
     with pytest.raises(UserError) as caught:
-        open_data(DataConfig(source=str(source), **settings), 0)  # pyright: ignore[reportArgumentType]
+        load_dataset(DataConfig(source=str(source), **settings), 0)  # pyright: ignore[reportArgumentType]
     return str(caught.value)
 
 
@@ -48,7 +48,7 @@ def test_hidden_binary_and_empty_files_are_left_out_and_counted(tmp_path: Path) 
     found = find(str(tmp_path))
     assert [f.name for f in found.files] == ["late", "t"]
     assert found.left_out == {"binary": 1, "empty": 1, "not_regular": 2}
-    described = open_data(DataConfig(source=str(tmp_path)), 0).describe()
+    described = load_dataset(DataConfig(source=str(tmp_path)), 0).describe()
     assert described["left_out"]["source"] == found.left_out
     assert "Files left out of the source: 1 binary, 2 not regular." in described["warnings"]
 
@@ -102,7 +102,7 @@ def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bytes_are_bytes(tmp_path: Path) -> None:
     content = bytes(range(1, 256)) + b"\xff\xfe\xc3("
     write(tmp_path, {"latin.txt": content})
-    data = open_data(DataConfig(source=str(tmp_path / "latin.txt"), validation_fraction=0, test_fraction=0), 0)
+    data = load_dataset(DataConfig(source=str(tmp_path / "latin.txt"), validation_fraction=0, test_fraction=0), 0)
     assert data.raw("train") == content
     assert data.train.n_tokens == len(content), "a single file has no end id"
 
@@ -110,15 +110,15 @@ def test_bytes_are_bytes(tmp_path: Path) -> None:
 def test_a_large_file_is_mapped_and_means_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"big.txt": bytes(np.random.default_rng(0).integers(1, 256, 5000, np.uint8))})
     cfg = DataConfig(source=str(tmp_path / "big.txt"), sequence_len=64, update_len=64)
-    read = open_data(cfg, 0)
+    read = load_dataset(cfg, 0)
     monkeypatch.setattr(text_module, "MAP_FROM_BYTES", 1)
-    mapped = open_data(cfg, 0)
+    mapped = load_dataset(cfg, 0)
     assert isinstance(mapped.validation._content, np.memmap)  # pyright: ignore[reportAttributeAccessIssue]
     assert not isinstance(read.validation._content, np.memmap)  # pyright: ignore[reportAttributeAccessIssue]
     assert mapped.describe() == read.describe()
     np.testing.assert_array_equal(mapped.batch(5).targets, read.batch(5).targets)
     (tmp_path / "big.txt").write_bytes(b"changed")
-    assert open_data(cfg, 0).fingerprint != read.fingerprint
+    assert load_dataset(cfg, 0).fingerprint != read.fingerprint
 
 
 def test_the_standard_library_is_a_corpus() -> None:
@@ -128,7 +128,7 @@ def test_the_standard_library_is_a_corpus() -> None:
     folders = {part for f in found.files for part in Path(f.name).parts[:-1]}
     assert not folders & {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     assert {"json/decoder.py", "asyncio/tasks.py"} <= {f.name for f in found.files}
-    data = open_data(DataConfig(), 0)
+    data = load_dataset(DataConfig(), 0)
     for split in (data.validation, data.test):
         assert 0.04 < split.n_bytes / found.n_bytes < 0.06
         assert split.n_documents > 5

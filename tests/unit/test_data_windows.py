@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linnet.config.schema import DataConfig
-from linnet.core.special_tokens import END, FIRST_BYTE, PAD
-from linnet.data import Batch, Data, open_data
+from linnet.core.special_tokens import EOS, FIRST_BYTE, PAD
+from linnet.data import Batch, TokenDataset, load_dataset
 from linnet.data.batch import cut
 from linnet.data.packed import PackedSplit
-from linnet.data.shuffle import permutation, windows_at
+from linnet.data.shuffle import permutation, window_indices
 
 documents = st.lists(st.tuples(st.binary(max_size=30), st.booleans()), max_size=12)
 
@@ -35,11 +35,11 @@ def slow_tokens(docs: list[tuple[bytes, bool]]) -> list[tuple[int, int]]:
     return [
         (token, d)
         for d, (text, ends) in enumerate(docs)
-        for token in [*(b + FIRST_BYTE for b in text), *([END] if ends else [])]
+        for token in [*(b + FIRST_BYTE for b in text), *([EOS] if ends else [])]
     ]
 
 
-def data_of(text: bytes, folder: Path, sequence_len: int, update_len: int, batch_size: int) -> Data:
+def data_of(text: bytes, folder: Path, sequence_len: int, update_len: int, batch_size: int) -> TokenDataset:
     (folder / "text").write_bytes(text)
     cfg = DataConfig(
         source=str(folder / "text"),
@@ -49,7 +49,7 @@ def data_of(text: bytes, folder: Path, sequence_len: int, update_len: int, batch
         update_len=update_len,
         batch_size=batch_size,
     )
-    return open_data(cfg, 3)
+    return load_dataset(cfg, 3)
 
 
 @settings(deadline=None)
@@ -83,7 +83,7 @@ def test_updates_are_slices_of_the_whole_sequence(
     parts = [cut(split, rows, u * update_len, (u + 1) * update_len, len(rows)) for u in range(updates)]
     joined = jax.tree.map(lambda *xs: np.concatenate(xs, axis=1), *parts)
     jax.tree.map(np.testing.assert_array_equal, joined, whole)
-    assert (np.asarray(whole.inputs)[:, 0] == END).all(), "every sequence is prompted by the end id"
+    assert (np.asarray(whole.inputs)[:, 0] == EOS).all(), "every sequence is prompted by the end id"
     np.testing.assert_array_equal(whole.inputs[:, 1:], whole.targets[:, :-1])
 
 
@@ -99,7 +99,7 @@ def test_the_fingerprint_tells_texts_and_their_boundaries_apart(
 @settings(deadline=None)
 @given(n=st.integers(1, 40), batch=st.integers(1, 50), seed=st.integers(0, 2**32 - 1), epochs=st.integers(1, 4))
 def test_every_epoch_has_every_window_once(n: int, batch: int, seed: int, epochs: int) -> None:
-    stream = [w for first in range(0, n * epochs, batch) for w in windows_at(seed, first, batch, n)]
+    stream = [w for first in range(0, n * epochs, batch) for w in window_indices(seed, first, batch, n)]
     for epoch in range(epochs):
         assert sorted(stream[epoch * n : (epoch + 1) * n]) == list(range(n))
 
@@ -176,13 +176,13 @@ def test_a_limited_evaluation_is_spread_over_the_split(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_8_x_2048_takes_well_under_a_millisecond() -> None:
-    data = open_data(DataConfig(), 0)
+    data = load_dataset(DataConfig(), 0)
     data.batch(0)
     best = min(_seconds(data, range(k * 50, k * 50 + 50)) for k in range(4)) / 50
     assert best < 1e-3, f"{best * 1e3:.2f} ms a batch"
 
 
-def _seconds(data: Data, steps: range) -> float:
+def _seconds(data: TokenDataset, steps: range) -> float:
     start = time.process_time()
     for step in steps:
         data.batch(step)

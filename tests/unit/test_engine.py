@@ -29,7 +29,7 @@ from linnet.nn.sampling import sampling_settings
 from linnet.serve import state as states
 from linnet.serve.backend import N_TICKS
 from linnet.serve.engine import Engine
-from linnet.serve.request import Constraint, Finished, Produced, PromptRead, Request
+from linnet.serve.request import Constraint, Finished, PrefillDone, Request, TokensEvent
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +87,11 @@ def test_a_newcomers_first_token_is_drawn_alone_and_cuts_nobodys_dispatch_short(
     told = [first[1]]
     while not isinstance(told[-1], Finished):
         told.append(runs.events.get(timeout=60))
-    assert [len(event.tokens) for event in told if isinstance(event, Produced)] == [1, *[N_TICKS] * 20]
+    assert [len(event.tokens) for event in told if isinstance(event, TokensEvent)] == [1, *[N_TICKS] * 20]
     for one in newcomers:
         one.events.get(timeout=60)
         event = one.events.get(timeout=60)
-        assert isinstance(event, Produced)
+        assert isinstance(event, TokensEvent)
         assert len(event.tokens) == 1
 
 
@@ -101,7 +101,7 @@ def test_a_state_goes_on_as_if_never_stopped(engine: Engine) -> None:
     for cut in (1, 7, 8, 9, 23):
         first = ask(engine, "once upon", seed=9, max_tokens=cut, return_state=True)
         saved = states.to_bytes(first.end.state)
-        restored = states.from_bytes(saved, engine.backend.state_like, engine.fingerprint)
+        restored = states.from_bytes(saved, engine.backend.abstract_state, engine.fingerprint)
         rest = ask(engine, "", seed=9, max_tokens=40 - cut, state=restored)
         assert first.tokens + rest.tokens == whole.tokens
         assert first.logprobs + rest.logprobs == whole.logprobs
@@ -194,7 +194,7 @@ def test_prompt_logprobs_are_those_of_the_model(engine: Engine) -> None:
 
 
 def test_the_likeliest_of_the_prompts_places_are_those_of_the_model(engine: Engine) -> None:
-    def read(asked: Request) -> PromptRead:
+    def read(asked: Request) -> PrefillDone:
         told = Asked(engine, asked).answer().read
         assert told is not None
         return told

@@ -12,7 +12,7 @@ import pytest
 from engine_asks import CFG, Asked, ask, plain, request, running_engine
 
 from linnet.core.errors import UserError
-from linnet.nn.sampling_bounds import LEAST_TEMPERATURE
+from linnet.nn.sampling_bounds import MIN_TEMPERATURE
 from linnet.serve.engine import Engine
 from linnet.serve.grammar import Matcher
 from linnet.serve.request import Constraint
@@ -129,7 +129,7 @@ def test_no_forbidden_id_is_drawn_for_want_of_others(engine: Engine, rules: dict
 
 
 @pytest.mark.parametrize("penalty", [0.01, 1.0, 100.0])
-@pytest.mark.parametrize("temperature", [LEAST_TEMPERATURE, 100.0])
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, 100.0])
 def test_settings_at_their_bounds_draw_an_id_there_is(engine: Engine, temperature: float, penalty: float) -> None:
     extremes = {"logit_bias": {5: 100.0, 6: 100.0, 7: -100.0}, "top_p": 1e-6, "typical_p": 1e-6, "min_p": 1.0}
     for name, value in extremes.items():

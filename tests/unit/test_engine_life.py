@@ -12,7 +12,7 @@ from engine_asks import Asked, ask, make, plain, request, running_engine
 
 from linnet.core.errors import UserError
 from linnet.serve.engine import Engine
-from linnet.serve.request import Produced, QueueFull, Request, Sampling
+from linnet.serve.request import QueueFull, Request, Sampling, TokensEvent
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_it_ends_for_the_reason_told(engine: Engine) -> None:
     asked = Asked(
         engine, request("", seed=1, max_tokens=9, allowed=frozenset({70}), stop_ids=frozenset({70}), min_tokens=0)
     )
-    event = next(e for e in iter(asked.events.get, None) if isinstance(e, Produced))
+    event = next(e for e in iter(asked.events.get, None) if isinstance(e, TokensEvent))
     assert event.offsets == (0,)
 
 

@@ -28,7 +28,7 @@ CONTEXT = MOE.cfg.context
 
 def lowered(model: Model) -> Model:
     """Weights of 8 bits and activations of 16."""
-    params = quant.lower(model.params, model.family.param_specs(model.cfg), "int8")
+    params = quant.cast_params(model.params, model.family.param_specs(model.cfg), "int8")
     return dataclasses.replace(model, params=params, cfg=dataclasses.replace(model.cfg, dtype="bfloat16"))
 
 
@@ -46,7 +46,7 @@ def engine() -> Iterator[Engine]:
 
 
 def through_a_file(engine: Engine, state: State) -> State:
-    return states.from_bytes(states.to_bytes(state), engine.backend.state_like, engine.fingerprint)
+    return states.from_bytes(states.to_bytes(state), engine.backend.abstract_state, engine.fingerprint)
 
 
 def test_many_at_once_are_each_as_alone(served: tuple[Model, Engine]) -> None:
@@ -122,7 +122,7 @@ def test_a_state_of_few_bits_is_held_in_16(engine: Engine) -> None:
 
 def test_forks_go_their_own_ways(served: tuple[Model, Engine]) -> None:
     _, engine = served
-    sessions = Sessions(engine.backend.state_like, engine.fingerprint)
+    sessions = Sessions(engine.backend.abstract_state, engine.fingerprint)
     first = sessions.create()
     state = ask(engine, "a talk of two ", seed=1, max_tokens=30, return_state=True).end.state
     sessions.put(first, state, state.n_tokens - 1)
@@ -175,7 +175,7 @@ def test_the_prefix_cache_shares_blocks_and_changes_no_bit() -> None:
         assert cold.stats()["prefix_bytes"] == 0
     with running_engine(MOE) as engine:
         first = ask(engine, beginning + b"y", seed=6)
-        block = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.backend.state_like(BLOCK)))
+        block = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.backend.abstract_state(BLOCK)))
         # After each chunk a state is kept: the second has the blocks of the first, which count once.
         assert engine.stats()["prefix_bytes"] == n_chunks * size // BLOCK * block
         hit = ask(engine, beginning + b"x", **asked)

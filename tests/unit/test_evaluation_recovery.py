@@ -19,9 +19,9 @@ from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.folder import RunFolder
 from linnet.runs.load import open_run
 from linnet.runs.metrics import read_metrics
-from linnet.train.lm_task import TokenJudge
+from linnet.train.lm_task import LMTask
 from linnet.train.loop import train
-from linnet.train.prior_task import PriorJudge
+from linnet.train.prior_task import PriorTask
 
 MOST_POINTS = 12
 
@@ -58,7 +58,7 @@ def kept(run: Path) -> dict[str, Any]:
 
 
 def arm_after_evaluation(patch: pytest.MonkeyPatch, killer: Killer) -> None:
-    for judge in (TokenJudge, PriorJudge):
+    for judge in (LMTask, PriorTask):
 
         def evaluate(self: Any, state: Any, watch: Any, real: Any = judge.evaluate) -> Any:
             result = real(self, state, watch)
@@ -125,13 +125,13 @@ def test_a_final_evaluation_that_was_killed_is_done_by_the_next_start(source: Pa
     cfg = token_config(source, **{"optim.steps": 3, "train.sample_tokens": 0})
     with pytest.MonkeyPatch.context() as patch:
         killer = Killer(patch, 1)
-        real = TokenJudge.evaluate
+        real = LMTask.evaluate
 
         def evaluate(self: Any, state: Any, watch: Any) -> Any:
             killer.armed = int(state.step) == 3
             return real(self, state, watch)
 
-        patch.setattr(TokenJudge, "evaluate", evaluate)
+        patch.setattr(LMTask, "evaluate", evaluate)
         with pytest.raises(Killed):
             train(cfg, RunFolder(tmp_path), quiet=True)
     assert [r["step"] for r in read_metrics(tmp_path) if r["kind"] == "eval"] == [2]

@@ -41,7 +41,7 @@ def test_chosen_equal_all_in_value_and_gradient(n_token: int, n_expert: int, n_c
     def both(how: Any) -> Any:
         return jax.jit(jax.value_and_grad(lambda *a: loss(how, *a), argnums=(0, 1, 2)))(x, router, weights)
 
-    want, got = both(ex.all_experts), both(ex.chosen_experts)
+    want, got = both(ex.moe_dense), both(ex.moe_grouped)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(np.abs(b).max())))
 
@@ -51,8 +51,8 @@ def test_all_tokens_to_one_expert_and_none_to_others() -> None:
     chosen = jnp.full((70, 1), 2, jnp.int32)
     even = jnp.full((70, 4), 0.25)
     routing = Routing(logits=even, probability=even, chosen=chosen, weight=jnp.full((70, 1), 0.25))
-    got = jax.jit(ex.chosen_experts)(x, routing, weights)
-    np.testing.assert_allclose(got, ex.all_experts(x, routing, weights), atol=1e-5)
+    got = jax.jit(ex.moe_grouped)(x, routing, weights)
+    np.testing.assert_allclose(got, ex.moe_dense(x, routing, weights), atol=1e-5)
 
 
 def test_a_stack_of_layers_is_read_from_where_the_layer_begins() -> None:
@@ -60,8 +60,8 @@ def test_a_stack_of_layers_is_read_from_where_the_layer_begins() -> None:
     _, _, others = made(20, 8, 2, seed=3)
     stack = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), others, weights)
     routing = ex.route(x, router, 2)
-    got = jax.jit(lambda first: ex.chosen_experts(x, routing, stack, first=first))(8)
-    np.testing.assert_allclose(got, ex.chosen_experts(x, routing, weights), atol=1e-6)
+    got = jax.jit(lambda first: ex.moe_grouped(x, routing, stack, first=first))(8)
+    np.testing.assert_allclose(got, ex.moe_grouped(x, routing, weights), atol=1e-6)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -70,17 +70,15 @@ def test_eight_bit_experts_equal_their_dequantised_selves(groups: int) -> None:
     held = jax.tree.map(lambda w: quant.quantize(w, groups), weights)
     plain = jax.tree.map(quant.dequantize, held, is_leaf=quant.is_quantized)
     routing = ex.route(x, router, 2)
-    np.testing.assert_allclose(
-        jax.jit(ex.chosen_experts)(x, routing, held), ex.chosen_experts(x, routing, plain), atol=1e-5
-    )
-    np.testing.assert_allclose(ex.all_experts(x, routing, held), ex.all_experts(x, routing, plain), atol=1e-5)
+    np.testing.assert_allclose(jax.jit(ex.moe_grouped)(x, routing, held), ex.moe_grouped(x, routing, plain), atol=1e-5)
+    np.testing.assert_allclose(ex.moe_dense(x, routing, held), ex.moe_dense(x, routing, plain), atol=1e-5)
 
 
 def test_tokens_that_are_not_real_cost_and_change_nothing() -> None:
     x, router, weights = made(40, 4, 2)
     routing = ex.route(x, router, 2)
-    whole = ex.chosen_experts(x, routing, weights)
-    some = jax.jit(lambda n: ex.chosen_experts(x, routing, weights, n_token=n))(17)
+    whole = ex.moe_grouped(x, routing, weights)
+    some = jax.jit(lambda n: ex.moe_grouped(x, routing, weights, n_token=n))(17)
     np.testing.assert_allclose(some[:17], whole[:17], atol=1e-6)
     np.testing.assert_array_equal(some[17:], 0)
 

@@ -20,7 +20,7 @@ from linnet.cli.train import train_command
 from linnet.config import codec as configs
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError
-from linnet.data import open_data
+from linnet.data import load_dataset
 from linnet.runs.folder import RunFolder
 from linnet.runs.load import open_run, open_state
 from linnet.runs.metrics import read_metrics
@@ -179,14 +179,14 @@ def test_8_bit_weights_are_trained_by_adapters_only(source: Path, tmp_path: Path
     from linnet.core import quant
 
     parent = open_run(parent_run(tmp_path, source, "moe"))
-    lowered = quant.lower(parent.params, parent.family.param_specs(parent.cfg.model), "int8")
+    lowered = quant.cast_params(parent.params, parent.family.param_specs(parent.cfg.model), "int8")
     write_stored_run(tmp_path / "int8", parent.cfg, held_leaves(lowered), lambda _: None, lambda _: None)
     with pytest.raises(UserError, match=r"8 bits, which cannot be trained.*--lora.rank 8"):
         parents.check_parent(tuned(tmp_path / "int8", source))
     cfg = tuned(tmp_path / "int8", source, **{"lora.rank": 2})
     parents.check_parent(cfg)
     state = begun(cfg)
-    want = jax.tree.map(lambda x: quant.plain(x, np.float32), lowered, is_leaf=quant.is_quantized)
+    want = jax.tree.map(lambda x: quant.to_array(x, np.float32), lowered, is_leaf=quant.is_quantized)
     assert_same_bits(state.base, want)
 
 
@@ -291,7 +291,7 @@ def test_plain_text_is_encoded_with_the_parents_tokenizer(
     command = ["--from", str(run), "--data.source", "mine", "--out", "tuned", *flags]
     assert train_command(command) == 0
     assert "Encoding mine with the model's tokenizer" in capsys.readouterr().out
-    data = open_data(configs.load(tmp_path / "tuned" / "config.json").tokens, 0)
+    data = load_dataset(configs.load(tmp_path / "tuned" / "config.json").tokens, 0)
     assert data.tokenizer.fingerprint == tokenizer.fingerprint
     assert data.validation.n_tokens, "a part is held out"
     assert train_command([*command, "--optim.extra-steps", "1"]) == 0, "the same command continues the run"

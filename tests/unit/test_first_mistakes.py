@@ -13,10 +13,10 @@ from linnet.cli.parse import base_config
 from linnet.config import codec as configs
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError
-from linnet.data import open_data
+from linnet.data import load_dataset
 from linnet.runs.folder import RunFolder
-from linnet.train.resume import check_folder
-from linnet.train.tasks import open_judge
+from linnet.train.resume import check_resumable
+from linnet.train.tasks import open_task
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_a_file_of_one_byte_is_not_trained_on(tmp_path: Path) -> None:
     source = tmp_path / "one.txt"
     source.write_bytes(b"a")
     with pytest.raises(UserError, match=r"one.txt', but it must be at least data.update_len \(16\) tokens to train on"):
-        open_judge(tiny.config(source))
-    assert open_data(DataConfig(source=str(source)), 0).train.n_tokens == 1, "`linnet eval` may still read it"
+        open_task(tiny.config(source))
+    assert load_dataset(DataConfig(source=str(source)), 0).train.n_tokens == 1, "`linnet eval` may still read it"
 
 
 @pytest.mark.parametrize("captions", [False, True])
@@ -55,7 +55,7 @@ def test_a_folder_of_pictures_names_data_prepare(captions: bool, tmp_path: Path)
     with pytest.raises(
         UserError, match=r"Fix: run `linnet data prepare .* --out DIR` and train with --data.source DIR"
     ):
-        open_data(DataConfig(source=str(tmp_path)), 0)
+        load_dataset(DataConfig(source=str(tmp_path)), 0)
 
 
 def test_more_steps_of_a_run_name_extra_steps(tmp_path: Path) -> None:
@@ -63,11 +63,11 @@ def test_more_steps_of_a_run_name_extra_steps(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run").create()
     configs.save(tiny.config(source, **{"optim.steps": 20}), folder.config)
     with pytest.raises(UserError, match="leave --optim.steps out and give --optim.extra-steps 30; "):
-        check_folder(tiny.config(source, **{"optim.steps": 50}), folder)
+        check_resumable(tiny.config(source, **{"optim.steps": 50}), folder)
     with pytest.raises(UserError) as fewer:
-        check_folder(tiny.config(source, **{"optim.steps": 10}), folder)
+        check_resumable(tiny.config(source, **{"optim.steps": 10}), folder)
     assert "extra-steps" not in str(fewer.value)
-    assert check_folder(tiny.config(source, **{"optim.steps": 20, "optim.extra_steps": 30}), folder) is not None
+    assert check_resumable(tiny.config(source, **{"optim.steps": 20, "optim.extra_steps": 30}), folder) is not None
 
 
 def test_a_folder_without_a_run_is_not_called_a_preset(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from linnet.core.errors import UserError
 from linnet.core.params import Spec
 from linnet.core.pytree import named_leaves, pytree, replace, static
 from linnet.models.moe.params import RULES
-from linnet.parallel.sharding import make_mesh, open_mesh, partition, quantized_cuts, shardings
+from linnet.parallel.sharding import make_mesh, open_mesh, partition, quantized_pspec, shardings
 
 
 @pytree
@@ -57,10 +57,10 @@ def test_a_leaf_does_not_depend_on_the_others() -> None:
 
 def test_streams_differ_by_name_step_and_seed() -> None:
     keys = [
-        rng.stream(rng.root(0), "a"),
-        rng.stream(rng.root(0), "b"),
-        rng.stream(rng.root(1), "a"),
-        rng.at(rng.stream(rng.root(0), "a"), 1),
+        rng.fold_in_name(rng.root(0), "a"),
+        rng.fold_in_name(rng.root(0), "b"),
+        rng.fold_in_name(rng.root(1), "a"),
+        rng.fold_in(rng.fold_in_name(rng.root(0), "a"), 1),
     ]
     assert len({tuple(np.asarray(jax.random.key_data(k)).tolist()) for k in keys}) == 4
 
@@ -100,10 +100,10 @@ print("fits")
 def test_scales_of_8_bits_go_with_the_inputs_they_are_for(n_group: int, groups: str | None) -> None:
     """Four parts of the inputs: each has its own groups where they divide evenly, and all of them where they do not."""
     mesh = AbstractMesh((4, 2), ("model", "expert"))
-    by_inputs = quantized_cuts(PartitionSpec("expert", "model", None), n_group, mesh)
+    by_inputs = quantized_pspec(PartitionSpec("expert", "model", None), n_group, mesh)
     assert by_inputs.weight == PartitionSpec("expert", "model", None)
     assert by_inputs.scales == PartitionSpec("expert", groups, None)
-    by_outputs = quantized_cuts(PartitionSpec("expert", None, "model"), 1, mesh)
+    by_outputs = quantized_pspec(PartitionSpec("expert", None, "model"), 1, mesh)
     assert by_outputs.scales == by_outputs.weight == PartitionSpec("expert", None, "model")
 
 

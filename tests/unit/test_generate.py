@@ -25,7 +25,7 @@ from linnet.models.vq.config import VQConfig
 from linnet.models.vq.params import buffer_specs, param_specs
 from linnet.nn.sampling import sampling_settings
 from linnet.serve.job import Job
-from linnet.serve.request import Event, Produced, Request, Sampling
+from linnet.serve.request import Event, Request, Sampling, TokensEvent
 from linnet.tokenizers.base import BytesTokenizer
 
 CFG = VQConfig(d_model=32, d_k=16, d_v=64, n_code=16, n_layer=1, block_len=16, mem_len=8)
@@ -186,7 +186,7 @@ def told(drawn: Sequence[int], id_bytes: Callable[[int], bytes], sampling: Sampl
         request, events.append, end_id=CFG.end_id, bos_id=CFG.bos_id, context=None, text_rules=rules, matcher=None
     )
     n, reason, _ = job.take(drawn, [0.0] * len(drawn), None)
-    return "".join(event.text for event in events if isinstance(event, Produced)), reason, n
+    return "".join(event.text for event in events if isinstance(event, TokensEvent)), reason, n
 
 
 @given_settings(max_examples=60, deadline=None)

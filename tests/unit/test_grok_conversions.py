@@ -122,11 +122,11 @@ def test_a_float_model_is_quantised_while_it_is_imported(tmp_path: Path) -> None
     save_file(converted(CFG, 1), tmp_path / "model.safetensors")
     plain = imported(tmp_path, tmp_path / "float", CFG)
     made = imported(tmp_path, tmp_path / "int8", CFG, "int8")
-    lowered = jax.jit(lambda tree: quant.lower(tree, param_specs(CFG), "int8"))(plain)
+    lowered = jax.jit(lambda tree: quant.cast_params(tree, param_specs(CFG), "int8"))(plain)
     assert quant.is_quantized(made.layers.experts.gate)
     same(made, lowered)
     halved = imported(tmp_path, tmp_path / "bfloat16", CFG, "bfloat16")
-    same(halved, jax.jit(lambda tree: quant.lower(tree, param_specs(CFG), "bfloat16"))(plain))
+    same(halved, jax.jit(lambda tree: quant.cast_params(tree, param_specs(CFG), "bfloat16"))(plain))
 
 
 @pytest.mark.parametrize("largest", [10**9, 20_000])

@@ -72,7 +72,7 @@ def test_headers_that_do_not_come_to_their_end_are_given_up(monkeypatch: pytest.
 def test_a_second_request_of_a_connection_has_its_own_time_for_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "head_seconds", 1.0)  # far more than a client takes between connecting and sending
     with (
-        serving(FakeModel(seconds_a_token=0.3)) as (_, port, _),
+        serving(FakeModel(seconds_per_token=0.3)) as (_, port, _),
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as http,
     ):
         assert http.get("/health").status_code == 200

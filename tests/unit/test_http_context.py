@@ -12,7 +12,7 @@ from http_fake import FakeModel, ask, talk
 from pydantic import ValidationError
 
 from linnet.core.errors import UserError
-from linnet.serve.http.schemas import TextAsk
+from linnet.serve.http.schemas import TextRequest
 from linnet.serve.request import Sampling
 
 LONG = {"prompt": "abcdefghij", "max_tokens": 4, "seed": 0}
@@ -114,4 +114,4 @@ def test_a_call_and_the_engine_refuse_the_same_numbers(field: str) -> None:
         return True
 
     for value in [one for one in tried if field != "seed" or isinstance(one, int)]:
-        assert takes(TextAsk, value) == takes(Sampling, value), value
+        assert takes(TextRequest, value) == takes(Sampling, value), value

@@ -307,8 +307,8 @@ def test_the_document_tells_every_route_and_resolves() -> None:
     schemas = document["components"]["schemas"]
     for ref in _refs(document):
         assert ref.removeprefix("#/components/schemas/") in schemas, ref
-    assert schemas["CompletionAsk"]["additionalProperties"] is False
-    assert "top_k" in schemas["ChatAsk"]["properties"]
+    assert schemas["CompletionRequest"]["additionalProperties"] is False
+    assert "top_k" in schemas["ChatRequest"]["properties"]
 
 
 def _refs(value: Any) -> list[str]:

@@ -179,7 +179,7 @@ def test_models_of_both_kinds_stand_side_by_side_and_are_not_mistaken() -> None:
         assert 'linnet_engine_steps_total{model="prior"} 7.0' in metrics
         assert 'linnet_ended_total{model="prior",reason="stop"} 1.0' in metrics
         document = (await client.get("/openapi.json")).json()
-        assert "PriorAsk" in document["components"]["schemas"]
+        assert "PriorRequest" in document["components"]["schemas"]
         assert "post" in document["paths"][SAMPLE]
 
     talk(both, FakePrior(), FakeModel())

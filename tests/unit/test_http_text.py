@@ -10,7 +10,7 @@ import pytest
 from http_fake import FakeModel, ask, talk
 
 from linnet.serve.http.results import merge
-from linnet.serve.request import Choice, Produced, PromptRead
+from linnet.serve.request import Choice, PrefillDone, TokensEvent
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -275,10 +275,12 @@ def test_endings_from_outside_are_errors() -> None:
 
 
 def test_tokens_that_wait_are_merged() -> None:
-    read = PromptRead(n_tokens=1, n_cached=0, logprobs=None)
-    one = [Produced(tokens=(Choice(i, -1.0),), top=((Choice(9, -2.0),),), text=str(i), offsets=(i,)) for i in range(3)]
+    read = PrefillDone(n_tokens=1, n_cached=0, logprobs=None)
+    one = [
+        TokensEvent(tokens=(Choice(i, -1.0),), top=((Choice(9, -2.0),),), text=str(i), offsets=(i,)) for i in range(3)
+    ]
     merged = merge([read, *one])
     assert merged[0] is read
     (all_,) = merged[1:]
-    assert isinstance(all_, Produced)
+    assert isinstance(all_, TokensEvent)
     assert (all_.text, all_.offsets, len(all_.tokens), len(all_.top)) == ("012", (0, 1, 2), 3, 3)

@@ -23,7 +23,7 @@ from linnet.generate.text_to_image import Imagination, open_imagination
 from linnet.models import registry
 from linnet.models.prior import sampling as prior_sampling
 from linnet.models.prior.config import PriorConfig
-from linnet.models.prior.solver import make_plan
+from linnet.models.prior.solver import make_solver
 from linnet.models.vq.config import VQConfig
 from linnet.nn.sampling import sampling_settings
 from linnet.runs.load import write_run
@@ -116,12 +116,12 @@ def test_a_prior_with_token_encodings_gets_those_of_the_text(runs: tuple[Path, P
     both = open_imagination(written(tmp_path / "tokens", cfg), runs[1])
     embeds = both.embeds("red heart", [0, 1], steps=4)
     text = both.encoder.encode_texts(["red heart"])
-    plan = make_plan(cfg.prior, 4)
+    plan = make_solver(cfg.prior, 4)
 
     def drawn(encodings: np.ndarray) -> np.ndarray:
         given = (np.repeat(one, 2, 0) for one in (text.embeds, encodings))
         prepared = prior_sampling.prepared(both.prior.params, cfg.prior)
-        keys = jnp.stack([rng.of_sample(seed) for seed in (0, 1)])
+        keys = jnp.stack([rng.sample_key(seed) for seed in (0, 1)])
         found = np.asarray(prior_sampling.sample(prepared, *map(jnp.asarray, given), plan, keys, cfg.prior))
         return found / np.linalg.norm(found, axis=1, keepdims=True)
 

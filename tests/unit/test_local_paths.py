@@ -22,7 +22,7 @@ from linnet.config import presets
 from linnet.config.schema import DataConfig, PairsConfig, RunConfig
 from linnet.core.errors import UserError
 from linnet.core.local_path import check_local, is_free_text, is_remote
-from linnet.data import open_data
+from linnet.data import load_dataset
 from linnet.data.embeddings import open_pairs
 from linnet.runs.folder import RunFolder
 from linnet.tokenizers.load import open_tokenizer
@@ -232,7 +232,7 @@ def test_the_library_refuses_urls_too(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some words " * 1000)
     with pytest.raises(UserError, match="data.validation_files"):
-        open_data(DataConfig(source=str(text), validation_files=(URL,)), 0)
+        load_dataset(DataConfig(source=str(text), validation_files=(URL,)), 0)
     with pytest.raises(UserError, match="data.texts"):
         open_pairs(PairsConfig(images=str(tmp_path), texts=URL), 0)
     with pytest.raises(UserError, match="data.source"):

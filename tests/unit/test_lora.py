@@ -22,7 +22,7 @@ from linnet.config.tuning import LoraConfig
 from linnet.core import rng
 from linnet.core.errors import UserError
 from linnet.core.pytree import n_bytes, named_leaves, replace
-from linnet.data import open_data
+from linnet.data import load_dataset
 from linnet.models import registry
 from linnet.models.base import Keys
 from linnet.optim.lora import Adapter, adapter_specs, merge, trainable_specs
@@ -48,7 +48,7 @@ def away_from_zero(state: TrainState) -> TrainState:
 
 
 def loss_of(cfg: RunConfig, params: Any, state: TrainState) -> Any:
-    family, data = registry.get(cfg.family), open_data(cfg.tokens, cfg.seed)
+    family, data = registry.get(cfg.family), load_dataset(cfg.tokens, cfg.seed)
     batch = jax.tree.map(jnp.asarray, data.batch(0))
     carry = family.empty_carry(cfg.model, cfg.data.batch_size)
     keys = Keys(update=rng.root(0), sequence=rng.root(1))
@@ -99,7 +99,7 @@ def test_an_update_leaves_the_base_alone_and_moves_adapters_and_codebooks(source
     before = jax.tree.map(np.asarray, begun(cfg))
     family = registry.get("vq")
     step = make_step(family, cfg, optimizer(cfg.optim, trainable_specs(family, cfg)), sharding.make_mesh())
-    data = open_data(cfg.tokens, cfg.seed)
+    data = load_dataset(cfg.tokens, cfg.seed)
     state = begun(cfg)
     for i in range(2):
         state, _ = step(state, jax.tree.map(jnp.asarray, data.batch(i)))

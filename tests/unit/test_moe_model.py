@@ -14,10 +14,10 @@ from moe_tiny import make, tokens_of
 from linnet.core.pytree import named_leaves
 from linnet.models.moe import model
 from linnet.models.moe.config import MoEConfig
-from linnet.nn.gqa import Scores, capped
+from linnet.nn.gqa import SoftCap, capped
 from linnet.nn.moe import activation
 from linnet.nn.norm import rms_norm_gain
-from linnet.nn.positions import rotate
+from linnet.nn.positions import apply_rope
 
 
 @partial(jax.jit, static_argnames=("cfg", "plain"))
@@ -78,8 +78,10 @@ def test_positions_turn_pairs_of_the_two_halves() -> None:
     pairs = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * np.exp(1j * angle)
     want = np.concatenate([pairs.real, pairs.imag], axis=-1)
     # An angle of 8192 radians is known to about 5e-4 in float32.
-    np.testing.assert_allclose(rotate(jnp.asarray(x, jnp.float32), jnp.asarray(position), 10_000.0), want, atol=3e-3)
-    near = rotate(jnp.asarray(x, jnp.float32), jnp.asarray(position % 8), 10_000.0)
+    np.testing.assert_allclose(
+        apply_rope(jnp.asarray(x, jnp.float32), jnp.asarray(position), 10_000.0), want, atol=3e-3
+    )
+    near = apply_rope(jnp.asarray(x, jnp.float32), jnp.asarray(position % 8), 10_000.0)
     angle = angle * 0 + (position % 8)[..., None, None] * 10_000.0 ** (-np.arange(0, width, 2) / width)
     pairs = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * np.exp(1j * angle)
     np.testing.assert_allclose(near, np.concatenate([pairs.real, pairs.imag], axis=-1), atol=1e-5)
@@ -89,8 +91,8 @@ def test_far_positions_turn_alike_in_and_out_of_a_program() -> None:
     """A last bit of the frequency is five ten-thousandths of a turn at position 8191: the compiler must not choose it."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 9, 2, 128)), jnp.float32)
     position = 8183 + jnp.arange(9)[None]
-    inside = jax.jit(lambda x, at: rotate(x, at, 10_000.0))(x, position)
-    np.testing.assert_allclose(inside, rotate(x, position, 10_000.0), atol=2e-6)
+    inside = jax.jit(lambda x, at: apply_rope(x, at, 10_000.0))(x, position)
+    np.testing.assert_allclose(inside, apply_rope(x, position, 10_000.0), atol=2e-6)
 
 
 def test_the_activation_is_the_tanh_form_of_gelu_times_the_value() -> None:
@@ -103,5 +105,5 @@ def test_the_activation_is_the_tanh_form_of_gelu_times_the_value() -> None:
 def test_scores_are_scaled_and_then_squeezed() -> None:
     raw = np.linspace(-400, 400, 41)
     want = 30 * np.tanh(raw * 0.25 / 30)
-    np.testing.assert_allclose(capped(jnp.asarray(raw, jnp.float32), Scores(scale=0.25, cap=30.0)), want, atol=1e-5)
+    np.testing.assert_allclose(capped(jnp.asarray(raw, jnp.float32), SoftCap(scale=0.25, cap=30.0)), want, atol=1e-5)
     assert np.abs(want).max() < 30

@@ -12,7 +12,7 @@ import pytest
 from moe_tiny import make, tokens_of
 
 from linnet.core import rng
-from linnet.core.dtypes import Weights
+from linnet.core.dtypes import WeightDtype
 from linnet.models.moe import cache, model, slots
 from linnet.models.moe.cache import BLOCK, Memory
 from linnet.models.moe.config import MoEConfig
@@ -75,7 +75,7 @@ def test_bfloat16_stays_near_forward() -> None:
 
 
 @pytest.mark.parametrize("weights", [pytest.param("float32", marks=pytest.mark.trial), "int8"])
-def test_reading_in_chunks_equals_reading_at_once(weights: Weights) -> None:
+def test_reading_in_chunks_equals_reading_at_once(weights: WeightDtype) -> None:
     """Cut anywhere, within a block and at its end, the memory and what is said about each token stay the same."""
     cfg, params = make(weights)
     tokens = tokens_of(1, 200)
@@ -84,7 +84,7 @@ def test_reading_in_chunks_equals_reading_at_once(weights: Weights) -> None:
     for cuts in ([1, 128, 199], [64, 127, 129]):
         memory, parts = slots.empty_state(cfg), np.split(tokens[0], cuts)
         for part in parts:
-            memory = slots.admit_chunk(params, None, memory, part.tolist(), cfg)
+            memory = slots.prefill_chunk(params, None, memory, part.tolist(), cfg)
         assert memory.n_read == whole.n_read
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), memory, whole)
     start, end = slots.admit(params, None, tokens[0, :70].tolist(), cfg), 70 + slots.chunk_len(cfg)
@@ -233,7 +233,7 @@ def test_updates_are_in_place(n: int) -> None:
 
 
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
-def test_no_float_copy_of_the_experts_is_made(weights: Weights) -> None:
+def test_no_float_copy_of_the_experts_is_made(weights: WeightDtype) -> None:
     """Sizes that occur once, so that a shape tells what an array is."""
     cfg, params = make(weights, n_layer=2, n_expert=5, d_model=24, widening=3.0)
     assert (cfg.d_ffn, cfg.n_expert) == (48, 5)

@@ -10,7 +10,7 @@ import pair_files as files
 import pytest
 
 from linnet.core.errors import UserError
-from linnet.data.embeddings import Pairs, PairsConfig, open_pairs
+from linnet.data.embeddings import EmbeddingPairs, PairsConfig, open_pairs
 
 
 @pytest.fixture(autouse=True)
@@ -18,11 +18,11 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def opened(source: Path | str, **settings: Any) -> Pairs:
+def opened(source: Path | str, **settings: Any) -> EmbeddingPairs:
     return open_pairs(PairsConfig(**({"source": str(source), "batch_size": 4} | settings)), seed=3)
 
 
-def rows_of(pairs: Pairs) -> list[int]:
+def rows_of(pairs: EmbeddingPairs) -> list[int]:
     return sorted(int(row) for name in ("train", "validation", "test") for row in pairs.split(name))
 
 

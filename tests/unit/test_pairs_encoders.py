@@ -9,9 +9,9 @@ import pair_files as files
 import pytest
 
 from linnet.core.errors import UserError
-from linnet.data.embeddings import Pairs, PairsConfig, open_pairs
+from linnet.data.embeddings import EmbeddingPairs, PairsConfig, open_pairs
 from linnet.data.embeddings import emoji as emoji_pairs
-from linnet.data.embeddings.neighbors import Gallery, recall
+from linnet.data.embeddings.neighbors import NeighborIndex, recall
 from linnet.data.encoders import builtin, open_encoder
 from linnet.data.encoders.hashed_ngrams import (
     KEYWORD,
@@ -19,7 +19,7 @@ from linnet.data.encoders.hashed_ngrams import (
     MAX_WORDS,
     N_BUCKETS,
     NAME,
-    bags,
+    featurize,
     split_words,
     word_features,
 )
@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def emoji(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+def emoji(tmp_path_factory: pytest.TempPathFactory) -> EmbeddingPairs:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         return open_pairs(PairsConfig(), seed=0)
@@ -61,7 +61,7 @@ def test_features_are_the_same_in_every_process_and_shared_by_like_words() -> No
 
 
 def test_captions_longer_than_the_longest_are_cut() -> None:
-    bag = bags(["word " * 100, ""])
+    bag = featurize(["word " * 100, ""])
     assert bag.words.shape == (2, MAX_WORDS)
     assert (bag.words[0] == 1).all()
     assert not bag.words[1].any()
@@ -98,7 +98,7 @@ def test_weights_survive_being_written(tmp_path: Path) -> None:
     assert (tmp_path / "w.safetensors").read_bytes() == builtin.WEIGHTS.read_bytes()
 
 
-def test_captions_find_pictures_that_were_never_trained_on(emoji: Pairs) -> None:
+def test_captions_find_pictures_that_were_never_trained_on(emoji: EmbeddingPairs) -> None:
     """Among the 386 emoji of held-out concepts, where chance is 0.003 and 0.026."""
     rows = np.concatenate([emoji.split("validation"), emoji.split("test")])
     batch = emoji.at(rows, len(rows))
@@ -117,7 +117,7 @@ LEAST = {"text_to_image@1": 0.15, "text_to_image@10": 0.48, "image_to_text@1": 0
 # The emoji
 
 
-def test_the_emoji_are_pairs_on_every_machine(emoji: Pairs) -> None:
+def test_the_emoji_are_pairs_on_every_machine(emoji: EmbeddingPairs) -> None:
     _, captions, split_of = open_emoji(32)
     assert [emoji.n_rows(name) for name in ("train", "validation", "test")] == [3400, 189, 197]
     assert emoji.captions("test", range(197)) == [c for c, s in zip(captions, split_of, strict=True) if s == "test"]
@@ -127,7 +127,7 @@ def test_the_emoji_are_pairs_on_every_machine(emoji: Pairs) -> None:
     assert batch.text_embed.shape == batch.image_embed.shape == (64, 256)
 
 
-def test_emoji_are_embedded_once(cache: Path, monkeypatch: pytest.MonkeyPatch, emoji: Pairs) -> None:
+def test_emoji_are_embedded_once(cache: Path, monkeypatch: pytest.MonkeyPatch, emoji: EmbeddingPairs) -> None:
     called: list[int] = []
     embed = builtin.BuiltIn.embed_texts
     monkeypatch.setattr(builtin.BuiltIn, "embed_texts", lambda self, texts: (called.append(1), embed(self, texts))[1])
@@ -156,20 +156,20 @@ def test_the_nearest_are_those_of_the_largest_cosine(tmp_path: Path, monkeypatch
     pairs = open_pairs(PairsConfig(source=str(files.folder(tmp_path / "in", 3 * files.vectors()))), seed=0)
     monkeypatch.setattr("linnet.data.embeddings.neighbors.BLOCK", 5)
     queries = files.vectors(4, seed=9)
-    found = Gallery(pairs).nearest(2 * queries, 6)
+    found = NeighborIndex(pairs).nearest(2 * queries, 6)
     cosines = queries @ files.vectors().T
     assert np.array_equal(found.rows, np.argsort(-cosines, axis=1, kind="stable")[:, :6])
     assert np.allclose(found.cosines, -np.sort(-cosines, axis=1)[:, :6], atol=1e-6)
     assert found.captions == [[f"caption {row}" for row in rows] for rows in found.rows]
     assert found.pictures is None
-    held_out = Gallery(pairs, ("test",)).nearest(queries, 6)
+    held_out = NeighborIndex(pairs, ("test",)).nearest(queries, 6)
     assert held_out.rows.tolist() == [[0]] * 4
     assert held_out.captions == [["caption 22"]] * 4
 
 
-def test_an_emoji_is_nearest_to_itself_and_shows_its_picture(emoji: Pairs) -> None:
+def test_an_emoji_is_nearest_to_itself_and_shows_its_picture(emoji: EmbeddingPairs) -> None:
     pictures, captions, split_of = open_emoji(32)
-    gallery = Gallery(emoji, ("test", "validation"))
+    gallery = NeighborIndex(emoji, ("test", "validation"))
     assert gallery.n_rows == 386
     row = split_of.index("test")
     found = gallery.nearest(emoji.images.read(np.array([row])), 3)

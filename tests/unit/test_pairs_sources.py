@@ -14,7 +14,7 @@ import pytest
 
 from linnet.core.errors import UserError
 from linnet.data import shuffle as order
-from linnet.data.embeddings import Pairs, PairsConfig, open_pairs
+from linnet.data.embeddings import EmbeddingPairs, PairsConfig, open_pairs
 from linnet.data.embeddings import validate as scans
 
 
@@ -24,12 +24,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "linnet"
 
 
-def opened(source: Path | str, *, encodings: bool = False, **settings: Any) -> Pairs:
+def opened(source: Path | str, *, encodings: bool = False, **settings: Any) -> EmbeddingPairs:
     cfg = PairsConfig(**({"source": str(source), "batch_size": 4} | settings))
     return open_pairs(cfg, seed=3, encodings=encodings)
 
 
-def all_rows(pairs: Pairs) -> tuple[np.ndarray, np.ndarray, list[str] | None]:
+def all_rows(pairs: EmbeddingPairs) -> tuple[np.ndarray, np.ndarray, list[str] | None]:
     """In the source's order, which is that of the splits one after another."""
     batch = pairs.at(np.arange(pairs.images.n_rows), pairs.images.n_rows)
     names = [pairs.captions(split, range(pairs.n_rows(split))) for split in ("train", "validation", "test")]
@@ -130,7 +130,7 @@ def test_a_batch_is_a_function_of_the_step_and_an_epoch_has_every_pair_once(tmp_
     n = pairs.n_rows("train")
     assert n == 21
     seen = np.concatenate([pairs.batch(step).image_embed for step in range(3)])
-    wanted = files.vectors()[order.windows_at(3, 0, 21, n)]
+    wanted = files.vectors()[order.window_indices(3, 0, 21, n)]
     assert np.array_equal(seen, wanted)
     assert len(np.unique(seen, axis=0)) == n
     later = pairs.batch(5).image_embed

@@ -88,10 +88,10 @@ def test_a_plan_survives_its_way_through_json(plans: dict[str, Plan]) -> None:
 
 
 def test_meshes_that_fit_a_run_are_found_and_no_others() -> None:
-    found = {run.mesh for run in planning.possible(VQ, 4)}
+    found = {run.mesh for run in planning.enumerate_meshes(VQ, 4)}
     assert found == {"data=4", "fsdp=4", "data=2,fsdp=2", "data=2,model=2", "fsdp=2,model=2"}
-    assert "data=2,expert=2" in {run.mesh for run in planning.possible(MOE, 4)}
-    assert planning.possible(VQ, 32) == []
+    assert "data=2,expert=2" in {run.mesh for run in planning.enumerate_meshes(MOE, 4)}
+    assert planning.enumerate_meshes(VQ, 32) == []
     assert planning.with_enough_rows(VQ, 4) == VQ
     assert planning.with_enough_rows(VQ, 32).data.batch_size == 32
     with pytest.raises(UserError, match="--devices is 0"):
@@ -137,7 +137,7 @@ def test_of_what_fits_the_least_talkative_is_recommended() -> None:
 
 
 def test_where_nothing_fits_it_is_said_what_would() -> None:
-    words = planning.what_would_fit(VQ, [made("data=4", 20e9, 1e6)], 16e9)
+    words = planning.suggestions(VQ, [made("data=4", 20e9, 1e6)], 16e9)
     assert words == [
         "more devices: its state alone, 80 GB, takes 8 of them, cut by fsdp",
         "--model.remat full: activations are computed again instead of kept",

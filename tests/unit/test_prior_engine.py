@@ -18,7 +18,7 @@ from linnet.core.errors import UserError
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.releases import behaviour
 from linnet.models.prior.sampling import make_rows, run, sample
-from linnet.models.prior.solver import Plan, make_plan
+from linnet.models.prior.solver import SolverTable, make_solver
 from linnet.serve.prior.engine import PriorEngine, plan_for
 from linnet.serve.prior.request import SampleRequest
 from linnet.serve.request import Draining, QueueFull
@@ -35,12 +35,12 @@ HOW: list[dict[str, Any]] = [
 ]
 
 
-def plan_of(cfg: PriorConfig, ask: SampleRequest) -> Plan:
-    return make_plan(cfg, ask.steps, ask.solver, ask.eta)
+def plan_of(cfg: PriorConfig, ask: SampleRequest) -> SolverTable:
+    return make_solver(cfg, ask.steps, ask.solver, ask.eta)
 
 
 def key(ask: SampleRequest) -> Any:
-    return rng.of_sample(np.uint32(ask.seed))  # pyright: ignore[reportArgumentType]
+    return rng.sample_key(np.uint32(ask.seed))  # pyright: ignore[reportArgumentType]
 
 
 def by_run(cfg: PriorConfig, asks: list[SampleRequest]) -> np.ndarray:
@@ -239,10 +239,10 @@ def test_a_failure_ends_what_had_begun_and_the_next_is_served(
 def test_what_a_model_cannot_do_is_refused_before_it_waits() -> None:
     cfg = config(p_drop_text=0.0, timesteps=12)
     good = wanted(cfg, 0)
-    assert len(plan_for(good, cfg)) == len(make_plan(cfg, 12, "dpm"))
+    assert len(plan_for(good, cfg)) == len(make_solver(cfg, 12, "dpm"))
     long = config(timesteps=1000)
     usual = [len(plan_for(wanted(long, 0, solver=solver), long)) for solver in ("dpm", "ddim", "ddpm")]
-    assert usual == [16, len(make_plan(long, 64, "ddim")), 1000]
+    assert usual == [16, len(make_solver(long, 64, "ddim")), 1000]
     for change in (
         {"guidance": 2.0},
         {"steps": 1},

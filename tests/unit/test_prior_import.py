@@ -22,7 +22,7 @@ from linnet.models.prior.convert import to_reference
 from linnet.models.prior.schedule import betas
 from linnet.runs.folder import RunFolder
 from linnet.runs.load import open_run
-from linnet.train.resume import check_folder
+from linnet.train.resume import check_resumable
 
 CFG = config(depth=1, timesteps=12, schedule="linear", text_encodings=False)
 SETTINGS = {
@@ -75,7 +75,7 @@ def test_a_checkpoint_becomes_a_run_and_its_export_comes_back(
     assert (again.cfg.prior, again.cfg.pairs.source) == (CFG, "elsewhere")
     # Until it is trained, its data and its training may still be chosen.
     chosen = dataclasses.replace(run.cfg, data=PairsConfig(source="others"), optim=OptimConfig(steps=500))
-    assert check_folder(chosen, RunFolder(Path("runs/trained"))) == run.cfg
+    assert check_resumable(chosen, RunFolder(Path("runs/trained"))) == run.cfg
     before = Path("runs/trained/config.json").read_bytes()
     assert linnet("import", "dalle2-prior", checkpoint) == 2
     assert "nothing is overwritten" in capsys.readouterr().err

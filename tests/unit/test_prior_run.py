@@ -21,7 +21,7 @@ from linnet.core import rng
 from linnet.core.errors import UserError
 from linnet.core.pytree import named_leaves
 from linnet.data.embeddings import open_pairs
-from linnet.evaluate.prior import evaluate_prior, five_cosines, must_fit
+from linnet.evaluate.prior import check_fit, evaluate_prior, five_cosines
 from linnet.models import registry
 from linnet.models.prior import family
 from linnet.models.prior.config import PriorConfig
@@ -248,7 +248,7 @@ def test_pairs_that_do_not_fit_the_model_are_refused_before_anything_starts(
 ) -> None:
     cfg = config(pairs_file, **changes)
     with pytest.raises(UserError, match=words.replace("(", r"\(")):
-        must_fit(open_pairs(cfg.pairs, 0, encodings=cfg.prior.text_encodings), cfg.prior)
+        check_fit(open_pairs(cfg.pairs, 0, encodings=cfg.prior.text_encodings), cfg.prior)
     with pytest.raises(UserError):
         train(cfg, RunFolder(tmp_path / "run"), quiet=True)
     assert not (tmp_path / "run").exists()

@@ -13,13 +13,13 @@ from prior_tiny import config, inputs, prepared
 from linnet.core.errors import UserError
 from linnet.models.prior import schedule
 from linnet.models.prior.sampling import best, make_rows, run, sample
-from linnet.models.prior.solver import Plan, ddim_times, make_plan
+from linnet.models.prior.solver import SolverTable, ddim_times, make_solver
 
 WIDE = {"dim": 64, "n_head": 4, "d_head": 32, "ff_mult": 4}
 
 
 def drawn(
-    plans: list[Plan], guidance: list[float], which: list[int], cfg: Any, params: Any, *, guided: bool = True
+    plans: list[SolverTable], guidance: list[float], which: list[int], cfg: Any, params: Any, *, guided: bool = True
 ) -> Any:
     """Rows `which` of a fixed set, in one batch."""
     given = inputs(cfg, 6)
@@ -39,7 +39,13 @@ def drawn(
 def test_a_row_is_the_same_alone_and_among_others_with_other_plans(options: dict[str, Any]) -> None:
     cfg = config(**WIDE, **options, timesteps=12)
     params = prepared(cfg)
-    plans = [make_plan(cfg), make_plan(cfg, 5), make_plan(cfg, 7, "dpm"), make_plan(cfg, 9, eta=0.3), make_plan(cfg, 4)]
+    plans = [
+        make_solver(cfg),
+        make_solver(cfg, 5),
+        make_solver(cfg, 7, "dpm"),
+        make_solver(cfg, 9, eta=0.3),
+        make_solver(cfg, 4),
+    ]
     guidance = [1.0, 2.5, 1.0, 0.5, 3.0]
     together = drawn(plans, guidance, [0, 1, 2, 3, 4], cfg, params)
     assert len({float(x) for x in together[:, 0]}) == 5
@@ -54,14 +60,14 @@ def test_a_row_is_the_same_alone_and_among_others_with_other_plans(options: dict
 def test_guidance_of_one_is_the_network_as_it_is_bit_for_bit() -> None:
     cfg = config(timesteps=12)
     params = prepared(cfg)
-    plans, guidance = [make_plan(cfg, steps) for steps in (12, 5, 4, 7, 9)], [1.0, 1.0, 2.0, 1.0, 1.0]
+    plans, guidance = [make_solver(cfg, steps) for steps in (12, 5, 4, 7, 9)], [1.0, 1.0, 2.0, 1.0, 1.0]
     plain, guided = (drawn(plans, guidance, [0, 1, 2, 3, 4], cfg, params, guided=on) for on in (False, True))
     same = np.asarray([0, 1, 3, 4])
     np.testing.assert_array_equal(plain[same], guided[same])
     assert not np.allclose(plain[2], guided[2], rtol=1e-2)
 
 
-def follow(plan: Plan, x: Any, start_at: Any) -> Any:
+def follow(plan: SolverTable, x: Any, start_at: Any) -> Any:
     """The sampler's own rule with a network that is known: `start_at(x, t)` is the predicted start."""
     before = np.zeros_like(x)
     for i in range(len(plan)):
@@ -84,7 +90,7 @@ def test_dpm_solver_converges_at_second_order_where_ddim_does_at_first() -> None
     errors = {}
     for solver in ("dpm", "ddim"):
         for steps in (20, 40, 80):
-            plan = make_plan(cfg, steps, solver, eta=0.0)
+            plan = make_solver(cfg, steps, solver, eta=0.0)
             # The exact flow keeps x / sqrt(variance) until the last step, which both solvers end by the prediction itself.
             first, last = int(plan.times[0]), int(plan.times[-1])
             variance = kept * spread**2 + 1 - kept
@@ -98,8 +104,8 @@ def test_dpm_solver_converges_at_second_order_where_ddim_does_at_first() -> None
 
 def test_ddim_visits_the_references_times() -> None:
     assert ddim_times(20, 5).tolist() == [15, 11, 7, 3, -1]
-    assert make_plan(config(timesteps=20), 5).times.tolist() == [15, 11, 7, 3]
-    assert len(make_plan(config(timesteps=20))) == 20
+    assert make_solver(config(timesteps=20), 5).times.tolist() == [15, 11, 7, 3]
+    assert len(make_solver(config(timesteps=20))) == 20
 
 
 def test_the_best_of_several_is_the_one_most_like_the_text_whatever_its_length() -> None:
@@ -112,7 +118,7 @@ def test_what_cannot_be_sampled_is_refused() -> None:
     cfg = config(p_drop_text=0.0, timesteps=12)
     given = inputs(cfg, 1)
     with pytest.raises(UserError, match="guidance"):
-        sample(prepared(cfg), given["text"], None, make_plan(cfg, 4), jax.random.key(0)[None], cfg, guidance=2.0)
+        sample(prepared(cfg), given["text"], None, make_solver(cfg, 4), jax.random.key(0)[None], cfg, guidance=2.0)
     for arguments in ((1,), (13,), (5, "ddpm"), (5, "ddim", 2.0)):
         with pytest.raises(UserError):
-            make_plan(cfg, *arguments)  # pyright: ignore[reportArgumentType]
+            make_solver(cfg, *arguments)  # pyright: ignore[reportArgumentType]

@@ -47,22 +47,22 @@ def test_the_product_is_that_of_the_dequantised_weight(groups: int) -> None:
     want = x @ quant.dequantize(held)
     np.testing.assert_allclose(quant.matmul(x, held), want, atol=1e-5)
     np.testing.assert_allclose(linear(x, held), want, atol=1e-5)
-    np.testing.assert_allclose(rows.dot(x[0], rows.cut(held))[:, :20], want[0], atol=1e-5)
+    np.testing.assert_allclose(rows.matmul(x[0], rows.split_k(held))[:, :20], want[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_long_sum_is_cut_inside_its_groups(groups: int) -> None:
     held, x = quant.quantize(drawn(4 * 300, 70), groups), drawn(5, 1200, seed=1)
-    pieces = rows.cut(held)
+    pieces = rows.split_k(held)
     assert all(piece.shape[0] <= rows.SHORT_SUM for piece in pieces)
     assert sum(piece.shape[0] for piece in pieces) == 1200
     want = np.asarray(x, np.float64) @ np.asarray(quant.dequantize(held), np.float64)
-    np.testing.assert_allclose(np.asarray(rows.dot(x, pieces))[:, :70], want, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(rows.matmul(x, pieces))[:, :70], want, rtol=1e-5, atol=1e-4)
 
 
 def test_side_by_side_is_concatenation() -> None:
     a, b = quant.quantize(drawn(8, 3)), quant.quantize(drawn(8, 5, seed=1))
-    joined = quant.side_by_side(a, b)
+    joined = quant.concat_outputs(a, b)
     want = np.concatenate([quant.dequantize(a), quant.dequantize(b)], axis=1)
     assert isinstance(joined, Quantized)
     np.testing.assert_array_equal(quant.dequantize(joined), want)
@@ -75,7 +75,7 @@ def test_a_weight_is_held_in_no_fewer_bits_than_its_spec_allows() -> None:
         "product": Spec((4, 4), (None, None), least="int8"),
     }
     params = {name: drawn(*spec.shape) for name, spec in specs.items()}
-    full, half, eight = (quant.lower(params, specs, kind) for kind in ("float32", "bfloat16", "int8"))
+    full, half, eight = (quant.cast_params(params, specs, kind) for kind in ("float32", "bfloat16", "int8"))
     assert full["product"] is params["product"]
     assert [half[name].dtype for name in specs] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
     assert eight["norm"].dtype == jnp.float32

@@ -278,7 +278,7 @@ def test_metrics_carry_the_replica_and_what_all_share_comes_once() -> None:
 
 
 def test_a_drain_refuses_new_work_and_ends_what_is_late_with_a_word() -> None:
-    lifecycle, model = Lifecycle(), FakeModel(seconds_a_token=0.02)
+    lifecycle, model = Lifecycle(), FakeModel(seconds_per_token=0.02)
 
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
         asked = {**ASK, "max_tokens": 1000}

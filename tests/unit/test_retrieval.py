@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from linnet.config.schema import PairsConfig
-from linnet.data.embeddings import Pairs, open_pairs
+from linnet.data.embeddings import EmbeddingPairs, open_pairs
 from linnet.data.embeddings import neighbors as gallery
 from linnet.data.embeddings.vectors import Vectors
 from linnet.evaluate import retrieval
@@ -22,7 +22,9 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def made(root: Path, texts: np.ndarray, images: np.ndarray, validation: float = 0.2, test: float = 0.0) -> Pairs:
+def made(
+    root: Path, texts: np.ndarray, images: np.ndarray, validation: float = 0.2, test: float = 0.0
+) -> EmbeddingPairs:
     path = root / "pairs.npz"
     np.savez(path, text_embed=texts, image_embed=images, caption=np.array([f"caption {i}" for i in range(len(texts))]))
     return open_pairs(PairsConfig(source=str(path), validation_fraction=validation, test_fraction=test), 0)

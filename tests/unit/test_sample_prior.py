@@ -27,7 +27,7 @@ from linnet.data.embeddings.neighbors import unit
 from linnet.data.embeddings.provenance import encoder_of
 from linnet.data.encoders import open_encoder
 from linnet.models.prior.sampling import prepare, sample
-from linnet.models.prior.solver import make_plan
+from linnet.models.prior.solver import make_solver
 from linnet.runs.load import write_run
 
 EMOJI = config(dim=256, depth=1, max_text_len=0, text_encodings=False)
@@ -69,9 +69,9 @@ def test_a_prompt_finds_pictures_and_keeps_the_embedding(emoji: Path, capsys: py
     assert (place.parent, sheet.suffix, said["solver"]) == (emoji / "samples", ".png", "dpm")
     # What the model itself makes of it, drawn as a server would.
     told = open_encoder("builtin").embed_texts([PROMPT])
-    keys = jnp.stack([rng.stream(rng.root(seed), "sample") for seed in (5, 6)])
+    keys = jnp.stack([rng.fold_in_name(rng.root(seed), "sample") for seed in (5, 6)])
     prepared = jax.jit(prepare, static_argnums=1)(model(EMOJI), EMOJI)
-    drawn = sample(prepared, jnp.repeat(told, 2, axis=0), None, make_plan(EMOJI, 16, "dpm"), keys, EMOJI)
+    drawn = sample(prepared, jnp.repeat(told, 2, axis=0), None, make_solver(EMOJI, 16, "dpm"), keys, EMOJI)
     cosines = unit(np.asarray(drawn)) @ unit(told)[0]
     best = int(np.argmax(cosines))
     np.testing.assert_allclose(text["cosines_with_text"], cosines, rtol=1e-5)

@@ -166,7 +166,7 @@ def test_typical_keeps_what_is_nearest_to_the_mean_surprise() -> None:
 
 def test_rules_forbid_and_delay() -> None:
     logits = jnp.zeros((2, 4))
-    rules = sampling.Rules(
+    rules = sampling.LogitMask(
         bias=jnp.array([[0.0, -jnp.inf, 0.0, 0.0], [0.0, 0.0, 5.0, 0.0]]),
         late=jnp.array([[False, False, False, False], [False, False, True, False]]),
         late_until=jnp.array([0, 7]),

@@ -12,7 +12,7 @@ import pytest
 from jaxtyping import Array, Float
 
 from linnet.core import quant, rng
-from linnet.core.dtypes import Weights
+from linnet.core.dtypes import WeightDtype
 from linnet.core.params import Spec, map_specs
 from linnet.core.pytree import n_bytes
 from linnet.models.vq import decode, model, slots
@@ -23,7 +23,7 @@ from linnet.nn.sampling import sampling_settings
 Made = tuple[VQConfig, Any, Any, decode.Prepared]
 
 
-def make(weights: Weights = "float32", **changes: Any) -> Made:
+def make(weights: WeightDtype = "float32", **changes: Any) -> Made:
     """A tiny model whose every weight counts. Made with numpy: nothing to compile."""
     sizes = {"n_vocab": 30, "d_model": 16, "d_k": 8, "d_v": 16, "n_code": 6, "n_layer": 1, "block_len": 8, "mem_len": 8}
     cfg = VQConfig(**{**sizes, **changes})
@@ -34,7 +34,7 @@ def make(weights: Weights = "float32", **changes: Any) -> Made:
         return jnp.asarray((spec.init == "ones") + random.normal(0, fan_in**-0.5, spec.shape), jnp.float32)
 
     params, buffers = map_specs(draw, param_specs(cfg)), map_specs(draw, buffer_specs(cfg))
-    params = quant.lower(params, param_specs(cfg), weights)
+    params = quant.cast_params(params, param_specs(cfg), weights)
     return cfg, params, buffers, slots.prepare(params, buffers, cfg)
 
 

@@ -30,7 +30,7 @@ from linnet.runs.state import fresh_buffers
 from linnet.runs.stored_array import Leaf
 from linnet.runs.weights import has_weights, write_stored_run
 from linnet.train.loop import train
-from linnet.train.resume import check_folder
+from linnet.train.resume import check_resumable
 
 
 def model(cfg: RunConfig) -> Any:
@@ -84,12 +84,12 @@ def test_the_bits_asked_for_are_those_of_any_run(tmp_path: Path, cfg: RunConfig)
     write(tmp_path / "run", cfg, params)
     specs = registry.get(cfg.family).param_specs(cfg.model)
     for held in ("bfloat16", "int8"):
-        same(open_run(tmp_path / "run", weights=held).params, quant.lower(params, specs, held))
+        same(open_run(tmp_path / "run", weights=held).params, quant.cast_params(params, specs, held))
 
 
 def test_eight_bits_come_back_as_pairs(tmp_path: Path, cfg: RunConfig) -> None:
     specs = registry.get(cfg.family).param_specs(cfg.model)
-    lowered = quant.lower(model(cfg), specs, "int8")
+    lowered = quant.cast_params(model(cfg), specs, "int8")
     assert any(quant.is_quantized(x) for x in jax.tree.leaves(lowered, is_leaf=quant.is_quantized))
     write(tmp_path / "run", cfg, lowered)
     same(open_run(tmp_path / "run").params, lowered)
@@ -118,15 +118,15 @@ def test_before_training_all_but_the_model_may_change(tmp_path: Path, cfg: RunCo
     write(tmp_path / "run", cfg, model(cfg))
     folder = RunFolder(tmp_path / "run")
     slower = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, lr=1e-5))
-    assert check_folder(slower, folder) == cfg
+    assert check_resumable(slower, folder) == cfg
     other = dataclasses.replace(cfg, model=dataclasses.replace(cfg.vq, pe_lam=10.0))
     with pytest.raises(UserError, match=r"model\.pe_lam"):
-        check_folder(other, folder)
+        check_resumable(other, folder)
 
 
 def test_eight_bits_are_not_trained(tmp_path: Path, cfg: RunConfig) -> None:
     specs = registry.get(cfg.family).param_specs(cfg.model)
-    write(tmp_path / "run", cfg, quant.lower(model(cfg), specs, "int8"))
+    write(tmp_path / "run", cfg, quant.cast_params(model(cfg), specs, "int8"))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match="8 bits, which cannot be trained.*grok-hf"):
         train(cfg, RunFolder(tmp_path / "run"), quiet=True)

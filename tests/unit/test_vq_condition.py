@@ -77,7 +77,7 @@ def test_decoding_equals_training_far_beyond_the_window_and_after_a_prompt() -> 
     prepared = slots.prepare(PARAMS, BUFFERS, CFG)
     state = slots.init_slots(CFG, 4)
     for i, embed in enumerate(EMBEDS):
-        state = slots.insert(state, slots.told_state(PARAMS, embed, CFG), i)
+        state = slots.insert(state, slots.conditioned_state(PARAMS, embed, CFG), i)
     fed = np.concatenate([BATCH.inputs, BATCH.inputs[:1]])
     state, got = ticks(prepared, state, fed)
     np.testing.assert_allclose(np.asarray(got).swapaxes(0, 1)[:3], want, atol=2e-5)
@@ -86,7 +86,9 @@ def test_decoding_equals_training_far_beyond_the_window_and_after_a_prompt() -> 
     np.testing.assert_allclose(np.asarray(got)[:, 3], untold[0], atol=2e-5)
     assert np.abs(untold - want[0]).max(axis=-1).min() > 1e-3, "every position is told"
     # A prompt; and a slot that is emptied, taken out and put elsewhere.
-    one = slots.admit(PARAMS, BUFFERS, BATCH.inputs[1, :19].tolist(), CFG, slots.told_state(PARAMS, EMBEDS[1], CFG))
+    one = slots.admit(
+        PARAMS, BUFFERS, BATCH.inputs[1, :19].tolist(), CFG, slots.conditioned_state(PARAMS, EMBEDS[1], CFG)
+    )
     state = slots.insert(slots.clear(state, 1), one, 3)
     state = slots.insert(state, slots.extract(prepared, state, 3, CFG), 0)
     _, got = ticks(prepared, state, np.repeat(BATCH.inputs[1:2, 19:], 4, axis=0))
@@ -97,7 +99,7 @@ def test_decoding_equals_training_far_beyond_the_window_and_after_a_prompt() -> 
 
 def drawn(embeds: np.ndarray | None, seeds: list[int], decoder: Any = slots, prompt: tuple[int, ...] = ()) -> Any:
     n = len(seeds)
-    states = None if embeds is None else [decoder.told_state(PARAMS, embed, CFG) for embed in embeds]
+    states = None if embeds is None else [decoder.conditioned_state(PARAMS, embed, CFG) for embed in embeds]
     stream = generate(
         decoder,
         PARAMS,
@@ -117,7 +119,7 @@ def drawn(embeds: np.ndarray | None, seeds: list[int], decoder: Any = slots, pro
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("decoder", "prompt"), [(slots, ()), (guided.Guided(2.5), (5, 9, 200))], ids=["plain", "guided after a prompt"]
+    ("decoder", "prompt"), [(slots, ()), (guided.CFGDecoder(2.5), (5, 9, 200))], ids=["plain", "guided after a prompt"]
 )
 def test_a_row_is_the_same_bits_alone_and_beside_rows_told_otherwise(decoder: Any, prompt: tuple[int, ...]) -> None:
     together = drawn(EMBEDS, [1, 2, 3], decoder, prompt)
@@ -127,10 +129,10 @@ def test_a_row_is_the_same_bits_alone_and_beside_rows_told_otherwise(decoder: An
 
 def test_guidance_is_the_step_from_untold_to_told() -> None:
     told, untold = drawn(EMBEDS, [1, 2, 3]), drawn(None, [1, 2, 3])
-    assert drawn(EMBEDS, [1, 2, 3], guided.Guided(1.0)) == told
-    none_at_all = drawn(EMBEDS, [1, 2, 3], guided.Guided(0.0))
+    assert drawn(EMBEDS, [1, 2, 3], guided.CFGDecoder(1.0)) == told
+    none_at_all = drawn(EMBEDS, [1, 2, 3], guided.CFGDecoder(0.0))
     assert [row[0] for row in none_at_all] == [row[0] for row in untold]
-    tokens, logprobs = drawn(EMBEDS[:1], [4], guided.Guided(3.0))[0]
+    tokens, logprobs = drawn(EMBEDS[:1], [4], guided.CFGDecoder(3.0))[0]
     read = np.array([[CFG.end_id, *tokens[:-1]]], np.int32)
     far, near = (forward(read, e)[0] for e in (np.zeros((1, WIDTH), np.float32), EMBEDS[:1]))
     want = jax.nn.log_softmax(far + 3.0 * (near - far))[jnp.arange(len(tokens)), jnp.asarray(tokens)]
@@ -138,13 +140,13 @@ def test_guidance_is_the_step_from_untold_to_told() -> None:
 
 
 def keys(update: int, sequence: int) -> Keys:
-    return Keys(update=rng.at(rng.root(1), update), sequence=rng.at(rng.root(2), sequence))
+    return Keys(update=rng.fold_in(rng.root(1), update), sequence=rng.fold_in(rng.root(2), sequence))
 
 
 def shown(embeds: np.ndarray, keys: Keys, first_row: int = 0, **changes: Any) -> np.ndarray:
     """As training shows them."""
     cfg = dataclasses.replace(CFG, **changes)
-    return np.asarray(family._disturbed(jnp.asarray(embeds), family._dropout(keys, first_row, len(embeds)), cfg))
+    return np.asarray(family.augment_condition(jnp.asarray(embeds), family._dropout(keys, first_row, len(embeds)), cfg))
 
 
 def test_a_row_is_disturbed_by_its_own_key_for_a_whole_sequence_and_keeps_its_length() -> None:

@@ -49,7 +49,7 @@ def loss_of(cfg: VQConfig, keys: Keys | None, data: Batch | None = None) -> floa
 
 
 def keys(update: int, sequence: int) -> Keys:
-    return Keys(update=rng.at(rng.root(1), update), sequence=rng.at(rng.root(2), sequence))
+    return Keys(update=rng.fold_in(rng.root(1), update), sequence=rng.fold_in(rng.root(2), sequence))
 
 
 @pytest.mark.parametrize("name", ["p_dropemb", "p_dropres"])

@@ -19,7 +19,7 @@ ASK = (
     "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
     "Content-Length: {length}\r\n\r\n{body}"
 )
-MOST_START_SECONDS = 60.0
+MAX_START_SECONDS = 60.0
 
 
 class Clients:
@@ -31,7 +31,7 @@ class Clients:
         """All of them ask again and again. Counted is what arrives within the time, from when tokens first come."""
         tasks = [asyncio.create_task(self._client(i)) for i in range(self._n)]
         try:
-            await asyncio.wait_for(self._flowing(tasks), MOST_START_SECONDS)
+            await asyncio.wait_for(self._flowing(tasks), MAX_START_SECONDS)
             n, since, cpu, own = self.n_tokens, time.perf_counter(), cpu_seconds(self._server), time.process_time()
             done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

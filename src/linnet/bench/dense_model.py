@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from linnet.bench.dense import chunk_len, dense_attention
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.models.base import Aux, Keys, TokenFamily
 from linnet.models.vq import family as vq
 from linnet.models.vq import model
@@ -24,7 +24,7 @@ def check(cfg: VQConfig) -> None:
     """Refuses what the baseline does not compute. Dropout is no part of it: both models are compared without."""
     for name, wanted in (("agg_cache", True), ("grad_thru_cache", True), ("reset_at_documents", False)):
         if getattr(cfg, name) != wanted:
-            raise refuse(
+            raise invalid(
                 f"model.{name}", getattr(cfg, name), f"{wanted} to compare with dense attention", f"use {wanted}"
             )
 

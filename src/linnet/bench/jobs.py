@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from linnet.bench import dense_model
-from linnet.bench.measure import Job
+from linnet.bench.measure import Benchmark
 from linnet.bench.run import TICKS
 from linnet.config.schema import RunConfig
 from linnet.core import params as weights_of
 from linnet.core import quant, rng
-from linnet.core.dtypes import Weights
+from linnet.core.dtypes import WeightDtype
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import leaf_name, n_bytes
-from linnet.data import open_data
+from linnet.data import load_dataset
 from linnet.evaluate.language_model import evaluate, make_nats
 from linnet.models import registry
 from linnet.models.base import TokenFamily
@@ -35,16 +35,16 @@ BACKWARD = 3
 """Flops of a training step over those of its forward pass."""
 
 
-def train(cfg: RunConfig) -> Job:
+def train(cfg: RunConfig) -> Benchmark:
     family = registry.tokens(cfg.family)
     return _train(cfg, family, family.flops_per_token(cfg.model))
 
 
-def train_dense(cfg: RunConfig) -> Job:
+def train_dense(cfg: RunConfig) -> Benchmark:
     return _train(cfg, dense_model.dense_family(), dense_model.flops_per_token(cfg.vq, cfg.tokens.sequence_len))
 
 
-def evaluation(cfg: RunConfig) -> Job:
+def evaluation(cfg: RunConfig) -> Benchmark:
     family = registry.tokens(cfg.family)
     model = cfg.model
     if isinstance(model, VQConfig):
@@ -52,13 +52,13 @@ def evaluation(cfg: RunConfig) -> Job:
     return _evaluation(cfg, family, family.flops_per_token(model))
 
 
-def evaluation_dense(cfg: RunConfig) -> Job:
+def evaluation_dense(cfg: RunConfig) -> Benchmark:
     return _evaluation(cfg, dense_model.dense_family(), dense_model.flops_per_token(cfg.vq, cfg.tokens.sequence_len))
 
 
-def _train(cfg: RunConfig, family: TokenFamily, flops: float) -> Job:
+def _train(cfg: RunConfig, family: TokenFamily, flops: float) -> Benchmark:
     """Updates one after another on the corpus; the next batch is made while the device works, as the trainer does."""
-    data = open_data(cfg.tokens, cfg.seed)
+    data = load_dataset(cfg.tokens, cfg.seed)
     optimizer = make_optimizer(cfg.optim, family.param_specs(cfg.model))
     state = fresh_state(family, cfg, optimizer)
     batch, step = jax.device_put(data.batch(0)), 0
@@ -78,12 +78,12 @@ def _train(cfg: RunConfig, family: TokenFamily, flops: float) -> Job:
         jax.block_until_ready((state, metrics))
 
     tokens = cfg.data.batch_size * cfg.tokens.update_len
-    return Job(tokens=tokens, flops_per_token=BACKWARD * flops, compile=compile_, run=run)
+    return Benchmark(tokens=tokens, flops_per_token=BACKWARD * flops, compile=compile_, run=run)
 
 
-def _evaluation(cfg: RunConfig, family: TokenFamily, flops: float) -> Job:
+def _evaluation(cfg: RunConfig, family: TokenFamily, flops: float) -> Benchmark:
     """One batch of whole sequences by `evaluate` itself, reading and adding up included."""
-    data = open_data(cfg.tokens, cfg.seed)
+    data = load_dataset(cfg.tokens, cfg.seed)
     params, buffers = fresh_weights(cfg)
     size = cfg.data.batch_size
     nats: Callable[..., Any] | None = None
@@ -97,10 +97,10 @@ def _evaluation(cfg: RunConfig, family: TokenFamily, flops: float) -> Job:
     def run() -> None:
         evaluate(family, cfg, params, buffers, data, "train", nats=nats, batch_size=size, limit=size)
 
-    return Job(tokens=size * cfg.tokens.sequence_len, flops_per_token=flops, compile=compile_, run=run)
+    return Benchmark(tokens=size * cfg.tokens.sequence_len, flops_per_token=flops, compile=compile_, run=run)
 
 
-def prefill(cfg: RunConfig, weights: Weights = "float32") -> Job:
+def prefill(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
     """Prompts one after another, each from its first token read to the first token written. Compiling is all programs of that."""
     params, buffers = fresh_weights(cfg, weights)
     prompts, slots, model = _prompts(cfg), _decoder(cfg), cast(Any, cfg.model)
@@ -116,7 +116,7 @@ def prefill(cfg: RunConfig, weights: Weights = "float32") -> Job:
         for prompt in prompts:
             answer(prompt)
 
-    return Job(
+    return Benchmark(
         tokens=len(prompts) * cfg.tokens.sequence_len,
         flops_per_token=registry.get(cfg.family).flops_per_token(model),
         compile=lambda: answer(prompts[0][:2]),
@@ -125,7 +125,7 @@ def prefill(cfg: RunConfig, weights: Weights = "float32") -> Job:
     )
 
 
-def decode(cfg: RunConfig, weights: Weights = "float32") -> Job:
+def decode(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
     """All slots write `TICKS` tokens a run, after a prompt each. Where a model's context is bounded, each run begins anew: the same
     tokens again, for it would soon be full."""
     params, buffers = fresh_weights(cfg, weights)
@@ -154,7 +154,7 @@ def decode(cfg: RunConfig, weights: Weights = "float32") -> Job:
         state, seen, drawn, _, _ = ticks(prepared, state, tokens, settings, keys, seen)
         tokens = drawn[-1].block_until_ready()
 
-    return Job(
+    return Benchmark(
         tokens=TICKS * len(prompts),
         flops_per_token=registry.get(cfg.family).flops_per_token(_one_by_one(model)),
         compile=compile_,
@@ -171,24 +171,24 @@ def _one_by_one(model: Any) -> Any:
     return dataclasses.replace(model, block_len=1) if isinstance(model, VQConfig) else model
 
 
-def fresh_weights(cfg: RunConfig, weights: Weights = "float32") -> tuple[Any, Any]:
+def fresh_weights(cfg: RunConfig, weights: WeightDtype = "float32") -> tuple[Any, Any]:
     """Leaf by leaf, each in its fewest bits at once: what a process holds at most is then the model, not its making."""
-    family, key = registry.get(cfg.family), rng.stream(rng.root(cfg.seed), "params")
+    family, key = registry.get(cfg.family), rng.fold_in_name(rng.root(cfg.seed), "params")
 
     def made(path: tuple[Any, ...], spec: Spec) -> Any:
-        return _draw(rng.stream(key, leaf_name(path)), spec=spec, weights=weights)
+        return _draw(rng.fold_in_name(key, leaf_name(path)), spec=spec, weights=weights)
 
     params = jax.tree_util.tree_map_with_path(made, family.param_specs(cfg.model), is_leaf=is_spec)
     return params, jax.jit(lambda: fresh_buffers(family, cfg))()
 
 
 @partial(jax.jit, static_argnames=("spec", "weights"))
-def _draw(key: PRNGKeyArray, *, spec: Spec, weights: Weights) -> Any:
-    return quant.lower(weights_of.init(spec, key), spec, weights)
+def _draw(key: PRNGKeyArray, *, spec: Spec, weights: WeightDtype) -> Any:
+    return quant.cast_params(weights_of.init(spec, key), spec, weights)
 
 
 def _prompts(cfg: RunConfig) -> list[list[int]]:
-    return open_data(cfg.tokens, cfg.seed).batch(0).inputs.tolist()
+    return load_dataset(cfg.tokens, cfg.seed).batch(0).inputs.tolist()
 
 
 def _draws(cfg: RunConfig, prompts: list[list[int]]) -> tuple[Array, sampling.SamplingSettings, Array, Array]:
@@ -199,7 +199,7 @@ def _draws(cfg: RunConfig, prompts: list[list[int]]) -> tuple[Array, sampling.Sa
     return last, sampling.sampling_settings(n), jax.random.split(rng.root(cfg.seed), n), seen
 
 
-JOBS: dict[str, Callable[[RunConfig], Job]] = {
+JOBS: dict[str, Callable[[RunConfig], Benchmark]] = {
     "train": train,
     "train-dense": train_dense,
     "eval": evaluation,

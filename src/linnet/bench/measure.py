@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from linnet.bench.targets import GEMM_SIZE
 from linnet.runs.environment import memory_bytes, peak_rss_bytes
 
-LEAST_REPETITIONS = 5
-LEAST_SECONDS = 0.25
+MIN_REPETITIONS = 5
+MIN_SECONDS = 0.25
 """Of one repetition: shorter jobs are run several times in a row, so that clocks and cold caches do not count."""
 MEMORY_SHARE = 0.8
 """Of the memory this process may use: a job that needs more is not started."""
@@ -32,7 +32,7 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class Benchmark:
     """One thing to measure. `compile` may give the compiled program, to ask it for its memory. `run` executes it once and waits."""
 
     tokens: int
@@ -75,7 +75,7 @@ class Gemm:
         }
 
 
-def measure(job: Job, *, seconds: float, long_once: bool = False, gemm_size: int = GEMM_SIZE) -> dict[str, Any]:
+def measure(job: Benchmark, *, seconds: float, long_once: bool = False, gemm_size: int = GEMM_SIZE) -> dict[str, Any]:
     """All figures of a job. With `long_once`, a job that takes longer than `seconds` is run but once, and that run counts."""
     gemm = Gemm(gemm_size)
     compiled: list[Any] = []
@@ -86,7 +86,7 @@ def measure(job: Job, *, seconds: float, long_once: bool = False, gemm_size: int
     gemm.measure()
     spans = [warm_up]
     if not long_once or warm_up.seconds < seconds:
-        times = max(1, math.ceil(LEAST_SECONDS / max(warm_up.seconds, 1e-9)))
+        times = max(1, math.ceil(MIN_SECONDS / max(warm_up.seconds, 1e-9)))
         spans = _repeat(job.run, times, seconds, gemm)
     rate, cpu_rate = (
         _median_rate(job.tokens, [getattr(s, unit) for s in spans]) for unit in ("seconds", "cpu_seconds")
@@ -118,7 +118,7 @@ def _repeat(run: Callable[[], None], times: int, seconds: float, gemm: Gemm) -> 
 
     spans: list[Span] = []
     spent = 0.0
-    while len(spans) < LEAST_REPETITIONS or spent < seconds:
+    while len(spans) < MIN_REPETITIONS or spent < seconds:
         span = timed(several)
         gemm.measure()
         spent += span.seconds

@@ -10,11 +10,11 @@ from linnet.bench.run import check_seconds, measure_apart, sized
 from linnet.bench.targets import GEMM_SIZE, MOE_PRESET, compare
 from linnet.config import presets
 from linnet.config.schema import RunConfig
-from linnet.core.dtypes import Weights
-from linnet.core.errors import refuse
+from linnet.core.dtypes import WeightDtype
+from linnet.core.errors import invalid
 from linnet.models.moe.config import MoEConfig
 
-HELD: tuple[Weights, ...] = ("float32", "int8")
+HELD: tuple[WeightDtype, ...] = ("float32", "int8")
 SHORT_PARTS = 8
 """The short prompt is this part of the long one: 64 tokens of 512."""
 IMPORTED = {"d_model": 1536, "n_layer": 2}
@@ -32,11 +32,11 @@ def run_moe(
     cfg = presets.get(preset) if isinstance(preset, str) else preset
     check_seconds(seconds)
     if not isinstance(cfg.model, MoEConfig):
-        raise refuse("PRESET", cfg.preset, "a preset of the family moe", f"use {MOE_PRESET}")
+        raise invalid("PRESET", cfg.preset, "a preset of the family moe", f"use {MOE_PRESET}")
     prompt = cfg.model.context // 2
     rows: list[dict[str, Any]] = []
 
-    def measure(job: str, length: int, batch: int, weights: Weights) -> dict[str, Any]:
+    def measure(job: str, length: int, batch: int, weights: WeightDtype) -> dict[str, Any]:
         say(f"{job}, {length:,} tokens, batch {batch}, weights in {weights}")
         name = job if weights == "float32" else f"{job}-{weights}"
         result = measure_apart(name, sized(cfg, length, batch), seconds=seconds, gemm_size=gemm_size)

@@ -10,7 +10,7 @@ from linnet.bench.run import check_seconds, measure_apart
 from linnet.bench.targets import GEMM_SIZE, PRIOR_PRESET, compare
 from linnet.config import presets
 from linnet.config.schema import PairsConfig, RunConfig
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.models.prior.config import PriorConfig
 
 TEXT_LEN = 77
@@ -35,7 +35,7 @@ def run_prior(
     check_seconds(seconds)
     cfg = presets.get(preset) if isinstance(preset, str) else preset
     if not isinstance(cfg.model, PriorConfig):
-        raise refuse("PRESET", cfg.preset, "a preset of the family prior", f"use {PRIOR_PRESET}")
+        raise invalid("PRESET", cfg.preset, "a preset of the family prior", f"use {PRIOR_PRESET}")
     rows: list[dict[str, Any]] = []
     for job, text_len, batch in (*SHAPES, *GROWTH):
         say(f"{job}, {text_len} encodings, batch {batch}")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from linnet.bench.jobs import BACKWARD, fresh_weights
-from linnet.bench.measure import Job
+from linnet.bench.measure import Benchmark
 from linnet.config.schema import RunConfig
 from linnet.core import rng
 from linnet.data.embeddings import PairBatch
@@ -17,7 +17,7 @@ from linnet.models import registry
 from linnet.models.prior import sampling
 from linnet.models.prior.flops import flops_of
 from linnet.models.prior.layers import unit
-from linnet.models.prior.solver import Solver, make_plan
+from linnet.models.prior.solver import Solver, make_solver
 from linnet.optim.optimizer import optimizer as make_optimizer
 from linnet.runs.state import fresh_state
 from linnet.train.step import compile_step
@@ -25,13 +25,13 @@ from linnet.train.step import compile_step
 PREFIX = "prior-"
 
 
-def prior_job(name: str, cfg: RunConfig) -> Job:
+def prior_job(name: str, cfg: RunConfig) -> Benchmark:
     """`prior-train`, or a solver and its number of steps, as in `prior-ddim-64`."""
     what, _, steps = name.removeprefix(PREFIX).partition("-")
     return _sample(cfg, cast(Solver, what), int(steps)) if steps else _train(cfg)
 
 
-def _train(cfg: RunConfig) -> Job:
+def _train(cfg: RunConfig) -> Benchmark:
     """Updates one after another, each on a batch that is handed over from the host, as the trainer does."""
     family, model = registry.get(cfg.family), cfg.prior
     optimizer = make_optimizer(cfg.optim, family.param_specs(model))
@@ -51,14 +51,14 @@ def _train(cfg: RunConfig) -> Job:
 
     n_text = model.max_text_len + model.n_text_token
     flops = BACKWARD * flops_of(model, n_text + model.n_new_token, n_past=0, n_last=1)
-    return Job(tokens=cfg.data.batch_size, flops_per_token=flops, compile=compile_, run=run)
+    return Benchmark(tokens=cfg.data.batch_size, flops_per_token=flops, compile=compile_, run=run)
 
 
-def _sample(cfg: RunConfig, solver: Solver, steps: int) -> Job:
+def _sample(cfg: RunConfig, solver: Solver, steps: int) -> Benchmark:
     """From texts to embeddings: all texts are read, then every row takes all its steps. Weights are prepared before, as in serving."""
     model, batch = cfg.prior, pairs(cfg)
     params = sampling.prepare(fresh_weights(cfg)[0], model)
-    plan = make_plan(model, steps, solver)
+    plan = make_solver(model, steps, solver)
     n = cfg.data.batch_size
     how, keys = sampling.make_rows([plan] * n, [1.0] * n), jax.random.split(rng.root(cfg.seed), n)
     given = (params, batch.text_embed, batch.encodings, how, keys)
@@ -76,7 +76,7 @@ def _sample(cfg: RunConfig, solver: Solver, steps: int) -> Job:
     n_text = model.max_text_len + model.n_text_token
     read = flops_of(model, n_text, n_past=0, n_last=0)
     flops = read + len(plan) * flops_of(model, model.n_new_token, n_past=n_text, n_last=1)
-    return Job(tokens=n, flops_per_token=flops, compile=compile_, run=run, extra=lambda _: {"steps": len(plan)})
+    return Benchmark(tokens=n, flops_per_token=flops, compile=compile_, run=run, extra=lambda _: {"steps": len(plan)})
 
 
 def pairs(cfg: RunConfig) -> PairBatch:
@@ -84,7 +84,7 @@ def pairs(cfg: RunConfig) -> PairBatch:
     model, n = cfg.prior, cfg.data.batch_size
 
     def directions(name: str, *shape: int) -> Any:
-        return unit(jax.random.normal(rng.stream(rng.root(cfg.seed), name), (n, *shape)))
+        return unit(jax.random.normal(rng.fold_in_name(rng.root(cfg.seed), name), (n, *shape)))
 
     return PairBatch(
         text_embed=directions("text", model.d_text),

@@ -15,7 +15,7 @@ from linnet.bench.targets import GEMM_SIZE, PRESET, TARGETS, compare
 from linnet.config import codec as configs
 from linnet.config import presets
 from linnet.config.schema import DataConfig, RunConfig
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.models.prior.config import PriorConfig
 from linnet.models.vq.config import VQConfig
 from linnet.runs.environment import cores_usable
@@ -42,7 +42,7 @@ def run_bench(
     cfg = job_config(job, preset, sequence_len, batch)
     _check_time_and_cores(seconds, cores)
     if compare_cores and (cores or cores_usable()) < 2:
-        raise refuse(
+        raise invalid(
             "--compare-cores", cores or cores_usable(), "asked for with two cores or more", "leave --cores out"
         )
     result = measure_apart(job, cfg, seconds=seconds, cores=cores, gemm_size=gemm_size)
@@ -79,7 +79,7 @@ def run_table(*, seconds: float = 10.0, say: Callable[[str], None] = lambda _: N
 def job_config(job: str, preset: str | RunConfig, sequence_len: int | None, batch: int | None) -> RunConfig:
     """The preset with the length and batch asked for, on the embedded corpus; or a refusal before any work."""
     if job not in JOBS:
-        raise refuse("the job", job, f"one of {', '.join(JOBS)}", "choose one of them, or `linnet bench scaling`")
+        raise invalid("the job", job, f"one of {', '.join(JOBS)}", "choose one of them, or `linnet bench scaling`")
     cfg = presets.get(preset) if isinstance(preset, str) else preset
     serving, room = job in ("prefill", "decode"), cfg.writer.context
     if room is not None and job == "decode":
@@ -91,24 +91,24 @@ def job_config(job: str, preset: str | RunConfig, sequence_len: int | None, batc
         needs = (
             f"at most {room}: model.context is {cfg.writer.context}{f', and {TICKS} are written' * (job == 'decode')}"
         )
-        raise refuse("--sequence-len", length, needs, f"use {room}")
+        raise invalid("--sequence-len", length, needs, f"use {room}")
     return sized(cfg, length, size if batch is None else batch)
 
 
 def sized(cfg: RunConfig, length: int, batch: int) -> RunConfig:
     block = cfg.model.block_len if isinstance(cfg.model, VQConfig) else 1
     if batch < 1:
-        raise refuse("--batch", batch, "at least 1", "use 1")
+        raise invalid("--batch", batch, "at least 1", "use 1")
     if length < 1 or length % block:
         near = max(1, round(length / block)) * block
-        raise refuse("--sequence-len", length, f"a positive multiple of model.block_len ({block})", f"use {near}")
+        raise invalid("--sequence-len", length, f"a positive multiple of model.block_len ({block})", f"use {near}")
     data = DataConfig(sequence_len=length, update_len=length, batch_size=batch)
     return dataclasses.replace(cfg, data=data, train=dataclasses.replace(cfg.train, accumulate=1))
 
 
 def check_seconds(seconds: float) -> None:
     if not seconds > 0:
-        raise refuse("--seconds", seconds, "above 0", "use 10")
+        raise invalid("--seconds", seconds, "above 0", "use 10")
 
 
 def _check_time_and_cores(seconds: float, cores: int | None) -> None:
@@ -118,7 +118,7 @@ def _check_time_and_cores(seconds: float, cores: int | None) -> None:
     if not hasattr(os, "sched_setaffinity"):
         raise UserError("--cores needs Linux: this system cannot bind a process to cores. Fix: leave --cores out.")
     if not 1 <= cores <= cores_usable():
-        raise refuse(
+        raise invalid(
             "--cores", cores, f"between 1 and {cores_usable()}, the cores usable here", f"use {cores_usable()}"
         )
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from linnet.bench.run import measure_apart, sized
-from linnet.bench.targets import DENSE_RATIOS, GEMM_SIZE, LEAST_SHARE, PRESET
+from linnet.bench.targets import DENSE_RATIOS, GEMM_SIZE, MIN_SHARE, PRESET
 from linnet.config import presets
 from linnet.config.schema import RunConfig
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.core.files import atomic_write
 from linnet.report.charts import Series, line_chart
 from linnet.report.svg import standalone
@@ -23,7 +23,7 @@ BASE_LEN = 2048
 
 def lengths_up_to(longest: int = LONGEST) -> list[int]:
     if longest < SHORTEST:
-        raise refuse("--max-sequence-len", longest, f"at least {SHORTEST}", f"use {LONGEST}")
+        raise invalid("--max-sequence-len", longest, f"at least {SHORTEST}", f"use {LONGEST}")
     return [SHORTEST << i for i in range((longest // SHORTEST).bit_length())]
 
 
@@ -44,9 +44,9 @@ def run_scaling(
 
     cfg = presets.get(preset) if isinstance(preset, str) else preset
     if job not in ("train", "eval"):
-        raise refuse("the job of scaling", job, "train or eval", "use train")
+        raise invalid("the job of scaling", job, "train or eval", "use train")
     if out.suffix != ".svg" or not out.parent.is_dir():
-        raise refuse("--out", str(out), "an .svg file in a folder that exists", "use scaling.svg")
+        raise invalid("--out", str(out), "an .svg file in a folder that exists", "use scaling.svg")
     dense_model.check(cfg.vq)
     cfg = _without_dropout(cfg)
     configs = {length: sized(cfg, length, 1) for length in sorted(lengths or lengths_up_to())}
@@ -106,7 +106,7 @@ def summarise(job: str, preset: str, curves: dict[str, list[dict[str, Any]]], st
             row["target_linear_over_dense"] = DENSE_RATIOS.get(length) if preset == PRESET else None
         if linear and base:
             row[f"over_{BASE_LEN}"] = _rate(linear) / _rate(base)
-            row[f"target_over_{BASE_LEN}"] = LEAST_SHARE if preset == PRESET and length == LONGEST else None
+            row[f"target_over_{BASE_LEN}"] = MIN_SHARE if preset == PRESET and length == LONGEST else None
         rows.append(row)
     latest = curves["linear"][-1] if curves["linear"] else {}
     where = {name: latest.get(name) for name in ("date", "commit", "machine", "cores", "gemm_gflops_per_cpu_second")}

@@ -10,7 +10,7 @@ from linnet.bench.run import CONTEXT, check_seconds, measure_apart, sized
 from linnet.bench.targets import GEMM_SIZE, PRESET
 from linnet.config import presets
 from linnet.config.schema import RunConfig
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.core.special_tokens import N_BYTE_IDS
 
 JOBS = {
@@ -56,7 +56,7 @@ def run_serve(
     check_seconds(seconds)
     if cfg.writer.n_vocab != N_BYTE_IDS:
         needs = f"a preset that reads bytes ({N_BYTE_IDS} ids): fresh weights come without a tokenizer"
-        raise refuse("PRESET", f"{cfg.preset} ({cfg.writer.n_vocab} ids)", needs, f"use {PRESET}")
+        raise invalid("PRESET", f"{cfg.preset} ({cfg.writer.n_vocab} ids)", needs, f"use {PRESET}")
     room = cfg.writer.context
     cfg = sized(cfg, CONTEXT if room is None else min(CONTEXT, room // 2), 1)
     results: dict[str, dict[str, Any]] = {}

@@ -23,7 +23,7 @@ from linnet.bench.load import ANSWER, N_SLOTS, random_prompt
 from linnet.bench.measure import Gemm, timed
 from linnet.bench.run import sized
 from linnet.bench.server import Server, serving
-from linnet.bench.turns import TURNS, Rate, raw_rate, turns
+from linnet.bench.turns import TURNS, Rate, interleave, raw_rate
 from linnet.config.schema import RunConfig
 from linnet.models import registry
 from linnet.runs.load import write_run
@@ -31,7 +31,7 @@ from linnet.runs.load import write_run
 CLIENTS = 64
 PROMPT = 512
 SHARED_PROMPT, OWN_PROMPT = 2048, 8
-LEAST_REPETITIONS = 5
+MIN_REPETITIONS = 5
 
 
 def over_http(
@@ -46,7 +46,7 @@ def over_http(
         with serving(run, cache, *flags) as cold:
             pass
         with serving(run, cache, *flags) as server:
-            n = max(LEAST_REPETITIONS, round(seconds))
+            n = max(MIN_REPETITIONS, round(seconds))
             figures = {
                 "cold_ready_seconds": cold.ready_seconds,
                 "ready_seconds": server.ready_seconds,
@@ -141,7 +141,7 @@ def streams(server: Server, cfg: RunConfig, clients: int, answer: int, seconds: 
             )
 
         served(0.2)
-        own, share = turns(served, lambda s: raw_rate(raw, s), each=seconds / 2, n=TURNS, gemm=gemm)
+        own, share = interleave(served, lambda s: raw_rate(raw, s), each=seconds / 2, n=TURNS, gemm=gemm)
     return {
         "clients": clients,
         "http_tokens_per_second": own.tokens_per_second,

@@ -16,10 +16,10 @@ from linnet.bench.load import N_SLOTS, Load, ask, engine_of, random_prompt
 from linnet.bench.measure import Gemm, timed
 from linnet.bench.run import sized
 from linnet.bench.serve_http import over_http
-from linnet.bench.turns import TURNS, Rate, between, edge, raw_rate, turns
+from linnet.bench.turns import TURNS, Rate, between, interleave, raw_rate, sample_point
 from linnet.config.schema import RunConfig
 from linnet.serve.engine import Engine
-from linnet.serve.request import Event, Finished, Produced
+from linnet.serve.request import Event, Finished, TokensEvent
 
 STREAMS = 7
 """Others, while one more is admitted."""
@@ -41,14 +41,14 @@ def throughput(cfg: RunConfig, *, seconds: float, gemm_size: int) -> dict[str, A
         def served(seconds: float) -> Rate:
             load.start()
             load.feed(seconds / 5)  # until those who wait are read, too
-            first = edge(lambda: engine.stats()["tokens_total"])
+            first = sample_point(lambda: engine.stats()["tokens_total"])
             load.feed(seconds)
-            last = edge(lambda: engine.stats()["tokens_total"])
+            last = sample_point(lambda: engine.stats()["tokens_total"])
             load.stop()
             return between(first, last)
 
         served(0.1)  # warm-up
-        own, share = turns(served, lambda s: raw_rate(raw, s), each=seconds / 2, n=2 * TURNS, gemm=gemm)
+        own, share = interleave(served, lambda s: raw_rate(raw, s), each=seconds / 2, n=2 * TURNS, gemm=gemm)
     return {
         "tokens_per_second": own.tokens_per_second,
         "tokens_per_cpu_second": own.tokens_per_cpu_second,
@@ -69,7 +69,7 @@ def pause(cfg: RunConfig, *, seconds: float, gemm_size: int, prompt: int = LONG_
         deliveries: list[list[float]] = [[] for _ in range(STREAMS)]
 
         def heard(times: list[float]) -> Callable[[Event], None]:
-            return lambda event: times.append(time.perf_counter()) if isinstance(event, Produced) else None
+            return lambda event: times.append(time.perf_counter()) if isinstance(event, TokensEvent) else None
 
         ids = [ask(engine, random_prompt(16, i), FOREVER, heard(times)) for i, times in enumerate(deliveries)]
         while min(map(len, deliveries)) < 5:
@@ -129,7 +129,7 @@ def context(
     for job in (far, near):
         job.compile()
         job.run()
-    own, share = turns(lambda s: raw_rate(far, s), lambda s: raw_rate(near, s), each=seconds / 10, n=5, gemm=gemm)
+    own, share = interleave(lambda s: raw_rate(far, s), lambda s: raw_rate(near, s), each=seconds / 10, n=5, gemm=gemm)
     return {
         "context": lengths[0],
         "tokens_per_second": own.tokens_per_second,

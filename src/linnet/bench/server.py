@@ -17,7 +17,7 @@ from typing import Any
 
 from linnet.bench.clients import count_tokens
 
-MOST_READY_SECONDS = 300.0
+MAX_READY_SECONDS = 300.0
 POLL_SECONDS = 0.02
 
 
@@ -104,7 +104,7 @@ def serving(run: Path, cache: Path, *flags: str) -> Iterator[Server]:
         server = Server(process, port, 0.0)
         try:
             while not server.is_ready():
-                if process.poll() is not None or time.perf_counter() - began > MOST_READY_SECONDS:
+                if process.poll() is not None or time.perf_counter() - began > MAX_READY_SECONDS:
                     raise RuntimeError(f"the server did not come up:\n{log.read_text()[-4000:]}")
                 time.sleep(POLL_SECONDS)
             server.ready_seconds = time.perf_counter() - began

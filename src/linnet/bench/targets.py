@@ -73,7 +73,7 @@ CORES_SPEEDUP = 1.7
 """Training on two cores over training on one."""
 DENSE_RATIOS = {8192: 3.0, 32768: 12.0}
 """Linear over dense, by sequence length."""
-LEAST_SHARE = 0.9
+MIN_SHARE = 0.9
 """Tokens a second at 65,536 over those at 2,048."""
 
 

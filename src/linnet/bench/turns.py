@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from linnet.bench.measure import Gemm, Job, Span, timed
+from linnet.bench.measure import Benchmark, Gemm, Span, timed
 
 TURNS = 3
 QUIET_SECONDS, EDGE_SECONDS = 0.003, 0.5
@@ -20,7 +20,7 @@ class Edge:
     cpu_seconds: float
 
 
-def edge(count: Callable[[], float]) -> Edge:
+def sample_point(count: Callable[[], float]) -> Edge:
     """Just after a delivery. All slots' tokens come at once: a count at any other moment is off by up to a whole dispatch."""
     until, seen, since, changed = time.perf_counter() + EDGE_SECONDS, count(), time.perf_counter(), False
     while (now := time.perf_counter()) < until:
@@ -50,7 +50,7 @@ def between(first: Edge, last: Edge) -> Rate:
     return rate(last.tokens - first.tokens, span)
 
 
-def raw_rate(job: Job, seconds: float) -> Rate:
+def raw_rate(job: Benchmark, seconds: float) -> Rate:
     """Of a job, over as many runs as fill the time."""
     n = 0
 
@@ -65,7 +65,7 @@ def raw_rate(job: Job, seconds: float) -> Rate:
     return rate(n * job.tokens, span)
 
 
-def turns(
+def interleave(
     a: Callable[[float], Rate], b: Callable[[float], Rate], *, each: float, n: int, gemm: Gemm
 ) -> tuple[Rate, Rate]:
     """Medians of a, and of a over b, over `n` turns of `each` seconds for both of them."""

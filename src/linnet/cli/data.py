@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from linnet.cli.parse import parse
-from linnet.core.errors import UserError, did_you_mean, refuse
+from linnet.core.errors import UserError, did_you_mean, invalid
 from linnet.core.files import atomic_write
 
 if TYPE_CHECKING:
@@ -101,18 +101,18 @@ def _prepare(argv: list[str]) -> int:
 def _refuse_flags(flags: PrepareFlags) -> None:
     for name in ("validation_fraction", "test_fraction", "max_broken"):
         if not 0 <= getattr(flags, name) <= 1:
-            raise refuse(f"--{name.replace('_', '-')}", getattr(flags, name), "between 0 and 1", "use 0.05")
+            raise invalid(f"--{name.replace('_', '-')}", getattr(flags, name), "between 0 and 1", "use 0.05")
     if flags.validation_fraction + flags.test_fraction >= 1:
-        raise refuse(
+        raise invalid(
             "--validation-fraction + --test-fraction",
             flags.validation_fraction + flags.test_fraction,
             "below 1, so that something is left to train on",
             "use 0.05 and 0.05",
         )
     if flags.size < 1:
-        raise refuse("--size", flags.size, "at least 1", "use 64")
+        raise invalid("--size", flags.size, "at least 1", "use 64")
     if flags.workers is not None and flags.workers < 1:
-        raise refuse("--workers", flags.workers, "at least 1", "leave it out")
+        raise invalid("--workers", flags.workers, "at least 1", "leave it out")
 
 
 def _task(flags: PrepareFlags) -> Task:
@@ -122,7 +122,7 @@ def _task(flags: PrepareFlags) -> Task:
 
     source, pixels = _open(flags)
     if pixels and flags.tokenizer != "bytes":
-        raise refuse("--tokenizer", flags.tokenizer, "bytes: pictures are read value by value", "leave it out")
+        raise invalid("--tokenizer", flags.tokenizer, "bytes: pictures are read value by value", "leave it out")
     return Task(
         source=source,
         tokenizer=open_tokenizer(flags.tokenizer, end_token=flags.end_token),
@@ -147,11 +147,11 @@ def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
             found = open_named(flags.source, flags.from_, cache_folder(), lambda done, _: fetched(done))
         return found, NAMED[flags.source].kind == "pictures"
     if flags.from_ is not None:
-        raise refuse(
+        raise invalid(
             "--from", str(flags.from_), f"a named set as SOURCE ({', '.join(NAMED)})", "give the path as SOURCE"
         )
     if indexes.is_prepared(path) or is_unfinished(path):
-        raise refuse("SOURCE", flags.source, "a source that is not prepared data", "train on it with --data.source")
+        raise invalid("SOURCE", flags.source, "a source that is not prepared data", "train on it with --data.source")
     if looks_like_pictures(flags.source):
         return open_pictures(flags.source, column=flags.column, max_unpacked_gb=flags.max_unpacked_gb), True
     return open_documents(flags.source, column=flags.column, max_unpacked_gb=flags.max_unpacked_gb), False
@@ -246,15 +246,15 @@ class ShowFlags:
 def _show(argv: list[str]) -> int:
     flags = parse(ShowFlags, argv, "data show", "Shows what the model sees at a step.")
     if flags.step < 0:
-        raise refuse("--step", flags.step, "0 or more", "use 0")
+        raise invalid("--step", flags.step, "0 or more", "use 0")
     import numpy as np
 
-    from linnet.data import open_data
+    from linnet.data import load_dataset
     from linnet.data.images import contact_sheet, pixels_of_ids
     from linnet.data.inspect import rows_as_text
 
     cfg, seed = _data_of(flags)
-    data = open_data(cfg, seed if flags.seed is None else flags.seed)
+    data = load_dataset(cfg, seed if flags.seed is None else flags.seed)
     batch = data.batch(flags.step)
     if flags.json:
         names = ("inputs", "targets", "doc_ids", "loss_mask")
@@ -283,7 +283,7 @@ def _data_of(flags: ShowFlags) -> tuple[Any, int]:
         length = math.prod(shape) if shape else 512
         cfg, seed = DataConfig(source=str(flags.what), sequence_len=length, update_len=length, batch_size=4), 0
     else:
-        raise refuse("DIR|RUN", str(flags.what), "prepared data or a run", "prepare data with `linnet data prepare`")
+        raise invalid("DIR|RUN", str(flags.what), "prepared data or a run", "prepare data with `linnet data prepare`")
     length = flags.sequence_len
     changes: dict[str, Any] = {} if length is None else {"sequence_len": length, "update_len": length}
     changes |= {} if flags.batch_size is None else {"batch_size": flags.batch_size}
@@ -303,7 +303,7 @@ def _check(argv: list[str]) -> int:
     from linnet.data import index as indexes
 
     if not indexes.is_prepared(flags.folder):
-        raise refuse("DIR", str(flags.folder), "prepared data", "prepare it with `linnet data prepare`")
+        raise invalid("DIR", str(flags.folder), "prepared data", "prepare it with `linnet data prepare`")
     index = indexes.load(flags.folder)
     found = indexes.problems(flags.folder, index, checksums=True)
     try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from linnet.cli.parse import parse
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 if TYPE_CHECKING:
     from linnet.data.embeddings.encodings import EncodingSettings
@@ -72,7 +72,7 @@ def embed_command(argv: list[str]) -> int:
     with _counter(quiet=flags.json) as progress:
         if embedded:
             if flags.image_key is not None:
-                raise refuse(
+                raise invalid(
                     "--image-key", flags.image_key, "left out where the images are embedded already", "leave it out"
                 )
             encoder, encodings = opened()

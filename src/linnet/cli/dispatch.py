@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         traceback.print_exc()
         failed, code = error, EXIT_FAILED
-    cluster.leave(code or EXIT_OK, failed)
+    cluster.shutdown(code or EXIT_OK, failed)
     sys.exit(code or EXIT_OK)
 
 

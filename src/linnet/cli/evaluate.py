@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from linnet.cli.evaluate_flags import Flags
 from linnet.cli.parse import parse
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 if TYPE_CHECKING:
     from linnet.config.schema import DataConfig, RunConfig
@@ -27,37 +27,37 @@ def eval_command(argv: list[str]) -> int:
     from linnet.config import codec as configs
 
     if flags.source is not None and flags.data_source is not None:
-        raise refuse("--source", flags.source, "left out with --data.source", "leave one of them out")
+        raise invalid("--source", flags.source, "left out with --data.source", "leave one of them out")
     if configs.load(flags.run / "config.json").family == "prior":
         from linnet.cli.evaluate_prior import evaluate_prior_run
 
         for name in ("sequence_len", "update_len"):
             if getattr(flags, name) is not None:
                 needs = "left out: a prior has no sequences"
-                raise refuse(f"--{name.replace('_', '-')}", getattr(flags, name), needs, "leave it out")
+                raise invalid(f"--{name.replace('_', '-')}", getattr(flags, name), needs, "leave it out")
         return evaluate_prior_run(flags)
     if flags.timesteps is not None:
-        raise refuse("--timesteps", flags.timesteps, "left out: only a prior predicts in steps", "leave it out")
-    from linnet.cli.startup import prepare_jax
+        raise invalid("--timesteps", flags.timesteps, "left out: only a prior predicts in steps", "leave it out")
+    from linnet.cli.startup import init_jax
     from linnet.core import quant
     from linnet.core.pytree import n_bytes
-    from linnet.data import open_data
+    from linnet.data import load_dataset
     from linnet.evaluate.language_model import evaluate
     from linnet.runs.environment import peak_rss_bytes
     from linnet.runs.load import open_run
     from linnet.runs.relocated import check_same_data, relocated
-    from linnet.runs.vocabulary import must_match
+    from linnet.runs.vocabulary import check_match
     from linnet.train.progress import track
 
-    prepare_jax()
+    init_jax()
     run = open_run(flags.run, flags.checkpoint)
     cfg = _with_lengths(run.cfg, flags)
     own = cfg if flags.data_source is None else relocated(cfg, flags.data_source)
     data_cfg, split = _data(flags, own.tokens)
-    data = open_data(data_cfg, cfg.seed).begun_by(cfg.writer.bos_id)
+    data = load_dataset(data_cfg, cfg.seed).begun_by(cfg.writer.bos_id)
     if flags.data_source is not None:
         check_same_data(flags.run, data.fingerprint, flags.data_source)
-    must_match(flags.run, data, run.vocabulary.tokenizer)  # first: where the tokenizers differ, so do their end ids
+    check_match(flags.run, data, run.vocabulary.tokenizer)  # first: where the tokenizers differ, so do their end ids
     data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
     size = flags.batch_size or cfg.data.batch_size
     n_batch = -(-min(data.split(split).n_windows, flags.limit or 10**12) // size)
@@ -75,7 +75,7 @@ def eval_command(argv: list[str]) -> int:
             progress=lambda batches: track(batches, words, n_batch, quiet=flags.json),
         )
 
-    params = quant.lower(run.params, run.family.param_specs(cfg.model), flags.weights)
+    params = quant.cast_params(run.params, run.family.param_specs(cfg.model), flags.weights)
     result = evaluated(params, "evaluating")
     record = result.to_json() | {
         "split": split if flags.source is None else "source",
@@ -111,7 +111,7 @@ def _with_lengths(cfg: RunConfig, flags: Flags) -> RunConfig:
     for name in ("sequence_len", "update_len"):
         value = getattr(flags, name)
         if value is not None and value < 1:
-            raise refuse(f"--{name.replace('_', '-')}", value, "at least 1", "leave it out for the run's own")
+            raise invalid(f"--{name.replace('_', '-')}", value, "at least 1", "leave it out for the run's own")
     sequence = flags.sequence_len or cfg.tokens.sequence_len
     update = flags.update_len or math.gcd(cfg.tokens.update_len, sequence)
     if cfg.family == "moe":

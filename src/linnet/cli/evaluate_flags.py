@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from linnet.core.dtypes import Weights
+from linnet.core.dtypes import WeightDtype
 
 if TYPE_CHECKING:
     pass
@@ -21,7 +21,7 @@ class Flags:
     split: Literal["train", "validation", "test"] = "validation"
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
-    weights: Weights = "float32"
+    weights: WeightDtype = "float32"
     """The bits that weights are held in. Below 32 both are evaluated, and the difference is printed."""
     source: str | None = None
     """Other data to evaluate on: prepared data (its `split`), or a text file, folder or glob, read whole. For a prior: other pairs

@@ -7,7 +7,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 
 if TYPE_CHECKING:
     from linnet.cli.evaluate_flags import Flags
@@ -21,8 +21,8 @@ WEIGHTS = {"online": "the weights as trained", "ema": "their moving average"}
 
 def evaluate_prior_run(flags: Flags) -> int:
     if flags.weights != "float32":
-        raise refuse("--weights", flags.weights, "float32 for a prior", "leave it out")
-    from linnet.cli.startup import prepare_jax
+        raise invalid("--weights", flags.weights, "float32 for a prior", "leave it out")
+    from linnet.cli.startup import init_jax
     from linnet.data.embeddings import open_pairs
     from linnet.evaluate import retrieval
     from linnet.evaluate.prior import evaluate_prior
@@ -31,7 +31,7 @@ def evaluate_prior_run(flags: Flags) -> int:
     from linnet.runs.relocated import check_same_data, relocated
     from linnet.train.progress import track
 
-    prepare_jax()
+    init_jax()
     cfg, weights, step = _opened(flags)
     timesteps = _timesteps(flags, cfg)
     own = cfg if flags.data_source is None else relocated(cfg, flags.data_source)
@@ -92,9 +92,9 @@ def _opened(flags: Flags) -> tuple[RunConfig, dict[str, PriorParams], int]:
     """Both sets of weights, where the run has both."""
     from linnet.runs.load import open_run, open_state
     from linnet.runs.state import both_weights
-    from linnet.runs.weights import is_weights_alone
+    from linnet.runs.weights import is_weights_only
 
-    if is_weights_alone(flags.run):
+    if is_weights_only(flags.run):
         run = open_run(flags.run, flags.checkpoint)
         return run.cfg, {"online": run.params}, run.step
     cfg, state, step = open_state(flags.run, flags.checkpoint, part=both_weights)
@@ -105,7 +105,7 @@ def _timesteps(flags: Flags, cfg: RunConfig) -> tuple[int, ...]:
     chosen = cfg.train.eval_timesteps if flags.timesteps is None else flags.timesteps
     most = cfg.prior.timesteps
     if any(not 1 <= n <= most for n in chosen):
-        raise refuse("--timesteps", chosen, f"between 1 and the diffusion's {most}", f"use {min(64, most)}")
+        raise invalid("--timesteps", chosen, f"between 1 and the diffusion's {most}", f"use {min(64, most)}")
     return chosen
 
 
@@ -122,13 +122,13 @@ def _baselines(flags: Flags, cfg: RunConfig, pairs: Any) -> tuple[Any, str]:
     """Fitted on what the run was trained on, whatever is evaluated; none (and why) where that is not here."""
     from linnet.data.embeddings import open_pairs
     from linnet.evaluate import retrieval
-    from linnet.evaluate.prior import must_fit
+    from linnet.evaluate.prior import check_fit
 
     if flags.source is None:
         return retrieval.baselines(pairs), ""
     try:
         own = open_pairs(cfg.pairs, cfg.seed, encodings=cfg.prior.text_encodings)
-        must_fit(own, cfg.prior)
+        check_fit(own, cfg.prior)
     except UserError as error:
         return None, f"No baselines: they are fitted on the run's own training pairs, and {error}"
     return retrieval.baselines(own), ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 
 if TYPE_CHECKING:
     from linnet.cli.interchange_flags import ExportFlags
@@ -20,12 +20,12 @@ def export_prior(flags: ExportFlags) -> int:
 
     family = configs.load(RunFolder(flags.run).config).family
     if family != "prior":
-        raise refuse("--format", flags.format, f"one for {family} models", "use safetensors")
+        raise invalid("--format", flags.format, f"one for {family} models", "use safetensors")
     out = flags.out or flags.run.with_name(flags.run.name + ".pth")
     content, step = _trainer(flags) if flags.format == "dalle2-trainer" else _model(flags)
     if out.suffix == ".safetensors":
         if flags.format == "dalle2-trainer":
-            raise refuse("--out", str(out), "a .pth file: safetensors holds tensors only", "use .pth")
+            raise invalid("--out", str(out), "a .pth file: safetensors holds tensors only", "use .pth")
         _write_safetensors(out, content)
     else:
         write_torch(out, content)
@@ -45,10 +45,10 @@ def _model(flags: ExportFlags) -> tuple[dict, int]:
 def _trainer(flags: ExportFlags) -> tuple[dict, int]:
     from linnet.runs.load import open_state
     from linnet.runs.stored_trainer import has_trainer
-    from linnet.runs.weights import is_weights_alone
+    from linnet.runs.weights import is_weights_only
     from linnet.train.exports import trainer_content
 
-    if not is_weights_alone(flags.run):
+    if not is_weights_only(flags.run):
         cfg, state, step = open_state(flags.run, flags.checkpoint)
     elif has_trainer(flags.run):
         cfg, state, step = _imported_trainer(flags)
@@ -73,7 +73,7 @@ def _imported_trainer(flags: ExportFlags) -> tuple[RunConfig, TrainState, int]:
     step = trained_so_far(flags.run).step
     if flags.checkpoint not in ("best", "latest", str(step)):
         needs = f"best, latest or {step} (this run is an imported trainer checkpoint)"
-        raise refuse("--checkpoint", flags.checkpoint, needs, "leave it out")
+        raise invalid("--checkpoint", flags.checkpoint, needs, "leave it out")
     cfg = configs.load(RunFolder(flags.run).config)
     check_trained_alike(cfg.optim)
     family = registry.get(cfg.family)

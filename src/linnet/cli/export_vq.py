@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def export_vq(run: Path, out: Path | None, checkpoint: str, *, npz: bool) -> int
 
     family = configs.load(RunFolder(run).config).family
     if family != "vq":
-        raise refuse("--format", "transformer-vq", f"one for {family} models", "use safetensors")
+        raise invalid("--format", "transformer-vq", f"one for {family} models", "use safetensors")
     if npz or (out is not None and out.suffix == ".npz"):
         return _npz(run, out or run.with_name(f"{run.name}.npz"), checkpoint)
     return _flax(run, out, checkpoint)
@@ -52,7 +52,7 @@ def _flax(run: Path, out: Path | None, checkpoint: str) -> int:
     from linnet.runs.load import open_run, open_state
     from linnet.runs.state import model_weights
 
-    if stored_weights.is_weights_alone(run):
+    if stored_weights.is_weights_only(run):
         opened = open_run(run, checkpoint)
         cfg, params, buffers, step, opt_state = opened.cfg, opened.params, opened.buffers, opened.step, None
         averaged = False

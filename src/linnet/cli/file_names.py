@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-MOST_LETTERS = 40
+MAX_LETTERS = 40
 
 
-def of_words(words: str, otherwise: str) -> str:
+def slugify(words: str, otherwise: str) -> str:
     """Letters, digits and hyphens of a text, not too many; `otherwise` where it has none."""
-    return re.sub(r"[^\w]+", "-", words).strip("-")[:MOST_LETTERS].strip("-") or otherwise
+    return re.sub(r"[^\w]+", "-", words).strip("-")[:MAX_LETTERS].strip("-") or otherwise

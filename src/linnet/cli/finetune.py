@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from linnet.cli.parse import RunFlags, flag_value, parse
 from linnet.config import codec as configs
 from linnet.config.schema import RunConfig
-from linnet.core.errors import UserError, refuse
-from linnet.parallel.cluster.environment import ALONE, find_place
+from linnet.core.errors import UserError, invalid
+from linnet.parallel.cluster.environment import ALONE, find_cluster_env
 
 if TYPE_CHECKING:
     from linnet.train.parent import Origin
@@ -32,19 +32,19 @@ def parse_fine_tuning(argv: list[str], path: Path, words: str) -> tuple[RunConfi
         parent = dataclasses.replace(config.parent, optimizer=flags.keep_optimizer)
         return _with_text(dataclasses.replace(config, parent=parent), out, flags.quiet), out, flags.quiet
     if flags.keep_optimizer and not config.parent.optimizer:
-        raise refuse(
+        raise invalid(
             "--keep-optimizer", True, f"as when {out} was started: left out", "leave it out, or choose another --out"
         )
     if flags.checkpoint.isdecimal() and int(flags.checkpoint) != config.parent.step:
         needs = f"{config.parent.step}, which {out} was started from"
-        raise refuse("--checkpoint", flags.checkpoint, needs, "leave it out, or choose another --out")
+        raise invalid("--checkpoint", flags.checkpoint, needs, "leave it out, or choose another --out")
     return _with_text(config, out, flags.quiet), out, flags.quiet
 
 
 def _with_text(config: RunConfig, out: Path, quiet: bool) -> RunConfig:
     """Plain text encoded for a model with a tokenizer of its own. Several processes would write the same files, so they need it
     prepared."""
-    if find_place(os.environ) != ALONE:
+    if find_cluster_env(os.environ) != ALONE:
         return config
     from linnet.train.finetune_data import with_encoded_text
 

@@ -12,7 +12,7 @@ import tyro
 
 from linnet.cli import file_names
 from linnet.cli.parse import parse
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.core.files import atomic_write
 from linnet.core.local_path import FreeText
 
@@ -65,13 +65,13 @@ def imagine_command(argv: list[str]) -> int:
         "Paints pictures of a text: a prior draws what their embedding might be, a painter paints that. The same seed gives the same.",
     )
     _check(flags)
-    from linnet.cli.startup import prepare_jax
+    from linnet.cli.startup import init_jax
     from linnet.generate.text_to_image import open_imagination
     from linnet.models.prior.sampling import guidance_remark
     from linnet.nn.sampling import sampling_settings
 
     settings = sampling_settings(1, temperature=flags.temperature, top_p=flags.top_p)
-    prepare_jax()
+    init_jax()
     both = open_imagination(flags.prior, flags.painter, flags.checkpoint)
     seeds = [(flags.seed + i) % 2**32 for i in range(flags.n)]
     remark = guidance_remark(flags.prior_guidance, both.prior.cfg.prior)
@@ -103,16 +103,16 @@ def imagine_command(argv: list[str]) -> int:
 def _check(flags: Flags) -> None:
     """What makes no sense is refused before anything is opened."""
     if not flags.text.strip():
-        raise refuse("TEXT", flags.text, "some words", 'write them, as in `linnet imagine "red heart"`')
+        raise invalid("TEXT", flags.text, "some words", 'write them, as in `linnet imagine "red heart"`')
     if flags.n < 1:
-        raise refuse("--n", flags.n, "at least 1", "use 4")
+        raise invalid("--n", flags.n, "at least 1", "use 4")
     if not 0 <= flags.seed < 2**32:
-        raise refuse("--seed", flags.seed, "between 0 and 2**32 - 1", "use 0")
+        raise invalid("--seed", flags.seed, "between 0 and 2**32 - 1", "use 0")
     for name, value in (("--guidance", flags.guidance), ("--prior-guidance", flags.prior_guidance)):
         if value is not None and not 0 <= value <= 100:
-            raise refuse(name, value, "between 0 and 100", "use 1, which is none")
+            raise invalid(name, value, "between 0 and 100", "use 1, which is none")
     if flags.out is not None and flags.out.suffix.lower() != ".png":
-        raise refuse("--out", str(flags.out), "the path of a .png", f"use {flags.out}.png")
+        raise invalid("--out", str(flags.out), "the path of a .png", f"use {flags.out}.png")
 
 
 def _guidance(flags: Flags, both: Imagination) -> float:
@@ -126,7 +126,7 @@ def _write(flags: Flags, pictures: UInt8[np.ndarray, "n h w 3"]) -> tuple[Path, 
     from linnet.data.images import contact_sheet, to_image
     from linnet.generate.samples import SHEET_COLUMNS, sheet_scale
 
-    name = file_names.of_words(flags.text.strip().lower(), "imagined")
+    name = file_names.slugify(flags.text.strip().lower(), "imagined")
     sheet = flags.out or flags.painter / "samples" / "imagined" / f"{name}.png"
     files = [sheet.with_name(f"{sheet.stem}_{i:04d}.png") for i in range(len(pictures))]
     height, width, channels = pictures.shape[1:]
@@ -136,5 +136,5 @@ def _write(flags: Flags, pictures: UInt8[np.ndarray, "n h w 3"]) -> tuple[Path, 
             atomic_write(file, to_image(picture))
         atomic_write(sheet, contact_sheet(pictures, SHEET_COLUMNS, sheet_scale((height, width, channels))))
     except OSError as error:
-        raise refuse("--out", str(sheet), f"a file that can be written ({error.strerror})", "choose another") from None
+        raise invalid("--out", str(sheet), f"a file that can be written ({error.strerror})", "choose another") from None
     return sheet, files

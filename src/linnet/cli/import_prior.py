@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 if TYPE_CHECKING:
     from linnet.cli.interchange_flags import ImportFlags
@@ -32,29 +32,29 @@ STEPS = 10_000
 
 def import_prior(flags: ImportFlags) -> int:
     if flags.file is None:
-        raise refuse("FILE", None, "given", "name the checkpoint to import")
+        raise invalid("FILE", None, "given", "name the checkpoint to import")
     for name in OF_OTHERS:
         if getattr(flags, name) is not None:
             needs = "left out: a prior has no such setting"
-            raise refuse(f"--{name.replace('_', '-')}", getattr(flags, name), needs, "leave it out")
+            raise invalid(f"--{name.replace('_', '-')}", getattr(flags, name), needs, "leave it out")
     if flags.weights != "float32":
-        raise refuse("--weights", flags.weights, "float32 with dalle2-prior, which is small", "leave it out")
+        raise invalid("--weights", flags.weights, "float32 with dalle2-prior, which is small", "leave it out")
     out = flags.out or Path("runs") / flags.file.stem
     settings, train = _settings(flags.settings)
     if flags.text_encodings:
         if not settings.get("text_encodings", True):
             needs = f"left out: prior.condition_on_text_encodings in {flags.settings} is false"
-            raise refuse("--text-encodings", True, needs, "leave it out, or correct the JSON")
+            raise invalid("--text-encodings", True, needs, "leave it out, or correct the JSON")
         settings = {**settings, "text_encodings": True}
-    from linnet.cli.startup import prepare_jax
+    from linnet.cli.startup import init_jax
     from linnet.config.schema import PairsConfig, RunConfig
     from linnet.convert.dalle2.config import PRESET, optim_config, train_config
     from linnet.convert.dalle2.prior import read_prior_checkpoint
     from linnet.convert.dalle2.trainer import trained_with, with_adam
-    from linnet.runs.weights import must_be_new
+    from linnet.runs.weights import check_is_new
 
-    must_be_new(out)
-    prepare_jax()
+    check_is_new(out)
+    init_jax()
     found = read_prior_checkpoint(flags.file, settings, flags.which, flags.release)
     trainer, remark = find_trainer(flags.file, found, flags.optimizer)
     if trainer is not None and flags.settings is None:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,13 +34,13 @@ class Imported:
     remarks: tuple[str, ...]
 
 
-def must_be_unused(flags: ImportFlags) -> None:
+def check_unused_flags(flags: ImportFlags) -> None:
     """Other kinds of files have no use for these flags."""
     given = {"--sequence-len": flags.sequence_len, "--update-len": flags.update_len}
     given |= {f"--optim.{name.replace('_', '-')}": value for name, value in dataclasses.asdict(flags.optim).items()}
     for name, value in given.items():
         if value is not None:
-            raise refuse(name, value, f"left out with {flags.kind}: it belongs to transformer-vq", "leave it out")
+            raise invalid(name, value, f"left out with {flags.kind}: it belongs to transformer-vq", "leave it out")
 
 
 def import_vq(flags: ImportFlags, file: Path) -> Imported:
@@ -59,7 +59,7 @@ def import_vq(flags: ImportFlags, file: Path) -> Imported:
     remarks = [f"Read {found.path}" + (f", with the settings of {path}." if path is not None else ".")]
     optim: OfficialOptim | None = None
     if found.opt_state is None and flags.optimizer == "keep":
-        raise refuse("--optimizer", "keep", f"fresh: {found.path} has no optimizer state", "leave it out")
+        raise invalid("--optimizer", "keep", f"fresh: {found.path} has no optimizer state", "leave it out")
     if found.opt_state is not None and flags.optimizer != "fresh":
         try:
             optim = read_optimizer(found.opt_state)
@@ -82,7 +82,7 @@ def import_vq(flags: ImportFlags, file: Path) -> Imported:
 
 def _without_state(why: ValueError, flags: ImportFlags) -> str:
     if flags.optimizer == "keep":
-        raise refuse("--optimizer", "keep", f"fresh: the state cannot be imported ({why})", "leave it out")
+        raise invalid("--optimizer", "keep", f"fresh: the state cannot be imported ({why})", "leave it out")
     return f"The optimizer state is not imported: {why}. Training would start at step 0 with a fresh optimizer."
 
 
@@ -115,7 +115,9 @@ def _optim_config(
         return (optim_config(stated, where) if stated else OptimConfig()), []
     if stated.get("name", found.rule) != found.rule:
         needs = f"{found.rule}, whose state the checkpoint holds"
-        raise refuse(f"the setting optimizer in {where}", stated["name"], needs, "correct it, or add --optimizer fresh")
+        raise invalid(
+            f"the setting optimizer in {where}", stated["name"], needs, "correct it, or add --optimizer fresh"
+        )
     assumed = {**ASSUMED[found.rule], "schedule": "cosine"}
     if not found.clips:
         stated.setdefault("clip", None)
@@ -133,20 +135,20 @@ def _run_config(model: VQConfig, settings: dict[str, Any], flags: ImportFlags, o
     block, sequence = model.block_len, flags.sequence_len
     if sequence is not None and (sequence < 1 or sequence % block):
         needs = f"a multiple of the block length ({block})"
-        raise refuse("--sequence-len", sequence, needs, f"use {max(block, round(sequence / block) * block)}")
+        raise invalid("--sequence-len", sequence, needs, f"use {max(block, round(sequence / block) * block)}")
     update = flags.update_len or _whole(settings.get("update_len") or 4 * block, block)
     if flags.update_len is None and sequence is not None:
         update = math.gcd(update, sequence)
     if update < 1 or update % block:
         needs = f"a multiple of the block length ({block})"
-        raise refuse("--update-len", update, needs, f"use {max(block, round(update / block) * block)}")
+        raise invalid("--update-len", update, needs, f"use {max(block, round(update / block) * block)}")
     sequence = sequence or _whole(settings.get("sequence_len") or update, update)
     if sequence % update:
         needs = f"a multiple of the update length ({update})"
-        raise refuse("--sequence-len", sequence, needs, f"use {_whole(sequence, update)}, or another --update-len")
+        raise invalid("--sequence-len", sequence, needs, f"use {_whole(sequence, update)}, or another --update-len")
     batch = settings.get("global_batch_size", cfg.data.batch_size)
     if not isinstance(batch, int) or batch < 1:
-        raise refuse("the setting global_batch_size", batch, "a number of sequences", "correct it in the settings")
+        raise invalid("the setting global_batch_size", batch, "a number of sequences", "correct it in the settings")
     data = dataclasses.replace(cfg.data, update_len=update, sequence_len=sequence, batch_size=batch)
     return dataclasses.replace(cfg, model=model, data=data, optim=optim)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from linnet.cli.advice import needed_prompt
-from linnet.cli.import_vq import must_be_unused
+from linnet.cli.import_vq import check_unused_flags
 from linnet.cli.interchange_flags import ExportFlags, ImportFlags
 from linnet.cli.parse import parse
 from linnet.config.schema import RunConfig
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.models.prior.config import PriorConfig
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ def import_command(argv: list[str]) -> int:
         "import",
         "Makes a run of weights from elsewhere: it can be evaluated, sampled and trained further.",
     )
-    from linnet.cli.startup import prepare_jax
+    from linnet.cli.startup import init_jax
     from linnet.runs.load import write_run
     from linnet.runs.weights import held_leaves, write_stored_run
     from linnet.runs.weights_file import import_safetensors, is_float32
 
     if flags.kind != "transformer-vq":
-        must_be_unused(flags)
+        check_unused_flags(flags)
     if flags.plan:
         return _plan(flags)
     if flags.kind == "dalle2-prior":
@@ -40,14 +40,14 @@ def import_command(argv: list[str]) -> int:
         return import_prior(flags)
     if flags.text_encodings:
         needs = "left out: only dalle2-prior has token encodings"
-        raise refuse("--text-encodings", flags.text_encodings, needs, "leave it out")
+        raise invalid("--text-encodings", flags.text_encodings, needs, "leave it out")
     if flags.release is not None:
-        raise refuse("--release", flags.release, "left out: only dalle2-prior has releases", "leave it out")
+        raise invalid("--release", flags.release, "left out: only dalle2-prior has releases", "leave it out")
     if flags.file is None or flags.out is None:
-        raise refuse("FILE" if flags.file is None else "--out", None, "given", "name what to import, and --out RUN")
+        raise invalid("FILE" if flags.file is None else "--out", None, "given", "name what to import, and --out RUN")
     if (flags.out / "config.json").exists():
         raise UserError(f"{flags.out} holds a run already, and nothing is overwritten. Fix: choose another --out.")
-    prepare_jax()
+    init_jax()
     if flags.kind == "grok-1":
         return _grok(flags, flags.file, flags.out)
     continued: dict[str, Any] = {}
@@ -113,16 +113,16 @@ def _with_begin(model: Any, flags: ImportFlags) -> Any:
     if flags.begin_id is None:
         return model
     if isinstance(model, PriorConfig):
-        raise refuse("--begin-id", flags.begin_id, "left out: a prior reads embeddings", "leave it out")
+        raise invalid("--begin-id", flags.begin_id, "left out: a prior reads embeddings", "leave it out")
     return dataclasses.replace(model, begin_id=None if flags.begin_id == "none" else flags.begin_id)
 
 
 def _with_tokenizer(model: Any, tokenizer: Tokenizer, flags: ImportFlags) -> Any:
     if isinstance(model, PriorConfig):
-        raise refuse("--tokenizer", flags.tokenizer, "left out: a prior reads embeddings", "leave it out")
+        raise invalid("--tokenizer", flags.tokenizer, "left out: a prior reads embeddings", "leave it out")
     if tokenizer.n_vocab > model.n_vocab:
         needs = f"at most the model's {model.n_vocab} ids (it has {tokenizer.n_vocab})"
-        raise refuse("--tokenizer", flags.tokenizer, needs, "name the one that the model was trained with")
+        raise invalid("--tokenizer", flags.tokenizer, needs, "name the one that the model was trained with")
     return dataclasses.replace(model, end_id=tokenizer.end_id)
 
 
@@ -131,7 +131,7 @@ def _plan(flags: ImportFlags) -> int:
     from linnet.convert.import_plan import show
 
     if flags.kind != "grok-1":
-        raise refuse("--plan", flags.kind, "used with grok-1", "leave it out: other models are small")
+        raise invalid("--plan", flags.kind, "used with grok-1", "leave it out: other models are small")
     print(show(plan_import(flags.file, flags.settings, flags.weights)))
     return 0
 
@@ -156,13 +156,13 @@ def export_command(argv: list[str]) -> int:
     flags = parse(
         ExportFlags, argv, "export", "Writes a run's weights (the moving average where it keeps one) to one file."
     )
-    from linnet.cli.startup import prepare_jax
+    from linnet.cli.startup import init_jax
     from linnet.config import codec as configs
     from linnet.data.sources.locations import for_other_machines
     from linnet.runs.load import open_run
     from linnet.runs.weights_file import export_safetensors
 
-    prepare_jax()
+    init_jax()
     if flags.format in ("dalle2-prior", "dalle2-trainer"):
         from linnet.cli.export_prior import export_prior
 
@@ -176,7 +176,7 @@ def export_command(argv: list[str]) -> int:
     out = flags.out or flags.run.with_name(flags.run.name + suffix)
     needed = {"grok-hf": "moe"}.get(flags.format, run.cfg.family)
     if run.cfg.family != needed:
-        raise refuse("--format", flags.format, f"one for {run.cfg.family} models", "use safetensors")
+        raise invalid("--format", flags.format, f"one for {run.cfg.family} models", "use safetensors")
     if flags.format == "grok-hf":
         from linnet.convert.grok.hf import export_conversion
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from linnet.core.dtypes import Weights
+from linnet.core.dtypes import WeightDtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ImportFlags:
     optimizer: Literal["auto", "keep", "fresh"] = "auto"
     """dalle2-prior, transformer-vq: the optimizer state and step (and average) of a trainer's checkpoint, from which `linnet train`
     continues. `auto`: kept where the file has them; `keep`: an error where it has not; `fresh`: training starts at step 0."""
-    weights: Weights = "float32"
+    weights: WeightDtype = "float32"
     """grok-1: bring matrices to so few bits while importing. What has fewer already stays as it is."""
     max_unpacked_gb: float | None = None
     """transformer-vq: refuse an .npz that unpacks to more gigabytes than this. If not given: 100 times its packed size, and at least

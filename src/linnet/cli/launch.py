@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import IO
 
 from linnet.cli.parse import parse
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.parallel.cluster.environment import COORDINATOR, LAUNCHER, PROCESS_ID, PROCESSES
 from linnet.parallel.cluster.exit import EXIT_PEER_LOST
 
@@ -63,13 +63,13 @@ def _check(flags: Flags, command: list[str]) -> None:
             "launch needs a command after `--`. Fix: as in `linnet launch --processes 4 -- train quickstart`."
         )
     if command[0] == "launch":
-        raise refuse("COMMAND", "launch", "another command", "name what the processes are to do, such as train")
+        raise invalid("COMMAND", "launch", "another command", "name what the processes are to do, such as train")
     if flags.processes < 1:
-        raise refuse("--processes", flags.processes, "at least 1", "use 2")
+        raise invalid("--processes", flags.processes, "at least 1", "use 2")
     if flags.devices_per_process is not None and flags.devices_per_process < 1:
-        raise refuse("--devices-per-process", flags.devices_per_process, "at least 1", "use 1")
+        raise invalid("--devices-per-process", flags.devices_per_process, "at least 1", "use 1")
     if flags.restarts < 0:
-        raise refuse("--restarts", flags.restarts, "0 or more", "use 0")
+        raise invalid("--restarts", flags.restarts, "0 or more", "use 0")
 
 
 class _Signals:

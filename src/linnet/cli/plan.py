@@ -72,7 +72,7 @@ def _plan_training(flags: Flags, chip: Chip, hbm: float) -> int:
     from linnet.plan import planning
 
     cfg = flags.config
-    planning.must_agree(cfg, flags.devices)
+    planning.check_agree(cfg, flags.devices)
     runs = [cfg]
     if flags.devices is not None and not cfg.mesh:
         given, cfg = cfg, planning.with_enough_rows(cfg, flags.devices)
@@ -87,7 +87,7 @@ def _plan_training(flags: Flags, chip: Chip, hbm: float) -> int:
         plans.append(plan)
         _say(f"compiled {run.preset} for {plan.mesh or 'one device'}, remat {run.model.remat}", quiet=flags.json)
     best = planning.recommended(plans, chip, hbm)
-    advice = planning.what_would_fit(cfg, plans, hbm) if best is None else []
+    advice = planning.suggestions(cfg, plans, hbm) if best is None else []
     if flags.json:
         print(json.dumps(_as_json(runs, plans, best, advice, chip, hbm)))
     else:
@@ -104,10 +104,10 @@ def _print(
         rows = [(*words.row(plan, chip, hbm), run.model.remat) for run, plan in zip(runs, plans, strict=True)]
         print(words.columns((*words.HEADER, "remat"), rows), end="\n\n")
     if best is None:
-        print(words.in_full(min(plans, key=lambda plan: plan.memory.total), chip, hbm))
+        print(words.format_report(min(plans, key=lambda plan: plan.memory.total), chip, hbm))
         print("What would fit: " + "; ".join(advice) + ".")
         return
-    print(words.in_full(best, chip, hbm))
+    print(words.format_report(best, chip, hbm))
     if len(plans) > 1:
         run = runs[plans.index(best)]
         print(f"Recommended: --mesh {best.mesh or repr('')} --model.remat {run.model.remat}")

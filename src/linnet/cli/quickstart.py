@@ -13,7 +13,7 @@ from linnet.cli.parse import parse
 from linnet.config import codec as configs
 from linnet.config import presets
 from linnet.config.schema import RunConfig
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 # The share of the matrix-product rate that training this preset reaches (measured on two cores). It only sets how many steps
 # fit into the minutes asked for.
@@ -40,13 +40,13 @@ def quickstart_command(argv: list[str]) -> int:
         "Trains a small linear-time language model on the source text of this Python's standard library.",
     )
     if not 0 < flags.minutes < 10_000:
-        raise refuse("--minutes", flags.minutes, "above 0", "use 3")
-    from linnet.cli.startup import prepare_jax
+        raise invalid("--minutes", flags.minutes, "above 0", "use 3")
+    from linnet.cli.startup import init_jax
     from linnet.runs.folder import RunFolder
     from linnet.train.interrupt import EXIT_INTERRUPTED
     from linnet.train.loop import train
 
-    prepare_jax()
+    init_jax()
     folder = RunFolder(flags.out)
     cfg = configs.load(folder.config) if folder.config.exists() else sized(flags.minutes, flags.seed)
     outcome = train(cfg, folder, quiet=flags.quiet)
@@ -79,7 +79,7 @@ def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from linnet.data import open_data
+    from linnet.data import load_dataset
     from linnet.evaluate.language_model import evaluate
     from linnet.generate.samples import sample_text
     from linnet.report.build import write_report
@@ -88,7 +88,7 @@ def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
     from linnet.train.progress import track
 
     run = open_run(out)
-    data = open_data(cfg.tokens, cfg.seed)
+    data = load_dataset(cfg.tokens, cfg.seed)
     n_batch = -(-data.test.n_windows // cfg.data.batch_size)
     result = evaluate(
         run.writer,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from linnet.cli.parse import parse
 from linnet.cli.sample_flags import Flags, drawing_settings, refuse_given
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 if TYPE_CHECKING:
     from linnet.models.generate import Piece
@@ -42,19 +42,19 @@ def sample_command(argv: list[str]) -> int:
         "Writes text, paints pictures, or predicts a picture's embedding with a run. The same seed gives the same, always.",
     )
     if flags.n < 1:
-        raise refuse("--n", flags.n, "at least 1", "use 1")
+        raise invalid("--n", flags.n, "at least 1", "use 1")
     if flags.max_tokens is not None and flags.max_tokens < 1:
-        raise refuse("--max-tokens", flags.max_tokens, "at least 1", "use 512")
+        raise invalid("--max-tokens", flags.max_tokens, "at least 1", "use 512")
     if not 0 <= flags.seed < 2**32:
-        raise refuse("--seed", flags.seed, "between 0 and 2**32 - 1", "use 0")
-    from linnet.cli.startup import prepare_jax
+        raise invalid("--seed", flags.seed, "between 0 and 2**32 - 1", "use 0")
+    from linnet.cli.startup import init_jax
     from linnet.config import codec as configs
     from linnet.models.detokenize import TextAssembler, check_stops
     from linnet.models.generate import generate
     from linnet.runs.load import decoding_mesh, open_run
 
     if flags.prompt_ids and (flags.prompt or flags.prompt_file is not None):
-        raise refuse("--prompt-ids", flags.prompt_ids, "given without a text", "leave out --prompt and --prompt-file")
+        raise invalid("--prompt-ids", flags.prompt_ids, "given without a text", "leave out --prompt and --prompt-file")
     drawing_settings(flags, 1, 1.0)  # refuses what makes no sense before the run is opened
     check_stops(flags.stop)
     # Bytes that are no text come from the command line as surrogates; a prompt may have any.
@@ -63,10 +63,10 @@ def sample_command(argv: list[str]) -> int:
     if is_prior:
         refuse_given(flags, TOKENS_ONLY, f"{flags.run} is a prior, which predicts an embedding")
         if flags.weights == "int8":
-            raise refuse("--weights", flags.weights, "float32 or bfloat16 for a prior, which is small", "leave it out")
+            raise invalid("--weights", flags.weights, "float32 or bfloat16 for a prior, which is small", "leave it out")
     else:
         refuse_given(flags, PRIORS_ONLY, f"{flags.run} is no prior")
-    prepare_jax()
+    init_jax()
     run = open_run(flags.run, flags.checkpoint, flags.weights, decoding_mesh(flags.run, flags.mesh))
     if is_prior:
         from linnet.cli.sample_prior import predict
@@ -78,7 +78,7 @@ def sample_command(argv: list[str]) -> int:
 
         return paint(flags, run, run.vocabulary.shape)
     if flags.complete or flags.out is not None:
-        raise refuse("--complete / --out", str(flags.run), "a run that paints pictures", "leave them out")
+        raise invalid("--complete / --out", str(flags.run), "a run that paints pictures", "leave them out")
     tokenizer = run.vocabulary.tokenizer
     ids = list(flags.prompt_ids) or tokenizer.encode(prompt).tolist()
     # What is printed is then the decoded whole, as the tokenizer's own library decodes it; else the prompt as it was given.
@@ -153,6 +153,6 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise refuse(
+        raise invalid(
             "--prompt-file", str(path), f"a file that can be read ({error.strerror})", "check the path"
         ) from None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from linnet.core.dtypes import Weights
-from linnet.core.errors import refuse
+from linnet.core.dtypes import WeightDtype
+from linnet.core.errors import invalid
 from linnet.core.local_path import FreeText
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Flags:
     """Priors: how many of the data's pictures to show."""
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
-    weights: Weights = "float32"
+    weights: WeightDtype = "float32"
     """The bits that weights are held in."""
     mesh: str = ""
     """Devices that share the model, as model=2 or model=2,expert=2; one if not given."""
@@ -84,7 +84,7 @@ def refuse_given(flags: Flags, names: tuple[str, ...], why: str) -> None:
         if getattr(flags, name) != defaults[name]:
             shown = getattr(flags, name)
             field = f"--{name.replace('_', '-')}"
-            raise refuse(field, str(shown) if isinstance(shown, Path) else shown, f"left out: {why}", "leave it out")
+            raise invalid(field, str(shown) if isinstance(shown, Path) else shown, f"left out: {why}", "leave it out")
 
 
 def drawing_settings(flags: Flags, n: int, top_p: float) -> SamplingSettings:

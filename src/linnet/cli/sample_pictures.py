@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from linnet.cli.sample_flags import Flags, drawing_settings
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.core.files import atomic_write
 from linnet.data.images import BrokenPicture, contact_sheet, decode_pixels, to_image
 from linnet.generate.samples import SHEET_COLUMNS, sample_pictures, sheet_scale
@@ -63,7 +63,7 @@ def _write(
         columns = flags.n + 1 if rows else SHEET_COLUMNS
         atomic_write(sheet, contact_sheet(all_in_rows, columns, sheet_scale(shape)))
     except OSError as error:
-        raise refuse(
+        raise invalid(
             "--out", str(folder), f"a folder that can be written ({error.strerror})", "choose another"
         ) from None
     return [*files, sheet]
@@ -71,22 +71,24 @@ def _write(
 
 def _refuse_text_flags(flags: Flags) -> None:
     if flags.prompt or flags.prompt_file is not None or flags.stop or flags.max_tokens is not None or flags.ignore_end:
-        raise refuse(
+        raise invalid(
             "--prompt / --prompt-file / --stop / --max-tokens / --ignore-end",
             "given",
             "left out: this run paints pictures",
             "use --complete PICTURE to begin with one",
         )
     if not 0 <= flags.keep <= 1:
-        raise refuse("--keep", flags.keep, "between 0 and 1", "use 0.5")
+        raise invalid("--keep", flags.keep, "between 0 and 1", "use 0.5")
 
 
 def _given(path: Path, size: int) -> UInt8[np.ndarray, "h w 3"]:
     try:
         return decode_pixels(path.read_bytes(), size)
     except OSError as error:
-        raise refuse("--complete", str(path), f"a file that can be read ({error.strerror})", "check the path") from None
+        raise invalid(
+            "--complete", str(path), f"a file that can be read ({error.strerror})", "check the path"
+        ) from None
     except BrokenPicture as error:
-        raise refuse(
+        raise invalid(
             "--complete", str(path), f"a picture that can be read ({error.reason})", "choose another"
         ) from None

@@ -17,10 +17,10 @@ from jaxtyping import Float32, Int64
 
 from linnet.cli import file_names
 from linnet.core import rng
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write
 from linnet.data.embeddings.load import open_gallery
-from linnet.data.embeddings.neighbors import Gallery, Nearest, unit
+from linnet.data.embeddings.neighbors import Nearest, NeighborIndex, unit
 from linnet.data.embeddings.provenance import encoder_of
 from linnet.data.encoders.encoder import encode_prompt
 from linnet.data.encoders.load import open_encoder
@@ -31,7 +31,7 @@ from linnet.generate.samples import sheet_scale
 from linnet.models.prior import sampling
 from linnet.models.prior.conditions import check_encodings, cut_encodings
 from linnet.models.prior.config import PriorConfig
-from linnet.models.prior.solver import Plan, Solver, make_plan, usual_steps
+from linnet.models.prior.solver import Solver, SolverTable, default_steps, make_solver
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 64
 """Rows denoised together: memory stays bounded, and a row's bits do not depend on it."""
-MOST_GUIDANCE = 100.0
+MAX_GUIDANCE = 100.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,18 +97,18 @@ def predict(flags: Flags, run: Run, prompt: bytes) -> int:
     return 0
 
 
-def _plan(flags: Flags, cfg: PriorConfig, solver: Solver) -> Plan:
+def _plan(flags: Flags, cfg: PriorConfig, solver: Solver) -> SolverTable:
     """Refuses what cannot be before anything is computed."""
     if flags.nearest < 1:
-        raise refuse("--nearest", flags.nearest, "at least 1", "use 8")
-    if not 0 <= flags.guidance <= MOST_GUIDANCE:
-        raise refuse("--guidance", flags.guidance, f"0 to {MOST_GUIDANCE:g}", "use 1, which is none")
+        raise invalid("--nearest", flags.nearest, "at least 1", "use 8")
+    if not 0 <= flags.guidance <= MAX_GUIDANCE:
+        raise invalid("--guidance", flags.guidance, f"0 to {MAX_GUIDANCE:g}", "use 1, which is none")
     sampling.check_guidance(flags.guidance, cfg)
     if flags.n > 1 and cfg.d_text != cfg.dim:
         needs = f"1: texts ({cfg.d_text} wide) and images ({cfg.dim}) have no cosine to choose by"
-        raise refuse("--n", flags.n, needs, "use 1 and other seeds")
-    steps = usual_steps(cfg, solver) if flags.steps is None else flags.steps
-    return make_plan(cfg, steps, solver)
+        raise invalid("--n", flags.n, needs, "use 1 and other seeds")
+    steps = default_steps(cfg, solver) if flags.steps is None else flags.steps
+    return make_solver(cfg, steps, solver)
 
 
 def _texts(flags: Flags, run: Run, prompt: str) -> Texts:
@@ -116,13 +116,13 @@ def _texts(flags: Flags, run: Run, prompt: str) -> Texts:
     cfg = run.cfg.prior
     if flags.embedding is not None:
         if prompt:
-            raise refuse("--embedding", str(flags.embedding), "given without a prompt", "leave one of them out")
+            raise invalid("--embedding", str(flags.embedding), "given without a prompt", "leave one of them out")
         return _given(flags.embedding, flags.text_encodings, cfg)
     if flags.text_encodings is not None:
         needs = "left out without --embedding: those of a prompt are computed"
-        raise refuse("--text-encodings", str(flags.text_encodings), needs, "leave it out, or add --embedding FILE.npy")
+        raise invalid("--text-encodings", str(flags.text_encodings), needs, "leave it out, or add --embedding FILE.npy")
     if not prompt:
-        raise refuse("--prompt", prompt, "a text for the prior to read", "use --prompt TEXT, or --embedding FILE.npy")
+        raise invalid("--prompt", prompt, "a text for the prior to read", "use --prompt TEXT, or --embedding FILE.npy")
     name = encoder_of(run.cfg.pairs, run.folder)
     if name is None:
         raise UserError(
@@ -132,7 +132,7 @@ def _texts(flags: Flags, run: Run, prompt: str) -> Texts:
     embed, encodings = encode_prompt(open_encoder(name), prompt, with_encodings=cfg.text_encodings)
     if len(embed) != cfg.d_text:
         needs = f"as wide as the prior's texts, {cfg.d_text}"
-        raise refuse(f"the width of the encoder {name}", len(embed), needs, "use --embedding FILE.npy")
+        raise invalid(f"the width of the encoder {name}", len(embed), needs, "use --embedding FILE.npy")
     encodings = cut_encodings(encodings, cfg)
     return Texts(embeds=embed[None], encodings=None if encodings is None else encodings[None], names=[prompt])
 
@@ -141,14 +141,14 @@ def _given(embedding: Path, text_encodings: Path | None, cfg: PriorConfig) -> Te
     values = np.atleast_2d(_read("--embedding", embedding))
     if values.ndim != 2 or not len(values) or values.shape[1] != cfg.d_text or not np.isfinite(values).all():
         needs = f"finite numbers in rows of {cfg.d_text}, as the prior's texts are"
-        raise refuse("--embedding", f"{embedding}, {values.shape}", needs, "embed with its encoder")
+        raise invalid("--embedding", f"{embedding}, {values.shape}", needs, "embed with its encoder")
     encodings = None if text_encodings is None else _read("--text-encodings", text_encodings)
     if encodings is not None:
         encodings = encodings[None] if encodings.ndim == 2 else encodings
         if encodings.ndim != 3 or len(encodings) != len(values) or not np.isfinite(encodings).all():
             needs = f"finite numbers of shape ({len(values)}, positions, {cfg.d_text}): one row for each embedding"
             fix = "take both files from the same texts, as `linnet data embed` writes them"
-            raise refuse("--text-encodings", f"{text_encodings}, {encodings.shape}", needs, fix)
+            raise invalid("--text-encodings", f"{text_encodings}, {encodings.shape}", needs, fix)
     check_encodings(None if encodings is None else encodings.shape[1:], cfg, "--text-encodings")
     names = [embedding.stem] if len(values) == 1 else [f"{embedding.stem}[{i}]" for i in range(len(values))]
     return Texts(embeds=values, encodings=encodings, names=names)
@@ -159,16 +159,16 @@ def _read(flag: str, path: Path) -> Float32[np.ndarray, ...]:
         return as_float32(map_npy(path), str(path))
     except (ValueError, TypeError) as error:
         needs = f"an .npy file of numbers ({error})"
-        raise refuse(flag, str(path), needs, "check the path") from None
+        raise invalid(flag, str(path), needs, "check the path") from None
 
 
-def _draw(flags: Flags, run: Run, given: Texts, plan: Plan) -> Predicted:
+def _draw(flags: Flags, run: Run, given: Texts, plan: SolverTable) -> Predicted:
     """Candidate i is drawn by seed + i, as a server would draw it."""
     cfg, n, texts = run.cfg.prior, flags.n, given.embeds
     params = sampling.prepared(run.params, cfg)
     which = np.repeat(np.arange(len(texts)), n)
     seeds = np.tile([(flags.seed + i) % 2**32 for i in range(n)], len(texts)).astype(np.uint32)
-    keys = jax.vmap(rng.of_sample)(jnp.asarray(seeds))
+    keys = jax.vmap(rng.sample_key)(jnp.asarray(seeds))
     parts = [
         sampling.sample(
             params,
@@ -189,7 +189,7 @@ def _draw(flags: Flags, run: Run, given: Texts, plan: Plan) -> Predicted:
     return Predicted(embeds=candidates[np.arange(len(texts)), chosen], chosen=chosen, cosines=cosines)
 
 
-def _gallery(run: Run) -> tuple[Gallery | None, str | None]:
+def _gallery(run: Run) -> tuple[NeighborIndex | None, str | None]:
     """The pictures of the run's data; without them, why not. An embedding is of use all the same."""
     try:
         return open_gallery(run.cfg.pairs, run.cfg.seed, run.cfg.prior.dim), None
@@ -201,7 +201,7 @@ def _write(flags: Flags, shown: list[str], found: Predicted, nearest: Nearest | 
     """The embeddings, and where the data has pictures a sheet: a row for each text, the nearest first."""
     words = shown[0] if len(shown) == 1 else shown[0].split("[")[0]
     folder = flags.out or flags.run / "samples"
-    place = folder / f"{file_names.of_words(words.strip(), 'prior')}-seed{flags.seed}.npy"
+    place = folder / f"{file_names.slugify(words.strip(), 'prior')}-seed{flags.seed}.npy"
     write_array(place, found.embeds)
     if nearest is None or nearest.pictures is None:
         return [place]
@@ -213,7 +213,7 @@ def _write(flags: Flags, shown: list[str], found: Predicted, nearest: Nearest | 
 
 
 def _record(
-    flags: Flags, name: str, i: int, found: Predicted, gallery: Gallery | None, nearest: Nearest | None
+    flags: Flags, name: str, i: int, found: Predicted, gallery: NeighborIndex | None, nearest: Nearest | None
 ) -> dict[str, Any]:
     near = []
     if gallery is not None and nearest is not None:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from linnet.cli.parse import parse
-from linnet.core.dtypes import Weights
-from linnet.core.errors import UserError, refuse
+from linnet.core.dtypes import WeightDtype
+from linnet.core.errors import UserError, invalid
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from linnet.data.embeddings.neighbors import Gallery
+    from linnet.data.embeddings.neighbors import NeighborIndex
     from linnet.data.encoders import Encoder
     from linnet.runs.load import Run
     from linnet.serve.chat_template import ChatTemplate
@@ -58,7 +58,7 @@ class Flags:
     """Answer the requests of a file (OpenAI's batch lines) into another, and exit. Run it again after a kill: it goes on."""
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
-    weights: Weights = "float32"
+    weights: WeightDtype = "float32"
     """The bits that weights are held in. `linnet eval RUN --weights int8` tells what fewer of them cost."""
     mesh: str = ""
     """Devices that share each model, as model=2 or model=2,expert=2; one if not given."""
@@ -68,20 +68,20 @@ def serve_command(argv: list[str]) -> int:
     words = "Serves runs over HTTP as OpenAI does, with sessions, priors, and a playground at /."
     flags = parse(Flags, argv, "serve", words)
     if not flags.runs:
-        raise refuse("RUN", "nothing", "at least one run", "name a run's folder")
+        raise invalid("RUN", "nothing", "at least one run", "name a run's folder")
     if flags.sessions_mb < 1:
-        raise refuse("--sessions-mb", flags.sessions_mb, "at least 1", "use 4096")
+        raise invalid("--sessions-mb", flags.sessions_mb, "at least 1", "use 4096")
     if flags.replicas < 1 or (flags.replicas > 1 and flags.batch is not None):
-        raise refuse("--replicas", flags.replicas, "at least 1, and 1 for a batch", "leave it out")
+        raise invalid("--replicas", flags.replicas, "at least 1, and 1 for a batch", "leave it out")
     if flags.queue < flags.replicas:
-        raise refuse("--queue", flags.queue, f"at least one place for each replica ({flags.replicas})", "use 64")
+        raise invalid("--queue", flags.queue, f"at least one place for each replica ({flags.replicas})", "use 64")
     if not 0 <= flags.port < 65536:
-        raise refuse("--port", flags.port, "0 to 65535", "use 8000")
+        raise invalid("--port", flags.port, "0 to 65535", "use 8000")
     from linnet.serve.replicas.fleet import SOCKET
 
     socket = os.environ.get(SOCKET)
     keys = [] if socket else _keys(flags.keys_file)
-    from linnet.cli.startup import prepare_jax
+    from linnet.cli.startup import init_jax
     from linnet.serve.chat_template import read_template
     from linnet.serve.http.app import make_app
     from linnet.serve.http.auth import Keys
@@ -95,12 +95,12 @@ def serve_command(argv: list[str]) -> int:
     Keys(keys)  # refuses weak ones before anything is loaded
     names = [_name(run) for run in flags.runs]
     if len({name for name, _ in names}) < len(names):
-        raise refuse("RUN", " ".join(flags.runs), "runs with names of their own", "name one by NAME=FOLDER")
+        raise invalid("RUN", " ".join(flags.runs), "runs with names of their own", "name one by NAME=FOLDER")
     lines = [] if flags.batch is None else read_lines(flags.batch[0])
     templates = [read_template(folder) for _, folder in names]
     if flags.replicas > 1:
         return _replicas(argv, flags, keys)
-    prepare_jax()
+    init_jax()
     models = [_open(name, folder, flags, template) for (name, folder), template in zip(names, templates, strict=True)]
     lifecycle = Lifecycle()
     if flags.batch is None and socket is None:
@@ -191,7 +191,7 @@ def _open_prior(name: str, run: Run, flags: Flags) -> ServedPrior:
     from linnet.serve.prior.served import serve_prior
 
     if flags.weights == "int8":
-        raise refuse("--weights", flags.weights, "float32 or bfloat16 for a prior", "leave it out")
+        raise invalid("--weights", flags.weights, "float32 or bfloat16 for a prior", "leave it out")
     encoder, no_words = _encoder(run)
     gallery, no_gallery = _gallery(run)
     model = serve_prior(
@@ -227,17 +227,17 @@ def _encoder(run: Run) -> tuple[Encoder | None, str | None]:
         return None, f"it takes vectors, not words: {error}"
 
 
-def _gallery(run: Run) -> tuple[Gallery | None, str | None]:
+def _gallery(run: Run) -> tuple[NeighborIndex | None, str | None]:
     """The images of its data, or why there are none: a run whose data is gone is served all the same."""
     from linnet.data.embeddings.load import open_gallery
-    from linnet.serve.prior.served import MOST_GALLERY
+    from linnet.serve.prior.served import MAX_GALLERY
 
     try:
         gallery = open_gallery(run.cfg.pairs, run.cfg.seed, run.cfg.prior.dim)
     except UserError as error:
         return None, f"without a gallery: {error}"
-    if gallery.n_rows > MOST_GALLERY:
-        return None, f"without a gallery: its data has {gallery.n_rows:,} images, more than {MOST_GALLERY:,}."
+    if gallery.n_rows > MAX_GALLERY:
+        return None, f"without a gallery: its data has {gallery.n_rows:,} images, more than {MAX_GALLERY:,}."
     return gallery, None
 
 
@@ -278,10 +278,10 @@ def _keys(path: Path | None) -> list[str]:
         try:
             found += [line.strip() for line in path.read_text().splitlines() if not line.startswith("#")]
         except (OSError, UnicodeDecodeError) as error:
-            raise refuse(
+            raise invalid(
                 "--keys-file", str(path), f"a text file that can be read ({error})", "check the path"
             ) from None
     keys = [key for key in found if key]
     if path is not None and not keys:
-        raise refuse("--keys-file", str(path), "at least one key", "write one a line")
+        raise invalid("--keys-file", str(path), "at least one key", "write one a line")
     return keys

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from linnet.cli.parse import parse
-from linnet.core.errors import UserError, did_you_mean, refuse
+from linnet.core.errors import UserError, did_you_mean, invalid
 from linnet.core.local_path import FreeText
 
 SUBCOMMANDS = """usage: linnet tokenizer train SOURCE... --out DIR|FILE.model [--help]
@@ -77,14 +77,14 @@ def _train(flags: TrainFlags) -> int:
     from linnet.tokenizers.sentencepiece import open_sentencepiece
 
     if not flags.sources:
-        raise refuse("SOURCE", "", "at least one text file, folder or glob", "name the text to learn from")
+        raise invalid("SOURCE", "", "at least one text file, folder or glob", "name the text to learn from")
     path = flags.out if flags.out.suffix == ".model" else flags.out / SENTENCEPIECE_FILE
     if path.exists():
-        raise refuse("--out", str(flags.out), f"a place without a tokenizer ({path} is there)", "choose another name")
+        raise invalid("--out", str(flags.out), f"a place without a tokenizer ({path} is there)", "choose another name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise refuse(
+        raise invalid(
             "--out", str(flags.out), f"a folder that can be made ({error.strerror})", "choose another"
         ) from None
     content = train_sentencepiece(

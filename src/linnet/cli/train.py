@@ -11,10 +11,10 @@ from linnet.cli.advice import needed_prompt
 from linnet.cli.finetune import parse_fine_tuning
 from linnet.cli.parse import config_first, flag_value, parse_run
 from linnet.config.schema import RunConfig
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 if TYPE_CHECKING:
-    from linnet.convert.dalle2.parts import Parts
+    from linnet.convert.dalle2.parts import DallE2Config
 
 WORDS = """Trains a model. The same command continues a run that was interrupted, exactly.
 
@@ -35,7 +35,9 @@ def train_command(argv: list[str]) -> int:
         return _train_reference(argv, parts)
     flags = parse_run(argv, "train", WORDS)
     if flags.keep_optimizer:
-        raise refuse("--keep-optimizer", True, "used with --from RUN, whose optimizer state it keeps", "add --from RUN")
+        raise invalid(
+            "--keep-optimizer", True, "used with --from RUN, whose optimizer state it keeps", "add --from RUN"
+        )
     out = flags.out or default_folder(argv[0], flags.config.preset)
     return run_training(flags.config, out, flags.quiet)
 
@@ -53,12 +55,12 @@ def run_training(config: RunConfig, out: Path, quiet: bool, remarks: Sequence[st
         config.family == "prior"
     ):  # a third faster for a quarter more memory; a vq update gains little, and would take 40% more
         keep_memory()  # before JAX is there
-    from linnet.cli.startup import prepare_jax
+    from linnet.cli.startup import init_jax
     from linnet.runs.folder import RunFolder
     from linnet.train.interrupt import EXIT_INTERRUPTED
     from linnet.train.loop import train
 
-    prepare_jax()
+    init_jax()
     if remarks:
         keep_remarks(config, out, remarks)
     outcome = train(config, RunFolder(out), quiet=quiet)
@@ -71,7 +73,7 @@ def run_training(config: RunConfig, out: Path, quiet: bool, remarks: Sequence[st
     return 0
 
 
-def _reference(argv: list[str]) -> Parts | None:
+def _reference(argv: list[str]) -> DallE2Config | None:
     """The settings file, where it is one of the reference's."""
     if not argv or not argv[0].endswith(".json") or not Path(argv[0]).is_file():
         return None
@@ -81,7 +83,7 @@ def _reference(argv: list[str]) -> Parts | None:
     return read_parts(values, Path(argv[0])) if is_reference(values) else None
 
 
-def _train_reference(argv: list[str], parts: Parts) -> int:
+def _train_reference(argv: list[str], parts: DallE2Config) -> int:
     """Flags are applied before any path of the file is opened: they may correct it."""
     from linnet.convert.dalle2.config import folder_hint, run_config
     from linnet.convert.dalle2.data import open_config
@@ -99,7 +101,7 @@ def _train_reference(argv: list[str], parts: Parts) -> int:
 def _loaded(config: RunConfig, out: Path, checkpoint: Path) -> tuple[RunConfig, list[str]]:
     """A new run begins from the checkpoint; one that is there already continues with its own."""
     from linnet.cli.import_prior import start_from_checkpoint
-    from linnet.cli.startup import prepare_jax
+    from linnet.cli.startup import init_jax
     from linnet.config import codec as configs
     from linnet.runs.folder import RunFolder
     from linnet.train.exports import read_exports
@@ -108,7 +110,7 @@ def _loaded(config: RunConfig, out: Path, checkpoint: Path) -> tuple[RunConfig, 
     if saved.exists():
         ours = configs.load(saved)
         return dataclasses.replace(config, model=ours.model, optim=ours.optim), []
-    prepare_jax()
+    init_jax()
     read_exports(config)
     return start_from_checkpoint(checkpoint, out, config)
 
@@ -119,12 +121,12 @@ def keep_remarks(config: RunConfig, out: Path, remarks: Sequence[str]) -> None:
 
     from linnet.runs.folder import RunFolder
     from linnet.runs.metrics import MetricsLog, require_trackers
-    from linnet.train.resume import check_folder
-    from linnet.train.tasks import open_judge
+    from linnet.train.resume import check_resumable
+    from linnet.train.tasks import open_task
 
     folder = RunFolder(out)
     require_trackers(config.train.trackers)
-    check_folder(config, folder, open_judge(config).fingerprint)
+    check_resumable(config, folder, open_task(config).fingerprint)
     folder.create()
     with folder.lock(), MetricsLog(out) as log:
         for remark in remarks:

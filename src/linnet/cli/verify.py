@@ -35,11 +35,11 @@ def verify_command(argv: list[str]) -> int:
     flags = parse(Flags, argv, "verify", DESCRIPTION)
     from rich.console import Console
 
-    from linnet.cli.startup import prepare_jax
+    from linnet.cli.startup import init_jax
     from linnet.verify import render, verify_file
     from linnet.verify.golden import installed_goldens
 
-    prepare_jax()
+    init_jax()
     passed, n_tensor, files = True, 0, flags.files or installed_goldens()
     for path in files:
         verification = verify_file(path, flags.tolerance)

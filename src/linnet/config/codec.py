@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from linnet.config.schema import DATA, MODELS, RunConfig
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write, read_json
 
 CONFIG_VERSION = 1
@@ -50,7 +50,7 @@ def load(path: Path) -> RunConfig:
         raise UserError(f"{path} is not JSON ({error}). Fix: restore it, or train again.") from None
     version = values.pop("version", None) if isinstance(values, dict) else None
     if version != CONFIG_VERSION:
-        raise refuse(f"version of {path}", version, str(CONFIG_VERSION), "use the Linnet that made this run")
+        raise invalid(f"version of {path}", version, str(CONFIG_VERSION), "use the Linnet that made this run")
     if _is_released_grok(values) and _is_untrained_import(path.parent):
         values = _with_begin(values, None)
     return run_from_dict(values)
@@ -61,7 +61,7 @@ def run_from_dict(values: dict[str, Any]) -> RunConfig:
     family = values.get("family", "vq")  # a config without one is of the first there was
     values = _older(values)
     if family not in MODELS:
-        raise refuse("family", family, f"one of {', '.join(MODELS)}", "choose one of them")
+        raise invalid("family", family, f"one of {', '.join(MODELS)}", "choose one of them")
     return from_dict(RunConfig, values, "", {"model": MODELS[family], "data": DATA[family]})
 
 
@@ -81,7 +81,7 @@ def _of_release(release: Any) -> dict[str, Any]:
     """The settings that a prior's `model.release` stood for, when it was one of three."""
     if release not in OLD_RELEASES:
         needs = f"one of {', '.join(OLD_RELEASES)}: later configs say what the network computes instead"
-        raise refuse("model.release", release, needs, "leave it out")
+        raise invalid("model.release", release, needs, "leave it out")
     return OLD_RELEASES[release]
 
 
@@ -109,7 +109,7 @@ def from_dict(cls: type, values: Any, where: str, known: dict[str, type] | None 
     """A frozen config from plain JSON values; unknown names are refused with the nearest known one. `known`: the types of fields
     that may be of several."""
     if not isinstance(values, dict):
-        raise refuse(where or "the config", values, "an object of settings", "see config.json of any run")
+        raise invalid(where or "the config", values, "an object of settings", "see config.json of any run")
     fields = {field.name for field in dataclasses.fields(cls)}
     hints = {name: hint for name, hint in typing.get_type_hints(cls).items() if name in fields} | (known or {})
     unknown = sorted(set(values) - set(hints))
@@ -126,7 +126,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         return from_dict(hint, value, f"{where}.")
     if origin is Literal:
         if value not in args:
-            raise refuse(where, value, f"one of {', '.join(map(repr, args))}", "choose one of them")
+            raise invalid(where, value, f"one of {', '.join(map(repr, args))}", "choose one of them")
         return value
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
@@ -138,11 +138,11 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
         return _coerce(plain[0] if plain else next(a for a in args if a is not type(None)), value, where)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise refuse(where, value, "a list", "write it as [..]")
+            raise invalid(where, value, "a list", "write it as [..]")
         return tuple(_coerce(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     assert isinstance(hint, type), f"{where}: configs hold no {hint}"
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise refuse(where, value, f"of type {hint.__name__}", "correct its value")
+        raise invalid(where, value, f"of type {hint.__name__}", "correct its value")
     return value

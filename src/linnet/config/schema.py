@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 import tyro
 
 from linnet.config.tuning import LoraConfig, Parent
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.models.moe.config import MoEConfig
 from linnet.models.prior.config import PriorConfig
 from linnet.models.vq.config import VQConfig
-from linnet.parallel.mesh import ROW_AXES, n_row_parts, parse_mesh
+from linnet.parallel.mesh import BATCH_AXES, data_parallel_size, parse_mesh
 
 EMBEDDED_CORPUS = "python-stdlib"
 EMOJI_PAIRS = "emoji-pairs"
@@ -43,23 +43,23 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("sequence_len", "update_len", "batch_size"):
             if getattr(self, name) < 1:
-                raise refuse(f"data.{name}", getattr(self, name), "at least 1", f"set --data.{name.replace('_', '-')}")
+                raise invalid(f"data.{name}", getattr(self, name), "at least 1", f"set --data.{name.replace('_', '-')}")
         if self.sequence_len % self.update_len:
-            raise refuse(
+            raise invalid(
                 "data.sequence_len",
                 self.sequence_len,
                 f"a multiple of data.update_len ({self.update_len})",
                 f"use {_round_up(self.sequence_len, self.update_len)}, or an update_len that divides {self.sequence_len}",
             )
         if not (0 <= self.validation_fraction < 1 and 0 <= self.test_fraction < 1):
-            raise refuse(
+            raise invalid(
                 "data.validation_fraction / data.test_fraction",
                 (self.validation_fraction, self.test_fraction),
                 "at least 0 and below 1",
                 "use 0.05 and 0.05",
             )
         if self.validation_fraction + self.test_fraction >= 1:
-            raise refuse(
+            raise invalid(
                 "data.validation_fraction + data.test_fraction",
                 self.validation_fraction + self.test_fraction,
                 "below 1, so that something is left to train on",
@@ -108,12 +108,12 @@ class PairsConfig:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise refuse("data.batch_size", self.batch_size, "at least 1", "use 64")
+            raise invalid("data.batch_size", self.batch_size, "at least 1", "use 64")
         if not 0 <= self.mix <= 1:
-            raise refuse("data.mix", self.mix, "between 0 and 1", "use 0 for none")
+            raise invalid("data.mix", self.mix, "between 0 and 1", "use 0 for none")
         fractions = (self.validation_fraction, self.test_fraction)
         if not all(0 <= fraction < 1 for fraction in fractions) or sum(fractions) >= 1:
-            raise refuse(
+            raise invalid(
                 "data.validation_fraction / data.test_fraction",
                 fractions,
                 "at least 0 and together below 1, so that something is left to train on",
@@ -121,7 +121,7 @@ class PairsConfig:
             )
         if (self.texts or self.metadata or self.encodings) and not self.images:
             given = "texts" if self.texts else "metadata" if self.metadata else "encodings"
-            raise refuse("data.images", self.images, f"given where data.{given} is", "name the image embeddings too")
+            raise invalid("data.images", self.images, f"given where data.{given} is", "name the image embeddings too")
 
     @property
     def updates_per_sequence(self) -> int:
@@ -161,32 +161,32 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
-            raise refuse("optim.lr", self.lr, "above 0", "use 4e-4")
+            raise invalid("optim.lr", self.lr, "above 0", "use 4e-4")
         if self.steps < 1:
-            raise refuse("optim.steps", self.steps, "at least 1", "set --optim.steps")
+            raise invalid("optim.steps", self.steps, "at least 1", "set --optim.steps")
         if self.warmup_steps < 0 or self.extra_steps < 0:
-            raise refuse(
+            raise invalid(
                 "optim.warmup_steps / optim.extra_steps", (self.warmup_steps, self.extra_steps), "0 or more", "use 0"
             )
         # The dampened schedules do not end with their warm-up: one that is longer than the run is only never over.
         if self.warmup_steps >= self.steps and not self.schedule.startswith("dampened"):
-            raise refuse(
+            raise invalid(
                 "optim.warmup_steps",
                 self.warmup_steps,
                 f"below optim.steps ({self.steps})",
                 f"use {self.steps // 10}, or more steps",
             )
         if self.clip is not None and not self.clip > 0:
-            raise refuse("optim.clip", self.clip, "above 0, or none", "use --optim.clip None for no clipping")
+            raise invalid("optim.clip", self.clip, "above 0, or none", "use --optim.clip None for no clipping")
         if not 0 <= self.decay < 1:
-            raise refuse("optim.decay", self.decay, "at least 0 and below 1", "use 0 for none")
+            raise invalid("optim.decay", self.decay, "at least 0 and below 1", "use 0 for none")
         for name, usual in (("b1", 0.9), ("b2", 0.98)):
             if not 0 <= getattr(self, name) < 1:
-                raise refuse(f"optim.{name}", getattr(self, name), "at least 0 and below 1", f"use {usual}")
+                raise invalid(f"optim.{name}", getattr(self, name), "at least 0 and below 1", f"use {usual}")
         if not self.eps > 0:
-            raise refuse("optim.eps", self.eps, "above 0", "use 1e-9")
+            raise invalid("optim.eps", self.eps, "above 0", "use 1e-9")
         if self.momentum_dtype != "float32" and self.name != "lion":
-            raise refuse("optim.momentum_dtype", self.momentum_dtype, f"float32 with {self.name}", "use it with lion")
+            raise invalid("optim.momentum_dtype", self.momentum_dtype, f"float32 with {self.name}", "use it with lion")
 
     @property
     def total_steps(self) -> int:
@@ -238,20 +238,20 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("accumulate", "log_every", "keep", "max_bad_steps"):
             if getattr(self, name) < 1:
-                raise refuse(
+                raise invalid(
                     f"train.{name}", getattr(self, name), "at least 1", f"set --train.{name.replace('_', '-')}"
                 )
         for name in ("eval_every", "eval_minutes", "checkpoint_every", "sample_tokens", "checkpoint_minutes"):
             if getattr(self, name) < 0:
-                raise refuse(f"train.{name}", getattr(self, name), "0 or more", "use 0 for never")
+                raise invalid(f"train.{name}", getattr(self, name), "0 or more", "use 0 for never")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise refuse("train.ema_decay", self.ema_decay, "between 0 and 1, or none", "use 0.999")
+            raise invalid("train.ema_decay", self.ema_decay, "between 0 and 1, or none", "use 0.999")
         if self.ema_power is not None and self.ema_decay is None:
-            raise refuse("train.ema_decay", None, "the largest decay where train.ema_power is set", "use 0.9999")
+            raise invalid("train.ema_decay", None, "the largest decay where train.ema_power is set", "use 0.9999")
         if self.eval_sequences is not None and self.eval_sequences < 1:
-            raise refuse("train.eval_sequences", self.eval_sequences, "at least 1, or none for all", "use None")
+            raise invalid("train.eval_sequences", self.eval_sequences, "at least 1, or none for all", "use None")
         if any(n < 2 for n in self.eval_timesteps):
-            raise refuse("train.eval_timesteps", self.eval_timesteps, "numbers of steps from 2 on", "use 64")
+            raise invalid("train.eval_timesteps", self.eval_timesteps, "numbers of steps from 2 on", "use 64")
 
 
 MODELS: dict[str, type] = {"vq": VQConfig, "moe": MoEConfig, "prior": PriorConfig}
@@ -278,58 +278,58 @@ class RunConfig:
         for name, known in (("model", MODELS), ("data", DATA)):
             if not isinstance(getattr(self, name), known[self.family]):
                 got, needs = type(getattr(self, name)).__name__, known[self.family].__name__
-                raise refuse(name, got, f"{needs} with family {self.family!r}", "use the family's own")
+                raise invalid(name, got, f"{needs} with family {self.family!r}", "use the family's own")
         if isinstance(self.model, PriorConfig):
             self._check_timesteps(self.model.timesteps)
         else:
             self.model.check_lengths(self.tokens.sequence_len, self.tokens.update_len)
         if self.data.batch_size % self.train.accumulate:
-            raise refuse(
+            raise invalid(
                 "data.batch_size",
                 self.data.batch_size,
                 f"a multiple of train.accumulate ({self.train.accumulate})",
                 f"use {_round_up(self.data.batch_size, self.train.accumulate)}",
             )
         if not 0 <= self.seed < 2**32:
-            raise refuse("seed", self.seed, "between 0 and 2**32 - 1", "use 0")
+            raise invalid("seed", self.seed, "between 0 and 2**32 - 1", "use 0")
         self._check_mesh()
 
     def _check_mesh(self) -> None:
         sizes = parse_mesh(self.mesh)
-        rows, parts = self.data.batch_size // self.train.accumulate, n_row_parts(sizes)
+        rows, parts = self.data.batch_size // self.train.accumulate, data_parallel_size(sizes)
         if rows % parts:
-            named = " x ".join(f"{name}={sizes[name]}" for name in ROW_AXES if sizes[name] > 1)
+            named = " x ".join(f"{name}={sizes[name]}" for name in BATCH_AXES if sizes[name] > 1)
             needs = f"rows of a micro-batch (data.batch_size / train.accumulate) in equal parts for {named} of the mesh"
-            raise refuse("data.batch_size", self.data.batch_size, needs, self._fix_rows(parts))
+            raise invalid("data.batch_size", self.data.batch_size, needs, self._fix_rows(parts))
         self.model.check_mesh(sizes)
 
     def _fix_rows(self, parts: int) -> str:
         fitting = _round_up(self.data.batch_size, parts * self.train.accumulate)
-        return f"use --data.batch-size {fitting}, or a mesh whose axes {', '.join(ROW_AXES)} make fewer parts"
+        return f"use --data.batch-size {fitting}, or a mesh whose axes {', '.join(BATCH_AXES)} make fewer parts"
 
     def _check_timesteps(self, most: int) -> None:
         if any(n > most for n in self.train.eval_timesteps):
             needs = f"at most the diffusion's model.timesteps ({most})"
-            raise refuse("train.eval_timesteps", self.train.eval_timesteps, needs, f"use {min(64, most)}")
+            raise invalid("train.eval_timesteps", self.train.eval_timesteps, needs, f"use {min(64, most)}")
 
     @property
     def vq(self) -> VQConfig:
         """The model, for what only that family does."""
         if not isinstance(self.model, VQConfig):
-            raise refuse("family", self.family, "vq", "use a vq preset or run")
+            raise invalid("family", self.family, "vq", "use a vq preset or run")
         return self.model
 
     @property
     def prior(self) -> PriorConfig:
         if not isinstance(self.model, PriorConfig):
-            raise refuse("family", self.family, "prior", "use a prior preset or run")
+            raise invalid("family", self.family, "prior", "use a prior preset or run")
         return self.model
 
     @property
     def writer(self) -> VQConfig | MoEConfig:
         """The model, for what all families of tokens do."""
         if isinstance(self.model, PriorConfig):
-            raise refuse("family", self.family, "vq or moe, which write tokens", "use a run of such a family")
+            raise invalid("family", self.family, "vq or moe, which write tokens", "use a run of such a family")
         return self.model
 
     @property
@@ -341,14 +341,14 @@ class RunConfig:
     def tokens(self) -> DataConfig:
         """The data of a run on tokens."""
         if not isinstance(self.data, DataConfig):
-            raise refuse("family", self.family, "vq or moe, which read tokens", "use a run of such a family")
+            raise invalid("family", self.family, "vq or moe, which read tokens", "use a run of such a family")
         return self.data
 
     @property
     def pairs(self) -> PairsConfig:
         """The data of a run on pairs of embeddings."""
         if not isinstance(self.data, PairsConfig):
-            raise refuse("family", self.family, "prior, which reads pairs of embeddings", "use a prior run")
+            raise invalid("family", self.family, "prior, which reads pairs of embeddings", "use a prior run")
         return self.data
 
 

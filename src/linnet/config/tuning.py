@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,12 +35,12 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         if self.rank < 0:
-            raise refuse("lora.rank", self.rank, "0 or more", "use 8, or 0 to train the weights themselves")
+            raise invalid("lora.rank", self.rank, "0 or more", "use 8, or 0 to train the weights themselves")
         if self.alpha is not None and not self.alpha > 0:
-            raise refuse("lora.alpha", self.alpha, "above 0, or none for twice the rank", "use None")
+            raise invalid("lora.alpha", self.alpha, "above 0, or none for twice the rank", "use None")
         if not self.rank and (self.alpha is not None or self.targets):
             given = "alpha" if self.alpha is not None else "targets"
-            raise refuse("lora.rank", 0, f"above 0 where lora.{given} is set", "use --lora.rank 8")
+            raise invalid("lora.rank", 0, f"above 0 where lora.{given} is set", "use --lora.rank 8")
 
     @property
     def scale(self) -> float:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from linnet.convert.grok.leaves import Pair, Tensors, specs_by_name, to_leaves
 from linnet.convert.grok.sizes import file_sizes, scale_groups
 from linnet.core import params, quant
-from linnet.core.dtypes import WEIGHTS, Weights
+from linnet.core.dtypes import WEIGHT_DTYPES, WeightDtype
 from linnet.core.params import Spec
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import RULES, param_specs
@@ -32,7 +32,7 @@ class Mesh:
     """How a model lies on so many devices: the division that leaves the fewest bytes on each."""
 
     sizes: Mapping[str, int]
-    held: Mapping[Weights, int]
+    held: Mapping[WeightDtype, int]
     """Bytes of weights on one device, by the bits they are held in."""
     cache: int
 
@@ -40,7 +40,7 @@ class Mesh:
     def n_device(self) -> int:
         return int(np.prod(list(self.sizes.values())))
 
-    def fits(self, weights: Weights, memory: float) -> bool:
+    def fits(self, weights: WeightDtype, memory: float) -> bool:
         return self.held[weights] + self.cache <= memory * (1 - FREE)
 
 
@@ -51,7 +51,7 @@ class Plan:
     run_bytes: int
     import_bytes: int
     """Held at most while importing, beside the program itself."""
-    held: Mapping[Weights, int]
+    held: Mapping[WeightDtype, int]
     """Bytes of the weights in memory while they serve, by the bits they are held in."""
     cache_bytes: int
     context: int
@@ -67,7 +67,9 @@ def plan_from_config(cfg: MoEConfig) -> Plan:
     return _plan(cfg, groups, sum(file_sizes(cfg)), _run_bytes(cfg, groups), largest + CHUNK)
 
 
-def plan_from_files(cfg: MoEConfig, tensors: Tensors, paths: Sequence[Path], weights: Weights, turned: bool) -> Plan:
+def plan_from_files(
+    cfg: MoEConfig, tensors: Tensors, paths: Sequence[Path], weights: WeightDtype, turned: bool
+) -> Plan:
     """`turned`: matrices are stored the other way round, and are turned in memory."""
     specs = specs_by_name(cfg)
     groups = {
@@ -92,16 +94,16 @@ def _plan(cfg: MoEConfig, groups: Mapping[str, int], checkpoint: int, run: int, 
         checkpoint_bytes=checkpoint,
         run_bytes=run,
         import_bytes=peak,
-        held={w: sum(sum(_parts(name, spec, w, groups)) for name, spec in specs.items()) for w in WEIGHTS},
+        held={w: sum(sum(_parts(name, spec, w, groups)) for name, spec in specs.items()) for w in WEIGHT_DTYPES},
         cache_bytes=_cache(cfg),
         context=cfg.context,
         meshes=[_mesh(cfg, specs, groups, n) for n in DEVICES],
     )
 
 
-def _parts(name: str, spec: Spec, weights: Weights, groups: Mapping[str, int]) -> tuple[int, int]:
+def _parts(name: str, spec: Spec, weights: WeightDtype, groups: Mapping[str, int]) -> tuple[int, int]:
     """Bytes of a weight and of its scales."""
-    kind = quant.held(spec, weights)
+    kind = quant.storage_dtype(spec, weights)
     if kind == "int8":
         return spec.size, 2 * spec.size // spec.shape[-2] * groups[name]
     return spec.size * (4 if kind == "float32" else 2), 0
@@ -121,7 +123,7 @@ def _largest(name: str, spec: Spec) -> int:
     return int(np.prod(spec.shape[in_layer:])) * (1 if spec.least == "int8" else 4)
 
 
-def _peak(tensors: Tensors, specs: Mapping[str, Spec], weights: Weights, turned: bool) -> int:
+def _peak(tensors: Tensors, specs: Mapping[str, Spec], weights: WeightDtype, turned: bool) -> int:
     peak = 0
     for name, found in tensors.items():
         first = found[0]
@@ -153,11 +155,11 @@ def _mesh(cfg: MoEConfig, specs: Mapping[str, Spec], groups: Mapping[str, int], 
 def _laid_out(cfg: MoEConfig, specs: Mapping[str, Spec], groups: Mapping[str, int], sizes: dict[str, int]) -> Mesh:
     whole = {name: sizes.get(name, 1) for name in sharding.MESH_AXES}
     mesh = AbstractMesh(tuple(whole.values()), tuple(whole), axis_types=(AxisType.Auto,) * len(whole))
-    held = dict.fromkeys(WEIGHTS, 0)
+    held = dict.fromkeys(WEIGHT_DTYPES, 0)
     for name, spec in specs.items():
         cuts = sharding.partition(spec.shape, spec.axes, mesh, RULES)
         pieces = int(np.prod([whole[axis] for axis in cuts if isinstance(axis, str)]))
-        for weights in WEIGHTS:
+        for weights in WEIGHT_DTYPES:
             held[weights] += sum(-(-part // pieces) for part in _parts(name, spec, weights, groups))
     heads = sizes["model"] if cfg.n_kv_head % sizes["model"] == 0 else 1
     return Mesh(sizes=sizes, held=held, cache=_cache(cfg) // heads)
@@ -172,7 +174,7 @@ def show(plan: Plan) -> str:
         f"Memory while importing  {plan.import_bytes:,} bytes (the largest tensor, beside the program itself)",
         "Memory while serving, weights and one slot of "
         f"{plan.context:,} tokens ({_size(plan.cache_bytes)} of keys and values):",
-        *(f"  {w:<9} {_size(plan.held[w] + plan.cache_bytes):>12}" for w in reversed(WEIGHTS)),
+        *(f"  {w:<9} {_size(plan.held[w] + plan.cache_bytes):>12}" for w in reversed(WEIGHT_DTYPES)),
         f"Where it fits, with {FREE:.0%} of a device kept free (GB of one device across; bytes are of one device):",
         f"  {'devices':<8}{'mesh':<30}{'int8':>10}{'bfloat16':>10}  " + "".join(f"{m:>16}" for m in MEMORIES),
     ]
@@ -189,5 +191,5 @@ def _size(n: int) -> str:
 
 
 def _words(mesh: Mesh, memory: float) -> str:
-    held: list[Weights] = [w for w in ("int8", "bfloat16") if mesh.fits(w, memory)]
+    held: list[WeightDtype] = [w for w in ("int8", "bfloat16") if mesh.fits(w, memory)]
     return " ".join(held) or "no"

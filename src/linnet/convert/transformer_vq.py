@@ -12,7 +12,7 @@ import numpy as np
 
 from linnet.convert.flax import flatten, read_flax
 from linnet.convert.npz import read_npz
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import parse_json
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.convert import EMBED, config_from_reference, from_reference, infer_config
@@ -107,7 +107,7 @@ def import_config(
     missing = [name for name in ("block_len", "mem_len") if name not in values]
     if missing:
         wanted = " ".join(f"--{name.replace('_', '-')} N" for name in missing)
-        raise refuse(
+        raise invalid(
             f"--{missing[0].replace('_', '-')}",
             None,
             "given: the weights do not tell it",
@@ -119,7 +119,7 @@ def import_config(
 def to_model(tree: Mapping[str, np.ndarray], cfg: VQConfig) -> tuple[VQParams, VQBuffers]:
     bad = sorted(name for name, value in tree.items() if not np.all(np.isfinite(np.asarray(value, np.float32))))
     if bad:
-        raise refuse(f"the weight {bad[0]}", "not finite", "numbers only", "use a checkpoint from before it diverged")
+        raise invalid(f"the weight {bad[0]}", "not finite", "numbers only", "use a checkpoint from before it diverged")
     return from_reference(tree, cfg)
 
 
@@ -145,5 +145,5 @@ def _settings(meta: np.ndarray, path: Path) -> dict[str, Any]:
     except (ValueError, AttributeError) as error:
         raise UserError(f"{path}: its 'meta' is not a JSON object ({error}). Fix: write it again.") from None
     if not isinstance(settings, dict):
-        raise refuse(f"{path}: the config in 'meta'", settings, "an object of settings", "write it again")
+        raise invalid(f"{path}: the config in 'meta'", settings, "an object of settings", "write it again")
     return settings

@@ -8,7 +8,7 @@ from typing import Any
 
 from linnet.config.codec import from_dict
 from linnet.config.schema import OptimConfig
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import read_json
 
 OPTIM = {
@@ -43,7 +43,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     if isinstance(values, dict):
         values = values.get("args", values.get("config", values))
     if not isinstance(values, dict):
-        raise refuse(f"{path}", type(values).__name__, "an object of launch.py's arguments", "write one")
+        raise invalid(f"{path}", type(values).__name__, "an object of launch.py's arguments", "write one")
     return values
 
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-Weights = Literal["float32", "bfloat16", "int8"]
-WEIGHTS: tuple[Weights, ...] = ("float32", "bfloat16", "int8")
+WeightDtype = Literal["float32", "bfloat16", "int8"]
+WEIGHT_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16", "int8")
 """From most bits to fewest."""

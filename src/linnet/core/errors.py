@@ -19,7 +19,7 @@ class UserError(ValueError):
         super().__init__(_shortened(_printable(message)))
 
 
-def refuse(field: str, got: Any, needs: str, fix: str) -> UserError:
+def invalid(field: str, got: Any, needs: str, fix: str) -> UserError:
     """`raise refuse("data.update_len", 1000, "a multiple of model.block_len (128)", "use 1024")`."""
     return UserError(f"{field} is {got!r}, but it must be {needs}. Fix: {fix}.")
 

@@ -10,7 +10,7 @@ import typing
 from pathlib import PurePath
 from typing import Annotated, Any
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 
 class _NeverAPath:
@@ -44,7 +44,7 @@ def check_local(field: str, value: str | PurePath) -> None:
     slashes = ":///" if scheme == "file" else "://"
     shown = str(value).replace(":/", slashes, 1) if isinstance(value, PurePath) else value
     needs = f"a path on this machine ({scheme}:// locations are not supported)"
-    raise refuse(field, shown, needs, _fix(scheme))
+    raise invalid(field, shown, needs, _fix(scheme))
 
 
 def _match(value: str | PurePath) -> re.Match[str] | None:

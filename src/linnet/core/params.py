@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from linnet.core import rng
-from linnet.core.dtypes import Weights
+from linnet.core.dtypes import WeightDtype
 from linnet.core.pytree import leaf_name
 
 Init = Literal["zeros", "ones", "normal", "fan_in", "fan_out", "uniform"]
@@ -29,7 +29,7 @@ class Spec:
     axes: tuple[str | None, ...]
     init: Init = "fan_in"
     dtype: Any = jnp.float32
-    least: Weights = "float32"
+    least: WeightDtype = "float32"
     """The fewest bits it may be held in where it only reads: int8 for matrices that do nothing but multiply."""
     n_in: int | None = None
     """Inputs of the layer that a `uniform` weight belongs to (a bias needs it); none: all dimensions but the last."""
@@ -63,7 +63,7 @@ def map_specs(f: Callable[[Spec], Any], specs: Any) -> Any:
 def init(specs: Any, key: PRNGKeyArray) -> Any:
     """Fresh weights. Each leaf draws from the stream of its own name, so adding one changes no other."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, spec: _draw(spec, rng.stream(key, leaf_name(path))), specs, is_leaf=is_spec
+        lambda path, spec: _draw(spec, rng.fold_in_name(key, leaf_name(path))), specs, is_leaf=is_spec
     )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Float, Int8, UInt16
 
-from linnet.core.dtypes import WEIGHTS, Weights
+from linnet.core.dtypes import WEIGHT_DTYPES, WeightDtype
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import pytree
 
@@ -35,7 +35,7 @@ class Quantized:
 
 
 @pytree
-class Half:
+class Bf16Bits:
     """bfloat16 as its bits. XLA on the CPU widens a bfloat16 array whole wherever a part of it is read; of bits it reads the part."""
 
     bits: UInt16[Array, "*L K N"]
@@ -45,7 +45,7 @@ class Half:
         return self.bits.shape
 
 
-Matrix = Array | Quantized | Half
+Weight = Array | Quantized | Bf16Bits
 
 
 def is_quantized(x: Any) -> bool:
@@ -71,23 +71,23 @@ def dequantize(matrix: Quantized, dtype: Any = jnp.float32) -> Float[Array, "*L 
     return (grouped.astype(dtype) * matrix.scales.astype(dtype)[..., None, :]).reshape(matrix.shape)
 
 
-def as_bits(matrix: BFloat16[Array, "*L K N"]) -> Half:
-    return Half(bits=jax.lax.bitcast_convert_type(matrix, jnp.uint16))
+def as_bits(matrix: BFloat16[Array, "*L K N"]) -> Bf16Bits:
+    return Bf16Bits(bits=jax.lax.bitcast_convert_type(matrix, jnp.uint16))
 
 
-def plain(matrix: Matrix, dtype: Any) -> Float[Array, "*L K N"]:
+def to_array(matrix: Weight, dtype: Any) -> Float[Array, "*L K N"]:
     """As an ordinary array."""
     if isinstance(matrix, Quantized):
         return dequantize(matrix, dtype)
-    if isinstance(matrix, Half):
+    if isinstance(matrix, Bf16Bits):
         return jax.lax.bitcast_convert_type(matrix.bits.astype(jnp.uint32) << 16, jnp.float32).astype(dtype)
     return matrix.astype(dtype)
 
 
-def matmul(x: Float[Array, "*B K"], matrix: Matrix) -> Float[Array, "*B N"]:
+def matmul(x: Float[Array, "*B K"], matrix: Weight) -> Float[Array, "*B N"]:
     """In the type of `x`. The scales multiply the product, not the weights: no scaled copy of a weight is made."""
     if not isinstance(matrix, Quantized):
-        return x @ plain(matrix, x.dtype)
+        return x @ to_array(matrix, x.dtype)
     scales = matrix.scales.astype(x.dtype)
     if matrix.n_group == 1:
         return (x @ matrix.weight.astype(x.dtype)) * scales[0]
@@ -96,23 +96,23 @@ def matmul(x: Float[Array, "*B K"], matrix: Matrix) -> Float[Array, "*B N"]:
     return jnp.einsum("...gn,gn->...n", jnp.einsum("...gk,gkn->...gn", grouped, weight), scales)
 
 
-def side_by_side(*matrices: Matrix) -> Matrix:
+def concat_outputs(*matrices: Weight) -> Weight:
     """All of one kind, with equal inputs: one matrix with the outputs of all."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-1), *matrices)
 
 
-def lower(params: Any, specs: Any, weights: Weights) -> Any:
+def cast_params(params: Any, specs: Any, weights: WeightDtype) -> Any:
     """Each weight held in as few bits as asked for, and as its spec allows."""
     return jax.tree.map(lambda spec, leaf: _lowered(leaf, spec, weights), specs, params, is_leaf=is_spec)
 
 
-def held(spec: Spec, weights: Weights) -> Weights:
+def storage_dtype(spec: Spec, weights: WeightDtype) -> WeightDtype:
     """As few bits as asked for, but not fewer than the spec allows."""
-    return WEIGHTS[min(WEIGHTS.index(weights), WEIGHTS.index(spec.least))]
+    return WEIGHT_DTYPES[min(WEIGHT_DTYPES.index(weights), WEIGHT_DTYPES.index(spec.least))]
 
 
-def _lowered(leaf: Matrix, spec: Spec, weights: Weights) -> Matrix:
-    kind = held(spec, weights)
+def _lowered(leaf: Weight, spec: Spec, weights: WeightDtype) -> Weight:
+    kind = storage_dtype(spec, weights)
     if not isinstance(leaf, jax.Array | np.ndarray) or kind == "float32":
         return leaf
     return quantize(leaf) if kind == "int8" else leaf.astype(jnp.bfloat16)

@@ -12,15 +12,15 @@ def root(seed: int | UInt32[Array, ""]) -> PRNGKeyArray:
     return jax.random.key(seed)
 
 
-def stream(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
+def fold_in_name(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
     """The stream called `name` below `key`. CRC32, not hash(): Python's own hash changes from process to process."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def at(key: PRNGKeyArray, step: int | Int[Array, ""]) -> PRNGKeyArray:
+def fold_in(key: PRNGKeyArray, step: int | Int[Array, ""]) -> PRNGKeyArray:
     return jax.random.fold_in(key, step)
 
 
-def of_sample(seed: int | UInt32[Array, ""]) -> PRNGKeyArray:
+def sample_key(seed: int | UInt32[Array, ""]) -> PRNGKeyArray:
     """What a sample with this seed is drawn by: in a server as by a command, so that both give the same."""
-    return stream(root(seed), "sample")
+    return fold_in_name(root(seed), "sample")

@@ -7,7 +7,7 @@ import codecs
 import dataclasses
 from collections.abc import Callable
 
-PAD, END, UNKNOWN = 0, 1, 2
+PAD, EOS, UNKNOWN = 0, 1, 2
 FIRST_BYTE = 3
 """Byte b is id b + 3."""
 N_BYTE_IDS = FIRST_BYTE + 256

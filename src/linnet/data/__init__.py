@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from linnet.data.batch import NO_DOCUMENT, Batch, Split, Window
-from linnet.data.dataset import Data
-from linnet.data.load import open_data
+from linnet.data.dataset import TokenDataset
+from linnet.data.load import load_dataset
 
-__all__ = ["NO_DOCUMENT", "Batch", "Data", "Split", "Window", "open_data"]
+__all__ = ["NO_DOCUMENT", "Batch", "Split", "TokenDataset", "Window", "load_dataset"]

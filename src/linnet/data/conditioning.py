@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from linnet.config.schema import DataConfig
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import cache_folder
 from linnet.core.local_path import check_local
 from linnet.data.batch import Split
@@ -72,7 +72,7 @@ def of_pictures(source: str, splits: Mapping[str, Split], shape: tuple[int, int,
 
 def refuse_condition_of_text(cfg: DataConfig) -> None:
     if cfg.condition is not None:
-        raise refuse("data.condition", cfg.condition, f"none: {cfg.source} is text, not pictures", "leave it out")
+        raise invalid("data.condition", cfg.condition, f"none: {cfg.source} is text, not pictures", "leave it out")
 
 
 def _embedded(splits: Mapping[str, Split], shape: tuple[int, int, int]) -> tuple[Float32[np.ndarray, "n E"], str]:
@@ -114,14 +114,14 @@ def _from_file(source: str, n_pictures: int) -> tuple[Float32[np.ndarray, "n E"]
         rows = map_npy(path)
     except UserError as error:
         needs = f"builtin, or an .npy of numbers that can be read ({error})"
-        raise refuse("data.condition", source, needs, "use builtin, or correct the path") from None
+        raise invalid("data.condition", source, needs, "use builtin, or correct the path") from None
     if rows.ndim != 2 or len(rows) != n_pictures or not np.issubdtype(rows.dtype, np.floating):
         got = f"{source}, {rows.dtype} of shape {rows.shape}"
-        raise refuse("data.condition", got, f"a row of numbers for each of {n_pictures} pictures", "embed them again")
+        raise invalid("data.condition", got, f"a row of numbers for each of {n_pictures} pictures", "embed them again")
     rows = as_float32(rows, source)
     length = np.linalg.norm(rows, axis=1, keepdims=True)
     bad = np.flatnonzero(~(np.isfinite(length) & (length > 0)))
     if bad.size:
         needs = "rows of finite numbers that are not all zero"
-        raise refuse("data.condition", f"{source}, row {bad[0]} ({bad.size} in all)", needs, "embed them again")
+        raise invalid("data.condition", f"{source}, row {bad[0]} ({bad.size} in all)", needs, "embed them again")
     return rows / length, sha256_of(path)

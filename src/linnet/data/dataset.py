@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from linnet.config.schema import DataConfig
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.data import shuffle as order
 from linnet.data.batch import Batch, Split, cut
 from linnet.data.conditioning import Condition
@@ -21,7 +21,7 @@ from linnet.tokenizers.base import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Data:
+class TokenDataset:
     """Knows windows and their order, not what they are made of: any `Split` will do."""
 
     cfg: DataConfig
@@ -44,9 +44,9 @@ class Data:
         assert step >= 0
         sequence, update = divmod(step, self.cfg.updates_per_sequence)
         length = self.cfg.update_len
-        rows = order.share(self.cfg.batch_size, host, n_hosts)
+        rows = order.host_slice(self.cfg.batch_size, host, n_hosts)
         first = sequence * self.cfg.batch_size + rows.start
-        windows = order.windows_at(self.seed, first, len(rows), self.train.n_windows)
+        windows = order.window_indices(self.seed, first, len(rows), self.train.n_windows)
         return cut(self.train, windows, update * length, (update + 1) * length, len(rows), self.embeds("train"))
 
     def evaluation(self, split: str, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
@@ -54,9 +54,9 @@ class Data:
         every target counts once. `limit` takes so many sequences, spread evenly over the split."""
         chosen = self.split(split)
         if batch_size < 1:
-            raise refuse("batch size of the evaluation", batch_size, "at least 1", f"use {self.cfg.batch_size}")
+            raise invalid("batch size of the evaluation", batch_size, "at least 1", f"use {self.cfg.batch_size}")
         if limit is not None and limit < 1:
-            raise refuse("limit of the evaluation", limit, "at least 1, or none for all", "use None")
+            raise invalid("limit of the evaluation", limit, "at least 1, or none for all", "use None")
         if not chosen.n_windows:
             raise _empty(split, self.cfg)
         n = chosen.n_windows if limit is None else min(limit, chosen.n_windows)
@@ -69,7 +69,7 @@ class Data:
 
     def split(self, name: str) -> Split:
         if name not in SPLITS:
-            raise refuse("split", name, f"one of {', '.join(SPLITS)}", "choose one of them")
+            raise invalid("split", name, f"one of {', '.join(SPLITS)}", "choose one of them")
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
 
     def embeds(self, split: str) -> Float32[np.ndarray, "n E"] | None:
@@ -90,7 +90,7 @@ class Data:
         content = chosen.content(0, chosen.n_tokens + 1)  # a first token that is no target is content too
         return content.tobytes() if content.dtype == np.uint8 else self.tokenizer.decode(content.tolist())
 
-    def begun_by(self, begin_id: int | None) -> Data:
+    def begun_by(self, begin_id: int | None) -> TokenDataset:
         """The same data for a model whose sequences begin with this id, or with none."""
         splits = {name: self.split(name).begun_by(begin_id) for name in SPLITS}
         return dataclasses.replace(self, **splits)
@@ -109,16 +109,16 @@ class Data:
         if width != d_condition:
             if not width:
                 fix = "set --data.condition builtin, or --model.d-condition 0"
-                raise refuse(
+                raise invalid(
                     "data.condition", None, f"embeddings of width {d_condition}: the model is told of them", fix
                 )
             needs = f"{width}, the width of the embeddings of data.condition ({self.cfg.condition})"
-            raise refuse("model.d_condition", d_condition, needs, f"use --model.d-condition {width}")
+            raise invalid("model.d_condition", d_condition, needs, f"use --model.d-condition {width}")
         if self.n_vocab > n_vocab:
-            raise refuse("model.n_vocab", n_vocab, f"at least the data's {self.n_vocab} ids", f"use {self.n_vocab}")
+            raise invalid("model.n_vocab", n_vocab, f"at least the data's {self.n_vocab} ids", f"use {self.n_vocab}")
         if self.tokenizer.end_id != end_id:
             end = self.tokenizer.end_id
-            raise refuse("model.end_id", end_id, f"the id that ends a document in the data, {end}", f"use {end}")
+            raise invalid("model.end_id", end_id, f"the id that ends a document in the data, {end}", f"use {end}")
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from linnet.config.schema import EMBEDDED_CORPUS, DataConfig
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import check_local
 from linnet.data import index as indexes
 from linnet.data.conditioning import of_emoji, of_pictures, refuse_condition_of_text
-from linnet.data.dataset import Data
+from linnet.data.dataset import TokenDataset
 from linnet.data.packed import PackedSplit
 from linnet.data.prepare.pipeline import is_unfinished
 from linnet.data.sources.catalog import NAMED
@@ -23,14 +23,14 @@ from linnet.data.sources.files import find
 from linnet.data.sources.images import looks_like_pictures
 from linnet.data.sources.locations import located
 from linnet.data.sources.text import open_text
-from linnet.data.splits import SPLITS, divide
+from linnet.data.splits import SPLITS, make_splits
 from linnet.tokenizers.base import BytesTokenizer
 
 EMOJI = {f"emoji-{size}": size for size in SIZES}
 _DIVIDED_BY = ("validation_files", "test_files", "validation_fraction", "test_fraction")
 
 
-def open_data(cfg: DataConfig, seed: int) -> Data:
+def load_dataset(cfg: DataConfig, seed: int) -> TokenDataset:
     """Opens the data of a run, or says what is wrong with it before anything starts."""
     check_local("data.source", cfg.source)
     cfg = located(cfg)
@@ -57,20 +57,20 @@ def is_divided(source: str) -> bool:
     return source in EMOJI or indexes.is_prepared(Path(os.path.expanduser(source)))
 
 
-def _text(cfg: DataConfig, seed: int) -> Data:
+def _text(cfg: DataConfig, seed: int) -> TokenDataset:
     if cfg.source != EMBEDDED_CORPUS and looks_like_pictures(cfg.source):
         raise UserError(
             f"data.source is {cfg.source!r}, which is pictures or a tar: those are prepared first. Fix: run `linnet data prepare "
             f"{cfg.source} --out DIR` and train with --data.source DIR (it prints the whole command)."
         )
     source = find(cfg.source)
-    division = divide(source, cfg)
+    division = make_splits(source, cfg)
     train, validation, test = (open_text(division.pieces[name], cfg.sequence_len) for name in SPLITS)
     if not train.n_tokens:
-        raise refuse("data.source", cfg.source, "large enough to leave something to train on", "name a larger source")
+        raise invalid("data.source", cfg.source, "large enough to leave something to train on", "name a larger source")
     refuse_condition_of_text(cfg)
     origin = {"source": cfg.source, "root": str(source.root), "left_out": division.left_out, "held_out": division.how}
-    return Data(
+    return TokenDataset(
         cfg=cfg,
         seed=seed,
         tokenizer=BytesTokenizer(),
@@ -82,7 +82,7 @@ def _text(cfg: DataConfig, seed: int) -> Data:
     )
 
 
-def _prepared(cfg: DataConfig, seed: int, folder: Path) -> Data:
+def _prepared(cfg: DataConfig, seed: int, folder: Path) -> TokenDataset:
     _refuse_division(cfg, "was divided when it was prepared")
     index = indexes.load(folder)
     indexes.refuse_damage(folder, index)
@@ -96,7 +96,7 @@ def _prepared(cfg: DataConfig, seed: int, folder: Path) -> Data:
         refuse_condition_of_text(cfg)
     elif cfg.condition is not None:
         condition = of_pictures(cfg.condition, splits, shape)
-    return Data(
+    return TokenDataset(
         cfg=cfg,
         seed=seed,
         tokenizer=indexes.the_tokenizer(folder, index),
@@ -107,7 +107,7 @@ def _prepared(cfg: DataConfig, seed: int, folder: Path) -> Data:
     )
 
 
-def _emoji(cfg: DataConfig, seed: int, size: int) -> Data:
+def _emoji(cfg: DataConfig, seed: int, size: int) -> TokenDataset:
     _refuse_division(cfg, "is divided by what its pictures show")
     shape = (size, size, 3)
     _refuse_cut_pictures(cfg, shape)
@@ -121,7 +121,7 @@ def _emoji(cfg: DataConfig, seed: int, size: int) -> Data:
     }
     held_out = dict.fromkeys(("validation", "test"), "whole concepts, by a hash of their names")
     origin = {"source": cfg.source, "root": "embedded", "left_out": {}, "held_out": held_out}
-    return Data(
+    return TokenDataset(
         cfg=cfg,
         seed=seed,
         tokenizer=BytesTokenizer(),
@@ -136,12 +136,12 @@ def _refuse_division(cfg: DataConfig, why: str) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
     for name in _DIVIDED_BY:
         if getattr(cfg, name) != defaults[name]:
-            raise refuse(f"data.{name}", getattr(cfg, name), f"left alone: {cfg.source} {why}", "leave it out")
+            raise invalid(f"data.{name}", getattr(cfg, name), f"left alone: {cfg.source} {why}", "leave it out")
 
 
 def _refuse_cut_pictures(cfg: DataConfig, shape: tuple[int, int, int] | None) -> None:
     if shape is not None and cfg.sequence_len != math.prod(shape):
-        raise refuse(
+        raise invalid(
             "data.sequence_len",
             cfg.sequence_len,
             f"one picture of {cfg.source}, {' x '.join(map(str, shape))} values",

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Shaped
 
-from linnet.core.special_tokens import END, FIRST_BYTE, PAD
+from linnet.core.special_tokens import EOS, FIRST_BYTE, PAD
 from linnet.data.batch import NO_DOCUMENT, Window
 
 HASH_BYTES = 1 << 20
@@ -63,7 +63,7 @@ class PackedSplit:
         sequence_len: int,
         *,
         first_id: int = FIRST_BYTE,
-        end_id: int = END,
+        end_id: int = EOS,
         n_bytes: int | None = None,
         n_words: int | None = None,
         fingerprint: str | None = None,

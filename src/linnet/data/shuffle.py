@@ -18,7 +18,7 @@ def permutation(seed: int, epoch: int, n: int) -> Int64[np.ndarray, " n"]:
     return order
 
 
-def windows_at(seed: int, first: int, count: int, n: int) -> list[int]:
+def window_indices(seed: int, first: int, count: int, n: int) -> list[int]:
     """Which of n windows stand at positions first, first + 1, ... of the endless training stream."""
     assert n > 0
     chosen: list[int] = []
@@ -28,7 +28,7 @@ def windows_at(seed: int, first: int, count: int, n: int) -> list[int]:
     return chosen
 
 
-def share(n_rows: int, host: int, n_hosts: int) -> range:
+def host_slice(n_rows: int, host: int, n_hosts: int) -> range:
     """The rows of a batch that one of several hosts reads: every row falls to one host, and their numbers differ by one at most."""
     assert 0 <= host < n_hosts
     return range(n_rows * host // n_hosts, n_rows * (host + 1) // n_hosts)

@@ -8,7 +8,7 @@ import itertools
 import os
 
 from linnet.config.schema import DataConfig
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.data.sources.files import FileId, Found, SourceFile, find_held_out
 
 SPLITS = ("train", "validation", "test")
@@ -31,14 +31,14 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Division:
+class SplitPlan:
     pieces: dict[str, tuple[Piece, ...]]
     left_out: dict[str, dict[str, int]]
     how: dict[str, str]
     """How each held-out split was chosen, in words."""
 
 
-def divide(source: Found, cfg: DataConfig) -> Division:
+def make_splits(source: Found, cfg: DataConfig) -> SplitPlan:
     """Never depends on the seed: what was held out once is held out from every run on the same files."""
     named = {
         split: find_held_out(patterns, source.root, f"data.{split}_files")
@@ -58,7 +58,7 @@ def divide(source: Found, cfg: DataConfig) -> Division:
     fractions = {"test": cfg.test_fraction, "validation": cfg.validation_fraction}
     wanted = {split: share for split, share in fractions.items() if share > 0 and split not in named}
     pieces, how = _by_fraction(rest, wanted, ends)
-    return Division(
+    return SplitPlan(
         pieces={split: pieces.get(split, ()) for split in SPLITS}
         | {split: _whole(found.files, ends) for split, found in named.items()},
         left_out={"source": source.left_out} | {split: found.left_out for split, found in named.items()},
@@ -70,7 +70,7 @@ def _refuse_overlap(named: dict[str, Found]) -> None:
     test = {f.identity for f in named["test"].files} if "test" in named else set()
     both = [f for f in named["validation"].files if f.identity in test] if "validation" in named else []
     if both:
-        raise refuse(
+        raise invalid(
             "data.test_files",
             str(both[0].path),
             "apart from data.validation_files, which names the same file",

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from linnet.config.schema import RunConfig
-from linnet.data import Batch, Data
+from linnet.data import Batch, TokenDataset
 from linnet.evaluate.positions import ByPosition, PositionSums
 from linnet.models.base import TokenFamily
 from linnet.parallel import sharding
@@ -71,7 +71,7 @@ def evaluate(
     cfg: RunConfig,
     params: Any,
     buffers: Any,
-    data: Data,
+    data: TokenDataset,
     split: str,
     *,
     nats: Callable[..., Any] | None = None,
@@ -96,7 +96,7 @@ def evaluate(
         positions.begin(size)
         for start in range(0, length, stretch):
             part = batch.stretch(start, start + stretch)
-            placed = sharding.put_rows(part, (0, 1), size, mesh, family.RULES)
+            placed = sharding.global_batch(part, (0, 1), size, mesh, family.RULES)
             values, carry = nats(params, buffers, carry, placed)
             values = sharding.to_host(values)
             counted = np.asarray(part.loss_mask, np.float64)
@@ -121,5 +121,5 @@ def evaluate(
 def _beginning(family: TokenFamily, cfg: RunConfig, size: int, mesh: Mesh) -> Callable[[], Any]:
     """Makes the carry of sequences of which nothing was read, where it is to lie."""
     shapes = jax.eval_shape(lambda: family.empty_carry(cfg.model, size))
-    places = sharding.places(shapes, family.carry_names(shapes), mesh, family.RULES)
+    places = sharding.named_shardings(shapes, family.carry_axes(shapes), mesh, family.RULES)
     return jax.jit(lambda: family.empty_carry(cfg.model, size), out_shardings=places)

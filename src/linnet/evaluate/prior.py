@@ -18,21 +18,21 @@ from jaxtyping import Array, Float, Float32, Int
 
 from linnet.config.schema import RunConfig
 from linnet.core import rng
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.core.pytree import replace
-from linnet.data.embeddings import PairBatch, Pairs
+from linnet.data.embeddings import EmbeddingPairs, PairBatch
 from linnet.data.embeddings.neighbors import unit
 from linnet.evaluate.retrieval import CANDIDATE_STEPS, N_CANDIDATES
 from linnet.models.prior import diffusion, sampling
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.params import PriorParams
-from linnet.models.prior.solver import Plan, make_plan
+from linnet.models.prior.solver import SolverTable, make_solver
 
 N_DRAWS = 4
 """Times and noises at which a pair's loss is taken: one would say more of the draw than of the pair."""
-MOST_CHOSEN = 1000
+MAX_CHOSEN = 1000
 """Pairs for which the best of several candidates is looked for, at most."""
-MOST_KEPT = 10_000
+MAX_KEPT = 10_000
 """Predicted embeddings kept for retrieval, however many pairs are evaluated."""
 FIGURES = (
     "baseline similarity",
@@ -95,7 +95,7 @@ class PriorEvaluation:
 def evaluate_prior(
     cfg: RunConfig,
     weights: dict[str, PriorParams],
-    pairs: Pairs,
+    pairs: EmbeddingPairs,
     split: str,
     *,
     timesteps: Sequence[int] | None = None,
@@ -107,15 +107,15 @@ def evaluate_prior(
     """`weights`: as in `PriorEvaluation.losses`. One pass over the split, all figures of a batch together. `choose`: also the best of
     several candidates, unless there are very many pairs."""
     model, size = cfg.prior, batch_size or cfg.data.batch_size
-    must_fit(pairs, model)
-    plans = {n: make_plan(model, n) for n in (cfg.train.eval_timesteps if timesteps is None else timesteps)}
+    check_fit(pairs, model)
+    plans = {n: make_solver(model, n) for n in (cfg.train.eval_timesteps if timesteps is None else timesteps)}
     sampled = sampling.prepared(list(weights.values())[-1], model)
-    key = rng.stream(rng.root(cfg.seed), "evaluation")
+    key = rng.fold_in_name(rng.root(cfg.seed), "evaluation")
     losses = dict.fromkeys(weights, 0.0)
     sums: dict[int, dict[str, float]] = {n: dict.fromkeys(FIGURES, 0.0) for n in plans}
     kept: dict[int, list[tuple[np.ndarray, ...]]] = {n: [] for n in plans}
     chosen: list[np.ndarray] = []
-    choose = choose and len(pairs.evaluated(split, limit)) <= MOST_CHOSEN and pairs.text_width == pairs.image_width
+    choose = choose and len(pairs.evaluated(split, limit)) <= MAX_CHOSEN and pairs.text_width == pairs.image_width
     seen = 0
     for batch in progress(pairs.evaluation(split, size, limit)):
         n = int(np.sum(batch.mask))
@@ -128,7 +128,7 @@ def evaluate_prior(
             rolled = _predict(sampled, _rolled(batch, n), plan, key, seen, model)
             for name, value in five_cosines(batch, embeds, rolled, n).items():
                 sums[n_step][name] += value
-            if seen < MOST_KEPT:
+            if seen < MAX_KEPT:
                 kept[n_step].append((np.asarray(batch.text_embed[:n]), np.asarray(batch.image_embed[:n]), embeds[:n]))
         if choose:
             chosen.append(_chosen(sampled, batch, key, seen, model)[:n])
@@ -146,21 +146,21 @@ def evaluate_prior(
     )
 
 
-def must_fit(pairs: Pairs, model: PriorConfig) -> None:
+def check_fit(pairs: EmbeddingPairs, model: PriorConfig) -> None:
     """Refuses data that this model cannot read."""
     if pairs.image_width != model.dim:
         width = pairs.image_width
-        raise refuse("model.dim", model.dim, f"the image embeddings' width, {width}", f"use --model.dim {width}")
+        raise invalid("model.dim", model.dim, f"the image embeddings' width, {width}", f"use --model.dim {width}")
     if pairs.text_width != model.d_text:
         width = pairs.text_width
         fix = f"use --model.text-dim {width}"
-        raise refuse("model.text_dim", model.text_dim, f"the text embeddings' width, {width}", fix)
+        raise invalid("model.text_dim", model.text_dim, f"the text embeddings' width, {width}", fix)
     if model.text_encodings and pairs.text_len is None:
         fix = "make pairs with `linnet data embed`, which writes them, or use --model.no-text-encodings"
-        raise refuse("model.text_encodings", True, "False where the data has no token encodings of its texts", fix)
+        raise invalid("model.text_encodings", True, "False where the data has no token encodings of its texts", fix)
     if model.text_encodings and model.masks_text and 0 < model.max_text_len < (pairs.text_len or 0):
         needs = f"{pairs.text_len}, the positions of the data's token encodings, or 0: this release cuts none off"
-        raise refuse("model.max_text_len", model.max_text_len, needs, f"use --model.max-text-len {pairs.text_len}")
+        raise invalid("model.max_text_len", model.max_text_len, needs, f"use --model.max-text-len {pairs.text_len}")
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
@@ -172,7 +172,7 @@ def row_losses(
     every = jnp.ones((n_row,), bool)
 
     def one(total: Array, i: Array) -> tuple[Array, None]:
-        draws = diffusion.draw(rng.at(rng.stream(key, "draws"), i), first_row, n_row, cfg)
+        draws = diffusion.draw(rng.fold_in(rng.fold_in_name(key, "draws"), i), first_row, n_row, cfg)
         draws = replace(draws, keep_text=every, keep_image=every, dropout=None)
         images, texts = jnp.asarray(batch.image_embed), jnp.asarray(batch.text_embed)
         encodings = None if batch.encodings is None else jnp.asarray(batch.encodings)
@@ -183,10 +183,10 @@ def row_losses(
 
 
 def _predict(
-    params: PriorParams, batch: PairBatch, plan: Plan, key: Array, first_row: int, cfg: PriorConfig
+    params: PriorParams, batch: PairBatch, plan: SolverTable, key: Array, first_row: int, cfg: PriorConfig
 ) -> Float32[np.ndarray, "B D"]:
     """Embeddings for a batch's texts, each row's noise by its place in the split."""
-    keys = _row_keys(rng.stream(key, "noise"), first_row, len(batch.mask))
+    keys = _row_keys(rng.fold_in_name(key, "noise"), first_row, len(batch.mask))
     encodings = None if batch.encodings is None else jnp.asarray(batch.encodings)
     return np.asarray(sampling.sample(params, jnp.asarray(batch.text_embed), encodings, plan, keys, cfg))
 
@@ -195,15 +195,15 @@ def _chosen(
     params: PriorParams, batch: PairBatch, key: Array, first_row: int, cfg: PriorConfig
 ) -> Float32[np.ndarray, "B D"]:
     """Of each row's candidates the best, as `linnet sample --n` gives it."""
-    plan = make_plan(cfg, min(CANDIDATE_STEPS, cfg.timesteps), "dpm")
-    keys = (rng.at(rng.stream(key, "candidates"), i) for i in range(N_CANDIDATES))
+    plan = make_solver(cfg, min(CANDIDATE_STEPS, cfg.timesteps), "dpm")
+    keys = (rng.fold_in(rng.fold_in_name(key, "candidates"), i) for i in range(N_CANDIDATES))
     candidates = [_predict(params, batch, plan, one, first_row, cfg) for one in keys]
     return np.asarray(sampling.best(jnp.stack(candidates, axis=1), jnp.asarray(batch.text_embed)))
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _row_keys(key: Array, first_row: int | Int[Array, ""], n_row: int) -> Array:
-    return jax.vmap(lambda i: rng.at(key, i))(first_row + jnp.arange(n_row))
+    return jax.vmap(lambda i: rng.fold_in(key, i))(first_row + jnp.arange(n_row))
 
 
 def _rolled(batch: PairBatch, n: int) -> PairBatch:
@@ -229,5 +229,5 @@ def _cosine_sum(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _joined(rows: list[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
-    columns = (np.concatenate(column)[:MOST_KEPT] for column in zip(*rows, strict=True))
+    columns = (np.concatenate(column)[:MAX_KEPT] for column in zip(*rows, strict=True))
     return dict(zip(("texts", "images", "embeds"), columns, strict=True))

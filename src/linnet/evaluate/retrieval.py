@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float64, Int64
 
-from linnet.data.embeddings import Pairs
+from linnet.data.embeddings import EmbeddingPairs
 from linnet.data.embeddings.neighbors import unit
 from linnet.runs.metrics import replace_text
 
@@ -57,7 +57,7 @@ class Baselines:
         return (np.asarray(texts, np.float64) - self.mean_text) @ self.weights + self.mean_image
 
 
-def baselines(pairs: Pairs) -> Baselines:
+def baselines(pairs: EmbeddingPairs) -> Baselines:
     """Fitted on the train split, block by block; the validation split chooses the ridge's strength."""
     n, sums = 0, [np.zeros(pairs.text_width), np.zeros(pairs.image_width)]
     xx, xy = (np.zeros((pairs.text_width, width)) for width in (pairs.text_width, pairs.image_width))
@@ -86,7 +86,7 @@ def baselines(pairs: Pairs) -> Baselines:
 
 
 def _blocks(
-    pairs: Pairs, split: str, most: int
+    pairs: EmbeddingPairs, split: str, most: int
 ) -> Iterator[tuple[Float64[np.ndarray, "b T"], Float64[np.ndarray, "b D"]]]:
     """Texts and images of a split, or of so many rows spread evenly over it."""
     rows = pairs.evaluated(split, most)
@@ -213,7 +213,7 @@ def similarity(
 
 
 def side_by_side(
-    pairs: Pairs,
+    pairs: EmbeddingPairs,
     split: str,
     n_evaluated: int,
     texts: Float[np.ndarray, "n T"],

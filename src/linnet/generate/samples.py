@@ -19,7 +19,7 @@ from linnet.models.generate import generate
 from linnet.models.tensor_parallel import on_mesh_of
 from linnet.models.vq import slots as vq_slots
 from linnet.models.vq.config import VQConfig
-from linnet.models.vq.guided import Guided
+from linnet.models.vq.guided import CFGDecoder
 from linnet.nn.sampling import SamplingSettings, sampling_settings
 from linnet.runs.vocabulary import Vocabulary
 
@@ -109,7 +109,7 @@ def sample_pictures(
     of length 1, what each shall show; a `guidance` above 1 makes more of that than the model does by itself."""
     decoder, states = family.decoder, None
     if embeds is not None:
-        decoder = vq_slots if guidance == 1.0 else Guided(guidance)
+        decoder = vq_slots if guidance == 1.0 else CFGDecoder(guidance)
         states = told_states(decoder, params, embeds, cfg.vq)
     size, n_seen = int(np.prod(shape)), len(seen[0])
     ids = [[value + FIRST_BYTE for value in values] for values in seen]
@@ -140,7 +140,7 @@ def told_states(decoder: Any, params: Any, embeds: Float32[np.ndarray, "n E"], c
     made: dict[bytes, Any] = {}
     for embed in embeds:
         if embed.tobytes() not in made:
-            made[embed.tobytes()] = decoder.told_state(params, embed, cfg)
+            made[embed.tobytes()] = decoder.conditioned_state(params, embed, cfg)
     return [made[embed.tobytes()] for embed in embeds]
 
 

@@ -16,17 +16,17 @@ from jaxtyping import Float32, UInt8
 
 from linnet.config.schema import RunConfig
 from linnet.core import rng
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.data.conditioning import BUILTIN
 from linnet.data.embeddings import open_pairs
-from linnet.data.embeddings.neighbors import Gallery, unit
+from linnet.data.embeddings.neighbors import NeighborIndex, unit
 from linnet.data.embeddings.provenance import encoder_of
 from linnet.data.encoders.encoder import Encoder, encode_prompt
 from linnet.data.encoders.load import open_encoder
 from linnet.generate.samples import sample_pictures
 from linnet.models.prior import sampling
 from linnet.models.prior.conditions import cut_encodings
-from linnet.models.prior.solver import make_plan, usual_steps
+from linnet.models.prior.solver import default_steps, make_solver
 from linnet.nn.sampling import SamplingSettings
 from linnet.runs.folder import RunFolder
 from linnet.runs.load import Run, open_run
@@ -47,13 +47,13 @@ class Imagination:
     ) -> Float32[np.ndarray, "n E"]:
         """One for every seed, of length 1: what a picture of this text might be. The same seed gives the same as a server."""
         cfg = self.prior.cfg.prior
-        plan = make_plan(cfg, usual_steps(cfg, "ddim") if steps is None else steps)
+        plan = make_solver(cfg, default_steps(cfg, "ddim") if steps is None else steps)
         embed, encodings = encode_prompt(self.encoder, text, with_encodings=cfg.text_encodings)
         if len(embed) != cfg.d_text:
             needs = f"{cfg.d_text}, the width of the prior's texts"
-            raise refuse(f"the width of the encoder {self.encoder.name}", len(embed), needs, "use another prior")
+            raise invalid(f"the width of the encoder {self.encoder.name}", len(embed), needs, "use another prior")
         encodings = cut_encodings(encodings, cfg)
-        keys = jnp.stack([rng.of_sample(seed) for seed in seeds])
+        keys = jnp.stack([rng.sample_key(seed) for seed in seeds])
         params = sampling.prepared(self.prior.params, cfg)
         texts = jnp.repeat(jnp.asarray(embed)[None], len(seeds), axis=0)
         tokens = None if encodings is None else jnp.repeat(jnp.asarray(encodings)[None], len(seeds), axis=0)
@@ -71,7 +71,7 @@ class Imagination:
         run, painted = self.painter, []
         if guidance != 1.0 and not run.cfg.vq.p_drop_condition:
             needs = "1: this painter never trained without its embedding (model.p_drop_condition is 0)"
-            raise refuse("guidance", guidance, needs, "use 1, or train it with 0.1")
+            raise invalid("guidance", guidance, needs, "use 1, or train it with 0.1")
         for at in range(0, len(embeds), AT_ONCE):
             part = embeds[at : at + AT_ONCE]
             row = np.zeros(len(part), np.int32)
@@ -95,7 +95,7 @@ class Imagination:
         """Captions and cosines of the real pictures that embeddings point to, among those that the prior learned from; None where
         these are not at hand, or have no captions."""
         try:
-            found = Gallery(open_pairs(self.prior.cfg.pairs, self.prior.cfg.seed)).nearest(embeds, k)
+            found = NeighborIndex(open_pairs(self.prior.cfg.pairs, self.prior.cfg.seed)).nearest(embeds, k)
         except UserError:
             return None
         if found.captions is None:
@@ -116,12 +116,12 @@ def open_imagination(prior: Path, painter: Path, checkpoint: str = "best") -> Im
             )
     first = open_run(prior, checkpoint)
     if first.cfg.family != "prior":
-        raise refuse("--prior", f"{prior}, a run of the family {first.cfg.family}", "a run of the family prior", _MAKE)
+        raise invalid("--prior", f"{prior}, a run of the family {first.cfg.family}", "a run of the family prior", _MAKE)
     second = open_run(painter, checkpoint)
     encoder = _encoder_of_both(first.cfg, second.cfg, prior, painter)
     shape = second.vocabulary.shape
     if shape is None:
-        raise refuse("--painter", f"{painter}, which writes text", "a run that paints pictures", _MAKE_PAINTER)
+        raise invalid("--painter", f"{painter}, which writes text", "a run that paints pictures", _MAKE_PAINTER)
     return Imagination(prior=first, painter=second, encoder=open_encoder(encoder), shape=shape)
 
 
@@ -132,15 +132,15 @@ _MAKE_PAINTER = "`linnet train emoji-imagine` makes one"
 def _encoder_of_both(first: RunConfig, second: RunConfig, prior: Path, painter: Path) -> str:
     if not second.d_condition:
         needs = "a vq run with model.d_condition: one that can be told what to paint"
-        raise refuse("--painter", f"{painter}, which nothing conditions", needs, _MAKE_PAINTER)
+        raise invalid("--painter", f"{painter}, which nothing conditions", needs, _MAKE_PAINTER)
     if first.prior.dim != second.d_condition:
         needs = f"{first.prior.dim}, the width of the embeddings of {prior}"
-        raise refuse(f"model.d_condition of {painter}", second.d_condition, needs, "train it on those embeddings")
+        raise invalid(f"model.d_condition of {painter}", second.d_condition, needs, "train it on those embeddings")
     name = encoder_of(first.pairs, prior)
     if name is None:
         needs = "pairs whose encoder is known, so that it can read your text"
-        raise refuse("--prior", f"{prior}, of {first.pairs.source}", needs, "make pairs with `linnet data embed`")
+        raise invalid("--prior", f"{prior}, of {first.pairs.source}", needs, "make pairs with `linnet data embed`")
     if second.tokens.condition == BUILTIN and name != BUILTIN:
         needs = f"embeddings by {name}, as those of {prior}"
-        raise refuse(f"data.condition of {painter}", BUILTIN, needs, "train it on an .npy of such embeddings")
+        raise invalid(f"data.condition of {painter}", BUILTIN, needs, "train it on an .npy of such embeddings")
     return name

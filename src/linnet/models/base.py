@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from linnet.core.pytree import pytree
 from linnet.models.generate import Decoder
-from linnet.parallel.sharding import Rules
+from linnet.parallel.sharding import LogicalAxisRules
 
 
 @pytree
@@ -28,11 +28,11 @@ class Keys:
     sequence: PRNGKeyArray
 
 
-class Family(Protocol):
+class ModelFamily(Protocol):
     """What the trainer needs. `cfg` is the family's own config, `batch` a tree of arrays with rows in front."""
 
     name: str
-    RULES: Rules
+    RULES: LogicalAxisRules
     """Which axes of a mesh cut which axes of the model: the one table of the family."""
 
     def param_specs(self, cfg: Any) -> Any: ...
@@ -41,7 +41,7 @@ class Family(Protocol):
 
     def empty_carry(self, cfg: Any, batch_size: int) -> Any: ...
 
-    def carry_names(self, carry: Any) -> Any:
+    def carry_axes(self, carry: Any) -> Any:
         """What each axis of a carry's leaves is; one of them is the batch's rows."""
         ...
 
@@ -68,7 +68,7 @@ class Family(Protocol):
         ...
 
 
-class TokenFamily(Family, Protocol):
+class TokenFamily(ModelFamily, Protocol):
     """A family that reads and writes tokens: `batch` has inputs, targets, doc_ids and loss_mask, each B x T."""
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 
 BeginId = Literal["end"] | int | None
 """As a config states it. `end`: the id that ends a document, which models are trained with unless their config says otherwise. None:
@@ -17,7 +17,7 @@ what a saved session means, and sessions that were saved before the field existe
 def check_begin(begin_id: BeginId, n_vocab: int) -> None:
     if isinstance(begin_id, int) and not 0 <= begin_id < n_vocab:
         needs = f"an id below model.n_vocab ({n_vocab}), 'end' or none"
-        raise refuse("model.begin_id", begin_id, needs, "use the tokenizer's, or end")
+        raise invalid("model.begin_id", begin_id, needs, "use the tokenizer's, or end")
 
 
 def bos_id(begin_id: BeginId, end_id: int) -> int | None:
@@ -33,4 +33,4 @@ def empty_prompt(bos: int | None) -> UserError:
     """Nothing is in front of a sequence, and the prompt is empty: there is no token to predict from."""
     why = "the model has no begin-of-sequence id" if bos is None else "add_special_tokens is false"
     fix = "give a prompt of at least one token" + ("" if bos is None else ", or leave add_special_tokens out")
-    return refuse("the prompt", "empty", f"at least one token: {why}", fix)
+    return invalid("the prompt", "empty", f"at least one token: {why}", fix)

@@ -9,20 +9,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from linnet.nn.losses import likeliest
-from linnet.nn.sampling import Rules, SamplingSettings, sample, uniforms
+from linnet.nn.losses import top_logprobs
+from linnet.nn.sampling import LogitMask, SamplingSettings, sample, uniforms
 
 Top = tuple[Int[Array, "n B K"], Float[Array, "n B K"]]
 
 
-def draw(
+def decode_loop(
     tick: Callable[[Any, Int[Array, " B"]], tuple[Any, Float[Array, "B A"]]],
     slots: Any,
     tokens: Int[Array, " B"],
     settings: SamplingSettings,
     keys: PRNGKeyArray,
     seen: Int[Array, "B A"],
-    rules: Rules | None,
+    rules: LogitMask | None,
     n_ticks: int,
     n_top: int,
     n: int | Int[Array, ""] | None = None,
@@ -38,7 +38,7 @@ def draw(
         slots, seen, tokens, told = state
         slots, logits = tick(slots, tokens)
         tokens, logprobs = sample(logits, settings, chances[i], seen, rules, slots.position)
-        new = (tokens, logprobs, likeliest(logits, n_top) if n_top else None)
+        new = (tokens, logprobs, top_logprobs(logits, n_top) if n_top else None)
         told = jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, 0), told, new)
         return slots, seen.at[rows, tokens].add(1), tokens, told
 

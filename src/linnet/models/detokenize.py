@@ -7,7 +7,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.core.special_tokens import TextRules
 
 
@@ -15,10 +15,10 @@ def check_stops(stops: Sequence[str]) -> None:
     """Each is of at least one byte, and of whole characters."""
     for stop in stops:
         if not stop:
-            raise refuse("stop", "", "a string of at least one character", "leave it out")
+            raise invalid("stop", "", "a string of at least one character", "leave it out")
         # A byte that is not UTF-8 comes from a command line as half of a surrogate pair; JSON may have one, too.
         if any(0xD800 <= ord(letter) < 0xE000 for letter in stop):
-            raise refuse("stop", ascii(stop), "text that is Unicode", "leave out what is not a whole character")
+            raise invalid("stop", ascii(stop), "text that is Unicode", "leave out what is not a whole character")
 
 
 def joined_bytes(rules: TextRules, ids: Iterable[int]) -> bytes:

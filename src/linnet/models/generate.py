@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.core import rng
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.core.special_tokens import FIRST_BYTE, TextRules
 from linnet.models.bos import empty_prompt, in_front
 from linnet.models.detokenize import TextAssembler, check_stops
-from linnet.models.tensor_parallel import everywhere, mesh_of, on_mesh_of
-from linnet.nn.sampling import Rules, SamplingSettings
+from linnet.models.tensor_parallel import mesh_of, on_mesh_of, replicate
+from linnet.nn.sampling import LogitMask, SamplingSettings
 from linnet.parallel import sharding
 
 N_TICKS = 32  # tokens a dispatch
@@ -51,7 +51,7 @@ class Decoder(Protocol):
         settings: SamplingSettings,
         keys: Any,
         seen: Any,
-        rules: Rules | None = None,
+        rules: LogitMask | None = None,
         active: Any = None,
         n: Any = None,
         *,
@@ -139,7 +139,7 @@ def _stream(
     states: Sequence[Any],
     rows: list[_Row],
     settings: SamplingSettings,
-    rules: Rules | None,
+    rules: LogitMask | None,
     seeds: Sequence[int],
     n_ticks: int,
 ) -> Iterator[list[Piece | None]]:
@@ -164,8 +164,8 @@ def _stream(
             # The begin id in front is not the caller's, so it counts for no repetition.
             np.add.at(seen[i], np.asarray(prompt[n_front:], np.int32), 1)
     mesh = mesh_of(params)
-    keys = everywhere(mesh, jnp.stack([rng.of_sample(seed) for seed in seeds]))
-    seen, tokens = everywhere(mesh, seen), first
+    keys = replicate(mesh, jnp.stack([rng.sample_key(seed) for seed in seeds]))
+    seen, tokens = replicate(mesh, seen), first
     # What is not the model's comes from the host: of several processes each has it, and it counts as one array.
     settings, rules = jax.tree.map(np.asarray, (settings, rules))
     while not all(row.finish for row in rows):
@@ -189,12 +189,12 @@ def _stream(
         ]
 
 
-def _only(allowed: Sequence[int], n: int, n_vocab: int) -> Rules:
+def _only(allowed: Sequence[int], n: int, n_vocab: int) -> LogitMask:
     """No other ids, from the first draw on. What the penalties count (`seen`) has the prompt in it already."""
     bias = np.full((n, n_vocab), -np.inf, np.float32)
     bias[:, list(allowed)] = 0.0
     none = jnp.zeros((n, n_vocab), bool)
-    return Rules(bias=jnp.asarray(bias), late=none, late_until=jnp.zeros((n,), jnp.int32), prompted=none)
+    return LogitMask(bias=jnp.asarray(bias), late=none, late_until=jnp.zeros((n,), jnp.int32), prompted=none)
 
 
 class _Row:
@@ -235,7 +235,7 @@ def _most(n_prompt: int, n_front: int, max_tokens: int, context: int | None) -> 
     room = context - n_front - n_prompt
     if room < 0:
         needs = f"at most {context - n_front}: the model reads {context} tokens, answer included"
-        raise refuse("the prompt", f"{n_prompt} tokens", needs, "shorten it")
+        raise invalid("the prompt", f"{n_prompt} tokens", needs, "shorten it")
     return min(max_tokens, room + 1)
 
 
@@ -249,18 +249,18 @@ def _check(
     n_vocab: int,
 ) -> None:
     if not prompts:
-        raise refuse("prompts", 0, "at least one", "give an empty prompt to start from nothing")
+        raise invalid("prompts", 0, "at least one", "give an empty prompt to start from nothing")
     for field, got in (("seeds", len(seeds)), ("settings", settings.temperature.shape[0])):
         if got != len(prompts):
-            raise refuse(f"the number of {field}", got, f"one for each of the {len(prompts)} prompts", "give as many")
+            raise invalid(f"the number of {field}", got, f"one for each of the {len(prompts)} prompts", "give as many")
     if max_tokens < 1:
-        raise refuse("max_tokens", max_tokens, "at least 1", "ask for one token or more")
+        raise invalid("max_tokens", max_tokens, "at least 1", "ask for one token or more")
     if n_ticks < 1:
-        raise refuse("n_ticks", n_ticks, "at least 1", f"use {N_TICKS}")
+        raise invalid("n_ticks", n_ticks, "at least 1", f"use {N_TICKS}")
     check_stops(stop)
     for prompt in prompts:
         for token in prompt:
             if not 0 <= token < n_vocab:
-                raise refuse(
+                raise invalid(
                     "a prompt token", token, f"an id of the model, 0 to {n_vocab - 1}", "use the model's tokenizer"
                 )

@@ -5,24 +5,24 @@ from __future__ import annotations
 import importlib
 from typing import Any, cast
 
-from linnet.core.errors import refuse
-from linnet.models.base import Family, TokenFamily
+from linnet.core.errors import invalid
+from linnet.models.base import ModelFamily, TokenFamily
 
 TOKENS = ("vq", "moe")
 ALL = (*TOKENS, "prior")
 
 
-def get(name: str) -> Family:
+def get(name: str) -> ModelFamily:
     """Imported when asked for: `linnet --help` should not wait for JAX."""
     if name not in ALL:
-        raise refuse("family", name, f"one of {', '.join(ALL)}", "use one of them")
-    return cast(Family, cast(Any, importlib.import_module(f"linnet.models.{name}.family")))
+        raise invalid("family", name, f"one of {', '.join(ALL)}", "use one of them")
+    return cast(ModelFamily, cast(Any, importlib.import_module(f"linnet.models.{name}.family")))
 
 
 def tokens(name: str) -> TokenFamily:
     """One that reads and writes tokens."""
     if name not in TOKENS:
-        raise refuse(
+        raise invalid(
             "family", name, f"{' or '.join(TOKENS)}, which read and write tokens", "use a run of such a family"
         )
     return cast(TokenFamily, get(name))

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from linnet.nn.moe import RouterFigures
+from linnet.nn.moe import RouterStats
 
 
-def router_metrics(figures: RouterFigures) -> dict[str, Array]:
+def router_metrics(figures: RouterStats) -> dict[str, Array]:
     """`figures` of all layers, stacked."""
     return {
         "loss_balance": jnp.mean(figures.balance),
@@ -22,7 +22,7 @@ def router_metrics(figures: RouterFigures) -> dict[str, Array]:
     }
 
 
-def router_cost(figures: RouterFigures, balance_weight: float, z_weight: float) -> Float[Array, ""]:
+def router_cost(figures: RouterStats, balance_weight: float, z_weight: float) -> Float[Array, ""]:
     """Summed over layers."""
     return balance_weight * jnp.sum(figures.balance) + z_weight * jnp.sum(figures.z)
 
@@ -44,7 +44,7 @@ def expert_diagnostics(metrics: dict[str, Array]) -> dict[str, Any]:
     }
 
 
-def expert_alarms(figures: dict[str, Any], least: float, n_expert: int) -> dict[int, str]:
+def expert_warnings(figures: dict[str, Any], least: float, n_expert: int) -> dict[int, str]:
     return {
         layer: f"The experts of layer {layer} collapse: the idlest gets {value:.2%} of all choices, an even share is "
         f"{1 / n_expert:.2%}. Try a larger --model.balance-weight or a lower learning rate."

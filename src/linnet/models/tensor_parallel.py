@@ -1,7 +1,7 @@
 """Decoding on a mesh: each device has its part of the weights and of the slots, and runs the same program on it.
 
 Heads (of one head its values), hidden units and the vocabulary are cut by the mesh's model axis, experts by its expert axis; slots
-are not cut by rows. A program is written for one device's part and run everywhere by `each_part`, so the collectives are those that
+are not cut by rows. A program is written for one device's part and run everywhere by `shard_map`, so the collectives are those that
 are written here: sums of what each part adds to the hidden vectors, and the logits put together. On one device nothing of this is
 there.
 """
@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.core.params import is_spec
 from linnet.core.pytree import replace
-from linnet.core.quant import Half, Matrix, Quantized
+from linnet.core.quant import Bf16Bits, Quantized, Weight
 from linnet.nn.moe import Routing
 from linnet.parallel import sharding
 from linnet.parallel.mesh import MESH_AXES
-from linnet.parallel.sharding import Names, Rules
+from linnet.parallel.sharding import LogicalAxes, LogicalAxisRules
 
 EVERYWHERE = PartitionSpec()
 
@@ -45,7 +45,7 @@ class Parts:
         axes = tuple(axis for axis in axes if getattr(self, axis) > 1)
         return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
 
-    def rows(self, table: Matrix, index: Int[Array, "*B"], n_row: int) -> Any:
+    def rows(self, table: Weight, index: Int[Array, "*B"], n_row: int) -> Any:
         """Rows of a table of `n_row`, of which each part may have some. Exact: all others add zero."""
         if table.shape[0] >= n_row:
             return jax.tree.map(lambda x: x[index], table)
@@ -87,24 +87,24 @@ def parts() -> Parts:
     return Parts(model=sharding.axis_size("model"), expert=sharding.axis_size("expert"))
 
 
-def decoding_rules(rules: Rules) -> Rules:
+def decoding_rules(rules: LogicalAxisRules) -> LogicalAxisRules:
     """Without rows, and with weights whole in their model width: no device waits for another's weights."""
     return {name: axis for name, axis in rules.items() if axis in ("model", "expert")}
 
 
-def cuts(shape: tuple[int, ...], names: Names, rules: Rules) -> PartitionSpec:
+def pspec(shape: tuple[int, ...], names: LogicalAxes, rules: LogicalAxisRules) -> PartitionSpec:
     mesh = sharding.current()
     assert mesh is not None, "only on a mesh"
     return sharding.partition(shape, names, mesh, rules)
 
 
-def weight_cuts(specs: Any, weights: Any, rules: Rules) -> Any:
+def weight_pspecs(specs: Any, weights: Any, rules: LogicalAxisRules) -> Any:
     """Of weights in any number of bits. An 8-bit matrix whose inputs are cut has scales for each part, or the same for all."""
 
     def one(spec: Any, leaf: Any) -> Any:
-        cut = cuts(spec.shape, spec.axes, rules)
-        if isinstance(leaf, Half):
-            return Half(bits=cut)  # pyright: ignore[reportArgumentType]
+        cut = pspec(spec.shape, spec.axes, rules)
+        if isinstance(leaf, Bf16Bits):
+            return Bf16Bits(bits=cut)  # pyright: ignore[reportArgumentType]
         return _of_8_bits(leaf, cut) if isinstance(leaf, Quantized) else cut
 
     return jax.tree.map(one, specs, weights, is_leaf=is_spec)
@@ -116,8 +116,8 @@ def _of_8_bits(matrix: Quantized, cut: PartitionSpec) -> Any:
     n_part = mesh.shape["model"]
     if cut[-2] is not None and matrix.n_group > 1 and matrix.n_group % n_part:
         needs = f"a size that divides the {matrix.n_group} groups of scales of the 8-bit weights"
-        raise refuse("mesh axis model", n_part, needs, f"use --mesh model={matrix.n_group}, or other --weights")
-    return sharding.quantized_cuts(cut, matrix.n_group, mesh)
+        raise invalid("mesh axis model", n_part, needs, f"use --mesh model={matrix.n_group}, or other --weights")
+    return sharding.quantized_pspec(cut, matrix.n_group, mesh)
 
 
 def check_serving(sizes: dict[str, int], field: str, text: str) -> None:
@@ -125,7 +125,7 @@ def check_serving(sizes: dict[str, int], field: str, text: str) -> None:
     for axis in MESH_AXES:
         if sizes[axis] > 1 and axis not in ("model", "expert"):
             instead = "serve more rows by --replicas" if axis == "data" else "cut the model by model"
-            raise refuse(
+            raise invalid(
                 field, text, "the axes model and expert only, which cut a model", f"leave {axis} out; {instead}"
             )
 
@@ -133,10 +133,10 @@ def check_serving(sizes: dict[str, int], field: str, text: str) -> None:
 # At the edges.
 
 
-def put_weights(specs: Any, weights: Any, mesh: Mesh, rules: Rules) -> Any:
+def put_weights(specs: Any, weights: Any, mesh: Mesh, rules: LogicalAxisRules) -> Any:
     """Each device's part of weights in any number of bits, as decoding wants it."""
     with jax.set_mesh(mesh):
-        cut = weight_cuts(specs, weights, decoding_rules(rules))
+        cut = weight_pspecs(specs, weights, decoding_rules(rules))
     return jax.tree.map(lambda x, cut: jax.device_put(x, NamedSharding(mesh, cut)), weights, cut)
 
 
@@ -179,10 +179,10 @@ def on_mesh_of(decoder: Any, params: Any) -> Any:
     return decoder if mesh is None else OnMesh(decoder, mesh)
 
 
-def everywhere(mesh: Mesh | None, x: Any) -> jax.Array:
+def replicate(mesh: Mesh | None, x: Any) -> jax.Array:
     """An array from the host on every device: also of other processes, which have the same."""
     if mesh is None:
         return jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(everywhere(mesh, jax.random.key_data(x)))
-    return sharding.put(x, (None,) * x.ndim, mesh, {})
+        return jax.random.wrap_key_data(replicate(mesh, jax.random.key_data(x)))
+    return sharding.host_to_global(x, (None,) * x.ndim, mesh, {})

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from linnet.core import quant
-from linnet.core.quant import Half, Matrix, Quantized
+from linnet.core.quant import Bf16Bits, Quantized, Weight
 
 SHORT_SUM = 256  # longest sum inside one matmul: longer ones are split, differently for one row and for many
 ROWS = 12  # more than one row is padded to a multiple of this: Eigen takes rows by 6 or 4, and the last few another way
@@ -18,13 +18,13 @@ LANES = 64  # columns are padded to a multiple of this: the last few would be ad
 # XLA's newer matmul kernels split sums by rules of their own, different for one row and for many.
 COMPILER_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
-Cut = tuple[Matrix, ...]  # a matrix cut along its sum
+SplitK = tuple[Weight, ...]  # a matrix cut along its sum
 
 
-def cut(matrix: Matrix) -> Cut:
+def split_k(matrix: Weight) -> SplitK:
     """Float or 8 bits; a piece of the latter never spans two groups of scales."""
     short = -matrix.shape[-1] % LANES
-    assert not isinstance(matrix, Half)
+    assert not isinstance(matrix, Bf16Bits)
     if not isinstance(matrix, Quantized):
         padded = jnp.pad(matrix, [(0, 0), (0, short)])
         return tuple(padded[start : start + SHORT_SUM] for start in range(0, padded.shape[0], SHORT_SUM))
@@ -37,7 +37,7 @@ def cut(matrix: Matrix) -> Cut:
     )
 
 
-def dot(x: Float[Array, "B C"], pieces: Cut) -> Float[Array, "B E"]:
+def matmul(x: Float[Array, "B C"], pieces: SplitK) -> Float[Array, "B E"]:
     """`x` times the matrix, its columns padded as `cut` left them."""
     n_row = x.shape[0]
     if n_row > 1:

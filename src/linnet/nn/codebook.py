@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from linnet.core.pytree import pytree
 
-LEAST_COUNT = 0.01  # below this a code's sum is no longer divided by its count
+MIN_COUNT = 0.01  # below this a code's sum is no longer divided by its count
 
 
 @pytree
@@ -23,7 +23,7 @@ class CodeStatistics:
 
 
 def code_vectors(count: Float[Array, "*G H S"], total: Float[Array, "*G H S K"]) -> Float[Array, "*G H S K"]:
-    return jax.lax.stop_gradient(total / jnp.maximum(count, LEAST_COUNT)[..., None])
+    return jax.lax.stop_gradient(total / jnp.maximum(count, MIN_COUNT)[..., None])
 
 
 def nearest(keys: Float[Array, "*B H T K"], codes: Float[Array, "H S K"]) -> Int[Array, "*B H T"]:

@@ -2,7 +2,7 @@
 
 Letters: B rows, T tokens, Q query heads, H key heads, J = Q / H queries a key head, K key width, S keys of a block.
 
-Two ways to one result. `attend` has whole sequences and a gradient. `attend_cached` reads a cache block by block, only as far as it
+Two ways to one result. `attend` has whole sequences and a gradient. `gqa_cached` reads a cache block by block, only as far as it
 is filled, with a running softmax; blocks that hold nothing a query may see leave it as it is, bit for bit.
 """
 
@@ -16,19 +16,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from linnet.core.pytree import pytree
 
-HIDDEN = -1e30  # a score that counts for nothing, and of which the difference to another such score is a number
+NEG_INF = -1e30  # a score that counts for nothing, and of which the difference to another such score is a number
 QUERY_BLOCK = 128
 
 
 @pytree
-class Scores:
+class SoftCap:
     """How q . k becomes a score."""
 
     scale: Any
     cap: Any
 
 
-def capped(raw: Float[Array, "*B"], scores: Scores) -> Float[Array, "*B"]:
+def capped(raw: Float[Array, "*B"], scores: SoftCap) -> Float[Array, "*B"]:
     return scores.cap * jnp.tanh(raw * scores.scale / scores.cap)
 
 
@@ -37,7 +37,7 @@ def attend(
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H K"],
     real: Bool[Array, "B T"],
-    scores: Scores,
+    scores: SoftCap,
 ) -> Float[Array, "B T Q K"]:
     """Block by block of queries, each with the keys up to its end, so that memory follows the length and little of the future is
     computed. `real`: which keys may be looked at."""
@@ -64,7 +64,7 @@ def _attend_block(q: Array, k: Array, v: Array, real: Array, at: int, scale: flo
     raw = grouped_scores(q, k)
     position = at + jnp.arange(q.shape[1])
     visible = (jnp.arange(k.shape[1]) <= position[:, None]) & real[:, None]  # B T S
-    score = jnp.where(visible[:, None, None], capped(raw, Scores(scale=scale, cap=cap)), HIDDEN)
+    score = jnp.where(visible[:, None, None], capped(raw, SoftCap(scale=scale, cap=cap)), NEG_INF)
     weight = jax.nn.softmax(score, axis=-1).astype(v.dtype)
     mixed = jnp.einsum("bhjts,bshk->bthjk", weight, v)
     return mixed.reshape(q.shape)
@@ -76,13 +76,13 @@ def grouped_scores(q: Float[Array, "B T Q K"], k: Float[Array, "B S H K"]) -> Fl
     return jnp.einsum("bthjk,bshk->bhjts", grouped, k, preferred_element_type=jnp.float32)
 
 
-def attend_cached(
+def gqa_cached(
     q: Float[Array, "T Q K"],
     position: Int[Array, " T"],
     read: Any,
     n_key: Int[Array, ""],
     block_len: int,
-    scores: Scores,
+    scores: SoftCap,
 ) -> Float[Array, "T Q K"]:
     """Queries of one sequence against its cache. `read(i)` gives block i: keys H S K, values H S K, and which keys are real [S].
     A query sees keys up to its own position."""
@@ -98,7 +98,7 @@ def attend_cached(
         keys, values, real = read(i)
         raw = jnp.einsum("hrk,hsk->hrs", grouped, keys, preferred_element_type=jnp.float32)
         visible = (i * block_len + jnp.arange(block_len) <= at[:, None]) & real
-        score = jnp.where(visible, capped(raw, scores), HIDDEN)
+        score = jnp.where(visible, capped(raw, scores), NEG_INF)
         higher = jnp.maximum(most, jnp.max(score, axis=-1))
         weight = jnp.where(visible, jnp.exp(score - higher[..., None]), 0.0)
         shrink = jnp.exp(most - higher)
@@ -107,7 +107,7 @@ def attend_cached(
         return higher, total, mixed * shrink[..., None] + more
 
     empty = (
-        jnp.full((n_head, rows), HIDDEN, jnp.float32),
+        jnp.full((n_head, rows), NEG_INF, jnp.float32),
         jnp.zeros((n_head, rows), jnp.float32),
         jnp.zeros((n_head, rows, width), jnp.float32),
     )

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from linnet.core import quant
-from linnet.core.quant import Half, Matrix, Quantized
+from linnet.core.quant import Bf16Bits, Quantized, Weight
 from linnet.parallel import sharding
 
 
-def linear(x: Float[Array, "*B D"], weights: Matrix) -> Float[Array, "*B E"]:
+def linear(x: Float[Array, "*B D"], weights: Weight) -> Float[Array, "*B E"]:
     """`x @ weights`, in the type of `x`. Quantised weights have no gradient."""
-    if isinstance(weights, Quantized | Half):
+    if isinstance(weights, Quantized | Bf16Bits):
         return quant.matmul(rows(x), weights).reshape(*x.shape[:-1], -1)
     return _linear(x, weights)
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def nats(scores: Float[Array, "*B A"], targets: Int[Array, "*B"]) -> Float[Array, "*B"]:
+def token_nll(scores: Float[Array, "*B A"], targets: Int[Array, "*B"]) -> Float[Array, "*B"]:
     """-log p(target)."""
     chosen = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(scores, axis=-1) - chosen
 
 
-def likeliest(scores: Float[Array, "*B A"], n: int) -> tuple[Int[Array, "*B n"], Float[Array, "*B n"]]:
+def top_logprobs(scores: Float[Array, "*B A"], n: int) -> tuple[Int[Array, "*B n"], Float[Array, "*B n"]]:
     """The ids of the `n` highest scores, the highest first, and their log-probabilities."""
     values, ids = jax.lax.top_k(scores, n)
     return ids, values - jax.nn.logsumexp(scores, axis=-1, keepdims=True)

@@ -2,8 +2,8 @@
 
 Letters: P tokens, D model width, E experts, F hidden width, C choices, N = P C pairs of a token and an expert, R rows of a block.
 
-Three ways to one result: `all_experts` is the plain one (every expert for every token, most of it times zero): the oracle.
-`chosen_experts` sorts pairs by expert and multiplies group by group: for training and reading prompts. `streamed` (a file of its
+Three ways to one result: `moe_dense` is the plain one (every expert for every token, most of it times zero): the oracle.
+`moe_grouped` sorts pairs by expert and multiplies group by group: for training and reading prompts. `streamed` (a file of its
 own) reads weights tile by tile for a handful of tokens: for decoding.
 """
 
@@ -19,11 +19,11 @@ from jaxtyping import Array, Float, Int
 
 from linnet.core import quant
 from linnet.core.pytree import pytree
-from linnet.core.quant import Half, Matrix, Quantized
+from linnet.core.quant import Bf16Bits, Quantized, Weight
 from linnet.nn.linear import rows
 from linnet.nn.norm import rms_norm_gain
 from linnet.parallel import sharding
-from linnet.parallel.sharding import Names, Rules
+from linnet.parallel.sharding import LogicalAxes, LogicalAxisRules
 
 HEIGHTS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 256)
 """Rows multiplied at once where prompts are read. An expert's rows are one product of the least of these that holds them, so little
@@ -50,10 +50,10 @@ class Routing:
 def route(x: Float[Array, "*B D"], router: Float[Array, "D E"], n_choice: int) -> Routing:
     """In float32: a rounding here would change which expert is chosen."""
     logits = jnp.matmul(x.astype(jnp.float32), router, precision="highest")
-    return choose(logits.reshape(-1, logits.shape[-1]), n_choice)
+    return top_k_routing(logits.reshape(-1, logits.shape[-1]), n_choice)
 
 
-def choose(logits: Float[Array, "P E"], n_choice: int) -> Routing:
+def top_k_routing(logits: Float[Array, "P E"], n_choice: int) -> Routing:
     probability = jax.nn.softmax(logits, axis=-1)
     weight, chosen = jax.lax.top_k(probability, n_choice)
     return Routing(logits=logits, probability=probability, chosen=chosen, weight=weight)
@@ -63,17 +63,17 @@ def activation(gate: Array, value: Array) -> Array:
     return jax.nn.gelu(gate, approximate=True) * value
 
 
-def all_experts(x: Float[Array, "P D"], routing: Routing, experts: ExpertWeights) -> Float[Array, "P D"]:
+def moe_dense(x: Float[Array, "P D"], routing: Routing, experts: ExpertWeights) -> Float[Array, "P D"]:
     """The plain version."""
     n_expert = routing.probability.shape[-1]
-    gate, value, out = (quant.plain(w, x.dtype) for w in (experts.gate, experts.value, experts.out))
+    gate, value, out = (quant.to_array(w, x.dtype) for w in (experts.gate, experts.value, experts.out))
     hidden = activation(jnp.einsum("pd,edf->epf", x, gate), jnp.einsum("pd,edf->epf", x, value))
     each = jnp.einsum("epf,efd->epd", hidden, out)
     share = jnp.sum(jax.nn.one_hot(routing.chosen, n_expert) * routing.weight[..., None], axis=1)  # P E
     return jnp.einsum("pe,epd->pd", share.astype(x.dtype), each)
 
 
-def chosen_experts(
+def moe_grouped(
     x: Float[Array, "P D"],
     routing: Routing,
     experts: ExpertWeights,
@@ -240,13 +240,13 @@ def training_block(n_pair: int, n_expert: int) -> int:
     return 16 if share <= 16 else 32 if share <= 96 else 64 if share <= 512 else 128
 
 
-def _take(stack: Matrix, i: int | Int[Array, ""], dtype: Any) -> Array:
+def _take(stack: Weight, i: int | Int[Array, ""], dtype: Any) -> Array:
     one = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, i, keepdims=False), stack)
-    return quant.plain(one, dtype)
+    return quant.to_array(one, dtype)
 
 
 def _is_float(experts: ExpertWeights) -> bool:
-    return not any(isinstance(w, Quantized | Half) for w in (experts.gate, experts.value, experts.out))
+    return not any(isinstance(w, Quantized | Bf16Bits) for w in (experts.gate, experts.value, experts.out))
 
 
 @pytree
@@ -259,26 +259,32 @@ class Mixture:
     out_gain: Any  # D
 
 
-def mixture_half(
-    h: Float[Array, "*B D"], mixture: Mixture, n_choice: int, names: Names, rules: Rules, *, plain: bool = False
+def moe_block(
+    h: Float[Array, "*B D"],
+    mixture: Mixture,
+    n_choice: int,
+    names: LogicalAxes,
+    rules: LogicalAxisRules,
+    *,
+    plain: bool = False,
 ) -> tuple[Float[Array, "*B D"], Routing]:
     """What is added to `h`, before its last norm. `names`: of the axes of `h`."""
     x = rms_norm_gain(h, mixture.in_gain)
     routing = route(rows(x), mixture.router, n_choice)
     if plain:
-        y = all_experts(x.reshape(-1, x.shape[-1]), routing, mixture.experts).reshape(h.shape)
+        y = moe_dense(x.reshape(-1, x.shape[-1]), routing, mixture.experts).reshape(h.shape)
     else:
         y = _spread_experts(x, routing, mixture.experts, names, rules)
     return y, routing
 
 
 def _spread_experts(
-    x: Float[Array, "*B D"], routing: Routing, experts: ExpertWeights, names: Names, rules: Rules
+    x: Float[Array, "*B D"], routing: Routing, experts: ExpertWeights, names: LogicalAxes, rules: LogicalAxisRules
 ) -> Float[Array, "*B D"]:
-    """`chosen_experts` on a mesh. Devices that share the experts show each other their tokens; each computes what its own experts
+    """`moe_grouped` on a mesh. Devices that share the experts show each other their tokens; each computes what its own experts
     (or its part of their hidden units) make of them, and gives back the sums. No token is ever dropped."""
     if sharding.current() is None:
-        return chosen_experts(x.reshape(-1, x.shape[-1]), routing, experts).reshape(x.shape)
+        return moe_grouped(x.reshape(-1, x.shape[-1]), routing, experts).reshape(x.shape)
     n_local = routing.probability.shape[-1] // sharding.axis_size("expert")
     shared, divided = sharding.axis_size("expert") > 1, sharding.axis_size("model") > 1
 
@@ -300,11 +306,13 @@ def _spread_experts(
     chosen, weight = (a.reshape(*x.shape[:-1], -1) for a in (routing.chosen, routing.weight))
     wide, tall = ("experts", None, "hidden"), ("experts", "hidden", None)
     weights = ExpertWeights(gate=wide, value=wide, out=tall)
-    return sharding.local(here, rules, (x, chosen, weight, experts), (names, names, names, weights), names, x)
+    return sharding.shard_map_by_axes(
+        here, rules, (x, chosen, weight, experts), (names, names, names, weights), names, x
+    )
 
 
 @pytree
-class RouterFigures:
+class RouterStats:
     """What a layer's router tells about a batch."""
 
     balance: Float[Array, "*L"]
@@ -313,9 +321,9 @@ class RouterFigures:
     confidence: Float[Array, "*L"]
 
 
-def router_figures(routing: Routing, mask: Float[Array, " P"]) -> RouterFigures:
+def router_stats(routing: Routing, mask: Float[Array, " P"]) -> RouterStats:
     n = jnp.maximum(jnp.sum(mask), 1.0)
-    return RouterFigures(
+    return RouterStats(
         balance=balance_loss(routing, mask),
         z=z_loss(routing, mask),
         load=jax.lax.stop_gradient(load(routing, mask)),

@@ -14,7 +14,7 @@ def sinusoid(position: Int[Array, "*P"], width: int, longest: float) -> Float[Ar
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
 
 
-def rotate(x: Float[Array, "*B T H K"], position: Int[Array, "*B T"], base: float) -> Float[Array, "*B T H K"]:
+def apply_rope(x: Float[Array, "*B T H K"], position: Int[Array, "*B T"], base: float) -> Float[Array, "*B T H K"]:
     """In float32, whatever the type of `x`."""
     width = x.shape[-1]
     # Rounded here, as the release rounds it: a compiler would choose the last bit, which is 5e-4 of an angle at position 8191.

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.core.pytree import pytree
-from linnet.nn.sampling_bounds import LEAST_REPETITION_PENALTY, LEAST_TEMPERATURE
+from linnet.nn.sampling_bounds import MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 
 MASKED = -1e10  # what the reference writes where a token is ruled out
 NUCLEUS_SLACK = 1e-4  # the reference's nucleus is this much smaller than asked for
@@ -32,7 +32,7 @@ class SamplingSettings:
 
 
 @pytree
-class Rules:
+class LogitMask:
     """What a request may ask for beyond numbers; one row each. Counts of tokens then mean those written, without the prompt."""
 
     bias: Float[Array, "B A"]  # added to the logits; -inf forbids
@@ -54,23 +54,23 @@ def sampling_settings(
     frequency_penalty: float = 0.0,
 ) -> SamplingSettings:
     """The same settings for `n` rows, checked."""
-    if temperature != 0.0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
-        needs = f"0 (greedy), or at least {LEAST_TEMPERATURE:g} and finite"
-        raise refuse("temperature", temperature, needs, "use 1.0")
+    if temperature != 0.0 and not MIN_TEMPERATURE <= temperature < float("inf"):
+        needs = f"0 (greedy), or at least {MIN_TEMPERATURE:g} and finite"
+        raise invalid("temperature", temperature, needs, "use 1.0")
     if not 0.0 < top_p <= 1.0:
-        raise refuse("top_p", top_p, "above 0 and at most 1", "use 1.0 to keep all tokens, 0.9 for the likely ones")
+        raise invalid("top_p", top_p, "above 0 and at most 1", "use 1.0 to keep all tokens, 0.9 for the likely ones")
     if top_k < 0:
-        raise refuse("top_k", top_k, "0 (off) or more", "use 0 to keep all tokens")
+        raise invalid("top_k", top_k, "0 (off) or more", "use 0 to keep all tokens")
     if not 0.0 <= min_p <= 1.0:
-        raise refuse("min_p", min_p, "between 0 (off) and 1", "use 0.0 to keep all tokens")
-    if not LEAST_REPETITION_PENALTY <= repetition_penalty < float("inf"):
-        needs = f"at least {LEAST_REPETITION_PENALTY:g} and finite"
-        raise refuse("repetition_penalty", repetition_penalty, needs, "use 1.0 for none")
+        raise invalid("min_p", min_p, "between 0 (off) and 1", "use 0.0 to keep all tokens")
+    if not MIN_REPETITION_PENALTY <= repetition_penalty < float("inf"):
+        needs = f"at least {MIN_REPETITION_PENALTY:g} and finite"
+        raise invalid("repetition_penalty", repetition_penalty, needs, "use 1.0 for none")
     if not 0.0 < typical_p <= 1.0:
-        raise refuse("typical_p", typical_p, "above 0 and at most 1", "use 1.0 to keep all tokens")
+        raise invalid("typical_p", typical_p, "above 0 and at most 1", "use 1.0 to keep all tokens")
     for name, value in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):
         if not abs(value) < float("inf"):
-            raise refuse(name, value, "finite", "use 0.0 for none")
+            raise invalid(name, value, "finite", "use 0.0 for none")
 
     def rows(value: float) -> Float[Array, " B"]:
         return jnp.full((n,), value, jnp.float32)
@@ -97,7 +97,7 @@ def sample(
     settings: SamplingSettings,
     chance: Float[Array, " B"],
     seen: Int[Array, "B A"] | None = None,
-    rules: Rules | None = None,
+    rules: LogitMask | None = None,
     position: Int[Array, " B"] | None = None,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """A token for each row, and its log-probability in the model's own distribution (before any setting). `chance` is the row's
@@ -188,7 +188,7 @@ def _sort(probability: Float[Array, "B A"]) -> Float[Array, "B A"]:
 
 
 def penalise(
-    logits: Float[Array, "B A"], settings: SamplingSettings, seen: Int[Array, "B A"], rules: Rules | None = None
+    logits: Float[Array, "B A"], settings: SamplingSettings, seen: Int[Array, "B A"], rules: LogitMask | None = None
 ) -> Float[Array, "B A"]:
     """Repetition: a token that occurred has its logit divided by the penalty where positive, multiplied where negative. Presence
     and frequency are taken away from tokens that were written."""

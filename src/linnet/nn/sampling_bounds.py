@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-LEAST_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 """But for 0, which is greedy."""
-LEAST_REPETITION_PENALTY = 0.01
+MIN_REPETITION_PENALTY = 0.01

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from linnet.core import quant
 from linnet.core.pytree import pytree
-from linnet.core.quant import Matrix, Quantized
-from linnet.nn.moe import ExpertWeights, activation, choose
+from linnet.core.quant import Quantized, Weight
+from linnet.nn.moe import ExpertWeights, activation, top_k_routing
 
 TILE_BYTES = 256 << 10  # of a tile in float32: well within a core's own cache
 
@@ -51,7 +51,7 @@ def group_rows(member: Int[Array, " N"], wanted: Array) -> Groups:
     )
 
 
-def streamed(x: Float[Array, "N K"], stack: Matrix, groups: Groups) -> Float[Array, "N M"]:
+def tiled_matmul(x: Float[Array, "N K"], stack: Weight, groups: Groups) -> Float[Array, "N M"]:
     """Each row times its member of the stack [S K M]; rows in no group come out as zeros."""
     _, n_in, n_out = stack.shape
     n_group = stack.n_group if isinstance(stack, Quantized) else 1
@@ -86,7 +86,7 @@ def tile_rows(n_in: int, n_out: int) -> int:
     return max(n for n in range(1, n_in + 1) if n_in % n == 0 and n <= most)
 
 
-def _tile(stack: Matrix, member: Array, start: Array, size: int, dtype: jnp.dtype) -> Float[Array, "size M"]:
+def _tile(stack: Weight, member: Array, start: Array, size: int, dtype: jnp.dtype) -> Float[Array, "size M"]:
     at, shape = (member, start, 0), (1, size, stack.shape[-1])
 
     def cut(weight: Array) -> Array:
@@ -94,16 +94,16 @@ def _tile(stack: Matrix, member: Array, start: Array, size: int, dtype: jnp.dtyp
 
     if isinstance(stack, Quantized):
         return cut(stack.weight).astype(dtype)
-    return quant.plain(jax.tree.map(cut, stack), dtype)
+    return quant.to_array(jax.tree.map(cut, stack), dtype)
 
 
-def streamed_rows(x: Float[Array, "N K"], matrix: Float[Array, "M K"], wanted: Groups) -> Float[Array, "N M"]:
+def tiled_matmul_rows(x: Float[Array, "N K"], matrix: Float[Array, "M K"], wanted: Groups) -> Float[Array, "N M"]:
     """Each row times a matrix whose rows are the outputs (embeddings, say); rows in no group come out as zeros."""
     n_out, n_in = matrix.shape
     size = tile_rows(n_out, n_in)
 
     def tile(t: Array, y: Array) -> Array:
-        weight = quant.plain(
+        weight = quant.to_array(
             jax.tree.map(lambda w: jax.lax.dynamic_slice(w, (t * size, 0), (size, n_in)), matrix), x.dtype
         )
 
@@ -117,7 +117,7 @@ def streamed_rows(x: Float[Array, "N K"], matrix: Float[Array, "M K"], wanted: G
     return jax.lax.fori_loop(0, n_out // size, tile, jnp.zeros((x.shape[0], n_out), x.dtype))
 
 
-def few_experts(
+def moe_decode(
     x: Float[Array, "N D"],
     router: Float[Array, "L D E"],
     experts: ExpertWeights,
@@ -131,13 +131,13 @@ def few_experts(
     n_layer, _, n_expert = router.shape
     n_here = experts.gate.shape[0] // n_layer
     here = group_rows(jnp.full(wanted.shape, layer, jnp.int32), wanted)
-    routing = choose(streamed(x.astype(jnp.float32), router, here), n_choice)
+    routing = top_k_routing(tiled_matmul(x.astype(jnp.float32), router, here), n_choice)
     member, ours = routing.chosen, jnp.repeat(wanted, n_choice)
     if n_here < n_expert:
         member = member - first
         ours = ours & ((member >= 0) & (member < n_here)).reshape(-1)
     pairs = group_rows((layer * n_here + member).reshape(-1).astype(jnp.int32), ours)
     each = jnp.repeat(x, n_choice, axis=0)
-    hidden = activation(streamed(each, experts.gate, pairs), streamed(each, experts.value, pairs))
-    y = streamed(hidden, experts.out, pairs).reshape(*routing.weight.shape, -1)
+    hidden = activation(tiled_matmul(each, experts.gate, pairs), tiled_matmul(each, experts.value, pairs))
+    y = tiled_matmul(hidden, experts.out, pairs).reshape(*routing.weight.shape, -1)
     return jnp.sum(y * routing.weight[..., None].astype(y.dtype), axis=1)

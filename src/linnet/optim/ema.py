@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from linnet.config.schema import TrainConfig
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 T = TypeVar("T")
 
@@ -36,12 +36,12 @@ class EmaConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.min_value <= self.beta <= 1:
             got = (self.min_value, self.beta)
-            raise refuse("ema.min_value / ema.beta", got, "rising numbers between 0 and 1", "use 0 and 0.9999")
+            raise invalid("ema.min_value / ema.beta", got, "rising numbers between 0 and 1", "use 0 and 0.9999")
         if self.update_every < 1 or self.update_after_step < 0:
             got = (self.update_every, self.update_after_step)
-            raise refuse("ema.update_every / ema.update_after_step", got, "at least 1 and 0", "use 10 and 100")
+            raise invalid("ema.update_every / ema.update_after_step", got, "at least 1 and 0", "use 10 and 100")
         if not self.inv_gamma > 0 or (self.power is not None and not self.power > 0):
-            raise refuse("ema.inv_gamma / ema.power", (self.inv_gamma, self.power), "above 0", "use 1 and 2/3")
+            raise invalid("ema.inv_gamma / ema.power", (self.inv_gamma, self.power), "above 0", "use 1 and 2/3")
 
 
 def settings(cfg: TrainConfig) -> EmaConfig | None:

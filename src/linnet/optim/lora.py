@@ -15,10 +15,10 @@ from jaxtyping import Array, Float
 
 from linnet.config.schema import RunConfig
 from linnet.config.tuning import LoraConfig
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import leaf_name, named_leaves, pytree, static
-from linnet.models.base import Family
+from linnet.models.base import ModelFamily
 
 DEFAULT_TARGETS = {
     "vq": ("units/w_q", "units/w_kvg", "units/w_r", "units/w_res"),
@@ -33,7 +33,7 @@ class Adapter:
     scale: float = static()
 
 
-def trainable_specs(family: Family, cfg: RunConfig) -> Any:
+def trainable_specs(family: ModelFamily, cfg: RunConfig) -> Any:
     """What the optimizer updates: all weights, or the adapters by the names of their matrices."""
     specs = family.param_specs(cfg.model)
     return adapter_specs(specs, cfg.lora, cfg.family) if cfg.lora.rank else specs
@@ -41,7 +41,7 @@ def trainable_specs(family: Family, cfg: RunConfig) -> Any:
 
 def adapter_specs(specs: Any, lora: LoraConfig, family: str) -> dict[str, Adapter]:
     if family not in DEFAULT_TARGETS:
-        raise refuse(
+        raise invalid(
             "lora.rank", lora.rank, f"0 with family {family!r}", f"adapters are for {', '.join(DEFAULT_TARGETS)}"
         )
     matrices = {name: spec for name, spec in named_leaves(specs, is_spec) if len(spec.layer_shape) == 2}
@@ -49,14 +49,14 @@ def adapter_specs(specs: Any, lora: LoraConfig, family: str) -> dict[str, Adapte
     for target in lora.targets or DEFAULT_TARGETS[family]:
         found = {name: spec for name, spec in matrices.items() if f"/{target}/" in f"/{name}/"}
         if not found:
-            raise refuse(
+            raise invalid(
                 "lora.targets", target, f"(a part of) the name of a matrix: {', '.join(matrices)}", "use one of them"
             )
         chosen |= found
     for name, spec in chosen.items():
         if lora.rank > min(spec.layer_shape):
             needs = f"at most {min(spec.layer_shape)}, the smaller side of {name} {spec.layer_shape}"
-            raise refuse("lora.rank", lora.rank, needs, f"use {min(8, *spec.layer_shape)}, or other --lora.targets")
+            raise invalid("lora.rank", lora.rank, needs, f"use {min(8, *spec.layer_shape)}, or other --lora.targets")
     return {name: _of_matrix(chosen[name], lora) for name in matrices if name in chosen}
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 MESH_AXES = ("data", "fsdp", "model", "expert")
-ROW_AXES = ("data", "fsdp", "expert")
+BATCH_AXES = ("data", "fsdp", "expert")
 """A row of the batch is on one device of these."""
 
 
@@ -24,12 +24,12 @@ def parse_mesh(text: str) -> dict[str, int]:
         name, equals, size = part.partition("=")
         name = name.strip()
         if name not in MESH_AXES:
-            raise refuse("mesh", text, f"axes among {', '.join(MESH_AXES)}", "write it as --mesh data=2,model=2")
+            raise invalid("mesh", text, f"axes among {', '.join(MESH_AXES)}", "write it as --mesh data=2,model=2")
         if name in given:
-            raise refuse("mesh", text, f"the axis {name} once", "leave one of them out")
+            raise invalid("mesh", text, f"the axis {name} once", "leave one of them out")
         if not equals or not size.strip().isdecimal() or int(size) < 1:
             needs = f"a whole number from 1 on as the size of {name}"
-            raise refuse("mesh", text, needs, f"write it as --mesh {name}=2, or leave {name} out for 1")
+            raise invalid("mesh", text, needs, f"write it as --mesh {name}=2, or leave {name} out for 1")
         given.add(name)
         sizes[name] = int(size)
     return sizes
@@ -44,22 +44,22 @@ def n_devices(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.values())
 
 
-def n_row_parts(sizes: Mapping[str, int]) -> int:
+def data_parallel_size(sizes: Mapping[str, int]) -> int:
     """Into how many parts the rows of a batch are cut."""
-    return math.prod(sizes[name] for name in ROW_AXES)
+    return math.prod(sizes[name] for name in BATCH_AXES)
 
 
-def must_divide(field: str, value: int, axis: str, sizes: Mapping[str, int]) -> None:
+def check_divides(field: str, value: int, axis: str, sizes: Mapping[str, int]) -> None:
     """Refuses a mesh whose axis does not divide what it is to cut."""
     size = sizes[axis]
     if value % size:
         fitting = max(n for n in range(1, size + 1) if value % n == 0)
         needs = f"a size that divides {field} ({value}), which the axis cuts"
-        raise refuse(f"mesh axis {axis}", size, needs, f"use --mesh {axis}={fitting}, or another {field}")
+        raise invalid(f"mesh axis {axis}", size, needs, f"use --mesh {axis}={fitting}, or another {field}")
 
 
-def no_experts(sizes: Mapping[str, int]) -> None:
+def check_no_experts(sizes: Mapping[str, int]) -> None:
     """Refuses an axis for experts where there are none."""
     if sizes["expert"] > 1:
         needs = "1 for a model without experts"
-        raise refuse("mesh axis expert", sizes["expert"], needs, "leave it out, or use data or fsdp instead")
+        raise invalid("mesh axis expert", sizes["expert"], needs, "leave it out, or use data or fsdp instead")

@@ -20,7 +20,7 @@ T = TypeVar("T")
 _ROOM = 1024  # Bytes. Messages are padded to a multiple of it: one compiled program serves nearly all.
 
 
-def everyone(said: Any) -> list[Any]:
+def all_gather_json(said: Any) -> list[Any]:
     """What each process says (small and JSON), in the order of the processes."""
     if jax.process_count() == 1:
         return [said]
@@ -32,7 +32,7 @@ def everyone(said: Any) -> list[Any]:
     return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
-def decided(choose: Callable[[], T]) -> T:
+def broadcast_from_process0(choose: Callable[[], T]) -> T:
     """What the first process chooses (small and JSON), on every process. If it refuses or fails, so do all.
 
     For what depends on the disk or the clock: processes that look for themselves may see different things.
@@ -40,14 +40,14 @@ def decided(choose: Callable[[], T]) -> T:
     if jax.process_count() == 1:
         return choose()
     if jax.process_index() != 0:
-        chosen, refused = everyone(None)[0]
+        chosen, refused = all_gather_json(None)[0]
         if refused is not None:
             raise UserError(refused)
         return chosen
     try:
         chosen = choose()
     except Exception as error:
-        everyone([None, str(error)])
+        all_gather_json([None, str(error)])
         raise
-    everyone([chosen, None])
+    all_gather_json([chosen, None])
     return chosen

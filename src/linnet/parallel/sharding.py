@@ -17,17 +17,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from linnet.core import quant
-from linnet.core.dtypes import Weights
-from linnet.core.errors import refuse
+from linnet.core.dtypes import WeightDtype
+from linnet.core.errors import invalid
 from linnet.core.params import Spec, map_specs
-from linnet.parallel.mesh import MESH_AXES, ROW_AXES, mesh_text, n_devices, parse_mesh
+from linnet.parallel.mesh import BATCH_AXES, MESH_AXES, mesh_text, n_devices, parse_mesh
 
-Names = tuple[str | None, ...]
+LogicalAxes = tuple[str | None, ...]
 """What each axis of an array is called; None: nobody cuts it."""
-Rules = Mapping[str, str | tuple[str, ...]]
+LogicalAxisRules = Mapping[str, str | tuple[str, ...]]
 """Which mesh axis, or axes together, cut what. Names that are not in it (layers) stay whole on every device."""
 
-ROWS: Rules = {"batch": ROW_AXES}
+ROWS: LogicalAxisRules = {"batch": BATCH_AXES}
 """Of every family's table."""
 
 
@@ -40,7 +40,7 @@ def make_mesh(sizes: Mapping[str, int] | None = None) -> Mesh:
             f"as many devices as there are ({there})" if n <= there else f"no more than the {there} devices there are"
         )
         fix = f"use --mesh data={there}, or any sizes whose product is {there}" if there > 1 else _fix_one_device(n)
-        raise refuse("mesh", mesh_text(sizes) or "one device", needs, fix)
+        raise invalid("mesh", mesh_text(sizes) or "one device", needs, fix)
     shape = tuple(sizes[name] for name in MESH_AXES)
     types = (AxisType.Auto,) * len(MESH_AXES)
     return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=jax.devices()[:n])
@@ -57,7 +57,9 @@ def _fix_one_device(n: int) -> str:
     )
 
 
-def partition(shape: tuple[int, ...], names: Names, mesh: Mesh | AbstractMesh, rules: Rules) -> PartitionSpec:
+def partition(
+    shape: tuple[int, ...], names: LogicalAxes, mesh: Mesh | AbstractMesh, rules: LogicalAxisRules
+) -> PartitionSpec:
     """Cuts each axis that has a rule and divides evenly; a mesh axis is used once, by the first that can."""
     used: set[str] = set()
     cuts: list[tuple[str, ...] | str | None] = []
@@ -72,20 +74,20 @@ def partition(shape: tuple[int, ...], names: Names, mesh: Mesh | AbstractMesh, r
     return PartitionSpec(*cuts)
 
 
-def place(shape: tuple[int, ...], names: Names, mesh: Mesh, rules: Rules) -> NamedSharding:
+def named_sharding(shape: tuple[int, ...], names: LogicalAxes, mesh: Mesh, rules: LogicalAxisRules) -> NamedSharding:
     return NamedSharding(mesh, partition(shape, names, mesh, rules))
 
 
-def places(arrays: Any, names: Any, mesh: Mesh, rules: Rules) -> Any:
+def named_shardings(arrays: Any, names: Any, mesh: Mesh, rules: LogicalAxisRules) -> Any:
     """Of a tree of arrays, abstract or not, and their names."""
-    return jax.tree.map(lambda n, x: place(x.shape, n, mesh, rules), names, arrays, is_leaf=is_names)
+    return jax.tree.map(lambda n, x: named_sharding(x.shape, n, mesh, rules), names, arrays, is_leaf=is_logical_axes)
 
 
-def shardings(specs: Any, mesh: Mesh, rules: Rules) -> Any:
-    return map_specs(lambda spec: place(spec.shape, spec.axes, mesh, rules), specs)
+def shardings(specs: Any, mesh: Mesh, rules: LogicalAxisRules) -> Any:
+    return map_specs(lambda spec: named_sharding(spec.shape, spec.axes, mesh, rules), specs)
 
 
-def whole(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh) -> NamedSharding:
     """On every device."""
     return NamedSharding(mesh, PartitionSpec())
 
@@ -104,7 +106,7 @@ def axis_size(axis: str) -> int:
     return 1 if mesh is None else mesh.shape[axis]
 
 
-def constrain(x: Array, names: Names, rules: Rules) -> Array:
+def constrain(x: Array, names: LogicalAxes, rules: LogicalAxisRules) -> Array:
     """Says where an array lies in the midst of a program."""
     mesh = current()
     if mesh is None:
@@ -112,30 +114,32 @@ def constrain(x: Array, names: Names, rules: Rules) -> Array:
     return jax.lax.with_sharding_constraint(x, partition(x.shape, names, mesh, rules))
 
 
-def local(f: Callable[..., Any], rules: Rules, args: tuple[Any, ...], ins: tuple[Any, ...], out: Any, like: Any) -> Any:
+def shard_map_by_axes(
+    f: Callable[..., Any], rules: LogicalAxisRules, args: tuple[Any, ...], ins: tuple[Any, ...], out: Any, like: Any
+) -> Any:
     """`f(*args)`, computed on each device from its part of the arguments. `ins` and `out` are trees with names in place of arrays,
     `like` has the shapes of the whole result. What nobody cuts must come out the same on every device."""
     mesh = current()
     if mesh is None:
         return f(*args)
 
-    def one(names: Names, x: Any) -> Any:
+    def one(names: LogicalAxes, x: Any) -> Any:
         cuts = partition(x.shape, names, mesh, rules)
-        return quantized_cuts(cuts, x.n_group, mesh) if isinstance(x, quant.Quantized) else cuts
+        return quantized_pspec(cuts, x.n_group, mesh) if isinstance(x, quant.Quantized) else cuts
 
     def specs(names: Any, like: Any) -> Any:
-        return jax.tree.map(one, names, like, is_leaf=is_names)
+        return jax.tree.map(one, names, like, is_leaf=is_logical_axes)
 
-    return each_part(f, args, specs(ins, args), specs(out, like))
+    return shard_map(f, args, specs(ins, args), specs(out, like))
 
 
-def each_part(f: Callable[..., Any], args: tuple[Any, ...], ins: tuple[Any, ...], out: Any) -> Any:
+def shard_map(f: Callable[..., Any], args: tuple[Any, ...], ins: tuple[Any, ...], out: Any) -> Any:
     """`f(*args)` of each device's part, on the mesh that is set. `ins` and `out` are cuts, or trees of them that may end above the
     leaves; what is cut by nobody must come out the same on every device."""
     return jax.shard_map(f, in_specs=ins, out_specs=out, check_vma=False)(*args)
 
 
-def quantized_cuts(cuts: PartitionSpec, n_group: int, mesh: Mesh | AbstractMesh) -> Any:
+def quantized_pspec(cuts: PartitionSpec, n_group: int, mesh: Mesh | AbstractMesh) -> Any:
     """Of an 8-bit matrix and of its scales. Where its inputs are cut, a part has the groups of its own inputs; of one group, or of
     groups that do not divide so, every part has all."""
     by = cuts[-2]
@@ -146,7 +150,7 @@ def quantized_cuts(cuts: PartitionSpec, n_group: int, mesh: Mesh | AbstractMesh)
     return quant.Quantized(weight=cast(Any, cuts), scales=cast(Any, scales))
 
 
-def is_names(x: Any) -> bool:
+def is_logical_axes(x: Any) -> bool:
     return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
 
 
@@ -166,15 +170,17 @@ def _whole_on_host(x: Any) -> Any:
     return multihost_utils.process_allgather(x, tiled=True)
 
 
-def put(x: Any, names: Names, mesh: Mesh, rules: Rules) -> jax.Array:
+def host_to_global(x: Any, names: LogicalAxes, mesh: Mesh, rules: LogicalAxisRules) -> jax.Array:
     """An array that every process has whole: each device gets its part."""
     held = np.asarray(x)
-    return jax.make_array_from_callback(held.shape, place(held.shape, names, mesh, rules), lambda index: held[index])
+    return jax.make_array_from_callback(
+        held.shape, named_sharding(held.shape, names, mesh, rules), lambda index: held[index]
+    )
 
 
-def share_here(n_row: int, mesh: Mesh, rules: Rules) -> tuple[int, int]:
+def process_batch_slice(n_row: int, mesh: Mesh, rules: LogicalAxisRules) -> tuple[int, int]:
     """Which of how many equal shares of a batch's rows this process must read for its devices."""
-    held = place((n_row,), ("batch",), mesh, rules).addressable_devices_indices_map((n_row,)).values()
+    held = named_sharding((n_row,), ("batch",), mesh, rules).addressable_devices_indices_map((n_row,)).values()
     bounds = [cast(tuple[slice], index)[0].indices(n_row)[:2] for index in held]
     first, last = min(start for start, _ in bounds), max(stop for _, stop in bounds)
     shares = (n for n in range(n_row, 0, -1) if n_row % n == 0)
@@ -182,14 +188,14 @@ def share_here(n_row: int, mesh: Mesh, rules: Rules) -> tuple[int, int]:
     return first // (n_row // n), n
 
 
-def put_rows(tree: Any, share: tuple[int, int], n_row: int, mesh: Mesh, rules: Rules) -> Any:
+def global_batch(tree: Any, share: tuple[int, int], n_row: int, mesh: Mesh, rules: LogicalAxisRules) -> Any:
     """A batch on the mesh, of which this process has read a share."""
     first = share[0] * (n_row // share[1])
 
     def one(part: Any) -> jax.Array:
         part = np.asarray(part)
         shape = (n_row, *part.shape[1:])
-        sharding = place(shape, ("batch", *(None,) * (part.ndim - 1)), mesh, rules)
+        sharding = named_sharding(shape, ("batch", *(None,) * (part.ndim - 1)), mesh, rules)
 
         def read(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(n_row)
@@ -200,7 +206,7 @@ def put_rows(tree: Any, share: tuple[int, int], n_row: int, mesh: Mesh, rules: R
     return jax.tree.map(one, tree)
 
 
-def abstract_weights(specs: Any, mesh: Mesh, weights: Weights, rules: Rules, n_group: int = 1) -> Any:
+def abstract_weights(specs: Any, mesh: Mesh, weights: WeightDtype, rules: LogicalAxisRules, n_group: int = 1) -> Any:
     """Shapes, types and places of weights held in so many bits: what a program is compiled for without the weights. `n_group`: of
     the scales of matrices whose inputs are cut by the mesh, as in Grok-1's release."""
 
@@ -210,11 +216,11 @@ def abstract_weights(specs: Any, mesh: Mesh, weights: Weights, rules: Rules, n_g
         def array(shape: tuple[int, ...], dtype: Any, cuts: PartitionSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, cuts))
 
-        held = quant.held(spec, weights)
+        held = quant.storage_dtype(spec, weights)
         if held != "int8":
             return array(spec.shape, held, cuts)
         groups = n_group if cuts[-2] is not None else 1
-        both = quantized_cuts(cuts, groups, mesh)
+        both = quantized_pspec(cuts, groups, mesh)
         return quant.Quantized(
             weight=cast(Any, array(spec.shape, jnp.int8, both.weight)),
             scales=cast(Any, array((*spec.shape[:-2], groups, spec.shape[-1]), jnp.bfloat16, both.scales)),

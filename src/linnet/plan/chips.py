@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,5 +106,5 @@ CHIPS = {
 
 def get(name: str) -> Chip:
     if name not in CHIPS:
-        raise refuse("--chip", name, f"one of {', '.join(CHIPS)}", "choose the nearest of them")
+        raise invalid("--chip", name, f"one of {', '.join(CHIPS)}", "choose the nearest of them")
     return CHIPS[name]

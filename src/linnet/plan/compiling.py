@@ -22,7 +22,7 @@ class Compiled:
     temporary_bytes: int
 
 
-def pretend(n_device: int) -> None:
+def use_fake_devices(n_device: int) -> None:
     """So many devices, of a processor that is there once. To be called before JAX looks for devices."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", n_device)

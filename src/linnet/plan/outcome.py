@@ -11,7 +11,7 @@ from linnet.models.prior.config import PriorConfig
 from linnet.plan.collectives import Collective
 from linnet.plan.program import Program
 
-MOST_DEVICES = 2048
+MAX_DEVICES = 2048
 """Of a mesh that is compiled whole: one process cannot pretend to have more. A part stands for a larger one."""
 
 

@@ -13,20 +13,20 @@ from typing import Any
 
 from linnet.config.schema import RunConfig
 from linnet.core import params
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.models import registry
 from linnet.models.prior.config import PriorConfig
-from linnet.parallel.mesh import MESH_AXES, mesh_text, n_devices, n_row_parts, parse_mesh
+from linnet.parallel.mesh import MESH_AXES, data_parallel_size, mesh_text, n_devices, parse_mesh
 from linnet.plan import outcome, roofline
 from linnet.plan.chips import Chip
-from linnet.plan.outcome import MOST_DEVICES, Plan
+from linnet.plan.outcome import MAX_DEVICES, Plan
 from linnet.plan.sizes import in_words
 
 SHORT_LIST = 4
 """Meshes compiled when none is asked for: each takes the compiler seconds to a minute."""
 
 
-def plan_apart(runs: Sequence[RunConfig], most: int = MOST_DEVICES) -> Iterator[Plan]:
+def plan_apart(runs: Sequence[RunConfig], most: int = MAX_DEVICES) -> Iterator[Plan]:
     """Plans of these runs as they come, compiled in a process of their own: only a fresh one can pretend to have the devices."""
     command = [sys.executable, "-m", "linnet.plan.worker"]
     with (
@@ -52,7 +52,7 @@ def with_mesh(cfg: RunConfig, mesh: str) -> RunConfig:
     return dataclasses.replace(cfg, mesh=mesh)
 
 
-def possible(cfg: RunConfig, n: int) -> list[RunConfig]:
+def enumerate_meshes(cfg: RunConfig, n: int) -> list[RunConfig]:
     """The run on every mesh of `n` devices that fits it."""
     found: list[RunConfig] = []
     for sizes in _factored(n, len(MESH_AXES)):
@@ -73,7 +73,7 @@ def _factored(n: int, axes: int) -> Iterator[tuple[int, ...]]:
 
 def with_enough_rows(cfg: RunConfig, n: int) -> RunConfig:
     """The run itself where some mesh of `n` devices fits it; else with one row for each of them."""
-    if possible(cfg, n):
+    if enumerate_meshes(cfg, n):
         return cfg
     data: Any = dataclasses.replace(cfg.data, batch_size=n * cfg.train.accumulate)
     return dataclasses.replace(cfg, data=data)
@@ -82,8 +82,8 @@ def with_enough_rows(cfg: RunConfig, n: int) -> RunConfig:
 def short_list(cfg: RunConfig, n: int, hbm: float) -> list[RunConfig]:
     """Of the meshes whose state would fit, those that seem to have the least to say; where none fits, those that hold the least."""
     if n < 1:
-        raise refuse("--devices", n, "at least 1", "say how many there are")
-    guesses = [(guess(run), run) for run in possible(cfg, n)]
+        raise invalid("--devices", n, "at least 1", "say how many there are")
+    guesses = [(estimate(run), run) for run in enumerate_meshes(cfg, n)]
     fitting = [pair for pair in guesses if pair[0].held <= hbm]
     if fitting:
         chosen = sorted(fitting, key=lambda pair: pair[0].sent)
@@ -100,7 +100,7 @@ class Guess:
     sent: float
 
 
-def guess(cfg: RunConfig) -> Guess:
+def estimate(cfg: RunConfig) -> Guess:
     sizes, family, model = parse_mesh(cfg.mesh), registry.get(cfg.family), cfg.model
     weights = 4.0 * params.count(family.param_specs(model))
     copies = 1 + {"adamw": 2.0, "muon": 1.0, "lion": 1.0, "adafactor": 0.01}[cfg.optim.name]
@@ -112,7 +112,7 @@ def guess(cfg: RunConfig) -> Guess:
     else:
         element, width, layers = (2 if model.dtype == "bfloat16" else 4), model.d_model, model.n_layer
         tokens = cfg.data.batch_size * cfg.tokens.update_len
-    rows = tokens * width * element / n_row_parts(sizes)
+    rows = tokens * width * element / data_parallel_size(sizes)
 
     def ring(axis: str) -> float:
         return (sizes[axis] - 1) / sizes[axis]
@@ -121,7 +121,7 @@ def guess(cfg: RunConfig) -> Guess:
     sent += ring("fsdp") * weights / (sizes["model"] * sizes["expert"]) * (1 + 2 * element / 4)
     sent += 2 * 4 * layers * rows * ring("model") + 4 * layers * rows * sizes["expert"] * ring("expert")
     carried = cfg.data.updates_per_sequence > 1
-    held = mine * copies + (_carry_bytes(cfg) / (n_row_parts(sizes) * sizes["model"]) if carried else 0.0)
+    held = mine * copies + (_carry_bytes(cfg) / (data_parallel_size(sizes) * sizes["model"]) if carried else 0.0)
     return Guess(held=held, sent=sent)
 
 
@@ -141,7 +141,7 @@ def recommended(plans: Sequence[Plan], chip: Chip, hbm: float) -> Plan | None:
     return min((plan for plan in plans if plan.memory.total <= hbm), key=communication, default=None)
 
 
-def what_would_fit(cfg: RunConfig, plans: Sequence[Plan], hbm: float) -> list[str]:
+def suggestions(cfg: RunConfig, plans: Sequence[Plan], hbm: float) -> list[str]:
     """Words for a run that does not fit: what to change, the cheapest first."""
     least = min(plans, key=lambda plan: plan.memory.total)
     words: list[str] = []
@@ -152,7 +152,7 @@ def what_would_fit(cfg: RunConfig, plans: Sequence[Plan], hbm: float) -> list[st
         words.append(f"more devices: its state alone, {in_words(whole)}, takes {need} of them, cut by fsdp")
     if cfg.model.remat != "full":
         words.append("--model.remat full: activations are computed again instead of kept")
-    rows = cfg.data.batch_size // cfg.train.accumulate // n_row_parts(sizes)
+    rows = cfg.data.batch_size // cfg.train.accumulate // data_parallel_size(sizes)
     if rows > 1:
         words.append(f"--train.accumulate {cfg.train.accumulate * rows}: one row a device at a time")
     elif not isinstance(cfg.model, PriorConfig):
@@ -172,10 +172,10 @@ def remat_plans(cfg: RunConfig) -> list[RunConfig]:
     return [dataclasses.replace(cfg, model=model) for model in models]
 
 
-def must_agree(cfg: RunConfig, devices: int | None) -> None:
+def check_agree(cfg: RunConfig, devices: int | None) -> None:
     sizes = parse_mesh(cfg.mesh)
     if devices is not None and devices < 1:
-        raise refuse("--devices", devices, "at least 1", "use 8")
+        raise invalid("--devices", devices, "at least 1", "use 8")
     if devices is not None and cfg.mesh and n_devices(sizes) != devices:
         needs = f"as many as the mesh has ({n_devices(sizes)})"
-        raise refuse("--devices", devices, needs, "leave one of --devices and --mesh out")
+        raise invalid("--devices", devices, needs, "leave one of --devices and --mesh out")

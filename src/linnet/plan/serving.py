@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from linnet.config.schema import RunConfig
 from linnet.core import params
-from linnet.core.dtypes import Weights
-from linnet.core.errors import refuse
+from linnet.core.dtypes import WeightDtype
+from linnet.core.errors import invalid
 from linnet.models import registry
 from linnet.models.tensor_parallel import check_serving, decoding_rules
 from linnet.models.vq.config import VQConfig
@@ -32,7 +32,7 @@ class Serving:
     mesh: str
     n_device: int
     parameters: int
-    weights: Weights
+    weights: WeightDtype
     weight_bytes: float
     """On each device, with what decoding computes from them ahead."""
     read_bytes: float
@@ -51,8 +51,8 @@ class Serving:
 
 
 def plan_serving(cfg: RunConfig, weights: str) -> Serving:
-    if weights not in get_args(Weights):
-        raise refuse("--weights", weights, f"one of {', '.join(get_args(Weights))}", "use bfloat16")
+    if weights not in get_args(WeightDtype):
+        raise invalid("--weights", weights, f"one of {', '.join(get_args(WeightDtype))}", "use bfloat16")
     sizes = parse_mesh(cfg.mesh)
     check_serving(sizes, "--mesh", cfg.mesh)
     model, family = cfg.writer, registry.tokens(cfg.family)
@@ -95,7 +95,7 @@ def _slot_bytes(model: Any, family: Any, n_part: int) -> float:
 
 def _session_bytes(model: Any, family: Any, n_read: int | None) -> float:
     length = n_read if n_read is not None else model.context or SHORT_TEXT
-    return float(_bytes(jax.eval_shape(lambda: family.decoder.state_like(model, length))))
+    return float(_bytes(jax.eval_shape(lambda: family.decoder.abstract_state(model, length))))
 
 
 def _bytes(tree: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 _UNITS = {"": 1.0, "b": 1.0} | {f"{p}b": 1000.0**i for i, p in enumerate("kmgt", 1)}
 _BINARY = {f"{p}ib": 1024.0**i for i, p in enumerate("kmgt", 1)}
@@ -15,13 +15,13 @@ def parse_size(text: str, field: str) -> float:
     found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([a-zA-Z]*)\s*", text)
     units = _UNITS | _BINARY
     if not found or found[2].lower() not in units:
-        raise refuse(field, text, "a size in bytes", "write it as 16GB or 80GiB")
+        raise invalid(field, text, "a size in bytes", "write it as 16GB or 80GiB")
     try:
         value = float(found[1]) * units[found[2].lower()]
     except ValueError:
-        raise refuse(field, text, "a size in bytes", "write it as 16GB or 80GiB") from None
+        raise invalid(field, text, "a size in bytes", "write it as 16GB or 80GiB") from None
     if not value > 0:
-        raise refuse(field, text, "above 0", "write it as 16GB")
+        raise invalid(field, text, "above 0", "write it as 16GB")
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from linnet.config import presets
 from linnet.config.schema import RunConfig
 from linnet.core.errors import UserError
-from linnet.parallel.mesh import mesh_text, n_row_parts, parse_mesh
+from linnet.parallel.mesh import data_parallel_size, mesh_text, parse_mesh
 from linnet.plan import roofline
 from linnet.plan.chips import CHIPS, Chip
 from linnet.plan.outcome import Plan
@@ -81,7 +81,7 @@ def _row(plan: Plan, chip: Chip) -> list[str]:
     return [
         f"{plan.n_device:,}" + (" *" if plan.compiled_mesh is not None else ""),
         plan.mesh or "one device",
-        f"{plan.rows / n_row_parts(parse_mesh(plan.mesh)):g}",
+        f"{plan.rows / data_parallel_size(parse_mesh(plan.mesh)):g}",
         in_words(plan.memory.state),
         in_words(plan.memory.total) + too_much,
         in_words(plan.program.sent()),

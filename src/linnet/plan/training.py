@@ -15,22 +15,22 @@ from linnet.config.schema import RunConfig
 from linnet.data.batch import Batch
 from linnet.data.embeddings.batch import PairBatch
 from linnet.models import registry
-from linnet.models.base import Family
+from linnet.models.base import ModelFamily
 from linnet.models.prior.config import PriorConfig
 from linnet.nn import moe as experts
 from linnet.optim.lora import trainable_specs
 from linnet.optim.optimizer import optimizer as make_optimizer
 from linnet.parallel import sharding
-from linnet.parallel.mesh import mesh_text, n_devices, n_row_parts, parse_mesh
+from linnet.parallel.mesh import data_parallel_size, mesh_text, n_devices, parse_mesh
 from linnet.plan import program
 from linnet.plan.compiling import compile_for_reading
 from linnet.plan.hlo import Instruction
-from linnet.plan.outcome import MOST_DEVICES, Memory, Plan, useful_flops
+from linnet.plan.outcome import MAX_DEVICES, Memory, Plan, useful_flops
 from linnet.runs.state import abstract_state
 from linnet.train.step import make_step
 
 
-def plan_training(cfg: RunConfig, most: int = MOST_DEVICES) -> Plan:
+def plan_training(cfg: RunConfig, most: int = MAX_DEVICES) -> Plan:
     """Of a mesh larger than `most`, a part is compiled: fewer rows on a shorter data axis, so that every device holds and does just
     the same; collectives along that axis are then drawn out to its length."""
     sizes = parse_mesh(cfg.mesh)
@@ -56,7 +56,7 @@ def plan_training(cfg: RunConfig, most: int = MOST_DEVICES) -> Plan:
 def _compiled(cfg: RunConfig) -> tuple[Memory, program.Program]:
     """One part may stand for several meshes."""
     mesh = sharding.make_mesh(parse_mesh(cfg.mesh))
-    family: Family = registry.get(cfg.family)
+    family: ModelFamily = registry.get(cfg.family)
     optimizer = make_optimizer(cfg.optim, trainable_specs(family, cfg))
     state = abstract_state(family, cfg, optimizer, mesh)
     batch = abstract_batch(cfg, family, mesh)
@@ -107,20 +107,20 @@ def even_turns(cfg: RunConfig) -> float | None:
     if isinstance(model, PriorConfig) or not model.n_expert:
         return None
     sizes = parse_mesh(cfg.mesh)
-    rows = cfg.data.batch_size // cfg.train.accumulate // n_row_parts(sizes)
+    rows = cfg.data.batch_size // cfg.train.accumulate // data_parallel_size(sizes)
     # Devices that share the experts look at each other's tokens.
     pairs = rows * cfg.tokens.update_len * sizes["expert"] * model.n_choice
     height = experts.training_block(pairs, model.n_expert // sizes["expert"])
     return float(math.ceil(pairs / model.n_expert / height))
 
 
-def abstract_batch(cfg: RunConfig, family: Family, mesh: Mesh) -> Any:
+def abstract_batch(cfg: RunConfig, family: ModelFamily, mesh: Mesh) -> Any:
     """Shapes, types and places of what an update reads."""
     rows = cfg.data.batch_size
 
     def array(dtype: Any, *rest: int) -> Any:
         shape = (rows, *rest)
-        place = sharding.place(shape, ("batch", *(None,) * len(rest)), mesh, family.RULES)
+        place = sharding.named_sharding(shape, ("batch", *(None,) * len(rest)), mesh, family.RULES)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     if isinstance(cfg.model, PriorConfig):

@@ -27,7 +27,7 @@ def by_kind(memory: Memory) -> list[tuple[str, int]]:
     return [(words, getattr(memory, name)) for name, words in KINDS.items() if getattr(memory, name)]
 
 
-def in_full(plan: Plan, chip: Chip, hbm: float) -> str:
+def format_report(plan: Plan, chip: Chip, hbm: float) -> str:
     lines = [f"Mesh {plan.mesh or 'of one device'}: {plan.n_device:,} devices, {plan.rows:,} rows an update.", ""]
     lines.append("Bytes on each device:")
     pairs = [*by_kind(plan.memory), ("in all", plan.memory.total)]

@@ -9,14 +9,14 @@ import sys
 
 from linnet.config.codec import run_from_dict
 from linnet.parallel.mesh import n_devices, parse_mesh
-from linnet.plan.compiling import pretend
-from linnet.plan.outcome import MOST_DEVICES, to_json
+from linnet.plan.compiling import use_fake_devices
+from linnet.plan.outcome import MAX_DEVICES, to_json
 
 
 def main() -> None:
     task = json.load(sys.stdin)
     configs = [run_from_dict(values) for values in task["runs"]]
-    pretend(min(MOST_DEVICES, max(n_devices(parse_mesh(cfg.mesh)) for cfg in configs)))
+    use_fake_devices(min(MAX_DEVICES, max(n_devices(parse_mesh(cfg.mesh)) for cfg in configs)))
     from linnet.plan.training import plan_training
 
     for cfg in configs:

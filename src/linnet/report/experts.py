@@ -82,7 +82,7 @@ def _loads(record: Record) -> list[list[float | None]]:
     layers = record[GROUP].get("load")
     if not isinstance(layers, list) or not all(isinstance(row, list) for row in layers):
         return []
-    return [[finite(v) for v in row[:MOST_EXPERTS]] for row in layers[: plots.MOST_PARTS]]
+    return [[finite(v) for v in row[:MOST_EXPERTS]] for row in layers[: plots.MAX_PARTS]]
 
 
 def _layers_drawn(record: Record) -> list[int]:

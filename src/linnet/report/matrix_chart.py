@@ -9,7 +9,7 @@ from html import escape
 from linnet.report.charts import heat_legend
 from linnet.report.svg import LETTER, LEVELS, number, rect, text, wrap
 
-LEAST_CELL = 16.0
+MIN_CELL = 16.0
 """As high as a line of letters: with less room fewer rows are drawn, and all that are drawn can be read."""
 
 
@@ -25,7 +25,7 @@ def matrix_chart(
     """The deeper the colour the greater, from the least value to the greatest. What is no number is left blank."""
     gutter = min(0.4 * width, 14 + LETTER * max(map(len, names)), 230.0)
     letters = int((gutter - 14) / LETTER)
-    shown = _spread(len(names), int((width - gutter - 4) / LEAST_CELL))
+    shown = _spread(len(names), int((width - gutter - 4) / MIN_CELL))
     short = [shorten(names[i], letters) for i in shown]
     cell = min((width - gutter - 4) / len(shown), 26.0)
     head = 14 + LETTER * max(map(len, short))  # the columns' captions stand upright

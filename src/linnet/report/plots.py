@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 BITS = 1.0 / math.log(2.0)
-MOST_PARTS = 512
+MAX_PARTS = 512
 LARGEST, LEAST = 1e15, 1e-30  # of numbers worth drawing; what is beyond comes from a damaged file, what is below is 0
 
 
@@ -145,7 +145,7 @@ def per_part(record: Record, group: str, name: str) -> list[float | None]:
     """One measurement of the model's insides: a number a part (a unit, a layer); empty where there is none."""
     figures = record.get(group)
     values = figures.get(name) if isinstance(figures, dict) else None
-    return [finite(v) for v in values[:MOST_PARTS]] if isinstance(values, list) else []
+    return [finite(v) for v in values[:MAX_PARTS]] if isinstance(values, list) else []
 
 
 def measured(records: Sequence[Record], group: str) -> list[Record]:

@@ -19,7 +19,7 @@ from linnet.report.page import card, clean, half, none, section, table, two_widt
 from linnet.report.plots import Record, finite
 from linnet.report.svg import compact
 
-MOST_COUNTS = 6  # of step counts drawn: there are six colours
+MAX_COUNTS = 6  # of step counts drawn: there are six colours
 
 GOOD_VALUES = {
     "baseline similarity": "The caption with its true image: what the data has. It stays as it is; the others are read against it.",
@@ -170,7 +170,7 @@ def _cosines(records: Sequence[Record], evaluations: Sequence[dict[str, Any]]) -
 
 
 def _over_time(told: Sequence[tuple[float, dict[int, dict[str, float]]]], name: str) -> plots.Draw | None:
-    counts = sorted({n for _, figures in told for n, values in figures.items() if name in values})[:MOST_COUNTS]
+    counts = sorted({n for _, figures in told for n, values in figures.items() if name in values})[:MAX_COUNTS]
     series: list[Series] = []
     for colour, n in enumerate(counts, 1):
         points = [(at, figures[n][name]) for at, figures in told if name in figures.get(n, {})]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import check_local
 
 
@@ -56,7 +56,7 @@ class RunFolder:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             needs = f"a folder that can be written ({error.strerror or error})"
-            raise refuse("run", str(self.path), needs, "give another folder, or mend its permissions") from error
+            raise invalid("run", str(self.path), needs, "give another folder, or mend its permissions") from error
         return self
 
     @contextlib.contextmanager
@@ -67,7 +67,7 @@ class RunFolder:
             file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             needs = f"a folder that can be written ({error.strerror or error})"
-            raise refuse("run", str(self.path), needs, "give another folder, or mend its permissions") from error
+            raise invalid("run", str(self.path), needs, "give another folder, or mend its permissions") from error
         try:
             _take(file, self.path)
             _write(file, {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()})
@@ -98,7 +98,7 @@ def _held(path: Path, holder: dict[str, Any]) -> UserError:
         who = f"process {pid} on {host}, since {since}"
         stop = f"stop it with `kill {pid}` on {host} (it saves and exits)"
     needs = f"a folder that no other training uses (it is held by {who})"
-    return refuse("run", str(path), needs, f"wait for it to end, {stop}, or give another folder")
+    return invalid("run", str(path), needs, f"wait for it to end, {stop}, or give another folder")
 
 
 def _read(file: int) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from linnet.core import quant
 from linnet.parallel import sharding
 from linnet.config.schema import RunConfig
 from linnet.data.sources.locations import with_base
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.models import registry
-from linnet.models.base import Family, TokenFamily
+from linnet.models.base import ModelFamily, TokenFamily
 from linnet.models.tensor_parallel import check_serving, put_weights
 from linnet.parallel.mesh import n_devices, parse_mesh
 from linnet.core.pytree import replace
@@ -31,13 +31,13 @@ from linnet.optim.lora import merged_config, trainable_specs
 from linnet.optim.optimizer import optimizer
 from linnet.runs.state import TrainState, abstract_state, fresh_buffers, model_weights, served_weights, start_from
 from linnet.runs.vocabulary import Vocabulary, read_vocabulary
-from linnet.core.dtypes import Weights
+from linnet.core.dtypes import WeightDtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     cfg: RunConfig
-    family: Family
+    family: ModelFamily
     params: Any
     """The moving average where the run keeps one."""
     buffers: Any
@@ -62,25 +62,25 @@ def decoding_mesh(path: Path, text: str) -> Mesh | None:
         return None
     cfg = configs.load(RunFolder(path).config)
     if cfg.family == "prior":
-        raise refuse("--mesh", text, "left out: a prior is small enough for one device", "leave it out")
+        raise invalid("--mesh", text, "left out: a prior is small enough for one device", "leave it out")
     check_serving(sizes, "--mesh", text)
     cfg.model.check_mesh(sizes)
     if jax.process_count() > 1:
         needs = "the devices of one process: a model that is served is not cut across several"
-        raise refuse("--mesh", text, needs, "start this command without `linnet launch`; --replicas serves more")
+        raise invalid("--mesh", text, needs, "start this command without `linnet launch`; --replicas serves more")
     return sharding.open_mesh(text)
 
 
-def open_run(path: Path, which: str = "best", weights: Weights = "float32", mesh: Mesh | None = None) -> Run:
+def open_run(path: Path, which: str = "best", weights: WeightDtype = "float32", mesh: Mesh | None = None) -> Run:
     """The weights of a checkpoint, held in so many bits: `best` by validation loss (the latest if none was evaluated), `latest`, or
     a step. On a mesh each device gets its part, and reads no more."""
-    if stored_weights.is_weights_alone(path):
+    if stored_weights.is_weights_only(path):
         return _open_weights(path, which, weights, mesh)
     cfg, state, step = open_state(path, which, mesh, part=served_weights)
     params, buffers = model_weights(state)
     family = registry.get(cfg.family)
     specs = family.param_specs(cfg.model)
-    params = quant.lower(params, specs, weights)
+    params = quant.cast_params(params, specs, weights)
     return Run(
         cfg=merged_config(cfg),
         family=family,
@@ -91,10 +91,10 @@ def open_run(path: Path, which: str = "best", weights: Weights = "float32", mesh
     )
 
 
-def _open_weights(path: Path, which: str, weights: Weights, mesh: Mesh | None) -> Run:
+def _open_weights(path: Path, which: str, weights: WeightDtype, mesh: Mesh | None) -> Run:
     """An imported run that was never trained."""
     if which not in ("best", "latest", "0"):
-        raise refuse("--checkpoint", which, "best, latest or 0 (this run is imported weights)", "use latest")
+        raise invalid("--checkpoint", which, "best, latest or 0 (this run is imported weights)", "use latest")
     cfg = configs.load(RunFolder(path).config)
     family = registry.get(cfg.family)
     specs, buffers = family.param_specs(cfg.model), fresh_buffers(family, cfg)
@@ -141,7 +141,7 @@ def _chosen(checkpoints: Checkpoints, which: str) -> int | Literal["latest", "be
         return "latest" if checkpoints.best() is None else "best"
     if which == "latest":
         return "latest"
-    raise refuse("--checkpoint", which, "best, latest or a step", "use latest")
+    raise invalid("--checkpoint", which, "best, latest or a step", "use latest")
 
 
 def write_run(path: Path, cfg: RunConfig, params: Any, buffers: Any, *, step: int = 0, opt_state: Any = None) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write
 
 FILE_NAME = "metrics.jsonl"
@@ -335,7 +335,7 @@ def require_trackers(names: Sequence[str]) -> None:
     """Refuses, before a run starts, a tracker that is unknown or not installed."""
     for name in names:
         if name not in MODULES:
-            raise refuse("train.trackers", name, f"one of {', '.join(MODULES)}", "choose one of them")
+            raise invalid("train.trackers", name, f"one of {', '.join(MODULES)}", "choose one of them")
         if importlib.util.find_spec(MODULES[name]) is None:
             raise UserError(
                 f"train.trackers asks for {name!r}, but {MODULES[name]} is not installed. "

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from linnet.config.schema import PairsConfig, RunConfig
-from linnet.data import open_data
+from linnet.data import load_dataset
 from linnet.data.sources.locations import located
 from linnet.data.embeddings import open_pairs
 from linnet.core.errors import UserError
@@ -27,7 +27,7 @@ def data_fingerprint(cfg: RunConfig) -> str:
     """Opens the data of a run. The fingerprint depends on content only, not on names or places."""
     if cfg.family == "prior":
         return open_pairs(cfg.pairs, cfg.seed, encodings=cfg.prior.text_encodings).fingerprint
-    return open_data(cfg.tokens, cfg.seed).begun_by(cfg.writer.bos_id).fingerprint
+    return load_dataset(cfg.tokens, cfg.seed).begun_by(cfg.writer.bos_id).fingerprint
 
 
 def recorded_fingerprint(run: Path) -> str | None:

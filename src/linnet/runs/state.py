@@ -14,7 +14,7 @@ from linnet.core import params as weights
 from linnet.core import rng
 from linnet.parallel import sharding
 from linnet.config.schema import RunConfig
-from linnet.models.base import Family
+from linnet.models.base import ModelFamily
 from linnet.core.pytree import leaf_name, named_leaves, pytree, replace
 from linnet.optim.lora import trainable_specs, weights_of
 
@@ -40,33 +40,33 @@ class TrainState:
 
 
 def fresh_state(
-    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+    family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> TrainState:
     return make_state(family, cfg, optimizer, sharding.make_mesh() if mesh is None else mesh)()
 
 
-def make_state(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
+def make_state(family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
     """A jitted function without arguments. The state is made where it lies: no device, and no host, ever holds more than its part."""
     key = rng.root(cfg.seed)
 
     def make() -> TrainState:
-        params = weights.init(family.param_specs(cfg.model), rng.stream(key, "params"))
+        params = weights.init(family.param_specs(cfg.model), rng.fold_in_name(key, "params"))
         return start_from(family, cfg, optimizer, params, fresh_buffers(family, cfg))
 
     return jax.jit(make, out_shardings=state_shardings(family, cfg, optimizer, mesh))
 
 
-def fresh_buffers(family: Family, cfg: RunConfig) -> Any:
-    return weights.init(family.buffer_specs(cfg.model), rng.stream(rng.root(cfg.seed), "buffers"))
+def fresh_buffers(family: ModelFamily, cfg: RunConfig) -> Any:
+    return weights.init(family.buffer_specs(cfg.model), rng.fold_in_name(rng.root(cfg.seed), "buffers"))
 
 
 def start_from(
-    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, params: Any, buffers: Any
+    family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, params: Any, buffers: Any
 ) -> TrainState:
     """Step 0 with given weights: a fresh run, an imported model, or the base of adapters."""
     base = None
     if cfg.lora.rank:
-        base, params = params, weights.init(trainable_specs(family, cfg), rng.stream(rng.root(cfg.seed), "adapters"))
+        base, params = params, weights.init(trainable_specs(family, cfg), rng.fold_in_name(rng.root(cfg.seed), "adapters"))
     return TrainState(
         base=base,
         step=jnp.zeros((), jnp.int32),
@@ -83,7 +83,7 @@ def start_from(
 
 
 def begin_from(
-    family: Family,
+    family: ModelFamily,
     cfg: RunConfig,
     optimizer: optax.GradientTransformation,
     params: Any,
@@ -104,7 +104,7 @@ def begin_from(
 
 
 def abstract_state(
-    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+    family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> TrainState:
     """Shapes, types and places only: what a checkpoint is restored into, and what a program is compiled for."""
     mesh = sharding.make_mesh() if mesh is None else mesh
@@ -115,7 +115,7 @@ def abstract_state(
     )
 
 
-def _shapes(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation) -> TrainState:
+def _shapes(family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation) -> TrainState:
     def make() -> TrainState:
         params = weights.init(family.param_specs(cfg.model), rng.root(0))
         return start_from(family, cfg, optimizer, params, fresh_buffers(family, cfg))
@@ -123,17 +123,17 @@ def _shapes(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformat
     return jax.eval_shape(make)
 
 
-def state_shardings(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def state_shardings(family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Where every leaf lies: weights, their averages and what the optimiser keeps of them by the family's rules, the carry with its
     rows, single numbers everywhere."""
     shapes, rules = _shapes(family, cfg, optimizer), family.RULES
-    everywhere = jax.tree.map(lambda _: sharding.whole(mesh), shapes)
+    everywhere = jax.tree.map(lambda _: sharding.replicated(mesh), shapes)
     specs = trainable_specs(family, cfg)
     params = sharding.shardings(specs, mesh, rules)
     carry = None
     if shapes.carry is not None:
-        names = family.carry_names(shapes.carry)
-        carry = sharding.places(shapes.carry, names, mesh, rules)
+        names = family.carry_axes(shapes.carry)
+        carry = sharding.named_shardings(shapes.carry, names, mesh, rules)
     return replace(
         everywhere,
         params=params,
@@ -145,7 +145,7 @@ def state_shardings(family: Family, cfg: RunConfig, optimizer: optax.GradientTra
     )
 
 
-def _optimizer_shardings(opt_state: Any, specs: Any, mesh: Mesh, rules: sharding.Rules) -> Any:
+def _optimizer_shardings(opt_state: Any, specs: Any, mesh: Mesh, rules: sharding.LogicalAxisRules) -> Any:
     """An optimiser's leaf that is named as a weight lies as the weight does; where it lacks one of the weight's axes (a mean over
     it), as the others do."""
     known = dict(named_leaves(specs, is_leaf=weights.is_spec))
@@ -154,13 +154,13 @@ def _optimizer_shardings(opt_state: Any, specs: Any, mesh: Mesh, rules: sharding
         name = leaf_name(path)
         spec = next((spec for end, spec in known.items() if name == end or name.endswith(f"/{end}")), None)
         if spec is None or not leaf.ndim:
-            return sharding.whole(mesh)
+            return sharding.replicated(mesh)
         if leaf.shape == spec.shape:
-            return sharding.place(leaf.shape, spec.axes, mesh, rules)
+            return sharding.named_sharding(leaf.shape, spec.axes, mesh, rules)
         for gone in reversed(range(len(spec.shape))):
             if leaf.shape == spec.shape[:gone] + spec.shape[gone + 1 :]:
-                return sharding.place(leaf.shape, spec.axes[:gone] + spec.axes[gone + 1 :], mesh, rules)
-        return sharding.whole(mesh)
+                return sharding.named_sharding(leaf.shape, spec.axes[:gone] + spec.axes[gone + 1 :], mesh, rules)
+        return sharding.replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(one, opt_state)
 

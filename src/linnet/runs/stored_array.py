@@ -19,7 +19,7 @@ from linnet.core.errors import UserError
 from linnet.core.files import parse_json
 
 CHUNK = 8 << 20  # bytes read or looked at in one go
-MOST_HEADER = 100 << 20  # the safetensors library's own bound
+MAX_HEADER = 100 << 20  # the safetensors library's own bound
 TYPES = {
     "F32": np.dtype("float32"),
     "F16": np.dtype("float16"),
@@ -107,7 +107,7 @@ def write_safetensors(path: Path, leaves: Sequence[Leaf], metadata: dict[str, st
             for part in leaf.parts():
                 assert part.dtype == leaf.dtype, f"{leaf.name}: {part.dtype} is not {leaf.dtype}"
                 data = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
-                must_be_finite(part, leaf.name)
+                check_finite(part, leaf.name)
                 digest.update(data)
                 file.write(data)
                 n += len(data)
@@ -119,7 +119,7 @@ def write_safetensors(path: Path, leaves: Sequence[Leaf], metadata: dict[str, st
     return sums
 
 
-def must_be_finite(part: np.ndarray, name: str) -> None:
+def check_finite(part: np.ndarray, name: str) -> None:
     if part.dtype == np.int8:
         return
     flat = part.reshape(-1)
@@ -148,7 +148,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredArray], dict[str, str]
         size = path.stat().st_size
         with open(path, "rb") as file:
             n = int.from_bytes(file.read(8), "little")
-            if size < 8 or n > min(size - 8, MOST_HEADER):
+            if size < 8 or n > min(size - 8, MAX_HEADER):
                 raise ValueError("it is cut short")
             described = parse_json(file.read(n))
         metadata = described.pop("__metadata__", {})

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 from linnet.parallel import sharding
 from linnet.config.schema import RunConfig
-from linnet.core.errors import UserError, refuse
-from linnet.models.base import Family
+from linnet.core.errors import UserError, invalid
+from linnet.models.base import ModelFamily
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import leaf_name, named_leaves, replace
 from linnet.runs.stored_array import Leaf, StoredArray, read_safetensors, write_safetensors
@@ -83,14 +83,14 @@ def check_trainer(run: Path, cfg: RunConfig) -> None:
     step = trained_so_far(run).step
     if cfg.optim.name != "adamw":
         needs = f"adamw: {run} continues with Adam's moments from step {step}"
-        raise refuse("optim.name", cfg.optim.name, needs, "use adamw, or import again with --optimizer fresh")
+        raise invalid("optim.name", cfg.optim.name, needs, "use adamw, or import again with --optimizer fresh")
     if cfg.optim.total_steps <= step:
         needs = f"more than the {step:,} updates that the checkpoint has already had"
-        raise refuse("optim.steps", cfg.optim.total_steps, needs, f"use --optim.steps {step + cfg.optim.total_steps}")
+        raise invalid("optim.steps", cfg.optim.total_steps, needs, f"use --optim.steps {step + cfg.optim.total_steps}")
 
 
 def continue_from(
-    run: Path, family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+    run: Path, family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[TrainState, int]:
     arrays, metadata = _read(run)
     step, optimizer_step = int(metadata["step"]), int(metadata["optimizer_step"])
@@ -101,7 +101,7 @@ def continue_from(
             found = arrays.get(f"{prefix}/{leaf_name(path)}")
             if found is None or found.shape != spec.shape:
                 raise UserError(f"{run / FOLDER / FILE} does not fit the model. Fix: import it again.")
-            return sharding.put(found.read().astype(spec.dtype), spec.axes, mesh, rules)
+            return sharding.host_to_global(found.read().astype(spec.dtype), spec.axes, mesh, rules)
 
         return jax.tree_util.tree_map_with_path(one, specs, is_leaf=is_spec)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from linnet.data import Data
+from linnet.data import TokenDataset
 from linnet.tokenizers.base import BytesTokenizer, Tokenizer
 from linnet.tokenizers.load import has_tokenizer, open_tokenizer
 from linnet.core.errors import UserError
@@ -20,14 +20,14 @@ class Vocabulary:
     """Height, width and channels of a picture; None for text."""
 
 
-def keep(folder: Path, data: Data) -> None:
+def keep(folder: Path, data: TokenDataset) -> None:
     """The first training of a run keeps its tokenizer; every later one must read with the same."""
     if not has_tokenizer(folder):
         data.tokenizer.save(folder)
-    must_match(folder, data, open_tokenizer(str(folder)))
+    check_match(folder, data, open_tokenizer(str(folder)))
 
 
-def must_match(folder: Path, data: Data, own: Tokenizer) -> None:
+def check_match(folder: Path, data: TokenDataset, own: Tokenizer) -> None:
     """Ids of another tokenizer would be read as other text."""
     if data.tokenizer.fingerprint != own.fingerprint:
         raise UserError(

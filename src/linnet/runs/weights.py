@@ -25,14 +25,14 @@ from linnet.config import codec as configs
 from linnet.core import quant
 from linnet.config.schema import RunConfig
 from linnet.data.sources.locations import with_base
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import read_json
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import leaf_name, named_leaves
 from linnet.runs.folder import RunFolder
 from linnet.runs.stored_array import TYPE_NAMES, Leaf, StoredArray, read_safetensors, write_safetensors
 from linnet.runs.weights_file import PAIR
-from linnet.core.dtypes import Weights
+from linnet.core.dtypes import WeightDtype
 
 FOLDER, INDEX = configs.IMPORTED_WEIGHTS.parts
 VERSION = 1
@@ -43,7 +43,7 @@ def has_weights(run: Path) -> bool:
     return (run / FOLDER / INDEX).is_file()
 
 
-def is_weights_alone(run: Path) -> bool:
+def is_weights_only(run: Path) -> bool:
     """Imported and not trained yet: once there are checkpoints, they are the run."""
     checkpoints = RunFolder(run).checkpoints
     trained = checkpoints.is_dir() and any(entry.name.isdecimal() for entry in checkpoints.iterdir())
@@ -67,15 +67,15 @@ def write_stored_run(
     out: Path, cfg: RunConfig, leaves: Sequence[Leaf], finish: Callable[[Path], None], say: Callable[[str], None]
 ) -> None:
     """The run appears under its name when it is whole. `finish` adds what belongs beside the weights (a tokenizer)."""
-    must_be_new(out)
+    check_is_new(out)
     with _workshop(out) as part:
         need, free = sum(leaf.nbytes for leaf in leaves) + ROOM, shutil.disk_usage(part).free
         if need > free:
-            raise refuse("--out", str(out), f"on a disk with {need:,} bytes free (it has {free:,})", "make room")
+            raise invalid("--out", str(out), f"on a disk with {need:,} bytes free (it has {free:,})", "make room")
         write_weights(part, leaves, say)
         finish(part)
         configs.save(with_base(cfg), part / "config.json")
-        must_be_new(out)
+        check_is_new(out)
         os.rename(part, out)  # takes the place of an empty folder
 
 
@@ -88,7 +88,7 @@ def held_leaves(params: Any) -> list[Leaf]:
     return [one(name, np.asarray(value)) for name, value in named_leaves(params)]
 
 
-def must_be_new(out: Path) -> None:
+def check_is_new(out: Path) -> None:
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a run already, and nothing is overwritten. Fix: choose another --out.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -103,7 +103,7 @@ def _workshop(out: Path) -> Iterator[Path]:
         part.mkdir(parents=True, exist_ok=True)
         lock = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise refuse("--out", str(out), f"a folder that can be written ({error.strerror})", "choose another") from None
+        raise invalid("--out", str(out), f"a folder that can be written ({error.strerror})", "choose another") from None
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,7 +150,7 @@ def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
 
 
 def read_weights(
-    run: Path, specs: Any, weights: Weights = "float32", place: Callable[[Spec, Any], Any] = lambda _, leaf: leaf
+    run: Path, specs: Any, weights: WeightDtype = "float32", place: Callable[[Spec, Any], Any] = lambda _, leaf: leaf
 ) -> Any:
     """The params tree, leaf by leaf: each is checked, held in as few bits as asked for, and handed to the device; or, by `place`, to
     several."""
@@ -163,7 +163,7 @@ def read_weights(
         names = [name] if name in index else [f"{name}/{part}" for part in PAIR]
         wanted.update(names)
         leaf = _leaf(run, spec, [_array(run, index, files, n) for n in names], index, names)
-        return place(spec, quant.lower(leaf, spec, weights))
+        return place(spec, quant.cast_params(leaf, spec, weights))
 
     tree = jax.tree_util.tree_map_with_path(load, specs, is_leaf=is_spec)
     if set(index) - wanted:
@@ -174,7 +174,7 @@ def read_weights(
     return tree
 
 
-def must_be_trainable(run: Path) -> None:
+def check_trainable(run: Path) -> None:
     if is_quantized(run):
         raise UserError(
             f"{run} holds its weights in 8 bits, which cannot be trained: an update is smaller than their steps. Fix: train adapters "
@@ -190,7 +190,7 @@ def _index(run: Path) -> dict[str, Any]:
         found = read_json(path)
         leaves = found["leaves"]
         if found["version"] != VERSION:
-            raise refuse(f"version of {path}", found["version"], str(VERSION), "use the Linnet that wrote it")
+            raise invalid(f"version of {path}", found["version"], str(VERSION), "use the Linnet that wrote it")
         for leaf in leaves.values():
             if not {"shape", "dtype", "file", "sha256"} <= set(leaf) or Path(leaf["file"]).name != leaf["file"]:
                 raise ValueError("a leaf is not described")
@@ -221,7 +221,7 @@ def _leaf(run: Path, spec: Spec, arrays: list[StoredArray], index: dict[str, Any
         fits = fits and arrays[0].dtype == np.int8 and arrays[1].dtype == jnp.bfloat16
     if not fits:
         got = [array.shape for array in arrays]
-        raise refuse(f"{names[0]} in {run / FOLDER}", got, f"of shape {spec.shape}", "import the model again")
+        raise invalid(f"{names[0]} in {run / FOLDER}", got, f"of shape {spec.shape}", "import the model again")
     values = [_checked(array, index[name]["sha256"], name) for array, name in zip(arrays, names, strict=True)]
     return values[0] if len(values) == 1 else quant.Quantized(weight=values[0], scales=values[1])
 

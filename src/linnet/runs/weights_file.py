@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from linnet.core import quant
 from linnet.config.schema import RunConfig
 from linnet.config.codec import CONFIG_VERSION, exported_from_dict
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.models import registry
 from linnet.core.files import unwritable
 from linnet.core.files import parse_json
@@ -82,7 +82,7 @@ def read_header(path: Path) -> tuple[RunConfig, str]:
     return _run_config(json.loads(metadata["config"]), path), metadata["fingerprint"]
 
 
-def must_be_trainable(path: Path) -> None:
+def check_trainable(path: Path) -> None:
     with safe_open(path, framework="numpy") as file:
         quantized = any(file.get_slice(name).get_dtype() == "I8" for name in file.keys())  # noqa: SIM118
     if quantized:
@@ -135,7 +135,7 @@ def _read(path: Path, arrays: bool = True) -> tuple[dict[str, np.ndarray], dict[
 def _run_config(values: Any, path: Path) -> RunConfig:
     version = values.get("version") if isinstance(values, dict) else None
     if version != CONFIG_VERSION:
-        raise refuse(f"version of the config in {path}", version, str(CONFIG_VERSION), "use the Linnet that wrote it")
+        raise invalid(f"version of the config in {path}", version, str(CONFIG_VERSION), "use the Linnet that wrote it")
     return exported_from_dict({name: value for name, value in values.items() if name != "version"})
 
 
@@ -146,16 +146,16 @@ def _fill(wanted: Any, arrays: dict[str, np.ndarray], path: Path) -> Any:
         odd = sorted(names ^ set(arrays))[0]
         raise UserError(f"{path} and its config disagree about {odd!r}. Fix: export it again.")
 
-    def leaf(key: tuple[Any, ...], want: jax.ShapeDtypeStruct) -> quant.Matrix:
+    def leaf(key: tuple[Any, ...], want: jax.ShapeDtypeStruct) -> quant.Weight:
         name = leaf_name(key)
         if name in pairs:
             weight, scales = (arrays[n] for n in pairs[name])
             if weight.shape != want.shape or (weight.dtype, scales.dtype) != (np.int8, jnp.bfloat16):
-                raise refuse(f"{name} in {path}", weight.shape, f"an 8-bit pair of {want.shape}", "export it again")
+                raise invalid(f"{name} in {path}", weight.shape, f"an 8-bit pair of {want.shape}", "export it again")
             return quant.Quantized(weight=jnp.asarray(weight), scales=jnp.asarray(scales))
         got = arrays[name]
         if got.shape != want.shape or got.dtype not in (want.dtype, jnp.bfloat16):
-            raise refuse(
+            raise invalid(
                 f"{name} in {path}", (got.shape, str(got.dtype)), f"{want.shape} {want.dtype}", "export it again"
             )
         return jnp.asarray(got)

@@ -20,7 +20,7 @@ from linnet.core import rng
 from linnet.core.pytree import n_bytes
 from linnet.models.base import TokenFamily
 from linnet.models.tensor_parallel import mesh_of, on_mesh_of
-from linnet.nn.sampling import Rules, SamplingSettings, sampling_settings
+from linnet.nn.sampling import LogitMask, SamplingSettings, sampling_settings
 from linnet.parallel import sharding
 from linnet.serve.request import MOST_TOP, Choice, Sampling
 
@@ -29,7 +29,7 @@ N_TICKS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seat:
+class SlotState:
     """All that a slot holds of a request: put it back anywhere and it goes on with the same bits."""
 
     memory: Any
@@ -42,7 +42,7 @@ class Seat:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ticket:
+class Dispatch:
     """A dispatch on its way. Reading `tokens` waits for it."""
 
     n_ticks: int
@@ -50,7 +50,7 @@ class Ticket:
     tokens: Int[Array, "n B"]
     logprobs: Float[Array, "n B"]
     top: tuple[Int[Array, "n B K"], Float[Array, "n B K"]] | None
-    before: Mapping[int, Seat]
+    before: Mapping[int, SlotState]
     """Of slots whose state is wanted: as they were before the first tick."""
 
 
@@ -58,7 +58,7 @@ class Backend:
     def __init__(self, family: TokenFamily, cfg: Any, params: Any, buffers: Any, n_slots: int) -> None:
         self.decoder: Any = on_mesh_of(family.decoder, params)
         mesh = mesh_of(params)
-        self._everywhere = None if mesh is None else sharding.whole(mesh)
+        self._everywhere = None if mesh is None else sharding.replicated(mesh)
         self.cfg, self.n_slots = cfg, n_slots
         self._params, self._buffers = self.decoder.hold(params), buffers
         self._prepared = self.decoder.prepare(self._params, buffers, cfg)
@@ -106,13 +106,13 @@ class Backend:
     def empty_memory(self) -> Any:
         return self._nothing_read  # nobody writes into a memory: the same one serves all
 
-    def state_like(self, n_read: int) -> Any:
+    def abstract_state(self, n_read: int) -> Any:
         """Of the shapes that the memory of so many tokens has."""
-        return self.decoder.state_like(self.cfg, n_read)
+        return self.decoder.abstract_state(self.cfg, n_read)
 
     def read_chunk(self, memory: Any, tokens: Sequence[int]) -> Any:
         """At most `chunk_len` tokens; does not wait for the device."""
-        return self.decoder.admit_chunk(self._params, self._buffers, memory, tokens, self.cfg)
+        return self.decoder.prefill_chunk(self._params, self._buffers, memory, tokens, self.cfg)
 
     def wait_for(self, memory: Any) -> None:
         """Until it is computed."""
@@ -138,44 +138,44 @@ class Backend:
 
     # Slots
 
-    def seat(self, memory: Any, token: int, n_read: int) -> Seat:
+    def seat(self, memory: Any, token: int, n_read: int) -> SlotState:
         written = np.zeros((self.cfg.n_vocab,), np.int32)
-        return Seat(memory=memory, token=np.int32(token), written=written, n_read=n_read, n_held=n_read)
+        return SlotState(memory=memory, token=np.int32(token), written=written, n_read=n_read, n_held=n_read)
 
-    def put(self, slot: int, seat: Seat) -> None:
+    def put(self, slot: int, seat: SlotState) -> None:
         """What the request holds, into the slot."""
         self._slots = self.decoder.insert(self._slots, seat.memory, slot)
         self._held[slot], self._known[slot] = seat.n_held, seat.memory
         self._tokens, self._written = _set_row(self._tokens, self._written, slot, seat.token, seat.written)
 
-    def begin(self, slot: int, seat: Seat) -> Ticket:
+    def begin(self, slot: int, seat: SlotState) -> Dispatch:
         """Draws a request's first token by itself, then puts it into the slot: it need not wait for the others, who are in the midst
         of many ticks, nor they for it. The ticket has one column."""
         alone = self.decoder.alone(seat.memory, self.cfg)
         one, written, tokens, logprobs, top = self._tick_alone(alone, slot, seat.token, seat.written)
         n_held = seat.n_held + 1
         memory = self.decoder.extract(self._prepared, one, 0, self.cfg, n_held, seat.memory)
-        self.put(slot, Seat(memory=memory, token=tokens, written=written, n_read=seat.n_read, n_held=n_held))
-        return Ticket(n_ticks=1, tokens=tokens, logprobs=logprobs, top=top, before={0: seat})
+        self.put(slot, SlotState(memory=memory, token=tokens, written=written, n_read=seat.n_read, n_held=n_held))
+        return Dispatch(n_ticks=1, tokens=tokens, logprobs=logprobs, top=top, before={0: seat})
 
-    def rule(self, slot: int, seat: Seat, sampling: Sampling, prompt: Sequence[int], late: frozenset[int]) -> None:
+    def rule(self, slot: int, seat: SlotState, sampling: Sampling, prompt: Sequence[int], late: frozenset[int]) -> None:
         """How the slot's tokens are chosen from here on."""
         # Position p of a draw counts the tokens read by then: the first draw is at n_read + 1.
         self._table.set(slot, sampling, prompt, late, until=seat.n_read + 1 + sampling.min_tokens)
 
-    def take(self, slot: int, n_read: int) -> Seat:
+    def take(self, slot: int, n_read: int) -> SlotState:
         """The slot's request as a value; what stays in the slot means nothing any more."""
         held, known = self._held[slot], self._known[slot]
         memory = self.decoder.extract(self._prepared, self._slots, slot, self.cfg, held, known)
         self._known[slot] = memory
         token, written = _row(self._tokens, self._written, slot)
-        return Seat(memory=memory, token=token, written=written, n_read=n_read, n_held=held)
+        return SlotState(memory=memory, token=token, written=written, n_read=n_read, n_held=held)
 
     def restrict(self, slot: int, allowed: Bool[np.ndarray, " A"]) -> bool:
         """Only these ids at the next tick; False if the slot's own rules leave none of them."""
         return self._table.restrict(slot, allowed)
 
-    def dispatch(self, n_ticks: int, running: Sequence[int], *, with_top: bool, keep: Sequence[int]) -> Ticket:
+    def dispatch(self, n_ticks: int, running: Sequence[int], *, with_top: bool, keep: Sequence[int]) -> Dispatch:
         """Starts 1 to `N_TICKS` ticks of the running slots, and does not wait for them. `keep`: slots whose state may be wanted."""
         before = {slot: self.take(slot, 0) for slot in keep}
         active = np.zeros((self.n_slots,), bool)
@@ -198,9 +198,9 @@ class Backend:
         self._tokens = _at(tokens, np.int32(n_ticks - 1))
         for slot in running:
             self._held[slot] += n_ticks
-        return Ticket(n_ticks=n_ticks, tokens=tokens, logprobs=logprobs, top=top, before=before)
+        return Dispatch(n_ticks=n_ticks, tokens=tokens, logprobs=logprobs, top=top, before=before)
 
-    def memory_after(self, before: Seat, written: Sequence[int]) -> Any:
+    def memory_after(self, before: SlotState, written: Sequence[int]) -> Any:
         """The memory once `before` has read its token and then these: by ticks, so it is the same bits as in its slot."""
         one = self.decoder.alone(before.memory, self.cfg)
         nothing = np.zeros((self.cfg.n_vocab,), np.int32)
@@ -239,7 +239,7 @@ class _RuleTable:
         self._prompted = np.zeros((n_slots, n_vocab), bool)
         self._keys = jax.device_put(_keys(n_slots), everywhere)
         self._restricted: dict[int, np.ndarray] = {}
-        self._device: tuple[SamplingSettings, Rules] | None = None
+        self._device: tuple[SamplingSettings, LogitMask] | None = None
 
     def set(self, slot: int, sampling: Sampling, prompt: Sequence[int], late: frozenset[int], until: int) -> None:
         for name in (field.name for field in dataclasses.fields(self._settings)):
@@ -265,12 +265,12 @@ class _RuleTable:
         self._restricted[slot] = allowed
         return bool((allowed & (self._bias[slot] > -np.inf)).any())
 
-    def on_device(self) -> tuple[SamplingSettings, Rules, PRNGKeyArray]:
+    def on_device(self) -> tuple[SamplingSettings, LogitMask, PRNGKeyArray]:
         if self._device is None:
             # Copied first: the device may read from the host's memory, later than this, and the table changes meanwhile.
             table = (self._settings, self._bias, self._late, self._late_until, self._prompted)
             settings, bias, late, late_until, prompted = jax.device_put(jax.tree.map(np.copy, table), self._everywhere)
-            self._device = settings, Rules(bias=bias, late=late, late_until=late_until, prompted=prompted)
+            self._device = settings, LogitMask(bias=bias, late=late, late_until=late_until, prompted=prompted)
         settings, rules = self._device
         if self._restricted:
             bias = self._bias.copy()
@@ -280,7 +280,7 @@ class _RuleTable:
             rules = dataclasses.replace(rules, bias=jax.device_put(bias, self._everywhere))
         return settings, rules, self._keys
 
-    def row(self, slot: int) -> tuple[SamplingSettings, Rules, PRNGKeyArray]:
+    def row(self, slot: int) -> tuple[SamplingSettings, LogitMask, PRNGKeyArray]:
         """Of one slot."""
         return _one_row(self.on_device(), slot)
 
@@ -290,12 +290,12 @@ class _RuleTable:
 
 @partial(jax.jit, static_argnums=0)
 def _keys(n_slots: int) -> PRNGKeyArray:
-    return jnp.stack([rng.of_sample(0)] * n_slots)
+    return jnp.stack([rng.sample_key(0)] * n_slots)
 
 
 @jax.jit
 def _set_key(keys: PRNGKeyArray, slot: int | Int[Array, ""], seed: UInt32[Array, ""]) -> PRNGKeyArray:
-    return keys.at[slot].set(rng.of_sample(seed))
+    return keys.at[slot].set(rng.sample_key(seed))
 
 
 @jax.jit

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.serve.request import MOST_STOP_BYTES, MOST_STOPS
 
 FILE = "chat_template.json"
-MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 ROLES = ("system", "developer", "user", "assistant")
 NEEDED = ("user", "assistant")
 FIELDS = ("beginning", "roles", "answer", "stop", "between")
@@ -52,7 +52,7 @@ class ChatTemplate:
     def _wrapping(self, role: str) -> Wrapping:
         known = self.roles.get(role) or (self.roles.get("system") if role == "developer" else None)
         if known is None:
-            raise refuse(
+            raise invalid(
                 "the role of a message", role, f"one of {', '.join(self.roles)} with this model", "use another"
             )
         return known
@@ -84,15 +84,15 @@ class _Checked:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise refuse(str(path), error.strerror, "a file that can be read", "check its rights") from None
-        if len(data) > MOST_BYTES:
-            raise refuse(f"the size of {path}", len(data), f"at most {MOST_BYTES} bytes", "shorten it")
+            raise invalid(str(path), error.strerror, "a file that can be read", "check its rights") from None
+        if len(data) > MAX_BYTES:
+            raise invalid(f"the size of {path}", len(data), f"at most {MAX_BYTES} bytes", "shorten it")
         try:
             self._fields = json.loads(data.decode(), object_pairs_hook=self._once)
         except UserError:  # of a field that is there twice
             raise
         except (ValueError, RecursionError) as error:
-            raise refuse(str(path), str(error)[:200], "JSON in UTF-8", "see docs/serving.md") from None
+            raise invalid(str(path), str(error)[:200], "JSON in UTF-8", "see docs/serving.md") from None
         self._object("the template", self._fields, FIELDS)
 
     def template(self) -> ChatTemplate:
@@ -160,4 +160,4 @@ class _Checked:
         return fields
 
     def _refuse(self, field: str, got: Any, needs: str, fix: str) -> UserError:
-        return refuse(f"{self._path}: {field}", got, needs, fix)
+        return invalid(f"{self._path}: {field}", got, needs, fix)

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.models.base import TokenFamily
-from linnet.serve.backend import N_TICKS, Backend, Ticket
-from linnet.serve.engine_loop import Loop
+from linnet.serve.backend import N_TICKS, Backend, Dispatch
+from linnet.serve.engine_loop import EngineLoop
 from linnet.serve.grammar import Grammars
 from linnet.serve.job import Job
 from linnet.serve.prefix_cache import PrefixCache
@@ -25,7 +25,7 @@ from linnet.serve.scheduler import Plan
 from linnet.serve.state import State, model_fingerprint
 from linnet.tokenizers.base import Tokenizer
 
-LEAST_TICKS = 4
+MIN_TICKS = 4
 """Of a dispatch that ends early to free a slot: with fewer the device would wait for the host."""
 
 
@@ -41,20 +41,20 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("n_slots", "max_waiting", "max_prompt"):
             if getattr(self, name) < 1:
-                raise refuse(f"--{name.replace('_', '-')}", getattr(self, name), "at least 1", "use the default")
+                raise invalid(f"--{name.replace('_', '-')}", getattr(self, name), "at least 1", "use the default")
         if self.prefix_bytes < 0:
-            raise refuse("--prefix-bytes", self.prefix_bytes, "0 or more", "use 0 for no prefix cache")
+            raise invalid("--prefix-bytes", self.prefix_bytes, "0 or more", "use 0 for no prefix cache")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
     """A dispatch that was not read back yet, and whose tokens stand in which column."""
 
-    ticket: Ticket
+    ticket: Dispatch
     jobs: dict[int, Job]
 
 
-class Engine(Loop[Job]):
+class Engine(EngineLoop[Job]):
     def __init__(
         self,
         family: TokenFamily,
@@ -117,27 +117,27 @@ class Engine(Loop[Job]):
         n_vocab = self._cfg.n_vocab
         if len(request.prompt) > self.config.max_prompt:
             most = self.config.max_prompt
-            raise refuse(
+            raise invalid(
                 "the prompt", f"{len(request.prompt)} tokens", f"at most {most}", "send it in parts, with a session"
             )
         sampling = request.sampling
         named = {*sampling.logit_bias, *(sampling.allowed or ()), *sampling.banned, *sampling.stop_ids, *request.prompt}
         wrong = [token for token in named if not 0 <= token < n_vocab]
         if wrong:
-            raise refuse("a token id", wrong[0], f"0 to {n_vocab - 1}", "use the model's tokenizer")
+            raise invalid("a token id", wrong[0], f"0 to {n_vocab - 1}", "use the model's tokenizer")
         if request.state is not None and request.state.model != self.fingerprint:
             raise UserError("the state belongs to another model. Fix: go on with the model that made it.")
         if len(sampling.banned) >= n_vocab:
-            raise refuse("banned", "every id", "at least one id left", "ban fewer")
+            raise invalid("banned", "every id", "at least one id left", "ban fewer")
         gone = sampling.banned | sampling.stop_ids | (frozenset() if sampling.ignore_end else {self._cfg.end_id})
         n_left = n_vocab - len(gone) if sampling.allowed is None else len(sampling.allowed - gone)
         if sampling.min_tokens and not n_left:
             needs = "0 where only ids that end the text may be drawn"
-            raise refuse("min_tokens", sampling.min_tokens, needs, "allow another id, or leave it out")
+            raise invalid("min_tokens", sampling.min_tokens, needs, "allow another id, or leave it out")
 
     # In the engine's thread
 
-    def _carry_out(self, plan: Plan) -> None:
+    def _execute(self, plan: Plan) -> None:
         for id, reason in plan.ended:
             self._jobs.pop(id).finish(reason)
         for id, slot in plan.park:
@@ -198,7 +198,7 @@ class Engine(Loop[Job]):
         left = [job.max_tokens - job.n_asked for job in running.values()]
         with self._changed:
             wanted = self._scheduler.wants_slots
-        return min(N_TICKS, max(LEAST_TICKS, min(left)) if wanted else max(left))
+        return min(N_TICKS, max(MIN_TICKS, min(left)) if wanted else max(left))
 
     def _asked(self, job: Job, n_ticks: int) -> None:
         """So many tokens are under way. If they are all it may have, its slot is free: nobody waits until they are told."""
@@ -267,7 +267,7 @@ class Engine(Loop[Job]):
                 if not job.is_done:
                     self._tell(job, column, flight.ticket, tokens[:, column].tolist(), logprobs[:, column].tolist())
 
-    def _tell(self, job: Job, column: int, ticket: Ticket, tokens: list[int], logprobs: list[float]) -> None:
+    def _tell(self, job: Job, column: int, ticket: Dispatch, tokens: list[int], logprobs: list[float]) -> None:
         likeliest = None
         if ticket.top is not None and job.request.sampling.top_logprobs:
             ids, values = (np.asarray(one)[: ticket.n_ticks, column].tolist() for one in ticket.top)

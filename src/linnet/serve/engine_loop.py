@@ -19,7 +19,7 @@ from linnet.serve.scheduler import Plan, Scheduler
 log = logging.getLogger("linnet.serve")
 
 
-class Ask(Protocol):
+class RequestInfo(Protocol):
     """Of a request: what the queue needs to know."""
 
     @property
@@ -35,21 +35,21 @@ class Ask(Protocol):
         ...
 
 
-class Work(Protocol):
+class Job(Protocol):
     """One request on its way through."""
 
     @property
-    def request(self) -> Ask: ...
+    def request(self) -> RequestInfo: ...
     @property
     def finish(self) -> Callable[..., None]:
         """Takes the reason, and whatever else there is to tell its owner."""
         ...
 
 
-J = TypeVar("J", bound=Work)
+J = TypeVar("J", bound=Job)
 
 
-class Loop(abc.ABC, Generic[J]):
+class EngineLoop(abc.ABC, Generic[J]):
     def __init__(self, n_slots: int, max_waiting: int, clock: Callable[[], float], name: str) -> None:
         self.clock = clock
         self._scheduler = Scheduler(n_slots, max_waiting)
@@ -107,7 +107,7 @@ class Loop(abc.ABC, Generic[J]):
     # In the engine's thread
 
     @abc.abstractmethod
-    def _carry_out(self, plan: Plan) -> None: ...
+    def _execute(self, plan: Plan) -> None: ...
 
     @abc.abstractmethod
     def _reset(self) -> None:
@@ -122,7 +122,7 @@ class Loop(abc.ABC, Generic[J]):
                     break
                 plan = self._scheduler.plan(self.clock())
             try:
-                self._carry_out(plan)
+                self._execute(plan)
             except Exception as error:
                 log.exception("a batch failed")
                 self._fail_batch(str(error))

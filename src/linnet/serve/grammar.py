@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Bool
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.serve.request import Constraint
 from linnet.tokenizers.base import Tokenizer
 
-MOST_GRAMMAR_BYTES = 32 * 1024
+MAX_GRAMMAR_BYTES = 32 * 1024
 _LONGEST_REASON = 300
 _DEAD_END = "the text can neither go on nor end in this vocabulary"
 _NAMES = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a Lark grammar"}
@@ -49,9 +49,9 @@ class Grammars:
         kind = constraint.kind
         try:
             n_bytes = len(constraint.grammar.encode())
-            if n_bytes > MOST_GRAMMAR_BYTES:
-                needs, fix = f"at most {MOST_GRAMMAR_BYTES:,} bytes long", "make it smaller"
-                raise refuse(kind, f"{n_bytes:,} bytes", needs, fix)
+            if n_bytes > MAX_GRAMMAR_BYTES:
+                needs, fix = f"at most {MAX_GRAMMAR_BYTES:,} bytes long", "make it smaller"
+                raise invalid(kind, f"{n_bytes:,} bytes", needs, fix)
             lark = f"{_TO_LARK[kind](constraint.grammar)}\n{self._options}"
             # Named as Lark: llguidance would take a text that begins with a brace for a grammar of another form.
             grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
@@ -133,14 +133,14 @@ class _Vocabulary:
 def _from_json_schema(text: str) -> str:
     schema = json.loads(text)
     if not isinstance(schema, dict | bool):
-        raise refuse("json_schema", text[:80], "a JSON object", "see json-schema.org")
+        raise invalid("json_schema", text[:80], "a JSON object", "see json-schema.org")
     return f"start: %json {json.dumps(schema)}"
 
 
 def _from_regex(text: str) -> str:
     n_backslashes = len(text) - len(text.rstrip("\\"))
     if n_backslashes % 2:  # llguidance would drop it
-        raise refuse("regex", text[-80:], "complete (a single backslash ends it)", "write two for a backslash")
+        raise invalid("regex", text[-80:], "complete (a single backslash ends it)", "write two for a backslash")
     return f"start: /{regex_to_lark(text, '')}/"
 
 

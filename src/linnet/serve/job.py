@@ -8,13 +8,23 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.core.special_tokens import TextRules
 from linnet.models.bos import empty_prompt, in_front
 from linnet.models.detokenize import TextAssembler
-from linnet.serve.backend import Seat
+from linnet.serve.backend import SlotState
 from linnet.serve.grammar import Matcher
-from linnet.serve.request import Choice, Event, Finished, FinishReason, OnEvent, Produced, PromptRead, Request, TooLong
+from linnet.serve.request import (
+    Choice,
+    Event,
+    Finished,
+    FinishReason,
+    OnEvent,
+    PrefillDone,
+    Request,
+    TokensEvent,
+    TooLong,
+)
 
 
 class Job:
@@ -54,7 +64,7 @@ class Job:
         self.logprobs: list[float] = []
         self.top: list[tuple[Choice, ...]] = []
         """Of the prompt, both."""
-        self.seat: Seat | None = None
+        self.seat: SlotState | None = None
         self.slot: int | None = None
         self.n_asked = 0
         """Tokens that dispatches were started for: no more are needed than may be written."""
@@ -98,7 +108,7 @@ class Job:
         if self.request.prompt_logprobs:
             logprobs = ((None,) * unpredicted + tuple(self.logprobs))[:n]
         top = (((),) * unpredicted + tuple(self.top))[:n] if self.top else ()
-        self._emit(PromptRead(n_tokens=n, n_cached=self.n_cached, n_cut=self.n_cut, logprobs=logprobs, top=top))
+        self._emit(PrefillDone(n_tokens=n, n_cached=self.n_cached, n_cut=self.n_cut, logprobs=logprobs, top=top))
 
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[Choice]] | None
@@ -133,7 +143,7 @@ class Job:
         choices = tuple(map(Choice, tokens[:n], logprobs[:n]))
         asked = sampling.top_logprobs
         likeliest = tuple(tuple(row[:asked]) for row in top[:n]) if top is not None and asked else ()
-        self._emit(Produced(tokens=choices, top=likeliest, text=text, offsets=offsets))
+        self._emit(TokensEvent(tokens=choices, top=likeliest, text=text, offsets=offsets))
         return n, reason, stopped_by
 
     def finish(
@@ -183,4 +193,4 @@ def _fitted(request: Request, n_before: int, n_first: int, context: int | None) 
 
 
 def _too_long(field: str, got: str, needs: str, fix: str) -> TooLong:
-    return TooLong(str(refuse(field, got, needs, fix)))
+    return TooLong(str(invalid(field, got, needs, fix)))

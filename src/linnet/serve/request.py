@@ -7,16 +7,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.models.detokenize import check_stops
-from linnet.nn.sampling_bounds import LEAST_REPETITION_PENALTY, LEAST_TEMPERATURE
+from linnet.nn.sampling_bounds import MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 
 FinishReason = Literal["stop", "length", "stuck", "cancelled", "deadline", "error"]
 """stop: an end id, a stop id, a stop string, or a finished grammar; of a prior, its last step. length: max_tokens, or the model's
 context. stuck: its own grammar and rules leave no token, or the grammar became too much work. The others end it from outside."""
 
 MOST_STOPS, MOST_STOP_BYTES, MOST_TOP, MOST_BIAS = 16, 1024, 20, 1024
-MOST_SEED = 2**32 - 1
+MAX_SEED = 2**32 - 1
 
 
 class QueueFull(UserError):
@@ -99,30 +99,32 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _between("temperature", self.temperature, 0.0, 100.0)
-        if 0 < self.temperature < LEAST_TEMPERATURE:
-            raise refuse("temperature", self.temperature, f"0 (greedy), or at least {LEAST_TEMPERATURE:g}", "use 0")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise invalid("temperature", self.temperature, f"0 (greedy), or at least {MIN_TEMPERATURE:g}", "use 0")
         _between("top_p", self.top_p, 0.0, 1.0, above=True)
         _between("typical_p", self.typical_p, 0.0, 1.0, above=True)
         _between("min_p", self.min_p, 0.0, 1.0)
-        _between("repetition_penalty", self.repetition_penalty, LEAST_REPETITION_PENALTY, 100.0)
+        _between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _between("top_k", self.top_k, 0, 2**31 - 1)
-        _between("seed", self.seed, 0, MOST_SEED)
+        _between("seed", self.seed, 0, MAX_SEED)
         _between("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _between("min_tokens", self.min_tokens, 0, self.max_tokens)
         _between("logprobs", self.top_logprobs, 0, MOST_TOP)
         if len(self.stop) + len(self.stop_ids) > MOST_STOPS:
-            raise refuse("stop", f"{len(self.stop) + len(self.stop_ids)} entries", f"at most {MOST_STOPS}", "use fewer")
+            raise invalid(
+                "stop", f"{len(self.stop) + len(self.stop_ids)} entries", f"at most {MOST_STOPS}", "use fewer"
+            )
         check_stops(self.stop)
         for stop in self.stop:
             _between("the length of a stop string in bytes", len(stop.encode()), 1, MOST_STOP_BYTES)
         if len(self.logit_bias) > MOST_BIAS:
-            raise refuse("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MOST_BIAS}", "use fewer")
+            raise invalid("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MOST_BIAS}", "use fewer")
         for bias in self.logit_bias.values():
             _between("logit_bias", bias, -100.0, 100.0)
         if self.allowed is not None and not self.allowed - self.banned:
-            raise refuse("allowed", "no id", "at least one id that is not banned", "leave it out to allow all")
+            raise invalid("allowed", "no id", "at least one id that is not banned", "leave it out to allow all")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,7 @@ class Choice(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptRead:
+class PrefillDone:
     """The prompt is read; the next event is the first token's."""
 
     n_tokens: int
@@ -175,7 +177,7 @@ class PromptRead:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Produced:
+class TokensEvent:
     """Some tokens more, and the text that is certain by now: whole characters, nothing of a stop string."""
 
     tokens: tuple[Choice, ...]
@@ -187,7 +189,7 @@ class Produced:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ended:
+class TerminalEvent:
     """The last event of every request, of whatever kind; there is exactly one."""
 
     reason: FinishReason
@@ -195,7 +197,7 @@ class Ended:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finished(Ended):
+class Finished(TerminalEvent):
     """Of a request for tokens."""
 
     stopped_by: str | int | None
@@ -205,7 +207,7 @@ class Finished(Ended):
     state: Any
 
 
-Event = PromptRead | Produced | Finished
+Event = PrefillDone | TokensEvent | Finished
 OnEvent = Callable[[Event], None]
 """Called in the engine's thread: must return at once and never raise."""
 
@@ -214,4 +216,4 @@ def _between(field: str, value: float, low: float, high: float, *, above: bool =
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or not (low < value if above else low <= value) or value > high:
         needs = f"{'above' if above else 'at least'} {low:g} and at most {high:g}"
-        raise refuse(field, value, needs, f"use a number that is {needs}")
+        raise invalid(field, value, needs, f"use a number that is {needs}")

@@ -249,7 +249,7 @@ class Scheduler:
         line.sort(key=lambda job: self._rank(job, now))
         # One that has produced nothing since it was placed stays: every placing moves its request on.
         victims = sorted(
-            (job for job in self._running() if job.n_tokens), key=lambda job: self._stepping_aside(job, now)
+            (job for job in self._running() if job.n_tokens), key=lambda job: self._preemption_key(job, now)
         )
         open_slots = [i for i, job in enumerate(self._slots) if job is None]
         park: list[tuple[str, int]] = []
@@ -257,7 +257,7 @@ class Scheduler:
         for job in line:
             if open_slots:
                 slot = open_slots.pop(0)
-            elif victims and self._displaces(job, victims[0], now):
+            elif victims and self._preempts(job, victims[0], now):
                 victim = victims.pop(0)
                 slot = self._park(victim, now)
                 park.append((victim.id, slot))
@@ -267,11 +267,11 @@ class Scheduler:
             place.append((job.id, slot))
         return tuple(park), tuple(place)
 
-    def _displaces(self, job: _Job, running: _Job, now: float) -> bool:
+    def _preempts(self, job: _Job, running: _Job, now: float) -> bool:
         mine, other = self._level(job, now), self._level(running, now)
         return mine > other or (mine == other and self._is_spent(running))
 
-    def _stepping_aside(self, job: _Job, now: float) -> tuple[int, int, int]:
+    def _preemption_key(self, job: _Job, now: float) -> tuple[int, int, int]:
         """Sorts the running: the lowest level first, then who has had most beyond its quantum, then who came last."""
         return self._level(job, now), -job.n_tokens if self._is_spent(job) else 0, -job.ticket
 

@@ -12,7 +12,7 @@ from linnet.serve.chat_template import PLAIN, ChatTemplate
 from linnet.serve.engine import Engine, EngineConfig
 from linnet.serve.request import OnEvent, Request
 from linnet.serve.session_folder import FolderSessions
-from linnet.serve.sessions import MOST_BYTES, Sessions
+from linnet.serve.sessions import MAX_BYTES, Sessions
 from linnet.tokenizers.base import Tokenizer
 
 
@@ -58,13 +58,13 @@ def serve_model(
     shape: tuple[int, int, int] | None,
     config: EngineConfig,
     template: ChatTemplate = PLAIN,
-    session_bytes: int = MOST_BYTES,
+    session_bytes: int = MAX_BYTES,
     session_folder: Path | None = None,
 ) -> ServedModel:
     """Starts the engine of a model, its programs compiled. Without a folder its sessions end with this process."""
     engine = Engine(family, cfg, params, buffers, tokenizer, config)
     engine.backend.warm_up()
-    like, fingerprint = engine.backend.state_like, engine.fingerprint
+    like, fingerprint = engine.backend.abstract_state, engine.fingerprint
     if session_folder is None:
         sessions = Sessions(like, fingerprint, most_bytes=session_bytes)
     else:

@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import parse_json
 from linnet.serve import state as states
 from linnet.serve.request import AnswerLost, NoSession, SessionInUse
-from linnet.serve.sessions import MOST_BYTES, MOST_SESSIONS, Session, must_have_room, new_id, nothing_read
+from linnet.serve.sessions import MAX_BYTES, MAX_SESSIONS, Session, check_room_for, new_id, nothing_read
 from linnet.serve.state import State
 
 ID = re.compile(r"session-[A-Za-z0-9_-]{22}")
 """What `new_id` makes. Ids come from clients, and become names of files."""
-MOST_HEAD = 4096
+MAX_HEAD = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,8 @@ class FolderSessions:
         like: Callable[[int], Any],
         model: str,
         *,
-        most: int = MOST_SESSIONS,
-        most_bytes: int = MOST_BYTES,
+        most: int = MAX_SESSIONS,
+        most_bytes: int = MAX_BYTES,
     ) -> None:
         self._like, self._model, self._most, self._most_bytes = like, model, most, most_bytes
         self._folder = folder / model[:32]  # a state is of use to the weights that made it only
@@ -57,7 +57,7 @@ class FolderSessions:
                 pass
         except OSError as error:
             needs = f"a folder that can be written ({error.strerror})"
-            raise refuse("--sessions", str(folder), needs, "choose another") from None
+            raise invalid("--sessions", str(folder), needs, "choose another") from None
         self._held: dict[str, tuple[int, str]] = {}
         """By id: the lock, and the call that it is held for."""
 
@@ -66,7 +66,7 @@ class FolderSessions:
 
     def n_tokens(self, id: str) -> int:
         with self._open(id) as file:
-            return _head(id, file.readline(MOST_HEAD)).n_tokens
+            return _head(id, file.readline(MAX_HEAD)).n_tokens
 
     def hold(self, id: str, call: str) -> None:
         try:
@@ -76,7 +76,7 @@ class FolderSessions:
         try:
             _try_lock(lock, id)
             with self._open(id) as file:
-                if _head(id, file.readline(MOST_HEAD)).call == call:
+                if _head(id, file.readline(MAX_HEAD)).call == call:
                     raise AnswerLost(id)
         except BaseException:
             os.close(lock)
@@ -158,7 +158,7 @@ class FolderSessions:
         try:
             with _locked(self._folder / "room.lock"):
                 ids, sizes = self._sizes()
-                must_have_room(len(ids), self._most, sum(sizes.values()), self._most_bytes)
+                check_room_for(len(ids), self._most, sum(sizes.values()), self._most_bytes)
                 os.close(os.open(_lock(path), os.O_RDWR | os.O_CREAT, 0o600))
                 os.replace(_new(path), path)
         except BaseException:
@@ -180,7 +180,7 @@ class FolderSessions:
     def _state(self, id: str) -> bytes:
         """Empty: nothing was read yet."""
         with self._open(id) as file:
-            head, data = _head(id, file.readline(MOST_HEAD)), file.read()
+            head, data = _head(id, file.readline(MAX_HEAD)), file.read()
         if head.n_tokens and not data:
             raise _damaged(id)
         return data

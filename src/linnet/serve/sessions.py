@@ -13,8 +13,8 @@ from linnet.serve import state as states
 from linnet.serve.request import NoSession, SessionInUse
 from linnet.serve.state import HeldBytes, State
 
-MOST_SESSIONS = 1024
-MOST_BYTES = 4 << 30
+MAX_SESSIONS = 1024
+MAX_BYTES = 4 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ def new_id() -> str:
     return f"session-{secrets.token_urlsafe(16)}"
 
 
-def must_have_room(n: int, most: int, n_bytes: int, most_bytes: int) -> None:
+def check_room_for(n: int, most: int, n_bytes: int, most_bytes: int) -> None:
     if n >= most:
         raise UserError(f"there are {most} sessions, as many as may be. Fix: delete one first.")
     if n_bytes >= most_bytes:
@@ -46,7 +46,7 @@ class Sessions:
     is there may always go on."""
 
     def __init__(
-        self, like: Callable[[int], Any], model: str, *, most: int = MOST_SESSIONS, most_bytes: int = MOST_BYTES
+        self, like: Callable[[int], Any], model: str, *, most: int = MAX_SESSIONS, most_bytes: int = MAX_BYTES
     ) -> None:
         self._like, self._model, self._most, self._most_bytes = like, model, most, most_bytes
         self._sessions: dict[str, Session] = {}
@@ -124,7 +124,7 @@ class Sessions:
     def _add(self, session: Session) -> str:
         id = new_id()
         with self._lock:
-            must_have_room(len(self._sessions), self._most, self.n_bytes, self._most_bytes)
+            check_room_for(len(self._sessions), self._most, self.n_bytes, self._most_bytes)
             self._sessions[id] = session
             if session.state is not None:
                 self._held.add(session.state.memory)

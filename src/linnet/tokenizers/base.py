@@ -12,9 +12,9 @@ from typing import Literal, Protocol
 import numpy as np
 from jaxtyping import Int32
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write
-from linnet.core.special_tokens import END, FIRST_BYTE, N_BYTE_IDS, TextRules
+from linnet.core.special_tokens import EOS, FIRST_BYTE, N_BYTE_IDS, TextRules
 
 BYTES = "bytes"
 BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE = "tokenizer.bytes", "tokenizer.model", "tokenizer.json"
@@ -90,7 +90,7 @@ class BytesTokenizer:
 
     kind = BYTES
     n_vocab = N_BYTE_IDS
-    end_id = END
+    end_id = EOS
     exact = True
     rules: Rules = "exact"
 
@@ -146,7 +146,7 @@ def fingerprint(kind: str, content: bytes, end_id: int) -> str:
 
 
 def not_a_tokenizer(name: str, needs: str = "") -> UserError:
-    return refuse(
+    return invalid(
         "--tokenizer",
         name,
         needs or f"{BYTES!r}, a sentencepiece .model file, a Hugging Face tokenizer.json, or a folder with one of them",

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import parse_json
 from linnet.core.special_tokens import ONE_PER_BYTE
 from linnet.tokenizers.base import HUGGINGFACE_FILE, Rules, not_a_tokenizer
@@ -142,12 +142,14 @@ def _names(tokenizer: Tokenizer) -> list[str | None]:
 def _end_id(special: Mapping[str | None, int], names: Sequence[str | None], end_token: str | None) -> int:
     if end_token is not None:
         if end_token not in names:
-            raise refuse("--end-token", end_token, "a token of the tokenizer", f"use one of: {_some(special)}")
+            raise invalid("--end-token", end_token, "a token of the tokenizer", f"use one of: {_some(special)}")
         return names.index(end_token)
     known = next((special[token] for token in END_TOKENS if token in special), None)
     if known is None:
         needs = "given for this tokenizer (none of its special tokens is known to end a document)"
-        raise refuse("--end-token", None, needs, f"name the token that ends a document; special ones: {_some(special)}")
+        raise invalid(
+            "--end-token", None, needs, f"name the token that ends a document; special ones: {_some(special)}"
+        )
     return known
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from linnet.config import codec as configs
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import check_local
 from linnet.tokenizers.base import (
     BYTES,
@@ -63,7 +63,7 @@ def _saved_rules(folder: Path) -> Rules:
         if found == rules:
             return rules
     needs = f"one of {', '.join(get_args(Rules))}"
-    raise refuse(f"rules in {file}", found, needs, "restore the file, or import the model again")
+    raise invalid(f"rules in {file}", found, needs, "restore the file, or import the model again")
 
 
 def _reads_bare_ids(folder: Path) -> bool:
@@ -77,7 +77,7 @@ def _reads_bare_ids(folder: Path) -> bool:
 
 def _bytes(end_token: str | None) -> BytesTokenizer:
     if end_token is not None:
-        raise refuse(
+        raise invalid(
             "--end-token", end_token, "left out with the tokenizer 'bytes' (its id 1 ends a document)", "omit it"
         )
     return BytesTokenizer()
@@ -98,7 +98,7 @@ def _in_folder(folder: Path) -> Path:
         raise not_a_tokenizer(str(folder), f"a folder that holds one of {', '.join(TOKENIZER_FILES)}")
     if len(there) > 1:
         names = " and ".join(path.name for path in there)
-        raise refuse("--tokenizer", str(folder), f"a folder with one tokenizer (it holds {names})", f"use {there[0]}")
+        raise invalid("--tokenizer", str(folder), f"a folder with one tokenizer (it holds {names})", f"use {there[0]}")
     return there[0]
 
 

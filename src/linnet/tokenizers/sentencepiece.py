@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from linnet.core.errors import refuse
-from linnet.core.special_tokens import END, ONE_PER_BYTE, PAD, UNKNOWN
+from linnet.core.errors import invalid
+from linnet.core.special_tokens import EOS, ONE_PER_BYTE, PAD, UNKNOWN
 from linnet.tokenizers.base import SENTENCEPIECE_FILE, Rules, not_a_tokenizer
 from linnet.tokenizers.pieces import Model, PieceTokenizer, Released
 
@@ -81,7 +81,7 @@ def _is_own(processor: SentencePieceProcessor) -> bool:
     """Made by `linnet tokenizer train`: its normaliser changes nothing, so that both rules give the same ids, and `exact` also gives
     back what is not UTF-8."""
     special = (processor.pad_id(), processor.eos_id(), processor.unk_id(), processor.bos_id())
-    return special == (PAD, END, UNKNOWN, -1) and processor.Normalize(CHANGED) == CHANGED.replace(" ", SPACE)
+    return special == (PAD, EOS, UNKNOWN, -1) and processor.Normalize(CHANGED) == CHANGED.replace(" ", SPACE)
 
 
 def _released(
@@ -128,10 +128,10 @@ def _drops_all(processor: SentencePieceProcessor, names: Sequence[str]) -> bool:
 def _end_id(own: int, names: Sequence[str], end_token: str | None) -> int:
     if end_token is not None:
         if end_token not in names:
-            raise refuse(
+            raise invalid(
                 "--end-token", end_token, "a piece of the tokenizer", "see its pieces with `linnet tokenizer show`"
             )
         return names.index(end_token)
     if own < 0:
-        raise refuse("--end-token", None, "given for this tokenizer (it has no end token)", "name one of its pieces")
+        raise invalid("--end-token", None, "given for this tokenizer (it has no end token)", "name one of its pieces")
     return own

@@ -19,26 +19,28 @@ from linnet.parallel.mesh import MESH_AXES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wish:
+class ControlFlags:
     stop: bool = False
     save: bool = False
     judge: bool = False
 
 
-class Lockstep:
+class ControlSync:
     def __init__(self, mesh: Mesh) -> None:
         self._alone = jax.process_count() == 1
-        self._agreed = Wish()
+        self._agreed = ControlFlags()
         self._asked: Any = None
         self._rows = NamedSharding(mesh, PartitionSpec(MESH_AXES))
         self._any = jax.jit(lambda x: jnp.max(x, axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def decide(self, wish: Wish) -> Wish:
+    def decide(self, wish: ControlFlags) -> ControlFlags:
         """After every update, by every process: what all do now."""
         if self._alone:
             self._agreed = wish
             return wish
-        self._agreed = Wish() if self._asked is None else Wish(**dict(zip(_FIELDS, self._answer(), strict=True)))
+        self._agreed = (
+            ControlFlags() if self._asked is None else ControlFlags(**dict(zip(_FIELDS, self._answer(), strict=True)))
+        )
         row = np.asarray([[getattr(wish, name) for name in _FIELDS]], np.int32)
         shape = (self._rows.mesh.size, len(_FIELDS))
         self._asked = self._any(jax.make_array_from_callback(shape, self._rows, lambda _: row))
@@ -52,4 +54,4 @@ class Lockstep:
         return [bool(flag) for flag in np.asarray(self._asked)]
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(Wish))
+_FIELDS = tuple(field.name for field in dataclasses.fields(ControlFlags))

@@ -17,7 +17,7 @@ import jax
 from linnet.config.schema import RunConfig
 from linnet.convert.dalle2.export import check_trained_alike, model_file, trainer_file
 from linnet.convert.torch_writer import write_torch
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import check_local
 from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.folder import RunFolder
@@ -42,14 +42,14 @@ def read_exports(cfg: RunConfig) -> list[Export]:
     """Checked: the form of each, and that the run can be written so."""
     found = [_parse(text) for text in cfg.train.exports]
     if found and cfg.family != "prior":
-        raise refuse("train.exports", cfg.train.exports, f"empty for a {cfg.family} model", "leave it out")
+        raise invalid("train.exports", cfg.train.exports, f"empty for a {cfg.family} model", "leave it out")
     if found and jax.process_count() > 1:
-        raise refuse("train.exports", cfg.train.exports, "empty with several processes", "export after training")
+        raise invalid("train.exports", cfg.train.exports, "empty with several processes", "export after training")
     for export in found:
         if export.content == "checkpoint":
             check_trained_alike(cfg.optim)
         if Path(_filled(export.path, dict.fromkeys(FIELDS, 0))).is_dir():
-            raise refuse("train.exports", export.path, "a file (this is a folder)", "name a .pth file in it")
+            raise invalid("train.exports", export.path, "a file (this is a folder)", "name a .pth file in it")
     return found
 
 
@@ -57,12 +57,12 @@ def _parse(text: str) -> Export:
     parts = FORM.fullmatch(text)
     if parts is None:
         needs = "of the form latest:checkpoint:PATH (or best, or model)"
-        raise refuse("train.exports", text, needs, "use latest:checkpoint:latest.pth")
+        raise invalid("train.exports", text, needs, "use latest:checkpoint:latest.pth")
     when, content, path = parts.groups()
     check_local("train.exports", path)
     odd = set(re.findall(r"\{([^}]*)\}", path)) - set(FIELDS)
     if odd:
-        raise refuse("train.exports", path, f"a path that names only {' and '.join(FIELDS)} in braces", "correct it")
+        raise invalid("train.exports", path, f"a path that names only {' and '.join(FIELDS)} in braces", "correct it")
     return Export(when=when, content=content, path=path)  # pyright: ignore[reportArgumentType]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from linnet.config.schema import RunConfig
-from linnet.core.errors import refuse
-from linnet.data import Batch, open_data
+from linnet.core.errors import invalid
+from linnet.data import Batch, load_dataset
 from linnet.evaluate.language_model import evaluate, make_nats
 from linnet.generate.samples import sample_path, write_sample
 from linnet.models import registry
@@ -16,22 +16,22 @@ from linnet.runs import vocabulary
 from linnet.runs.state import TrainState, model_weights
 from linnet.runs.vocabulary import Vocabulary
 from linnet.tokenizers.base import Tokenizer
-from linnet.train.task import Judged, Logged, Watch, scalars
+from linnet.train.task import EvalResult, TrainMetrics, Watch, scalars
 
 
-class TokenJudge:
+class LMTask:
     unit = "tok"
     n_test = 0
 
     def __init__(self, cfg: RunConfig, tokenizer: Tokenizer | None = None) -> None:
         self._cfg, self._family = cfg, registry.tokens(cfg.family)
-        self._data = open_data(cfg.tokens, cfg.seed).begun_by(cfg.writer.bos_id)
+        self._data = load_dataset(cfg.tokens, cfg.seed).begun_by(cfg.writer.bos_id)
         if tokenizer is not None and cfg.parent is not None:
-            vocabulary.must_match(Path(cfg.parent.path), self._data, tokenizer)
+            vocabulary.check_match(Path(cfg.parent.path), self._data, tokenizer)
         self._data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
         if self._data.train.n_tokens < cfg.tokens.update_len:
             needs = f"at least data.update_len ({cfg.tokens.update_len}) tokens to train on (it leaves {self._data.train.n_tokens})"
-            raise refuse(
+            raise invalid(
                 "data.source", cfg.tokens.source, needs, "name a larger source, or set a smaller --data.update-len"
             )
         self._nats = make_nats(self._family, cfg)
@@ -56,7 +56,7 @@ class TokenJudge:
     def batch(self, step: int, share: int = 0, n_shares: int = 1) -> Batch:
         return self._data.batch(step, share, n_shares)
 
-    def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> Logged:
+    def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> TrainMetrics:
         del step
         nats = float(values["loss_lm_per_token_unscaled"]) / max(float(values["loss_mask_per_token"]), 1e-9)
         per_byte = self._data.train.n_tokens / self._data.train.n_bytes / math.log(2)
@@ -69,9 +69,9 @@ class TokenJudge:
             "bits_per_byte": nats * per_byte,
             **rates,
         }
-        return Logged(record=record, loss=nats, per_second=rates["tokens_per_second"])
+        return TrainMetrics(record=record, loss=nats, per_second=rates["tokens_per_second"])
 
-    def evaluate(self, state: TrainState, watch: Watch) -> Judged:
+    def evaluate(self, state: TrainState, watch: Watch) -> EvalResult:
         params, buffers = model_weights(state)
         limit, data = self._cfg.train.eval_sequences, self._data
         n = data.validation.n_windows if limit is None else min(limit, data.validation.n_windows)
@@ -88,7 +88,7 @@ class TokenJudge:
             limit=limit,
             progress=lambda batches: watch(batches, "validation", n_batch),
         )
-        return Judged(
+        return EvalResult(
             record={name: value for name, value in result.to_json().items() if name != "per_position"},
             loss=result.loss,
             words=f"validation {result.bits_per_byte:.4f} bits per {result.unit} ({result.loss:.4f} nats per token)",
@@ -105,5 +105,5 @@ class TokenJudge:
     def has_sample(self, step: int, folder: Path) -> bool:
         return not self._cfg.train.sample_tokens or sample_path(folder, step, self._data.shape).exists()
 
-    def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> Judged:
+    def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> EvalResult:
         raise AssertionError("`linnet eval --split test` reads it when asked to")

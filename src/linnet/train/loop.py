@@ -18,11 +18,11 @@ from jax.sharding import Mesh
 from linnet.config import codec as configs
 from linnet.config.schema import RunConfig
 from linnet.core import params as weights
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write, remove_parts
 from linnet.data.sources.locations import absolute_paths, with_base
 from linnet.models import registry
-from linnet.models.base import Family
+from linnet.models.base import ModelFamily
 from linnet.optim.lora import trainable_specs
 from linnet.optim.optimizer import optimizer as make_optimizer
 from linnet.optim.optimizer import schedule
@@ -36,15 +36,15 @@ from linnet.runs.folder import RunFolder
 from linnet.runs.metrics import MetricsLog, NoMetrics, open_trackers, require_trackers
 from linnet.runs.state import TrainState, abstract_state, both_weights, fresh_state
 from linnet.train import parent as parents
-from linnet.train.control_sync import Lockstep, Wish
+from linnet.train.control_sync import ControlFlags, ControlSync
 from linnet.train.exports import Exports, read_exports
 from linnet.train.interrupt import Interrupt, watch
 from linnet.train.progress import Progress
-from linnet.train.resume import check_folder
+from linnet.train.resume import check_resumable
 from linnet.train.step import compile_step
-from linnet.train.stragglers import watched
-from linnet.train.task import Interrupted, Judge, Judged
-from linnet.train.tasks import open_judge
+from linnet.train.stragglers import monitor
+from linnet.train.task import EvalResult, Interrupted, Task
+from linnet.train.tasks import open_task
 from linnet.train.throughput import Meter, matmul_flops
 
 log = logging.getLogger("linnet")
@@ -61,7 +61,7 @@ class Outcome:
     step: int
     finished: bool
     """False: interrupted and saved."""
-    evaluation: Judged | None
+    evaluation: EvalResult | None
     """Of the last validation, if there was one."""
 
 
@@ -73,20 +73,20 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
     mesh = sharding.open_mesh(cfg.mesh)
     trainable_specs(registry.get(cfg.family), cfg)  # refuses adapters that do not fit the model
     begins = starts_from_parent(cfg, folder)
-    judge = open_judge(cfg, parents.tokenizer_of(cfg) if begins else None)
+    judge = open_task(cfg, parents.tokenizer_of(cfg) if begins else None)
     with contextlib.ExitStack() as stack:
 
         def open_folder() -> None:
             """By the first process: it alone writes there, but for the others' shares of a checkpoint."""
-            old = check_folder(cfg, folder, judge.fingerprint)
-            is_import = stored_weights.is_weights_alone(folder.path)
+            old = check_resumable(cfg, folder, judge.fingerprint)
+            is_import = stored_weights.is_weights_only(folder.path)
             if begins:
                 parents.check_parent(cfg)
                 described = judge.describe()
                 parents.check_kind(cfg, described.get("kind"))
                 parents.check_file_tokenizer(cfg, described.get("tokenizer"))
             elif is_import and not cfg.lora.rank:
-                stored_weights.must_be_trainable(folder.path)
+                stored_weights.check_trainable(folder.path)
                 if stored_trainer.has_trainer(folder.path):
                     stored_trainer.check_trainer(folder.path, cfg)
             folder.create()
@@ -100,7 +100,7 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
             _write_json(folder.path / "environment.json", environment.describe())
 
         interrupt = stack.enter_context(watch())
-        together.decided(open_folder)
+        together.broadcast_from_process0(open_folder)
         stack.enter_context(jax.set_mesh(mesh))
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, keep=cfg.train.keep))
         quiet = quiet or not _is_first()
@@ -118,11 +118,11 @@ def _with_base(cfg: RunConfig, folder: RunFolder) -> RunConfig:
 
 def starts_from_parent(cfg: RunConfig, folder: RunFolder) -> bool:
     """A fine-tuned run reads its parent once: from its checkpoint of step 0 on it is complete by itself."""
-    if stored_weights.is_weights_alone(folder.path) or Checkpoints(folder.checkpoints, keep=1).steps():
+    if stored_weights.is_weights_only(folder.path) or Checkpoints(folder.checkpoints, keep=1).steps():
         return False
     if cfg.lora.rank and cfg.parent is None:
         fix = "add --from RUN, or leave --lora.rank out"
-        raise refuse("lora.rank", cfg.lora.rank, "used with --from: adapters need weights to adapt", fix)
+        raise invalid("lora.rank", cfg.lora.rank, "used with --from: adapters need weights to adapt", fix)
     return cfg.parent is not None
 
 
@@ -143,19 +143,19 @@ class _Run:
         cfg: RunConfig,
         folder: RunFolder,
         mesh: Mesh,
-        judge: Judge,
+        judge: Task,
         checkpoints: Checkpoints,
         interrupt: Interrupt,
         quiet: bool,
     ) -> None:
         self.cfg, self.folder, self.mesh, self.judge, self.checkpoints = cfg, folder, mesh, judge, checkpoints
         self.interrupt, self.quiet = interrupt, quiet
-        self.lockstep = Lockstep(mesh)
-        self.family: Family = registry.get(cfg.family)
+        self.lockstep = ControlSync(mesh)
+        self.family: ModelFamily = registry.get(cfg.family)
         self.optimizer: optax.GradientTransformation = make_optimizer(cfg.optim, trainable_specs(self.family, cfg))
         self.exports = Exports(cfg, folder, lambda step, why: self._event(step, "warning", why))
-        self.share = sharding.share_here(cfg.data.batch_size, mesh, self.family.RULES)
-        self.saved_at = self.judged_at = time.monotonic()
+        self.share = sharding.process_batch_slice(cfg.data.batch_size, mesh, self.family.RULES)
+        self.saved_at = self.evaluated_at = time.monotonic()
         self.alarmed: set[int] = set()
         parent = cfg.parent
         self.origin = (
@@ -176,13 +176,13 @@ class _Run:
             Progress(
                 total, start=start, quiet=self.quiet, bits_per_nat=self.judge.bits_per_nat, unit=self.judge.unit
             ) as self.progress,
-            watched(
+            monitor(
                 say=lambda step, words: self._event(step, "straggler", words),
                 tell=self.progress.say,
                 saved=self.checkpoints.latest,
             ) as self.peers,
         ):
-            evaluated, has_sample, tested = together.decided(lambda: self._recover(start))
+            evaluated, has_sample, tested = together.broadcast_from_process0(lambda: self._recover(start))
             self.evaluated = set(evaluated)
             self._introduce(start)
             evaluation = None
@@ -220,7 +220,7 @@ class _Run:
         has_sample = self.judge.has_sample(start, self.folder.samples)
         return list(losses), has_sample, any(record["kind"] == "test" for record in kept)
 
-    def _finish_evaluation(self, state: TrainState, start: int, has_sample: bool) -> Judged | None:
+    def _finish_evaluation(self, state: TrainState, start: int, has_sample: bool) -> EvalResult | None:
         """Does what is missing of the evaluation at `start`, if it was cut off after its checkpoint was saved."""
         if start in self.evaluated:
             if self.checkpoints.best() == start:
@@ -233,7 +233,7 @@ class _Run:
 
     def _restore_or_begin(self) -> tuple[TrainState, int]:
         """The state to continue from, its step; and, in `self.origin`, where its weights came from."""
-        if stored_weights.is_weights_alone(self.folder.path):
+        if stored_weights.is_weights_only(self.folder.path):
             if stored_trainer.has_trainer(self.folder.path) and not self.cfg.lora.rank:
                 self.origin = "an imported trainer checkpoint"
                 state, step = stored_trainer.continue_from(
@@ -245,7 +245,7 @@ class _Run:
             return self._begun(
                 parents.begin_from_weights(self.family, self.cfg, self.optimizer, self.mesh, self.folder.path)
             )
-        if together.decided(lambda: not self.checkpoints.steps()):
+        if together.broadcast_from_process0(lambda: not self.checkpoints.steps()):
             if self.cfg.parent is not None:
                 return self._begun(parents.begin(self.family, self.cfg, self.optimizer, self.mesh))
             self.origin = f"random weights (seed {self.cfg.seed})"
@@ -305,7 +305,7 @@ class _Run:
         processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
         return f", {n} devices{processes} ({self.cfg.mesh})" if n > 1 else ""
 
-    def _steps(self, state: TrainState, start: int, end: int) -> tuple[TrainState, int, Judged | None]:
+    def _steps(self, state: TrainState, start: int, end: int) -> tuple[TrainState, int, EvalResult | None]:
         """Updates from `start` to `end` or an interruption. The next batch is made while the device works on this one."""
         cfg, evaluation, step = self.cfg, None, start
         if start >= end:
@@ -342,16 +342,16 @@ class _Run:
     def _next_batch(self, step: int) -> tuple[Any, float]:
         start = time.perf_counter()
         rows = self.judge.batch(step, *self.share)
-        batch = sharding.put_rows(rows, self.share, self.cfg.data.batch_size, self.mesh, self.family.RULES)
+        batch = sharding.global_batch(rows, self.share, self.cfg.data.batch_size, self.mesh, self.family.RULES)
         return batch, time.perf_counter() - start
 
-    def _keep_and_judge(self, step: int, state: TrainState, meter: Meter) -> Judged | None:
+    def _keep_and_judge(self, step: int, state: TrainState, meter: Meter) -> EvalResult | None:
         """Saves when due, and always before evaluating: an evaluation that fails costs nothing."""
         train, start = self.cfg.train, time.perf_counter()
-        minutes, unjudged = (time.monotonic() - self.saved_at) / 60, (time.monotonic() - self.judged_at) / 60
+        minutes, unjudged = (time.monotonic() - self.saved_at) / 60, (time.monotonic() - self.evaluated_at) / 60
         by_minutes = train.eval_minutes and unjudged >= train.eval_minutes and self.judge.n_validation
         every_minutes = train.checkpoint_minutes and minutes >= train.checkpoint_minutes
-        wish = Wish(stop=self.interrupt.requested, save=bool(every_minutes), judge=bool(by_minutes))
+        wish = ControlFlags(stop=self.interrupt.requested, save=bool(every_minutes), judge=bool(by_minutes))
         agreed = self.lockstep.decide(wish)
         eval_due = self._eval_due(step) or agreed.judge
         every_steps = train.checkpoint_every and step % train.checkpoint_every == 0
@@ -370,14 +370,14 @@ class _Run:
         every = self.cfg.train.eval_every
         return bool(every) and step % every == 0 and self.judge.n_validation > 0
 
-    def _evaluate(self, state: TrainState, step: int) -> Judged | None:
+    def _evaluate(self, state: TrainState, step: int) -> EvalResult | None:
         """Records an evaluation, marks the best checkpoint and writes a sample. A run that is killed in between does the rest when it
         is resumed (`_recover`, `_finish_evaluation`)."""
         try:
             result = self.judge.evaluate(state, self._watched)
         except Interrupted:
             return None
-        self.judged_at = time.monotonic()
+        self.evaluated_at = time.monotonic()
         self.metrics.write("eval", step, **result.record)
         self.evaluated.add(step)
         lowest = self.checkpoints.best_loss()
@@ -389,12 +389,12 @@ class _Run:
         return result
 
     def _show(self, state: TrainState, step: int) -> None:
-        if not any(together.everyone(self.interrupt.requested)):
+        if not any(together.all_gather_json(self.interrupt.requested)):
             self.judge.show(state, step, self.folder.samples)
 
     def _test(self, state: TrainState, step: int) -> None:
         """Of the best weights there are: those of the last step may have been better before."""
-        best = together.decided(self.checkpoints.best)
+        best = together.broadcast_from_process0(self.checkpoints.best)
         if best is not None and best != step:
             target = both_weights(abstract_state(self.family, self.cfg, self.optimizer, self.mesh))
             state = lora_base.restore(self.folder.path, self.checkpoints, target, "best", partial=True).state
@@ -405,7 +405,7 @@ class _Run:
 
     def _watched(self, batches: Iterable[Any], label: str, n_batch: int) -> Iterable[Any]:
         for batch in self.progress.track(batches, label, n_batch):
-            if any(together.everyone(self.interrupt.requested)):
+            if any(together.all_gather_json(self.interrupt.requested)):
                 raise Interrupted
             yield batch
 

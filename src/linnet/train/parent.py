@@ -21,12 +21,12 @@ from linnet.config import codec as configs
 from linnet.config.schema import RunConfig
 from linnet.config.tuning import Parent
 from linnet.core import quant
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import check_local
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import replace
 from linnet.core.special_tokens import N_BYTE_IDS
-from linnet.models.base import Family
+from linnet.models.base import ModelFamily
 from linnet.parallel import sharding
 from linnet.runs import base_weights as lora_base
 from linnet.runs import stored_trainer, weights_file
@@ -72,7 +72,7 @@ def find_origin(path: Path, which: str = "best") -> Origin:
             f"--from {path}: the folder holds no run (no config.json). Fix: name a run made by `linnet train` or `import`."
         )
     cfg = configs.load(folder.config)
-    if stored_weights.is_weights_alone(path):
+    if stored_weights.is_weights_only(path):
         return Origin(path=path, kind="weights", cfg=cfg, step=0, fingerprint=stored_weights.fingerprint(path))
     step = checkpoint_step(path, which)
     return Origin(path=path, kind="run", cfg=cfg, step=step, fingerprint=_run_fingerprint(folder, cfg, step))
@@ -141,7 +141,7 @@ def check_kind(cfg: RunConfig, kind: str | None) -> None:
         return  # an export, or an import that was never trained
     if theirs not in (None, kind):
         needs = f"{theirs}, which {cfg.parent.path} was trained on (this is {kind})"
-        raise refuse("data.source", cfg.data.source, needs, "name such a source, or start from another run")
+        raise invalid("data.source", cfg.data.source, needs, "name such a source, or start from another run")
 
 
 def check_parent(cfg: RunConfig) -> None:
@@ -155,9 +155,9 @@ def check_parent(cfg: RunConfig) -> None:
         )
     check_model(origin, cfg)
     if origin.kind == "weights" and not cfg.lora.rank:
-        stored_weights.must_be_trainable(origin.path)
+        stored_weights.check_trainable(origin.path)
     if origin.kind == "file" and not cfg.lora.rank:
-        weights_file.must_be_trainable(origin.path)
+        weights_file.check_trainable(origin.path)
     if cfg.parent.optimizer:
         _check_kept_optimizer(origin, cfg)
 
@@ -166,13 +166,13 @@ def check_model(origin: Origin, cfg: RunConfig) -> None:
     """The model is the parent's, but for settings that neither change its weights nor what they mean."""
     if cfg.family != origin.cfg.family:
         fix = "leave --family out, or train from random weights without --from"
-        raise refuse("family", cfg.family, f"{origin.cfg.family}, as in {origin.path}", fix)
+        raise invalid("family", cfg.family, f"{origin.cfg.family}, as in {origin.path}", fix)
     theirs = dataclasses.asdict(origin.cfg.model)
     for name, value in dataclasses.asdict(cfg.model).items():
         if value != theirs[name] and name not in type(cfg.model).FREE_WHEN_TUNED:
             flag = f"--model.{name.replace('_', '-')}"
             needs = f"{theirs[name]!r}, as in {origin.path}: a fine-tuned run keeps the model it starts from"
-            raise refuse(
+            raise invalid(
                 f"model.{name}", value, needs, f"leave {flag} out, or train from random weights without --from"
             )
 
@@ -180,16 +180,16 @@ def check_model(origin: Origin, cfg: RunConfig) -> None:
 def _check_kept_optimizer(origin: Origin, cfg: RunConfig) -> None:
     if origin.kind != "run" and not _has_trainer(origin):
         needs = "a run or an import that has optimizer state"
-        raise refuse("--keep-optimizer", str(origin.path), needs, "leave it out: the optimizer starts fresh")
+        raise invalid("--keep-optimizer", str(origin.path), needs, "leave it out: the optimizer starts fresh")
     if cfg.lora.rank or origin.cfg.lora.rank:
-        raise refuse(
+        raise invalid(
             "--keep-optimizer", True, "left out with adapters: their optimizer state is their own", "leave it out"
         )
     ours, theirs = cfg.optim, origin.cfg.optim
     for name in ("name", "decay_by_lr"):  # they decide what the state consists of
         if getattr(ours, name) != getattr(theirs, name):
             needs = f"{getattr(theirs, name)!r}, as in {origin.path}, with --keep-optimizer"
-            raise refuse(f"optim.{name}", getattr(ours, name), needs, "leave one of the two out")
+            raise invalid(f"optim.{name}", getattr(ours, name), needs, "leave one of the two out")
 
 
 def _has_trainer(origin: Origin) -> bool:
@@ -199,7 +199,7 @@ def _has_trainer(origin: Origin) -> bool:
 # Starting from it.
 
 
-def begin(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def begin(family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Step 0 of a run with its parent's weights, on the mesh. All processes call it together."""
     assert cfg.parent is not None
     origin = find_origin(Path(cfg.parent.path), str(cfg.parent.step))
@@ -218,7 +218,7 @@ def begin(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformatio
 
 
 def begin_from_weights(
-    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh, path: Path
+    family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh, path: Path
 ) -> TrainState:
     """Of a run of imported weights, leaf by leaf. 8-bit weights, which only adapters may start from, are widened to float32."""
     specs = family.param_specs(cfg.model)
@@ -227,13 +227,13 @@ def begin_from_weights(
     )
 
 
-def _placing(family: Family, mesh: Mesh) -> Callable[[Spec, Any], jax.Array]:
+def _placing(family: ModelFamily, mesh: Mesh) -> Callable[[Spec, Any], jax.Array]:
     """A weight in its type, on the mesh."""
-    return lambda spec, leaf: sharding.put(quant.plain(leaf, spec.dtype), spec.axes, mesh, family.RULES)
+    return lambda spec, leaf: sharding.host_to_global(quant.to_array(leaf, spec.dtype), spec.axes, mesh, family.RULES)
 
 
 def _begin_from_run(
-    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh, origin: Origin
+    family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh, origin: Origin
 ) -> TrainState:
     assert cfg.parent is not None
     part = None if cfg.parent.optimizer else served_weights

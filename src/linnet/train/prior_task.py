@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from linnet.config.schema import RunConfig
-from linnet.data.embeddings import PairBatch, Pairs, open_pairs
+from linnet.data.embeddings import EmbeddingPairs, PairBatch, open_pairs
 from linnet.evaluate import retrieval
-from linnet.evaluate.prior import PriorEvaluation, evaluate_prior, must_fit
+from linnet.evaluate.prior import PriorEvaluation, check_fit, evaluate_prior
 from linnet.optim import ema
 from linnet.runs.state import TrainState
-from linnet.train.task import Judged, Logged, Watch, scalars
+from linnet.train.task import EvalResult, TrainMetrics, Watch, scalars
 
 
-class PriorJudge:
+class PriorTask:
     unit = "pairs"
     bits_per_nat = None
 
     def __init__(self, cfg: RunConfig) -> None:
         self._cfg = cfg
         self._pairs = open_pairs(cfg.pairs, cfg.seed, encodings=cfg.prior.text_encodings)
-        must_fit(self._pairs, cfg.prior)
+        check_fit(self._pairs, cfg.prior)
         self.fingerprint = self._pairs.fingerprint
         self.n_validation, self.n_test = self._pairs.n_rows("validation"), self._pairs.n_rows("test")
         self.n_per_update = cfg.data.batch_size
@@ -40,7 +40,7 @@ class PriorJudge:
     def batch(self, step: int, share: int = 0, n_shares: int = 1) -> PairBatch:
         return self._pairs.batch(step, share, n_shares)
 
-    def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> Logged:
+    def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> TrainMetrics:
         seen = step * self._cfg.data.batch_size
         average = ema.settings(self._cfg.train)
         speed = rates["tokens_per_second"]
@@ -55,11 +55,11 @@ class PriorJudge:
             "tracking/epoch": seen // self._pairs.n_rows("train"),
             **({} if average is None else {"tracking/ema-decay": float(ema.decay(average, step))}),
         }
-        return Logged(record=record, loss=float(values["loss"]), per_second=speed)
+        return TrainMetrics(record=record, loss=float(values["loss"]), per_second=speed)
 
-    def evaluate(self, state: TrainState, watch: Watch) -> Judged:
+    def evaluate(self, state: TrainState, watch: Watch) -> EvalResult:
         result = self._evaluated(state, "validation", watch, self._cfg.train.eval_sequences)
-        return Judged(record=_record(result), loss=result.loss, words=result.words())
+        return EvalResult(record=_record(result), loss=result.loss, words=result.words())
 
     def show(self, state: TrainState, step: int, folder: Path) -> None:
         """An embedding is not for looking at: `linnet sample` and the report show what it points to."""
@@ -69,11 +69,11 @@ class PriorJudge:
         """A prior writes none."""
         return True
 
-    def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> Judged:
+    def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> EvalResult:
         result = self._evaluated(state, "test", watch, None, choose=True)
         if result.predicted:
             write_retrieval(folder, self._pairs, result, step)
-        return Judged(record=_record(result), loss=result.loss, words=result.words())
+        return EvalResult(record=_record(result), loss=result.loss, words=result.words())
 
     def _evaluated(
         self, state: TrainState, split: str, watch: Watch, limit: int | None, choose: bool = False
@@ -101,7 +101,7 @@ def _record(result: PriorEvaluation) -> dict[str, Any]:
     return {**result.to_json(), **found}
 
 
-def write_retrieval(folder: Path, pairs: Pairs, result: PriorEvaluation, step: int) -> Path:
+def write_retrieval(folder: Path, pairs: EmbeddingPairs, result: PriorEvaluation, step: int) -> Path:
     """The prior beside its baselines, and captions against predicted images, for the report: at the first number of steps."""
     n_steps, predicted = next(iter(result.predicted.items()))
     given = (predicted.texts, predicted.embeds, predicted.images, predicted.chosen)

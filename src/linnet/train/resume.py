@@ -14,7 +14,7 @@ from linnet.runs.folder import RunFolder
 from linnet.runs.relocated import check_same_data, recorded_fingerprint
 
 # Settings that may change between two parts of one run: they alter neither data order nor parameters (a mesh only their last bits).
-FREE_TO_CHANGE = {
+MUTABLE_ON_RESUME = {
     "train.log_every",
     "train.eval_every",
     "train.eval_minutes",
@@ -39,19 +39,19 @@ LOCATIONS = {f"data.{name}" for name in (*FIELDS, "base")}
 """Settings that may change where the content of the data stays the same."""
 
 
-def check_folder(cfg: RunConfig, folder: RunFolder, fingerprint: str | None = None) -> RunConfig | None:
+def check_resumable(cfg: RunConfig, folder: RunFolder, fingerprint: str | None = None) -> RunConfig | None:
     """The config of the run that is there already, if this one may continue it. `fingerprint`: of the data that `cfg` names."""
     if not folder.config.exists():
         return None
     old = configs.load(folder.config)
     ours, theirs = _flat(cfg), _flat(old)
-    names = (ours.keys() | theirs.keys()) - FREE_TO_CHANGE - {"data.base"}
+    names = (ours.keys() | theirs.keys()) - MUTABLE_ON_RESUME - {"data.base"}
     moved = [name for name in LOCATIONS if ours.get(name) != theirs.get(name)]
     if fingerprint is not None and moved and recorded_fingerprint(folder.path) is not None:
         check_same_data(folder.path, fingerprint, cfg.data.source)
         names -= LOCATIONS
     changed = sorted(name for name in names if ours.get(name) != theirs.get(name))
-    if stored_weights.is_weights_alone(folder.path):  # nothing was trained yet: only the model is settled
+    if stored_weights.is_weights_only(folder.path):  # nothing was trained yet: only the model is settled
         changed = [name for name in changed if name.startswith(("model", "family"))]
     if changed:
         name = changed[0]

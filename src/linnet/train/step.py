@@ -13,7 +13,7 @@ from jaxtyping import Array
 from linnet.config.schema import RunConfig
 from linnet.core import rng
 from linnet.core.pytree import replace
-from linnet.models.base import Aux, Family, Keys
+from linnet.models.base import Aux, Keys, ModelFamily
 from linnet.optim import ema as moving_average
 from linnet.optim.lora import weights_of
 from linnet.parallel import sharding
@@ -23,19 +23,21 @@ from linnet.runs.state import TrainState, state_shardings
 Metrics = dict[str, Array]
 
 
-def make_step(family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None) -> Any:
+def make_step(
+    family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+) -> Any:
     """The update as a jitted function, to be called under `jax.set_mesh` of that mesh where it has several devices. The state given
     is consumed: its memory becomes the new one's, which lies as the old one did."""
     there = None
     if mesh is not None:
-        there = (state_shardings(family, cfg, optimizer, mesh), sharding.whole(mesh))
+        there = (state_shardings(family, cfg, optimizer, mesh), sharding.replicated(mesh))
     return jax.jit(
         lambda state, batch: update(family, cfg, optimizer, state, batch), donate_argnums=0, out_shardings=there
     )
 
 
 def compile_step(
-    family: Family,
+    family: ModelFamily,
     cfg: RunConfig,
     optimizer: optax.GradientTransformation,
     state: TrainState,
@@ -50,7 +52,7 @@ def compile_step(
 
 
 def update(
-    family: Family, cfg: RunConfig, optimizer: optax.GradientTransformation, state: TrainState, batch: Any
+    family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, state: TrainState, batch: Any
 ) -> tuple[TrainState, Metrics]:
     keys = _keys(state, cfg)
     loss, aux, gradient = _loss_and_gradient(family, cfg, state, batch, keys)
@@ -88,12 +90,13 @@ def _keys(state: TrainState, cfg: RunConfig) -> Keys:
     root = jax.random.wrap_key_data(state.key)
     sequence = state.step // cfg.data.updates_per_sequence
     return Keys(
-        update=rng.at(rng.stream(root, "update"), state.step), sequence=rng.at(rng.stream(root, "sequence"), sequence)
+        update=rng.fold_in(rng.fold_in_name(root, "update"), state.step),
+        sequence=rng.fold_in(rng.fold_in_name(root, "sequence"), sequence),
     )
 
 
 def _loss_and_gradient(
-    family: Family, cfg: RunConfig, state: TrainState, batch: Any, keys: Keys
+    family: ModelFamily, cfg: RunConfig, state: TrainState, batch: Any, keys: Keys
 ) -> tuple[Array, Aux, Any]:
     """Mean over micro-batches. Rows draw their randomness by their place in the whole batch, so cutting it changes nothing."""
     n = cfg.train.accumulate
@@ -107,17 +110,17 @@ def _loss_and_gradient(
         (loss, aux), gradient = gradient_of(state.params, state.buffers, carry, batch, keys, 0, cfg.model)
         return loss, aux, gradient
     rows = cfg.data.batch_size // n
-    names = family.carry_names(carry)
-    axes = jax.tree.map(lambda n: n.index("batch"), names, is_leaf=sharding.is_names)
+    names = family.carry_axes(carry)
+    axes = jax.tree.map(lambda n: n.index("batch"), names, is_leaf=sharding.is_logical_axes)
 
-    def rows_of(x: Array, i: Array, names: sharding.Names) -> Array:
+    def rows_of(x: Array, i: Array, names: sharding.LogicalAxes) -> Array:
         """Of a micro-batch. They lay on some devices only; now they are spread over all."""
         part = jax.lax.dynamic_slice_in_dim(x, i * rows, rows, names.index("batch"))
         return sharding.constrain(part, names, family.RULES)
 
     def one(i: Array) -> tuple[Array, Aux, Any]:
         part = jax.tree.map(lambda x: rows_of(x, i, ("batch", *(None,) * (x.ndim - 1))), batch)
-        part_carry = jax.tree.map(lambda n, x: rows_of(x, i, n), names, carry, is_leaf=sharding.is_names)
+        part_carry = jax.tree.map(lambda n, x: rows_of(x, i, n), names, carry, is_leaf=sharding.is_logical_axes)
         (loss, aux), gradient = gradient_of(state.params, state.buffers, part_carry, part, keys, i * rows, cfg.model)
         return loss, aux, gradient
 
@@ -145,7 +148,7 @@ def _join_rows(first: Array, rest: Array, axis: int) -> Array:
     return jnp.concatenate([first, rest], axis=axis)
 
 
-def _sequence_carry(family: Family, cfg: RunConfig, state: TrainState) -> Any:
+def _sequence_carry(family: ModelFamily, cfg: RunConfig, state: TrainState) -> Any:
     """What the sequence has left so far; nothing at its first update."""
     empty = family.empty_carry(cfg.model, cfg.data.batch_size)
     if state.carry is None:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from linnet.parallel import cluster
-from linnet.parallel.cluster.heartbeat import Pulse, Sign, Silent
+from linnet.parallel.cluster.heartbeat import Beat, Heartbeat, MissedBeats
 
 TIMES_MEDIAN = 3.0
 """So much slower than the median is slow."""
-LEAST_SECONDS = 0.01
+MIN_SECONDS = 0.01
 """An update's host work below this is noise."""
 
 
@@ -27,13 +27,13 @@ class Watch(Protocol):
         ...
 
 
-class Alone:
+class NullMonitor:
     def stepped(self, step: int, host_seconds: float) -> None:
         pass
 
 
-class Together:
-    def __init__(self, pulse: Pulse, say: Callable[[int, str], None], tell: Callable[[str], None]) -> None:
+class StragglerMonitor:
+    def __init__(self, pulse: Heartbeat, say: Callable[[int, str], None], tell: Callable[[str], None]) -> None:
         self._pulse, self._say, self._tell = pulse, say, tell
         self._named: set[int] = set()
         self._silent: dict[int, float] = {}
@@ -60,7 +60,7 @@ class Together:
         self._named &= set(slow)
         self._suspects = set(slow)
 
-    def _hear_silence(self, silent: list[Silent]) -> None:
+    def _hear_silence(self, silent: list[MissedBeats]) -> None:
         """On the pulse's thread, while the run waits: shown at once, and among the run's events with the next update."""
         for one in silent:
             if one.index not in self._silent:
@@ -76,11 +76,11 @@ class Together:
             )
 
 
-def stragglers(signs: Mapping[int, Sign]) -> dict[int, str]:
+def stragglers(signs: Mapping[int, Beat]) -> dict[int, str]:
     """Who is much slower than the median, and by what it shows."""
     found: dict[int, str] = {}
     for least, name, of in (
-        (LEAST_SECONDS, "its host's work for an update takes", lambda sign: sign.host_seconds),
+        (MIN_SECONDS, "its host's work for an update takes", lambda sign: sign.host_seconds),
         (0.0, "a fixed piece of work takes it", lambda sign: sign.probe_seconds),
     ):
         figures = {index: of(sign) for index, sign in signs.items() if of(sign) is not None}
@@ -98,20 +98,20 @@ def stragglers(signs: Mapping[int, Sign]) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def watched(
+def monitor(
     *, say: Callable[[int, str], None], tell: Callable[[str], None], saved: Callable[[], int | None]
 ) -> Iterator[Watch]:
     """While the run lasts. `say(step, words)` writes an event of the run and shows it; `tell` only shows, from any thread; `saved` is
     the last committed step."""
-    pulse = cluster.pulse()
+    pulse = cluster.current_heartbeat()
     if pulse is None:
-        yield Alone()
+        yield NullMonitor()
         return
     pulse.saved = lambda: _kept(saved)
     try:
-        yield Together(pulse, say, tell)
+        yield StragglerMonitor(pulse, say, tell)
     except Exception as error:
-        cluster.blame(error)
+        cluster.attribute_failure(error)
         raise
     finally:
         pulse.on_silence = None

@@ -20,7 +20,7 @@ class Interrupted(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Judged:
+class EvalResult:
     record: dict[str, Any]
     """For metrics.jsonl."""
     loss: float
@@ -30,14 +30,14 @@ class Judged:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Logged:
+class TrainMetrics:
     record: dict[str, Any]
     loss: float
     """What the progress shows."""
     per_second: float
 
 
-class Judge(Protocol):
+class Task(Protocol):
     """Of one run and its data."""
 
     @property
@@ -84,11 +84,11 @@ class Judge(Protocol):
         """One of so many equal shares of an update's rows."""
         ...
 
-    def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> Logged:
+    def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> TrainMetrics:
         """A line about training: `values` as an update gave them."""
         ...
 
-    def evaluate(self, state: TrainState, watch: Watch) -> Judged: ...
+    def evaluate(self, state: TrainState, watch: Watch) -> EvalResult: ...
 
     def show(self, state: TrainState, step: int, folder: Path) -> None:
         """What the model makes at this step, for people to look at."""
@@ -98,7 +98,7 @@ class Judge(Protocol):
         """Whether `show` has nothing left to write for this step."""
         ...
 
-    def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> Judged:
+    def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> EvalResult:
         """What a finished run says of data it never saw; `folder` is the run's."""
         ...
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from linnet.config.schema import RunConfig
 from linnet.tokenizers.base import Tokenizer
-from linnet.train.task import Judge
+from linnet.train.task import Task
 
 
-def open_judge(cfg: RunConfig, tokenizer: Tokenizer | None = None) -> Judge:
+def open_task(cfg: RunConfig, tokenizer: Tokenizer | None = None) -> Task:
     """Opens the run's data, or says what is wrong with it before anything starts. `tokenizer`: what the data must be made with, where
     the run has none of its own yet."""
     if cfg.family == "prior":
-        from linnet.train.prior_task import PriorJudge
+        from linnet.train.prior_task import PriorTask
 
-        return PriorJudge(cfg)
-    from linnet.train.lm_task import TokenJudge
+        return PriorTask(cfg)
+    from linnet.train.lm_task import LMTask
 
-    return TokenJudge(cfg, tokenizer)
+    return LMTask(cfg, tokenizer)

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.models.vq.convert import unknown_settings
 from linnet.verify.compare import Check, Skipped, Verification, compare
 from linnet.verify.golden import Golden, read_golden
@@ -69,7 +69,7 @@ UNKNOWN = "not an output that Linnet knows"
 def verify_file(path: Path | str, tolerance: float = 1e-5) -> Verification:
     """Passes when every known tensor is within `tolerance`, relative to its largest value. Unknown ones are listed."""
     if not tolerance > 0:
-        raise refuse("tolerance", tolerance, "above 0", "use 1e-5")
+        raise invalid("tolerance", tolerance, "above 0", "use 1e-5")
     try:
         return _verified(path, tolerance)
     except UserError:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from linnet.convert.npz import read_npz
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import parse_json
 
 KINDS = ("forward", "carry", "decode", "sample", "eval", "grads", "train", "schedule", "nucleus")
@@ -68,9 +68,9 @@ def read_golden(path: Path) -> Golden:
     arrays = read_npz(path)
     meta = read_meta(arrays, path)
     if meta.get("family") != "vq":
-        raise refuse(f"{path}: family", meta.get("family"), "vq", "name a file of that family")
+        raise invalid(f"{path}: family", meta.get("family"), "vq", "name a file of that family")
     if meta.get("kind") not in KINDS:
-        raise refuse(f"{path}: kind", meta.get("kind"), f"one of {', '.join(KINDS)}", "name a file of such a kind")
+        raise invalid(f"{path}: kind", meta.get("kind"), f"one of {', '.join(KINDS)}", "name a file of such a kind")
     parts: dict[str, dict[str, np.ndarray]] = {"params": {}, "in": {}, "out": {}}
     for name, value in arrays.items():
         part, _, rest = name.partition("/")

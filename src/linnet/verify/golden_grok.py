@@ -20,7 +20,7 @@ from linnet.core import files
 from linnet.core.errors import UserError
 from linnet.core.params import is_spec
 from linnet.core.pytree import named_leaves
-from linnet.core.quant import Matrix, Quantized
+from linnet.core.quant import Quantized, Weight
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import MoEParams, param_specs
 
@@ -119,7 +119,7 @@ def load_params(tensors: Tensors, cfg: MoEConfig) -> MoEParams:
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), leaves)
 
 
-def _stacked(tensors: Sequence[Tensor] | Sequence[Pair], shape: tuple[int, ...]) -> Matrix:
+def _stacked(tensors: Sequence[Tensor] | Sequence[Pair], shape: tuple[int, ...]) -> Weight:
     pairs, floats = [t for t in tensors if isinstance(t, Pair)], [t for t in tensors if isinstance(t, Tensor)]
     if pairs and floats:
         raise UserError(f"{floats[0].label} is of {floats[0].dtype}, but other layers have an 8-bit pair there.")

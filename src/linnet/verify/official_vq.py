@@ -17,7 +17,7 @@ from linnet.convert.npz import read_npz
 from linnet.convert.transformer_vq import read_official
 from linnet.core.errors import UserError
 from linnet.core.files import read_json
-from linnet.core.special_tokens import END
+from linnet.core.special_tokens import EOS
 from linnet.models.vq import model
 from linnet.models.vq.convert import config_from_reference, from_reference
 from linnet.verify.compare import Check, Skipped, Verification, compare
@@ -99,7 +99,7 @@ def _loss(path: Path, values: dict[str, Any], m: Model) -> Check:
     if length < 1 or n < 1 or text.size != n * length:
         raise UserError(f"{path.parent / name} has fewer than {n} sequences of {length} bytes. Fix: copy it again.")
     targets = text.reshape(n, length).astype(np.int32) + BYTE_0
-    inputs = np.concatenate([np.full((n, 1), END, np.int32), targets[:, :-1]], axis=1)
+    inputs = np.concatenate([np.full((n, 1), EOS, np.int32), targets[:, :-1]], axis=1)
     logprobs, *_ = m.read(model.empty_carry(m.cfg, n), inputs)
     nats = -np.take_along_axis(np.asarray(logprobs, np.float64), targets[..., None], axis=-1)
     error = abs(float(nats.mean()) - float(values["loss_nats_per_byte"]))
@@ -118,11 +118,11 @@ def _continued(path: Path, values: dict[str, Any], m: Model) -> tuple[list[Check
             or not isinstance(found.get("ids"), list)
         ):
             raise UserError(f"{path}: a continuation needs a prompt and ids. Fix: write it again.")
-        prompts.append([END, *(byte + BYTE_0 for byte in found["prompt"].encode())])
+        prompts.append([EOS, *(byte + BYTE_0 for byte in found["prompt"].encode())])
         wanted.append(np.asarray(found["ids"], np.int64))
     lengths = np.asarray([len(prompt) for prompt in prompts])
     total = max(len(p) + len(w) for p, w in zip(prompts, wanted, strict=True))
-    given = np.full((len(prompts), total), END, np.int32)
+    given = np.full((len(prompts), total), EOS, np.int32)
     for row, prompt in zip(given, prompts, strict=True):
         row[: len(prompt)] = prompt
     logprobs, chosen = _greedy(m, given, lengths)

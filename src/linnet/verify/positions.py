@@ -18,7 +18,7 @@ BFLOAT16 = 0.04
 MEASURED_LAYERS = 2
 TIE = {"bf16": 0.01, "f32": 5e-6, "f32pure": 5e-6}
 """Probabilities nearer than this are equal, as far as rounding can tell; with bf16, at the measured depth."""
-MOST_LEFT_OUT = 0.5
+MAX_LEFT_OUT = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def compare_by_position(
     beyond = error > tolerance
     parted = tie & beyond
     left_out = np.maximum.accumulate(parted, axis=1) & beyond
-    if left_out.mean() > MOST_LEFT_OUT:
+    if left_out.mean() > MAX_LEFT_OUT:
         return ByPosition(check=compare(name, got, want, tolerance), parted=none)
     expand = left_out.reshape(*left_out.shape, *(1,) * (want.ndim - 2))
     check = compare(name, np.where(expand, want, got), want, tolerance)

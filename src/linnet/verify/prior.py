@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from linnet.convert.npz import read_npz, read_npz_array
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import parse_json
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.convert import from_reference
@@ -100,7 +100,7 @@ def read_prior(path: Path, kinds: Mapping[str, Any]) -> PriorGolden:
     arrays = read_npz(path)
     meta = read_meta(arrays, path)
     if meta.get("kind") not in kinds:
-        raise refuse(f"{path}: kind", meta.get("kind"), f"one of {', '.join(kinds)}", "name a file of such a kind")
+        raise invalid(f"{path}: kind", meta.get("kind"), f"one of {', '.join(kinds)}", "name a file of such a kind")
     return PriorGolden(path=path, meta=meta, arrays=arrays)
 
 

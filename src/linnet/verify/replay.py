@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from linnet.core.errors import UserError
-from linnet.core.special_tokens import END
+from linnet.core.special_tokens import EOS
 from linnet.data.batch import Batch
 from linnet.models.vq import family, model
 from linnet.models.vq.config import VQConfig
@@ -92,7 +92,7 @@ def replay_decode(golden: Golden) -> Replay:
 def replay_sample(golden: Golden) -> Replay:
     """The likeliest token each time, from the end id on."""
     m, (batch, length) = load_model(golden), golden.output("greedy_tokens").shape
-    start = jnp.full((batch,), golden.settings.get("eos_id", END), jnp.int32)
+    start = jnp.full((batch,), golden.settings.get("eos_id", EOS), jnp.int32)
 
     def one(state: tuple[model.VQCarry, Array], _: None) -> tuple[tuple[model.VQCarry, Array], Array]:
         scores, carry = _next_scores(m, *state)

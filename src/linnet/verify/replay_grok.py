@@ -24,7 +24,7 @@ from linnet.core.errors import UserError
 from linnet.models.moe import model
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import MoEParams
-from linnet.nn.gqa import HIDDEN, capped, grouped_scores
+from linnet.nn.gqa import NEG_INF, capped, grouped_scores
 from linnet.verify.compare import Check, Skipped, compare
 from linnet.verify.golden_grok import load_params, model_of, read_json
 from linnet.verify.positions import bfloat16_bound, close_ranks, compare_by_position, near_tie
@@ -212,7 +212,7 @@ def attention_scores(
     q, k, _ = model.project(h, p, position, cfg)
     raw = grouped_scores(q, k)
     real = (tokens != cfg.pad_id)[:, None, None, None, :] & np.tri(tokens.shape[1], dtype=bool)
-    score = jnp.where(real, capped(raw, model.scores(cfg)), HIDDEN)
+    score = jnp.where(real, capped(raw, model.scores(cfg)), NEG_INF)
     return {
         "pre_tanh": np.asarray(raw * cfg.score_scale),
         "masked_capped_logits": np.asarray(score),
@@ -227,9 +227,9 @@ def _attended(name: str, got: np.ndarray, want: np.ndarray, tolerance: float, ti
     got = got[..., : want.shape[3], : want.shape[4]]
     checks: list[Check] = []
     if name.endswith("masked_capped_logits") and got.shape == want.shape:
-        hidden = got <= HIDDEN / 2
-        checks.append(compare(f"{name}: mask", hidden, want <= HIDDEN / 2, tolerance))
-        seen = ~(hidden | (want <= HIDDEN / 2))
+        hidden = got <= NEG_INF / 2
+        checks.append(compare(f"{name}: mask", hidden, want <= NEG_INF / 2, tolerance))
+        seen = ~(hidden | (want <= NEG_INF / 2))
         got, want = np.where(seen, got, 0.0), np.where(seen, want, 0.0)
     ours, theirs = (x.transpose(0, 3, 1, 2, 4) for x in (got, want))
     tie = tie[: want.shape[0], : want.shape[3]]

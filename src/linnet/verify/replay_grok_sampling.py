@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from linnet.core.pytree import replace
-from linnet.nn.sampling import MASKED, NUCLEUS_SLACK, Rules, SamplingSettings, allowed, sample, sampling_settings
+from linnet.nn.sampling import MASKED, NUCLEUS_SLACK, LogitMask, SamplingSettings, allowed, sample, sampling_settings
 from linnet.verify.compare import Check, compare
 from linnet.verify.replay import RANDOM
 from linnet.verify.replay_grok import Found, tolerance_of
@@ -195,7 +195,7 @@ def _draw(
     free = arrays["sample/mask"][rows] > 0 if masked else np.ones(logits.shape, bool)
     nowhere = jnp.zeros(logits.shape, bool)
     bias = jnp.asarray(np.where(free, 0.0, -np.inf), jnp.float32)
-    rules = Rules(bias=bias, late=nowhere, late_until=jnp.zeros(len(rows), jnp.int32), prompted=nowhere)
+    rules = LogitMask(bias=bias, late=nowhere, late_until=jnp.zeros(len(rows), jnp.int32), prompted=nowhere)
     position = jnp.zeros(len(rows), jnp.int32)
     drawn, _ = sample(logits, settings, jnp.asarray(chance, jnp.float32), None, rules, position)
     return np.asarray(drawn)

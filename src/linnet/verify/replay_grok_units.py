@@ -17,10 +17,10 @@ from linnet.core import quant
 from linnet.core.errors import UserError
 from linnet.core.quant import Quantized
 from linnet.models.moe.config import MoEConfig, ffn_size
-from linnet.nn.gqa import Scores, capped
+from linnet.nn.gqa import SoftCap, capped
 from linnet.nn.moe import activation
 from linnet.nn.norm import rms_norm_gain
-from linnet.nn.positions import rotate
+from linnet.nn.positions import apply_rope
 from linnet.verify.compare import Check, compare
 from linnet.verify.golden_grok import param_shapes, read_json
 from linnet.verify.replay_grok import Found
@@ -89,7 +89,7 @@ def _rope(name: str, arrays: Arrays, tolerance: float) -> tuple[Any, float] | No
     first = np.asarray([int(n) for n in numbers.split("_")])[:, None]
     steps = np.arange(x.shape[1]) if how == "off" else np.zeros(x.shape[1], int)
     position = jnp.asarray(np.broadcast_to(first + steps, x.shape[:2]))
-    return rotate(jnp.asarray(x, TYPES[kind]), position, PLAIN.rope_base), _allowed(kind, tolerance)
+    return apply_rope(jnp.asarray(x, TYPES[kind]), position, PLAIN.rope_base), _allowed(kind, tolerance)
 
 
 def _rms(name: str, arrays: Arrays, tolerance: float) -> tuple[Any, float] | None:
@@ -110,7 +110,7 @@ def _gelu(name: str, arrays: Arrays, tolerance: float) -> tuple[Any, float] | No
 def _softcap(name: str, arrays: Arrays, tolerance: float) -> tuple[Any, float] | None:
     if name != "softcap/y":
         return None
-    return capped(jnp.asarray(_get(arrays, "softcap/x")), Scores(scale=1.0, cap=PLAIN.score_cap)), tolerance
+    return capped(jnp.asarray(_get(arrays, "softcap/x")), SoftCap(scale=1.0, cap=PLAIN.score_cap)), tolerance
 
 
 def _qlinear(name: str, arrays: Arrays, tolerance: float) -> tuple[Any, float] | None:

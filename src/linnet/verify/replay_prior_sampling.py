@@ -16,7 +16,7 @@ from linnet.models.prior.convert import to_reference
 from linnet.models.prior.diffusion import Draws, loss
 from linnet.models.prior.params import PriorParams, param_specs
 from linnet.models.prior.sampling import best, make_rows, prepare, run
-from linnet.models.prior.solver import Plan, make_plan
+from linnet.models.prior.solver import SolverTable, make_solver
 from linnet.optim import ema
 from linnet.optim.optimizer import optimizer, schedule
 from linnet.verify.prior import PriorGolden, PriorReplay
@@ -79,7 +79,7 @@ def replay_sampling(golden: PriorGolden) -> PriorReplay:
     n = len(text)
     for (target, option, given), runs in batches.items():
         cfg, params = model(target, option)
-        plans = [make_plan(cfg, n_step, eta=eta) for _, n_step, eta, _ in runs]
+        plans = [make_solver(cfg, n_step, eta=eta) for _, n_step, eta, _ in runs]
         wide_text, wide_noise = jnp.tile(text, (len(runs), 1)), jnp.tile(noise, (1, len(runs), 1))
         wide = None if given == "noenc" else jnp.tile(encodings, (len(runs), 1, 1))
         found, path = _run(params, cfg, plans, [r[3] for r in runs], wide_text, wide, wide_noise)
@@ -98,7 +98,7 @@ def replay_sampling(golden: PriorGolden) -> PriorReplay:
         for name in golden.below("out/sample/out_"):
             parts = re.fullmatch(r"enc(0|1)(?:_cs([0-9.]+)_T(\d+))?", name)
             if parts is not None:
-                plan = make_plan(cfg, int(parts[3] or golden.meta["config"].get("sample_timesteps", SAMPLE_STEPS)))
+                plan = make_solver(cfg, int(parts[3] or golden.meta["config"].get("sample_timesteps", SAMPLE_STEPS)))
                 values[f"out/sample/out_{name}"] = _best_of(
                     golden, params, cfg, plan, parts[1] == "1", float(parts[2] or 1)
                 )
@@ -109,7 +109,7 @@ def replay_sampling(golden: PriorGolden) -> PriorReplay:
 def _run(
     params: PriorParams,
     cfg: PriorConfig,
-    plans: list[Plan],
+    plans: list[SolverTable],
     guidance: list[float],
     text: Any,
     encodings: Any,
@@ -123,7 +123,7 @@ def _run(
 
 
 def _best_of(
-    golden: PriorGolden, params: PriorParams, cfg: PriorConfig, plan: Plan, encoded: bool, guidance: float
+    golden: PriorGolden, params: PriorParams, cfg: PriorConfig, plan: SolverTable, encoded: bool, guidance: float
 ) -> Any:
     """Candidates of a text stand beside each other."""
     text, encodings, noise = (golden.get(f"out/sample/{n}") for n in ("text_embed", "text_encodings", "noise"))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from linnet.config.schema import OptimConfig, PairsConfig, RunConfig, TrainConfig
-from linnet.convert.dalle2.parts import Data, Parts, Prior, Splits, Train
+from linnet.convert.dalle2.parts import DallE2Config, Data, Prior, Splits, Train
 from linnet.convert.dalle2.tracker import export_targets, has_wandb, loaded_file, tracker_remarks
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.models.prior.config import Objective, PriorConfig
 from linnet.models.prior.reference import NETWORK, network_config
 
@@ -31,13 +31,13 @@ def model_config(prior: Prior) -> PriorConfig:
     net = prior.net
     if prior.image_embed_dim not in (None, net.dim):
         needs = f"prior.net.dim ({net.dim}): the network is as wide as the embedding"
-        raise refuse("prior.image_embed_dim", prior.image_embed_dim, needs, f"use {net.dim}")
+        raise invalid("prior.image_embed_dim", prior.image_embed_dim, needs, f"use {net.dim}")
     if net.num_timesteps not in (None, prior.timesteps):
         needs = f"prior.timesteps ({prior.timesteps}), or null for continuous time"
-        raise refuse("prior.net.num_timesteps", net.num_timesteps, needs, f"use {prior.timesteps}")
+        raise invalid("prior.net.num_timesteps", net.num_timesteps, needs, f"use {prior.timesteps}")
     if prior.predict_v and prior.training_clamp_l2norm:
         needs = "false with prior.predict_v: a velocity has no such length"
-        raise refuse("prior.training_clamp_l2norm", True, needs, "leave it out")
+        raise invalid("prior.training_clamp_l2norm", True, needs, "leave it out")
     settings = {**dataclasses.asdict(net), "max_text_len": net.max_text_len or MAX_TEXT_LEN}
     return network_config(settings, **_diffusion(prior))
 
@@ -75,7 +75,7 @@ def optim_config(train: Train, steps: int) -> OptimConfig:
     wave = train.cosine_decay_max_steps
     if wave is not None and wave > steps:
         needs = f"at most the {steps:,} updates that there are: here a wave ends with its run"
-        raise refuse("train.cosine_decay_max_steps", wave, needs, f"use {steps}, or more epochs")
+        raise invalid("train.cosine_decay_max_steps", wave, needs, f"use {steps}, or more epochs")
     return OptimConfig(
         name="adamw",
         lr=train.lr,
@@ -111,7 +111,7 @@ def train_config(train: Train, timesteps: int, data: Data | None = None, tracker
     )
 
 
-def run_config(parts: Parts) -> RunConfig:
+def run_config(parts: DallE2Config) -> RunConfig:
     """Before any path is opened: flags of the command line may still change it."""
     data, train = parts.data, parts.train
     _check(parts)
@@ -137,23 +137,23 @@ def run_config(parts: Parts) -> RunConfig:
     )
 
 
-def updates(parts: Parts, n_pairs: int, batch_size: int) -> int:
+def updates(parts: DallE2Config, n_pairs: int, batch_size: int) -> int:
     """So that each of the training pairs is seen `epochs` times. A batch may reach into the next epoch, so none is short."""
     return max(1, math.ceil(parts.train.epochs * n_pairs * parts.data.splits.train / batch_size - 1e-9))
 
 
-def _check(parts: Parts) -> None:
+def _check(parts: DallE2Config) -> None:
     train = parts.train
     if train.epochs < 1:
-        raise refuse("train.epochs", train.epochs, "at least 1", "use 1")
+        raise invalid("train.epochs", train.epochs, "at least 1", "use 1")
     _check_splits(parts.data.splits)
     if (parts.data.num_data_points or 1) < 1:
-        raise refuse("data.num_data_points", parts.data.num_data_points, "at least 1", "leave it out for all")
+        raise invalid("data.num_data_points", parts.data.num_data_points, "at least 1", "leave it out for all")
     for name in ("current_epoch", "num_samples_seen"):
         if getattr(train, name) and loaded_file(parts) is None:
             needs = "0: Linnet goes on with its own runs by itself, and exactly"
             fix = "leave it out; a checkpoint of the reference becomes a run by `linnet import dalle2-prior FILE`"
-            raise refuse(f"train.{name}", getattr(train, name), needs, fix)
+            raise invalid(f"train.{name}", getattr(train, name), needs, fix)
     loaded_file(parts)
     export_targets(parts)
 
@@ -161,18 +161,18 @@ def _check(parts: Parts) -> None:
 def _check_splits(splits: Splits) -> None:
     shares = (splits.train, splits.val, splits.test)
     if not all(0 <= share <= 1 for share in shares) or abs(sum(shares) - 1) > ROUND_OFF:
-        raise refuse("data.splits", shares, f"shares that sum to 1 (these sum to {sum(shares):g})", "correct them")
+        raise invalid("data.splits", shares, f"shares that sum to 1 (these sum to {sum(shares):g})", "correct them")
     if not splits.train:
-        raise refuse("data.splits.train", 0, "above 0", "leave something to train on")
+        raise invalid("data.splits.train", 0, "above 0", "leave something to train on")
 
 
-def folder_hint(parts: Parts, path: Path) -> Path:
+def folder_hint(parts: DallE2Config, path: Path) -> Path:
     """Where the run goes unless the command line says: where the reference kept its own."""
     place = parts.tracker.data_path
     return Path("runs") / path.stem if place is None else Path(place)
 
 
-def remarks(parts: Parts) -> Iterator[str]:
+def remarks(parts: DallE2Config) -> Iterator[str]:
     """What is done in another way than the file says, or not at all, with nothing in the training changed by it."""
     prior, train = parts.prior, parts.train
     if prior.image_size is not None or prior.image_channels != 3:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from linnet.config.schema import EMOJI_PAIRS, PairsConfig, RunConfig
 from linnet.convert.dalle2.config import optim_config, remarks, run_config, updates
-from linnet.convert.dalle2.parts import Clip, Parts
-from linnet.core.errors import UserError, refuse
+from linnet.convert.dalle2.parts import Clip, DallE2Config
+from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import is_remote
 from linnet.data.embeddings import open_pairs
 from linnet.data.embeddings.sources import FOLDERS
@@ -32,14 +32,14 @@ OPENAI = {
 """The reference's names of OpenAI's models, and open_clip's."""
 
 
-def open_config(parts: Parts, asked: RunConfig) -> tuple[RunConfig, list[str]]:
+def open_config(parts: DallE2Config, asked: RunConfig) -> tuple[RunConfig, list[str]]:
     """The run as asked for (`run_config(parts)`, changed by flags) with its places found and its length known, and what is to be
     remarked on. Nothing is written."""
     base, said = run_config(parts), list(remarks(parts))
     data, found = _places(parts, asked.pairs, base.pairs)
     pairs = open_pairs(data, asked.seed, encodings=asked.prior.text_encodings)
     if asked.prior.text_encodings and pairs.text_len is None:
-        raise refuse(
+        raise invalid(
             "prior.condition_on_text_encodings",
             True,
             f"false where the data has no token encodings of its texts ({FOLDERS['encodings']}/ beside the embeddings)",
@@ -61,7 +61,7 @@ def open_config(parts: Parts, asked: RunConfig) -> tuple[RunConfig, list[str]]:
     return dataclasses.replace(asked, data=data, optim=optim), said
 
 
-def _length(parts: Parts, rows: dict[str, int], data: PairsConfig) -> tuple[int, list[str]]:
+def _length(parts: DallE2Config, rows: dict[str, int], data: PairsConfig) -> tuple[int, list[str]]:
     """By the pairs that there are: `num_data_points` of them, or all."""
     total, wanted = sum(rows.values()), parts.data.num_data_points
     if wanted is None or wanted == total:
@@ -80,7 +80,7 @@ def _exactly(n_pairs: int, data: PairsConfig) -> int:
     return max(1, -(-n_pairs // data.batch_size))
 
 
-def _places(parts: Parts, asked: PairsConfig, base: PairsConfig) -> tuple[PairsConfig, list[str]]:
+def _places(parts: DallE2Config, asked: PairsConfig, base: PairsConfig) -> tuple[PairsConfig, list[str]]:
     """Files that can be opened. A flag that names a source stands for all that the file says about places."""
     if asked.source != base.source or (asked.images is None and base.images is not None):
         words = []
@@ -120,7 +120,7 @@ def _layout(data: PairsConfig) -> Path | None:
         return None
     captions = root / FOLDERS["metadata"]
     if data.metadata is not None and Path(data.metadata).expanduser().resolve() != captions.resolve():
-        raise refuse(
+        raise invalid(
             "data.meta_url",
             data.metadata,
             f"{captions}, which lies beside the text embeddings",
@@ -135,10 +135,10 @@ def _unknown(value: str | None) -> bool:
 
 def _local(field: str, value: str) -> None:
     if PLACEHOLDER.fullmatch(value):
-        raise refuse(field, value, "a path: this is a placeholder", f"edit the file, or add {FLAGS[field]}")
+        raise invalid(field, value, "a path: this is a placeholder", f"edit the file, or add {FLAGS[field]}")
     if is_remote(value):
         needs = "a path on this machine: training reads at random and opens no addresses"
-        raise refuse(field, value, needs, f"download it, and add {FLAGS[field]}")
+        raise invalid(field, value, needs, f"download it, and add {FLAGS[field]}")
 
 
 def _captions_only(data: PairsConfig, clip: Clip | None) -> UserError:

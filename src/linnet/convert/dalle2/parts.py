@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from linnet.config.codec import from_dict
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.models.prior.config import Loss, Schedule
 
 T = TypeVar("T")
@@ -185,7 +185,7 @@ class OldLoad:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
+class DallE2Config:
     """A whole file."""
 
     prior: Prior
@@ -208,7 +208,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes(), parse_float=number, parse_constant=never)
     except OSError as error:
-        raise refuse("--config", str(path), f"a file that can be read ({error.strerror})", "check the path") from None
+        raise invalid("--config", str(path), f"a file that can be read ({error.strerror})", "check the path") from None
     except UserError:
         raise
     except (ValueError, OverflowError, RecursionError) as error:
@@ -220,18 +220,20 @@ def is_reference(values: Any) -> bool:
     return isinstance(values, dict) and "version" not in values and any(name in values for name in ("prior", *DECODERS))
 
 
-def read_parts(values: Mapping[str, Any], path: Path) -> Parts:
+def read_parts(values: Mapping[str, Any], path: Path) -> DallE2Config:
     """Every field known and of its type, or refused with the nearest known name."""
     odd = next((name for name in DECODERS if name in values), None)
     if odd is not None:
-        raise refuse(f"{path}", f"with a part {odd!r}", "of a prior; Linnet has no such decoder", "name a prior's file")
+        raise invalid(
+            f"{path}", f"with a part {odd!r}", "of a prior; Linnet has no such decoder", "name a prior's file"
+        )
     _require(values, "", "prior", "data")
     _require(values["data"], "data.", "image_url")
     tracker = values.get("tracker")
     if isinstance(tracker, dict) and isinstance(tracker.get("save"), dict):  # one saver may stand without its list
         values = {**values, "tracker": {**tracker, "save": [tracker["save"]]}}
     read_prior(values["prior"])
-    return from_dict(Parts, {name: value for name, value in values.items() if value is not None}, "")
+    return from_dict(DallE2Config, {name: value for name, value in values.items() if value is not None}, "")
 
 
 def read_prior(values: Any) -> Prior:
@@ -243,7 +245,7 @@ def read_prior(values: Any) -> Prior:
 
 def _require(values: Any, where: str, *names: str) -> None:
     if not isinstance(values, dict):
-        raise refuse(where.rstrip(".") or "the file", values, "an object of settings", "see the reference's examples")
+        raise invalid(where.rstrip(".") or "the file", values, "an object of settings", "see the reference's examples")
     for name in names:
         if values.get(name) is None:
             raise UserError(f"{where}{name} is missing. Fix: add it, as the reference's own examples have it.")

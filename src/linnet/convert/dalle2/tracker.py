@@ -6,8 +6,8 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from linnet.convert.dalle2.parts import Load, Log, Parts, Save
-from linnet.core.errors import UserError, refuse
+from linnet.convert.dalle2.parts import DallE2Config, Load, Log, Save
+from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import check_local
 
 WANDB_NAMES = ("entity", "project", "run_name", "run_id")
@@ -17,7 +17,7 @@ def has_wandb() -> bool:
     return importlib.util.find_spec("wandb") is not None
 
 
-def loaded_file(parts: Parts) -> Path | None:
+def loaded_file(parts: DallE2Config) -> Path | None:
     """The local checkpoint to start from. Loaders of other places are refused by name."""
     load, old = parts.tracker.load, parts.load
     if load is not None and load.load_from is not None and not load.only_auto_resume:
@@ -30,14 +30,14 @@ def loaded_file(parts: Parts) -> Path | None:
 def _local_file(field: str, kind: str, where: str, path: str | None) -> Path:
     if kind not in ("local", "file"):
         fix = f"download the checkpoint, and use local with {where}; or leave it out"
-        raise refuse(field, kind, "local: Linnet downloads nothing", fix)
+        raise invalid(field, kind, "local: Linnet downloads nothing", fix)
     if path is None:
         raise UserError(f"{where} is missing, though {field} is {kind}. Fix: name the checkpoint there.")
     check_local(where, path)
     return Path(path).expanduser()
 
 
-def export_targets(parts: Parts) -> tuple[str, ...]:
+def export_targets(parts: DallE2Config) -> tuple[str, ...]:
     """The local savers as `train.exports`. Paths are from the current folder, as the reference's are."""
     found: list[str] = []
     for save in _local_savers(parts):
@@ -46,17 +46,17 @@ def export_targets(parts: Parts) -> tuple[str, ...]:
                 continue
             field = f"tracker.save.save_{when}_to"
             if not isinstance(target, str) or not target:
-                raise refuse(field, target, "a path, or false", "name a .pth file")
+                raise invalid(field, target, "a path, or false", "name a .pth file")
             check_local(field, target)
             found.append(f"{when}:{save.save_type}:{Path(target).expanduser().absolute()}")
     return tuple(found)
 
 
-def _local_savers(parts: Parts) -> list[Save]:
+def _local_savers(parts: DallE2Config) -> list[Save]:
     return [save for save in parts.tracker.save if save.save_to == "local"]
 
 
-def tracker_remarks(parts: Parts) -> Iterator[str]:
+def tracker_remarks(parts: DallE2Config) -> Iterator[str]:
     """What of the tracker is done in another way, or not at all."""
     tracker = parts.tracker
     log = tracker.log or Log(wandb_entity=tracker.wandb_entity, wandb_project=tracker.wandb_project)
@@ -85,7 +85,7 @@ def tracker_remarks(parts: Parts) -> Iterator[str]:
     yield from _savers(parts)
 
 
-def _savers(parts: Parts) -> Iterator[str]:
+def _savers(parts: DallE2Config) -> Iterator[str]:
     for target in export_targets(parts):
         when, content, path = target.split(":", 2)
         yield f"tracker.save: the {when} {content} is written to {path}, besides the run's own checkpoints."

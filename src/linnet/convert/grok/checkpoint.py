@@ -18,7 +18,7 @@ from linnet.convert.grok.names import QUANTIZED, Split, Weight, file_order
 from linnet.convert.grok.pickle_reader import StoredPair, read_pickle
 from linnet.convert.grok.settings import CHECKPOINT
 from linnet.convert.grok.settings import FILE as SETTINGS
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.models.moe.config import MoEConfig
 from linnet.runs.stored_array import StoredArray
 
@@ -84,12 +84,14 @@ def _tensor(label: str, paths: Sequence[Path], weight: Weight, shape: tuple[int,
     shards = [read_pickle(path) for path in paths]
     pairs, arrays = [s for s in shards if isinstance(s, StoredPair)], [s for s in shards if isinstance(s, StoredArray)]
     if pairs and (arrays or weight.leaf not in QUANTIZED):
-        raise refuse(label, "an 8-bit pair", "an array of float32", "take all files from one checkpoint")
+        raise invalid(label, "an 8-bit pair", "an array of float32", "take all files from one checkpoint")
     if pairs:
         return _pair(label, pairs, weight, shape)
     for array in arrays:
         if array.dtype not in (np.float32, jnp.bfloat16):
-            raise refuse(label, str(array.dtype), "an array of floats or an 8-bit pair", "take the file of the release")
+            raise invalid(
+                label, str(array.dtype), "an array of floats or an 8-bit pair", "take the file of the release"
+            )
     return _joined(label, arrays, places(label, shape, [array.shape for array in arrays], weight.splits), shape)
 
 
@@ -104,10 +106,10 @@ def _pair(label: str, pairs: Sequence[StoredPair], weight: Weight, shape: tuple[
         )
         if not alike or one.shape[-2] % its.shape[-2]:
             needs = f"{one.shape} with {one.shape[-2]} cut to a number that divides it"
-            raise refuse(f"the scales' shape in {label}", its.shape, needs, "take the file of the release")
+            raise invalid(f"the scales' shape in {label}", its.shape, needs, "take the file of the release")
         sizes.add(one.shape[-2] // its.shape[-2])
     if len(sizes) > 1:
-        raise refuse(f"the rows of one scale in {label}", sorted(sizes), "the same in all shards", "download it again")
+        raise invalid(f"the rows of one scale in {label}", sorted(sizes), "the same in all shards", "download it again")
     (rows,) = sizes
     _must_be_own(label, scales, at)
     scale_at = [(*p[:-2], slice(p[-2].start // rows, p[-2].stop // rows), p[-1]) for p in at]
@@ -126,7 +128,7 @@ def _must_be_own(label: str, scales: Sequence[StoredArray], at: Sequence[Place])
         one = np.array_equal(values[0], np.broadcast_to(values[0][..., :1, :], values[0].shape))
         if not one and all(np.array_equal(value, values[0]) for value in values):
             needs = "those of each shard's own rows"
-            raise refuse(f"the scales of {label}", "equal in every shard", needs, "join its shards to one file")
+            raise invalid(f"the scales of {label}", "equal in every shard", needs, "join its shards to one file")
 
 
 def places(
@@ -174,7 +176,7 @@ def _misfit(label: str, shape: tuple[int, ...], shards: Sequence[tuple[int, ...]
 def _joined(label: str, arrays: Sequence[StoredArray], at: Sequence[Place], shape: tuple[int, ...]) -> Tensor:
     types = {array.dtype for array in arrays}
     if len(types) > 1:
-        raise refuse(f"the types of {label}", sorted(map(str, types)), "one for all shards", "download it again")
+        raise invalid(f"the types of {label}", sorted(map(str, types)), "one for all shards", "download it again")
 
     def read() -> np.ndarray:
         values, done = np.empty(shape, arrays[0].dtype), dict[str, StoredArray]()

@@ -19,7 +19,7 @@ import numpy as np
 from linnet.convert.grok.leaves import FLOATS, Tensor, Tensors, specs_by_name
 from linnet.convert.grok.names import BY_LEAF, HEAD, WEIGHTS, Weight, converted_name, scheme_of, with_suffix
 from linnet.core import quant
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import read_json
 from linnet.core.pytree import named_leaves
 from linnet.models.moe.config import MoEConfig
@@ -96,9 +96,11 @@ def _tensor(path: Path, arrays: dict[str, StoredArray], name: str, weight: Weigh
         raise UserError(f"{path} has no {name!r}. Fix: download what is missing, or give the sizes with --settings.")
     wanted = shape[::-1] if turned else shape
     if array.shape != wanted:
-        raise refuse(f"{name} in {array.path}", array.shape, f"{wanted}", "give the model's sizes with --settings")
+        raise invalid(f"{name} in {array.path}", array.shape, f"{wanted}", "give the model's sizes with --settings")
     if array.dtype not in FLOATS:
-        raise refuse(f"{name} in {array.path}", str(array.dtype), "of floats", "use a conversion without 8-bit weights")
+        raise invalid(
+            f"{name} in {array.path}", str(array.dtype), "of floats", "use a conversion without 8-bit weights"
+        )
 
     def read() -> np.ndarray:
         values = array.read()
@@ -111,7 +113,7 @@ def _must_be_tied(path: Path, head: StoredArray, embed: StoredArray) -> None:
     """Grok-1 decodes with its embedding; a head of its own would be lost."""
     alike = head.shape == embed.shape and head.dtype == embed.dtype
     if not (alike and head.sha256() == embed.sha256()):
-        raise refuse(f"{HEAD} in {path}", "not the embedding", "the same as it", "use weights whose head is tied")
+        raise invalid(f"{HEAD} in {path}", "not the embedding", "the same as it", "use weights whose head is tied")
 
 
 # Writing.

@@ -13,7 +13,7 @@ from linnet.convert.grok.hf import conversion_files, is_conversion, read_convers
 from linnet.convert.grok.leaves import Tensors, to_leaves
 from linnet.convert.grok.settings import find_settings, grok_config
 from linnet.convert.import_plan import Plan, plan_from_config, plan_from_files
-from linnet.core.dtypes import Weights
+from linnet.core.dtypes import WeightDtype
 from linnet.core.errors import UserError
 from linnet.models.moe.config import MoEConfig
 from linnet.runs.weights import write_stored_run
@@ -49,7 +49,7 @@ def find_grok(path: Path, settings: Path | None) -> Found:
     )
 
 
-def plan_import(path: Path | None, settings: Path | None, weights: Weights) -> Plan:
+def plan_import(path: Path | None, settings: Path | None, weights: WeightDtype) -> Plan:
     if path is None:
         return plan_from_config(grok_config(settings))
     found = find_grok(path, settings)
@@ -68,7 +68,7 @@ def import_grok(
     found: Found,
     cfg: RunConfig,
     out: Path,
-    weights: Weights,
+    weights: WeightDtype,
     *,
     finish: Callable[[Path], None],
     say: Callable[[str], None],

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.core import quant
-from linnet.core.dtypes import Weights
+from linnet.core.dtypes import WeightDtype
 from linnet.core.errors import UserError
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import named_leaves
@@ -54,7 +54,7 @@ def specs_by_name(cfg: MoEConfig) -> dict[str, Spec]:
     return dict(named_leaves(param_specs(cfg), is_leaf=is_spec))
 
 
-def to_leaves(tensors: Tensors, cfg: MoEConfig, weights: Weights) -> list[Leaf]:
+def to_leaves(tensors: Tensors, cfg: MoEConfig, weights: WeightDtype) -> list[Leaf]:
     """`weights`: the fewest bits that matrices are brought to. What has fewer already stays as it is."""
     leaves: list[Leaf] = []
     for name, spec in specs_by_name(cfg).items():
@@ -84,14 +84,14 @@ def _pair_leaves(name: str, spec: Spec, pairs: Sequence[Pair]) -> list[Leaf]:
     ]
 
 
-def _float_leaves(name: str, spec: Spec, tensors: Sequence[Tensor], weights: Weights) -> list[Leaf]:
+def _float_leaves(name: str, spec: Spec, tensors: Sequence[Tensor], weights: WeightDtype) -> list[Leaf]:
     if spec.least == "int8" and weights == "int8":
         return _quantizing(name, spec, tensors)
     to = _float_type(spec, [tensor.dtype for tensor in tensors], weights)
     return [Leaf(name=name, shape=spec.shape, dtype=to, parts=_reader(tensors, to))]
 
 
-def _float_type(spec: Spec, found: Sequence[np.dtype], weights: Weights) -> np.dtype:
+def _float_type(spec: Spec, found: Sequence[np.dtype], weights: WeightDtype) -> np.dtype:
     """Of few bits only where that loses nothing, or was asked for."""
     bfloat16 = np.dtype(jnp.bfloat16)
     if spec.least != "float32" and (weights != "float32" or all(dtype == bfloat16 for dtype in found)):

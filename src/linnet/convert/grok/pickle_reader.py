@@ -25,9 +25,9 @@ from linnet.core.errors import UserError
 from linnet.runs.stored_array import StoredArray
 
 PROTOCOL = 4
-MOST_OPCODES = 1000  # the release's longest file has about 120
-MOST_TEXT = 256  # bytes of a name
-MOST_AXES = 8
+MAX_OPCODES = 1000  # the release's longest file has about 120
+MAX_TEXT = 256  # bytes of a name
+MAX_AXES = 8
 SHOWABLE = re.compile(r"[A-Za-z0-9_.<>|=]{1,80}")
 
 ARRAY = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")}
@@ -83,14 +83,14 @@ class _Reader(PickleStack):
     def read(self) -> StoredArray | StoredPair:
         if self.take(2) != bytes([0x80, PROTOCOL]):
             self.refuse(f"it does not begin as a pickle of protocol {PROTOCOL}")
-        for _ in range(MOST_OPCODES):
+        for _ in range(MAX_OPCODES):
             code = self.take(1)
             if code == b".":
                 return self.result()
             if code not in OPCODES:
                 self.refuse(f"{_opcode_name(code)} is no part of an array")
             OPCODES[code](self)
-        self.refuse(f"it has more than {MOST_OPCODES} opcodes")
+        self.refuse(f"it has more than {MAX_OPCODES} opcodes")
 
     def refuse(self, why: str) -> NoReturn:
         raise UserError(
@@ -125,7 +125,7 @@ class _Reader(PickleStack):
 
     def text(self, n_length: int) -> None:
         n = self.number(n_length)
-        if n > MOST_TEXT:
+        if n > MAX_TEXT:
             self.refuse(f"a name of {n} bytes")
         try:
             self.push(self.take(n).decode("ascii"))
@@ -222,7 +222,7 @@ class _Reader(PickleStack):
         if not (isinstance(state, tuple) and len(state) == 5 and type(state[0]) is int and state[0] == 1):
             self.refuse("an array's state is not of version 1")
         _, shape, dtype, columns_first, data = state
-        if not (isinstance(shape, tuple) and len(shape) <= MOST_AXES and all(type(n) is int and n > 0 for n in shape)):
+        if not (isinstance(shape, tuple) and len(shape) <= MAX_AXES and all(type(n) is int and n > 0 for n in shape)):
             self.refuse("an array's shape is not one")
         if not (isinstance(dtype, _Object) and dtype.kind == "dtype" and dtype.built):
             self.refuse("an array has no type")

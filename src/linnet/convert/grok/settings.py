@@ -8,7 +8,7 @@ from typing import Any
 
 from linnet.config import codec as configs
 from linnet.config import presets
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import read_json
 from linnet.models.moe.config import MoEConfig
 
@@ -69,7 +69,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}). Fix: check the path.") from None
     if not isinstance(found, dict):
-        raise refuse(str(path), type(found).__name__, "an object of settings", "see the config.json of the checkpoint")
+        raise invalid(str(path), type(found).__name__, "an object of settings", "see the config.json of the checkpoint")
     # A run's config.json has the model under `model`; files written beside checkpoints may have it under `config`.
     nested = next((found[name] for name in ("config", "model") if isinstance(found.get(name), dict)), {})
     merged = {**{k: v for k, v in found.items() if not isinstance(v, dict)}, **nested}
@@ -79,12 +79,12 @@ def _read(path: Path) -> dict[str, Any]:
         known = NAMES.get(name, name if name in own else None)
         if known is not None and value is not None:
             if known in values and values[known] != value:
-                raise refuse(
+                raise invalid(
                     f"{name} in {path}", value, f"{values[known]}, which another name says", "keep one of them"
                 )
             values[known] = value
     if not values:
-        raise refuse(
+        raise invalid(
             str(path), sorted(found)[:3], "an object with sizes such as emb_size", "name the model's config.json"
         )
     width, heads = values.get("d_model"), values.get("n_q_head")

@@ -3,4 +3,4 @@
 from linnet.config.schema import PairsConfig as PairsConfig
 from linnet.data.embeddings.batch import PairBatch as PairBatch
 from linnet.data.embeddings.load import open_pairs as open_pairs
-from linnet.data.embeddings.pairs import Pairs as Pairs
+from linnet.data.embeddings.pairs import EmbeddingPairs as EmbeddingPairs

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import parse_json
 from linnet.data.sources.files import named_files, reading
 from linnet.data.sources.image_readers import (
@@ -51,10 +51,10 @@ def open_captioned(source: str, caption_key: str = "caption", image_key: str | N
     if source == EMOJI:
         return CaptionedSource(identity={"source": EMOJI}, samples=_emoji, has_splits=True)
     if source.lower().endswith(COMPRESSED_TARS):
-        raise refuse("SOURCE", source, "a tar that is not compressed, to be read at random", "decompress it to a .tar")
+        raise invalid("SOURCE", source, "a tar that is not compressed, to be read at random", "decompress it to a .tar")
     found = named_files(source)
     if found is None:
-        raise refuse(
+        raise invalid(
             "SOURCE", source, f"pictures with captions: a folder, glob, tar or parquet, or {EMOJI}", "correct the path"
         )
     root, paths = found.root, sorted(found.paths)
@@ -64,7 +64,7 @@ def open_captioned(source: str, caption_key: str = "caption", image_key: str | N
     parquets = [path for path in paths if path.suffix.lower() == ".parquet" and path not in tables]
     kinds = [kind for kind, there in (("pictures", pictures), ("tar", tars), ("parquet", parquets)) if there]
     if len(kinds) != 1:
-        raise refuse(
+        raise invalid(
             "SOURCE",
             source,
             f"pictures, webdataset tars or parquet with pictures, one of them (it has {' and '.join(kinds) or 'none'})",
@@ -82,7 +82,7 @@ def open_captioned(source: str, caption_key: str = "caption", image_key: str | N
                 check_column(path, parquet.schema_arrow, column)
                 if caption_key not in parquet.schema_arrow.names:
                     names = ", ".join(parquet.schema_arrow.names)
-                    raise refuse("--caption-key", caption_key, f"a column of {path} ({names})", "name one of them")
+                    raise invalid("--caption-key", caption_key, f"a column of {path} ({names})", "name one of them")
         samples = lambda: _from_parquet(root, parquets, column, caption_key)  # noqa: E731
     else:
         captions = _tables(tables, caption_key)

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int64, Shaped
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.data.sources.files import reading
 from linnet.data.sources.image_readers import open_parquet
 
@@ -48,7 +48,7 @@ class ParquetCaptions:
             with reading(path), open_parquet(path) as parquet:
                 if column not in parquet.schema_arrow.names:
                     names = ", ".join(parquet.schema_arrow.names)
-                    raise refuse("data.caption_key", column, f"a column of {path} ({names})", "name one of them")
+                    raise invalid("data.caption_key", column, f"a column of {path} ({names})", "name one of them")
                 self.sizes.append(parquet.metadata.num_rows)
                 for group in range(parquet.metadata.num_row_groups):
                     self._groups.append((path, group))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write
 from linnet.data.embeddings.captioned import Captioned, CaptionedSource
 from linnet.data.embeddings.encodings import NO_ENCODINGS, CaptionShard, EncodingSettings, caption_shard
@@ -43,7 +43,7 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.shard_rows < 1:
-            raise refuse("--shard-rows", self.shard_rows, "at least 1", "use 8192")
+            raise invalid("--shard-rows", self.shard_rows, "at least 1", "use 8192")
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -101,7 +101,7 @@ def embed(task: Task, out: Path, progress: Callable[[int], None] = lambda n: Non
             ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(notes.left_out.items()))
             or "nothing there"
         )
-        raise refuse(
+        raise invalid(
             "SOURCE",
             task.source.identity["source"],
             f"pictures with captions (left out: {reasons})",
@@ -138,7 +138,7 @@ def begin(asked: dict[str, Any], out: Path) -> Notes:
     notes = read_notes(out)
     if notes is None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise refuse(
+            raise invalid(
                 "--out", str(out), "a new folder, or one that an earlier run of this command began", "name another"
             )
         notes = Notes(asked=asked)
@@ -149,7 +149,7 @@ def begin(asked: dict[str, Any], out: Path) -> Notes:
         words = ", ".join(f"{name} was {notes.asked.get(name)!r} and is {asked.get(name)!r}" for name in differs)
         older = "text_encodings" in asked and "text_encodings" not in notes.asked
         fix = "name a new folder" + (", or add --text-encodings none" if older else "")
-        raise refuse("--out", str(out), f"a folder of the same task ({words})", fix)
+        raise invalid("--out", str(out), f"a folder of the same task ({words})", fix)
     return notes
 
 

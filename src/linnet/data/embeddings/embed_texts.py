@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.data.embeddings.captions import ParquetCaptions
 from linnet.data.embeddings.embed import BATCH, VERSION, Notes, begin
 from linnet.data.embeddings.encodings import NO_ENCODINGS, EncodingSettings, caption_shard
@@ -47,7 +47,7 @@ def embed_texts(
     for image, size, path, one in zip(images, sizes, metadata, captions, strict=True):
         refuse_unequal(image, size, path, one.sizes[0], "caption")
     if any(out.resolve() in path.resolve().parents for path in (*images, *metadata)):
-        raise refuse("--out", str(out), "another folder than SOURCE, which is left as it is", "name a new folder")
+        raise invalid("--out", str(out), "another folder than SOURCE, which is left as it is", "name a new folder")
     identity = _identity(images_at, encoder, caption_key, [*images, *metadata])
     notes = begin(identity | encodings.identity(), out)
     for i in range(len(notes.blocks), len(images)):

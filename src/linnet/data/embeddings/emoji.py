@@ -14,10 +14,10 @@ import numpy as np
 from jaxtyping import Float32
 
 from linnet.config.schema import PairsConfig
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import cache_folder
 from linnet.data.embeddings.captions import ArrayCaptions
-from linnet.data.embeddings.pairs import Pairs, fingerprint_of
+from linnet.data.embeddings.pairs import EmbeddingPairs, fingerprint_of
 from linnet.data.embeddings.vectors import ArrayShard, Vectors
 from linnet.data.encoders.builtin import WEIGHTS, BuiltIn, open_builtin
 from linnet.data.encoders.network import SIZE
@@ -42,11 +42,11 @@ CHOSEN_BY = (
 )
 
 
-def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Pairs:
+def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> EmbeddingPairs:
     defaults = {field.name: field.default for field in dataclasses.fields(PairsConfig)}
     for name in CHOSEN_BY:
         if getattr(cfg, name) != defaults[name]:
-            raise refuse(
+            raise invalid(
                 f"data.{name}",
                 getattr(cfg, name),
                 f"left alone: {cfg.source} is divided by what its pictures show",
@@ -62,7 +62,7 @@ def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) ->
         what: Vectors.join([ArrayShard(Path(cfg.source), what, embedded[i])], what)
         for i, what in enumerate(("text", "image"))
     }
-    return Pairs(
+    return EmbeddingPairs(
         cfg=cfg,
         seed=seed,
         images=vectors["image"],

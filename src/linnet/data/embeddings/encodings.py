@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float32
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.data.embeddings.sources import FOLDERS
 from linnet.data.encoders.encoder import Encoder
 from linnet.data.npy_writer import RowWriter
@@ -48,13 +48,13 @@ def choose_encodings(encoder: Encoder, dtype: EncodingType | Literal["auto"], le
         dtype = "float16" if encoder.text_len else "none"
     if dtype == "none":
         if length is not None:
-            raise refuse("--text-len", length, "left out where no token encodings are written", "leave it out")
+            raise invalid("--text-len", length, "left out where no token encodings are written", "leave it out")
         return NO_ENCODINGS
     if not encoder.text_len:
         encoder.encode_texts([""])  # raises the reason
     if length is not None and not 1 <= length <= encoder.text_len:
         needs = f"from 1 to {encoder.text_len}, the positions of {encoder.name}"
-        raise refuse("--text-len", length, needs, f"use {encoder.text_len}")
+        raise invalid("--text-len", length, needs, f"use {encoder.text_len}")
     return EncodingSettings(dtype=dtype, length=length or encoder.text_len)
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from linnet.config.schema import EMOJI_PAIRS, PairsConfig
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import check_local
 from linnet.data.embeddings import emoji, sources
 from linnet.data.embeddings.embed import refuse_unfinished
-from linnet.data.embeddings.neighbors import Gallery
-from linnet.data.embeddings.pairs import Pairs, divide, fingerprint_of
+from linnet.data.embeddings.neighbors import NeighborIndex
+from linnet.data.embeddings.pairs import EmbeddingPairs, divide, fingerprint_of
 from linnet.data.embeddings.provenance import encoder_of
 from linnet.data.embeddings.shards import in_order
 from linnet.data.embeddings.sources import FOLDERS, PairSource
@@ -26,11 +26,11 @@ UNIT = (0.9, 1.1)
 """Mean lengths of embeddings that count as normalised."""
 
 
-def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Pairs:
+def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> EmbeddingPairs:
     """Opens the pairs of a run, or says what is wrong with them before anything starts. `encodings`: with the token encodings, if
     there are any; they are many times larger than the rest, so they are not opened otherwise."""
     if cfg.mix and encodings:
-        raise refuse("data.mix", cfg.mix, "0 with model.text_encodings: token encodings cannot be mixed", "use 0")
+        raise invalid("data.mix", cfg.mix, "0 with model.text_encodings: token encodings cannot be mixed", "use 0")
     cfg = located(cfg)
     if cfg.source == EMOJI_PAIRS and cfg.images is None:
         return emoji.open_emoji_pairs(cfg, seed, encodings=encodings)
@@ -38,7 +38,7 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Pairs
     if source.encodings is not None and source.encodings.width != source.texts.width:
         where = f"the width of the token encodings in {source.encodings.shards[0].path}"
         needs = f"{source.texts.width}, as wide as the text embeddings"
-        raise refuse(where, source.encodings.width, needs, "embed the captions again with `linnet data embed`")
+        raise invalid(where, source.encodings.width, needs, "embed the captions again with `linnet data embed`")
     kinds = {"image": source.images, "text": source.texts, "text encodings": source.encodings}
     found = {
         what: scan(vectors, what, padded=what == "text encodings")
@@ -64,7 +64,7 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Pairs
     left_out = dict(source.left_out)
     for one in found.values():
         left_out |= one.left_out
-    return Pairs(
+    return EmbeddingPairs(
         cfg=cfg,
         seed=seed,
         images=source.images,
@@ -84,13 +84,13 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Pairs
     )
 
 
-def open_gallery(cfg: PairsConfig, seed: int, width: int) -> Gallery:
+def open_gallery(cfg: PairsConfig, seed: int, width: int) -> NeighborIndex:
     """The images that predictions of so many numbers can be compared with."""
     pairs = open_pairs(cfg, seed)
     if pairs.image_width != width:
         needs = f"a set with embeddings of images as wide as the prior's, {width}; these are {pairs.image_width} wide"
-        raise refuse("data.source", cfg.images or cfg.source, needs, "put back the data that the run was trained on")
-    return Gallery(pairs)
+        raise invalid("data.source", cfg.images or cfg.source, needs, "put back the data that the run was trained on")
+    return NeighborIndex(pairs)
 
 
 def find_source(cfg: PairsConfig, *, encodings: bool = False) -> PairSource:
@@ -114,11 +114,11 @@ def find_source(cfg: PairsConfig, *, encodings: bool = False) -> PairSource:
         tokens = below["encodings"] if encodings else None
         return sources.from_npy(cfg, str(below["image"]), below["text"], below["metadata"], tokens)
     if place.lower().endswith(COMPRESSED_TARS):
-        raise refuse("data.source", cfg.source, "a tar that is not compressed, to be read at random", "decompress it")
+        raise invalid("data.source", cfg.source, "a tar that is not compressed, to be read at random", "decompress it")
     named = named_files(place)
     if named is None:
         needs = f"an existing file, folder or glob, or {EMOJI_PAIRS!r}"
-        raise refuse("data.source", cfg.source, needs, "correct the path")
+        raise invalid("data.source", cfg.source, needs, "correct the path")
     by_kind = {kind: sorted((p for p in named.paths if p.suffix.lower() == kind), key=in_order) for kind in KINDS}
     present = [kind for kind, paths in by_kind.items() if paths]
     if present == [".parquet"]:
@@ -128,13 +128,13 @@ def find_source(cfg: PairsConfig, *, encodings: bool = False) -> PairSource:
     if present == [".npz"] and len(by_kind[".npz"]) == 1:
         return sources.from_npz(cfg, by_kind[".npz"][0], encodings=encodings)
     if ".npy" in present:
-        raise refuse(
+        raise invalid(
             "data.source",
             cfg.source,
             f"a folder with {FOLDERS['image']}/ and {FOLDERS['text']}/ where pairs are .npy files",
             "name both with --data.images and --data.texts",
         )
-    raise refuse(
+    raise invalid(
         "data.source",
         cfg.source,
         "embeddings of one kind: img_emb/ and text_emb/ with .npy, .parquet, webdataset .tar, or one .npz "

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float32, Int64, UInt8
 
 from linnet.config.schema import EMOJI_PAIRS
-from linnet.data.embeddings.pairs import Pairs
+from linnet.data.embeddings.pairs import EmbeddingPairs
 from linnet.data.splits import SPLITS
 
 BLOCK = 65_536
@@ -28,10 +28,10 @@ class Nearest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gallery:
+class NeighborIndex:
     """The images of some splits of a set."""
 
-    pairs: Pairs
+    pairs: EmbeddingPairs
     splits: Sequence[str] = SPLITS
 
     @functools.cached_property

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from linnet.config.schema import PairsConfig
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.pytree import replace
 from linnet.data import shuffle as order
 from linnet.data.embeddings.batch import PairBatch
@@ -22,7 +22,7 @@ from linnet.data.splits import SPLITS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pairs:
+class EmbeddingPairs:
     """Knows rows and their order, not what they are stored in."""
 
     cfg: PairsConfig
@@ -45,9 +45,9 @@ class Pairs:
         """Update `step` of training, in the order of (seed, epoch); an epoch may end in mid-batch. Of several hosts each reads
         its own rows: together they read the same batch, however many they are."""
         assert step >= 0
-        share = order.share(self.cfg.batch_size, host, n_hosts)
+        share = order.host_slice(self.cfg.batch_size, host, n_hosts)
         train = self.rows["train"]
-        chosen = order.windows_at(self.seed, step * self.cfg.batch_size + share.start, len(share), len(train))
+        chosen = order.window_indices(self.seed, step * self.cfg.batch_size + share.start, len(share), len(train))
         batch = self.at(train[chosen], len(share))
         return batch if not self.cfg.mix else self._mixed(batch, step, share)
 
@@ -73,7 +73,7 @@ class Pairs:
         """Every pair of a split once, in its order, the last batch filled up with masked rows. `limit` takes so many, spread
         evenly over the split."""
         if batch_size < 1:
-            raise refuse("batch size of the evaluation", batch_size, "at least 1", f"use {self.cfg.batch_size}")
+            raise invalid("batch size of the evaluation", batch_size, "at least 1", f"use {self.cfg.batch_size}")
         rows = self.evaluated(split, limit)
         return (self.at(rows[at : at + batch_size], batch_size) for at in range(0, len(rows), batch_size))
 
@@ -81,7 +81,7 @@ class Pairs:
         """Which rows of the source an evaluation reads."""
         rows = self.split(split)
         if limit is not None and limit < 1:
-            raise refuse("limit of the evaluation", limit, "at least 1, or none for all", "use None")
+            raise invalid("limit of the evaluation", limit, "at least 1, or none for all", "use None")
         if not len(rows):
             raise UserError(
                 f"the {split} split has no pairs. Fix: set --data.{split}-fraction 0.05, or use a source with more rows."
@@ -92,7 +92,7 @@ class Pairs:
     def split(self, name: str) -> Int64[np.ndarray, " n"]:
         """The rows of the source that belong to it."""
         if name not in SPLITS:
-            raise refuse("split", name, f"one of {', '.join(SPLITS)}", "choose one of them")
+            raise invalid("split", name, f"one of {', '.join(SPLITS)}", "choose one of them")
         return self.rows[name]
 
     def n_rows(self, split: str) -> int:

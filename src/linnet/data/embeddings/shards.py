@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.data.embeddings.vectors import Vectors
 from linnet.data.sources.files import LINKS_OUT, named_files
 
@@ -17,12 +17,12 @@ def find_shards(place: str, suffix: str, field: str) -> list[Path]:
     """The files with this ending that a file, folder or glob names, in the order of their numbers."""
     found = named_files(place, field=field)
     if found is None:
-        raise refuse(field, place, "an existing file, folder or glob", "correct the path")
+        raise invalid(field, place, "an existing file, folder or glob", "correct the path")
     paths = [path for path in found.paths if path.suffix.lower() == suffix]
     if not paths:
         out = found.left_out[LINKS_OUT]
         links = f" (left out: {out} links that leave the folder)" if out else ""
-        raise refuse(
+        raise invalid(
             field, place, f"something with {suffix} files in it{links}", f"name the folder of the {suffix} files"
         )
     return sorted(paths, key=in_order)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 
 from linnet.config.schema import PairsConfig
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.data.embeddings.captions import ArrayCaptions, Captions, ParquetCaptions
 from linnet.data.embeddings.shards import find_shards, gaps, match, refuse_misaligned, refuse_unequal
 from linnet.data.embeddings.unpack import npz_names, unpack_column, unpack_npz
@@ -81,7 +81,7 @@ def _metadata(
     """Captions, splits, and what is to be remarked on."""
     if metadata is None:
         if cfg.split_key is not None:
-            raise refuse("data.split_key", cfg.split_key, "left out for a source without metadata", "leave it out")
+            raise invalid("data.split_key", cfg.split_key, "left out for a source without metadata", "leave it out")
         return None, None, []
     paths = match(image_paths, find_shards(metadata, ".parquet", "data.metadata"), "metadata")
     without = None
@@ -139,7 +139,7 @@ def from_npz(cfg: PairsConfig, path: Path, *, encodings: bool = False) -> PairSo
     split_of = None
     if cfg.split_key is not None:
         if cfg.split_key not in names:
-            raise refuse(
+            raise invalid(
                 "data.split_key", cfg.split_key, f"an array of {path} ({', '.join(names)})", "name one of them"
             )
         split_of = split_numbers(
@@ -157,7 +157,7 @@ def from_npz(cfg: PairsConfig, path: Path, *, encodings: bool = False) -> PairSo
 
 def from_tars(cfg: PairsConfig, paths: Sequence[Path]) -> PairSource:
     if cfg.split_key is not None:
-        raise refuse("data.split_key", cfg.split_key, "left out for webdataset tars", "leave it out")
+        raise invalid("data.split_key", cfg.split_key, "left out for webdataset tars", "leave it out")
     endings = {
         what: (key.lower().removeprefix("."),) if key else tuple(f"{name}.npy" for name in (*USUAL[what], *STEMS[what]))
         for what, key in (("image", cfg.image_key), ("text", cfg.text_key))
@@ -179,7 +179,7 @@ def _choose(names: Sequence[str], key: str | None, what: str, path: Path) -> str
     if len(found) == 1:
         return found[0]
     wrong = "no" if not found else f"{len(found)}"
-    raise refuse(
+    raise invalid(
         f"data.{what}_key",
         key,
         f"the name of the {what} embeddings in {path} ({wrong} usual name among {', '.join(names) or 'nothing'})",
@@ -195,7 +195,7 @@ def _split_column(paths: Sequence[Path], key: str | None) -> Int64[np.ndarray, "
         with reading(path), open_parquet(path) as parquet:
             names = parquet.schema_arrow.names
             if key not in names:
-                raise refuse("data.split_key", key, f"a column of {path} ({', '.join(names)})", "name one of them")
+                raise invalid("data.split_key", key, f"a column of {path} ({', '.join(names)})", "name one of them")
             values = parquet.read(columns=[key]).column(0).to_pylist()
         parts.append(split_numbers(np.array(values), str(path), key))
     return np.concatenate(parts)
@@ -207,7 +207,7 @@ def split_numbers(values: Shaped[np.ndarray, " n"], where: str, key: str) -> Int
     numbers = [WORDS.get(str(value).lower()) for value in values.tolist()]
     if None in numbers:
         row = numbers.index(None)
-        raise refuse(
+        raise invalid(
             f"{key} in row {row} of {where}",
             values.tolist()[row],
             f"true or false, or one of {', '.join(WORDS)}",

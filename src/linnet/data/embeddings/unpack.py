@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import cache_folder
 from linnet.data.sources.archives import opened_zip
 from linnet.data.sources.files import reading
@@ -95,7 +95,7 @@ def _stretches(column: Any) -> Iterator[list[Any]]:
     kind = column.type
     lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not lists or not pa.types.is_floating(kind.value_type):
-        raise refuse(
+        raise invalid(
             "the type of the column of embeddings", str(kind), "a list of floating-point numbers", "name another"
         )
     # A null inside a row is no number either.

@@ -40,7 +40,7 @@ class Scan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class ValidationResult:
     """Of all shards of one kind."""
 
     bad_rows: Int64[np.ndarray, " bad"]
@@ -50,7 +50,7 @@ class Found:
     warnings: list[str]
 
 
-def scan(vectors: Vectors, what: str, *, padded: bool = False) -> Found:
+def scan(vectors: Vectors, what: str, *, padded: bool = False) -> ValidationResult:
     """`padded`: rows of zeros are padding and no fault (text encodings)."""
     scans = [_cached(shard) for shard in vectors.shards]
     bad: dict[str, list[int]] = {"not_finite": [], "overflow": [], "zero": []}
@@ -72,7 +72,7 @@ def scan(vectors: Vectors, what: str, *, padded: bool = False) -> Found:
     sizes = np.array([shard.n_rows - n for shard, n in zip(vectors.shards, n_bad, strict=True)])
     lengths = np.array([one.mean_length for one in scans])
     digest = hashlib.sha256(json.dumps([[list(vectors.shape)], *([one.sha256] for one in scans)]).encode())
-    return Found(
+    return ValidationResult(
         bad_rows=np.array(sorted(row for rows in bad.values() for row in rows), np.int64),
         left_out=dict(Counter({f"{what}_{reason}": len(rows) for reason, rows in bad.items() if rows})),
         mean_length=float((sizes * lengths).sum() / max(1, sizes.sum())),

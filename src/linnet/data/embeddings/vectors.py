@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Float32, Int64, Shaped
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.data.sources.npy import map_npy
 
 
@@ -109,9 +109,9 @@ def open_npy(path: Path, identity: str, *, n_axes: int = 2) -> ArrayShard:
     array = map_npy(path)
     if array.ndim != n_axes or not all(array.shape[1:]):
         needs = f"an array of {'rows' if n_axes == 2 else 'rows of positions'} of numbers ({n_axes} axes)"
-        raise refuse(f"the shape of {path}", array.shape, needs, "save one embedding a row")
+        raise invalid(f"the shape of {path}", array.shape, needs, "save one embedding a row")
     if array.dtype.kind != "f":
-        raise refuse(f"the type of {path}", str(array.dtype), "float16, float32 or float64", "save it as one of those")
+        raise invalid(f"the type of {path}", str(array.dtype), "float16, float32 or float64", "save it as one of those")
     return ArrayShard(path, identity, array)
 
 

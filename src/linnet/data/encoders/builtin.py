@@ -23,7 +23,7 @@ from linnet.core.files import atomic_write
 from linnet.core.pytree import leaf_name, named_leaves
 from linnet.data.encoders import network
 from linnet.data.encoders.encoder import EncodedTexts
-from linnet.data.encoders.hashed_ngrams import MAX_WORDS, bags
+from linnet.data.encoders.hashed_ngrams import MAX_WORDS, featurize
 from linnet.data.encoders.network import EncoderPair
 from linnet.data.images import decode_pixels
 
@@ -60,7 +60,7 @@ class BuiltIn:
         out = np.empty((len(texts), self.width), np.float32)
         for at in range(0, len(texts), BLOCK):
             block = list(texts[at : at + BLOCK])
-            bag = bags(block + [""] * (BLOCK - len(block)))
+            bag = featurize(block + [""] * (BLOCK - len(block)))
             out[at : at + len(block)] = np.asarray(_text(self._params.text, *bag))[: len(block)]
         return out
 
@@ -69,7 +69,7 @@ class BuiltIn:
         out = np.empty((len(texts), self.text_len, self.width), np.float32)
         for at in range(0, len(texts), WORDS_BLOCK):
             block = list(texts[at : at + WORDS_BLOCK])
-            bag = bags(block + [""] * (WORDS_BLOCK - len(block)))
+            bag = featurize(block + [""] * (WORDS_BLOCK - len(block)))
             out[at : at + len(block)] = np.asarray(_words(self._params.text, *bag))[: len(block)]
         return EncodedTexts(self.embed_texts(texts), out)
 

@@ -32,7 +32,7 @@ class Bags(NamedTuple):
     parts: Int32[np.ndarray, "B W"]
 
 
-def bags(captions: Sequence[str]) -> Bags:
+def featurize(captions: Sequence[str]) -> Bags:
     """As wide as any caption may be, and with room for words in powers of two: few programs serve all calls, and a caption's vector
     does not depend on what stands beside it."""
     split = [split_words(caption)[:MAX_WORDS] for caption in captions]

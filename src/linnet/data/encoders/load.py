@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.data.encoders.encoder import Encoder
 
 
@@ -17,6 +17,6 @@ def open_encoder(name: str) -> Encoder:
         from linnet.data.encoders.open_clip import OpenClip
 
         return OpenClip(model)
-    raise refuse(
+    raise invalid(
         "--encoder", name, "builtin or open_clip:MODEL/WEIGHTS", "use builtin, or open_clip:ViT-B-32/laion2b_s34b_b79k"
     )

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float32, Int64
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.data.encoders.encoder import EncodedTexts
 from linnet.data.images import FORMATS, BrokenPicture, decode_pixels
 
@@ -39,7 +39,7 @@ class OpenClip:
         if not weights and not model.startswith(HUB):
             # Without weights the package would return a randomly initialised network with only a log message.
             known = ", ".join(package.list_pretrained_tags_by_model(architecture)) or "none: the model is not known"
-            raise refuse("--encoder", self.name, f"a model with its weights ({known})", f"use {self.name}/WEIGHTS")
+            raise invalid("--encoder", self.name, f"a model with its weights ({known})", f"use {self.name}/WEIGHTS")
         activation = _activation(package, architecture, weights)
         try:
             self._model, _, self._prepare = package.create_model_and_transforms(

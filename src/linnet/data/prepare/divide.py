@@ -13,7 +13,7 @@ from linnet.data.index import Shard, SplitIndex, sha256_of
 from linnet.data.npy_writer import write_array
 from linnet.data.packed import Joined
 from linnet.data.prepare.chunks import WHOLE, Shares
-from linnet.data.prepare.shards import Account, parts_of
+from linnet.data.prepare.shards import ShardManifest, parts_of
 from linnet.data.prepare.shards import count_words as words_in
 from linnet.data.splits import SPLITS
 from linnet.tokenizers.base import Tokenizer
@@ -32,7 +32,7 @@ class Stream:
     words: int
 
     @classmethod
-    def read(cls, members: list[tuple[str, Account]], numbers: list[int], accounts: Path, ends: bool) -> Stream:
+    def read(cls, members: list[tuple[str, ShardManifest]], numbers: list[int], accounts: Path, ends: bool) -> Stream:
         """Joins the parts of documents that were cut."""
         tables = [parts_of(name, accounts) for name, _ in members]
         sizes, first, last = (np.concatenate(column) for column in zip(*tables, strict=True))

@@ -20,14 +20,14 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write
 from linnet.core.special_tokens import FIRST_BYTE
 from linnet.data import index as indexes
 from linnet.data.index import Index, Shard
 from linnet.data.prepare.chunks import Chunk, Shares, picture_chunks, text_chunks
 from linnet.data.prepare.divide import Stream, gather_splits
-from linnet.data.prepare.shards import Account, PixelEncoder, TextEncoder, encode_chunk, finished
+from linnet.data.prepare.shards import PixelEncoder, ShardManifest, TextEncoder, finished, write_shard
 from linnet.data.sources.documents import Documents
 from linnet.data.sources.images import Pictures
 from linnet.tokenizers.base import Tokenizer
@@ -83,7 +83,7 @@ def prepare(
     accounts = out / UNFINISHED
     _begin(out, accounts, plan)
     encoder = task.encoder()
-    streams: dict[str, list[tuple[str, Account]]] = {}
+    streams: dict[str, list[tuple[str, ShardManifest]]] = {}
     given = False
     with contextlib.closing(_encoded(task, encoder, out, accounts, workers, progress)) as encoded:
         for chunk, account in encoded:
@@ -113,7 +113,7 @@ def _done_before(out: Path, plan: dict[str, Any]) -> Index | None:
             index = indexes.load(out)
             indexes.refuse_damage(out, index)
             return index
-    raise refuse(
+    raise invalid(
         "--out", str(out), "a folder without other prepared data", "choose another folder, or remove this one first"
     )
 
@@ -129,11 +129,13 @@ def _begin(out: Path, accounts: Path, plan: dict[str, Any]) -> None:
             f"Fix: remove {accounts}, or choose another folder."
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise refuse("--out", str(out), "a new or empty folder", "choose another one")
+        raise invalid("--out", str(out), "a new or empty folder", "choose another one")
     try:
         accounts.mkdir(parents=True)
     except OSError as error:
-        raise refuse("--out", str(out), f"a folder that can be made ({error.strerror})", "choose another one") from None
+        raise invalid(
+            "--out", str(out), f"a folder that can be made ({error.strerror})", "choose another one"
+        ) from None
     atomic_write(recorded, json.dumps(plan).encode())
 
 
@@ -144,7 +146,7 @@ def _encoded(
     accounts: Path,
     workers: int | None,
     progress: Callable[[int], None],
-) -> Generator[tuple[Chunk, Account], None, None]:
+) -> Generator[tuple[Chunk, ShardManifest], None, None]:
     """All chunks (emptied) with their accounts, in their order. A few chunks are in memory at a time, however many there are."""
     n_workers = len(os.sched_getaffinity(0)) if workers is None else workers
     small = task.source.n_bytes is not None and task.source.n_bytes < POOL_FROM_BYTES
@@ -155,9 +157,9 @@ def _encoded(
             context = multiprocessing.get_context("spawn")
             pool = concurrent.futures.ProcessPoolExecutor(n_workers, mp_context=context)
             stack.callback(pool.shutdown, cancel_futures=True)
-        waiting: list[tuple[Chunk, int, Callable[[], Account]]] = []
+        waiting: list[tuple[Chunk, int, Callable[[], ShardManifest]]] = []
 
-        def next_result() -> tuple[Chunk, Account]:
+        def next_result() -> tuple[Chunk, ShardManifest]:
             chunk, position, result = waiting.pop(0)
             try:
                 account = result()
@@ -174,10 +176,10 @@ def _encoded(
             if before is not None:
                 waiting.append((_emptied(chunk), position, lambda account=before: account))
             elif pool is None:
-                account = encode_chunk(chunk, encoder, out, accounts)
+                account = write_shard(chunk, encoder, out, accounts)
                 waiting.append((_emptied(chunk), position, lambda account=account: account))
             else:
-                future = pool.submit(encode_chunk, chunk, encoder, out, accounts)
+                future = pool.submit(write_shard, chunk, encoder, out, accounts)
                 waiting.append((_emptied(chunk), position, future.result))
             while len(waiting) > 2 * n_workers:
                 yield next_result()
@@ -192,7 +194,7 @@ def _emptied(chunk: Chunk) -> Chunk:
 def _index(
     task: Task,
     encoder: TextEncoder | PixelEncoder,
-    streams: dict[str, list[tuple[str, Account]]],
+    streams: dict[str, list[tuple[str, ShardManifest]]],
     given: bool,
     out: Path,
     accounts: Path,
@@ -239,7 +241,7 @@ def _index(
     )
 
 
-def _refuse_broken(task: Task, broken: Counter[str], accounts: list[Account], n_whole: int) -> None:
+def _refuse_broken(task: Task, broken: Counter[str], accounts: list[ShardManifest], n_whole: int) -> None:
     n = broken.total()
     if n <= task.max_broken * (n + n_whole):
         return

@@ -22,7 +22,7 @@ _IS_SPACE[list(SPACE)] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Account:
+class ShardManifest:
     """What one shard holds, apart from its table of parts."""
 
     shard: str
@@ -68,7 +68,7 @@ class PixelEncoder:
         return decode_pixels(item.data, self.size).reshape(-1)
 
 
-def encode_chunk(chunk: Chunk, encoder: TextEncoder | PixelEncoder, folder: Path, accounts: Path) -> Account:
+def write_shard(chunk: Chunk, encoder: TextEncoder | PixelEncoder, folder: Path, accounts: Path) -> ShardManifest:
     contents: list[np.ndarray] = []
     parts: list[tuple[int, bool, bool]] = []
     broken: Counter[str] = Counter()
@@ -92,7 +92,7 @@ def encode_chunk(chunk: Chunk, encoder: TextEncoder | PixelEncoder, folder: Path
     file = f"{chunk.name}.bin"
     atomic_write(folder / file, joined.data)
     write_array(accounts / f"{chunk.name}.npy", np.array(parts, np.int64).reshape(-1, 3))
-    account = Account(
+    account = ShardManifest(
         shard=file,
         tokens=joined.size,
         sha256=hashlib.sha256(joined.data).hexdigest(),
@@ -106,10 +106,10 @@ def encode_chunk(chunk: Chunk, encoder: TextEncoder | PixelEncoder, folder: Path
     return account
 
 
-def finished(name: str, folder: Path, accounts: Path) -> Account | None:
+def finished(name: str, folder: Path, accounts: Path) -> ShardManifest | None:
     """The account of a shard that an earlier attempt finished."""
     try:
-        account = Account(**json.loads((accounts / f"{name}.json").read_bytes()))
+        account = ShardManifest(**json.loads((accounts / f"{name}.json").read_bytes()))
         return account if (folder / account.shard).is_file() and (accounts / f"{name}.npy").is_file() else None
     except (OSError, ValueError, TypeError):
         return None

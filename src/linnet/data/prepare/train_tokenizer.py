@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
-from linnet.core.errors import UserError, refuse
-from linnet.core.special_tokens import END, N_BYTE_IDS, PAD, UNKNOWN
+from linnet.core.errors import UserError, invalid
+from linnet.core.special_tokens import EOS, N_BYTE_IDS, PAD, UNKNOWN
 from linnet.data.sources.documents import open_documents
 
 STRETCH_BYTES = 64 * 1024
@@ -36,9 +36,9 @@ def train_sentencepiece(
     """The content of a model file. What a source holds out for validation and test is not learnt from."""
     if vocab_size <= N_BYTE_IDS:
         needs = f"more than {N_BYTE_IDS} (3 special ids and a piece for every byte come first)"
-        raise refuse("--vocab-size", vocab_size, needs, "use 8192")
+        raise invalid("--vocab-size", vocab_size, needs, "use 8192")
     if sample_bytes < 1:
-        raise refuse("--sample-bytes", sample_bytes, "at least 1", "use 50000000")
+        raise invalid("--sample-bytes", sample_bytes, "at least 1", "use 50000000")
     opened = [open_documents(source, column=column, max_unpacked_gb=max_unpacked_gb) for source in sources]
     parts = (part.data for documents in opened for part in documents.parts() if part.split in (None, "train"))
     sample = spread(stretches(parts, min(STRETCH_BYTES, sample_bytes)), sample_bytes)
@@ -47,7 +47,7 @@ def train_sentencepiece(
     for name, n in sorted(sum((documents.left_out for documents in opened), Counter[str]()).items()):
         say(f"left out: {n:,} {name.replace('_', ' ')}")
     if not texts:
-        raise refuse("SOURCE", ", ".join(sources), "something with letters in it", "name text to learn from")
+        raise invalid("SOURCE", ", ".join(sources), "something with letters in it", "name text to learn from")
     say(f"learning from {sum(map(len, sample)):,} bytes of text")
     return _train(texts, vocab_size, model)
 
@@ -99,7 +99,7 @@ def _train(texts: Sequence[str], vocab_size: int, model: Literal["bpe", "unigram
             vocab_size=vocab_size,
             model_type=model,
             pad_id=PAD,
-            eos_id=END,
+            eos_id=EOS,
             unk_id=UNKNOWN,
             bos_id=-1,
             byte_fallback=True,
@@ -119,8 +119,8 @@ def _why(message: str, vocab_size: int) -> UserError:
     """The trainer's refusal, as ours: what is possible stands in its words."""
     if found := _TOO_SMALL.search(message):
         needs = f"at least {found[1]} for the letters of this text"
-        return refuse("--vocab-size", vocab_size, needs, f"use {found[1]} or more")
+        return invalid("--vocab-size", vocab_size, needs, f"use {found[1]} or more")
     if found := _TOO_LARGE.search(message):
         needs = f"at most {found[1]} for this text"
-        return refuse("--vocab-size", vocab_size, needs, f"use {found[1]}, or give more text")
+        return invalid("--vocab-size", vocab_size, needs, f"use {found[1]}, or give more text")
     return UserError(f"the sentencepiece trainer failed ({message}). Fix: give it other text or another --vocab-size.")

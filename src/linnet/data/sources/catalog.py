@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.data.sources.archives import PACKED, decompressed, kind_of, unpacking, zip_members
 from linnet.data.sources.documents import DEFAULT_COLUMN, Documents, FileDocuments, Part, cut
 from linnet.data.sources.fetch import Progress, fetch, read_url
@@ -35,7 +35,7 @@ IMAGENET64_FILES = ("train_64x64", "valid_64x64")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NamedSet:
+class BenchmarkDataset:
     name: str
     kind: Literal["text", "pictures"]
     address: str
@@ -47,9 +47,9 @@ def open_named(
 ) -> Documents | Pictures:
     """From what the user already has, or fetched into `cache`."""
     if name not in NAMED:
-        raise refuse("SOURCE", name, f"one of the named sets {', '.join(NAMED)}", "name one of those, or a path")
+        raise invalid("SOURCE", name, f"one of the named sets {', '.join(NAMED)}", "name one of those, or a path")
     if from_path is not None and not from_path.exists():
-        raise refuse("--from", str(from_path), "an existing file or folder", f"give the path of {name}")
+        raise invalid("--from", str(from_path), "an existing file or folder", f"give the path of {name}")
     return NAMED[name].open(from_path, cache, progress)
 
 
@@ -78,7 +78,7 @@ ENWIK8 = Stream(
 def _open_enwik8(from_path: Path | None, cache: Path, progress: Progress | None) -> StreamDocuments:
     path = _packed_stream(ENWIK8, from_path or cache)
     if path is None and from_path is not None:
-        raise refuse("--from", str(from_path), "enwik8, enwik8.zip or enwik8.gz, or a folder with one", "correct it")
+        raise invalid("--from", str(from_path), "enwik8, enwik8.zip or enwik8.gz, or a folder with one", "correct it")
     documents = StreamDocuments(ENWIK8, path or fetch(ENWIK8.url, cache / "enwik8.zip", progress=progress))
     documents.check()
     return documents
@@ -159,7 +159,7 @@ def _open_pg19(from_path: Path | None, cache: Path, progress: Progress | None) -
     place = from_path or _fetch_pg19(cache / "pg19", progress)
     found = find(str(place), "--from", PACKED)
     if not any(_pg19_split(f.name) or kind_of(f.name)[0] in ("zip", "tar") for f in found.files):
-        raise refuse(
+        raise invalid(
             "--from",
             str(place),
             "a folder or archive with train/, validation/ and test/, each with the .txt files of books",
@@ -247,7 +247,7 @@ def _open_imagenet64(from_path: Path | None, cache: Path, progress: Progress | N
 def _tar_or_folder(folder: Path, name: str) -> Path:
     found = next((p for p in (folder / f"{name}.tar", folder / name) if p.exists()), None)
     if found is None:
-        raise refuse(
+        raise invalid(
             "--from",
             str(folder),
             f"a folder with {' and '.join(f'{n}.tar' for n in IMAGENET64_FILES)} ({name}.tar is missing)",
@@ -287,22 +287,22 @@ class ImageNet64:
         self.left_out.update(self._valid.left_out)
 
 
-NAMED: dict[str, NamedSet] = {
+NAMED: dict[str, BenchmarkDataset] = {
     named.name: named
     for named in (
-        NamedSet(
+        BenchmarkDataset(
             name="enwik8",
             kind="text",
             address=ENWIK8.url,
             open=_open_enwik8,
         ),
-        NamedSet(
+        BenchmarkDataset(
             name="pg19",
             kind="text",
             address=BUCKET_FILES,
             open=_open_pg19,
         ),
-        NamedSet(
+        BenchmarkDataset(
             name="imagenet64",
             kind="pictures",
             address="https://image-net.org/small/",

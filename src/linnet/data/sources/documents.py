@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, Protocol
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.data.sources.archives import PACKED, decompressed, kind_of, tar_members, unpacking, zip_members
 from linnet.data.sources.files import SNIFF_BYTES, SourceFile, find, reading
 from linnet.data.sources.records import HUB, HubSet, json_rows, open_hub, open_parquet, parquet_rows
@@ -74,7 +74,7 @@ def open_documents(source: str, *, column: str | None = None, max_unpacked_gb: f
         return hub
     found = find(source, "SOURCE", PACKED)
     if column is not None and not any(kind_of(f.name)[0] in ("jsonl", "parquet", "zip", "tar") for f in found.files):
-        raise refuse("--column", column, "left out, since the source is plain text", "leave --column out")
+        raise invalid("--column", column, "left out, since the source is plain text", "leave --column out")
     documents = FileDocuments(
         found.files,
         column=column or DEFAULT_COLUMN,
@@ -307,7 +307,7 @@ class HubDocuments:
 
 def _no_text(source: str, left_out: Counter[str]) -> UserError:
     reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(left_out.items()))
-    return refuse(
+    return invalid(
         "SOURCE",
         source,
         f"something with text in it (left out: {reasons or 'nothing'})",

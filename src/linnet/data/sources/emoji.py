@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 
 SIZES = (32, 16)
 SHEET_COLUMNS = 64
@@ -39,7 +39,7 @@ def open_emoji(size: int) -> tuple[UInt8[np.ndarray, "n size size 3"], list[str]
     from PIL import Image
 
     if size not in SIZES:
-        raise refuse("size of the emoji", size, f"one of {', '.join(map(str, SIZES))}", f"use {SIZES[0]}")
+        raise invalid("size of the emoji", size, f"one of {', '.join(map(str, SIZES))}", f"use {SIZES[0]}")
     captions: list[str] = json.loads((FOLDER / "captions.json").read_text())
     with Image.open(FOLDER / f"{size}.png") as image:
         sheet = np.asarray(image)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from linnet.config.schema import EMBEDDED_CORPUS
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import check_local
 
 SNIFF_BYTES = 8192
@@ -56,7 +56,7 @@ def find(source: str, field: str = "data.source", packed: tuple[str, ...] = ()) 
     paths = named_files(source, field=field)
     if paths is None:
         needs = f"an existing file, folder or glob, or {EMBEDDED_CORPUS!r}"
-        raise refuse(field, source, needs, _nearest(source, field))
+        raise invalid(field, source, needs, _nearest(source, field))
     return _with_content(_sift(paths.root, paths.paths, packed, paths.left_out), field, source)
 
 
@@ -68,7 +68,7 @@ def find_held_out(patterns: Sequence[str], below: Path, field: str) -> Found:
         if paths is None or not paths.paths:
             paths = named_files(pattern, below) or paths
         if paths is None:
-            raise refuse(field, pattern, "existing files, folders or globs", _nearest(pattern, "data.source"))
+            raise invalid(field, pattern, "existing files, folders or globs", _nearest(pattern, "data.source"))
         parts.append(_with_content(_sift(paths.root, paths.paths, left_out=paths.left_out), field, pattern))
     files = {f.identity: f for part in parts for f in part.files}
     left_out = sum((Counter(part.left_out) for part in parts), Counter[str]())
@@ -95,7 +95,7 @@ def _python_stdlib() -> Found:
     paths = [p for p in _walk(root, NOT_STDLIB) if p.suffix == ".py"] if root.is_dir() else []
     found = _sift(root, paths)
     if not found.files:
-        raise refuse(
+        raise invalid(
             "data.source",
             EMBEDDED_CORPUS,
             f"a Python that comes with its source text (none is below {root})",
@@ -215,9 +215,9 @@ def _with_content(found: Found, field: str, source: str) -> Found:
     if found.files:
         return found
     if not found.left_out:
-        raise refuse(field, source, "a name that matches at least one file", _nothing_matched(source))
+        raise invalid(field, source, "a name that matches at least one file", _nothing_matched(source))
     reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(found.left_out.items()))
-    raise refuse(
+    raise invalid(
         field,
         source,
         f"something with text in it (left out: {reasons})",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.data.sources.archives import DAMAGE, is_disk_error, opened_zip, zip_files
 
 if TYPE_CHECKING:
@@ -173,7 +173,9 @@ def check_column(path: Path, schema: pa.Schema, column: str) -> None:
     usable = [field.name for field in schema if _holds_bytes(field.type)]
     if column not in usable:
         names = ", ".join(usable) or f"none of its columns ({', '.join(schema.names)})"
-        raise refuse("--column", column, f"a column of encoded pictures; in {path} that is {names}", "name one of them")
+        raise invalid(
+            "--column", column, f"a column of encoded pictures; in {path} that is {names}", "name one of them"
+        )
 
 
 def has_pictures(schema: pa.Schema) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.data.sources.archives import opened_zip, zip_files
 from linnet.data.sources.files import named_files as named_files
 from linnet.data.sources.files import reading
@@ -125,17 +125,17 @@ def open_pictures(source: str, *, column: str | None = None, max_unpacked_gb: fl
 
     `column` names the one of a parquet file with the encoded bytes; other files have none."""
     if source.lower().endswith(COMPRESSED_TARS):
-        raise refuse("SOURCE", source, "a tar that is not compressed, to be read at random", "decompress it to a .tar")
+        raise invalid("SOURCE", source, "a tar that is not compressed, to be read at random", "decompress it to a .tar")
     found = named_files(source)
     if found is None:
-        raise refuse("SOURCE", source, "an existing picture, zip, tar, parquet, folder or glob", "correct the path")
+        raise invalid("SOURCE", source, "an existing picture, zip, tar, parquet, folder or glob", "correct the path")
     files, left_out = _sift(found.root, found.paths)
     left_out += found.left_out
     if not files:
         raise _nothing(source, left_out)
     parquets = [file for file in files if file.path.suffix.lower() == ".parquet"]
     if column is not None and not parquets:
-        raise refuse("--column", column, "left out for a source without parquet files", "leave it out")
+        raise invalid("--column", column, "left out for a source without parquet files", "leave it out")
     for file in parquets:
         # Each footer is read now: a wrong column must not be found out after hours of work.
         with reading(file.path), open_parquet(file.path) as parquet:
@@ -145,7 +145,7 @@ def open_pictures(source: str, *, column: str | None = None, max_unpacked_gb: fl
 
 def _nothing(source: str, left_out: Counter[str]) -> UserError:
     reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(left_out.items())) or "nothing"
-    return refuse(
+    return invalid(
         "SOURCE",
         source,
         f"something with pictures in it (left out: {reasons})",

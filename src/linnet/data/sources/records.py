@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from os import PathLike
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -28,7 +28,7 @@ SPLIT_NAMES = {"train": "train", "test": "test"} | dict.fromkeys(("validation", 
 
 def no_column(where: str, column: str, there: Iterable[str]) -> UserError:
     names = ", ".join(sorted(there)) or "none"
-    return refuse("--column", column, f"a column of {where} (it has: {names})", "name one of those with --column")
+    return invalid("--column", column, f"a column of {where} (it has: {names})", "name one of those with --column")
 
 
 def json_rows(lines: BinaryIO, where: str, column: str, left_out: Counter[str]) -> Iterator[tuple[int, bytes]]:
@@ -120,7 +120,7 @@ def open_parquet(path: str | PathLike[str], column: str) -> Iterator[pq.ParquetF
                 raise no_column(str(path), column, names)
             kind = str(file.schema_arrow.field(column).type)
             if not re.search("string|binary|null", kind) or re.search("list|struct|map", kind):
-                raise refuse("--column", column, f"text, but in {path} it is {kind}", "name a column of text")
+                raise invalid("--column", column, f"text, but in {path} it is {kind}", "name a column of text")
             groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             if sum(groups) != file.metadata.num_rows or min(groups, default=0) < 0:
                 raise OSError("its parts have another number of rows than the whole")
@@ -191,12 +191,14 @@ def open_hub(source: str, column: str) -> HubSet:
     """`hf:OWNER/NAME[:CONFIG]`, through the package `datasets`."""
     match = re.fullmatch(HUB + r"((?:[\w.-]+/)?[\w.-]+)(?::([\w.+-]+))?", source)
     if not match:
-        raise refuse("SOURCE", source, "hf:OWNER/NAME or hf:OWNER/NAME:CONFIG", "for example hf:roneneldan/TinyStories")
+        raise invalid(
+            "SOURCE", source, "hf:OWNER/NAME or hf:OWNER/NAME:CONFIG", "for example hf:roneneldan/TinyStories"
+        )
     name, config = match.groups()
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise refuse(
+        raise invalid(
             "SOURCE",
             source,
             "readable by the package 'datasets', which is missing",
@@ -206,7 +208,7 @@ def open_hub(source: str, column: str) -> HubSet:
         found: dict[str, Any] = dict(datasets.load_dataset(name, config, streaming=True))
     splits, left_out = _own_splits(found)
     if not splits:
-        raise refuse(
+        raise invalid(
             "SOURCE",
             source,
             f"a data set with the splits train, validation or test (it has: {', '.join(found)})",

@@ -6,7 +6,7 @@ import io
 from os import PathLike
 from typing import Any, BinaryIO, cast
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 
 RATIO = 100
 """Text compresses to a tenth, logs to a fiftieth; weights and embeddings hardly at all. Bombs reach 1,000 and more."""
@@ -28,7 +28,7 @@ class UnpackBudget:
         """The limit is what the user allows, or else a multiple of the packed size. `flag`: how the user allows more; None where
         the command has no such flag."""
         if limit_gb is not None and not 0 < limit_gb < 1e9:
-            raise refuse(flag or FLAG, limit_gb, "a positive number of gigabytes", "use 10")
+            raise invalid(flag or FLAG, limit_gb, "a positive number of gigabytes", "use 10")
         self._where, self._packed, self._flag, self._given = where, packed_bytes, flag, limit_gb is not None
         self.limit = max(FLOOR_BYTES, RATIO * packed_bytes) if limit_gb is None else int(limit_gb * 1e9)
         self.n_bytes = 0

@@ -69,7 +69,7 @@ BLOCK_NAMES: Any = Block(
 
 def _on_mesh(tree: Any, names: Any) -> Any:
     rules = decoding_rules(RULES)
-    return jax.tree.map(lambda n, x: sharding.constrain(x, n, rules), names, tree, is_leaf=sharding.is_names)
+    return jax.tree.map(lambda n, x: sharding.constrain(x, n, rules), names, tree, is_leaf=sharding.is_logical_axes)
 
 
 def init_slots(cfg: MoEConfig, n: int) -> Slots:

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from linnet.core.errors import refuse
-from linnet.core.special_tokens import END, PAD
+from linnet.core.errors import invalid
+from linnet.core.special_tokens import EOS, PAD
 from linnet.models.bos import BeginId, bos_id, check_begin
 from linnet.models.hidden import ffn_size
 from linnet.nn.remat import Remat
-from linnet.parallel.mesh import must_divide
+from linnet.parallel.mesh import check_divides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class MoEConfig:
     """Settings that fine-tuning may change: they alter training, speed or the longest text, not the weights."""
     n_vocab: int = 259
     """Symbols the model reads and writes. Bytes: 256 + pad, end and unknown."""
-    end_id: int = END
+    end_id: int = EOS
     """The symbol that ends a document: the tokenizer's."""
     begin_id: BeginId = dataclasses.field(default="end", repr=False)  # see `linnet.models.bos`
     """The symbol in front of every sequence: `end` (model.end_id), an id, or none (as Grok-1's release reads its prompts)."""
@@ -62,29 +62,29 @@ class MoEConfig:
         sizes = ("n_vocab", "d_model", "d_k", "n_q_head", "n_kv_head", "n_layer", "n_expert", "n_choice", "context")
         for name in sizes:
             if getattr(self, name) < 1:
-                raise refuse(
+                raise invalid(
                     f"model.{name}", getattr(self, name), "at least 1", f"set --model.{name.replace('_', '-')}"
                 )
         for name in ("end_id", "pad_id"):
             if not 0 <= getattr(self, name) < self.n_vocab:
                 needs = f"an id below model.n_vocab ({self.n_vocab})"
-                raise refuse(f"model.{name}", getattr(self, name), needs, "use the tokenizer's")
+                raise invalid(f"model.{name}", getattr(self, name), needs, "use the tokenizer's")
         check_begin(self.begin_id, self.n_vocab)
         if self.d_k % 2:
-            raise refuse("model.d_k", self.d_k, "even (positions turn pairs of values)", f"use {self.d_k + 1}")
+            raise invalid("model.d_k", self.d_k, "even (positions turn pairs of values)", f"use {self.d_k + 1}")
         if self.n_q_head % self.n_kv_head:
             needs = f"a multiple of model.n_kv_head ({self.n_kv_head})"
-            raise refuse("model.n_q_head", self.n_q_head, needs, f"use {self.n_kv_head * 2}")
+            raise invalid("model.n_q_head", self.n_q_head, needs, f"use {self.n_kv_head * 2}")
         if self.n_choice > self.n_expert:
-            raise refuse("model.n_choice", self.n_choice, f"at most model.n_expert ({self.n_expert})", "choose fewer")
+            raise invalid("model.n_choice", self.n_choice, f"at most model.n_expert ({self.n_expert})", "choose fewer")
         for name in ("widening", "score_cap", "embed_scale", "logit_scale", "score_scale"):
             if not getattr(self, name) > 0:
-                raise refuse(f"model.{name}", getattr(self, name), "above 0", "use the default")
+                raise invalid(f"model.{name}", getattr(self, name), "above 0", "use the default")
         if not self.rope_base > 1.0:
-            raise refuse("model.rope_base", self.rope_base, "above 1", "use 10000")
+            raise invalid("model.rope_base", self.rope_base, "above 1", "use 10000")
         for name in ("balance_weight", "z_weight"):
             if getattr(self, name) < 0:
-                raise refuse(f"model.{name}", getattr(self, name), "0 or more", "use 0 for none")
+                raise invalid(f"model.{name}", getattr(self, name), "0 or more", "use 0 for none")
 
     @property
     def bos_id(self) -> int | None:
@@ -97,17 +97,17 @@ class MoEConfig:
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
         """A mesh must cut the model evenly."""
-        must_divide("model.d_model", self.d_model, "fsdp", sizes)
-        must_divide("model.n_kv_head", self.n_kv_head, "model", sizes)
-        must_divide("model.n_q_head", self.n_q_head, "model", sizes)
-        must_divide("the experts' hidden width", self.d_ffn, "model", sizes)
-        must_divide("model.n_expert", self.n_expert, "expert", sizes)
+        check_divides("model.d_model", self.d_model, "fsdp", sizes)
+        check_divides("model.n_kv_head", self.n_kv_head, "model", sizes)
+        check_divides("model.n_q_head", self.n_q_head, "model", sizes)
+        check_divides("the experts' hidden width", self.d_ffn, "model", sizes)
+        check_divides("model.n_expert", self.n_expert, "expert", sizes)
 
     def check_lengths(self, sequence_len: int, update_len: int) -> None:
         """A sequence is read whole, and must fit the context."""
         if sequence_len > self.context:
             needs = f"at most model.context ({self.context})"
-            raise refuse("data.sequence_len", sequence_len, needs, f"use {self.context}, or a longer context")
+            raise invalid("data.sequence_len", sequence_len, needs, f"use {self.context}, or a longer context")
         if update_len != sequence_len:
             needs = f"data.sequence_len ({sequence_len}): a moe model reads a sequence in one update"
-            raise refuse("data.update_len", update_len, needs, f"use {sequence_len}")
+            raise invalid("data.update_len", update_len, needs, f"use {sequence_len}")

@@ -13,7 +13,7 @@ from linnet.models.moe import model
 from linnet.models.moe import slots as decoder
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import RULES, MoEParams, param_specs
-from linnet.models.router_metrics import expert_alarms, expert_diagnostics, router_cost, router_metrics
+from linnet.models.router_metrics import expert_diagnostics, expert_warnings, router_cost, router_metrics
 from linnet.nn import moe as ex
 
 name = "moe"
@@ -29,7 +29,7 @@ def empty_carry(cfg: MoEConfig, batch_size: int) -> None:
     del cfg, batch_size
 
 
-def carry_names(carry: None) -> None:
+def carry_axes(carry: None) -> None:
     del carry
 
 
@@ -48,7 +48,7 @@ def loss(
     x, aux = model.forward(params, batch.inputs, cfg)
     nll = jnp.mean(mask * model.nats(params, x, batch.targets, cfg))
     flat = mask.reshape(-1)
-    figures = jax.vmap(lambda routing: ex.router_figures(routing, flat))(aux.routing)
+    figures = jax.vmap(lambda routing: ex.router_stats(routing, flat))(aux.routing)
     metrics = {
         "loss_lm_per_token_unscaled": nll,
         "loss_mask_per_token": jnp.mean(mask),
@@ -78,7 +78,7 @@ def diagnostics(buffers: None, metrics: dict[str, Array], cfg: MoEConfig) -> dic
 
 
 def alarms(figures: dict[str, Any], least: float, cfg: MoEConfig) -> dict[int, str]:
-    return expert_alarms(figures, least, cfg.n_expert)
+    return expert_warnings(figures, least, cfg.n_expert)
 
 
 def flops_per_token(cfg: MoEConfig) -> int:
@@ -89,7 +89,7 @@ __all__ = [
     "RULES",
     "alarms",
     "buffer_specs",
-    "carry_names",
+    "carry_axes",
     "decoder",
     "diagnostics",
     "empty_carry",

@@ -17,11 +17,11 @@ from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import RULES, LayerParams, MoEParams
 from linnet.nn import losses as likelihood
 from linnet.nn import moe as ex
-from linnet.nn.gqa import Scores, attend
+from linnet.nn.gqa import SoftCap, attend
 from linnet.nn.linear import linear
 from linnet.nn.moe import ExpertWeights, Routing
 from linnet.nn.norm import rms_norm_gain
-from linnet.nn.positions import rotate
+from linnet.nn.positions import apply_rope
 from linnet.nn.remat import checkpointed
 
 
@@ -52,7 +52,7 @@ def forward(
         mixed = attend(q, k, v, real, scores(cfg)).reshape(batch, n_token, -1)
         attention = rms_norm_gain(linear(mixed, p.w_o), p.attention_out_gain)
         h = h + attention
-        y, routing = ex.mixture_half(h, mixture(p), cfg.n_choice, ("batch", None, None), RULES, plain=plain)
+        y, routing = ex.moe_block(h, mixture(p), cfg.n_choice, ("batch", None, None), RULES, plain=plain)
         h = h + rms_norm_gain(y, p.experts_out_gain)
         inner = (linear(mixed, p.w_o), y, h) if keep_inner else None
         return h, LayerAux(routing=routing, inner=inner)
@@ -67,7 +67,7 @@ def mixture(p: LayerParams) -> ex.Mixture:
 
 def embed(params: MoEParams, tokens: Int[Array, "*B"], cfg: MoEConfig) -> Float[Array, "*B D"]:
     dtype = jnp.dtype(cfg.dtype)
-    rows = quant.plain(jax.tree.map(lambda table: table[tokens], params.embed), dtype)
+    rows = quant.to_array(jax.tree.map(lambda table: table[tokens], params.embed), dtype)
     return rows * jnp.asarray(cfg.embed_scale, dtype)
 
 
@@ -77,16 +77,16 @@ def project(
     """Queries and keys turned by their positions, and values."""
     x = rms_norm_gain(h, p.attention_in_gain)
     q, k, v = (linear(x, w).reshape(*x.shape[:-1], -1, cfg.d_k) for w in (p.w_q, p.w_k, p.w_v))
-    return rotate(q, position, cfg.rope_base), rotate(k, position, cfg.rope_base), v
+    return apply_rope(q, position, cfg.rope_base), apply_rope(k, position, cfg.rope_base), v
 
 
-def scores(cfg: MoEConfig) -> Scores:
-    return Scores(scale=cfg.score_scale, cap=cfg.score_cap)
+def scores(cfg: MoEConfig) -> SoftCap:
+    return SoftCap(scale=cfg.score_scale, cap=cfg.score_cap)
 
 
 def logits(params: MoEParams, x: Float[Array, "*B D"], cfg: MoEConfig) -> Float[Array, "*B A"]:
     x = rms_norm_gain(x, params.out_gain)
-    scores = jnp.einsum("...d,ad->...a", x, quant.plain(params.embed, x.dtype))
+    scores = jnp.einsum("...d,ad->...a", x, quant.to_array(params.embed, x.dtype))
     return scores.astype(jnp.float32) * cfg.logit_scale
 
 
@@ -94,7 +94,7 @@ def nats(
     params: MoEParams, x: Float[Array, "B T D"], targets: Int[Array, "B T"], cfg: MoEConfig
 ) -> Float[Array, "B T"]:
     """-log p(target), in float32."""
-    return likelihood.nats(logits(params, x, cfg), targets)
+    return likelihood.token_nll(logits(params, x, cfg), targets)
 
 
 def n_flops_per_token(cfg: MoEConfig, n_token: int | None = None) -> int:

@@ -11,9 +11,9 @@ from linnet.core.params import Spec
 from linnet.core.pytree import pytree
 from linnet.models.moe.config import MoEConfig
 from linnet.nn.moe import ExpertWeights
-from linnet.parallel.sharding import ROWS, Rules
+from linnet.parallel.sharding import ROWS, LogicalAxisRules
 
-RULES: Rules = {
+RULES: LogicalAxisRules = {
     **ROWS,
     "model": "fsdp",
     "vocab": "model",

@@ -22,17 +22,17 @@ from linnet.models.moe import cache, model
 from linnet.models.moe.cache import BLOCK, Memory, Slots, alone, init_slots, insert, placed
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import RULES, LayerParams, MoEParams, param_specs
-from linnet.models.tensor_parallel import EVERYWHERE, WHOLE, Parts, cuts, decoding_rules, parts, weight_cuts
+from linnet.models.tensor_parallel import EVERYWHERE, WHOLE, Parts, decoding_rules, parts, pspec, weight_pspecs
 from linnet.nn import moe as ex
 from linnet.nn.batch_invariant import COMPILER_OPTIONS
-from linnet.nn.gqa import attend_cached
+from linnet.nn.gqa import gqa_cached
 from linnet.nn.linear import linear
 from linnet.nn.norm import rms_norm_gain
-from linnet.nn.positions import rotate
-from linnet.nn.sampling import Rules, SamplingSettings
-from linnet.nn.tiled import few_experts, group_rows, streamed, streamed_rows
+from linnet.nn.positions import apply_rope
+from linnet.nn.sampling import LogitMask, SamplingSettings
+from linnet.nn.tiled import group_rows, moe_decode, tiled_matmul, tiled_matmul_rows
 from linnet.parallel import sharding
-from linnet.parallel.sharding import each_part
+from linnet.parallel.sharding import shard_map
 
 CHUNK = 512  # tokens of a prompt read at once: enough that an expert's weights are read for many of them
 ROWS = 64
@@ -64,15 +64,15 @@ def _by_parts(
         return run(params, slots, WHOLE, *rest)
     of, rules = parts(), decoding_rules(RULES)
     slot_cuts = jax.tree.map(
-        lambda names, x: cuts(x.shape, names, rules), cache.SLOT_NAMES, slots, is_leaf=sharding.is_names
+        lambda names, x: pspec(x.shape, names, rules), cache.SLOT_NAMES, slots, is_leaf=sharding.is_logical_axes
     )
 
     def here(params: MoEParams, slots: Slots, rest: tuple[Any, ...]) -> tuple[Any, Any]:
         slots, *told = run(params, slots, of, *rest)
         return slots, told
 
-    ins = (weight_cuts(param_specs(cfg), params, rules), slot_cuts, EVERYWHERE)
-    slots, told = each_part(here, (params, slots, rest), ins, (slot_cuts, EVERYWHERE))
+    ins = (weight_pspecs(param_specs(cfg), params, rules), slot_cuts, EVERYWHERE)
+    slots, told = shard_map(here, (params, slots, rest), ins, (slot_cuts, EVERYWHERE))
     return slots, *told
 
 
@@ -82,7 +82,7 @@ def empty_state(cfg: MoEConfig) -> Memory:
     return Memory(blocks=(), n_read=0)
 
 
-def state_like(cfg: MoEConfig, n_read: int) -> Memory:
+def abstract_state(cfg: MoEConfig, n_read: int) -> Memory:
     """As large as what was read, in whole blocks; nothing holds more than the context."""
     return cache.blank(cfg, min(n_read, cfg.context))
 
@@ -100,11 +100,11 @@ def admit(
     memory = empty_state(cfg) if memory is None else memory
     size = chunk_len(cfg)
     for start in range(0, len(prompt), size):
-        memory = admit_chunk(params, buffers, memory, prompt[start : start + size], cfg)
+        memory = prefill_chunk(params, buffers, memory, prompt[start : start + size], cfg)
     return memory
 
 
-def admit_chunk(params: MoEParams, buffers: Any, memory: Memory, tokens: Sequence[int], cfg: MoEConfig) -> Memory:
+def prefill_chunk(params: MoEParams, buffers: Any, memory: Memory, tokens: Sequence[int], cfg: MoEConfig) -> Memory:
     """Reads at most `chunk_len(cfg)` tokens: what an engine does between ticks. It costs what its own tokens cost."""
     del buffers
     size, n_read = chunk_len(cfg), memory.n_read + len(tokens)
@@ -179,7 +179,7 @@ def _read_here(
                 real = jax.lax.dynamic_slice(all_tokens, (0, j * BLOCK), (1, BLOCK))[0] != cfg.pad_id
                 return _block(keys, number, 0, j), _block(values, number, 0, j), real
 
-            mixed = attend_cached(q, position, read, position[-1] + 1, BLOCK, model.scores(cfg))
+            mixed = gqa_cached(q, position, read, position[-1] + 1, BLOCK, model.scores(cfg))
             y = of.added(linear(mixed.reshape(ROWS, -1), p.w_o), "model")
             part = part + rms_norm_gain(y, p.attention_out_gain)
             return jax.lax.dynamic_update_slice_in_dim(h, part, i * ROWS, 0), keys, values
@@ -188,7 +188,7 @@ def _read_here(
         x = rms_norm_gain(h, p.experts_in_gain)
         routing = ex.route(x, p.router, cfg.n_choice)
         n_here = cfg.n_expert // of.expert
-        y = ex.chosen_experts(x, of.of_experts(routing), experts, first=number * n_here, n_token=length)
+        y = ex.moe_grouped(x, of.of_experts(routing), experts, first=number * n_here, n_token=length)
         y = of.added(y, "model", "expert")
         return (h + rms_norm_gain(y, p.experts_out_gain), keys, values), None
 
@@ -220,7 +220,7 @@ def decode(
     settings: SamplingSettings,
     keys: PRNGKeyArray,
     seen: Int[Array, "B A"],
-    rules: Rules | None = None,
+    rules: LogitMask | None = None,
     active: Bool[Array, " B"] | None = None,
     n: int | Int[Array, ""] | None = None,
     *,
@@ -237,7 +237,7 @@ def decode(
         def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
             return _tick(params, slots, of, tokens, active, cfg=cfg)
 
-        return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
+        return drawing.decode_loop(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
 
     return _by_parts(run, params, slots, cfg, tokens, active, settings, keys, seen, rules, n)
 
@@ -267,8 +267,10 @@ def _tick(
             return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
 
         x = rms_norm_gain(h, gain(layers.attention_in_gain))
-        q, k, v = (streamed(x, w, here).reshape(len(tokens), -1, cfg.d_k) for w in (layers.w_q, layers.w_k, layers.w_v))
-        q, k = (rotate(a[:, None], position[:, None], cfg.rope_base)[:, 0] for a in (q, k))
+        q, k, v = (
+            tiled_matmul(x, w, here).reshape(len(tokens), -1, cfg.d_k) for w in (layers.w_q, layers.w_k, layers.w_v)
+        )
+        q, k = (apply_rope(a[:, None], position[:, None], cfg.rope_base)[:, 0] for a in (q, k))
 
         def slot(p: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             mixed, keys, values = state
@@ -280,22 +282,22 @@ def _tick(
             def read(j: Array) -> tuple[Array, Array, Array]:
                 return _block(keys, number, i, j), _block(values, number, i, j), jnp.ones((BLOCK,), bool)
 
-            one = attend_cached(mine, now, read, now[0] + 1, BLOCK, model.scores(cfg))
+            one = gqa_cached(mine, now, read, now[0] + 1, BLOCK, model.scores(cfg))
             return jax.lax.dynamic_update_slice_in_dim(mixed, one, i, 0), keys, values
 
         mixed, keys, values = jax.lax.fori_loop(0, n_active, slot, (jnp.zeros_like(q), keys, values))
-        y = of.added(streamed(mixed.reshape(len(tokens), -1), layers.w_o, here), "model")
+        y = of.added(tiled_matmul(mixed.reshape(len(tokens), -1), layers.w_o, here), "model")
         h = h + rms_norm_gain(y, gain(layers.attention_out_gain))
         x = rms_norm_gain(h, gain(layers.experts_in_gain))
         first = of.first_expert(cfg.n_expert)
-        y = few_experts(x, layers.router, experts, number, active, cfg.n_choice, first)
+        y = moe_decode(x, layers.router, experts, number, active, cfg.n_choice, first)
         y = of.added(y, "model", "expert")
         return h + rms_norm_gain(y, gain(layers.experts_out_gain)), keys, values
 
     state = (_embed(params, tokens, cfg, of), slots.keys, slots.values)
     h, keys, values = jax.lax.fori_loop(0, cfg.n_layer, layer, state)
     x = rms_norm_gain(h, params.out_gain)
-    scores = streamed_rows(x, params.embed, dense).astype(jnp.float32) * cfg.logit_scale
+    scores = tiled_matmul_rows(x, params.embed, dense).astype(jnp.float32) * cfg.logit_scale
     scores = of.together(scores, cfg.n_vocab)
     position = slots.position + active
     return Slots(keys=keys, values=values, tokens=read_tokens, position=position), scores
@@ -304,7 +306,7 @@ def _tick(
 def _embed(params: MoEParams, tokens: Int[Array, "*B"], cfg: MoEConfig, of: Parts) -> Float[Array, "*B D"]:
     """As `model.embed`."""
     dtype = jnp.dtype(cfg.dtype)
-    rows = quant.plain(of.rows(params.embed, tokens, cfg.n_vocab), dtype)
+    rows = quant.to_array(of.rows(params.embed, tokens, cfg.n_vocab), dtype)
     return rows * jnp.asarray(cfg.embed_scale, dtype)
 
 
@@ -329,8 +331,8 @@ def extract(
 __all__ = [
     "Memory",
     "Slots",
+    "abstract_state",
     "admit",
-    "admit_chunk",
     "alone",
     "chunk_len",
     "chunk_logprobs",
@@ -341,7 +343,7 @@ __all__ = [
     "init_slots",
     "insert",
     "placed",
+    "prefill_chunk",
     "prepare",
-    "state_like",
     "tick",
 ]

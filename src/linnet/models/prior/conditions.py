@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float32
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.models.prior.config import PriorConfig
 
 
@@ -18,18 +18,18 @@ def check_encodings(shape: tuple[int, ...] | None, cfg: PriorConfig, field: str 
         if cfg.text_encodings:
             needs = f"given: this prior was trained with the token encodings of its texts (positions x {cfg.d_text})"
             fix = "give the text itself, or its token encodings beside its embedding (a row of zeros: none)"
-            raise refuse(field, None, needs, fix)
+            raise invalid(field, None, needs, fix)
         return
     if not cfg.text_encodings:
         needs = "left out: this prior was trained without token encodings, as its config says"
         fix = "leave it out; a prior that `linnet import` assumed to be so is imported again with --text-encodings"
-        raise refuse(field, "given", needs, fix)
+        raise invalid(field, "given", needs, fix)
     most = cfg.max_text_len or None
     n, width = shape
     if n < 1 or (most is not None and n > most) or width != cfg.d_text:
         positions = "at least 1" if most is None else f"1 to {most}"
         fix = "use the model's own encoder" + ("" if most is None else f", and the first {most} positions")
-        raise refuse(field, f"{n} positions of width {width}", f"{positions} of width {cfg.d_text}", fix)
+        raise invalid(field, f"{n} positions of width {width}", f"{positions} of width {cfg.d_text}", fix)
 
 
 def cut_encodings(encodings: Float32[np.ndarray, "L X"] | None, cfg: PriorConfig) -> Float32[np.ndarray, "K X"] | None:

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.nn.remat import Remat
-from linnet.parallel.mesh import must_divide, no_experts
+from linnet.parallel.mesh import check_divides, check_no_experts
 
 Schedule = Literal["cosine", "linear", "quadratic", "sigmoid", "jsd"]
 Objective = Literal["x_start", "noise", "v"]
@@ -130,42 +130,44 @@ class PriorConfig:
     def __post_init__(self) -> None:
         for name in SIZES:
             if getattr(self, name) < 1:
-                raise refuse(
+                raise invalid(
                     f"model.{name}", getattr(self, name), "at least 1", f"set --model.{name.replace('_', '-')}"
                 )
         if self.text_dim is not None and self.text_dim < 1:
-            raise refuse("model.text_dim", self.text_dim, "at least 1, or none for model.dim", "use None")
+            raise invalid("model.text_dim", self.text_dim, "at least 1, or none for model.dim", "use None")
         if self.max_text_len < 0:
-            raise refuse("model.max_text_len", self.max_text_len, "0 or more", "use 77 for CLIP's tokens")
+            raise invalid("model.max_text_len", self.max_text_len, "0 or more", "use 77 for CLIP's tokens")
         if self.text_encodings and not self.max_text_len and not self.masks_text:
-            raise refuse("model.max_text_len", 0, "above 0 with model.text_encodings", "use 77 for CLIP's tokens")
+            raise invalid("model.max_text_len", 0, "above 0 with model.text_encodings", "use 77 for CLIP's tokens")
         if not self.bias_scale > 0:
-            raise refuse("model.bias_scale", self.bias_scale, "above 0", "use 1")
+            raise invalid("model.bias_scale", self.bias_scale, "above 0", "use 1")
         if self.d_head % 2 and self.rotary:
-            raise refuse("model.d_head", self.d_head, "even (positions turn pairs of values)", f"use {self.d_head + 1}")
+            raise invalid(
+                "model.d_head", self.d_head, "even (positions turn pairs of values)", f"use {self.d_head + 1}"
+            )
         if self.dim % 2 and self.continuous_time:
-            raise refuse("model.dim", self.dim, "even (half sines, half cosines)", f"use {self.dim + 1}")
+            raise invalid("model.dim", self.dim, "even (half sines, half cosines)", f"use {self.dim + 1}")
         for name in ("p_drop_attention", "p_drop_ff"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise refuse(f"model.{name}", getattr(self, name), "at least 0 and below 1", "use 0 for none")
+                raise invalid(f"model.{name}", getattr(self, name), "at least 0 and below 1", "use 0 for none")
         for name in ("p_drop_text", "p_drop_image"):
             if not 0.0 <= getattr(self, name) <= 1.0:
-                raise refuse(f"model.{name}", getattr(self, name), "between 0 and 1", "use 0.1, or 0 for none")
+                raise invalid(f"model.{name}", getattr(self, name), "between 0 and 1", "use 0.1, or 0 for none")
         if not self.text_noise >= 0:
-            raise refuse("model.text_noise", self.text_noise, "0 or more", "use 0 for none")
+            raise invalid("model.text_noise", self.text_noise, "0 or more", "use 0 for none")
         if self.min_snr_gamma is not None and not self.min_snr_gamma > 0:
-            raise refuse("model.min_snr_gamma", self.min_snr_gamma, "above 0, or none", "use 5")
+            raise invalid("model.min_snr_gamma", self.min_snr_gamma, "above 0, or none", "use 5")
         if self.image_embed_scale is not None and not self.image_embed_scale > 0:
-            raise refuse(
+            raise invalid(
                 "model.image_embed_scale", self.image_embed_scale, "above 0, or none for sqrt(dim)", "use None"
             )
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
         """A mesh must cut the model evenly."""
-        must_divide("model.dim", self.dim, "fsdp", sizes)
-        must_divide("model.n_head", self.n_head, "model", sizes)
-        must_divide("the hidden width, model.dim * model.ff_mult,", self.dim * self.ff_mult, "model", sizes)
-        no_experts(sizes)
+        check_divides("model.dim", self.dim, "fsdp", sizes)
+        check_divides("model.n_head", self.n_head, "model", sizes)
+        check_divides("the hidden width, model.dim * model.ff_mult,", self.dim * self.ff_mult, "model", sizes)
+        check_no_experts(sizes)
 
     @property
     def d_text(self) -> int:

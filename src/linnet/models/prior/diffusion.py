@@ -38,18 +38,18 @@ def draw(key: PRNGKeyArray, first_row: int | Int[Array, ""], n_row: int, cfg: Pr
     """Of rows `first_row` and on of the batch that `key` belongs to."""
 
     def row(i: Array) -> Draws:
-        mine = rng.at(key, i)
+        mine = rng.fold_in(key, i)
 
         def chance(name: str, p: float) -> Array:
-            return jax.random.uniform(rng.stream(mine, name)) < p
+            return jax.random.uniform(rng.fold_in_name(mine, name)) < p
 
         return Draws(
-            times=jax.random.randint(rng.stream(mine, "times"), (), 0, cfg.timesteps),
-            noise=jax.random.normal(rng.stream(mine, "noise"), (cfg.dim,)),
+            times=jax.random.randint(rng.fold_in_name(mine, "times"), (), 0, cfg.timesteps),
+            noise=jax.random.normal(rng.fold_in_name(mine, "noise"), (cfg.dim,)),
             keep_text=~chance("text", cfg.p_drop_text),
             keep_image=~chance("image", cfg.p_drop_image),
             self_conditioned=chance("self", SELF_CONDITIONED),
-            dropout=rng.stream(mine, "dropout") if cfg.p_drop_attention or cfg.p_drop_ff else None,
+            dropout=rng.fold_in_name(mine, "dropout") if cfg.p_drop_attention or cfg.p_drop_ff else None,
         )
 
     return jax.vmap(row)(first_row + jnp.arange(n_row))

@@ -30,7 +30,7 @@ def empty_carry(cfg: PriorConfig, batch_size: int) -> None:
     del cfg, batch_size
 
 
-def carry_names(carry: None) -> None:
+def carry_axes(carry: None) -> None:
     del carry
 
 
@@ -46,10 +46,10 @@ def loss(
     """Mean over the rows of a `PairBatch`, all of which count in training."""
     del buffers, carry
     assert keys is not None, "a diffusion loss is random: evaluation draws by keys of its own"
-    draws = diffusion.draw(rng.stream(keys.update, "diffusion"), first_row, len(batch.image_embed), cfg)
+    draws = diffusion.draw(rng.fold_in_name(keys.update, "diffusion"), first_row, len(batch.image_embed), cfg)
     encodings, text = batch.encodings if cfg.text_encodings else None, batch.text_embed
     if cfg.text_noise:
-        text = _blurred(rng.stream(keys.update, "text"), text, first_row, cfg.text_noise)
+        text = _blurred(rng.fold_in_name(keys.update, "text"), text, first_row, cfg.text_noise)
     value = diffusion.loss(params, batch.image_embed, text, encodings, draws, cfg)
     return value, Aux(metrics={"loss_diffusion": value}, statistics=None, carry=None)
 
@@ -59,7 +59,7 @@ def _blurred(
 ) -> Float[Array, "B X"]:
     """Turned away from where it points, as long as before. A row draws by its place in the whole batch."""
     width = text.shape[1]
-    noise = jax.vmap(lambda i: jax.random.normal(rng.at(key, i), (width,)))(first_row + jnp.arange(len(text)))
+    noise = jax.vmap(lambda i: jax.random.normal(rng.fold_in(key, i), (width,)))(first_row + jnp.arange(len(text)))
     length = jnp.linalg.norm(text, axis=1, keepdims=True)
     return unit(text + amount * length * width**-0.5 * noise) * length
 
@@ -94,7 +94,7 @@ __all__ = [
     "RULES",
     "alarms",
     "buffer_specs",
-    "carry_names",
+    "carry_axes",
     "diagnostics",
     "empty_carry",
     "flops_per_token",

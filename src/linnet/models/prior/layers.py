@@ -61,7 +61,7 @@ def unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
 def times(x: Float[Array, "*B D"], weight: Any) -> Float[Array, "*B E"]:
     if not isinstance(weight, tuple):
         return product(x, weight)
-    return rows.dot(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+    return rows.matmul(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
 
 
 def rotary_frequencies(width: int) -> Float[np.ndarray, " R"]:

@@ -228,6 +228,6 @@ def _more(seen: Bool[Array, "B S"] | None, new: Float[Array, "B N D"]) -> Bool[A
 def _dropout(keys: PRNGKeyArray | None, number: Any) -> tuple[PRNGKeyArray | None, PRNGKeyArray | None]:
     if keys is None:
         return None, None
-    here = jax.vmap(lambda key: rng.at(key, number))(keys)
-    attention, ff = (jax.vmap(lambda key, name=name: rng.stream(key, name))(here) for name in ("attention", "ff"))
+    here = jax.vmap(lambda key: rng.fold_in(key, number))(keys)
+    attention, ff = (jax.vmap(lambda key, name=name: rng.fold_in_name(key, name))(here) for name in ("attention", "ff"))
     return attention, ff

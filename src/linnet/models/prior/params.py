@@ -11,9 +11,9 @@ from typing import Any
 from linnet.core.params import Init, Spec
 from linnet.core.pytree import pytree
 from linnet.models.prior.config import PriorConfig
-from linnet.parallel.sharding import ROWS, Rules
+from linnet.parallel.sharding import ROWS, LogicalAxisRules
 
-RULES: Rules = {**ROWS, "model": "fsdp", "heads": "model", "hidden": "model"}
+RULES: LogicalAxisRules = {**ROWS, "model": "fsdp", "heads": "model", "hidden": "model"}
 """How a mesh cuts the model."""
 
 N_BUCKET = 32

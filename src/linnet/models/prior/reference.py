@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.models.prior.config import PriorConfig, Schedule
 from linnet.models.prior.convert import BLOCK, ROTARY, current_names
 from linnet.models.prior.releases import Release
@@ -100,7 +100,7 @@ def infer_config(
         found["timesteps"] = len(table)
     for name, value in settings.items():
         if name in found and value != found[name]:
-            raise refuse(f"model.{name}", value, f"{found[name]!r}, as the weights are", "leave it out")
+            raise invalid(f"model.{name}", value, f"{found[name]!r}, as the weights are", "leave it out")
     return PriorConfig(**{**settings, **found})
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 
 Version = tuple[int, int, int]
 Family = Literal["A", "B0", "B1", "B2", "C0", "C1", "D", "E", "F"]
@@ -70,7 +70,7 @@ def parse(version: str) -> Version:
     found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version.strip())
     if found is None:
         needs = f"a release of DALLE2-pytorch, {OLDEST} to {NEWEST}"
-        raise refuse("the release", version, needs, "name the release that trained it with --release, as in 1.4.2")
+        raise invalid("the release", version, needs, "name the release that trained it with --release, as in 1.4.2")
     return int(found[1]), int(found[2]), int(found[3] or 0)
 
 
@@ -109,7 +109,7 @@ def check_names(version: str, names: Iterable[str], source: str) -> Family:
     kind, family = kind_of_names(names), family_of(version)
     if family not in FAMILY_NAMES[kind]:
         fitting = FAMILY_NAMES[kind]
-        raise refuse(
+        raise invalid(
             "the release",
             f"{version} ({source})",
             f"{span(fitting[0], fitting[-1])}: the names of the weights are those of these releases",
@@ -168,13 +168,13 @@ def check_settings(release: Release, *, self_cond: bool, objective: str) -> None
     at = parse(release.version)
     if self_cond and at < parse(NO_SELF_COND):
         needs = f"off: {release.version} has no self-conditioning (it came with {NO_SELF_COND})"
-        raise refuse("model.self_cond", True, needs, "leave it out, or name another --release")
+        raise invalid("model.self_cond", True, needs, "leave it out, or name another --release")
     if objective == "v" and at == parse(WRONG_VELOCITY):
         needs = (
             f"x_start or noise: release {WRONG_VELOCITY} trained predict_v towards a target with a wrong sign, from which an "
             "embedding cannot be recovered"
         )
-        raise refuse("model.objective", "v", needs, "train it again with a later release, or name another --release")
+        raise invalid("model.objective", "v", needs, "train it again with a later release, or name another --release")
 
 
 def _unknown(why: str, choices: str) -> UserError:

@@ -24,7 +24,7 @@ from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.layers import unit
 from linnet.models.prior.network import TextMemory, denoise, read_text
 from linnet.models.prior.params import LayerParams, PriorParams
-from linnet.models.prior.solver import Plan
+from linnet.models.prior.solver import SolverTable
 from linnet.models.prior.tokens import padding_of
 from linnet.nn import batch_invariant as rows
 from linnet.nn.batch_invariant import COMPILER_OPTIONS
@@ -36,7 +36,7 @@ PAGE = 4096
 
 
 @pytree
-class Rows:
+class SolverBatch:
     """How each row is sampled."""
 
     times: Int[Array, "B S"]
@@ -52,14 +52,14 @@ class SamplerState:
     step: Int[Array, " B"]
 
 
-def make_rows(plans: Sequence[Plan], guidance: Sequence[float], room: int | None = None) -> Rows:
+def make_rows(plans: Sequence[SolverTable], guidance: Sequence[float], room: int | None = None) -> SolverBatch:
     """`room`: steps of the longest plan there may be."""
     room = max(map(len, plans)) if room is None else room
     times = np.zeros((len(plans), room), np.int32)
     factors = np.zeros((len(plans), room, N_FACTOR), np.float32)
     for i, plan in enumerate(plans):
         times[i, : len(plan)], factors[i, : len(plan)] = plan.times, plan.factors()
-    return Rows(
+    return SolverBatch(
         times=jnp.asarray(times),
         factors=jnp.asarray(factors),
         n_step=jnp.asarray([len(plan) for plan in plans], jnp.int32),
@@ -72,7 +72,7 @@ def prepare(params: PriorParams, cfg: PriorConfig) -> PriorParams:
 
     def cut(path: tuple[Any, ...], leaf: Any) -> Any:
         name = path[-1].name
-        return rows.cut(_apart(leaf.astype(cfg.dtype))) if name.startswith("w") or name == "encoding" else leaf
+        return rows.split_k(_apart(leaf.astype(cfg.dtype))) if name.startswith("w") or name == "encoding" else leaf
 
     layers = [jax.tree.map(lambda w, i=i: w[i], params.layers) for i in range(cfg.depth)]
     whole = PriorParams(**{**vars(params), "layers": tuple(layers)})
@@ -99,7 +99,7 @@ def step(
     memory: TextMemory,
     null: TextMemory | None,
     state: SamplerState,
-    how: Rows,
+    how: SolverBatch,
     noise: Float[Array, "B D"],
     cfg: PriorConfig,
 ) -> SamplerState:
@@ -218,7 +218,7 @@ def without_text(memory: TextMemory) -> TextMemory:
 
 def draw_noise(keys: PRNGKeyArray, at: Int[Array, " B"], cfg: PriorConfig) -> Float[Array, "B D"]:
     """A row's noise at a place of its own: 0 is what it starts from, i + 1 what step i adds."""
-    return jax.vmap(lambda key, i: jax.random.normal(rng.at(key, i), (cfg.dim,)))(keys, at)
+    return jax.vmap(lambda key, i: jax.random.normal(rng.fold_in(key, i), (cfg.dim,)))(keys, at)
 
 
 @partial(jax.jit, static_argnames=("cfg", "guided", "n_step", "keep_path"), compiler_options=OPTIONS)
@@ -226,7 +226,7 @@ def run(
     params: PriorParams,
     text_embed: Float[Array, "B X"],
     encodings: Float[Array, "B L X"] | None,
-    how: Rows,
+    how: SolverBatch,
     noise: PRNGKeyArray | Float[Array, "S1 B D"],
     *,
     cfg: PriorConfig,
@@ -256,7 +256,7 @@ def sample(
     params: PriorParams,
     text_embed: Float[Array, "B X"],
     encodings: Float[Array, "B L X"] | None,
-    plan: Plan,
+    plan: SolverTable,
     noise: PRNGKeyArray | Float[Array, "S1 B D"],
     cfg: PriorConfig,
     *,

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float, Int
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.models.prior import schedule as noise_of
 from linnet.models.prior.config import PriorConfig
 
@@ -25,7 +25,7 @@ _USUAL_STEPS: dict[Solver, int] = {"dpm": 16, "ddim": 64}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class SolverTable:
     """Predicted start = of_x x + of_output output; next = keep x + start (predicted start) + before (the last one) + noise e."""
 
     times: Int[np.ndarray, " S"]
@@ -45,21 +45,23 @@ class Plan:
         return np.stack(found, axis=-1).astype(np.float32)
 
 
-def usual_steps(cfg: PriorConfig, solver: Solver) -> int:
+def default_steps(cfg: PriorConfig, solver: Solver) -> int:
     """Where nobody asks for a number. DDPM takes them all."""
     return min(_USUAL_STEPS.get(solver, cfg.timesteps), cfg.timesteps)
 
 
-def make_plan(cfg: PriorConfig, steps: int | None = None, solver: Solver | None = None, eta: float = 1.0) -> Plan:
+def make_solver(
+    cfg: PriorConfig, steps: int | None = None, solver: Solver | None = None, eta: float = 1.0
+) -> SolverTable:
     """`steps`: none for all of them. `solver`: none for DDPM when all steps are taken, else DDIM, as the reference chooses."""
     steps = cfg.timesteps if steps is None else steps
     solver = solver or ("ddpm" if steps >= cfg.timesteps else "ddim")
     if not 2 <= steps <= cfg.timesteps:
-        raise refuse("steps", steps, f"from 2 to {cfg.timesteps}, the steps it was trained with", "use 64")
+        raise invalid("steps", steps, f"from 2 to {cfg.timesteps}, the steps it was trained with", "use 64")
     if solver == "ddpm" and steps != cfg.timesteps:
-        raise refuse("steps", steps, f"{cfg.timesteps} with ddpm, which takes them all", "use ddim or dpm")
+        raise invalid("steps", steps, f"{cfg.timesteps} with ddpm, which takes them all", "use ddim or dpm")
     if not 0 <= eta <= 1:
-        raise refuse("eta", eta, "between 0 (no noise) and 1", "use 1")
+        raise invalid("eta", eta, "between 0 (no noise) and 1", "use 1")
     if solver == "ddpm":
         return _ddpm(cfg)
     return _ddim(cfg, steps, eta) if solver == "ddim" else _dpm(cfg, steps)
@@ -75,7 +77,7 @@ def ddim_times(timesteps: int, steps: int) -> Int[np.ndarray, " S1"]:
     return np.trunc(found).astype(np.int64)[::-1]
 
 
-def _ddpm(cfg: PriorConfig) -> Plan:
+def _ddpm(cfg: PriorConfig) -> SolverTable:
     table = noise_of.tables(cfg.schedule, cfg.timesteps)
     times = np.arange(cfg.timesteps)[::-1]
     spread = np.exp(np.float32(0.5) * table.posterior_log_variance_clipped[times])
@@ -88,7 +90,7 @@ def _ddpm(cfg: PriorConfig) -> Plan:
     )
 
 
-def _ddim(cfg: PriorConfig, steps: int, eta: float) -> Plan:
+def _ddim(cfg: PriorConfig, steps: int, eta: float) -> SolverTable:
     table = noise_of.tables(cfg.schedule, cfg.timesteps)
     visited = ddim_times(cfg.timesteps, steps)
     times, after = visited[:-1], visited[1:]
@@ -121,7 +123,7 @@ def dpm_times(cfg: PriorConfig, steps: int) -> Int[np.ndarray, " S"]:
     return np.unique(np.argmin(np.abs(place - wanted[:, None]), axis=1))[::-1]
 
 
-def _dpm(cfg: PriorConfig, steps: int) -> Plan:
+def _dpm(cfg: PriorConfig, steps: int) -> SolverTable:
     """DPM-Solver++(2M) in the half log of the signal-to-noise ratio; its last step goes to the start itself."""
     times = dpm_times(cfg, steps)
     kept = np.cumprod(1 - noise_of.betas(cfg.schedule, cfg.timesteps), dtype=np.float64)[times]
@@ -148,7 +150,7 @@ def _plan(
     start: np.ndarray,
     noise: np.ndarray,
     before: np.ndarray | None = None,
-) -> Plan:
+) -> SolverTable:
     table = noise_of.tables(cfg.schedule, cfg.timesteps)
     of_x, of_output = {
         "x_start": (np.zeros(len(times)), np.ones(len(times))),
@@ -156,4 +158,4 @@ def _plan(
         "v": (table.sqrt_alphas_cumprod[times], -table.sqrt_one_minus_alphas_cumprod[times]),
     }[cfg.objective]
     before = np.zeros(len(times)) if before is None else before
-    return Plan(times=times, of_x=of_x, of_output=of_output, keep=keep, start=start, before=before, noise=noise)
+    return SolverTable(times=times, of_x=of_x, of_output=of_output, keep=keep, start=start, before=before, noise=noise)

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from linnet.core.errors import refuse
-from linnet.core.special_tokens import END
+from linnet.core.errors import invalid
+from linnet.core.special_tokens import EOS
 from linnet.models.bos import BeginId, bos_id, check_begin
 from linnet.models.hidden import ffn_size
 from linnet.nn.remat import Remat
-from linnet.parallel.mesh import must_divide, no_experts
+from linnet.parallel.mesh import check_divides, check_no_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class VQConfig:
     """Settings that fine-tuning may change: they alter training or speed, not the weights or what they mean."""
     n_vocab: int = 259
     """Symbols the model reads and writes. Bytes: 256 + pad, end and unknown."""
-    end_id: int = END
+    end_id: int = EOS
     """The symbol that ends a document: the tokenizer's."""
     begin_id: BeginId = dataclasses.field(default="end", repr=False)  # see `linnet.models.bos`
     """The symbol in front of every sequence: `end` (model.end_id), an id, or none."""
@@ -116,63 +116,63 @@ class VQConfig:
     def __post_init__(self) -> None:
         for name in ("n_vocab", "d_model", "d_k", "d_v", "n_head", "n_code", "n_layer", "block_len", "mem_len"):
             if getattr(self, name) < 1:
-                raise refuse(
+                raise invalid(
                     f"model.{name}", getattr(self, name), "at least 1", f"set --model.{name.replace('_', '-')}"
                 )
         if not 0 <= self.end_id < self.n_vocab:
-            raise refuse(
+            raise invalid(
                 "model.end_id", self.end_id, f"an id below model.n_vocab ({self.n_vocab})", "use the tokenizer's"
             )
         check_begin(self.begin_id, self.n_vocab)
         if self.d_model % 2:
-            raise refuse("model.d_model", self.d_model, "even (half sines, half cosines)", f"use {self.d_model + 1}")
+            raise invalid("model.d_model", self.d_model, "even (half sines, half cosines)", f"use {self.d_model + 1}")
         for name in ("p_dropemb", "p_dropsin", "p_dropres", "p_droplyr"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise refuse(f"model.{name}", getattr(self, name), "at least 0 and below 1", "use 0 for none")
+                raise invalid(f"model.{name}", getattr(self, name), "at least 0 and below 1", "use 0 for none")
         if not 0.0 < self.c_gamma < 1.0:
-            raise refuse("model.c_gamma", self.c_gamma, "between 0 and 1", "use 0.99")
+            raise invalid("model.c_gamma", self.c_gamma, "between 0 and 1", "use 0.99")
         if not self.pe_lam > 1.0:
-            raise refuse("model.pe_lam", self.pe_lam, "above 1", "use 100000")
+            raise invalid("model.pe_lam", self.pe_lam, "above 1", "use 100000")
         if self.d_condition < 0:
-            raise refuse("model.d_condition", self.d_condition, "0 or more", "use 0 for none")
+            raise invalid("model.d_condition", self.d_condition, "0 or more", "use 0 for none")
         if (self.n_place > 0) != (self.d_condition > 0):
             needs = "the values of a picture where model.d_condition is set, else 0"
-            raise refuse("model.n_place", self.n_place, needs, "use data.sequence_len, or 0 without model.d_condition")
+            raise invalid("model.n_place", self.n_place, needs, "use data.sequence_len, or 0 without model.d_condition")
         if not 0.0 <= self.p_drop_condition <= 1.0:
-            raise refuse("model.p_drop_condition", self.p_drop_condition, "between 0 and 1", "use 0.1, or 0 for never")
+            raise invalid("model.p_drop_condition", self.p_drop_condition, "between 0 and 1", "use 0.1, or 0 for never")
         if not self.condition_noise >= 0.0:
-            raise refuse("model.condition_noise", self.condition_noise, "0 or more", "use 0 for none")
+            raise invalid("model.condition_noise", self.condition_noise, "0 or more", "use 0 for none")
         if self.n_expert < 0 or (self.n_expert and not 1 <= self.n_choice <= self.n_expert):
             needs = "0 experts, or at least as many as model.n_choice (1 or more)"
-            raise refuse("model.n_expert / model.n_choice", (self.n_expert, self.n_choice), needs, "use 8 and 2")
+            raise invalid("model.n_expert / model.n_choice", (self.n_expert, self.n_choice), needs, "use 8 and 2")
         if not self.widening > 0:
-            raise refuse("model.widening", self.widening, "above 0", "use 2")
+            raise invalid("model.widening", self.widening, "above 0", "use 2")
         if self.balance_weight < 0 or self.z_weight < 0:
             got = (self.balance_weight, self.z_weight)
-            raise refuse("model.balance_weight / model.z_weight", got, "0 or more", "use 0 for none")
+            raise invalid("model.balance_weight / model.z_weight", got, "0 or more", "use 0 for none")
         if self.c_beta < 0.0:
-            raise refuse("model.c_beta", self.c_beta, "0 or more", "use 0.0001")
+            raise invalid("model.c_beta", self.c_beta, "0 or more", "use 0.0001")
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
         """A mesh must cut the model evenly."""
-        must_divide("model.d_model", self.d_model, "fsdp", sizes)
+        check_divides("model.d_model", self.d_model, "fsdp", sizes)
         if self.n_head > 1:
-            must_divide("model.n_head", self.n_head, "model", sizes)
+            check_divides("model.n_head", self.n_head, "model", sizes)
         else:
-            must_divide("model.d_v", self.d_v, "model", sizes)
+            check_divides("model.d_v", self.d_v, "model", sizes)
         if self.n_expert:
-            must_divide("model.n_expert", self.n_expert, "expert", sizes)
-            must_divide("the experts' hidden width", ffn_size(self.d_model, self.widening), "model", sizes)
+            check_divides("model.n_expert", self.n_expert, "expert", sizes)
+            check_divides("the experts' hidden width", ffn_size(self.d_model, self.widening), "model", sizes)
         else:
-            no_experts(sizes)
+            check_no_experts(sizes)
 
     def check_lengths(self, sequence_len: int, update_len: int) -> None:
         """Blocks must divide an update; a sequence may be as long as you like, but a picture that the model is told of is whole."""
         if self.d_condition and sequence_len != self.n_place:
             needs = f"data.sequence_len ({sequence_len}), one picture"
-            raise refuse("model.n_place", self.n_place, needs, f"use --model.n-place {sequence_len}")
+            raise invalid("model.n_place", self.n_place, needs, f"use --model.n-place {sequence_len}")
         if update_len % self.block_len:
-            raise refuse(
+            raise invalid(
                 "data.update_len",
                 update_len,
                 f"a multiple of model.block_len ({self.block_len})",

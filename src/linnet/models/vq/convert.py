@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import named_leaves
 from linnet.models.vq.config import VQConfig
@@ -97,21 +97,23 @@ def from_reference(tree: Tree, cfg: VQConfig) -> tuple[VQParams, VQBuffers]:
 def _check_extensions(cfg: VQConfig) -> None:
     for name, value in (("n_expert", cfg.n_expert), ("d_condition", cfg.d_condition)):
         if value:
-            raise refuse(f"model.{name}", value, "0: the reference has no place for these weights", "use safetensors")
+            raise invalid(f"model.{name}", value, "0: the reference has no place for these weights", "use safetensors")
 
 
 def _check_tree(tree: Tree, wanted: Mapping[str, tuple[int, ...]]) -> None:
     missing = sorted(set(wanted) - set(tree))
     if missing:
-        raise refuse(
+        raise invalid(
             "the weights", f"missing {_some(missing)}", "the whole tree of the official checkpoint", "export it again"
         )
     extra = sorted(set(tree) - set(wanted) - {TIED_BIAS})
     if extra:
-        raise refuse("the weights", f"also {_some(extra)}", "those of the model in the config only", "check the config")
+        raise invalid(
+            "the weights", f"also {_some(extra)}", "those of the model in the config only", "check the config"
+        )
     for name, shape in wanted.items():
         if tree[name].shape != shape:
-            raise refuse(f"the shape of {name}", tree[name].shape, f"{shape}", "check the sizes in the config")
+            raise invalid(f"the shape of {name}", tree[name].shape, f"{shape}", "check the sizes in the config")
 
 
 def reference_leaves(cfg: VQConfig) -> dict[str, tuple[str, int | None]]:
@@ -173,7 +175,7 @@ def infer_config(tree: Tree) -> dict[str, Any]:
             f"{_some(sorted(tree))}. Fix: name the official checkpoint file, or an .npz of its '/'-joined names."
         )
     if layers != set(range(max(layers) + 1)):
-        raise refuse("the layers in the weights", sorted(layers), "0, 1, 2, .. without a gap", "export them again")
+        raise invalid("the layers in the weights", sorted(layers), "0, 1, 2, .. without a gap", "export them again")
     try:
         n_head, n_code, d_k = tree[f"{unit_name(0)}/{CODE_NAMES['code_total']}"].shape
         d_v = tree[f"{unit_name(0)}/{UNIT_NAMES['w_res']}"].shape[0] // n_head
@@ -202,12 +204,12 @@ def config_from_reference(settings: Mapping[str, Any], *, ignore_unknown: bool =
     fields = {f.name for f in dataclasses.fields(VQConfig)}
     unknown = unknown_settings(settings)
     if unknown and not ignore_unknown:
-        raise refuse("the settings of the model", f"also {_some(unknown)}", "those of the reference", "remove them")
+        raise invalid("the settings of the model", f"also {_some(unknown)}", "those of the reference", "remove them")
     missing = [name for name in NEEDED if name not in settings]
     if missing:
-        raise refuse("the settings of the model", f"missing {_some(missing)}", "whole", "write them to the file")
+        raise invalid("the settings of the model", f"missing {_some(missing)}", "whole", "write them to the file")
     if settings.get("param_dtype", "float32") != "float32":
-        raise refuse("param_dtype", settings["param_dtype"], "float32", "convert the weights")
+        raise invalid("param_dtype", settings["param_dtype"], "float32", "convert the weights")
     hints = typing.get_type_hints(VQConfig)
     return VQConfig(**{name: _setting(name, hints[name], settings[name]) for name in fields & set(settings)})
 
@@ -230,7 +232,7 @@ def _setting(name: str, hint: Any, value: Any) -> Any:
     if typing.get_origin(hint) is typing.Union and (value is None or isinstance(value, int | str)):
         return value  # begin_id, which the config itself checks
     needs = {bool: "0 or 1", int: "a whole number", float: "a number"}.get(hint, f"one of {typing.get_args(hint)}")
-    raise refuse(f"the setting {name}", value, needs, "correct it in the file")
+    raise invalid(f"the setting {name}", value, needs, "correct it in the file")
 
 
 def _reference_specs(cfg: VQConfig) -> dict[str, Spec]:

@@ -18,9 +18,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from linnet.core import quant
 from linnet.core.pytree import replace
-from linnet.core.quant import Matrix, side_by_side
+from linnet.core.quant import Weight, concat_outputs
 from linnet.models import decoding as drawing
-from linnet.models.tensor_parallel import WHOLE, Parts, decoding_rules, weight_cuts
+from linnet.models.tensor_parallel import WHOLE, Parts, decoding_rules, weight_pspecs
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.decode_state import (
     Prepared,
@@ -36,14 +36,14 @@ from linnet.models.vq.decode_state import (
 from linnet.models.vq.model import distance_vectors, key_scale, told
 from linnet.models.vq.params import RULES, VQBuffers, VQParams, buffer_specs
 from linnet.nn import codebook
-from linnet.nn.batch_invariant import COMPILER_OPTIONS, LANES, cut, dot
+from linnet.nn.batch_invariant import COMPILER_OPTIONS, LANES, matmul, split_k
 from linnet.nn.moe import Mixture
 from linnet.nn.norm import rms_norm, rms_norm_affine, rms_norm_gain
 from linnet.nn.positions import sinusoid
-from linnet.nn.sampling import Rules, SamplingSettings
-from linnet.nn.tiled import few_experts
+from linnet.nn.sampling import LogitMask, SamplingSettings
+from linnet.nn.tiled import moe_decode
 from linnet.parallel import sharding
-from linnet.parallel.sharding import each_part
+from linnet.parallel.sharding import shard_map
 
 
 @partial(jax.jit, static_argnames="cfg")
@@ -53,14 +53,14 @@ def prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
     (divided, specs), mine = apart(params, cfg), part_config(cfg)
 
     def here(params: VQParams, buffers: VQBuffers) -> Prepared:
-        joined = replace(params.units, w_kvg=side_by_side(*params.units.w_kvg))
+        joined = replace(params.units, w_kvg=concat_outputs(*params.units.w_kvg))
         return _prepare(replace(params, units=joined), buffers, mine)
 
     ins = (
-        weight_cuts(specs, divided, decoding_rules(RULES)),
-        weight_cuts(buffer_specs(cfg), buffers, decoding_rules(RULES)),
+        weight_pspecs(specs, divided, decoding_rules(RULES)),
+        weight_pspecs(buffer_specs(cfg), buffers, decoding_rules(RULES)),
     )
-    return each_part(here, (divided, buffers), ins, prepared_cuts(cfg))
+    return shard_map(here, (divided, buffers), ins, prepared_cuts(cfg))
 
 
 def _prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
@@ -76,11 +76,11 @@ def _prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
         return UnitWeights(
             gain=p.norm_gain,
             bias=p.norm_bias,
-            project=cut(_held(side_by_side(p.w_q, p.w_kvg), dtype)),
-            scores=tuple(cut(head.T) for head in scores),
+            project=split_k(_held(concat_outputs(p.w_q, p.w_kvg), dtype)),
+            scores=tuple(split_k(head.T) for head in scores),
             offset=jnp.pad(offset, [(0, 0), (0, -offset.shape[1] % LANES)]),
             half_square=0.5 * jnp.sum(vectors[g] ** 2, axis=-1),
-            out=cut(_held(p.w_res, dtype)),
+            out=split_k(_held(p.w_res, dtype)),
             mixture=None if params.mixture is None else _taken(params.mixture, g),
         )
 
@@ -90,13 +90,13 @@ def _prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
         units=tuple(unit(g) for g in range(cfg.n_unit)),
         out_gain=params.out_gain,
         out_norm_bias=params.out_norm_bias,
-        logits=cut(params.embed.T if cfg.e_tie else params.w_out),
+        logits=split_k(params.embed.T if cfg.e_tie else params.w_out),
         logits_bias=params.out_bias,
         place=params.place,
     )
 
 
-def _held(matrix: Matrix, dtype: Any) -> Matrix:
+def _held(matrix: Weight, dtype: Any) -> Weight:
     """Not wider than the activations it multiplies."""
     if not isinstance(matrix, jax.Array) or matrix.dtype.itemsize < dtype.itemsize:
         return matrix
@@ -136,7 +136,7 @@ def decode(
     settings: SamplingSettings,
     keys: PRNGKeyArray,
     seen: Int[Array, "B A"],
-    rules: Rules | None = None,
+    rules: LogitMask | None = None,
     active: Bool[Array, " B"] | None = None,
     n: int | Int[Array, ""] | None = None,
     *,
@@ -155,7 +155,7 @@ def decode(
         def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
             return read_token(prepared, slots, tokens, cfg, of)
 
-        return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
+        return drawing.decode_loop(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
 
     return cast(
         Any,
@@ -188,7 +188,7 @@ def read_token(
     x = x.astype(jnp.float32)
     if cfg.e_preln:
         x = rms_norm_affine(x, prepared.out_gain, prepared.out_norm_bias)
-    logits = dot(x, prepared.logits)[:, : prepared.logits_bias.shape[0]] + prepared.logits_bias
+    logits = matmul(x, prepared.logits)[:, : prepared.logits_bias.shape[0]] + prepared.logits_bias
     logits = of.together(cfg.e_scale * logits, cfg.n_vocab)
     return replace(slots, units=tuple(units), position=slots.position + 1), logits
 
@@ -205,14 +205,14 @@ def _unit(
     batch, n_head, rows = x.shape[0], cfg.n_head, column.shape[0]
     hk, hv, n_code = n_head * cfg.d_k, n_head * cfg.d_v, cfg.n_code
     h = rms_norm_affine(x, weights.gain, weights.bias)
-    projected = dot(h, weights.project)[:, : 2 * (hk + hv)]
+    projected = matmul(h, weights.project)[:, : 2 * (hk + hv)]
     qk = rms_norm(projected[:, : 2 * hk].reshape(batch, 2, n_head, cfg.d_k)) * key_scale(cfg)
     qk = qk.astype(jnp.float32)
     value = jax.nn.silu(projected[:, 2 * hk : 2 * hk + hv]).reshape(rows, cfg.d_v).astype(jnp.float32)
     gate = jax.nn.silu(projected[:, 2 * hk + hv :])
     # q and k apart: one row each is a matrix-vector product, the fastest there is.
-    by_query = jnp.stack([dot(qk[:, 0, i], head) for i, head in enumerate(weights.scores)], axis=1) + weights.offset
-    by_key = jnp.stack([dot(qk[:, 1, i], head) for i, head in enumerate(weights.scores)], axis=1)
+    by_query = jnp.stack([matmul(qk[:, 0, i], head) for i, head in enumerate(weights.scores)], axis=1) + weights.offset
+    by_key = jnp.stack([matmul(qk[:, 1, i], head) for i, head in enumerate(weights.scores)], axis=1)
     by_query = by_query.reshape(rows, -1)
     code = jnp.argmax(by_key[..., :n_code] - weights.half_square, axis=-1).reshape(rows).astype(jnp.int32)
 
@@ -229,7 +229,7 @@ def _unit(
     norm = jnp.sum(weight * memory.count, axis=-1, keepdims=True)
     mixed = jnp.einsum("rn,rnv->rv", weight, memory.total) / norm
     mixed = mixed.astype(x.dtype).reshape(batch, hv)
-    return dot(mixed * gate, weights.out)[:, : cfg.d_model], memory
+    return matmul(mixed * gate, weights.out)[:, : cfg.d_model], memory
 
 
 def _taken(mixture: Mixture, g: int) -> Mixture:
@@ -246,7 +246,7 @@ def _mixture(x: Float[Array, "B D"], mixture: Mixture, cfg: VQConfig, of: Parts)
     everyone = jnp.ones((x.shape[0],), bool)
     h = rms_norm_gain(x, mixture.in_gain)
     first = of.first_expert(cfg.n_expert)
-    y = few_experts(h, mixture.router[None], mixture.experts, 0, everyone, cfg.n_choice, first)
+    y = moe_decode(h, mixture.router[None], mixture.experts, 0, everyone, cfg.n_choice, first)
     return rms_norm_gain(of.added(y, "model", "expert"), mixture.out_gain)
 
 

@@ -18,10 +18,10 @@ from linnet.core.pytree import pytree, replace
 from linnet.models.tensor_parallel import EVERYWHERE, WHOLE, parts
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.params import VQParams, head_axis, param_specs
-from linnet.nn.batch_invariant import Cut
+from linnet.nn.batch_invariant import SplitK
 from linnet.nn.moe import ExpertWeights, Mixture
 from linnet.parallel import sharding
-from linnet.parallel.sharding import each_part
+from linnet.parallel.sharding import shard_map
 
 
 @pytree
@@ -44,11 +44,11 @@ class Slots:
 class UnitWeights:
     gain: Float[Array, " D"]
     bias: Float[Array, " D"]
-    project: Cut  # D x (HK + HK + HV + HV): queries, keys, values, gates
-    scores: tuple[Cut, ...]  # per head K x P: the code vectors, then r_0 .. r_M
+    project: SplitK  # D x (HK + HK + HV + HV): queries, keys, values, gates
+    scores: tuple[SplitK, ...]  # per head K x P: the code vectors, then r_0 .. r_M
     offset: Float[Array, "H P"]  # u . C, then w . r
     half_square: Float[Array, "H S"]  # |C|^2 / 2
-    out: Cut  # HV x D
+    out: SplitK  # HV x D
     mixture: Any  # a `Mixture`, or None without experts
 
 
@@ -61,7 +61,7 @@ class Prepared:
     units: tuple[UnitWeights, ...]
     out_gain: Any
     out_norm_bias: Any
-    logits: Cut  # D x A, padded
+    logits: SplitK  # D x A, padded
     logits_bias: Float[Array, " A"]
     place: Any = None  # P D, or None in a model that nothing conditions
 
@@ -169,5 +169,5 @@ def by_parts(
         slots, *told = run(prepared, slots, mine, of, *rest)
         return slots, told
 
-    slots, told = each_part(here, (prepared, slots, rest), (prepared_cuts(cfg), cut, EVERYWHERE), (cut, EVERYWHERE))
+    slots, told = shard_map(here, (prepared, slots, rest), (prepared_cuts(cfg), cut, EVERYWHERE), (cut, EVERYWHERE))
     return slots, *told

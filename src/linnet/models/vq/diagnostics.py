@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.params import VQBuffers
-from linnet.nn.codebook import LEAST_COUNT, code_vectors
+from linnet.nn.codebook import MIN_COUNT, code_vectors
 
 FEWEST, MOST = 1.0, 1e6  # a count outside is out of range
 
@@ -29,7 +29,7 @@ def codebook_figures(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfi
 @functools.partial(jax.jit, static_argnums=1)
 def _figures(buffers: VQBuffers, dead_below: float) -> tuple[dict[str, Array], dict[str, Float[Array, " G"]]]:
     codes = code_vectors(buffers.code_count, buffers.code_total)  # G H S K
-    usage = jnp.maximum(buffers.code_count, LEAST_COUNT)
+    usage = jnp.maximum(buffers.code_count, MIN_COUNT)
     norm = jnp.linalg.norm(codes, axis=-1)
     unit = codes / jnp.maximum(norm, 1e-9)[..., None]
     n_code = codes.shape[2]

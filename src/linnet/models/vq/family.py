@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from linnet.core import rng
 from linnet.core.pytree import pytree
 from linnet.models.base import Aux, Keys
-from linnet.models.router_metrics import expert_alarms, expert_diagnostics, router_cost, router_metrics
+from linnet.models.router_metrics import expert_diagnostics, expert_warnings, router_cost, router_metrics
 from linnet.models.vq import model
 from linnet.models.vq import slots as decoder
 from linnet.models.vq.config import VQConfig
@@ -33,7 +33,7 @@ def empty_carry(cfg: VQConfig, batch_size: int) -> model.VQCarry:
     return model.empty_carry(cfg, batch_size)
 
 
-carry_names = model.carry_names
+carry_axes = model.carry_axes
 
 
 def loss(
@@ -49,7 +49,7 @@ def loss(
     mask = batch.loss_mask.astype(jnp.float32)
     dropout = None if keys is None else _dropout(keys, first_row, batch.inputs.shape[0])
     if cfg.d_condition:
-        embeds = batch.condition if dropout is None else _disturbed(batch.condition, dropout, cfg)
+        embeds = batch.condition if dropout is None else augment_condition(batch.condition, dropout, cfg)
         carry = model.conditioned(params, carry, embeds, cfg)
     x, carry, aux = model.forward(
         params,
@@ -147,7 +147,7 @@ def alarms(figures: dict[str, Any], least: float, cfg: VQConfig) -> dict[int, st
         if value < least * cfg.n_code
     }
     # Experts count from behind the units, so that both may be told of one unit.
-    more = expert_alarms(figures, least, cfg.n_expert) if cfg.n_expert else {}
+    more = expert_warnings(figures, least, cfg.n_expert) if cfg.n_expert else {}
     return collapsed | {cfg.n_unit + unit: words for unit, words in more.items()}
 
 
@@ -155,15 +155,15 @@ def flops_per_token(cfg: VQConfig) -> int:
     return model.n_flops_per_token(cfg)
 
 
-def _disturbed(embeds: Float[Array, "B E"], dropout: model.Dropout, cfg: VQConfig) -> Float[Array, "B E"]:
+def augment_condition(embeds: Float[Array, "B E"], dropout: model.Dropout, cfg: VQConfig) -> Float[Array, "B E"]:
     """Embeddings as training shows them: a little off, and now and then none. Held for a whole sequence."""
 
     def row(embed: Float[Array, " E"], key: PRNGKeyArray) -> Float[Array, " E"]:
         if cfg.condition_noise:
-            noise = jax.random.normal(rng.stream(key, "condition noise"), embed.shape)
+            noise = jax.random.normal(rng.fold_in_name(key, "condition noise"), embed.shape)
             off = embed + cfg.condition_noise / math.sqrt(cfg.d_condition) * noise
             embed = off * jax.lax.rsqrt(jnp.sum(off**2)) * jnp.any(embed != 0)  # none stays none
-        keep = jax.random.bernoulli(rng.stream(key, "condition"), 1.0 - cfg.p_drop_condition)
+        keep = jax.random.bernoulli(rng.fold_in_name(key, "condition"), 1.0 - cfg.p_drop_condition)
         return jnp.where(keep, embed, 0.0)
 
     return jax.vmap(row)(embeds, dropout.sequence)
@@ -171,11 +171,11 @@ def _disturbed(embeds: Float[Array, "B E"], dropout: model.Dropout, cfg: VQConfi
 
 def _dropout(keys: Keys, first_row: int | Int[Array, ""], batch_size: int) -> model.Dropout:
     rows = first_row + jnp.arange(batch_size)
-    per_row = jax.vmap(lambda key, row: rng.at(rng.stream(key, "row"), row), in_axes=(None, 0))
+    per_row = jax.vmap(lambda key, row: rng.fold_in(rng.fold_in_name(key, "row"), row), in_axes=(None, 0))
     return model.Dropout(
         update=per_row(keys.update, rows),
         sequence=per_row(keys.sequence, rows),
-        shared=rng.stream(keys.sequence, "shared"),
+        shared=rng.fold_in_name(keys.sequence, "shared"),
     )
 
 
@@ -183,7 +183,7 @@ __all__ = [
     "RULES",
     "alarms",
     "buffer_specs",
-    "carry_names",
+    "carry_axes",
     "decoder",
     "diagnostics",
     "empty_carry",

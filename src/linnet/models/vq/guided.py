@@ -25,13 +25,13 @@ from linnet.models.vq.decode_state import Prepared, Slots, by_parts, slot_cuts
 from linnet.models.vq.model import VQCarry
 from linnet.models.vq.params import VQBuffers, VQParams
 from linnet.nn.batch_invariant import COMPILER_OPTIONS
-from linnet.nn.sampling import Rules, SamplingSettings
+from linnet.nn.sampling import LogitMask, SamplingSettings
 
 Pair = tuple[VQCarry, VQCarry]
 
 
 @pytree
-class Twice:
+class CFGSlots:
     both: Slots  # 2B
     guidance: Float[Array, " B"]
 
@@ -41,7 +41,7 @@ class Twice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Guided:
+class CFGDecoder:
     """A `Decoder` whose states are pairs. A guidance of 1 is the model as it is told, bit for bit."""
 
     guidance: float
@@ -52,13 +52,13 @@ class Guided:
     def prepare(self, params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
         return one_by_one.prepare(params, buffers, cfg)
 
-    def init_slots(self, cfg: VQConfig, n: int) -> Twice:
-        return Twice(
+    def init_slots(self, cfg: VQConfig, n: int) -> CFGSlots:
+        return CFGSlots(
             both=one_by_one.init_slots(cfg, 2 * n), guidance=cast(Any, np.full((n,), self.guidance, np.float32))
         )
 
-    def told_state(self, params: VQParams, embed: Float[Array, " E"], cfg: VQConfig) -> Pair:
-        return one_by_one.told_state(params, embed, cfg), one_by_one.empty_state(cfg)
+    def conditioned_state(self, params: VQParams, embed: Float[Array, " E"], cfg: VQConfig) -> Pair:
+        return one_by_one.conditioned_state(params, embed, cfg), one_by_one.empty_state(cfg)
 
     def admit(
         self,
@@ -72,7 +72,7 @@ class Guided:
         read = partial(one_by_one.admit, params, buffers, prompt, cfg)
         return read(told), read(untold)
 
-    def insert(self, slots: Twice, one: Pair, i: int) -> Twice:
+    def insert(self, slots: CFGSlots, one: Pair, i: int) -> CFGSlots:
         both = one_by_one.insert(slots.both, one[0], i)
         return replace(slots, both=one_by_one.insert(both, one[1], slots.guidance.shape[0] + i))
 
@@ -88,35 +88,35 @@ class Guided:
 )
 def decode(
     prepared: Prepared,
-    slots: Twice,
+    slots: CFGSlots,
     tokens: Int[Array, " B"],
     settings: SamplingSettings,
     keys: PRNGKeyArray,
     seen: Int[Array, "B A"],
-    rules: Rules | None = None,
+    rules: LogitMask | None = None,
     active: Any = None,
     n: int | Int[Array, ""] | None = None,
     *,
     cfg: VQConfig,
     n_ticks: int,
     n_top: int = 0,
-) -> tuple[Twice, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"], tuple[Array, Array] | None]:
+) -> tuple[CFGSlots, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"], tuple[Array, Array] | None]:
     """As `drawing.draw` says: what is drawn is read by both of a pair."""
     del active
 
     def run(
-        prepared: Prepared, slots: Twice, cfg: VQConfig, of: Parts, tokens: Any, settings: Any, keys: Any, *rest: Any
+        prepared: Prepared, slots: CFGSlots, cfg: VQConfig, of: Parts, tokens: Any, settings: Any, keys: Any, *rest: Any
     ) -> tuple[Any, ...]:
         seen, rules, n = rest
 
-        def one(slots: Twice, tokens: Int[Array, " B"]) -> tuple[Twice, Float[Array, "B A"]]:
+        def one(slots: CFGSlots, tokens: Int[Array, " B"]) -> tuple[CFGSlots, Float[Array, "B A"]]:
             both, logits = read_token(prepared, slots.both, jnp.concatenate([tokens, tokens]), cfg, of)
             told, untold = jnp.split(logits, 2)
             guidance = slots.guidance[:, None]
             mixed = jnp.where(guidance == 1.0, told, untold + guidance * (told - untold))
             return replace(slots, both=both), mixed
 
-        return drawing.draw(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
+        return drawing.decode_loop(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
 
-    cut = Twice(both=slot_cuts(cfg.n_head, cfg.n_unit), guidance=cast(Any, EVERYWHERE))
+    cut = CFGSlots(both=slot_cuts(cfg.n_head, cfg.n_unit), guidance=cast(Any, EVERYWHERE))
     return cast(Any, by_parts(run, prepared, slots, cfg, cut, tokens, settings, keys, seen, rules, n))

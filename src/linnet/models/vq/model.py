@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from linnet.core import rng
 from linnet.core.pytree import pytree, replace
-from linnet.core.quant import Matrix, side_by_side
+from linnet.core.quant import Weight, concat_outputs
 from linnet.models.hidden import ffn_size
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.params import RULES, UnitParams, VQBuffers, VQParams, head_axis
@@ -80,9 +80,9 @@ STATE_NAMES: Any = AttentionState(
 """Of one unit's state."""
 
 
-def carry_names(carry: VQCarry) -> Any:
+def carry_axes(carry: VQCarry) -> Any:
     """What each axis of a carry is."""
-    attention = jax.tree.map(lambda names: ("layers", *names), STATE_NAMES, is_leaf=sharding.is_names)
+    attention = jax.tree.map(lambda names: ("layers", *names), STATE_NAMES, is_leaf=sharding.is_logical_axes)
     condition: Any = None if carry.condition is None else ("batch", None)
     return VQCarry(attention=attention, position=cast(Any, ("batch",)), condition=condition)
 
@@ -158,9 +158,9 @@ def forward(
             y = _drop_rows(y, cfg.p_droplyr, _row_stream(drop.sequence, "layer"), whole=True)
         x = x + y
         if mixture is not None:
-            z, routing = experts.mixture_half(x, mixture, cfg.n_choice, (None, "batch", None, None), RULES)
+            z, routing = experts.moe_block(x, mixture, cfg.n_choice, (None, "batch", None, None), RULES)
             x = x + rms_norm_gain(z, mixture.out_gain)
-            aux = replace(aux, router=experts.router_figures(routing, in_blocks.reshape(-1)))
+            aux = replace(aux, router=experts.router_stats(routing, in_blocks.reshape(-1)))
         return x, (state, aux)
 
     # Norms, silu and the like are cheaper to compute again than to keep.
@@ -190,18 +190,18 @@ def unit_projections(
     h = rms_norm_affine(x, p.norm_gain, p.norm_bias)
     ends = [hk, 2 * hk, 2 * hk + hv]
     if sharding.axis_size("model") == 1:
-        joined = checkpoint_name(linear(h, side_by_side(p.w_q, p.w_kvg)), PROJECTED)
+        joined = checkpoint_name(linear(h, concat_outputs(p.w_q, p.w_kvg)), PROJECTED)
         q, k, v, g = jnp.split(joined, ends, axis=-1)
     else:  # each cut for itself: a part of the joined product would be some keys and some values
         names = (head_axis(cfg), head_axis(cfg), "values", "values")
-        parts = zip(_columns(side_by_side(p.w_q, p.w_kvg), ends), names, strict=True)
+        parts = zip(_columns(concat_outputs(p.w_q, p.w_kvg), ends), names, strict=True)
         placed = (jax.tree.map(lambda w, n=n: sharding.constrain(w, (None, n), RULES), part) for part, n in parts)
         q, k, v, g = (checkpoint_name(linear(h, w), PROJECTED) for w in placed)
     q = rms_norm(heads(q, cfg.n_head)) * scale
     return q, rms_norm(heads(k, cfg.n_head)) * scale, heads(jax.nn.silu(v), cfg.n_head), jax.nn.silu(g)
 
 
-def _columns(matrix: Matrix, ends: list[int]) -> list[Matrix]:
+def _columns(matrix: Weight, ends: list[int]) -> list[Weight]:
     """Its outputs apart."""
     edges = zip([0, *ends], [*ends, None], strict=True)
     return [jax.tree.map(lambda w, a=a, b=b: w[..., a:b], matrix) for a, b in edges]
@@ -247,7 +247,7 @@ def _unit(
     chosen = checkpoint_name(codebook.nearest(jax.lax.stop_gradient(k), codes), PROJECTED)
     quantised = codebook.lookup(codes, chosen)
     keys = codebook.straight_through(k, quantised.astype(k.dtype))
-    r = distance_vectors(p, cfg, None if dropout is None else rng.stream(dropout.shared, "sinusoid"))
+    r = distance_vectors(p, cfg, None if dropout is None else rng.fold_in_name(dropout.shared, "sinusoid"))
     options = {
         "agg_cache": cfg.agg_cache,
         "grad_thru_cache": cfg.grad_thru_cache,
@@ -268,7 +268,7 @@ def _unit(
     chosen = out_of_blocks(chosen[..., None], n_token)[..., 0]
     candidates = None
     if cfg.restart_dead_codes and dropout is not None:
-        candidates = codebook.draw_keys(k, mask, cfg.n_code, rng.stream(dropout.shared, "restart"))
+        candidates = codebook.draw_keys(k, mask, cfg.n_code, rng.fold_in_name(dropout.shared, "restart"))
     return (
         y,
         state,
@@ -308,7 +308,7 @@ def _attention(
         return attention(queries, *others, n_token=n_token, length=length, **options)
 
     args = (queries, keys, chosen, values, codes, distances, state, documents, length)
-    return sharding.local(attend, RULES, args, names, (by_value, STATE_NAMES), (values, state))
+    return sharding.shard_map_by_axes(attend, RULES, args, names, (by_value, STATE_NAMES), (values, state))
 
 
 def _unit_aux(
@@ -356,7 +356,7 @@ def _drop_rows(
 
 
 def _row_stream(keys: PRNGKeyArray, name: str) -> PRNGKeyArray:
-    return jax.vmap(lambda key: rng.stream(key, name))(keys)
+    return jax.vmap(lambda key: rng.fold_in_name(key, name))(keys)
 
 
 def _fold_rows(keys: PRNGKeyArray, index: Array) -> PRNGKeyArray:
@@ -366,7 +366,7 @@ def _fold_rows(keys: PRNGKeyArray, index: Array) -> PRNGKeyArray:
 
 def nats(params: VQParams, x: Float[Array, "B T D"], targets: Int[Array, "B T"], cfg: VQConfig) -> Float[Array, "B T"]:
     """-log p(target), in float32."""
-    return likelihood.nats(logits(params, x, cfg), targets)
+    return likelihood.token_nll(logits(params, x, cfg), targets)
 
 
 def n_flops_per_token(cfg: VQConfig, block_len: int | None = None) -> int:

@@ -12,9 +12,9 @@ from linnet.core.pytree import pytree
 from linnet.models.hidden import ffn_size
 from linnet.models.vq.config import VQConfig
 from linnet.nn.moe import ExpertWeights, Mixture
-from linnet.parallel.sharding import ROWS, Rules
+from linnet.parallel.sharding import ROWS, LogicalAxisRules
 
-RULES: Rules = {
+RULES: LogicalAxisRules = {
     **ROWS,
     "model": "fsdp",
     "vocab": "model",

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from linnet.core.pytree import replace
-from linnet.models.tensor_parallel import EVERYWHERE, cuts, decoding_rules
+from linnet.models.tensor_parallel import EVERYWHERE, decoding_rules, pspec
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.decode import code_vectors, decode, leave_ring, prepare, table_size, tick
 from linnet.models.vq.decode_state import (
@@ -33,14 +33,14 @@ from linnet.models.vq.decode_state import (
     prepared_cuts,
     slot_cuts,
 )
-from linnet.models.vq.model import VQCarry, carry_names, conditioned, empty_carry, forward, logits, nats
+from linnet.models.vq.model import VQCarry, carry_axes, conditioned, empty_carry, forward, logits, nats
 from linnet.models.vq.params import RULES, VQBuffers, VQParams
 from linnet.nn import codebook
-from linnet.nn.losses import likeliest
+from linnet.nn.losses import top_logprobs
 from linnet.nn.vq_attention import AttentionState
 from linnet.nn.vq_attention_scan import EMPTY
 from linnet.parallel import sharding
-from linnet.parallel.sharding import each_part
+from linnet.parallel.sharding import shard_map
 
 CHUNK = 128  # the least number of prompt tokens read at once
 SHORT = 32  # the end of a prompt that is no longer has a program of its own: a short message costs little
@@ -55,7 +55,7 @@ def init_slots(cfg: VQConfig, n: int) -> Slots:
 @partial(jax.jit, static_argnames=("cfg", "n"))
 def _slots_by_parts(cfg: VQConfig, n: int) -> Slots:
     mine = part_config(cfg)
-    return each_part(lambda: _empty_slots(mine, n), (), (), slot_cuts(cfg.n_head, cfg.n_unit))
+    return shard_map(lambda: _empty_slots(mine, n), (), (), slot_cuts(cfg.n_head, cfg.n_unit))
 
 
 def _empty_slots(cfg: VQConfig, n: int) -> Slots:
@@ -84,7 +84,7 @@ def empty_state(cfg: VQConfig) -> VQCarry:
 
 
 @partial(jax.jit, static_argnames="cfg")
-def told_state(params: VQParams, embed: Float[Array, " E"], cfg: VQConfig) -> VQCarry:
+def conditioned_state(params: VQParams, embed: Float[Array, " E"], cfg: VQConfig) -> VQCarry:
     """The state of a sequence that is told of an embedding of length 1, before it read anything."""
     return _on_mesh(conditioned(params, empty_carry(cfg, 1), embed[None], cfg))
 
@@ -98,17 +98,19 @@ def placed(one: VQCarry) -> VQCarry:
 def _on_mesh(one: VQCarry) -> VQCarry:
     rules = decoding_rules(RULES)
     return jax.tree.map(
-        lambda names, x: sharding.constrain(x, names, rules), carry_names(one), one, is_leaf=sharding.is_names
+        lambda names, x: sharding.constrain(x, names, rules), carry_axes(one), one, is_leaf=sharding.is_logical_axes
     )
 
 
 def _state_cuts(one: VQCarry) -> Any:
     """As `placed` does it."""
     rules = decoding_rules(RULES)
-    return jax.tree.map(lambda names, x: cuts(x.shape, names, rules), carry_names(one), one, is_leaf=sharding.is_names)
+    return jax.tree.map(
+        lambda names, x: pspec(x.shape, names, rules), carry_axes(one), one, is_leaf=sharding.is_logical_axes
+    )
 
 
-def state_like(cfg: VQConfig, n_read: int) -> VQCarry:
+def abstract_state(cfg: VQConfig, n_read: int) -> VQCarry:
     """Of one size, whatever was read."""
     del n_read
     return empty_carry(cfg, 1)
@@ -122,11 +124,13 @@ def admit(
     carry = empty_carry(cfg, 1) if carry is None else carry
     size = chunk_len(cfg)
     for start in range(0, len(prompt), size):
-        carry = admit_chunk(params, buffers, carry, prompt[start : start + size], cfg)
+        carry = prefill_chunk(params, buffers, carry, prompt[start : start + size], cfg)
     return carry
 
 
-def admit_chunk(params: VQParams, buffers: VQBuffers, carry: VQCarry, tokens: Sequence[int], cfg: VQConfig) -> VQCarry:
+def prefill_chunk(
+    params: VQParams, buffers: VQBuffers, carry: VQCarry, tokens: Sequence[int], cfg: VQConfig
+) -> VQCarry:
     """Reads at most `chunk_len(cfg)` tokens: what an engine does between ticks."""
     size = chunk_len(cfg)
     assert 0 < len(tokens) <= size, f"a chunk has 1 to {size} tokens, got {len(tokens)}"
@@ -175,13 +179,13 @@ def chunk_logprobs(
     n_top: int = 0,
 ) -> tuple[Float[Array, " C"], tuple[Int[Array, "C K"], Float[Array, "C K"]] | None]:
     """The log-probability of each target after the tokens up to its place; padding at the end changes nothing before it. The carry
-    is left to `admit_chunk`, so that a state's bits do not depend on whether somebody asked for these. With `n_top`, also that many
+    is left to `prefill_chunk`, so that a state's bits do not depend on whether somebody asked for these. With `n_top`, also that many
     of the likeliest tokens at each place and their log-probabilities."""
     x, _, _ = forward(params, buffers, tokens, carry, cfg, documents=_documents(carry, tokens, cfg))
     chosen = -nats(params, x, targets, cfg)[0]
     if not n_top:
         return chosen, None
-    return chosen, likeliest(logits(params, x, cfg)[0], n_top)
+    return chosen, top_logprobs(logits(params, x, cfg)[0], n_top)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -190,7 +194,7 @@ def insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
     if sharding.current() is None:
         return _insert(slots, one, i)
     cut = _cuts_of(slots)
-    return each_part(_insert, (slots, one, jnp.asarray(i)), (cut, _state_cuts(one), EVERYWHERE), cut)
+    return shard_map(_insert, (slots, one, jnp.asarray(i)), (cut, _state_cuts(one), EVERYWHERE), cut)
 
 
 def _cuts_of(slots: Slots) -> Any:
@@ -250,7 +254,7 @@ def extract(
         return _extract(prepared, slots, i, cfg)
     mine, out = part_config(cfg), _state_cuts(jax.eval_shape(lambda: empty_carry(cfg, 1)))
     ins = (prepared_cuts(cfg), _cuts_of(slots), EVERYWHERE)
-    return each_part(lambda p, slots, i: _extract(p, slots, i, mine), (prepared, slots, jnp.asarray(i)), ins, out)
+    return shard_map(lambda p, slots, i: _extract(p, slots, i, mine), (prepared, slots, jnp.asarray(i)), ins, out)
 
 
 def _extract(prepared: Prepared, slots: Slots, i: int | Int[Array, ""], cfg: VQConfig) -> VQCarry:
@@ -293,7 +297,7 @@ def clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
     """Empties slot `i`. Counts of zero hide whatever the columns hold."""
     if sharding.current() is None:
         return _clear(slots, i)
-    return each_part(_clear, (slots, jnp.asarray(i)), (_cuts_of(slots), EVERYWHERE), _cuts_of(slots))
+    return shard_map(_clear, (slots, jnp.asarray(i)), (_cuts_of(slots), EVERYWHERE), _cuts_of(slots))
 
 
 def _clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
@@ -312,12 +316,13 @@ __all__ = [
     "Prepared",
     "Slots",
     "UnitMemory",
+    "abstract_state",
     "admit",
-    "admit_chunk",
     "alone",
     "chunk_len",
     "chunk_logprobs",
     "clear",
+    "conditioned_state",
     "decode",
     "empty_state",
     "extract",
@@ -325,8 +330,7 @@ __all__ = [
     "init_slots",
     "insert",
     "placed",
+    "prefill_chunk",
     "prepare",
-    "state_like",
     "tick",
-    "told_state",
 ]

@@ -2,6 +2,6 @@
 
 from linnet.parallel.cluster.environment import Member
 from linnet.parallel.cluster.exit import EXIT_PEER_LOST
-from linnet.parallel.cluster.initialize import blame, describe, join, leave, pulse
+from linnet.parallel.cluster.lifecycle import attribute_failure, current_heartbeat, describe, initialize, shutdown
 
-__all__ = ["EXIT_PEER_LOST", "Member", "blame", "describe", "join", "leave", "pulse"]
+__all__ = ["EXIT_PEER_LOST", "Member", "attribute_failure", "current_heartbeat", "describe", "initialize", "shutdown"]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 
 COORDINATOR, PROCESSES, PROCESS_ID = "LINNET_COORDINATOR", "LINNET_PROCESSES", "LINNET_PROCESS_ID"
 LOST_SECONDS, START_SECONDS = "LINNET_LOST_SECONDS", "LINNET_START_SECONDS"
@@ -32,7 +32,7 @@ class Member:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class ClusterEnv:
     """What the environment says. JAX finds out the rest itself where the kind is neither alone nor explicit."""
 
     kind: Kind
@@ -42,34 +42,34 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bounds:
+class Timeouts:
     """`lost`: seconds without a sign of life after which a process counts as gone. `start`: until all must have come."""
 
     lost: float
     start: float
 
 
-ALONE = Place(kind="alone")
+ALONE = ClusterEnv(kind="alone")
 
 
-def find_place(environ: Mapping[str, str], devices: Path = Path("/dev")) -> Place:
+def find_cluster_env(environ: Mapping[str, str], devices: Path = Path("/dev")) -> ClusterEnv:
     """`devices`: where the chips of a TPU machine show."""
     if any(name in environ for name in (COORDINATOR, PROCESSES, PROCESS_ID)):
         return _explicit(environ)
     if "SLURM_STEP_NODELIST" in environ and environ.get("SLURM_NTASKS", "1") != "1":
         return _slurm(environ)
     if _is_tpu(environ, devices):
-        return Place(kind="tpu")
+        return ClusterEnv(kind="tpu")
     if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
         return _kubernetes(environ)
     return ALONE
 
 
-def find_bounds(environ: Mapping[str, str]) -> Bounds:
-    return Bounds(lost=_seconds(environ, LOST_SECONDS, 30.0), start=_seconds(environ, START_SECONDS, 300.0))
+def find_timeouts(environ: Mapping[str, str]) -> Timeouts:
+    return Timeouts(lost=_seconds(environ, LOST_SECONDS, 30.0), start=_seconds(environ, START_SECONDS, 300.0))
 
 
-def _explicit(environ: Mapping[str, str]) -> Place:
+def _explicit(environ: Mapping[str, str]) -> ClusterEnv:
     count = _whole(environ, PROCESSES)
     if count is None:
         found = ", ".join(name for name in (COORDINATOR, PROCESS_ID) if name in environ)
@@ -77,7 +77,7 @@ def _explicit(environ: Mapping[str, str]) -> Place:
             f"{found} is set, but {PROCESSES} is not. Fix: set {PROCESSES} to the number of processes, or none."
         )
     if count < 1:
-        raise refuse(PROCESSES, count, "at least 1", "set it to the number of processes")
+        raise invalid(PROCESSES, count, "at least 1", "set it to the number of processes")
     if count == 1:  # says so whatever Slurm or Kubernetes say: a sweep's tasks are no cluster
         return ALONE
     index = _whole(environ, PROCESS_ID)
@@ -86,15 +86,15 @@ def _explicit(environ: Mapping[str, str]) -> Place:
             f"{PROCESSES} is {count}, but {PROCESS_ID} is not set. Fix: set it to 0 to {count - 1}, each once."
         )
     if not 0 <= index < count:
-        raise refuse(PROCESS_ID, index, f"0 to {count - 1} ({PROCESSES} is {count})", "number the processes from 0")
+        raise invalid(PROCESS_ID, index, f"0 to {count - 1} ({PROCESSES} is {count})", "number the processes from 0")
     address = environ.get(COORDINATOR, "")
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
-        raise refuse(COORDINATOR, address, "the HOST:PORT of process 0", "use one that all processes can reach")
-    return Place(kind="explicit", coordinator=address, index=index, count=count)
+        raise invalid(COORDINATOR, address, "the HOST:PORT of process 0", "use one that all processes can reach")
+    return ClusterEnv(kind="explicit", coordinator=address, index=index, count=count)
 
 
-def _slurm(environ: Mapping[str, str]) -> Place:
+def _slurm(environ: Mapping[str, str]) -> ClusterEnv:
     missing = [name for name in SLURM if name not in environ]
     if missing:
         raise UserError(
@@ -105,8 +105,8 @@ def _slurm(environ: Mapping[str, str]) -> Place:
     assert count is not None
     assert index is not None
     if not 0 <= index < count:
-        raise refuse("SLURM_PROCID", index, f"0 to {count - 1} (SLURM_NTASKS is {count})", "start with srun")
-    return Place(kind="slurm", index=index, count=count)
+        raise invalid("SLURM_PROCID", index, f"0 to {count - 1} (SLURM_NTASKS is {count})", "start with srun")
+    return ClusterEnv(kind="slurm", index=index, count=count)
 
 
 def _is_tpu(environ: Mapping[str, str], devices: Path) -> bool:
@@ -116,7 +116,7 @@ def _is_tpu(environ: Mapping[str, str], devices: Path) -> bool:
     return here and "tpu" in wanted and importlib.util.find_spec("libtpu") is not None
 
 
-def _kubernetes(environ: Mapping[str, str]) -> Place:
+def _kubernetes(environ: Mapping[str, str]) -> ClusterEnv:
     if importlib.util.find_spec("kubernetes") is None:
         raise UserError(
             "this is a pod of an indexed Job, but the package kubernetes, with which JAX finds the others, is not installed. "
@@ -124,7 +124,7 @@ def _kubernetes(environ: Mapping[str, str]) -> Place:
             "works alone, or pip install kubernetes."
         )
     index = _whole(environ, "JOB_COMPLETION_INDEX")
-    return Place(kind="kubernetes", index=index)
+    return ClusterEnv(kind="kubernetes", index=index)
 
 
 def _whole(environ: Mapping[str, str], name: str) -> int | None:
@@ -134,7 +134,7 @@ def _whole(environ: Mapping[str, str], name: str) -> int | None:
     try:
         return int(value)
     except ValueError:
-        raise refuse(name, value, "a whole number", "set it to one, or unset it") from None
+        raise invalid(name, value, "a whole number", "set it to one, or unset it") from None
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
@@ -144,5 +144,5 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         seconds = 0.0
     if not 1.0 <= seconds <= 86400.0:
-        raise refuse(name, value, "1 to 86400 seconds", f"unset it, for {default:g}")
+        raise invalid(name, value, "1 to 86400 seconds", f"unset it, for {default:g}")
     return seconds

@@ -24,7 +24,7 @@ _speaking = threading.Lock()
 _kept: list[object] = []  # C holds no reference to the handler it calls
 
 
-def leave_now(words: str, code: int = EXIT_PEER_LOST, after: float = 0.0) -> NoReturn:
+def exit_now(words: str, code: int = EXIT_PEER_LOST, after: float = 0.0) -> NoReturn:
     """Says it and ends this process from any thread. Whoever comes second waits for the end of the first."""
     _speaking.acquire()
     with contextlib.suppress(OSError, ValueError):  # whoever read our words may be gone, but we still have to leave
@@ -39,7 +39,7 @@ def on_abort(words: Callable[[], str | None]) -> None:
     def aborted(number: int) -> None:
         found = words()
         if found is not None:
-            leave_now(found)
+            exit_now(found)
 
     handler = _HANDLER(aborted)
     _kept.append(handler)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from linnet.parallel.cluster.environment import LAUNCHER, Bounds, Member
+from linnet.parallel.cluster.environment import LAUNCHER, Member, Timeouts
 
 SIGNS, VERDICT = "linnet/signs/", "linnet/verdict/"
 FAILED_SECONDS = 5.0
@@ -37,7 +37,7 @@ class Store(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sign:
+class Beat:
     """What a process says of itself with every beat."""
 
     index: int
@@ -54,10 +54,10 @@ class Sign:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Silent:
+class MissedBeats:
     index: int
     seconds: float
-    sign: Sign | None
+    sign: Beat | None
 
     def __str__(self) -> str:
         host = f" on {self.sign.host}" if self.sign else ""
@@ -65,16 +65,16 @@ class Silent:
         return f"process {self.index}{host} (no sign of life for {self.seconds:.0f} s{step})"
 
 
-class Ears:
+class FailureDetector:
     """What process 0 hears: when each process last gave a new sign, on a clock that stands still with this process."""
 
     def __init__(self, count: int) -> None:
-        self.signs: dict[int, Sign] = {}
+        self.signs: dict[int, Beat] = {}
         self._heard = dict.fromkeys(range(count), 0.0)
         self._failed: dict[int, float] = {}
         self._now = 0.0
 
-    def hear(self, signs: list[Sign], awake: float) -> None:
+    def hear(self, signs: list[Beat], awake: float) -> None:
         """`awake`: seconds since the last time that this process was not stopped."""
         self._now += awake
         for sign in signs:
@@ -85,9 +85,9 @@ class Ears:
                 self._failed.setdefault(sign.index, self._now)
             self.signs[sign.index] = sign
 
-    def silent(self, longer_than: float) -> list[Silent]:
+    def silent(self, longer_than: float) -> list[MissedBeats]:
         quiet = [
-            Silent(index=index, seconds=self._now - at, sign=self.signs.get(index))
+            MissedBeats(index=index, seconds=self._now - at, sign=self.signs.get(index))
             for index, at in self._heard.items()
             if self._now - at > longer_than
         ]
@@ -106,17 +106,17 @@ class Ears:
         return f"Gone: {'; '.join(map(str, gone[:3]))}{'; and more' if len(gone) > 3 else ''}."
 
 
-class Pulse:
+class Heartbeat:
     """The two threads of a process: one beats and listens, one counts how long the store gives no answer."""
 
     def __init__(
-        self, store: Store, member: Member, bounds: Bounds, coordinator: str, leave: Callable[[str, float], Any]
+        self, store: Store, member: Member, bounds: Timeouts, coordinator: str, leave: Callable[[str, float], Any]
     ) -> None:
         """`leave(words, after)` ends the process so many seconds after it said them."""
         self._coordinator = coordinator
         self.member, self.bounds = member, bounds
-        self.ears = Ears(member.count)
-        self.on_silence: Callable[[list[Silent]], None] | None = None
+        self.ears = FailureDetector(member.count)
+        self.on_silence: Callable[[list[MissedBeats]], None] | None = None
         """Called by process 0 with every beat: who has been silent for a while, though not yet for so long as to be gone."""
         self.saved: Callable[[], str] = lambda: ""
         """What is kept of the run, in a sentence."""
@@ -136,7 +136,7 @@ class Pulse:
             for name, work in (("pulse", self._pulse), ("answers", self._count))
         ]
 
-    def start(self) -> Pulse:
+    def start(self) -> Heartbeat:
         self._tell()  # before anything else, so that silence has a host's name
         for thread in self._threads:
             thread.start()
@@ -182,7 +182,7 @@ class Pulse:
                 self._leave(self.gone(found), 2.5 * self.every if self.member.index == 0 else 0.0)
 
     def _tell(self) -> None:
-        sign = Sign(
+        sign = Beat(
             index=self.member.index,
             host=self.member.host,
             beat=self._beat,
@@ -197,7 +197,7 @@ class Pulse:
     def _listen(self, awake: float) -> str | None:
         if self.member.index != 0:
             return next((words for _, words in self._store.key_value_dir_get(VERDICT)), None)
-        self.ears.hear([Sign(**json.loads(text)) for _, text in self._store.key_value_dir_get(SIGNS)], awake)
+        self.ears.hear([Beat(**json.loads(text)) for _, text in self._store.key_value_dir_get(SIGNS)], awake)
         found = self.ears.verdict(self.bounds.lost, 4 * self.every)
         if found is not None:
             self._store.key_value_set(f"{VERDICT}0", found, allow_overwrite=True)

@@ -7,7 +7,7 @@ import re
 STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|DEADLINE_EXCEEDED|ABORTED|CANCELLED|FAILED_PRECONDITION): ")
 
 
-def is_echo(error: BaseException | None) -> bool:
+def is_peer_failure(error: BaseException | None) -> bool:
     """Whether a status of JAX's runtime is at the bottom of it, whoever passed it on. The class says little: it is a ValueError as
     often as a JaxRuntimeError. It may also be an error of this process's own."""
     seen: set[int] = set()

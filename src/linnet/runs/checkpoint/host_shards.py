@@ -15,7 +15,7 @@ from linnet.runs.checkpoint import checksum
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class HostCopy:
+class HostShards:
     """This process's share of a state, off the device: pieces of the leaves by name, random keys as their numbers."""
 
     arrays: dict[str, Array]
@@ -29,7 +29,7 @@ def nbytes(state: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in named(state).values())
 
 
-def copy_to_host(state: Any) -> HostCopy:
+def copy_to_host(state: Any) -> HostShards:
     """Copies what this process is to write: of the pieces that several devices hold, those called the first copy."""
     leaves = {name: jnp.asarray(leaf) for name, leaf in named(state).items()}
     for leaf in leaves.values():
@@ -37,7 +37,7 @@ def copy_to_host(state: Any) -> HostCopy:
             if shard.replica_id == 0:
                 shard.data.copy_to_host_async()  # All are on their way before the first is waited for.
     shares = {name: _share(leaf) for name, leaf in leaves.items()}
-    return HostCopy(
+    return HostShards(
         arrays={name: array for name, (array, _) in shares.items()},
         boxes={name: boxes for name, (_, boxes) in shares.items()},
         kinds=kinds(state),

@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 import jax
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write, remove_parts
 from linnet.runs.checkpoint import silence as quiet
 from linnet.runs.checkpoint import host_shards as shares
 from linnet.runs.checkpoint import reader as snapshot
 from linnet.parallel import multihost as together
-from linnet.runs.checkpoint.reader import Damaged, Restored
+from linnet.runs.checkpoint.reader import CorruptCheckpoint, Restored
 from linnet.runs.checkpoint.writer import Deserted, Writer
 
 log = logging.getLogger("linnet")
@@ -49,8 +49,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         if keep < 1:
-            raise refuse("checkpoint.keep", keep, "at least 1", "keep 1 or more checkpoints")
-        quiet.hush_orbax()
+            raise invalid("checkpoint.keep", keep, "at least 1", "keep 1 or more checkpoints")
+        quiet.silence_orbax()
         self.folder = folder.absolute()
         self.keep = keep
         self._writer: Writer | None = None
@@ -100,19 +100,19 @@ class Checkpoints:
         if set_aside:
             self._sweep()
         if step != "latest":
-            return self._restore_one(target, together.decided(lambda: self.chosen(step)), partial)
+            return self._restore_one(target, together.broadcast_from_process0(lambda: self.chosen(step)), partial)
         damaged: dict[int, str] = {}
         while True:
-            number = together.decided(lambda: self._newest(damaged))
+            number = together.broadcast_from_process0(lambda: self._newest(damaged))
             try:
-                restored = snapshot.read(self.path(number), target, partial=partial)
+                restored = snapshot.read_checkpoint(self.path(number), target, partial=partial)
                 break
-            except Damaged as why:
+            except CorruptCheckpoint as why:
                 # If it is not there, the training has deleted an old one meanwhile.
-                if together.decided(lambda: self.path(number).exists()):  # noqa: B023, called at once
+                if together.broadcast_from_process0(lambda: self.path(number).exists()):  # noqa: B023, called at once
                     damaged[number] = str(why)
         # Only now: when nothing at all can be read, the fault may lie elsewhere, and nothing is renamed.
-        together.decided(lambda: self._pass_over(damaged, restored.step, set_aside=set_aside))
+        together.broadcast_from_process0(lambda: self._pass_over(damaged, restored.step, set_aside=set_aside))
         return restored
 
     # Writing.
@@ -127,7 +127,7 @@ class Checkpoints:
         extra = json.loads(json.dumps(extra))  # Fails here if it is not JSON, and no later change of it counts.
         need = math.ceil(ROOM * shares.nbytes(state))
         try:
-            if not together.decided(lambda: self._make_room(step, need)):
+            if not together.broadcast_from_process0(lambda: self._make_room(step, need)):
                 return
             copy = shares.copy_to_host(state)
             if self._writer is None:
@@ -195,7 +195,7 @@ class Checkpoints:
         if not steps:
             raise self._nothing_left({})
         what = "the step of an evaluated checkpoint" if step == "best" else "a saved step"
-        raise refuse("step", step, f"{what} of {self.folder}", f"use latest, or one of {steps}")
+        raise invalid("step", step, f"{what} of {self.folder}", f"use latest, or one of {steps}")
 
     def _newest(self, damaged: dict[int, str]) -> int:
         left = [step for step in self.steps() if step not in damaged]
@@ -223,8 +223,8 @@ class Checkpoints:
 
     def _restore_one(self, target: Any, step: int, partial: bool) -> Restored:
         try:
-            return snapshot.read(self.path(step), target, partial=partial)
-        except Damaged as why:
+            return snapshot.read_checkpoint(self.path(step), target, partial=partial)
+        except CorruptCheckpoint as why:
             raise UserError(
                 f"The checkpoint of step {step} in {self.folder} is damaged ({why}). "
                 f"Fix: use latest, or another of the saved steps {[s for s in self.steps() if s != step]}."

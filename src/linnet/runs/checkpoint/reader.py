@@ -31,7 +31,7 @@ log = logging.getLogger("linnet")
 STATE, MANIFEST = "state", "manifest"
 
 
-class Damaged(Exception):
+class CorruptCheckpoint(Exception):
     """What is wrong with one checkpoint's files."""
 
 
@@ -42,8 +42,8 @@ class Restored:
     extra: dict[str, Any]
 
 
-def read(path: Path, target: Any, *, partial: bool = False) -> Restored:
-    """Reads one checkpoint and proves its content. `Damaged` if it fails, `UserError` if `target` is another model.
+def read_checkpoint(path: Path, target: Any, *, partial: bool = False) -> Restored:
+    """Reads one checkpoint and proves its content. `CorruptCheckpoint` if it fails, `UserError` if `target` is another model.
 
     With `partial`, `target` may lack whole parts of the saved state (the optimizer state, say): those are neither read nor proven.
     All processes come to the same end: what one of them cannot read, or finds wrong, is damaged for all.
@@ -56,8 +56,8 @@ def read(path: Path, target: Any, *, partial: bool = False) -> Restored:
         found = _read_arrays(path, target)
         report = {"fault": None, "damaged": True, "sums": _held_sums(found, manifest["leaves"])}
     except Exception as error:
-        fault, report = error, {"fault": str(error), "damaged": isinstance(error, Damaged), "sums": {}}
-    reports = together.everyone(report)
+        fault, report = error, {"fault": str(error), "damaged": isinstance(error, CorruptCheckpoint), "sums": {}}
+    reports = together.all_gather_json(report)
     _settle(fault, reports)
     _prove(found, manifest["leaves"], [each["sums"] for each in reports])
     leaves = [_like(found[name], leaf) for name, leaf in named_leaves(target)]
@@ -69,7 +69,7 @@ def checksums(path: Path) -> dict[str, Any]:
     """Of every leaf by name, with its kind: what distinguishes two checkpoints without reading their arrays."""
     try:
         return _read_manifest(path)["leaves"]
-    except Damaged as why:
+    except CorruptCheckpoint as why:
         raise UserError(f"The checkpoint {path} is damaged ({why}). Fix: use another checkpoint.") from why
 
 
@@ -85,8 +85,8 @@ def _settle(fault: Exception | None, reports: list[dict[str, Any]]) -> None:
     if all(report["fault"] is None for report in reports):
         return
     if all(report["damaged"] for report in reports):
-        raise Damaged(next(report["fault"] for report in reports if report["fault"] is not None)) from fault
-    if fault is not None and not isinstance(fault, Damaged):
+        raise CorruptCheckpoint(next(report["fault"] for report in reports if report["fault"] is not None)) from fault
+    if fault is not None and not isinstance(fault, CorruptCheckpoint):
         raise fault
     process, words = next((i, report["fault"]) for i, report in enumerate(reports) if not report["damaged"])
     raise UserError(f"Process {process} cannot read the checkpoint: {words}")
@@ -108,7 +108,7 @@ def _read_arrays(path: Path, target: Any) -> dict[str, Array]:
         except (MemoryError, jax.errors.JaxRuntimeError):  # No room for the arrays: the files may well be sound.
             raise
         except Exception as error:  # Damaged files make Orbax and TensorStore raise nearly anything.
-            raise Damaged(f"the arrays cannot be read: {short(error)}") from error
+            raise CorruptCheckpoint(f"the arrays cannot be read: {short(error)}") from error
     for name, leaf in wanted.items():
         if name not in stored:
             found[name] = jax.make_array_from_callback(
@@ -137,8 +137,8 @@ def _prove(found: dict[str, Array], rows: dict[str, Any], sums: list[dict[str, i
             continue
         if not proven:
             wrong.append(name)
-    if wrong := sorted({name for each in together.everyone(wrong) for name in each}):
-        raise Damaged(f"the content of {_some(wrong)} does not match its checksum")
+    if wrong := sorted({name for each in together.all_gather_json(wrong) for name in each}):
+        raise CorruptCheckpoint(f"the content of {_some(wrong)} does not match its checksum")
     if unproven and jax.process_index() == 0:
         log.warning(
             "The checksums of this checkpoint are of an old kind, for whole arrays: %s, cut over several processes, "
@@ -154,13 +154,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         found = manifest.pop("crc32")
         sound = found == body_checksum(manifest) and manifest["step"] == int(path.name)
     except FileNotFoundError:
-        raise Damaged(f"{file.name} is missing") from None
+        raise CorruptCheckpoint(f"{file.name} is missing") from None
     except PermissionError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}). Fix: mend its permissions.") from error
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise Damaged(f"{file.name} cannot be read: {short(error)}") from error
+        raise CorruptCheckpoint(f"{file.name} cannot be read: {short(error)}") from error
     if not sound:
-        raise Damaged(f"{file.name} does not match its checksum")
+        raise CorruptCheckpoint(f"{file.name} does not match its checksum")
     return manifest
 
 

@@ -20,7 +20,7 @@ class _NotOrbax(logging.Filter):
 
 
 @functools.cache
-def hush_orbax() -> None:
+def silence_orbax() -> None:
     """Keeps Orbax's own words off the terminal, once for the process. Other libraries are heard as before.
 
     When one array of many fails, Orbax raises that error and abandons the other arrays: closes the event loop under

@@ -107,7 +107,7 @@ class Writer(ocp.AsyncCheckpointer):
         both = ocp.CompositeCheckpointHandler(state=arrays, manifest=self.manifest, composite_options=options)
         super().__init__(both, async_options=now)
 
-    def write(self, path: Path, step: int, copy: shares.HostCopy, extra: dict[str, Any]) -> None:
+    def write(self, path: Path, step: int, copy: shares.HostShards, extra: dict[str, Any]) -> None:
         """Begins to write in the background. `wait` tells the end, and any failure."""
         stored = shares.not_empty(copy.arrays)
         # In chunks: whoever needs a part of a piece, on another mesh, reads little more than that part.
@@ -122,7 +122,7 @@ class Writer(ocp.AsyncCheckpointer):
         except TimeoutError as error:  # Also when Orbax hears at the meeting that another process is gone.
             raise Deserted("another process of this run has ended, or did not write its share in time") from error
         fault, self.fault = self.fault, None
-        told = together.everyone([None if fault is None else short(fault), isinstance(fault, _Missing)])
+        told = together.all_gather_json([None if fault is None else short(fault), isinstance(fault, _Missing)])
         if fault is not None and not isinstance(fault, _Missing):
             raise fault
         # What a process says of itself comes before what the first one says of it.

@@ -15,16 +15,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from linnet import __version__
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.serve.http import images, openai_text, priors, schemas, sessions
 from linnet.serve.http import info as about
 from linnet.serve.http import responses as shapes
-from linnet.serve.http.auth import Doors, Keys
-from linnet.serve.http.errors import ApiError, explained
+from linnet.serve.http.auth import AllowedHosts, Keys
+from linnet.serve.http.errors import ApiError, to_api_error
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Calls, Limits
 from linnet.serve.http.metrics import Metrics
-from linnet.serve.http.middleware import Edge
+from linnet.serve.http.middleware import RequestMiddleware
 from linnet.serve.http.model import Model, PriorModel
 from linnet.serve.http.openapi import Endpoint, describe
 from linnet.serve.http.service import Service
@@ -44,7 +44,7 @@ ENDPOINTS = (
         "/v1/completions",
         openai_text.completions,
         "Go on from a text",
-        takes=schemas.CompletionAsk,
+        takes=schemas.CompletionRequest,
         gives=shapes.TextAnswer,
         streams=True,
     ),
@@ -53,7 +53,7 @@ ENDPOINTS = (
         "/v1/chat/completions",
         openai_text.chat,
         "Answer a conversation",
-        takes=schemas.ChatAsk,
+        takes=schemas.ChatRequest,
         gives=shapes.ChatAnswer,
         streams=True,
     ),
@@ -62,7 +62,7 @@ ENDPOINTS = (
         "/v1/images/generations",
         images.images,
         "Draw pictures",
-        takes=schemas.ImageAsk,
+        takes=schemas.ImageRequest,
         gives=shapes.ImagesAnswer,
         streams=True,
     ),
@@ -71,14 +71,16 @@ ENDPOINTS = (
         "/v1/priors/sample",
         priors.sample,
         "From a text to the embedding of an image",
-        takes=schemas.PriorAsk,
+        takes=schemas.PriorRequest,
         gives=shapes.PriorAnswer,
         streams=True,
     ),
-    Endpoint("POST", "/v1/tokenize", about.tokenize, "Text to ids", takes=schemas.TokenizeAsk, gives=shapes.Tokens),
-    Endpoint("POST", "/v1/detokenize", about.detokenize, "Ids to text", takes=schemas.DetokenizeAsk, gives=shapes.Text),
+    Endpoint("POST", "/v1/tokenize", about.tokenize, "Text to ids", takes=schemas.TokenizeRequest, gives=shapes.Tokens),
     Endpoint(
-        "POST", "/v1/sessions", sessions.create, "A new session", takes=schemas.SessionAsk, gives=shapes.SessionCard
+        "POST", "/v1/detokenize", about.detokenize, "Ids to text", takes=schemas.DetokenizeRequest, gives=shapes.Text
+    ),
+    Endpoint(
+        "POST", "/v1/sessions", sessions.create, "A new session", takes=schemas.SessionRequest, gives=shapes.SessionCard
     ),
     Endpoint(
         "POST",
@@ -120,13 +122,13 @@ def make_app(
     by_name = {model.name: model for model in models}
     if not models or len(by_name) < len(models):
         names = [model.name for model in models]
-        raise refuse("models", names, "at least one, each with a name of its own", "rename one")
+        raise invalid("models", names, "at least one, each with a name of its own", "rename one")
     limits, lifecycle, metrics = limits or Limits(), lifecycle or Lifecycle(), Metrics(models)
     service = Service(all_models=tuple(models), limits=limits, metrics=metrics, lifecycle=lifecycle, clock=clock)
     edge = Middleware(
-        Edge,
+        RequestMiddleware,
         keys=Keys(keys),
-        doors=Doors(None if keys else host),
+        doors=AllowedHosts(None if keys else host),
         calls=Calls(sys.maxsize if is_replica else limits.calls_per_key),
         lifecycle=lifecycle,
         metrics=metrics,
@@ -144,7 +146,7 @@ def _route(service: Service, endpoint: Endpoint) -> Callable[[HttpRequest], Awai
 
 
 async def no_route(http: HttpRequest, error: Exception) -> Response:
-    problem = explained(error, http.scope["state"]["request_id"])
+    problem = to_api_error(error, http.scope["state"]["request_id"])
     known = {404: "there is nothing at this path", 405: "this path does not know this method"}
     message = known.get(problem.status, str(problem))
     return ApiError(problem.status, f"{message}. Fix: see /openapi.json.", headers=problem.headers).response()

@@ -9,7 +9,7 @@ import hmac
 import ipaddress
 from collections.abc import Sequence
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.serve.http.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -23,7 +23,7 @@ class Keys:
         for key in keys:
             if len(key) < FEWEST_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
                 needs = f"at least {FEWEST_CHARACTERS} printable ASCII characters without spaces"
-                raise refuse("an API key", f"of {len(key)} characters", needs, "make one with `openssl rand -hex 24`")
+                raise invalid("an API key", f"of {len(key)} characters", needs, "make one with `openssl rand -hex 24`")
         self._digests = [_digest(key) for key in keys]
 
     def owner(self, path: str, authorization: str | None) -> str:
@@ -44,7 +44,7 @@ class Keys:
         )
 
 
-class Doors:
+class AllowedHosts:
     """The names by which this server may be called while everyone may ask.
 
     A foreign page can make its visitor's browser call us under the page's own name, once that name leads to 127.0.0.1 (DNS

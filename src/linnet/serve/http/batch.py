@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from starlette.types import ASGIApp, Message
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.core.files import parse_json
 
 RETRY_SECONDS = 0.2
@@ -26,7 +26,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise refuse(
+        raise invalid(
             "--batch", str(path), f"a file of JSON lines that can be read ({error})", "check the path"
         ) from None
     lines: list[dict[str, Any]] = []
@@ -41,11 +41,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                 raise TypeError
         except (ValueError, TypeError, KeyError):
             needs = 'an object with "custom_id", "url" and "body"'
-            raise refuse(f"line {number} of {path}", line[:80], needs, "see OpenAI's batch format") from None
+            raise invalid(f"line {number} of {path}", line[:80], needs, "see OpenAI's batch format") from None
         if body.get("stream"):
-            raise refuse(f"line {number} of {path}", "stream: true", "an answer in one piece", "leave stream out")
+            raise invalid(f"line {number} of {path}", "stream: true", "an answer in one piece", "leave stream out")
         if name in seen:
-            raise refuse(f"custom_id of line {number} of {path}", name, "a name of its own", "rename it")
+            raise invalid(f"custom_id of line {number} of {path}", name, "a name of its own", "rename it")
         seen.add(name)
         lines.append(value)
     return lines
@@ -60,7 +60,7 @@ def done_before(path: Path) -> set[str]:
     try:
         names = {parse_json(line)["custom_id"] for line in whole.splitlines() if line.strip()}
     except (ValueError, KeyError, TypeError):
-        raise refuse("the output file", str(path), "answers of this batch, or a new file", "choose another") from None
+        raise invalid("the output file", str(path), "answers of this batch, or a new file", "choose another") from None
     if whole != content:
         os.truncate(path, len(whole))  # in place: the answers before it are never at risk
     return names

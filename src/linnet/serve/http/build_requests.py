@@ -13,12 +13,12 @@ from typing import Any
 
 from anyio import to_thread
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.serve.http.limits import Limits
 from linnet.serve.http.model import Model
-from linnet.serve.http.schemas import PlainFormat, SamplingAsk, TextAsk
+from linnet.serve.http.schemas import PlainFormat, SamplingRequest, TextRequest
 from linnet.serve.http.service import Service
-from linnet.serve.request import MOST_SEED, Constraint, Finished, Request, Sampling
+from linnet.serve.request import MAX_SEED, Constraint, Finished, Request, Sampling
 
 SMALL_TEXT = 1 << 15
 """A longer one is encoded in a thread, so that the loop goes on."""
@@ -26,7 +26,7 @@ PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 PASSED_ON_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias")
 
 
-class Held:
+class SessionLease:
     """A session that a call goes on from. It is given back exactly once: the next call may hold it right after."""
 
     def __init__(self, model: Model, id: str, call: str) -> None:
@@ -40,12 +40,12 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class StartState:
     """Where the answers go on from."""
 
     state: Any = None
     n_tokens: int = 0
-    session: Held | None = None
+    session: SessionLease | None = None
 
     def release(self) -> None:
         if self.session is not None:
@@ -62,7 +62,7 @@ async def encode(model: Model, text: str, limits: Limits, *, continues: bool = F
 
 def checked_prompt(ids: Sequence[int], model: Model, limits: Limits) -> tuple[int, ...]:
     if len(ids) > limits.prompt_tokens:
-        raise refuse("prompt", f"{len(ids)} tokens", f"at most {limits.prompt_tokens} tokens", "send less")
+        raise invalid("prompt", f"{len(ids)} tokens", f"at most {limits.prompt_tokens} tokens", "send less")
     check_ids("prompt", ids, model.n_vocab)
     return tuple(ids)
 
@@ -70,17 +70,17 @@ def checked_prompt(ids: Sequence[int], model: Model, limits: Limits) -> tuple[in
 def check_ids(field: str, ids: Iterable[int] | None, n_vocab: int) -> None:
     worst = max(ids or (), default=0)
     if worst >= n_vocab:
-        raise refuse(f"a token id of {field}", worst, f"an id of the model, 0 to {n_vocab - 1}", "use /v1/tokenize")
+        raise invalid(f"a token id of {field}", worst, f"an id of the model, 0 to {n_vocab - 1}", "use /v1/tokenize")
 
 
-def base_sampling(ask: SamplingAsk, **more: Any) -> Sampling:
+def base_sampling(ask: SamplingRequest, **more: Any) -> Sampling:
     given = {name: getattr(ask, name) for name in PASSED_ON if getattr(ask, name) is not None}
-    seed = secrets.randbelow(MOST_SEED + 1) if ask.seed is None else ask.seed
+    seed = secrets.randbelow(MAX_SEED + 1) if ask.seed is None else ask.seed
     return Sampling(**given, seed=seed, **more)
 
 
 def text_sampling(
-    ask: TextAsk,
+    ask: TextRequest,
     model: Model,
     limits: Limits,
     *,
@@ -90,7 +90,7 @@ def text_sampling(
 ) -> Sampling:
     """`more_stops`: those of a chat template, beside the caller's."""
     if max_tokens > limits.max_tokens:
-        raise refuse("max_tokens", max_tokens, f"at most {limits.max_tokens}", "ask for fewer")
+        raise invalid("max_tokens", max_tokens, f"at most {limits.max_tokens}", "ask for fewer")
     for field in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
         check_ids(field, getattr(ask, field), model.n_vocab)
     given = {name: getattr(ask, name) for name in PASSED_ON_TEXT if getattr(ask, name) is not None}
@@ -109,7 +109,7 @@ def text_sampling(
     )
 
 
-def constraint(ask: TextAsk) -> Constraint | None:
+def constraint(ask: TextRequest) -> Constraint | None:
     """At most one."""
     asked: list[Constraint] = []
     if ask.regex is not None:
@@ -123,16 +123,18 @@ def constraint(ask: TextAsk) -> Constraint | None:
         try:
             schema = json.dumps(ask.response_format.json_schema.schema_, allow_nan=False)
         except ValueError:
-            raise refuse("response_format", "NaN or infinity", "JSON", "use finite numbers") from None
+            raise invalid("response_format", "NaN or infinity", "JSON", "use finite numbers") from None
         asked.append(Constraint(kind="json_schema", grammar=schema))
     if len(asked) > 1:
-        raise refuse("the number of constraints", len(asked), "at most 1", "use one of response_format, regex, grammar")
+        raise invalid(
+            "the number of constraints", len(asked), "at most 1", "use one of response_format, regex, grammar"
+        )
     return asked[0] if asked else None
 
 
-def requests_of(
+def build_requests(
     service: Service,
-    ask: SamplingAsk,
+    ask: SamplingRequest,
     id: str,
     prompts: Sequence[tuple[int, ...]],
     sampling: Sampling,
@@ -143,15 +145,15 @@ def requests_of(
     limits = service.limits
     if len(prompts) * n_each > limits.answers:
         got = f"{len(prompts)} prompts x {n_each}"
-        raise refuse("the number of answers", got, f"at most {limits.answers}", "send several calls")
+        raise invalid("the number of answers", got, f"at most {limits.answers}", "send several calls")
     deadline = ask.deadline_seconds
     if deadline is not None and deadline > limits.deadline_seconds:
-        raise refuse("deadline_seconds", deadline, f"at most {limits.deadline_seconds:g}", "allow fewer")
+        raise invalid("deadline_seconds", deadline, f"at most {limits.deadline_seconds:g}", "allow fewer")
     return [
         Request(
             id=f"{id}-{p * n_each + i}",
             prompt=prompt,
-            sampling=dataclasses.replace(sampling, seed=(sampling.seed + i) % (MOST_SEED + 1)),
+            sampling=dataclasses.replace(sampling, seed=(sampling.seed + i) % (MAX_SEED + 1)),
             priority=ask.priority or 0,
             deadline=None if deadline is None else service.clock() + deadline,
             use_prefix_cache=ask.cache is not False,
@@ -162,29 +164,29 @@ def requests_of(
     ]
 
 
-async def open_start(model: Model, ask: TextAsk, call: str) -> Start:
-    """Holds the session, if there is one, until `keep_end` or `Start.release`."""
+async def acquire_session(model: Model, ask: TextRequest, call: str) -> StartState:
+    """Holds the session, if there is one, until `commit_session` or `Start.release`."""
     if ask.session is not None and ask.state is not None:
-        raise refuse("state", "given with a session", "left out then", "give one of the two")
+        raise invalid("state", "given with a session", "left out then", "give one of the two")
     if ask.session is not None:
-        held = Held(model, ask.session, call)
+        held = SessionLease(model, ask.session, call)
         try:
             session = await to_thread.run_sync(model.sessions.get, held.id)
         except BaseException:
             held.release()
             raise
-        return Start(session.state, session.n_tokens, held)
+        return StartState(session.state, session.n_tokens, held)
     if ask.state is not None:
         try:
             data = base64.b64decode(ask.state, validate=True)
         except (binascii.Error, ValueError):
-            raise refuse("state", "not base64", "as `return_state` gave it", "send it unchanged") from None
+            raise invalid("state", "not base64", "as `return_state` gave it", "send it unchanged") from None
         session = await to_thread.run_sync(model.sessions.unpack, data)
-        return Start(session.state, session.n_tokens)
-    return Start()
+        return StartState(session.state, session.n_tokens)
+    return StartState()
 
 
-async def keep_end(model: Model, start: Start, finished: Finished, return_state: bool) -> str | None:
+async def commit_session(model: Model, start: StartState, finished: Finished, return_state: bool) -> str | None:
     """Leaves the session where the answer ended, free for the next call, which may come as soon as this end is told. The state as
     base64 if the client wants to hold it."""
     if start.session is not None:

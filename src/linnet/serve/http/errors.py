@@ -14,11 +14,11 @@ from starlette.responses import JSONResponse
 
 from linnet.core.errors import UserError
 from linnet.serve.http.responses import Problem
-from linnet.serve.request import AnswerLost, Draining, Ended, NoSession, QueueFull, SessionInUse, TooLong
+from linnet.serve.request import AnswerLost, Draining, NoSession, QueueFull, SessionInUse, TerminalEvent, TooLong
 
 FAILURES = logging.getLogger("linnet.failures")
-MOST_MESSAGE = 2000
-MOST_NAMED = 8
+MAX_MESSAGE = 2000
+MAX_NAMED = 8
 """So many wrong fields are named in one answer."""
 NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's clients repeat what failed with 5xx, 408 or 409; this tells them that it is of no use."""
@@ -42,8 +42,8 @@ class ApiError(Exception):
 
     def body(self) -> Problem:
         message = str(self)
-        if len(message) > MOST_MESSAGE:
-            message = message[:MOST_MESSAGE] + "..."
+        if len(message) > MAX_MESSAGE:
+            message = message[:MAX_MESSAGE] + "..."
         return {"error": {"message": message, "type": _kind(self.status), "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
@@ -90,7 +90,7 @@ def draining() -> ApiError:
     return ApiError(503, message, code="draining", headers={"retry-after": "5"})
 
 
-def explained(error: Exception, request_id: str) -> ApiError:
+def to_api_error(error: Exception, request_id: str) -> ApiError:
     """What the client is told; what nobody foresaw goes to the log with its trace."""
     problem = as_problem(error)
     if problem is None:
@@ -100,7 +100,7 @@ def explained(error: Exception, request_id: str) -> ApiError:
     return problem
 
 
-def of_ending(finished: Ended, request_id: str) -> ApiError | None:
+def of_ending(finished: TerminalEvent, request_id: str) -> ApiError | None:
     """None if the answer is whole."""
     match finished.reason:
         case "stop" | "length":
@@ -129,7 +129,7 @@ def _invalid(error: ValidationError) -> ApiError:
         name = str(one["loc"][0]) if one["loc"] else "the body"
         known = "unknown field" if one["type"] == "extra_forbidden" else one["msg"]
         reasons.setdefault(name, []).append(known)
-    told = [f"{name[:100]}: {' or '.join(dict.fromkeys(why))}" for name, why in list(reasons.items())[:MOST_NAMED]]
+    told = [f"{name[:100]}: {' or '.join(dict.fromkeys(why))}" for name, why in list(reasons.items())[:MAX_NAMED]]
     param = next(iter(reasons))
     return ApiError(
         400,

@@ -7,37 +7,37 @@ from typing import Any, Literal, Protocol
 
 from linnet.models.detokenize import TextAssembler
 from linnet.serve.http.responses import ChatLogprob, ChatLogprobs, Likely, TextLogprobs
-from linnet.serve.request import Choice, Produced, PromptRead
+from linnet.serve.request import Choice, PrefillDone, TokensEvent
 from linnet.tokenizers.base import Tokenizer
 
 Ending = Literal["stop", "length"] | None
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """JSON has no infinity; this is what OpenAI writes."""
-NOTHING = Produced(tokens=(), top=(), text="", offsets=())
+NOTHING = TokensEvent(tokens=(), top=(), text="", offsets=())
 
 
-class Voice(Protocol):
+class ResponseFormatter(Protocol):
     """Choices are dicts as of `linnet.serve.http.responses`; `i` is the request's place in the call."""
 
     prefix: str
     whole_object: str
     chunk_object: str
 
-    def note(self, i: int, read: PromptRead) -> None:
+    def note(self, i: int, read: PrefillDone) -> None:
         """How much of the prompt was read: told once, before anything is asked of it."""
         ...
 
-    def opening(self, i: int, read: PromptRead) -> Mapping[str, Any] | None:
+    def opening(self, i: int, read: PrefillDone) -> Mapping[str, Any] | None:
         """The chunk before the first token's, if there is one."""
         ...
 
-    def piece(self, i: int, produced: Produced) -> Mapping[str, Any] | None:
+    def piece(self, i: int, produced: TokensEvent) -> Mapping[str, Any] | None:
         """None: nothing to tell yet."""
         ...
 
     def ending(self, i: int, reason: Ending) -> Mapping[str, Any]: ...
 
-    def whole(self, i: int, read: PromptRead | None, produced: Produced, reason: Ending) -> Mapping[str, Any]: ...
+    def whole(self, i: int, read: PrefillDone | None, produced: TokensEvent, reason: Ending) -> Mapping[str, Any]: ...
 
 
 class CompletionVoice:
@@ -60,17 +60,17 @@ class CompletionVoice:
         """The prompt of each request, where they are told again: as it was read, without a front that was cut off."""
         self._texts = [self._text(ids) for ids in echoed or ()]
 
-    def note(self, i: int, read: PromptRead) -> None:
+    def note(self, i: int, read: PrefillDone) -> None:
         if self._echoed is not None and read.n_cut:
             self._echoed[i] = self._echoed[i][read.n_cut :]
             self._texts[i] = self._text(self._echoed[i])
 
-    def opening(self, i: int, read: PromptRead) -> Mapping[str, Any] | None:
+    def opening(self, i: int, read: PrefillDone) -> Mapping[str, Any] | None:
         if self._echoed is None:
             return None
         return self._choice(i, self._texts[i], self._of_prompt(i, read), None, self._echoed[i])
 
-    def piece(self, i: int, produced: Produced) -> Mapping[str, Any] | None:
+    def piece(self, i: int, produced: TokensEvent) -> Mapping[str, Any] | None:
         if not produced.text and (self._k is None and not self._with_ids):
             return None
         return self._choice(i, produced.text, self._of_answer(i, produced), None, _ids(produced.tokens))
@@ -78,7 +78,7 @@ class CompletionVoice:
     def ending(self, i: int, reason: Ending) -> Mapping[str, Any]:
         return self._choice(i, "", None, reason, ())
 
-    def whole(self, i: int, read: PromptRead | None, produced: Produced, reason: Ending) -> Mapping[str, Any]:
+    def whole(self, i: int, read: PrefillDone | None, produced: TokensEvent, reason: Ending) -> Mapping[str, Any]:
         logprobs, text, ids = self._of_answer(i, produced), produced.text, _ids(produced.tokens)
         if self._echoed is not None:
             logprobs = _joined(self._of_prompt(i, read), logprobs)
@@ -96,7 +96,7 @@ class CompletionVoice:
         text = TextAssembler(self._tokenizer.text_rules, before=ids, continues=self._continues)
         return text.before + (text.close() if self._is_scoring else "")
 
-    def _of_prompt(self, i: int, read: PromptRead | None) -> TextLogprobs | None:
+    def _of_prompt(self, i: int, read: PrefillDone | None) -> TextLogprobs | None:
         if self._k is None or self._echoed is None or read is None or read.logprobs is None:
             return None
         ids = self._echoed[i]
@@ -110,7 +110,7 @@ class CompletionVoice:
             "top_token_ids": None if tops is None else [None if top is None else _ids(top) for top in tops],
         }
 
-    def _of_answer(self, i: int, produced: Produced) -> TextLogprobs | None:
+    def _of_answer(self, i: int, produced: TokensEvent) -> TextLogprobs | None:
         if self._k is None:
             return None
         shift = len(self._texts[i]) if self._echoed is not None else 0
@@ -136,13 +136,13 @@ class ChatVoice:
     def __init__(self, tokenizer: Tokenizer, with_logprobs: bool, with_ids: bool) -> None:
         self._tokenizer, self._with_logprobs, self._with_ids = tokenizer, with_logprobs, with_ids
 
-    def note(self, i: int, read: PromptRead) -> None:
+    def note(self, i: int, read: PrefillDone) -> None:
         """A prompt is not told again."""
 
-    def opening(self, i: int, read: PromptRead) -> Mapping[str, Any] | None:
+    def opening(self, i: int, read: PrefillDone) -> Mapping[str, Any] | None:
         return self._choice(i, {"delta": {"role": "assistant", "content": ""}}, NOTHING, None)
 
-    def piece(self, i: int, produced: Produced) -> Mapping[str, Any] | None:
+    def piece(self, i: int, produced: TokensEvent) -> Mapping[str, Any] | None:
         if not produced.text and not (self._with_logprobs or self._with_ids):
             return None
         return self._choice(i, {"delta": {"content": produced.text}}, produced, None)
@@ -150,15 +150,15 @@ class ChatVoice:
     def ending(self, i: int, reason: Ending) -> Mapping[str, Any]:
         return self._choice(i, {"delta": {}}, NOTHING, reason)
 
-    def whole(self, i: int, read: PromptRead | None, produced: Produced, reason: Ending) -> Mapping[str, Any]:
+    def whole(self, i: int, read: PrefillDone | None, produced: TokensEvent, reason: Ending) -> Mapping[str, Any]:
         message = {"role": "assistant", "content": produced.text, "refusal": None}
         return self._choice(i, {"message": message}, produced, reason)
 
-    def _choice(self, i: int, content: Mapping[str, Any], produced: Produced, reason: Ending) -> Mapping[str, Any]:
+    def _choice(self, i: int, content: Mapping[str, Any], produced: TokensEvent, reason: Ending) -> Mapping[str, Any]:
         choice = {"index": i, **content, "logprobs": self._logprobs(produced), "finish_reason": reason}
         return {**choice, "token_ids": _ids(produced.tokens)} if self._with_ids else choice
 
-    def _logprobs(self, produced: Produced) -> ChatLogprobs | None:
+    def _logprobs(self, produced: TokensEvent) -> ChatLogprobs | None:
         if not self._with_logprobs or produced is NOTHING:
             return None
         tops = produced.top or ((),) * len(produced.tokens)
@@ -180,7 +180,7 @@ class ChatVoice:
 
 
 def finite(logprob: float) -> float:
-    return max(LEAST_LOGPROB, logprob)
+    return max(MIN_LOGPROB, logprob)
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:

@@ -14,59 +14,59 @@ from anyio import to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS
 from linnet.data.images import SHEET_GREY, pixels_of_ids, to_image
-from linnet.serve.http.build_requests import base_sampling, requests_of
+from linnet.serve.http.build_requests import base_sampling, build_requests
 from linnet.serve.http.errors import of_ending
 from linnet.serve.http.limits import read_json
 from linnet.serve.http.model import Model
 from linnet.serve.http.responses import ImagesAnswer, ImageUsage
-from linnet.serve.http.results import Answers
-from linnet.serve.http.schemas import ImageAsk
+from linnet.serve.http.results import ResultStream
+from linnet.serve.http.schemas import ImageRequest
 from linnet.serve.http.service import Service
-from linnet.serve.http.sse import EventStream, event, told_errors, unless_gone
-from linnet.serve.request import Event, Finished, Produced
+from linnet.serve.http.sse import EventStream, cancel_on_disconnect, event, with_error_event
+from linnet.serve.request import Event, Finished, TokensEvent
 
 DEFAULT_PARTS = 8
 PIXEL_IDS = frozenset(range(FIRST_BYTE, N_BYTE_IDS))
 
 
 async def images(service: Service, http: HttpRequest) -> Response:
-    ask = await read_json(http, ImageAsk, service.limits)
+    ask = await read_json(http, ImageRequest, service.limits)
     model = service.model(ask.model)
     shape = _shape(ask, model)
     n = ask.n or 1
     if ask.stream and n > 1:
-        raise refuse("n", n, "1 in a stream", "send several calls")
+        raise invalid("n", n, "1 in a stream", "send several calls")
     # Only bytes, and as many as there are pixels: a picture is never cut short.
     sampling = base_sampling(ask, max_tokens=math.prod(shape), allowed=PIXEL_IDS, ignore_end=True)
-    answers = await service.submit(model, requests_of(service, ask, f"img-{uuid.uuid4().hex}", [()], sampling, n))
+    answers = await service.submit(model, build_requests(service, ask, f"img-{uuid.uuid4().hex}", [()], sampling, n))
     drawing = _Drawing(shape, answers, http.scope["state"]["request_id"])
     if ask.stream:
         n_parts = DEFAULT_PARTS if ask.partial_images is None else ask.partial_images
-        return EventStream(told_errors(drawing.stream(n_parts), drawing.request_id), answers.close)
+        return EventStream(with_error_event(drawing.stream(n_parts), drawing.request_id), answers.close)
     try:
-        return JSONResponse(await unless_gone(http.receive, drawing.whole(n)))
+        return JSONResponse(await cancel_on_disconnect(http.receive, drawing.whole(n)))
     finally:
         answers.close()
 
 
-def _shape(ask: ImageAsk, model: Model) -> tuple[int, int, int]:
+def _shape(ask: ImageRequest, model: Model) -> tuple[int, int, int]:
     if model.shape is None:
-        raise refuse("model", model.name, "a model of pixels", "see `picture` in /v1/models")
+        raise invalid("model", model.name, "a model of pixels", "see `picture` in /v1/models")
     height, width, _ = model.shape
     if ask.size not in (None, "auto", f"{width}x{height}"):
-        raise refuse("size", ask.size, f"{width}x{height}, the model's", "leave it out")
+        raise invalid("size", ask.size, f"{width}x{height}, the model's", "leave it out")
     n = math.prod(model.shape)
     if model.context is not None and n > model.context:
         needs = f"one that reads the {n} values of a picture (its context is {model.context})"
-        raise refuse("model", model.name, needs, "use another model")
+        raise invalid("model", model.name, needs, "use another model")
     return model.shape
 
 
 class _Drawing:
-    def __init__(self, shape: tuple[int, int, int], answers: Answers, request_id: str) -> None:
+    def __init__(self, shape: tuple[int, int, int], answers: ResultStream, request_id: str) -> None:
         self._shape, self._answers, self.request_id = shape, answers, request_id
         self._created = int(time.time())
 
@@ -99,7 +99,7 @@ class _Drawing:
         yield self._event("image_generation.completed", picture, usage=_usage(len(ids)))
 
     def _take(self, ids: list[int], event_: Event) -> None:
-        if isinstance(event_, Produced):
+        if isinstance(event_, TokensEvent):
             ids += [choice.token for choice in event_.tokens]
         elif isinstance(event_, Finished):
             problem = of_ending(event_, self.request_id)

@@ -15,7 +15,7 @@ from linnet.serve.http.limits import read_json
 from linnet.serve.http.metrics import CONTENT_TYPE
 from linnet.serve.http.model import Model, PriorModel, is_prior
 from linnet.serve.http.responses import ModelCard, ModelList, PriorCard, RoleCard, TemplateCard, Text, Tokens
-from linnet.serve.http.schemas import DetokenizeAsk, TokenizeAsk
+from linnet.serve.http.schemas import DetokenizeRequest, TokenizeRequest
 from linnet.serve.http.service import Service
 from linnet.tokenizers.base import text_of
 
@@ -35,7 +35,7 @@ async def show_model(service: Service, http: HttpRequest) -> Response:
 
 
 async def tokenize(service: Service, http: HttpRequest) -> Response:
-    ask = await read_json(http, TokenizeAsk, service.limits)
+    ask = await read_json(http, TokenizeRequest, service.limits)
     model = service.model(ask.model)
     ids = await encode(model, ask.text, service.limits)
     if ask.add_special_tokens:
@@ -45,7 +45,7 @@ async def tokenize(service: Service, http: HttpRequest) -> Response:
 
 
 async def detokenize(service: Service, http: HttpRequest) -> Response:
-    ask = await read_json(http, DetokenizeAsk, service.limits)
+    ask = await read_json(http, DetokenizeRequest, service.limits)
     model = service.model(ask.model)
     check_ids("tokens", ask.tokens, model.tokenizer.n_vocab)
     body: Text = {"text": text_of(model.tokenizer, ask.tokens)}

@@ -21,10 +21,10 @@ from typing import Protocol, TextIO
 import uvicorn
 from starlette.types import ASGIApp
 
-from linnet.core.errors import UserError, refuse
+from linnet.core.errors import UserError, invalid
 from linnet.serve.http.auth import is_loopback
 from linnet.serve.http.connection import Connection
-from linnet.serve.http.limits import MOST_HEADER_BYTES
+from linnet.serve.http.limits import MAX_HEADER_BYTES
 
 KEEP_SECONDS = 15
 """An idle connection stays open. Longer than clients keep theirs (httpx 5 s), or they would now and then ask into a closing door."""
@@ -101,7 +101,7 @@ def check_port(host: str, port: int) -> None:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         needs = f"one that {host} lets us listen on ({error.strerror})"
-        refused = refuse("--port", port, needs, "use another --port, or stop the process that listens there")
+        refused = invalid("--port", port, needs, "use another --port, or stop the process that listens there")
         raise PortInUse(str(refused)) if error.errno == errno.EADDRINUSE else refused from None
 
 
@@ -149,7 +149,7 @@ def server_config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
         log_config=None,
         ws="none",
         http=Connection,
-        h11_max_incomplete_event_size=MOST_HEADER_BYTES,  # while they arrive; those that came are looked at in `limits`
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,  # while they arrive; those that came are looked at in `limits`
         access_log=False,  # ours tells more
         server_header=False,
         timeout_keep_alive=KEEP_SECONDS,
@@ -168,4 +168,4 @@ def log_lines(file: TextIO, names: Sequence[str] = ("linnet.access", "linnet.fai
 
 def check_host(host: str, has_keys: bool) -> None:
     if not has_keys and not is_loopback(host):
-        raise refuse("--host", host, "a loopback address while there is no API key", "give a key, or use 127.0.0.1")
+        raise invalid("--host", host, "a loopback address while there is no API key", "give a key, or use 127.0.0.1")

@@ -14,11 +14,11 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.serve.http.errors import ApiError, ClientGone, too_many
 
 Body = TypeVar("Body", bound=BaseModel)
-MOST_HEADER_BYTES = 32 << 10
+MAX_HEADER_BYTES = 32 << 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Limits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not value > 0:
-                raise refuse(f"limits.{field.name}", value, "above 0", "leave it out for the default")
+                raise invalid(f"limits.{field.name}", value, "above 0", "leave it out for the default")
 
 
 class Calls:
@@ -65,8 +65,8 @@ class Calls:
 
 
 def check_headers(headers: Headers) -> None:
-    if sum(len(name) + len(value) for name, value in headers.raw) > MOST_HEADER_BYTES:
-        raise ApiError(431, f"the headers are larger than {MOST_HEADER_BYTES} bytes. Fix: send fewer or shorter ones.")
+    if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
+        raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes. Fix: send fewer or shorter ones.")
 
 
 async def read_json(http: HttpRequest, kind: type[Body], limits: Limits, *, state_bytes: int = 0) -> Body:

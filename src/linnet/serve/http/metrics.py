@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from linnet.serve.http.model import Served
 from linnet.serve.prior.request import Sampled, SampleEvent
-from linnet.serve.request import Event, Finished, Produced, PromptRead
+from linnet.serve.request import Event, Finished, PrefillDone, TokensEvent
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -63,10 +63,10 @@ class Watch:
 
     def see(self, event: Event) -> None:
         match event:
-            case PromptRead():
+            case PrefillDone():
                 self._prompt.inc(event.n_tokens)
                 self._cached.inc(event.n_cached)
-            case Produced():
+            case TokensEvent():
                 self._tokens(len(event.tokens))
             case Finished():
                 self._ended.labels(self._model, event.reason).inc()

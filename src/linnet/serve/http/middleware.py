@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from linnet.serve.http.auth import OPEN_PATHS, Doors, Keys
-from linnet.serve.http.errors import ClientGone, explained
+from linnet.serve.http.auth import OPEN_PATHS, AllowedHosts, Keys
+from linnet.serve.http.errors import ClientGone, to_api_error
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Calls, check_headers
 from linnet.serve.http.metrics import Metrics
@@ -23,7 +23,7 @@ UNCOUNTED = OPEN_PATHS | {"/metrics"}
 """Probes get through however much the key's owner asks, and do not hold up a drain."""
 
 
-class Edge:
+class RequestMiddleware:
     """Pure ASGI: it stands in nobody's way when a client leaves or a stream is long."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Edge:
         app: ASGIApp,
         *,
         keys: Keys,
-        doors: Doors,
+        doors: AllowedHosts,
         calls: Calls,
         lifecycle: Lifecycle,
         metrics: Metrics,
@@ -66,7 +66,7 @@ class Edge:
             call.log()
 
     async def _fail(self, call: _Call, scope: Scope, receive: Receive, error: Exception) -> None:
-        problem = explained(error, call.id)
+        problem = to_api_error(error, call.id)
         if call.status is None:
             await problem.response()(scope, receive, call.send)
 

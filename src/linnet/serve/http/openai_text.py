@@ -12,25 +12,25 @@ from anyio import to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.serve.http.build_requests import (
-    Start,
+    StartState,
+    acquire_session,
+    build_requests,
     checked_prompt,
+    commit_session,
     encode,
-    keep_end,
-    open_start,
-    requests_of,
     text_sampling,
 )
 from linnet.serve.http.errors import of_ending
-from linnet.serve.http.formatters import NOTHING, ChatVoice, CompletionVoice, Ending, Voice
+from linnet.serve.http.formatters import NOTHING, ChatVoice, CompletionVoice, Ending, ResponseFormatter
 from linnet.serve.http.limits import read_json
 from linnet.serve.http.model import Model
-from linnet.serve.http.results import Answers, merge
-from linnet.serve.http.schemas import ChatAsk, CompletionAsk, TextAsk
+from linnet.serve.http.results import ResultStream, merge
+from linnet.serve.http.schemas import ChatRequest, CompletionRequest, TextRequest
 from linnet.serve.http.service import Service
-from linnet.serve.http.sse import DONE, EventStream, event, told_errors, unless_gone
-from linnet.serve.request import Event, Finished, Produced, PromptRead, Sampling
+from linnet.serve.http.sse import DONE, EventStream, cancel_on_disconnect, event, with_error_event
+from linnet.serve.request import Event, Finished, PrefillDone, Sampling, TokensEvent
 
 SMALL_ANSWER = 4096
 """Tokens and their likeliest. A larger one is written in a thread, so that the loop goes on."""
@@ -43,13 +43,13 @@ class Job:
     """A call, checked and ready to run."""
 
     model: Model
-    ask: TextAsk
-    voice: Voice
+    ask: TextRequest
+    voice: ResponseFormatter
     prompts: Sequence[tuple[int, ...]]
     sampling: Sampling
     n: int
     best_of: int
-    start: Start
+    start: StartState
     shows_prompt: bool
     prompt_logprobs: bool
     is_scoring: bool
@@ -57,7 +57,7 @@ class Job:
 
 
 async def completions(service: Service, http: HttpRequest) -> Response:
-    ask = await read_json(http, CompletionAsk, service.limits, state_bytes=service.most_state_bytes)
+    ask = await read_json(http, CompletionRequest, service.limits, state_bytes=service.most_state_bytes)
     model = service.model(ask.model)
     given = _given(ask, service)
     n = ask.n or 1
@@ -96,12 +96,12 @@ async def completions(service: Service, http: HttpRequest) -> Response:
 
 
 async def chat(service: Service, http: HttpRequest) -> Response:
-    ask = await read_json(http, ChatAsk, service.limits, state_bytes=service.most_state_bytes)
+    ask = await read_json(http, ChatRequest, service.limits, state_bytes=service.most_state_bytes)
     model = service.model(ask.model)
     if ask.top_logprobs and not ask.logprobs:
-        raise refuse("top_logprobs", ask.top_logprobs, "left out unless logprobs is true", "set logprobs to true")
+        raise invalid("top_logprobs", ask.top_logprobs, "left out unless logprobs is true", "set logprobs to true")
     if ask.max_tokens is not None and ask.max_completion_tokens is not None:
-        raise refuse("max_tokens", ask.max_tokens, "left out beside max_completion_tokens", "give one of the two")
+        raise invalid("max_tokens", ask.max_tokens, "left out beside max_completion_tokens", "give one of the two")
     asked = ask.max_tokens if ask.max_completion_tokens is None else ask.max_completion_tokens
     max_tokens = min(service.limits.chat_tokens, service.limits.max_tokens) if asked is None else asked
     sampling = text_sampling(
@@ -137,10 +137,10 @@ async def chat(service: Service, http: HttpRequest) -> Response:
     return await _answer(service, http, job)
 
 
-def _given(ask: CompletionAsk, service: Service) -> Sequence[str | Sequence[int]]:
+def _given(ask: CompletionRequest, service: Service) -> Sequence[str | Sequence[int]]:
     given = _several(ask.prompt)
     if len(given) > service.limits.answers:  # before any work is spent on them
-        raise refuse("prompt", f"{len(given)} prompts", f"at most {service.limits.answers}", "send several calls")
+        raise invalid("prompt", f"{len(given)} prompts", f"at most {service.limits.answers}", "send several calls")
     return given
 
 
@@ -164,23 +164,23 @@ def _several(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int
     return [ids] if ids or not prompt else [one for one in prompt if not isinstance(one, int)]
 
 
-def _check_completion(ask: CompletionAsk, n: int, best_of: int) -> bool:
+def _check_completion(ask: CompletionRequest, n: int, best_of: int) -> bool:
     """Whether only the prompt is wanted."""
     if best_of < n:
-        raise refuse("best_of", best_of, f"at least n ({n})", "leave it out")
+        raise invalid("best_of", best_of, f"at least n ({n})", "leave it out")
     if best_of > n and ask.stream:
-        raise refuse("best_of", best_of, "n in a stream: the best is known only at the end", "leave out stream")
+        raise invalid("best_of", best_of, "n in a stream: the best is known only at the end", "leave out stream")
     if ask.max_tokens != 0:
         return False
     if not ask.echo or ask.session or ask.return_state:
-        raise refuse("max_tokens", 0, "at least 1, but for echo without a session", "ask for one token or more")
+        raise invalid("max_tokens", 0, "at least 1, but for echo without a session", "ask for one token or more")
     return True
 
 
-async def _start(model: Model, ask: TextAsk, n_answers: int, call: str) -> Start:
+async def _start(model: Model, ask: TextRequest, n_answers: int, call: str) -> StartState:
     if n_answers > 1 and (ask.session is not None or ask.return_state):
-        raise refuse("the number of answers", n_answers, "1 where a state is kept", "fork the session for each answer")
-    return await open_start(model, ask, call)
+        raise invalid("the number of answers", n_answers, "1 where a state is kept", "fork the session for each answer")
+    return await acquire_session(model, ask, call)
 
 
 async def _answer(service: Service, http: HttpRequest, job: Job) -> Response:
@@ -188,7 +188,7 @@ async def _answer(service: Service, http: HttpRequest, job: Job) -> Response:
     id = f"{job.voice.prefix}-{uuid.uuid4().hex}"
     try:
         keeps = job.start.session is not None or bool(job.ask.return_state)
-        requests = requests_of(
+        requests = build_requests(
             service,
             job.ask,
             id,
@@ -214,9 +214,9 @@ async def _answer(service: Service, http: HttpRequest, job: Job) -> Response:
     request_id = http.scope["state"]["request_id"]
     run = _Run(job, answers, id, request_id)
     if job.ask.stream:
-        return EventStream(told_errors(run.stream(), request_id), close)
+        return EventStream(with_error_event(run.stream(), request_id), close)
     try:
-        return Response(await unless_gone(http.receive, run.whole()), media_type="application/json")
+        return Response(await cancel_on_disconnect(http.receive, run.whole()), media_type="application/json")
     finally:
         close()
 
@@ -224,7 +224,7 @@ async def _answer(service: Service, http: HttpRequest, job: Job) -> Response:
 class _Run:
     """One call under way."""
 
-    def __init__(self, job: Job, answers: Answers, id: str, request_id: str) -> None:
+    def __init__(self, job: Job, answers: ResultStream, id: str, request_id: str) -> None:
         self._job, self._answers, self._request_id = job, answers, request_id
         self._base = {
             "id": id,
@@ -272,7 +272,7 @@ class _Run:
         yield DONE
 
     async def _note(self, i: int, event_: Event) -> None:
-        if isinstance(event_, PromptRead):
+        if isinstance(event_, PrefillDone):
             self._job.voice.note(i, event_)
             if i % self._job.best_of == 0:
                 self._n_cached += event_.n_cached
@@ -284,14 +284,16 @@ class _Run:
             if problem is not None:
                 raise problem
             self._n_produced += 0 if self._job.is_scoring else event_.n_tokens
-            self._state = await keep_end(self._job.model, self._job.start, event_, bool(self._job.ask.return_state))
+            self._state = await commit_session(
+                self._job.model, self._job.start, event_, bool(self._job.ask.return_state)
+            )
 
     def _chunk_choice(self, i: int, event_: Event) -> Mapping[str, Any] | None:
         voice = self._job.voice
         match event_:
-            case PromptRead():
+            case PrefillDone():
                 return voice.opening(i, event_)
-            case Produced():
+            case TokensEvent():
                 return None if self._job.is_scoring else voice.piece(i, event_)
             case Finished():
                 return voice.ending(i, self._ending(event_))
@@ -328,8 +330,8 @@ class _Collected:
     """One request's events, all of them."""
 
     i: int
-    read: PromptRead | None
-    produced: Produced
+    read: PrefillDone | None
+    produced: TokensEvent
     finished: Finished
 
     @staticmethod
@@ -337,9 +339,9 @@ class _Collected:
         read, produced, finished = None, NOTHING, None
         for one in merge(events):
             match one:
-                case PromptRead():
+                case PrefillDone():
                     read = one
-                case Produced():
+                case TokensEvent():
                     produced = one
                 case Finished():
                     finished = one

@@ -15,18 +15,18 @@ from jaxtyping import Float32
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.data.embeddings.neighbors import unit
 from linnet.serve.http.errors import ApiError, of_ending
 from linnet.serve.http.limits import read_json
 from linnet.serve.http.model import PriorModel
 from linnet.serve.http.responses import Candidate, NearPicture, PriorAnswer, PriorResult
-from linnet.serve.http.results import Answers
-from linnet.serve.http.schemas import PriorAsk
+from linnet.serve.http.results import ResultStream
+from linnet.serve.http.schemas import PriorRequest
 from linnet.serve.http.service import Service
-from linnet.serve.http.sse import EventStream, event, told_errors, unless_gone
+from linnet.serve.http.sse import EventStream, cancel_on_disconnect, event, with_error_event
 from linnet.serve.prior.request import Denoised, Sampled, SampleEvent, SampleRequest
-from linnet.serve.request import MOST_SEED
+from linnet.serve.request import MAX_SEED
 
 DEFAULT_TOLD = 16
 PASSED_ON = ("steps", "solver", "eta", "guidance")
@@ -41,14 +41,14 @@ class Text:
 
 
 async def sample(service: Service, http: HttpRequest) -> Response:
-    ask = await read_json(http, PriorAsk, service.limits)
+    ask = await read_json(http, PriorRequest, service.limits)
     model = service.prior(ask.model)
     if ask.nearest and not model.gallery_rows:
-        raise refuse("nearest", ask.nearest, "0: this model has no gallery", "leave it out")
+        raise invalid("nearest", ask.nearest, "0: this model has no gallery", "leave it out")
     if ask.progress is not None and not ask.stream:
-        raise refuse("progress", ask.progress, "left out unless stream is true", "set stream to true")
+        raise invalid("progress", ask.progress, "left out unless stream is true", "set stream to true")
     if ask.eta is not None and ask.solver != "ddim":
-        raise refuse("eta", ask.eta, "left out unless solver is ddim", "set solver to ddim")
+        raise invalid("eta", ask.eta, "left out unless solver is ddim", "set solver to ddim")
     id = f"prior-{uuid.uuid4().hex}"
     # Before any work: as many as there will be, whatever they say.
     n_texts = max(len(_several(ask.input)), len(_vectors(ask.embeddings)))
@@ -58,33 +58,33 @@ async def sample(service: Service, http: HttpRequest) -> Response:
     sampling = _Sampling(ask, model, texts, requests, id, http.scope["state"]["request_id"])
     answers = await service.submit_samples(model, requests)
     if ask.stream:
-        return EventStream(told_errors(sampling.stream(answers), sampling.request_id), answers.close)
+        return EventStream(with_error_event(sampling.stream(answers), sampling.request_id), answers.close)
     try:
-        return JSONResponse(await unless_gone(http.receive, sampling.whole(answers)))
+        return JSONResponse(await cancel_on_disconnect(http.receive, sampling.whole(answers)))
     finally:
         answers.close()
 
 
-def _check_bounds(service: Service, ask: PriorAsk, n_texts: int) -> None:
+def _check_bounds(service: Service, ask: PriorRequest, n_texts: int) -> None:
     limits, n = service.limits, ask.n or 1
     if n_texts * n > limits.answers:
         got = f"{n_texts} texts x {n}"
-        raise refuse("the number of answers", got, f"at most {limits.answers}", "send several calls")
+        raise invalid("the number of answers", got, f"at most {limits.answers}", "send several calls")
     if ask.deadline_seconds is not None and ask.deadline_seconds > limits.deadline_seconds:
-        raise refuse("deadline_seconds", ask.deadline_seconds, f"at most {limits.deadline_seconds:g}", "allow fewer")
+        raise invalid("deadline_seconds", ask.deadline_seconds, f"at most {limits.deadline_seconds:g}", "allow fewer")
 
 
-async def _texts(ask: PriorAsk, model: PriorModel) -> list[Text]:
+async def _texts(ask: PriorRequest, model: PriorModel) -> list[Text]:
     """Words are embedded here, vectors are taken as they are."""
     if (ask.input is None) == (ask.embeddings is None):
-        raise refuse("input and embeddings", "none or both", "one of the two", "give input, or its embeddings")
+        raise invalid("input and embeddings", "none or both", "one of the two", "give input, or its embeddings")
     if ask.text_encodings is not None and ask.embeddings is None:
         needs = "left out with input, whose encodings are computed here; with embeddings they are needed"
-        raise refuse("text_encodings", "given without embeddings", needs, "leave it out, or give the embeddings, too")
+        raise invalid("text_encodings", "given without embeddings", needs, "leave it out, or give the embeddings, too")
     if ask.input is not None:
         if not model.takes_text:
             needs = "left out: the encoder of this model's texts (with token encodings, if it takes them) is not here"
-            raise refuse(
+            raise invalid(
                 "input", "given", needs, "give embeddings (and text_encodings, where max_encodings is above 0)"
             )
         return [Text(*await to_thread.run_sync(model.encode, one)) for one in _several(ask.input)]
@@ -106,7 +106,7 @@ def _vectors(given: list[float] | list[list[float]] | None) -> list[list[float]]
     return several or [[one for one in given if not isinstance(one, list)]] if given else []
 
 
-def _encodings(ask: PriorAsk, n: int) -> list[list[list[float]]] | None:
+def _encodings(ask: PriorRequest, n: int) -> list[list[list[float]]] | None:
     """Of each text its own; of one text they may stand by themselves."""
     if ask.text_encodings is None:
         return None
@@ -115,28 +115,28 @@ def _encodings(ask: PriorAsk, n: int) -> list[list[list[float]]] | None:
         found = [found]
     if len(found) != n:
         needs = f"of {n}, as many as embeddings"
-        raise refuse("text_encodings", f"of {len(found)} texts", needs, "give one list for each")
+        raise invalid("text_encodings", f"of {len(found)} texts", needs, "give one list for each")
     return found
 
 
 def _array(field: str, values: Sequence[float], width: int) -> Float32[np.ndarray, " X"]:
     if len(values) != width:
-        raise refuse(f"the width of {field}", len(values), f"{width}, the model's", "see text_width in /v1/models")
+        raise invalid(f"the width of {field}", len(values), f"{width}, the model's", "see text_width in /v1/models")
     with np.errstate(over="ignore"):  # what is too large is refused by the request
         return np.asarray(values, np.float64).astype(np.float32)
 
 
-def _requests(service: Service, ask: PriorAsk, id: str, texts: Sequence[Text]) -> list[SampleRequest]:
+def _requests(service: Service, ask: PriorRequest, id: str, texts: Sequence[Text]) -> list[SampleRequest]:
     """A text's i-th candidate is the same whatever other texts came with it."""
     n, deadline = ask.n or 1, ask.deadline_seconds
-    seed = secrets.randbelow(MOST_SEED + 1) if ask.seed is None else ask.seed
+    seed = secrets.randbelow(MAX_SEED + 1) if ask.seed is None else ask.seed
     given = {name: getattr(ask, name) for name in PASSED_ON if getattr(ask, name) is not None}
     return [
         SampleRequest(
             id=f"{id}-{t * n + i}",
             text=text.embedding,
             encodings=text.encodings,
-            seed=(seed + i) % (MOST_SEED + 1),
+            seed=(seed + i) % (MAX_SEED + 1),
             n_told=(DEFAULT_TOLD if ask.progress is None else ask.progress) if ask.stream else 0,
             priority=ask.priority or 0,
             deadline=None if deadline is None else service.clock() + deadline,
@@ -152,7 +152,7 @@ class _Sampling:
 
     def __init__(
         self,
-        ask: PriorAsk,
+        ask: PriorRequest,
         model: PriorModel,
         texts: Sequence[Text],
         requests: Sequence[SampleRequest],
@@ -163,14 +163,14 @@ class _Sampling:
         self._n, self._k, self._id = ask.n or 1, ask.nearest or 0, id
         self._created = int(time.time())
 
-    async def whole(self, answers: Answers[SampleRequest, SampleEvent]) -> PriorAnswer:
+    async def whole(self, answers: ResultStream[SampleRequest, SampleEvent]) -> PriorAnswer:
         found: dict[int, Sampled] = {}
         async for i, one in answers.events():
             if isinstance(one, Sampled):
                 found[i] = self._checked(one)
         return await self._answer(found)
 
-    async def stream(self, answers: Answers[SampleRequest, SampleEvent]) -> AsyncGenerator[bytes, None]:
+    async def stream(self, answers: ResultStream[SampleRequest, SampleEvent]) -> AsyncGenerator[bytes, None]:
         found: dict[int, Sampled] = {}
         async for i, one in answers.events():
             if isinstance(one, Sampled):

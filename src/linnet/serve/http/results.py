@@ -10,9 +10,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from anyio import to_thread
 
-from linnet.serve.request import Ended, Event, Produced
+from linnet.serve.request import Event, TerminalEvent, TokensEvent
 
-MOST_TOGETHER = 512
+MAX_TOGETHER = 512
 """Tokens and their likeliest that are told a reader in one piece. To write thousands takes a second that all others wait, and a
 reader who does not read needs no more of them written."""
 
@@ -59,7 +59,7 @@ class Bridge:
             receiver(event)
 
 
-class Answers(Generic[R, E]):
+class ResultStream(Generic[R, E]):
     """The requests of one call. What waits for a slow reader is merged when it reads, and is never more than its answers' tokens."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Answers(Generic[R, E]):
 
     def _receive(self, i: int, event: E) -> None:
         self._waiting[i].append(event)
-        if isinstance(event, Ended):
+        if isinstance(event, TerminalEvent):
             self._open.discard(i)
         self._news.set()
 
@@ -124,7 +124,7 @@ class Answers(Generic[R, E]):
             for i, waiting in enumerate(self._waiting):
                 self._waiting[i] = []
                 for event in self._merge(waiting):
-                    n_left -= isinstance(event, Ended)
+                    n_left -= isinstance(event, TerminalEvent)
                     yield i, event
 
     def close(self) -> None:
@@ -137,10 +137,10 @@ class Answers(Generic[R, E]):
 def merge(events: Sequence[Event], most: int | None = None) -> list[Event]:
     """The same events, with tokens that follow each other in one, or in several of about so many (their likeliest counted) at most."""
     merged: list[Event] = []
-    run: list[Produced] = []
+    run: list[TokensEvent] = []
     n_run = 0
     for event in events:
-        if isinstance(event, Produced):
+        if isinstance(event, TokensEvent):
             run.append(event)
             n_run += len(event.tokens) + sum(map(len, event.top))
             if most is None or n_run < most:
@@ -152,11 +152,11 @@ def merge(events: Sequence[Event], most: int | None = None) -> list[Event]:
     return merged + _joined(run)
 
 
-def _joined(run: Sequence[Produced]) -> list[Event]:
+def _joined(run: Sequence[TokensEvent]) -> list[Event]:
     if len(run) < 2:
         return list(run)
     return [
-        Produced(
+        TokensEvent(
             tokens=tuple(token for one in run for token in one.tokens),
             top=tuple(top for one in run for top in one.top),
             text="".join(one.text for one in run),

@@ -7,21 +7,21 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from linnet.models.prior.solver import Solver
-from linnet.nn.sampling_bounds import LEAST_REPETITION_PENALTY, LEAST_TEMPERATURE
-from linnet.serve.prior.request import MOST_GUIDANCE
-from linnet.serve.request import MOST_BIAS, MOST_SEED, MOST_STOPS, MOST_TOP
+from linnet.nn.sampling_bounds import MIN_REPETITION_PENALTY, MIN_TEMPERATURE
+from linnet.serve.prior.request import MAX_GUIDANCE
+from linnet.serve.request import MAX_SEED, MOST_BIAS, MOST_STOPS, MOST_TOP
 
-MOST_ANSWERS = 128
+MAX_ANSWERS = 128
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # fail_fast: a list of a million wrong entries is one mistake, not a million.
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_ANSWERS)]
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
 Prompt = Annotated[
-    str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MOST_ANSWERS)],
+    str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)],
     Field(union_mode="left_to_right"),
 ]
 Temperature = Annotated[
-    Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=LEAST_TEMPERATURE, le=100)],
+    Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=MIN_TEMPERATURE, le=100)],
     Field(union_mode="left_to_right"),
 ]
 """0 is greedy."""
@@ -33,20 +33,20 @@ Stop = Annotated[
 
 MOST_NEAREST, MOST_TOLD = 64, 256
 Caption = Annotated[str, Field(min_length=1, max_length=1 << 13)]
-Captions = Annotated[list[Caption], Field(fail_fast=True, min_length=1, max_length=MOST_ANSWERS)]
+Captions = Annotated[list[Caption], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
 Vector = Annotated[list[float], Field(fail_fast=True, min_length=1, max_length=1 << 14)]
 Vectors = Annotated[list[Vector], Field(fail_fast=True, min_length=1, max_length=1 << 10)]
-SeveralVectors = Annotated[list[Vectors], Field(fail_fast=True, min_length=1, max_length=MOST_ANSWERS)]
+SeveralVectors = Annotated[list[Vectors], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
 
 
-class Ask(BaseModel):
+class ApiRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, protected_namespaces=())
 
     model: str | None = None
     """Left out: the first model of the server that can do it."""
 
 
-class SamplingAsk(Ask):
+class SamplingRequest(ApiRequest):
     """The fields of every call that draws tokens."""
 
     temperature: Temperature | None = None
@@ -54,8 +54,8 @@ class SamplingAsk(Ask):
     top_k: int | None = Field(None, ge=0, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
-    n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
-    seed: int | None = Field(None, ge=0, le=MOST_SEED)
+    n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
     """Answer i of several has the seed `seed + i`."""
     user: str | None = None
     priority: int | None = Field(None, ge=-100, le=100)
@@ -94,10 +94,10 @@ class SchemaFormat(BaseModel):
     json_schema: NamedSchema
 
 
-class TextAsk(SamplingAsk):
+class TextRequest(SamplingRequest):
     """The fields that completions and chat share."""
 
-    repetition_penalty: float | None = Field(None, ge=LEAST_REPETITION_PENALTY, le=100)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIAS)
@@ -125,9 +125,9 @@ class TextAsk(SamplingAsk):
     return_token_ids: bool | None = None
 
 
-class CompletionAsk(TextAsk):
+class CompletionRequest(TextRequest):
     prompt: Prompt = ""
-    best_of: int | None = Field(None, ge=1, le=MOST_ANSWERS)
+    best_of: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
 
@@ -157,14 +157,14 @@ class Message(BaseModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatAsk(TextAsk):
+class ChatRequest(TextRequest):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
 
 
-class ImageAsk(SamplingAsk):
+class ImageRequest(SamplingRequest):
     prompt: Literal[""] = ""
     """Pixel models draw without a text."""
     size: str | None = Field(None, pattern=r"^(auto|[0-9]{1,5}x[0-9]{1,5})$")
@@ -174,7 +174,7 @@ class ImageAsk(SamplingAsk):
     """So many unfinished pictures are sent before the whole one, where `stream` is true."""
 
 
-class PriorAsk(Ask):
+class PriorRequest(ApiRequest):
     """Of `input` and `embeddings` exactly one is given."""
 
     input: Annotated[Caption | Captions, Field(union_mode="left_to_right")] | None = None
@@ -184,16 +184,16 @@ class PriorAsk(Ask):
         None, validation_alias=AliasChoices("text_encodings", "encodings")
     )
     """Of each text's tokens, beside its embedding: needed by models that were trained with them. Its old name is `encodings`."""
-    n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
+    n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     """Candidates for each text; number i has the seed `seed + i`."""
-    guidance: float | None = Field(None, ge=0, le=MOST_GUIDANCE)
+    guidance: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
     steps: int | None = Field(None, ge=2, lt=2**31)
     """At most as many as the model was trained with; left out: 16 of dpm, 64 of ddim, all of ddpm."""
     solver: Solver | None = None
     """Left out: dpm."""
     eta: float | None = Field(None, ge=0, le=1)
     """Of ddim: 0 adds no noise on the way."""
-    seed: int | None = Field(None, ge=0, le=MOST_SEED)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
     nearest: int | None = Field(None, ge=0, le=MOST_NEAREST)
     """So many of the gallery's images are told that each result is nearest to."""
     progress: int | None = Field(None, ge=0, le=MOST_TOLD)
@@ -204,15 +204,15 @@ class PriorAsk(Ask):
     deadline_seconds: float | None = Field(None, gt=0)
 
 
-class TokenizeAsk(Ask):
+class TokenizeRequest(ApiRequest):
     text: str
     add_special_tokens: bool | None = None
     """True: with the model's begin id in front, if it has one."""
 
 
-class DetokenizeAsk(Ask):
+class DetokenizeRequest(ApiRequest):
     tokens: Ids
 
 
-class SessionAsk(Ask):
+class SessionRequest(ApiRequest):
     pass

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.serve.http.errors import ApiError, draining
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Limits
 from linnet.serve.http.metrics import Metrics
 from linnet.serve.http.model import Model, PriorModel, Served, is_prior
-from linnet.serve.http.results import MOST_TOGETHER, Answers, Bridge, merge
+from linnet.serve.http.results import MAX_TOGETHER, Bridge, ResultStream, merge
 from linnet.serve.prior.request import Denoised, SampleEvent, SampleRequest
 from linnet.serve.request import Event, Request
 
@@ -65,21 +65,21 @@ class Service:
         if name in mine:
             return mine[name]
         self.any_model(name)
-        raise refuse("model", name, needs, fix)
+        raise invalid("model", name, needs, fix)
 
     @property
     def most_state_bytes(self) -> int:
         """Of a state as a file: what a slot holds, perhaps laid out otherwise."""
         return 2 * max((model.state_bytes for model in self.models.values()), default=0)
 
-    async def submit(self, model: Model, requests: Sequence[Request]) -> Answers[Request, Event]:
+    async def submit(self, model: Model, requests: Sequence[Request]) -> ResultStream[Request, Event]:
         """The caller must close what it gets."""
-        answers = Answers(
+        answers = ResultStream(
             model,
             requests,
             self._bridge_here(),
             watch=lambda: self.metrics.watch(model.name).see,
-            merge=partial(merge, most=MOST_TOGETHER),
+            merge=partial(merge, most=MAX_TOGETHER),
             takes_long=lambda request: request.sampling.constraint is not None,  # its grammar is compiled then
         )
         await self._begin(answers)
@@ -87,9 +87,9 @@ class Service:
 
     async def submit_samples(
         self, model: PriorModel, requests: Sequence[SampleRequest]
-    ) -> Answers[SampleRequest, SampleEvent]:
+    ) -> ResultStream[SampleRequest, SampleEvent]:
         """The caller must close what it gets."""
-        answers = Answers(
+        answers = ResultStream(
             model,
             requests,
             self._bridge_here(),
@@ -99,7 +99,7 @@ class Service:
         await self._begin(answers)
         return answers
 
-    async def _begin(self, answers: Answers[Any, Any]) -> None:
+    async def _begin(self, answers: ResultStream[Any, Any]) -> None:
         if self.lifecycle.is_draining:
             raise draining()
         await answers.submit()

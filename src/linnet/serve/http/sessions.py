@@ -10,13 +10,13 @@ from linnet.serve.http.errors import ApiError
 from linnet.serve.http.limits import read_file, read_json
 from linnet.serve.http.model import Model
 from linnet.serve.http.responses import Deleted, SessionCard
-from linnet.serve.http.schemas import SessionAsk
+from linnet.serve.http.schemas import SessionRequest
 from linnet.serve.http.service import Service
 from linnet.serve.request import NoSession
 
 
 async def create(service: Service, http: HttpRequest) -> Response:
-    ask = await read_json(http, SessionAsk, service.limits)
+    ask = await read_json(http, SessionRequest, service.limits)
     model = service.model(ask.model)
     return _card(model, await to_thread.run_sync(model.sessions.create))
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from linnet.serve.http.errors import ClientGone, explained
+from linnet.serve.http.errors import ClientGone, to_api_error
 
 DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
@@ -22,17 +22,17 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     return b"data: " + body + b"\n\n" if name is None else f"event: {name}\ndata: ".encode() + body + b"\n\n"
 
 
-async def told_errors(events: AsyncGenerator[bytes, None], request_id: str) -> AsyncGenerator[bytes, None]:
+async def with_error_event(events: AsyncGenerator[bytes, None], request_id: str) -> AsyncGenerator[bytes, None]:
     """The status is sent before the end is known: what goes wrong later is the last event."""
     try:
         async with aclosing(events):
             async for one in events:
                 yield one
     except Exception as error:
-        yield event(explained(error, request_id).body())
+        yield event(to_api_error(error, request_id).body())
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Does the work, but cancels it and raises ClientGone once the client disconnects. The body must have been read."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(receive))
     try:
@@ -57,7 +57,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._send_all(send))
+            await cancel_on_disconnect(receive, self._send_all(send))
         finally:
             self._close()
 

@@ -21,8 +21,8 @@ from linnet.models.prior import sampling
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.network import TextMemory
 from linnet.models.prior.params import PriorParams
-from linnet.models.prior.sampling import OPTIONS, Rows, SamplerState, row_axis
-from linnet.models.prior.solver import Plan
+from linnet.models.prior.sampling import OPTIONS, SamplerState, SolverBatch, row_axis
+from linnet.models.prior.solver import SolverTable
 from linnet.serve.prior.request import SampleRequest
 
 
@@ -32,7 +32,7 @@ class Slots:
 
     memory: TextMemory
     null: TextMemory | None  # of the dropped text, where that differs from row to row
-    how: Rows
+    how: SolverBatch
     state: SamplerState
     keys: PRNGKeyArray  # [B]
 
@@ -69,7 +69,7 @@ class PriorBackend:
         self.take(0)
         self.reset()
 
-    def seat(self, request: SampleRequest, plan: Plan) -> Slots:
+    def seat(self, request: SampleRequest, plan: SolverTable) -> Slots:
         """Reads the text, once for all steps, and draws what is started from. Does not wait for the device."""
         text, encodings, n_encodings, _, _ = _nothing(self.cfg)
         text[0] = request.text
@@ -103,11 +103,11 @@ def _null_per_row(cfg: PriorConfig) -> bool:
 
 def _nothing(
     cfg: PriorConfig,
-) -> tuple[Float32[np.ndarray, "1 X"], Float32[np.ndarray, "1 L X"] | None, Int32[np.ndarray, " 1"], Rows, Any]:
+) -> tuple[Float32[np.ndarray, "1 X"], Float32[np.ndarray, "1 L X"] | None, Int32[np.ndarray, " 1"], SolverBatch, Any]:
     """Arguments of an empty slot. Its text is not zeros, which norms by maximum would make NaN of."""
     encodings = np.zeros((1, cfg.max_text_len, cfg.d_text), np.float32) if cfg.text_encodings else None
     room = cfg.timesteps
-    how = Rows(
+    how = SolverBatch(
         times=np.zeros((1, room), np.int32),  # pyright: ignore[reportArgumentType]
         factors=np.zeros((1, room, sampling.N_FACTOR), np.float32),  # pyright: ignore[reportArgumentType]
         n_step=np.zeros((1,), np.int32),  # pyright: ignore[reportArgumentType]
@@ -130,12 +130,12 @@ def _seat(
     text: Float[Array, "1 X"],
     encodings: Float[Array, "1 L X"] | None,
     n_encodings: Int[Array, " 1"],
-    how: Rows,
+    how: SolverBatch,
     seed: UInt32[Array, ""],
     *,
     cfg: PriorConfig,
 ) -> Slots:
-    key = rng.of_sample(seed)[None]
+    key = rng.sample_key(seed)[None]
     noise = sampling.draw_noise(key, jnp.zeros((1,), jnp.int32), cfg)
     several = cfg.masks_text and encodings is not None  # requests differ in where the text ends
     memory = sampling.read(params, text, encodings, cfg, n_encodings=n_encodings if several else None)
@@ -148,7 +148,7 @@ def _step(
     params: PriorParams,
     memory: TextMemory,
     null: TextMemory | None,
-    how: Rows,
+    how: SolverBatch,
     state: SamplerState,
     keys: PRNGKeyArray,
     *,

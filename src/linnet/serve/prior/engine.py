@@ -15,13 +15,13 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.models.prior.conditions import check_encodings
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.params import PriorParams
 from linnet.models.prior.sampling import check_guidance, effective_guidance
-from linnet.models.prior.solver import Plan, make_plan, usual_steps
-from linnet.serve.engine_loop import Loop
+from linnet.models.prior.solver import SolverTable, default_steps, make_solver
+from linnet.serve.engine_loop import EngineLoop
 from linnet.serve.prior.backend import PriorBackend, Slots, Ticket
 from linnet.serve.prior.request import Denoised, OnSampleEvent, Sampled, SampleRequest
 from linnet.serve.request import FinishReason
@@ -34,7 +34,7 @@ PLANS_KEPT = 256
 class Job:
     """One request on its way."""
 
-    def __init__(self, request: SampleRequest, plan: Plan, guidance: float, on_event: OnSampleEvent) -> None:
+    def __init__(self, request: SampleRequest, plan: SolverTable, guidance: float, on_event: OnSampleEvent) -> None:
         self.request, self.plan, self.guidance = request, plan, guidance
         self.seat: Slots | None = None
         """Where it goes on, if it was parked."""
@@ -68,7 +68,7 @@ class _Flight:
     lookers: list[tuple[Job, int, int]]
 
 
-class PriorEngine(Loop[Job]):
+class PriorEngine(EngineLoop[Job]):
     def __init__(
         self,
         cfg: PriorConfig,
@@ -80,10 +80,10 @@ class PriorEngine(Loop[Job]):
     ) -> None:
         for name, value in (("--slots", n_slots), ("--queue", max_waiting)):
             if value < 1:
-                raise refuse(name, value, "at least 1", "use the default")
+                raise invalid(name, value, "at least 1", "use the default")
         if cfg.text_encodings and not cfg.max_text_len:
             needs = "above 0 with model.text_encodings: a slot has room for so many"
-            raise refuse("model.max_text_len", 0, needs, "set it in the run's config.json; CLIP has 77 tokens")
+            raise invalid("model.max_text_len", 0, needs, "set it in the run's config.json; CLIP has 77 tokens")
         super().__init__(n_slots, max_waiting, clock, "linnet-prior")
         self.cfg, self.n_slots = cfg, n_slots
         self.backend = PriorBackend(cfg, params, n_slots)
@@ -112,7 +112,7 @@ class PriorEngine(Loop[Job]):
 
     # In the engine's thread
 
-    def _carry_out(self, plan: Turn) -> None:
+    def _execute(self, plan: Turn) -> None:
         for id, reason in plan.ended:
             self._jobs.pop(id).finish(reason)
         for id, slot in plan.park:
@@ -167,14 +167,14 @@ class PriorEngine(Loop[Job]):
         self.backend.reset()
 
 
-def plan_for(request: SampleRequest, cfg: PriorConfig) -> Plan:
+def plan_for(request: SampleRequest, cfg: PriorConfig) -> SolverTable:
     """How it is denoised; what the model cannot do is refused."""
     if request.text.shape != (cfg.d_text,):
-        raise refuse("the embedding's width", request.text.shape, f"({cfg.d_text},)", "use the model's own encoder")
+        raise invalid("the embedding's width", request.text.shape, f"({cfg.d_text},)", "use the model's own encoder")
     check_encodings(None if request.encodings is None else request.encodings.shape, cfg)
     check_guidance(request.guidance, cfg)
-    steps = usual_steps(cfg, request.solver) if request.steps is None else request.steps
+    steps = default_steps(cfg, request.solver) if request.steps is None else request.steps
     return _plan(cfg, steps, request.solver, request.eta)
 
 
-_plan = functools.lru_cache(maxsize=PLANS_KEPT)(make_plan)
+_plan = functools.lru_cache(maxsize=PLANS_KEPT)(make_solver)

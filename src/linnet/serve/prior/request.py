@@ -8,12 +8,12 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float32
 
-from linnet.core.errors import refuse
+from linnet.core.errors import invalid
 from linnet.models.prior.solver import Solver
-from linnet.serve.request import MOST_SEED, Ended
+from linnet.serve.request import MAX_SEED, TerminalEvent
 
-MOST_GUIDANCE = 100.0
-MOST_VALUE = 1e4
+MAX_GUIDANCE = 100.0
+MAX_VALUE = 1e4
 """Of a vector that is given: embeddings have length 1 or so, and much larger ones would leave the range of numbers."""
 
 
@@ -38,16 +38,16 @@ class SampleRequest:
     """On the engine's clock."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed <= MOST_SEED:
-            raise refuse("seed", self.seed, f"0 to {MOST_SEED}", "use 0")
-        if not 0 <= self.guidance <= MOST_GUIDANCE:
-            raise refuse("guidance", self.guidance, f"0 to {MOST_GUIDANCE:g}", "use 1, which is none")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise invalid("seed", self.seed, f"0 to {MAX_SEED}", "use 0")
+        if not 0 <= self.guidance <= MAX_GUIDANCE:
+            raise invalid("guidance", self.guidance, f"0 to {MAX_GUIDANCE:g}", "use 1, which is none")
         if self.n_told < 0:
-            raise refuse("n_told", self.n_told, "0 or more", "use 0")
+            raise invalid("n_told", self.n_told, "0 or more", "use 0")
         for name, values in (("the embedding", self.text), ("the encodings", self.encodings)):
-            if values is not None and not (np.abs(values) <= MOST_VALUE).all():
-                needs = f"finite, and of size {MOST_VALUE:g} at most"
-                raise refuse(name, "a number beyond that", needs, "scale it to length 1, as encoders give it")
+            if values is not None and not (np.abs(values) <= MAX_VALUE).all():
+                needs = f"finite, and of size {MAX_VALUE:g} at most"
+                raise invalid(name, "a number beyond that", needs, "scale it to length 1, as encoders give it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +61,7 @@ class Denoised:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Sampled(Ended):
+class Sampled(TerminalEvent):
     """The end: the embedding, where there is one."""
 
     embedding: Float32[np.ndarray, " D"] | None

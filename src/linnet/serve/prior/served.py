@@ -10,8 +10,8 @@ import time
 import numpy as np
 from jaxtyping import Float32
 
-from linnet.core.errors import refuse
-from linnet.data.embeddings.neighbors import Gallery
+from linnet.core.errors import invalid
+from linnet.data.embeddings.neighbors import NeighborIndex
 from linnet.data.encoders import Encoder
 from linnet.data.encoders.encoder import encode_prompt
 from linnet.data.images import to_image
@@ -21,7 +21,7 @@ from linnet.models.prior.params import PriorParams
 from linnet.serve.prior.engine import PriorEngine
 from linnet.serve.prior.request import OnSampleEvent, SampleRequest
 
-MOST_GALLERY = 100_000
+MAX_GALLERY = 100_000
 """Rows. Each look compares with all of them, many times a second while somebody watches."""
 PICTURES_KEPT = 4096
 
@@ -43,7 +43,7 @@ class ServedPrior:
     engine: PriorEngine
     encoder: Encoder | None
     """Of the vectors it was trained on; None: nobody knows, and only vectors can be given."""
-    gallery: Gallery | None
+    gallery: NeighborIndex | None
     has_pictures: bool
     """The gallery can be shown, not only told."""
     created: int
@@ -125,7 +125,7 @@ def serve_prior(
     params: PriorParams,
     *,
     encoder: Encoder | None,
-    gallery: Gallery | None,
+    gallery: NeighborIndex | None,
     n_slots: int,
     max_waiting: int,
 ) -> ServedPrior:
@@ -135,7 +135,7 @@ def serve_prior(
         if cfg.text_encodings and encoder.text_len:
             encoder.encode_texts(["a linnet"])  # so that the first request does not wait for it to compile
         if width != cfg.d_text:
-            raise refuse(
+            raise invalid(
                 f"the width of {encoder.name}'s texts", width, f"{cfg.d_text}, the model's", "name its own encoder"
             )
     engine = PriorEngine(cfg, params, n_slots=n_slots, max_waiting=max_waiting)

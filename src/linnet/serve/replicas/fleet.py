@@ -26,7 +26,7 @@ LIVES_SECONDS = 60.0
 GONE_SECONDS = 1.0
 PROBE_SECONDS = 5.0
 """Between two questions whether a replica lives."""
-MOST_SILENT = 4
+MAX_SILENT = 4
 """Questions in a row that a replica may leave open before it is ended: it would hold its calls, and their sessions, for ever."""
 STOP_SECONDS = 10.0
 """Beyond the drain, for a replica that has nothing left to do."""
@@ -77,7 +77,7 @@ class Replica:
 
     async def until_silent(self) -> None:
         """Returns when it is taken for hanging."""
-        while self.n_silent < MOST_SILENT:
+        while self.n_silent < MAX_SILENT:
             await asyncio.sleep(PROBE_SECONDS)
             self.n_silent = 0 if await upstream.is_alive(self.socket) else self.n_silent + 1
 
@@ -189,7 +189,7 @@ class Fleet:
     async def _end_when_silent(self, replica: Replica) -> None:
         await replica.until_silent()
         if not replica.is_retired:  # that one is asked nothing any more, and ends in its own time
-            _say(f"replica {replica.number} stands still: it left {MOST_SILENT} questions open, and is ended.")
+            _say(f"replica {replica.number} stands still: it left {MAX_SILENT} questions open, and is ended.")
             replica.signal(signal.SIGKILL)
 
     async def _launch(self, number: int) -> Replica:

@@ -17,21 +17,21 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from linnet.serve.http.app import ENDPOINTS, no_route
-from linnet.serve.http.auth import Doors, Keys
+from linnet.serve.http.auth import AllowedHosts, Keys
 from linnet.serve.http.errors import NO_RETRY, ApiError, ClientGone, draining
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Calls, Limits, read_bytes
 from linnet.serve.http.metrics import CONTENT_TYPE, Metrics
-from linnet.serve.http.middleware import Edge
+from linnet.serve.http.middleware import RequestMiddleware
 from linnet.serve.http.openapi import Endpoint
-from linnet.serve.http.sse import event, unless_gone
+from linnet.serve.http.sse import cancel_on_disconnect, event
 from linnet.serve.replicas import metrics as replica_metrics
 from linnet.serve.replicas.fleet import Fleet, Replica
-from linnet.serve.replicas.upstream import Answer, Call, Lost, get_text, passed_on
+from linnet.serve.replicas.upstream import Answer, Call, Lost, get_text, proxy_request
 
 ELSEWHERE = frozenset({"queue_full", "draining"})
 """Codes of refusals that another replica need not share."""
-MOST_LOST = 2
+MAX_LOST = 2
 """Replicas that may go away under one call: perhaps it is the call that they die of."""
 
 
@@ -41,9 +41,9 @@ def make_front(
     """`state_bytes`: of the largest state that a body may carry."""
     counts = Metrics(())
     edge = Middleware(
-        Edge,
+        RequestMiddleware,
         keys=Keys(keys),
-        doors=Doors(None if keys else host),
+        doors=AllowedHosts(None if keys else host),
         calls=Calls(limits.calls_per_key),
         lifecycle=lifecycle,
         metrics=counts,
@@ -105,7 +105,7 @@ class Passing:
         closing = _Closing()
         self._lifecycle.answers.add(closing)
         try:
-            await unless_gone(receive, closing.unless_closed(self._pass(call, told)))
+            await cancel_on_disconnect(receive, closing.unless_closed(self._pass(call, told)))
         except ApiError as problem:
             await told.fail(problem)
         except ClientGone:
@@ -116,11 +116,11 @@ class Passing:
         tried: list[Replica] = []
         refusals: list[tuple[Answer, bytes]] = []
         n_lost = 0
-        while n_lost < MOST_LOST and (replica := self._fleet.choose(tried)) is not None:
+        while n_lost < MAX_LOST and (replica := self._fleet.choose(tried)) is not None:
             tried.append(replica)
             try:
                 with replica.busy():
-                    async with passed_on(call, replica.socket) as answer:
+                    async with proxy_request(call, replica.socket) as answer:
                         if answer.is_stream:
                             return await told.stream(answer)
                         body = await answer.whole()

@@ -12,7 +12,7 @@ from typing import Any
 
 import h11
 
-from linnet.serve.http.limits import MOST_HEADER_BYTES
+from linnet.serve.http.limits import MAX_HEADER_BYTES
 
 READ_BYTES = 1 << 16
 OWN_SECONDS = 5.0
@@ -70,14 +70,14 @@ class Answer:
 
 
 @contextlib.asynccontextmanager
-async def passed_on(call: Call, socket: Path) -> AsyncIterator[Answer]:
+async def proxy_request(call: Call, socket: Path) -> AsyncIterator[Answer]:
     """The connection ends with the block: an answer that is not whole by then is cancelled."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(socket))
     except OSError as error:
         raise Lost(str(error)) from None
     try:
-        wire = h11.Connection(h11.CLIENT, max_incomplete_event_size=2 * MOST_HEADER_BYTES)
+        wire = h11.Connection(h11.CLIENT, max_incomplete_event_size=2 * MAX_HEADER_BYTES)
         writer.write(_written(wire, call))
         # An answer may come before all of the body is taken, and then says why.
         async with _sending(writer):
@@ -124,7 +124,7 @@ async def _asked(socket: Path, target: bytes) -> AsyncIterator[Answer]:
     try:
         async with (
             asyncio.timeout(OWN_SECONDS),
-            passed_on(Call(id="front", method="GET", target=target), socket) as answer,
+            proxy_request(Call(id="front", method="GET", target=target), socket) as answer,
         ):
             yield answer
     except TimeoutError:

@@ -15,25 +15,25 @@ from linnet.parallel.cluster.environment import (
     ALONE,
     LOST_SECONDS,
     START_SECONDS,
-    Bounds,
+    ClusterEnv,
     Member,
-    Place,
-    find_bounds,
-    find_place,
+    Timeouts,
+    find_cluster_env,
+    find_timeouts,
 )
-from linnet.parallel.cluster.exit import leave_now, on_abort
-from linnet.parallel.cluster.heartbeat import FAILED_SECONDS, Pulse
-from linnet.parallel.cluster.peer_failure import is_echo
+from linnet.parallel.cluster.exit import exit_now, on_abort
+from linnet.parallel.cluster.heartbeat import FAILED_SECONDS, Heartbeat
+from linnet.parallel.cluster.peer_failure import is_peer_failure
 
-_pulse: Pulse | None = None
+_pulse: Heartbeat | None = None
 
 
-def join() -> Member:
+def initialize() -> Member:
     """Meets the other processes, if the environment tells of any, and watches them from then on. Once in a process."""
     global _pulse
     if _pulse is not None:
         return _pulse.member
-    place, bounds = find_place(os.environ), find_bounds(os.environ)
+    place, bounds = find_cluster_env(os.environ), find_timeouts(os.environ)
     if place == ALONE:
         return describe()
     on_abort(lambda: _aborted(place, bounds))
@@ -42,8 +42,8 @@ def join() -> Member:
     member = Member(index=service.process_id, count=service.num_processes, host=socket.gethostname())
     if member.count > 1:  # watched before the first device is asked for: all wait for all there, too
         address = str(service.coordinator_address)
-        _pulse = Pulse(
-            service.client, member, bounds, address, lambda words, after: leave_now(words, after=after)
+        _pulse = Heartbeat(
+            service.client, member, bounds, address, lambda words, after: exit_now(words, after=after)
         ).start()
         atexit.register(_end_together)  # runs before JAX's own end, which was registered earlier
     return member
@@ -54,36 +54,36 @@ def describe() -> Member:
     return _pulse.member if _pulse is not None else Member(index=0, count=1, host=socket.gethostname())
 
 
-def pulse() -> Pulse | None:
+def current_heartbeat() -> Heartbeat | None:
     """The signs of life, where there are several processes."""
     return _pulse
 
 
-def blame(error: BaseException) -> None:
+def attribute_failure(error: BaseException) -> None:
     """Where an error may come from another process's end, waits until the pulse has named that one and ended this process. Returns
     if nobody is gone: then the error is this process's own."""
-    if _pulse is None or _pulse.broken or not is_echo(error):
+    if _pulse is None or _pulse.broken or not is_peer_failure(error):
         return
     _pulse.broken = True
     time.sleep(_pulse.bounds.lost + 6 * _pulse.every)
 
 
-def leave(code: int, error: BaseException | None = None) -> None:
+def shutdown(code: int, error: BaseException | None = None) -> None:
     """Called with the exit code of a command. A process that failed tells why and goes: waiting for the others to come to the
     same end, as JAX does, would be in vain."""
     if _pulse is None or code in (0, 75):
         return
     if error is not None:
-        blame(error)
+        attribute_failure(error)
     words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(Exception):  # if process 0 is gone, so is whoever would read it
         _pulse.fail(f"exit code {code}" if error is None else words)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    leave_now("This process of the cluster stops; the others will, too.", code, _linger(_pulse))
+    exit_now("This process of the cluster stops; the others will, too.", code, _linger(_pulse))
 
 
-def _linger(pulse: Pulse) -> float:
+def _linger(pulse: Heartbeat) -> float:
     """The store goes with process 0."""
     return FAILED_SECONDS + 3 * pulse.every if pulse.member.index == 0 else 0.0
 
@@ -93,12 +93,12 @@ def _end_together() -> None:
     assert _pulse is not None
     uncaught = getattr(sys, "last_value", None)
     if uncaught is not None:
-        leave(1, uncaught)
+        shutdown(1, uncaught)
     _service().client.wait_at_barrier("linnet/end", 24 * 3600 * 1000)  # the pulse ends this wait if somebody is gone
     _pulse.stop()
 
 
-def _initialize(place: Place, bounds: Bounds) -> None:
+def _initialize(place: ClusterEnv, bounds: Timeouts) -> None:
     import jax
 
     # Without it the CPU's devices of other processes cannot be reached; other devices have their own ways.
@@ -120,7 +120,7 @@ def _initialize(place: Place, bounds: Bounds) -> None:
         )
     except (RuntimeError, ValueError, OSError) as error:
         # Of many kinds, all about the neighbourhood: a port that is taken, a host without a name, no right to ask Kubernetes.
-        leave_now(f"The processes could not be brought together ({str(error).strip().splitlines()[0]}). {_CHECK}")
+        exit_now(f"The processes could not be brought together ({str(error).strip().splitlines()[0]}). {_CHECK}")
 
 
 _CHECK = (
@@ -137,7 +137,7 @@ def _service() -> Any:
     return distributed.global_state
 
 
-def _aborted(place: Place, bounds: Bounds) -> str | None:
+def _aborted(place: ClusterEnv, bounds: Timeouts) -> str | None:
     """What an abort of JAX's means, or None where it is about something else."""
     if _pulse is None:
         who = f"process {place.index} of {place.count}" if place.index is not None else "this process"
