@@ -16,7 +16,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 MAPS = Path("/proc/self/maps")
-MOST_MAPS = 25_000
+MAX_MAPS = 25_000
 """Every program in memory takes some maps of the process, of which Linux allows 65,530: beyond them the compiler crashes."""
 
 
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def few_programs() -> Iterator[None]:
     """A worker runs a thousand tests: what they compiled is let go in time."""
     yield
-    if "jax" in sys.modules and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+    if "jax" in sys.modules and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MAX_MAPS:
         import jax
 
         jax.clear_caches()

@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, Phase, given
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
-MOST_TOKENS = 32
+MAX_TOKENS = 32
 """Longer answers are like these, only longer."""
-LEAST_CASES = 3
+MIN_CASES = 3
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ def run_cases(address: str, n_cases: int) -> Tally:
         known = session.post(f"{address}/v1/sessions", json={}).json()["id"]
         for operation in operations:
             for mode in GenerationMode:
-                share = max(LEAST_CASES, -(-(n_cases - tally.n_cases) // left))
+                share = max(MIN_CASES, -(-(n_cases - tally.n_cases) // left))
                 left -= 1
                 strategy = operation.as_strategy(generation_mode=mode)
                 _run_operation(strategy, share, session, checks, tally, known)
@@ -88,8 +88,8 @@ def _aim(case: Case, i: int, known: str) -> None:
             del case.body[field]
     for field in ("max_tokens", "max_completion_tokens"):
         asked = case.body.get(field)
-        if isinstance(asked, int) and MOST_TOKENS < asked <= 1 << 16:
-            case.body[field] = MOST_TOKENS
+        if isinstance(asked, int) and MAX_TOKENS < asked <= 1 << 16:
+            case.body[field] = MAX_TOKENS
 
 
 @pytest.fixture(autouse=True)

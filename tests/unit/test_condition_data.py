@@ -73,7 +73,7 @@ def test_every_picture_has_its_own_row_in_training_and_evaluation(folder: Path, 
         np.testing.assert_allclose(batch.condition, want, atol=1e-6)
     assert any(not (batch.loss_mask[:, 0] > 0).all() for batch in batches), "no batch was filled up"
     assert data.fingerprint != plain.fingerprint
-    data.must_fit(259, 1, 9)
+    data.check_fit(259, 1, 9)
 
 
 def _splits() -> tuple[str, ...]:
@@ -138,7 +138,7 @@ def test_a_model_and_data_that_do_not_fit_are_refused(folder: Path, tmp_path: Pa
         (opened(folder, None), 5, "data.condition is None, .* width 5"),
     ):
         with pytest.raises(UserError, match=words):
-            data.must_fit(259, 1, width)
+            data.check_fit(259, 1, width)
 
 
 @pytest.mark.trial

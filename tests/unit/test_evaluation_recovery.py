@@ -23,7 +23,7 @@ from linnet.train.lm_task import LMTask
 from linnet.train.loop import train
 from linnet.train.prior_task import PriorTask
 
-MOST_POINTS = 12
+MAX_POINTS = 12
 
 
 def token_config(source: Path, **changes: Any) -> RunConfig:
@@ -83,7 +83,7 @@ def test_killed_at_every_point_of_an_evaluation(family: str, source: Path, tmp_p
     assert list(want["best"]) == ["2"]
     assert len(want["samples"]) == (family == "vq")
     assert list(want["exports"]) == (["best.pth"] if family == "prior" else [])
-    for n in range(1, MOST_POINTS + 1):
+    for n in range(1, MAX_POINTS + 1):
         run = tmp_path / f"killed-{n}"
         shutil.copytree(base, run)
         with pytest.MonkeyPatch.context() as patch:

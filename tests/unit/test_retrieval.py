@@ -80,7 +80,7 @@ def test_a_set_is_read_in_blocks_and_a_huge_one_in_part(tmp_path: Path, monkeypa
     plain = Vectors.read
     monkeypatch.setattr(Vectors, "read", lambda self, rows: sizes.append(len(rows)) or plain(self, rows))
     monkeypatch.setattr(retrieval, "BLOCK", 8)
-    monkeypatch.setattr(retrieval, "MOST_FITTED", 40)
+    monkeypatch.setattr(retrieval, "MAX_FITTED", 40)
     retrieval.baselines(pairs)
     assert max(sizes) <= 8
     assert sum(sizes) == 2 * (40 + 20)

@@ -58,7 +58,7 @@ def eval_command(argv: list[str]) -> int:
     if flags.data_source is not None:
         check_same_data(flags.run, data.fingerprint, flags.data_source)
     check_match(flags.run, data, run.vocabulary.tokenizer)  # first: where the tokenizers differ, so do their end ids
-    data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
+    data.check_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
     size = flags.batch_size or cfg.data.batch_size
     n_batch = -(-min(data.split(split).n_windows, flags.limit or 10**12) // size)
 

@@ -102,7 +102,7 @@ class TokenDataset:
             return 0
         return len(self.tokenizer.decode([chosen.first_input(0)]))
 
-    def must_fit(self, n_vocab: int, end_id: int, d_condition: int = 0) -> None:
+    def check_fit(self, n_vocab: int, end_id: int, d_condition: int = 0) -> None:
         """A model must know every id: one beyond its vocabulary would be read as another. And it is told of embeddings of the
         width it knows, or of none."""
         width = 0 if self.condition is None else self.condition.width

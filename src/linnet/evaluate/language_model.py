@@ -81,7 +81,7 @@ def evaluate(
     progress: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
 ) -> Evaluation:
     """Reads whole sequences stretch by stretch, so that memory does not follow their length."""
-    data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
+    data.check_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
     data = data.begun_by(cfg.writer.bos_id)
     nats = nats or make_nats(family, cfg)
     size = batch_size or cfg.data.batch_size

@@ -26,12 +26,12 @@ N_CANDIDATES, CANDIDATE_STEPS = 16, 16
 """How many candidates the best is chosen of, in how many steps of DPM-Solver++."""
 BLOCK = 4096
 """Rows in memory at a time, of what is read and of what is compared."""
-MOST_FITTED, MOST_CHOOSING = 2**18, 2**13
+MAX_FITTED, MAX_CHOOSING = 2**18, 2**13
 """Rows that ridge regression is fitted on, and that choose its strength: far more than its weights need, and a set of any size
 is done in minutes."""
 STRENGTHS, USUAL_STRENGTH = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0), 0.1
 """In units of the mean variance of the texts' dimensions."""
-MOST_SHOWN, SHOWN = 40, 32
+MAX_SHOWN, SHOWN = 40, 32
 
 
 # The baselines
@@ -61,7 +61,7 @@ def baselines(pairs: EmbeddingPairs) -> Baselines:
     """Fitted on the train split, block by block; the validation split chooses the ridge's strength."""
     n, sums = 0, [np.zeros(pairs.text_width), np.zeros(pairs.image_width)]
     xx, xy = (np.zeros((pairs.text_width, width)) for width in (pairs.text_width, pairs.image_width))
-    for texts, images in _blocks(pairs, "train", MOST_FITTED):
+    for texts, images in _blocks(pairs, "train", MAX_FITTED):
         n, sums = n + len(texts), [sums[0] + texts.sum(0), sums[1] + images.sum(0)]
         xx += texts.T @ texts
         xy += texts.T @ images
@@ -80,7 +80,7 @@ def baselines(pairs: EmbeddingPairs) -> Baselines:
         return fitted(USUAL_STRENGTH)
     choices = [fitted(strength) for strength in STRENGTHS]
     totals = np.zeros(len(choices))
-    for texts, images in _blocks(pairs, "validation", MOST_CHOOSING):
+    for texts, images in _blocks(pairs, "validation", MAX_CHOOSING):
         totals += [_cosines(one._ridge(texts), images).sum() for one in choices]
     return choices[int(np.argmax(totals))]
 
@@ -179,11 +179,7 @@ class SimilarityMatrix:
         if not isinstance(captions, list) or not isinstance(rows, list) or by not in ("text", "image"):
             return None
         n = len(captions)
-        if (
-            not 0 < n <= MOST_SHOWN
-            or len(rows) != n
-            or not all(isinstance(row, list) and len(row) == n for row in rows)
-        ):
+        if not 0 < n <= MAX_SHOWN or len(rows) != n or not all(isinstance(row, list) and len(row) == n for row in rows):
             return None
         read = tuple(tuple(_number(value) for value in row) for row in rows)
         return SimilarityMatrix(captions=tuple(map(str, captions)), cosines=read, by=by)
@@ -197,7 +193,7 @@ def similarity(
     n: int = SHOWN,
 ) -> SimilarityMatrix:
     """Of at most so many rows, spread evenly over those with a text of their own: the same caption twice would hide the diagonal."""
-    assert 1 <= n <= MOST_SHOWN
+    assert 1 <= n <= MAX_SHOWN
     assert len(texts) == len(predicted) == len(images)
     single = np.sort(np.unique(texts, axis=0, return_index=True)[1])
     n = min(n, len(single))

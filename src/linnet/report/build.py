@@ -26,8 +26,8 @@ from linnet.report.plots import Record, finite
 from linnet.report.svg import compact
 from linnet.runs.metrics import read_metrics, replace_text
 
-MOST_SAMPLES, SAMPLE_LETTERS, MOST_EVENTS, MOST_EVALS = 3, 4000, 100, 4
-MOST_SHEETS, MOST_SHEET_BYTES = 8, 4 << 20
+MAX_SAMPLES, SAMPLE_LETTERS, MAX_EVENTS, MAX_EVALS = 3, 4000, 100, 4
+MAX_SHEETS, MAX_SHEET_BYTES = 8, 4 << 20
 GOOD, WARN = {"finished"}, {"interrupted", "skipped", "alarm", "restart_codes", "failed", "stopped"}
 ROUTINE = {"checkpoint"}
 MARK = (
@@ -76,7 +76,7 @@ def _of_tokens(run: Path, records: Sequence[Record], config: dict[str, Any]) -> 
 
 
 def _of_prior(run: Path, records: Sequence[Record]) -> list[str]:
-    files = [_read_object(path) for path in sorted(run.glob("eval_*.json"))[:MOST_EVALS]]
+    files = [_read_object(path) for path in sorted(run.glob("eval_*.json"))[:MAX_EVALS]]
     lead = "The pictures nearest to what it predicts for prompts, the newest first."
     return [*report_prior.sections(retrieval.read(run), records, files), _pictures(run, "Nearest pictures", lead)]
 
@@ -225,7 +225,7 @@ def _insides(records: Sequence[Record], config: dict[str, Any]) -> list[str]:
 
 
 def _evaluations(run: Path) -> str:
-    files = sorted(run.glob("eval_*.json"))[:MOST_EVALS]
+    files = sorted(run.glob("eval_*.json"))[:MAX_EVALS]
     results = [(str(data.get("split") or path.stem), data) for path in files if (data := _read_object(path))]
     if not results:
         return ""
@@ -264,13 +264,13 @@ def _newest(folder: Path, pattern: str) -> list[Path]:
 def _pictures(run: Path, title: str, lead: str) -> str:
     """Sheets painted during training, the newest first, and the last that `linnet sample` painted."""
     files = _newest(run / "samples", "*.png")
-    shown = [*_newest(run / "samples" / "pictures", "sheet.png"), *files[:MOST_SHEETS]]
+    shown = [*_newest(run / "samples" / "pictures", "sheet.png"), *files[:MAX_SHEETS]]
     if not shown:
         return ""
     parts: list[str] = []
     for path in shown:
         content = path.read_bytes()
-        if len(content) > MOST_SHEET_BYTES or not content.startswith(b"\x89PNG"):
+        if len(content) > MAX_SHEET_BYTES or not content.startswith(b"\x89PNG"):
             continue
         name = "linnet sample" if path.name == "sheet.png" else path.stem
         image = f'<img alt="{clean(name)}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
@@ -286,7 +286,7 @@ def _samples(run: Path) -> str:
     if not files:
         return pictures or section("Samples", none("No samples written yet."))
     parts: list[str] = []
-    for i, path in enumerate(files[:MOST_SAMPLES]):
+    for i, path in enumerate(files[:MAX_SAMPLES]):
         with path.open("rb") as file:
             whole = file.read(4 * SAMPLE_LETTERS).decode("utf-8", errors="replace")
         short = whole[:SAMPLE_LETTERS] + (" …" if len(whole) > SAMPLE_LETTERS else "")
@@ -303,15 +303,15 @@ def _events(records: Sequence[Record]) -> str:
         return ""
     begin = next((t for r in records if (t := finite(r.get("time"))) is not None), 0.0)
     body: list[list[str]] = []
-    for record in told[-MOST_EVENTS:]:
+    for record in told[-MAX_EVENTS:]:
         name, at = str(record.get("event")), finite(record.get("time"))
         tone = " good" if name in GOOD else " warn" if name in WARN else ""
         when = "–" if at is None else f"+{duration(at - begin)}"
         tag = f'<span class="tag{tone}">{clean(name.replace("_", " "))}</span>'
         body.append([escape(when), f"{record['step']:,}", tag, clean(str(record.get("message") or ""))])
     notes = [f"Checkpoints saved: {len(events) - len(told):,}."] if len(events) > len(told) else []
-    if len(told) > MOST_EVENTS:
-        notes.append(f"The last {MOST_EVENTS} of {len(told):,} events; metrics.jsonl has all.")
+    if len(told) > MAX_EVENTS:
+        notes.append(f"The last {MAX_EVENTS} of {len(told):,} events; metrics.jsonl has all.")
     grid = table(["time", "step", "event", ""], body, [1])
     return section("Events", f'<div class="card">{grid}</div>', lead=" ".join(notes))
 

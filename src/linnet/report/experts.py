@@ -12,7 +12,7 @@ from linnet.report.page import card, half, none, section, table
 from linnet.report.plots import Record, finite, per_part
 
 GROUP = "experts"
-MOST_LAYERS, MOST_EXPERTS = 8, 64  # drawn, so that the page stays light; the table has every layer
+MAX_LAYERS, MAX_EXPERTS = 8, 64  # drawn, so that the page stays light; the table has every layer
 NOTHING = section("Experts", none("No expert diagnostics recorded."))
 
 
@@ -82,7 +82,7 @@ def _loads(record: Record) -> list[list[float | None]]:
     layers = record[GROUP].get("load")
     if not isinstance(layers, list) or not all(isinstance(row, list) for row in layers):
         return []
-    return [[finite(v) for v in row[:MOST_EXPERTS]] for row in layers[: plots.MAX_PARTS]]
+    return [[finite(v) for v in row[:MAX_EXPERTS]] for row in layers[: plots.MAX_PARTS]]
 
 
 def _layers_drawn(record: Record) -> list[int]:
@@ -93,7 +93,7 @@ def _layers_drawn(record: Record) -> list[int]:
         value = balance[layer] if layer < len(balance) else None
         return 1.0 if value is None else value
 
-    return sorted(sorted(range(n_layer), key=evenness)[:MOST_LAYERS])
+    return sorted(sorted(range(n_layer), key=evenness)[:MAX_LAYERS])
 
 
 def _load(lines: Sequence[Record], layer: int) -> plots.Draw:

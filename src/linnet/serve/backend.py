@@ -22,7 +22,7 @@ from linnet.models.base import TokenFamily
 from linnet.models.tensor_parallel import mesh_of, on_mesh_of
 from linnet.nn.sampling import LogitMask, SamplingSettings, sampling_settings
 from linnet.parallel import sharding
-from linnet.serve.request import MOST_TOP, Choice, Sampling
+from linnet.serve.request import MAX_TOP, Choice, Sampling
 
 N_TICKS = 16
 """The most ticks of a dispatch. What a dispatch costs the host is shared by so many."""
@@ -134,7 +134,7 @@ class Backend:
 
     def _n_top(self, with_top: bool) -> int:
         """As many as anyone may ask for, so that one program does for all."""
-        return min(MOST_TOP, self.cfg.n_vocab) if with_top else 0
+        return min(MAX_TOP, self.cfg.n_vocab) if with_top else 0
 
     # Slots
 

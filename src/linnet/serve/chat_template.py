@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet.core.errors import UserError, invalid
-from linnet.serve.request import MOST_STOP_BYTES, MOST_STOPS
+from linnet.serve.request import MAX_STOP_BYTES, MAX_STOPS
 
 FILE = "chat_template.json"
 MAX_BYTES = 1 << 16
@@ -124,11 +124,11 @@ class _Checked:
     def _stop(self, value: Any) -> tuple[str, ...]:
         if not isinstance(value, list):
             raise self._refuse("stop", value, "a list of strings", "put brackets around it")
-        if len(value) > MOST_STOPS // 2:  # callers may add as many of their own
-            raise self._refuse("stop", f"{len(value)} strings", f"at most {MOST_STOPS // 2}", "use fewer")
+        if len(value) > MAX_STOPS // 2:  # callers may add as many of their own
+            raise self._refuse("stop", f"{len(value)} strings", f"at most {MAX_STOPS // 2}", "use fewer")
         for i, one in enumerate(value):
-            if not 0 < len(self._text(f"stop[{i}]", one).encode()) <= MOST_STOP_BYTES:
-                raise self._refuse(f"stop[{i}]", one[:80], f"1 to {MOST_STOP_BYTES} bytes long", "shorten or remove it")
+            if not 0 < len(self._text(f"stop[{i}]", one).encode()) <= MAX_STOP_BYTES:
+                raise self._refuse(f"stop[{i}]", one[:80], f"1 to {MAX_STOP_BYTES} bytes long", "shorten or remove it")
         return tuple(dict.fromkeys(value))
 
     def _text(self, field: str, value: Any) -> str:

@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "stuck", "cancelled", "deadline", "erro
 """stop: an end id, a stop id, a stop string, or a finished grammar; of a prior, its last step. length: max_tokens, or the model's
 context. stuck: its own grammar and rules leave no token, or the grammar became too much work. The others end it from outside."""
 
-MOST_STOPS, MOST_STOP_BYTES, MOST_TOP, MOST_BIAS = 16, 1024, 20, 1024
+MAX_STOPS, MAX_STOP_BYTES, MAX_TOP, MAX_BIAS = 16, 1024, 20, 1024
 MAX_SEED = 2**32 - 1
 
 
@@ -111,16 +111,14 @@ class Sampling:
         _between("seed", self.seed, 0, MAX_SEED)
         _between("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _between("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _between("logprobs", self.top_logprobs, 0, MOST_TOP)
-        if len(self.stop) + len(self.stop_ids) > MOST_STOPS:
-            raise invalid(
-                "stop", f"{len(self.stop) + len(self.stop_ids)} entries", f"at most {MOST_STOPS}", "use fewer"
-            )
+        _between("logprobs", self.top_logprobs, 0, MAX_TOP)
+        if len(self.stop) + len(self.stop_ids) > MAX_STOPS:
+            raise invalid("stop", f"{len(self.stop) + len(self.stop_ids)} entries", f"at most {MAX_STOPS}", "use fewer")
         check_stops(self.stop)
         for stop in self.stop:
-            _between("the length of a stop string in bytes", len(stop.encode()), 1, MOST_STOP_BYTES)
-        if len(self.logit_bias) > MOST_BIAS:
-            raise invalid("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MOST_BIAS}", "use fewer")
+            _between("the length of a stop string in bytes", len(stop.encode()), 1, MAX_STOP_BYTES)
+        if len(self.logit_bias) > MAX_BIAS:
+            raise invalid("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_BIAS}", "use fewer")
         for bias in self.logit_bias.values():
             _between("logit_bias", bias, -100.0, 100.0)
         if self.allowed is not None and not self.allowed - self.banned:

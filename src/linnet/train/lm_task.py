@@ -28,7 +28,7 @@ class LMTask:
         self._data = load_dataset(cfg.tokens, cfg.seed).begun_by(cfg.writer.bos_id)
         if tokenizer is not None and cfg.parent is not None:
             vocabulary.check_match(Path(cfg.parent.path), self._data, tokenizer)
-        self._data.must_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
+        self._data.check_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
         if self._data.train.n_tokens < cfg.tokens.update_len:
             needs = f"at least data.update_len ({cfg.tokens.update_len}) tokens to train on (it leaves {self._data.train.n_tokens})"
             raise invalid(

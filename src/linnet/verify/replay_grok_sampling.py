@@ -28,7 +28,7 @@ NO_NUCLEUS = "a nucleus of nothing may keep everything in the reference; Linnet 
 NAN = "the reference divides by a temperature of 0; Linnet is greedy there"
 UNSURE = {"f32": 1e-6, "bf16": 0.01}
 """How well a running sum of probabilities is known."""
-LEAST_DRAWN, MOST_DRAWN = 1e-4, 64  # of each row, the likely tokens are drawn
+MIN_DRAWN, MAX_DRAWN = 1e-4, 64  # of each row, the likely tokens are drawn
 
 
 def replay_top_p(arrays: Arrays, tolerance: float, found: Found) -> None:
@@ -170,8 +170,8 @@ def _drawn(arrays: Arrays, probs: Float[np.ndarray, "B A"], whole: np.ndarray) -
     """Every likely token is drawn by the engine's own function, with the chance in the middle of the token's share."""
     rows, tokens = [], []
     for row in np.flatnonzero(whole):
-        likely = np.argsort(-probs[row], kind="stable")[:MOST_DRAWN]
-        likely = likely[probs[row][likely] > LEAST_DRAWN]
+        likely = np.argsort(-probs[row], kind="stable")[:MAX_DRAWN]
+        likely = likely[probs[row][likely] > MIN_DRAWN]
         rows += [row] * len(likely)
         tokens += likely.tolist()
     at, want = np.asarray(rows, int), np.asarray(tokens, int)

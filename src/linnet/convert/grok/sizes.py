@@ -10,7 +10,7 @@ from linnet.models.moe.config import MoEConfig
 
 GROUPED, N_GROUP = ("layers/w_o", "layers/experts/out"), 8
 """The matrices whose inputs the release divides over its 8 devices, each with scales of its own."""
-FRAME, FRAME_HEADER, LEAST_FRAME = 64 * 1024, 9, 4  # pickle's: what is larger stands outside of frames
+FRAME, FRAME_HEADER, MIN_FRAME = 64 * 1024, 9, 4  # pickle's: what is larger stands outside of frames
 HEAD = 73  # names of numpy's maker of arrays, and the call of it
 HEAD_AGAIN = 14  # the same by reference
 FLOAT_TYPE, BFLOAT16_TYPE = 48, 52
@@ -71,4 +71,4 @@ def _framed(parts: list[int]) -> int:
 
 
 def _closed(frame: int) -> int:
-    return frame + (FRAME_HEADER if frame >= LEAST_FRAME else 0)
+    return frame + (FRAME_HEADER if frame >= MIN_FRAME else 0)

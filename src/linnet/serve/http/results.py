@@ -28,7 +28,7 @@ E = TypeVar("E")
 E_co = TypeVar("E_co", covariant=True)
 
 
-class Taker(Protocol[R_contra, E_co]):
+class Submits(Protocol[R_contra, E_co]):
     """A model that takes requests of one kind and tells events of another."""
 
     def submit(self, request: R_contra, on_event: Callable[[E_co], None]) -> None: ...
@@ -64,7 +64,7 @@ class ResultStream(Generic[R, E]):
 
     def __init__(
         self,
-        model: Taker[R, E],
+        model: Submits[R, E],
         requests: Sequence[R],
         bridge: Bridge,
         *,

@@ -9,7 +9,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from linnet.models.prior.solver import Solver
 from linnet.nn.sampling_bounds import MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 from linnet.serve.prior.request import MAX_GUIDANCE
-from linnet.serve.request import MAX_SEED, MOST_BIAS, MOST_STOPS, MOST_TOP
+from linnet.serve.request import MAX_BIAS, MAX_SEED, MAX_STOPS, MAX_TOP
 
 MAX_ANSWERS = 128
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -27,11 +27,11 @@ Temperature = Annotated[
 """0 is greedy."""
 Stop = Annotated[
     Annotated[str, Field(min_length=1)]
-    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, max_length=MOST_STOPS)],
+    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, max_length=MAX_STOPS)],
     Field(union_mode="left_to_right"),
 ]
 
-MOST_NEAREST, MOST_TOLD = 64, 256
+MAX_NEAREST, MAX_TOLD = 64, 256
 Caption = Annotated[str, Field(min_length=1, max_length=1 << 13)]
 Captions = Annotated[list[Caption], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
 Vector = Annotated[list[float], Field(fail_fast=True, min_length=1, max_length=1 << 14)]
@@ -100,13 +100,13 @@ class TextRequest(SamplingRequest):
     repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIAS)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_BIAS)
     allowed_token_ids: Ids | None = Field(None, min_length=1)
     banned_token_ids: Ids | None = None
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop: Stop | None = None
-    stop_token_ids: Ids | None = Field(None, max_length=MOST_STOPS)
+    stop_token_ids: Ids | None = Field(None, max_length=MAX_STOPS)
     ignore_eos: bool | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -129,7 +129,7 @@ class CompletionRequest(TextRequest):
     prompt: Prompt = ""
     best_of: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
 
 
 class TextPart(BaseModel):
@@ -161,7 +161,7 @@ class ChatRequest(TextRequest):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
 
 
 class ImageRequest(SamplingRequest):
@@ -194,9 +194,9 @@ class PriorRequest(ApiRequest):
     eta: float | None = Field(None, ge=0, le=1)
     """Of ddim: 0 adds no noise on the way."""
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    nearest: int | None = Field(None, ge=0, le=MOST_NEAREST)
+    nearest: int | None = Field(None, ge=0, le=MAX_NEAREST)
     """So many of the gallery's images are told that each result is nearest to."""
-    progress: int | None = Field(None, ge=0, le=MOST_TOLD)
+    progress: int | None = Field(None, ge=0, le=MAX_TOLD)
     """How often a stream tells how far each candidate is."""
     stream: bool | None = None
     user: str | None = None

@@ -1,0 +1,162 @@
+"""Names that were replaced by those of the field do not come back."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import linnet
+
+ROOT = Path(linnet.__file__).parent
+RETIRED = dict(
+    line.split()
+    for line in """
+_carry_out _execute
+_displaces _preempts
+_disturbed augment_condition
+_stepping_aside _preemption_key
+Account ShardManifest
+admit_chunk prefill_chunk
+all_experts moe_dense
+Alone NullMonitor
+Answers ResultStream
+Ask ApiRequest
+attend_cached gqa_cached
+bags featurize
+blame attribute_failure
+Bounds Timeouts
+carry_names carry_axes
+ChatAsk ChatRequest
+check_folder check_resumable
+chosen_experts moe_grouped
+CompletionAsk CompletionRequest
+Cut SplitK
+Damaged CorruptCheckpoint
+decided broadcast_from_process0
+DetokenizeAsk DetokenizeRequest
+Division SplitPlan
+Doors AllowedHosts
+dot matmul
+each_part shard_map
+Ears FailureDetector
+END EOS
+Ended TerminalEvent
+expert_alarms expert_warnings
+explained to_api_error
+few_experts moe_decode
+find_bounds find_timeouts
+find_place find_cluster_env
+FREE_TO_CHANGE MUTABLE_ON_RESUME
+Gallery NeighborIndex
+guess estimate
+Guided CFGDecoder
+Half Bf16Bits
+Held SessionLease
+HostCopy HostShards
+hush_orbax silence_orbax
+ImageAsk ImageRequest
+is_echo is_peer_failure
+is_names is_logical_axes
+is_weights_alone is_weights_only
+Judge Task
+Judged EvalResult
+judged_at evaluated_at
+keep_end commit_session
+leave_now exit_now
+Lockstep ControlSync
+Logged TrainMetrics
+Loop EngineLoop
+make_plan make_solver
+Matrix Weight
+mixture_half moe_block
+must_agree check_agree
+must_be_finite check_finite
+must_be_new check_is_new
+must_be_trainable check_trainable
+must_be_unused check_unused_flags
+must_divide check_divides
+must_fit check_fit
+must_have_room check_room_for
+must_match check_match
+n_row_parts data_parallel_size
+NamedSet BenchmarkDataset
+Names LogicalAxes
+no_experts check_no_experts
+of_sample sample_key
+of_words slugify
+open_data load_dataset
+open_judge open_task
+open_start acquire_session
+Pairs EmbeddingPairs
+possible enumerate_meshes
+prepare_jax init_jax
+pretend use_fake_devices
+PriorAsk PriorRequest
+PriorJudge PriorTask
+Produced TokensEvent
+PromptRead PrefillDone
+Pulse Heartbeat
+put_rows global_batch
+quantized_cuts quantized_pspec
+requests_of build_requests
+router_figures router_stats
+RouterFigures RouterStats
+ROW_AXES BATCH_AXES
+Rows SolverBatch
+SamplingAsk SamplingRequest
+Scores SoftCap
+Seat SlotState
+seconds_a_step seconds_per_step
+seconds_a_token seconds_per_token
+SessionAsk SessionRequest
+share_here process_batch_slice
+Sign Beat
+Silent MissedBeats
+Start StartState
+state_like abstract_state
+streamed_rows tiled_matmul_rows
+Taker Submits
+TextAsk TextRequest
+Together StragglerMonitor
+TokenizeAsk TokenizeRequest
+TokenJudge LMTask
+told_errors with_error_event
+told_state conditioned_state
+Twice CFGSlots
+unless_gone cancel_on_disconnect
+usual_steps default_steps
+Voice ResponseFormatter
+weight_cuts weight_pspecs
+Weights WeightDtype
+what_would_fit suggestions
+windows_at window_indices
+Wish ControlFlags
+Work Job
+""".strip().splitlines()
+)
+"""The retired name, and the name that took its place."""
+PREFIXES = re.compile(r"_?(MOST|LEAST)_[A-Z]")
+"""For bounds: MAX_ and MIN_."""
+FOLDERS = ("cluster", "families", "train/interchange", "train/verify", "data/pairs")
+
+
+def retired(source: str) -> set[str]:
+    """The retired names among the identifiers of a program."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    names = {token.string for token in tokens if token.type == tokenize.NAME}
+    return {name for name in names if name in RETIRED or PREFIXES.match(name)}
+
+
+def test_no_retired_name_is_used() -> None:
+    found = {str(path.relative_to(ROOT)): retired(path.read_text()) for path in ROOT.rglob("*.py")}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_no_retired_package_is_left() -> None:
+    assert [folder for folder in FOLDERS if (ROOT / folder).exists()] == []
+
+
+def test_a_retired_name_is_seen() -> None:
+    assert retired("from linnet.train.task import Judge as J\nMOST_X = 1  # a Wish\n") == {"Judge", "MOST_X"}
