@@ -135,7 +135,7 @@ def test_a_killed_preparation_goes_on_and_ends_the_same(tmp_path: Path, monkeypa
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(prepare_module, "encode_chunk", dies)
+    monkeypatch.setattr(prepare_module, "write_shard", dies)
     with pytest.raises(KeyboardInterrupt):
         prepare(task_of(source), tmp_path / "killed")
     assert not indexes.is_prepared(tmp_path / "killed")
@@ -168,7 +168,7 @@ def test_another_source_or_option_is_refused_in_the_same_folder(
     prepare(task_of(source), tmp_path / "done")
     with pytest.raises(UserError, match="without other prepared data"):
         prepare(task_of(Listed(many(6))), tmp_path / "done")
-    monkeypatch.setattr(prepare_module, "encode_chunk", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(prepare_module, "write_shard", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         prepare(task_of(source), tmp_path / "begun")
     with pytest.raises(UserError, match="unfinished preparation of something else"):

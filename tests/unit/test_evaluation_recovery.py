@@ -58,14 +58,14 @@ def kept(run: Path) -> dict[str, Any]:
 
 
 def arm_after_evaluation(patch: pytest.MonkeyPatch, killer: Killer) -> None:
-    for judge in (LMTask, PriorTask):
+    for task in (LMTask, PriorTask):
 
-        def evaluate(self: Any, state: Any, watch: Any, real: Any = judge.evaluate) -> Any:
+        def evaluate(self: Any, state: Any, watch: Any, real: Any = task.evaluate) -> Any:
             result = real(self, state, watch)
             killer.armed = True
             return result
 
-        patch.setattr(judge, "evaluate", evaluate)
+        patch.setattr(task, "evaluate", evaluate)
 
 
 @pytest.mark.parametrize("family", ["vq", "prior"])

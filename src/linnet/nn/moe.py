@@ -3,7 +3,7 @@
 Letters: P tokens, D model width, E experts, F hidden width, C choices, N = P C pairs of a token and an expert, R rows of a block.
 
 Three ways to one result: `moe_dense` is the plain one (every expert for every token, most of it times zero): the oracle.
-`moe_grouped` sorts pairs by expert and multiplies group by group: for training and reading prompts. `streamed` (a file of its
+`moe_grouped` sorts pairs by expert and multiplies group by group: for training and reading prompts. `tiled_matmul` (a file of its
 own) reads weights tile by tile for a handful of tokens: for decoding.
 """
 

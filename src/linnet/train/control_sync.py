@@ -1,8 +1,8 @@
-"""What the processes of a run decide together while it runs: to stop, to save, to evaluate.
+"""Decisions that all processes of a run take together: to stop, to save, to evaluate.
 
-Signals and clocks differ between processes, but all must do the same thing after the same update. So each says with every update what
-it would like; whatever one of them wants, all do, after the next update. The question travels behind the update itself and is read
-when the next one is on its way: nobody waits for it. A process on its own does what it likes at once.
+Signals and clocks differ between processes, but all must act after the same update. Each process contributes its flags at every
+update; if any process sets one, all act on it one update later. The reduction is dispatched behind the update and read when the
+next one is in flight, so no process waits for it. A single process acts on its own flags at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from linnet.parallel.mesh import MESH_AXES
 class ControlFlags:
     stop: bool = False
     save: bool = False
-    judge: bool = False
+    evaluate: bool = False
 
 
 class ControlSync:
@@ -33,21 +33,21 @@ class ControlSync:
         self._rows = NamedSharding(mesh, PartitionSpec(MESH_AXES))
         self._any = jax.jit(lambda x: jnp.max(x, axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def decide(self, wish: ControlFlags) -> ControlFlags:
-        """After every update, by every process: what all do now."""
+    def decide(self, flags: ControlFlags) -> ControlFlags:
+        """Return what all processes do now. Every process calls this after every update."""
         if self._alone:
-            self._agreed = wish
-            return wish
+            self._agreed = flags
+            return flags
         self._agreed = (
             ControlFlags() if self._asked is None else ControlFlags(**dict(zip(_FIELDS, self._answer(), strict=True)))
         )
-        row = np.asarray([[getattr(wish, name) for name in _FIELDS]], np.int32)
+        row = np.asarray([[getattr(flags, name) for name in _FIELDS]], np.int32)
         shape = (self._rows.mesh.size, len(_FIELDS))
         self._asked = self._any(jax.make_array_from_callback(shape, self._rows, lambda _: row))
         return self._agreed
 
     def stops(self, requested: bool) -> bool:
-        """Whether this is the end: of a process on its own, when it was asked to."""
+        """Whether the run ends here. A single process ends as soon as it was requested."""
         return requested if self._alone else self._agreed.stop
 
     def _answer(self) -> list[bool]:

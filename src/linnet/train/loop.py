@@ -73,16 +73,16 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
     mesh = sharding.open_mesh(cfg.mesh)
     trainable_specs(registry.get(cfg.family), cfg)  # refuses adapters that do not fit the model
     begins = starts_from_parent(cfg, folder)
-    judge = open_task(cfg, parents.tokenizer_of(cfg) if begins else None)
+    task = open_task(cfg, parents.tokenizer_of(cfg) if begins else None)
     with contextlib.ExitStack() as stack:
 
         def open_folder() -> None:
             """By the first process: it alone writes there, but for the others' shares of a checkpoint."""
-            old = check_resumable(cfg, folder, judge.fingerprint)
+            old = check_resumable(cfg, folder, task.fingerprint)
             is_import = stored_weights.is_weights_only(folder.path)
             if begins:
                 parents.check_parent(cfg)
-                described = judge.describe()
+                described = task.describe()
                 parents.check_kind(cfg, described.get("kind"))
                 parents.check_file_tokenizer(cfg, described.get("tokenizer"))
             elif is_import and not cfg.lora.rank:
@@ -93,7 +93,7 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
             stack.enter_context(folder.lock())
             for name in ("config.json", "environment.json", "data.json", "metrics.jsonl"):
                 remove_parts(folder.path / name)
-            judge.keep(folder.path)
+            task.keep(folder.path)
             # An import's file may be older than some settings, and mean something else once there are checkpoints.
             if is_import or old is None or old != cfg:
                 configs.save(cfg, folder.config)
@@ -104,7 +104,7 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
         stack.enter_context(jax.set_mesh(mesh))
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, keep=cfg.train.keep))
         quiet = quiet or not _is_first()
-        return _Run(cfg, folder, mesh, judge, checkpoints, interrupt, quiet).to_end(stop_at)
+        return _Run(cfg, folder, mesh, task, checkpoints, interrupt, quiet).to_end(stop_at)
 
 
 def _with_base(cfg: RunConfig, folder: RunFolder) -> RunConfig:
@@ -143,14 +143,14 @@ class _Run:
         cfg: RunConfig,
         folder: RunFolder,
         mesh: Mesh,
-        judge: Task,
+        task: Task,
         checkpoints: Checkpoints,
         interrupt: Interrupt,
         quiet: bool,
     ) -> None:
-        self.cfg, self.folder, self.mesh, self.judge, self.checkpoints = cfg, folder, mesh, judge, checkpoints
+        self.cfg, self.folder, self.mesh, self.task, self.checkpoints = cfg, folder, mesh, task, checkpoints
         self.interrupt, self.quiet = interrupt, quiet
-        self.lockstep = ControlSync(mesh)
+        self.control = ControlSync(mesh)
         self.family: ModelFamily = registry.get(cfg.family)
         self.optimizer: optax.GradientTransformation = make_optimizer(cfg.optim, trainable_specs(self.family, cfg))
         self.exports = Exports(cfg, folder, lambda step, why: self._event(step, "warning", why))
@@ -174,7 +174,7 @@ class _Run:
         with (
             self._open_metrics(start) as self.metrics,
             Progress(
-                total, start=start, quiet=self.quiet, bits_per_nat=self.judge.bits_per_nat, unit=self.judge.unit
+                total, start=start, quiet=self.quiet, bits_per_nat=self.task.bits_per_nat, unit=self.task.unit
             ) as self.progress,
             monitor(
                 say=lambda step, words: self._event(step, "straggler", words),
@@ -196,9 +196,9 @@ class _Run:
             if step < total:
                 self._event(step, "interrupted", f"Stopped at step {step} of {total}. Run the same command to go on.")
                 return Outcome(step=step, finished=False, evaluation=evaluation)
-            if self.judge.n_validation and step not in self.evaluated:
+            if self.task.n_validation and step not in self.evaluated:
                 evaluation = self._evaluate(state, step)
-            if self.judge.n_test and not tested:
+            if self.task.n_test and not tested:
                 self._test(state, step)
             self._event(step, "finished", f"Finished {total} steps.")
             return Outcome(step=step, finished=True, evaluation=evaluation)
@@ -217,7 +217,7 @@ class _Run:
         kept = self.metrics.truncate_after(start)
         losses = {record["step"]: record.get("loss") for record in kept if record["kind"] == "eval"}
         self.checkpoints.set_losses(losses, last=start)
-        has_sample = self.judge.has_sample(start, self.folder.samples)
+        has_sample = self.task.has_sample(start, self.folder.samples)
         return list(losses), has_sample, any(record["kind"] == "test" for record in kept)
 
     def _finish_evaluation(self, state: TrainState, start: int, has_sample: bool) -> EvalResult | None:
@@ -228,7 +228,7 @@ class _Run:
             if not has_sample:
                 self._show(state, start)
             return None
-        parent_due = not start and self.judge.n_validation > 0  # whatever eval_every is
+        parent_due = not start and self.task.n_validation > 0  # whatever eval_every is
         return self._evaluate(state, start) if self._eval_due(start) or self.eval_pending or parent_due else None
 
     def _restore_or_begin(self) -> tuple[TrainState, int]:
@@ -253,10 +253,10 @@ class _Run:
         target = abstract_state(self.family, self.cfg, self.optimizer, self.mesh)
         restored = lora_base.restore(self.folder.path, self.checkpoints, target, set_aside=True)
         theirs = restored.extra.get("data")
-        if theirs is not None and theirs != self.judge.fingerprint:
+        if theirs is not None and theirs != self.task.fingerprint:
             raise UserError(
                 f"the data at {self.cfg.data.source!r} is not what this run was trained on (fingerprint "
-                f"{self.judge.fingerprint[:12]}, the run has {theirs[:12]}), so it cannot be continued exactly. "
+                f"{self.task.fingerprint[:12]}, the run has {theirs[:12]}), so it cannot be continued exactly. "
                 "Fix: restore the data, or name an unchanged copy of it with --data.source; to train on it as it is now, "
                 f"`linnet train --from {self.folder.path} --data.source {self.cfg.data.source} --out ANOTHER`."
             )
@@ -272,7 +272,7 @@ class _Run:
         return state, 0
 
     def _save(self, step: int, state: TrainState, *, wait: bool = False, evaluate: bool = False) -> None:
-        extra = {"data": self.judge.fingerprint, "evaluate": evaluate}
+        extra = {"data": self.task.fingerprint, "evaluate": evaluate}
         self.checkpoints.save(step, lora_base.without_base(state), extra=extra, wait=wait)
 
     def _all_saved(self, step: int) -> None:
@@ -287,7 +287,7 @@ class _Run:
         if self.cfg.lora.rank:
             amount = f"{weights.count(trainable_specs(self.family, self.cfg)):,} of {amount} trained"
         paths = {"source": self.cfg.data.source, "paths": absolute_paths(self.cfg.data)}
-        described = self.judge.describe() | paths
+        described = self.task.describe() | paths
         if _is_first():
             _write_json(self.folder.path / "data.json", described)
         for warning in described["warnings"]:
@@ -297,7 +297,7 @@ class _Run:
             start,
             what,
             f"{'Resuming' if start else 'Starting'} at step {start} of {self.cfg.optim.total_steps}"
-            f"{'' if start else f' from {self.origin}'}: {amount}, {self.judge.amount()}{self._spread()}.",
+            f"{'' if start else f' from {self.origin}'}: {amount}, {self.task.amount()}{self._spread()}.",
         )
 
     def _spread(self) -> str:
@@ -310,11 +310,11 @@ class _Run:
         cfg, evaluation, step = self.cfg, None, start
         if start >= end:
             return state, start, None
-        meter = Meter(self.judge.n_per_update, 3 * self.family.flops_per_token(cfg.model), matmul_flops()[0])
+        meter = Meter(self.task.n_per_update, 3 * self.family.flops_per_token(cfg.model), matmul_flops()[0])
         batch, _ = self._next_batch(start)
         update = compile_step(self.family, cfg, self.optimizer, state, batch, self.mesh)
         last_metrics: dict[str, jax.Array] | None = None
-        while step < end and not self.lockstep.stops(self.interrupt.requested):
+        while step < end and not self.control.stops(self.interrupt.requested):
             state, metrics = update(state, batch)
             step += 1
             if step < end:
@@ -341,19 +341,19 @@ class _Run:
 
     def _next_batch(self, step: int) -> tuple[Any, float]:
         start = time.perf_counter()
-        rows = self.judge.batch(step, *self.share)
+        rows = self.task.batch(step, *self.share)
         batch = sharding.global_batch(rows, self.share, self.cfg.data.batch_size, self.mesh, self.family.RULES)
         return batch, time.perf_counter() - start
 
     def _keep_and_judge(self, step: int, state: TrainState, meter: Meter) -> EvalResult | None:
         """Saves when due, and always before evaluating: an evaluation that fails costs nothing."""
         train, start = self.cfg.train, time.perf_counter()
-        minutes, unjudged = (time.monotonic() - self.saved_at) / 60, (time.monotonic() - self.evaluated_at) / 60
-        by_minutes = train.eval_minutes and unjudged >= train.eval_minutes and self.judge.n_validation
+        minutes, since_evaluation = (time.monotonic() - self.saved_at) / 60, (time.monotonic() - self.evaluated_at) / 60
+        by_minutes = train.eval_minutes and since_evaluation >= train.eval_minutes and self.task.n_validation
         every_minutes = train.checkpoint_minutes and minutes >= train.checkpoint_minutes
-        wish = ControlFlags(stop=self.interrupt.requested, save=bool(every_minutes), judge=bool(by_minutes))
-        agreed = self.lockstep.decide(wish)
-        eval_due = self._eval_due(step) or agreed.judge
+        flags = ControlFlags(stop=self.interrupt.requested, save=bool(every_minutes), evaluate=bool(by_minutes))
+        agreed = self.control.decide(flags)
+        eval_due = self._eval_due(step) or agreed.evaluate
         every_steps = train.checkpoint_every and step % train.checkpoint_every == 0
         if not (eval_due or every_steps or agreed.save):
             return None
@@ -368,13 +368,13 @@ class _Run:
 
     def _eval_due(self, step: int) -> bool:
         every = self.cfg.train.eval_every
-        return bool(every) and step % every == 0 and self.judge.n_validation > 0
+        return bool(every) and step % every == 0 and self.task.n_validation > 0
 
     def _evaluate(self, state: TrainState, step: int) -> EvalResult | None:
         """Records an evaluation, marks the best checkpoint and writes a sample. A run that is killed in between does the rest when it
         is resumed (`_recover`, `_finish_evaluation`)."""
         try:
-            result = self.judge.evaluate(state, self._watched)
+            result = self.task.evaluate(state, self._watched)
         except Interrupted:
             return None
         self.evaluated_at = time.monotonic()
@@ -390,7 +390,7 @@ class _Run:
 
     def _show(self, state: TrainState, step: int) -> None:
         if not any(together.all_gather_json(self.interrupt.requested)):
-            self.judge.show(state, step, self.folder.samples)
+            self.task.show(state, step, self.folder.samples)
 
     def _test(self, state: TrainState, step: int) -> None:
         """Of the best weights there are: those of the last step may have been better before."""
@@ -399,7 +399,7 @@ class _Run:
             target = both_weights(abstract_state(self.family, self.cfg, self.optimizer, self.mesh))
             state = lora_base.restore(self.folder.path, self.checkpoints, target, "best", partial=True).state
         with contextlib.suppress(Interrupted):
-            result = self.judge.test(state, step if best is None else best, self.folder.path, self._watched)
+            result = self.task.test(state, step if best is None else best, self.folder.path, self._watched)
             self.metrics.write("test", step, **result.record)
             self.progress.say(result.words)
 
@@ -412,7 +412,7 @@ class _Run:
     def _log(self, step: int, state: TrainState, metrics: dict[str, jax.Array], meter: Meter) -> None:
         values = {name: jax.device_get(value) for name, value in metrics.items()}
         figures = self.family.diagnostics(state.buffers, metrics, self.cfg.model)
-        logged = self.judge.logged(step, values, meter.read())
+        logged = self.task.logged(step, values, meter.read())
         self.metrics.write(
             "train",
             step,

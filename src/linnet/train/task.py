@@ -1,4 +1,4 @@
-"""How a run is judged, by what it reads: the loop itself knows neither tokens nor pairs."""
+"""The task interface (data, metrics, evaluation, previews), so that the training loop is independent of the data type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Watch = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 
 class Interrupted(Exception):
-    """An evaluation was left half-way. Half of one is none: it is done again when the run goes on."""
+    """An evaluation was interrupted. Nothing of it is kept: it is repeated when the run is resumed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

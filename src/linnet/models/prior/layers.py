@@ -1,7 +1,7 @@
 """The transformer's parts: norms, positions, attention to a memory and to oneself, feed-forward.
 
 Letters: B rows, N tokens read now, S = places before them (the null key, then tokens read earlier), D width, H heads, K width of a
-head, F hidden width, R rotated values. A weight is a matrix, or the pieces of one (`nn.rows`) where rows must not know each other.
+head, F hidden width, R rotated values. A weight is a matrix, or the pieces of one (`batch_invariant`) where rows must be independent.
 """
 
 from __future__ import annotations

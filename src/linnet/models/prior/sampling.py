@@ -2,7 +2,7 @@
 
 Letters: B rows, S steps there is room for, D width, L text tokens, X width of text, n candidates.
 
-A row's numbers do not depend on its neighbours, nor on how many there are: its products are those of `nn.rows`, its noise comes
+A row's numbers do not depend on its neighbours, nor on how many there are: products are those of `batch_invariant`, its noise comes
 from its own key. `step` is what a server runs once a tick; `sample` is a scan over it.
 """
 

@@ -4,7 +4,7 @@ Letters as in `slots`: B slots, H heads, R = B H rows, S codes, M window, W = M 
 V value width, P = scores padded, A vocabulary. `prepare` computes once all that does not depend on the token.
 
 Bits: a row's result is the same beside any neighbours, in any slot, with any number of slots. Rows of memory each have their own
-product; those with weights are `nn.rows`. Tests hold us to it.
+product; those with weights are `batch_invariant`. Tests hold us to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes of one run: who this one is (`place`), how they meet (`joining`), and who of them still lives (`pulse`)."""
+"""The processes of one run: their environment, how they connect and exit (`lifecycle`), and the heartbeat between them."""
 
 from linnet.parallel.cluster.environment import Member
 from linnet.parallel.cluster.exit import EXIT_PEER_LOST

@@ -1,6 +1,6 @@
 """The device's side: slots, each with a text that was read, a place in its own plan, and a key. No decisions here.
 
-A slot's numbers depend on its own request alone: its products are those of `nn.rows`, its noise is drawn by its own key. Letters:
+A slot's numbers depend on its own request alone: products are those of `batch_invariant`, noise is drawn by its own key. Letters:
 B slots, S steps there is room for, D width, X width of text, L text tokens.
 """
 
