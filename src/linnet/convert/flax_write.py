@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import msgpack
 import numpy as np
 
 from linnet.convert.flax import CHUNKED, NDARRAY
+from linnet.core.files import atomic_write
 
 CHUNK_BYTES = 2**30
 """Flax splits larger arrays: an entry of msgpack holds less than 4 GB."""
@@ -37,15 +37,7 @@ def pack_flax(tree: Mapping[str, Any], chunk_bytes: int = CHUNK_BYTES) -> bytes:
 
 def write_flax(path: Path, tree: Mapping[str, Any]) -> None:
     """Writes the file completely or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(pack_flax(tree))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    atomic_write(path, pack_flax(tree), sync=True)
 
 
 def _packable(node: Any, chunk_bytes: int) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import zipfile
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from linnet.core.errors import UserError
-from linnet.core.files import unwritable
+from linnet.core.files import atomic_file
 from linnet.data.sources.archives import opened_zip, zip_files
 from linnet.data.sources.files import reading
 from linnet.data.sources.npy import check_size, read_npy_header
@@ -68,15 +66,5 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -
 
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Writes the file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            np.savez(file, **cast(Any, arrays))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:  # numpy's own, for a write that was cut short, has no number
-        raise unwritable(path, error) from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    with atomic_file(path, sync=True) as file:
+        np.savez(file, **cast(Any, arrays))

@@ -5,8 +5,6 @@ The result loads with `torch.load(path, weights_only=True)`. An array that occur
 
 from __future__ import annotations
 
-import contextlib
-import os
 import struct
 import zipfile
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from linnet.convert.torch_file import ORDERED, STORAGES, TENSOR
-from linnet.core.errors import UserError
+from linnet.core.files import atomic_file
 
 STORAGE_NAMES = {dtype: name for name, dtype in STORAGES.items()}
 ALIGNMENT = 64
@@ -29,26 +27,12 @@ def write_torch(path: Path, value: Any) -> None:
     """The file appears whole or not at all."""
     pickled = _Pickler()
     data = pickled.dump(value)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as file:
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-                _add(archive, "data.pkl", data)
-                _add(archive, "byteorder", b"little")
-                for key, array in enumerate(pickled.storages):
-                    _add(archive, f"data/{key}", np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-                _add(archive, "version", b"3\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        if isinstance(error, OSError):
-            why = error.strerror or error
-            raise UserError(f"{path} cannot be written ({why}). Fix: choose another place, or make room.") from None
-        raise
+    with atomic_file(path, sync=True) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        _add(archive, "data.pkl", data)
+        _add(archive, "byteorder", b"little")
+        for key, array in enumerate(pickled.storages):
+            _add(archive, f"data/{key}", np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        _add(archive, "version", b"3\n")
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: Any) -> None:

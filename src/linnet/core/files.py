@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from linnet.core.errors import UserError
 
@@ -17,21 +18,31 @@ def remove_parts(path: Path) -> None:
         left.unlink(missing_ok=True)
 
 
-def atomic_write(path: Path, content: Any, *, sync: bool = False) -> None:
-    """Replaces a file, making its folder where needed. `content` is bytes or a buffer. With `sync` it also survives a power cut."""
+@contextlib.contextmanager
+def atomic_file(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
+    """A file to write into, which replaces `path` when the block ends, and leaves nothing if it fails. The folder is created where
+    needed. With `sync` the content also survives a power cut."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "wb") as file:
-            file.write(content)
+            yield file
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(part, path)
-    except OSError as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             part.unlink()
-        raise unwritable(path, error) from error
+        if isinstance(error, OSError):
+            raise unwritable(path, error) from error
+        raise
+
+
+def atomic_write(path: Path, content: Any, *, sync: bool = False) -> None:
+    """Replace a file by `content`, which is bytes or a buffer. See `atomic_file`."""
+    with atomic_file(path, sync=sync) as file:
+        file.write(content)
 
 
 def unwritable(path: Path, error: Exception) -> UserError:
