@@ -1,4 +1,4 @@
-"""What a family of models gives to the trainer and the engine: data and pure functions, nothing else."""
+"""Interface between a model family and the trainer and engine: data and pure functions only."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from linnet.parallel.sharding import LogicalAxisRules
 
 @pytree
 class Aux:
-    """What a loss tells besides its value."""
+    """Auxiliary outputs of the loss function."""
 
     metrics: dict[str, Array]  # scalars and per-unit rows, averaged over micro-batches
-    statistics: Any  # what the buffers learn from, merged over micro-batches
+    statistics: Any  # inputs of the buffer update, merged over micro-batches
     carry: Any  # the state after the batch
 
 
 @pytree
 class Keys:
-    """The randomness of one update: drawn anew for every update, or held for a whole sequence."""
+    """Random keys of one update: `update` is new for every update, `sequence` is constant within a sequence."""
 
     update: PRNGKeyArray
     sequence: PRNGKeyArray
 
 
 class ModelFamily(Protocol):
-    """What the trainer needs. `cfg` is the family's own config, `batch` a tree of arrays with rows in front."""
+    """Interface that the trainer needs. `cfg` is the family's own config, `batch` a pytree of arrays with rows on the leading axis."""
 
     name: str
     RULES: LogicalAxisRules
-    """Which axes of a mesh cut which axes of the model: the one table of the family."""
+    """Mapping from the model's logical axes to mesh axes: the family's only sharding table."""
 
     def param_specs(self, cfg: Any) -> Any: ...
 
@@ -42,13 +42,14 @@ class ModelFamily(Protocol):
     def empty_carry(self, cfg: Any, batch_size: int) -> Any: ...
 
     def carry_axes(self, carry: Any) -> Any:
-        """What each axis of a carry's leaves is; one of them is the batch's rows."""
+        """Return the logical axes of the carry's leaves; one axis of each leaf is the batch."""
         ...
 
     def loss(
         self, params: Any, buffers: Any, carry: Any, batch: Any, keys: Keys | None, first_row: Any, cfg: Any
     ) -> tuple[Float[Array, ""], Aux]:
-        """Without keys nothing is dropped. `first_row`: where the batch's first row stands in the whole batch."""
+        """Return the loss and its auxiliary outputs. Without keys dropout is off. `first_row`: index of the batch's first row in the
+        global batch."""
         ...
 
     def merge_statistics(self, a: Any, b: Any) -> Any: ...
@@ -56,26 +57,26 @@ class ModelFamily(Protocol):
     def update_buffers(self, buffers: Any, statistics: Any, cfg: Any) -> Any: ...
 
     def diagnostics(self, buffers: Any, metrics: Any, cfg: Any) -> dict[str, Any]:
-        """Figures about the model's insides; computed only on steps that log them."""
+        """Return diagnostic metrics of the model's internals. Called only on steps that log them."""
         ...
 
     def alarms(self, figures: dict[str, Any], least: float, cfg: Any) -> dict[int, str]:
-        """Parts of the model that use less than this share of what they have (codes, experts), each with a word of advice."""
+        """Return advice for parts of the model that use less than this fraction of their units (codes, experts), keyed by part."""
         ...
 
     def flops_per_token(self, cfg: Any) -> int:
-        """Of a forward pass; training takes three times that. Of families that do not read tokens: per row."""
+        """Return the FLOPs of a forward pass per token (per row for families without tokens). Training takes three times as many."""
         ...
 
 
 class TokenFamily(ModelFamily, Protocol):
-    """A family that reads and writes tokens: `batch` has inputs, targets, doc_ids and loss_mask, each B x T."""
+    """Family of language models over tokens: `batch` has inputs, targets, doc_ids and loss_mask, each B x T."""
 
     @property
     def decoder(self) -> Decoder:
-        """How it writes, token by token."""
+        """Incremental decoding for generation and serving."""
         ...
 
     def nats(self, params: Any, buffers: Any, carry: Any, batch: Any, cfg: Any) -> tuple[Float[Array, "B T"], Any]:
-        """-log p of every target (masked or not), and the carry after the batch: what evaluation needs."""
+        """Return -log p of every target (masked or not), and the carry after the batch, for evaluation."""
         ...

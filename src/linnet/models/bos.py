@@ -1,4 +1,4 @@
-"""The begin-of-sequence policy of a model of tokens: which id, if any, stands in front of every sequence it reads."""
+"""BOS policy of a token model: the id, if any, that is prepended to every sequence."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Literal
 from linnet.core.errors import UserError, invalid
 
 BeginId = Literal["end"] | int | None
-"""As a config states it. `end`: the id that ends a document, which models are trained with unless their config says otherwise. None:
-nothing is put in front.
+"""BOS setting of a config. `end` is the EOS id, which models are trained with unless their config sets another. None prepends
+nothing.
 
-The configs leave the field out of `repr`, which is what the fingerprint of a model is computed from: the policy does not change
-what a saved session means, and sessions that were saved before the field existed must still load."""
+The configs exclude the field from `repr`, which the fingerprint of a model is computed from: the policy does not change the meaning
+of a saved session, and sessions that were saved before the field existed must still load."""
 
 
 def check_begin(begin_id: BeginId, n_vocab: int) -> None:
@@ -25,12 +25,12 @@ def bos_id(begin_id: BeginId, end_id: int) -> int | None:
 
 
 def in_front(bos: int | None, add_special_tokens: bool | None) -> tuple[int, ...]:
-    """What precedes a prompt that begins a sequence. `add_special_tokens`: None or True follow the model's policy."""
+    """Return the ids prepended to a prompt that starts a sequence. `add_special_tokens`: None or True follow the model's policy."""
     return () if bos is None or add_special_tokens is False else (bos,)
 
 
 def empty_prompt(bos: int | None) -> UserError:
-    """Nothing is in front of a sequence, and the prompt is empty: there is no token to predict from."""
+    """Return the error for an empty prompt without BOS: there is no token to predict from."""
     why = "the model has no begin-of-sequence id" if bos is None else "add_special_tokens is false"
     fix = "give a prompt of at least one token" + ("" if bos is None else ", or leave add_special_tokens out")
     return invalid("the prompt", "empty", f"at least one token: {why}", fix)

@@ -1,4 +1,4 @@
-"""Several ticks in one program: read a token, draw the next, read that. The same for every family that writes tokens."""
+"""Decode loop: several decoding steps (read a token, sample the next) in one program, for every token family."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def decode_loop(
     n_top: int,
     n: int | Int[Array, ""] | None = None,
 ) -> tuple[Any, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"], Top | None]:
-    """Reads `tokens`, then each token it draws. `seen` counts each row's tokens so far. The draw of a row's p-th token takes its key
-    at p, so the number of ticks a call makes no difference. Feed the last row of tokens next. With `n_top`, also that many of the
-    likeliest tokens at each tick and their log-probabilities. `n`: fewer ticks than there is room for; the rest is left zero."""
+    """Read `tokens`, then each sampled token. `seen` counts each row's tokens so far. A row's p-th token is sampled with the key of
+    position p, so the number of ticks per call does not affect the result. Pass the last row of the returned tokens to the next call.
+    With `n_top`, also return the `n_top` most likely tokens of each tick with their log-probabilities. `n`: run fewer than `n_ticks`
+    ticks; the remaining results are zero."""
     rows = jnp.arange(tokens.shape[0])
-    # All random numbers at once, outside the loop: there each draw would cost a tenth of a tick.
+    # All random numbers are drawn before the loop: drawing inside it would cost a tenth of a tick each.
     chances = jax.vmap(lambda after: uniforms(keys, slots.position + after))(1 + jnp.arange(n_ticks))
 
     def step(i: Array, state: tuple[Any, Array, Array, Any]) -> tuple[Any, Array, Array, Any]:

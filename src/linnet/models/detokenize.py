@@ -1,6 +1,6 @@
-"""From the tokens of one request to its text: told as soon as it is certain, whole characters only, nothing of a stop string.
+"""Incremental detokenization of one request: text is released once it is final, in complete characters, without stop strings.
 
-A stop string is the one that is complete first, byte by byte: the text does not depend on how its bytes were cut into tokens."""
+Stop strings are matched byte by byte and the first complete one wins, so the text does not depend on token boundaries."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from linnet.core.special_tokens import TextRules
 
 
 def check_stops(stops: Sequence[str]) -> None:
-    """Each is of at least one byte, and of whole characters."""
+    """Raise an error if a stop string is empty or not valid Unicode."""
     for stop in stops:
         if not stop:
             raise invalid("stop", "", "a string of at least one character", "leave it out")
-        # A byte that is not UTF-8 comes from a command line as half of a surrogate pair; JSON may have one, too.
+        # A command-line byte that is not UTF-8 becomes a lone surrogate; JSON can contain one, too.
         if any(0xD800 <= ord(letter) < 0xE000 for letter in stop):
             raise invalid("stop", ascii(stop), "text that is Unicode", "leave out what is not a whole character")
 
 
 def joined_bytes(rules: TextRules, ids: Iterable[int]) -> bytes:
-    """Of a whole text."""
+    """Return the bytes of a complete text."""
     opening, ids = _Opening(rules), iter(ids)
     front: list[bytes] = []
     while opening.is_open and (token := next(ids, None)) is not None:
@@ -31,7 +31,7 @@ def joined_bytes(rules: TextRules, ids: Iterable[int]) -> bytes:
 
 
 class _Opening:
-    """Drops the spaces at the beginning of a text that the vocabulary's own decoder drops."""
+    """Drops the leading spaces of a text that the vocabulary's own decoder drops."""
 
     def __init__(self, rules: TextRules) -> None:
         self._rules = rules
@@ -48,10 +48,10 @@ class _Opening:
 
 
 class TextAssembler:
-    """Feed tokens until `stopped`, `take` what is certain as often as you like, `close` at the end, whatever ended it.
+    """Incremental detokenizer: `feed` tokens until `stopped`, `take` final text at any time, and `close` at the end.
 
-    `before`: the tokens that the text continues, where it is shown after theirs. `continues`: it continues a text that is not
-    known here. Without both it is a text of its own, decoded as its vocabulary decodes a whole."""
+    `before`: tokens that the text continues, if it is displayed after them. `continues`: the text continues one that is not known
+    here. Otherwise the text is decoded as a complete text by its vocabulary."""
 
     def __init__(
         self,
@@ -63,34 +63,34 @@ class TextAssembler:
         continues: bool = False,
     ) -> None:
         self.stopped: str | None = None
-        """The stop string that ended the text."""
+        """Stop string that ended the text."""
         self._rules = rules
         self._opening = _Opening(rules)
         self._opening.is_open &= not continues
         self._stops = [_Stop(text) for text in stop]
-        self._left = min_tokens  # tokens until a stop string counts
-        self._held = b""  # bytes that may yet turn out to begin a stop string
-        self._begun = b""  # of those that may not, the beginning of a character
-        self._text: list[str] = []  # certain, not taken
-        self._begun_all = b""  # the same as if nothing were held back, for the offsets
+        self._left = min_tokens  # tokens before stop strings apply
+        self._held = b""  # bytes that may be the start of a stop string
+        self._begun = b""  # final bytes of an incomplete character
+        self._text: list[str] = []  # final, not yet taken
+        self._begun_all = b""  # like `_begun`, but ignoring stop strings; used for the offsets
         self._n_chars = 0
-        self._offsets: list[int] = []  # not taken
+        self._offsets: list[int] = []  # not yet taken
         if before:
             self.before, self._begun = self._decoded(b"".join(map(self._opening.bytes_of, before)))
             self._begun_all = self._begun
         else:
             self.before = ""
-        """The certain text of the tokens before: a character that they only begin belongs to what follows."""
+        """Final text of the tokens in `before`; a character that they leave incomplete belongs to the following text."""
 
     def feed(self, token: int) -> None:
-        """An id that stands for no text is a token too: it has an offset, and counts for `min_tokens`."""
+        """Add a token. Tokens without text also have an offset and count towards `min_tokens`."""
         assert self.stopped is None, "a token after the text had ended"
         self._left -= 1
         data = self._opening.bytes_of(token)
         self._offsets.append(self._place(data[:1]))
         text, self._begun_all = self._decoded(self._begun_all + data)
         self._n_chars += len(text)
-        if not self._stops:  # nothing is ever held back: what is whole is certain
+        if not self._stops:  # no stop strings: every complete character is final
             self._text.append(text)
             self._begun = self._begun_all
             return
@@ -100,14 +100,14 @@ class TextAssembler:
                 break
 
     def take(self) -> tuple[str, tuple[int, ...]]:
-        """The text that became certain since the last time, and of each token fed since then where its text begins in the whole
-        text, in characters. A token inside a character begins where the character does; one of a stop string, past the end."""
+        """Return the text that became final since the last call, and the offset of each token fed since then in the complete text, in
+        characters. A token inside a character has the character's offset; a token of a stop string has an offset past the end."""
         text, offsets = "".join(self._text), tuple(self._offsets)
         self._text, self._offsets = [], []
         return text, offsets
 
     def close(self) -> str:
-        """The rest of the text, when no more can come. A character that never became whole is U+FFFD."""
+        """Return the remaining text after the last token. An incomplete character becomes U+FFFD."""
         rest = [*self._text, (self._begun + self._held).decode(errors=self._rules.errors)]
         self._text, self._begun, self._held = [], b"", b""
         return "".join(rest)
@@ -127,22 +127,23 @@ class TextAssembler:
             self._text.append(text)
 
     def _place(self, first: bytes) -> int:
-        """Which character the first byte is part of; of a token without bytes, the one that is begun, or else the next."""
+        """Return the index of the character that the first byte belongs to. A token without bytes belongs to the incomplete character,
+        if there is one, else to the next character."""
         if not self._begun_all:
             return self._n_chars
         data = self._begun_all + first
-        if len(data.decode(errors="replace")) == 1:  # one character, whole or begun
+        if len(data.decode(errors="replace")) == 1:  # one character, complete or incomplete
             return self._n_chars
         return self._n_chars + len(data.decode(errors=self._rules.errors)) - 1
 
     def _decoded(self, data: bytes) -> tuple[str, bytes]:
-        """The characters that are whole, and the beginning of another."""
+        """Return the complete characters and the bytes of an incomplete one."""
         text, n = codecs.utf_8_decode(data, self._rules.errors, False)
         return text, data[n:]
 
 
 class _Stop:
-    """How much of one stop string the bytes so far end with (Knuth, Morris and Pratt): constant work a byte, however long it is."""
+    """Knuth-Morris-Pratt matcher for one stop string: constant work per byte for any length."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -150,10 +151,10 @@ class _Stop:
         assert self.data, "an empty stop string"
         self._borders = _borders(self.data)
         self.n_matched = 0
-        """Never the whole string: when complete, what of it may begin the next."""
+        """Length of the current partial match. After a complete match, the part of it that may start the next one."""
 
     def step(self, byte: int) -> bool:
-        """Whether this byte completes it."""
+        """Advance by one byte and return whether it completes the stop string."""
         n = self.n_matched
         while n and self.data[n] != byte:
             n = self._borders[n - 1]
@@ -164,7 +165,7 @@ class _Stop:
 
 
 def _borders(data: bytes) -> list[int]:
-    """Of each prefix, the length of the longest shorter prefix that it ends with."""
+    """Return, for each prefix, the length of its longest proper suffix that is also a prefix."""
     borders, n = [0], 0
     for byte in data[1:]:
         while n and data[n] != byte:

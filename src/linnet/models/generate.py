@@ -1,7 +1,7 @@
-"""Plain generation: a batch of prompts in, pieces of text out as they are drawn. What `linnet sample` and the trainer's samples use.
+"""Batch generation: streams text for a batch of prompts. Used by `linnet sample` and for samples during training.
 
-A row's text depends on its prompt, settings and seed alone: not on the other rows, nor on how many tokens a dispatch makes.
-Memory is constant however long it runs: nothing is kept but the slots and what the reader of the stream keeps.
+A row's text depends only on its prompt, settings and seed, not on other rows or the number of tokens per dispatch.
+Memory is constant for any length: only the slots are kept.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from linnet.models.tensor_parallel import mesh_of, on_mesh_of, replicate
 from linnet.nn.sampling import LogitMask, SamplingSettings
 from linnet.parallel import sharding
 
-N_TICKS = 32  # tokens a dispatch
+N_TICKS = 32  # tokens per dispatch
 
 Finish = Literal["end", "stop", "length"]
 
 
 class Decoder(Protocol):
-    """The part of a family that generation needs; `linnet.models.vq.slots` is one."""
+    """Decoding interface of a family that generation needs; implemented, for example, by `linnet.models.vq.slots`."""
 
     def hold(self, params: Any) -> Any:
-        """The weights as this decoder wants to have them in memory."""
+        """Cast the weights to the dtypes that this decoder uses."""
         ...
 
     def prepare(self, params: Any, buffers: Any, cfg: Any) -> Any: ...
@@ -63,16 +63,16 @@ class Decoder(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one dispatch added to one row."""
+    """Output of one dispatch for one row."""
 
-    tokens: list[int]  # as drawn, an end id included
+    tokens: list[int]  # as sampled, including EOS
     logprobs: list[float]
-    text: str  # whole characters only, no part of a stop string
-    finish: Finish | None  # why the row ended, in its last piece
+    text: str  # complete characters only, without any part of a stop string
+    finish: Finish | None  # finish reason, in the row's last piece
 
 
 def byte_of(token: int) -> bytes:
-    """Ids 0 to 2 stand for no text."""
+    """Return the byte of a token; ids 0 to 2 are special tokens without text."""
     return bytes((token - FIRST_BYTE,)) if token >= FIRST_BYTE else b""
 
 
@@ -98,10 +98,10 @@ def generate(
     add_special_tokens: bool | None = None,
     shows_prompt: bool = False,
 ) -> Iterator[list[Piece | None]]:
-    """Yields after each dispatch one piece a row; None for a row that ended earlier. Prompts are ids without the model's begin id,
-    which is put in front as in training (`add_special_tokens` False: never). Rows with the same prompt are read once. Only ids that
-    are `allowed` are drawn. `states`: what the decoder's rows begin from, where that is not nothing; rows may share one.
-    `shows_prompt`: the text is shown after the prompt's, and not as a text of its own."""
+    """Yield one piece per row after each dispatch, None for rows that finished earlier. Prompts are ids without BOS, which is
+    prepended as in training (never if `add_special_tokens` is False). Rows with the same prompt are prefilled once. Only ids in
+    `allowed` are sampled. `states`: initial decoder states of the rows, if not empty; rows may share one. `shows_prompt`: the text is
+    displayed after the prompt's text, so it is decoded as its continuation."""
     _check(prompts, settings, seeds, stop, max_tokens, n_ticks, cfg.n_vocab)
     front = in_front(cfg.bos_id, add_special_tokens)
     if not front and not all(prompts):
@@ -161,12 +161,12 @@ def _stream(
         for i in places:
             slots = slots if one is None else decoder.insert(slots, one, i)
             first[i] = last
-            # The begin id in front is not the caller's, so it counts for no repetition.
+            # BOS was not given by the caller, so the repetition penalty does not count it.
             np.add.at(seen[i], np.asarray(prompt[n_front:], np.int32), 1)
     mesh = mesh_of(params)
     keys = replicate(mesh, jnp.stack([rng.sample_key(seed) for seed in seeds]))
     seen, tokens = replicate(mesh, seen), first
-    # What is not the model's comes from the host: of several processes each has it, and it counts as one array.
+    # Host arrays for everything else: each process has the same values, so JAX treats them as one replicated array.
     settings, rules = jax.tree.map(np.asarray, (settings, rules))
     while not all(row.finish for row in rows):
         slots, seen, drawn, logprobs, _ = decoder.decode(
@@ -190,7 +190,7 @@ def _stream(
 
 
 def _only(allowed: Sequence[int], n: int, n_vocab: int) -> LogitMask:
-    """No other ids, from the first draw on. What the penalties count (`seen`) has the prompt in it already."""
+    """Mask all other ids from the first token on. `seen`, which the penalties use, already includes the prompt."""
     bias = np.full((n, n_vocab), -np.inf, np.float32)
     bias[:, list(allowed)] = 0.0
     none = jnp.zeros((n, n_vocab), bool)
@@ -198,7 +198,7 @@ def _only(allowed: Sequence[int], n: int, n_vocab: int) -> LogitMask:
 
 
 class _Row:
-    """Where a row stands: what it has drawn, and whether it has ended."""
+    """Progress of one row: its remaining tokens, text and finish reason."""
 
     def __init__(self, max_tokens: int, end: int | None, text: TextAssembler) -> None:
         self.left = max_tokens
@@ -207,7 +207,7 @@ class _Row:
         self._text = text
 
     def take(self, tokens: list[int], logprobs: list[float]) -> Piece:
-        """Takes what was drawn, up to where the row ends."""
+        """Consume sampled tokens up to the end of the row."""
         n = 0
         for token in tokens:
             n += 1
@@ -229,7 +229,7 @@ class _Row:
 
 
 def _most(n_prompt: int, n_front: int, max_tokens: int, context: int | None) -> int:
-    """Tokens of an answer that fit the context after this prompt and what is in front of it; the last one is not read."""
+    """Return the maximum number of new tokens that fit into the context; the last one is never read."""
     if context is None:
         return max_tokens
     room = context - n_front - n_prompt

@@ -1,4 +1,4 @@
-"""The families by name."""
+"""Model families by name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ALL = (*TOKENS, "prior")
 
 
 def get(name: str) -> ModelFamily:
-    """Imported when asked for: `linnet --help` should not wait for JAX."""
+    """Import and return a family. The import is lazy so that `linnet --help` does not load JAX."""
     if name not in ALL:
         raise invalid("family", name, f"one of {', '.join(ALL)}", "use one of them")
     return cast(ModelFamily, cast(Any, importlib.import_module(f"linnet.models.{name}.family")))
 
 
 def tokens(name: str) -> TokenFamily:
-    """One that reads and writes tokens."""
+    """Return a family of token models."""
     if name not in TOKENS:
         raise invalid(
             "family", name, f"{' or '.join(TOKENS)}, which read and write tokens", "use a run of such a family"

@@ -1,4 +1,4 @@
-"""What the trainer logs of experts, and when it warns: the same for every family that has them."""
+"""Router metrics, losses and collapse warnings shared by all families with experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from linnet.nn.moe import RouterStats
 
 
 def router_metrics(figures: RouterStats) -> dict[str, Array]:
-    """`figures` of all layers, stacked."""
+    """Return the metrics of router statistics stacked over layers."""
     return {
         "loss_balance": jnp.mean(figures.balance),
         "loss_router_z": jnp.mean(figures.z),
@@ -23,13 +23,13 @@ def router_metrics(figures: RouterStats) -> dict[str, Array]:
 
 
 def router_cost(figures: RouterStats, balance_weight: float, z_weight: float) -> Float[Array, ""]:
-    """Summed over layers."""
+    """Return the weighted router losses, summed over layers."""
     return balance_weight * jnp.sum(figures.balance) + z_weight * jnp.sum(figures.z)
 
 
 def expert_diagnostics(metrics: dict[str, Array]) -> dict[str, Any]:
-    """Of each layer: each expert's share of the choices, how evenly they are used (1: all alike), the shares of the busiest and the
-    idlest, and how much probability the chosen ones hold."""
+    """Return per-layer figures: each expert's load (fraction of routed pairs), the balance (1: uniform), the highest and lowest load,
+    and the total probability of the chosen experts."""
     share, confidence = jax.device_get((metrics["expert_load"], metrics["router_confidence"]))
     share = np.asarray(share, np.float64)
     entropy = -np.sum(share * np.log(np.where(share > 0, share, 1.0)), axis=-1)

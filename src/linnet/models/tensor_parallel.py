@@ -1,9 +1,9 @@
-"""Decoding on a mesh: each device has its part of the weights and of the slots, and runs the same program on it.
+"""Tensor and expert parallel decoding: each device holds a shard of the weights and slots and runs the same program.
 
-Heads (of one head its values), hidden units and the vocabulary are cut by the mesh's model axis, experts by its expert axis; slots
-are not cut by rows. A program is written for one device's part and run everywhere by `shard_map`, so the collectives are those that
-are written here: sums of what each part adds to the hidden vectors, and the logits put together. On one device nothing of this is
-there.
+Heads (with a single head, its values), hidden units and the vocabulary are sharded over the mesh's model axis, experts over its
+expert axis; slots are not sharded by rows. Programs are written for one device's shard and run by `shard_map`, so all collectives are
+explicit here: a psum of each shard's contribution to the hidden vectors, and an all-gather of the logits. On a single device none of
+this is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EVERYWHERE = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Into how many parts a model is cut."""
+    """Number of shards of a model along each mesh axis."""
 
     model: int = 1
     expert: int = 1
@@ -41,12 +41,12 @@ class Parts:
         return self.model * self.expert
 
     def added(self, x: Float[Array, "*B D"], *axes: str) -> Float[Array, "*B D"]:
-        """What all parts add, in float32: a sum of several roundings to 16 bits would be a worse one."""
+        """Sum over all shards in float32, because summing values rounded to 16 bits would lose precision."""
         axes = tuple(axis for axis in axes if getattr(self, axis) > 1)
         return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
 
     def rows(self, table: Weight, index: Int[Array, "*B"], n_row: int) -> Any:
-        """Rows of a table of `n_row`, of which each part may have some. Exact: all others add zero."""
+        """Look up rows of a table with `n_row` rows that may be sharded. The result is exact: other shards contribute zeros."""
         if table.shape[0] >= n_row:
             return jax.tree.map(lambda x: x[index], table)
         here = index - jax.lax.axis_index("model") * table.shape[0]
@@ -59,17 +59,17 @@ class Parts:
         return jax.tree.map(one, table)
 
     def together(self, scores: Float[Array, "*B A"], n: int) -> Float[Array, "*B A"]:
-        """All columns, where each part may have some."""
+        """All-gather the columns of logits that may be sharded over the vocabulary."""
         if scores.shape[-1] == n:
             return scores
         return jax.lax.all_gather(scores, "model", axis=scores.ndim - 1, tiled=True)[..., :n]
 
     def first_expert(self, n_expert: int) -> int | Int[Array, ""]:
-        """Of this part."""
+        """Return the index of this shard's first expert."""
         return jax.lax.axis_index("expert") * (n_expert // self.expert) if self.expert > 1 else 0
 
     def of_experts(self, routing: Routing) -> Routing:
-        """For the experts of this part: choices of others' are of none."""
+        """Return the routing for this shard's experts: pairs routed to other shards get the id of no expert."""
         if self.expert == 1:
             return routing
         n_expert = routing.probability.shape[-1]
@@ -83,12 +83,12 @@ WHOLE = Parts()
 
 
 def parts() -> Parts:
-    """Of the mesh that is set."""
+    """Return the shards of the current mesh."""
     return Parts(model=sharding.axis_size("model"), expert=sharding.axis_size("expert"))
 
 
 def decoding_rules(rules: LogicalAxisRules) -> LogicalAxisRules:
-    """Without rows, and with weights whole in their model width: no device waits for another's weights."""
+    """Keep only tensor and expert parallel rules: rows and the model width are replicated, so decoding gathers no weights."""
     return {name: axis for name, axis in rules.items() if axis in ("model", "expert")}
 
 
@@ -99,7 +99,8 @@ def pspec(shape: tuple[int, ...], names: LogicalAxes, rules: LogicalAxisRules) -
 
 
 def weight_pspecs(specs: Any, weights: Any, rules: LogicalAxisRules) -> Any:
-    """Of weights in any number of bits. An 8-bit matrix whose inputs are cut has scales for each part, or the same for all."""
+    """Return PartitionSpecs of weights of any dtype. If the inputs of an 8-bit matrix are sharded, its scales are sharded too or
+    replicated."""
 
     def one(spec: Any, leaf: Any) -> Any:
         cut = pspec(spec.shape, spec.axes, rules)
@@ -121,7 +122,7 @@ def _of_8_bits(matrix: Quantized, cut: PartitionSpec) -> Any:
 
 
 def check_serving(sizes: dict[str, int], field: str, text: str) -> None:
-    """Refuses a mesh of which decoding has no use."""
+    """Raise an error if the mesh has axes that decoding does not use."""
     for axis in MESH_AXES:
         if sizes[axis] > 1 and axis not in ("model", "expert"):
             instead = "serve more rows by --replicas" if axis == "data" else "cut the model by model"
@@ -130,18 +131,18 @@ def check_serving(sizes: dict[str, int], field: str, text: str) -> None:
             )
 
 
-# At the edges.
+# Entry points outside of jitted programs.
 
 
 def put_weights(specs: Any, weights: Any, mesh: Mesh, rules: LogicalAxisRules) -> Any:
-    """Each device's part of weights in any number of bits, as decoding wants it."""
+    """Shard weights of any dtype over the mesh for decoding."""
     with jax.set_mesh(mesh):
         cut = weight_pspecs(specs, weights, decoding_rules(rules))
     return jax.tree.map(lambda x, cut: jax.device_put(x, NamedSharding(mesh, cut)), weights, cut)
 
 
 def mesh_of(arrays: Any) -> Mesh | None:
-    """The mesh that arrays lie on, if it is more than one device."""
+    """Return the mesh that the arrays are sharded over, or None for a single device."""
     for leaf in jax.tree.leaves(arrays):
         where = getattr(leaf, "sharding", None)
         if isinstance(where, NamedSharding) and where.mesh.size > 1:
@@ -151,12 +152,11 @@ def mesh_of(arrays: Any) -> Mesh | None:
 
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Programs of several devices are started one after the other: from two threads at once, two devices might begin with different ones
-and wait for each other for ever."""
+"""Serialises the dispatch of multi-device programs: with two threads, devices could start them in different orders and deadlock."""
 
 
 class OnMesh:
-    """A decoder all of whose functions run with a mesh set: threads and generators have none of their own."""
+    """Proxy for a decoder that sets the mesh around every call, because threads and generators do not inherit it."""
 
     def __init__(self, decoder: Any, mesh: Mesh) -> None:
         self._decoder, self._mesh = decoder, mesh
@@ -174,13 +174,13 @@ class OnMesh:
 
 
 def on_mesh_of(decoder: Any, params: Any) -> Any:
-    """The decoder where the weights are."""
+    """Return the decoder, wrapped for the mesh of the params if they are sharded."""
     mesh = mesh_of(params)
     return decoder if mesh is None else OnMesh(decoder, mesh)
 
 
 def replicate(mesh: Mesh | None, x: Any) -> jax.Array:
-    """An array from the host on every device: also of other processes, which have the same."""
+    """Put a host array on every device of the mesh. In a multi-process mesh every process passes the same array."""
     if mesh is None:
         return jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -1,7 +1,7 @@
-"""Matrix products whose rows do not know of each other: a row's bits are the same alone and beside any number of others.
+"""Batch-invariant matmul: each row's result is bit-identical for any batch size.
 
-XLA's kernels for one row and for many add up in different orders. These shapes make them agree: short sums, full groups of rows, no
-odd columns. Programs that use them are compiled with `COMPILER_OPTIONS`. Letters: B rows, C inputs, E outputs.
+XLA's kernels for one row and for many rows accumulate in different orders. These shapes make them agree: short sums, full groups of
+rows, no leftover columns. Programs that use them are compiled with `COMPILER_OPTIONS`. Letters: B rows, C inputs, E outputs.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from jaxtyping import Array, Float
 from linnet.core import quant
 from linnet.core.quant import Bf16Bits, Quantized, Weight
 
-SHORT_SUM = 256  # longest sum inside one matmul: longer ones are split, differently for one row and for many
-ROWS = 12  # more than one row is padded to a multiple of this: Eigen takes rows by 6 or 4, and the last few another way
-LANES = 64  # columns are padded to a multiple of this: the last few would be added up another way
-# XLA's newer matmul kernels split sums by rules of their own, different for one row and for many.
+SHORT_SUM = 256  # longest sum inside one matmul: XLA splits longer sums, differently for one row and for many
+ROWS = 12  # batches of more than one row are padded to a multiple of this: Eigen takes 6 or 4 rows at a time, the rest differently
+LANES = 64  # columns are padded to a multiple of this: leftover columns would be accumulated in another order
+# XLA's newer matmul kernels split sums by rules that differ between one row and many.
 COMPILER_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
-SplitK = tuple[Weight, ...]  # a matrix cut along its sum
+SplitK = tuple[Weight, ...]  # a matrix split along its contracting dimension
 
 
 def split_k(matrix: Weight) -> SplitK:
-    """Float or 8 bits; a piece of the latter never spans two groups of scales."""
+    """Split a float or 8-bit matrix along its inputs. A piece of an 8-bit matrix never spans two scale groups."""
     short = -matrix.shape[-1] % LANES
     assert not isinstance(matrix, Bf16Bits)
     if not isinstance(matrix, Quantized):
@@ -38,7 +38,7 @@ def split_k(matrix: Weight) -> SplitK:
 
 
 def matmul(x: Float[Array, "B C"], pieces: SplitK) -> Float[Array, "B E"]:
-    """`x` times the matrix, its columns padded as `cut` left them."""
+    """Multiply `x` by the matrix; the output keeps the column padding added by `split_k`."""
     n_row = x.shape[0]
     if n_row > 1:
         x = jnp.pad(x, [(0, -n_row % ROWS), (0, 0)])

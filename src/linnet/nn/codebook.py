@@ -1,4 +1,4 @@
-"""Codebooks: vectors learned by moving averages of the keys they stand for, never by gradient.
+"""Codebooks of quantised keys, learned by exponential moving averages of the assigned keys, never by gradient.
 
 Letters: B batch, H heads, T tokens, S codes, K key width.
 """
@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from linnet.core.pytree import pytree
 
-MIN_COUNT = 0.01  # below this a code's sum is no longer divided by its count
+MIN_COUNT = 0.01  # lower bound of the count that a code's sum is divided by
 
 
 @pytree
 class CodeStatistics:
-    """How many keys chose each code in a batch, and their sum: what the codebook learns from."""
+    """Number and sum of the keys assigned to each code in a batch: the input of the codebook update."""
 
     count: Float[Array, "*G H S"]
     total: Float[Array, "*G H S K"]
@@ -27,7 +27,7 @@ def code_vectors(count: Float[Array, "*G H S"], total: Float[Array, "*G H S K"])
 
 
 def nearest(keys: Float[Array, "*B H T K"], codes: Float[Array, "H S K"]) -> Int[Array, "*B H T"]:
-    """The index of the nearest code. |k|^2 is the same for every code and left out; the first of equals wins."""
+    """Return the index of the nearest code. |k|^2 is the same for every code and omitted; ties go to the lowest index."""
     wide = codes.astype(jnp.float32)
     half_square = 0.5 * jnp.sum(wide * wide, axis=-1)
     closeness = jnp.einsum("...htk,hsk->...hts", keys.astype(jnp.float32), wide) - half_square[:, None]
@@ -40,14 +40,14 @@ def lookup(codes: Float[Array, "H S K"], chosen: Int[Array, "*B H T"]) -> Float[
 
 
 def straight_through(keys: Float[Array, "*B H T K"], quantised: Float[Array, "*B H T K"]) -> Float[Array, "*B H T K"]:
-    """The quantised keys in value, the keys in gradient."""
+    """Straight-through estimator: the value of the quantised keys with the gradient of the keys."""
     return quantised + (keys - jax.lax.stop_gradient(keys))
 
 
 def statistics(
     keys: Float[Array, "B H T K"], chosen: Int[Array, "B H T"], mask: Float[Array, "B T"], n_code: int
 ) -> CodeStatistics:
-    """Counts and sums of the unmasked keys by code. One scatter of rows: ten times cheaper here than a one-hot matmul."""
+    """Count and sum the unmasked keys per code. One scatter of rows is ten times cheaper on CPU than a one-hot matmul."""
     batch, n_head, length, width = keys.shape
     weight = jnp.broadcast_to(mask[:, None, :, None], (batch, n_head, length, 1)).astype(jnp.float32)
     rows = jnp.concatenate([keys.astype(jnp.float32) * weight, weight], axis=-1)
@@ -66,7 +66,7 @@ def moving_average(
 def draw_keys(
     keys: Float[Array, "B H T K"], mask: Float[Array, "B T"], n: int, key: PRNGKeyArray
 ) -> Float[Array, "H n K"]:
-    """`n` unmasked keys of each head, drawn at random: rank r of the unmasked positions, found in their running count."""
+    """Draw `n` random unmasked keys for each head: a uniform rank among the unmasked positions, located in their running count."""
     running = jnp.cumsum(mask.reshape(-1) > 0)
     rank = jnp.floor(jax.random.uniform(key, (n,)) * running[-1]).astype(running.dtype)
     position = jnp.minimum(jnp.searchsorted(running, rank, side="right"), running.size - 1)
@@ -77,6 +77,6 @@ def draw_keys(
 def restart_dead(
     count: Float[Array, "*G H S"], total: Float[Array, "*G H S K"], candidates: Float[Array, "*G H S K"], below: float
 ) -> tuple[Float[Array, "*G H S"], Float[Array, "*G H S K"]]:
-    """Dead codes move onto keys of this batch, with a count of one, so that they win some keys again."""
+    """Move dead codes onto keys of this batch with a count of one, so that keys are assigned to them again."""
     dead = count < below
     return jnp.where(dead, 1.0, count), jnp.where(dead[..., None], candidates, total)

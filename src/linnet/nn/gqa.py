@@ -1,9 +1,9 @@
-"""Causal attention with shared key heads and soft-capped scores.
+"""Causal grouped-query attention (GQA) with soft-capped scores.
 
-Letters: B rows, T tokens, Q query heads, H key heads, J = Q / H queries a key head, K key width, S keys of a block.
+Letters: B rows, T tokens, Q query heads, H key heads, J = Q / H query heads per key head, K key width, S keys of a block.
 
-Two ways to one result. `attend` has whole sequences and a gradient. `gqa_cached` reads a cache block by block, only as far as it
-is filled, with a running softmax; blocks that hold nothing a query may see leave it as it is, bit for bit.
+Two implementations with the same result. `attend` takes complete sequences and has a gradient. `gqa_cached` reads a KV cache block
+by block, only as far as it is filled, with a running softmax; a block with no key visible to a query leaves its state bit-identical.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from linnet.core.pytree import pytree
 
-NEG_INF = -1e30  # a score that counts for nothing, and of which the difference to another such score is a number
+NEG_INF = -1e30  # a masked score; finite, so that the difference of two masked scores is not NaN
 QUERY_BLOCK = 128
 
 
 @pytree
 class SoftCap:
-    """How q . k becomes a score."""
+    """Scale and tanh soft cap that turn q . k into an attention score."""
 
     scale: Any
     cap: Any
@@ -39,8 +39,8 @@ def attend(
     real: Bool[Array, "B T"],
     scores: SoftCap,
 ) -> Float[Array, "B T Q K"]:
-    """Block by block of queries, each with the keys up to its end, so that memory follows the length and little of the future is
-    computed. `real`: which keys may be looked at."""
+    """Attend from blocks of queries to all keys up to the end of each block, so that memory grows linearly with the length and
+    little of the masked future is computed. `real`: which keys may be attended to."""
     n_token = q.shape[1]
     size = max(QUERY_BLOCK, -(-n_token // 16))
     blocks = [
@@ -60,7 +60,7 @@ def attend(
 
 @jax.checkpoint
 def _attend_block(q: Array, k: Array, v: Array, real: Array, at: int, scale: float, cap: float) -> Array:
-    """Weights are computed again in the backward pass: they are what memory would go into."""
+    """Attend from one block of queries. Attention weights are recomputed in the backward pass, because they dominate memory."""
     raw = grouped_scores(q, k)
     position = at + jnp.arange(q.shape[1])
     visible = (jnp.arange(k.shape[1]) <= position[:, None]) & real[:, None]  # B T S
@@ -71,7 +71,7 @@ def _attend_block(q: Array, k: Array, v: Array, real: Array, at: int, scale: flo
 
 
 def grouped_scores(q: Float[Array, "B T Q K"], k: Float[Array, "B S H K"]) -> Float[Array, "B H J T S"]:
-    """q . k in float32; consecutive query heads share a key head."""
+    """Return q . k in float32; consecutive query heads share a key head."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     return jnp.einsum("bthjk,bshk->bhjts", grouped, k, preferred_element_type=jnp.float32)
 
@@ -84,8 +84,8 @@ def gqa_cached(
     block_len: int,
     scores: SoftCap,
 ) -> Float[Array, "T Q K"]:
-    """Queries of one sequence against its cache. `read(i)` gives block i: keys H S K, values H S K, and which keys are real [S].
-    A query sees keys up to its own position."""
+    """Attend from queries of one sequence to its KV cache. `read(i)` returns block i: keys H S K, values H S K, and which keys are
+    real [S]. A query sees keys up to its own position."""
     n_token, _, width = q.shape
     first = jax.eval_shape(read, jnp.int32(0))
     n_head = first[0].shape[0]

@@ -1,4 +1,4 @@
-"""A matrix product whose gradients are written out, and which takes weights of any number of bits."""
+"""Matrix product with hand-written gradients, for float, bfloat16 and quantised weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linnet.parallel import sharding
 
 
 def linear(x: Float[Array, "*B D"], weights: Weight) -> Float[Array, "*B E"]:
-    """`x @ weights`, in the type of `x`. Quantised weights have no gradient."""
+    """Return `x @ weights` in the dtype of `x`. Quantised weights have no gradient."""
     if isinstance(weights, Quantized | Bf16Bits):
         return quant.matmul(rows(x), weights).reshape(*x.shape[:-1], -1)
     return _linear(x, weights)
@@ -20,8 +20,8 @@ def linear(x: Float[Array, "*B D"], weights: Weight) -> Float[Array, "*B E"]:
 
 @jax.custom_vjp
 def _linear(x: Float[Array, "*B D"], weights: Float[Array, "D E"]) -> Float[Array, "*B E"]:
-    """Autodiff would ask for the transposed gradient of the weights and transpose it back, for which XLA copies the wide cotangent
-    and falls to half of its speed on the CPU."""
+    """Float case, with a custom VJP: autodiff would compute the transposed weight gradient and transpose it back, for which XLA copies
+    the wide cotangent and runs at half speed on the CPU."""
     return jnp.einsum("...d,de->...e", rows(x), weights.astype(x.dtype)).reshape(*x.shape[:-1], -1)
 
 
@@ -40,5 +40,5 @@ _linear.defvjp(_forward, _backward)
 
 
 def rows(x: Float[Array, "*B D"]) -> Float[Array, "*T D"]:
-    """One after the other. On a mesh they stay as they are: to flatten axes of which it cuts an inner one would move every row."""
+    """Flatten the leading axes. On a mesh they are kept: flattening axes of which an inner one is sharded would move every row."""
     return x if sharding.current() is not None else x.reshape(-1, x.shape[-1])

@@ -1,10 +1,10 @@
-"""Experts: a router chooses a few for each token, and only those are computed.
+"""Mixture of experts: a router selects the top-k experts of each token, and only those are computed.
 
-Letters: P tokens, D model width, E experts, F hidden width, C choices, N = P C pairs of a token and an expert, R rows of a block.
+Letters: P tokens, D model width, E experts, F hidden width, C experts per token, N = P C token-expert pairs, R rows of a block.
 
-Three ways to one result: `moe_dense` is the plain one (every expert for every token, most of it times zero): the oracle.
-`moe_grouped` sorts pairs by expert and multiplies group by group: for training and reading prompts. `tiled_matmul` (a file of its
-own) reads weights tile by tile for a handful of tokens: for decoding.
+Three implementations with the same result. `moe_dense` computes every expert for every token and is the oracle. `moe_grouped` sorts
+pairs by expert and multiplies group by group, for training and prefill. `tiled.moe_decode` reads weights tile by tile, for decoding
+a few tokens.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from linnet.parallel import sharding
 from linnet.parallel.sharding import LogicalAxes, LogicalAxisRules
 
 HEIGHTS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 256)
-"""Rows multiplied at once where prompts are read. An expert's rows are one product of the least of these that holds them, so little
-is wasted on padding. Each is a product of its own in the program, so training, which has many rows, makes do with one."""
+"""Block heights available in prefill. An expert's rows are multiplied as one block of the smallest height that fits them, so little is
+wasted on padding. Each height is compiled separately, so training, which has many rows per expert, uses a single height."""
 
 
 @pytree
 class ExpertWeights:
-    """Of one layer, or a stack of several layers' experts one after the other."""
+    """Expert weights of one layer, or of several layers concatenated along the expert axis."""
 
-    gate: Any  # E D F: goes through gelu
+    gate: Any  # E D F: passed through GELU
     value: Any  # E D F
     out: Any  # E F D
 
@@ -44,11 +44,11 @@ class Routing:
     logits: Float[Array, "P E"]
     probability: Float[Array, "P E"]
     chosen: Int[Array, "P C"]
-    weight: Float[Array, "P C"]  # the chosen ones' probabilities, not made to add up to one
+    weight: Float[Array, "P C"]  # probabilities of the chosen experts, not renormalised
 
 
 def route(x: Float[Array, "*B D"], router: Float[Array, "D E"], n_choice: int) -> Routing:
-    """In float32: a rounding here would change which expert is chosen."""
+    """Route each token in float32: rounding could change which experts are chosen."""
     logits = jnp.matmul(x.astype(jnp.float32), router, precision="highest")
     return top_k_routing(logits.reshape(-1, logits.shape[-1]), n_choice)
 
@@ -64,7 +64,7 @@ def activation(gate: Array, value: Array) -> Array:
 
 
 def moe_dense(x: Float[Array, "P D"], routing: Routing, experts: ExpertWeights) -> Float[Array, "P D"]:
-    """The plain version."""
+    """Compute every expert for every token and mask the result: the oracle."""
     n_expert = routing.probability.shape[-1]
     gate, value, out = (quant.to_array(w, x.dtype) for w in (experts.gate, experts.value, experts.out))
     hidden = activation(jnp.einsum("pd,edf->epf", x, gate), jnp.einsum("pd,edf->epf", x, value))
@@ -81,8 +81,8 @@ def moe_grouped(
     first: int | Int[Array, ""] = 0,
     n_token: Int[Array, ""] | None = None,
 ) -> Float[Array, "P D"]:
-    """Only what was chosen. `first`: where the layer's experts begin in the stack; `n_token`: only so many tokens are real, and the
-    rest costs nothing. With it, or with quantised experts, there is no gradient."""
+    """Compute only the chosen experts. `first`: offset of the layer's experts in the stack. `n_token`: number of real tokens; the
+    others cost nothing. With `n_token`, or with quantised experts, there is no gradient."""
     n_expert = routing.probability.shape[-1]
     order, sizes = _by_expert(routing.chosen, n_expert, n_token)
     if n_token is None and _is_float(experts):
@@ -95,14 +95,14 @@ def moe_grouped(
 def _by_expert(
     chosen: Int[Array, "P C"], n_expert: int, n_token: Int[Array, ""] | None
 ) -> tuple[Int[Array, " N"], Int[Array, " E"]]:
-    """Pairs in the order of their experts, those of tokens that are not real last; how many pairs each expert has."""
+    """Sort pairs by expert, with padding tokens last. Also returns the number of pairs of each expert."""
     if n_token is not None:
         chosen = jnp.where(jnp.arange(chosen.shape[0])[:, None] < n_token, chosen, n_expert)
     return _sorted(chosen, n_expert)
 
 
 def _sorted(chosen: Int[Array, "P C"], n_expert: int) -> tuple[Int[Array, " N"], Int[Array, " E"]]:
-    """Choices of no expert (`n_expert`) come last."""
+    """Sort pairs by expert. Pairs of no expert (`n_expert`) come last."""
     flat = chosen.reshape(-1)
     sizes = jnp.sum(flat[:, None] == jnp.arange(n_expert), axis=0, dtype=jnp.int32)
     return jnp.argsort(flat, stable=True), sizes
@@ -113,7 +113,7 @@ def _gather(x: Float[Array, "P D"], order: Int[Array, " N"], n_choice: int) -> F
 
 
 def _scatter(sorted_rows: Float[Array, "N D"], order: Int[Array, " N"]) -> Float[Array, "N D"]:
-    """Back into the tokens' order: a gather by the inverse order, since scattering is slow."""
+    """Restore token order, by a gather with the inverse permutation because scatters are slow."""
     return sorted_rows[jnp.argsort(order)]
 
 
@@ -166,7 +166,7 @@ def _forward(
     first: int | Int[Array, ""],
     heights: Sequence[int],
 ) -> Float[Array, "N D"]:
-    """Rows sorted by expert, each through its own, `heights[-1]` at a time. Rows beyond the last group come out as zeros."""
+    """Pass rows sorted by expert through their experts, `heights[-1]` rows at a time. Rows beyond the last group are zero."""
     starts = jnp.cumsum(sizes) - sizes
     padded = jnp.pad(x, [(0, heights[-1]), (0, 0)])
 
@@ -196,7 +196,7 @@ def _forward(
 def _backward(
     x: Float[Array, "N D"], d_y: Float[Array, "N D"], experts: ExpertWeights, sizes: Int[Array, " E"]
 ) -> tuple[Float[Array, "N D"], ExpertWeights]:
-    """Hidden values are computed again: cheaper than to keep them."""
+    """Backward pass of `_forward`. Hidden activations are recomputed, which is cheaper than storing them."""
     size = training_block(x.shape[0], sizes.shape[0])
     padded, d_padded = (jnp.pad(a, [(0, size), (0, 0)]) for a in (x, d_y))
 
@@ -228,14 +228,14 @@ def _backward(
 
 
 def _put(y: Float[Array, "N D"], rows: Float[Array, "R D"], at: Array, n_row: Array) -> Float[Array, "N D"]:
-    """Writes the first `n_row` of these rows; what follows belongs to the next expert."""
+    """Write the first `n_row` of these rows; the rows after them belong to the next expert."""
     there = jax.lax.dynamic_slice_in_dim(y, at, rows.shape[0])
     rows = jnp.where((jnp.arange(rows.shape[0]) < n_row)[:, None], rows, there)
     return jax.lax.dynamic_update_slice_in_dim(y, rows, at, 0)
 
 
 def training_block(n_pair: int, n_expert: int) -> int:
-    """Rows of a block in training: few enough that the last, partly empty block of each expert wastes little."""
+    """Return the rows per block in training: few enough that the last, partly empty block of each expert wastes little."""
     share = n_pair // n_expert
     return 16 if share <= 16 else 32 if share <= 96 else 64 if share <= 512 else 128
 
@@ -251,7 +251,7 @@ def _is_float(experts: ExpertWeights) -> bool:
 
 @pytree
 class Mixture:
-    """A residual half of experts: h + RMS(experts(RMS(h)))."""
+    """Weights of a residual MoE block: h + RMS(experts(RMS(h)))."""
 
     in_gain: Any  # D
     router: Any  # D E
@@ -268,7 +268,7 @@ def moe_block(
     *,
     plain: bool = False,
 ) -> tuple[Float[Array, "*B D"], Routing]:
-    """What is added to `h`, before its last norm. `names`: of the axes of `h`."""
+    """Return the block's update of `h`, before its output norm, and the routing. `names`: logical axes of `h`."""
     x = rms_norm_gain(h, mixture.in_gain)
     routing = route(rows(x), mixture.router, n_choice)
     if plain:
@@ -281,8 +281,8 @@ def moe_block(
 def _spread_experts(
     x: Float[Array, "*B D"], routing: Routing, experts: ExpertWeights, names: LogicalAxes, rules: LogicalAxisRules
 ) -> Float[Array, "*B D"]:
-    """`moe_grouped` on a mesh. Devices that share the experts show each other their tokens; each computes what its own experts
-    (or its part of their hidden units) make of them, and gives back the sums. No token is ever dropped."""
+    """Run `moe_grouped` with expert and tensor parallelism. Tokens are all-gathered over the expert axis, each device applies
+    its experts (or its shard of their hidden units), and the sums are reduced and scattered back. No token is ever dropped."""
     if sharding.current() is None:
         return moe_grouped(x.reshape(-1, x.shape[-1]), routing, experts).reshape(x.shape)
     n_local = routing.probability.shape[-1] // sharding.axis_size("expert")
@@ -313,7 +313,7 @@ def _spread_experts(
 
 @pytree
 class RouterStats:
-    """What a layer's router tells about a batch."""
+    """Statistics of a layer's router over a batch."""
 
     balance: Float[Array, "*L"]
     z: Float[Array, "*L"]
@@ -332,18 +332,18 @@ def router_stats(routing: Routing, mask: Float[Array, " P"]) -> RouterStats:
 
 
 def balance_loss(routing: Routing, mask: Float[Array, " P"]) -> Float[Array, ""]:
-    """E times the sum over experts of the share of choices and the mean probability: 1 where both are even."""
+    """Return the load-balancing loss: E * sum over experts of load * mean probability. It is 1 if both are uniform."""
     probability = jnp.sum(routing.probability * mask[:, None], axis=0) / jnp.maximum(jnp.sum(mask), 1.0)
     return routing.probability.shape[-1] * jnp.sum(load(routing, mask) * probability)
 
 
 def load(routing: Routing, mask: Float[Array, " P"]) -> Float[Array, " E"]:
-    """Each expert's share of all choices."""
+    """Return each expert's fraction of all routed pairs."""
     chosen = jnp.sum(jax.nn.one_hot(routing.chosen, routing.probability.shape[-1]), axis=1) * mask[:, None]
     return jnp.sum(chosen, axis=0) / (jnp.maximum(jnp.sum(mask), 1.0) * routing.chosen.shape[1])
 
 
 def z_loss(routing: Routing, mask: Float[Array, " P"]) -> Float[Array, ""]:
-    """The mean square of the logits' log-sum."""
+    """Return the mean squared log-sum-exp of the router logits."""
     square = jax.nn.logsumexp(routing.logits, axis=-1) ** 2
     return jnp.sum(square * mask) / jnp.maximum(jnp.sum(mask), 1.0)

@@ -1,4 +1,4 @@
-"""Root-mean-square norm, in float32 whatever the activations are."""
+"""Root-mean-square norms, computed in float32 for any activation dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 EPSILON = 1e-6
-GAIN_EPSILON = 1e-5  # Grok-1's
+GAIN_EPSILON = 1e-5  # the value used by Grok-1
 
 
 def rms_norm(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:

@@ -1,4 +1,4 @@
-"""What the backward pass computes again: less memory for more work, never another result."""
+"""Rematerialisation policies: recompute activations in the backward pass to save memory, with identical results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ Remat = Literal["none", "some", "full"]
 
 
 def checkpointed(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """A layer, run by a scan, of which so much is kept: all; its products with weights; its input alone."""
+    """Wrap a scanned layer in `jax.checkpoint`. "none" saves all activations, "some" the results of matmuls with weights, "full" only
+    the layer's input."""
     import jax
 
     if remat == "none":

@@ -1,4 +1,4 @@
-"""From logits to a token, each row by its own settings and its own randomness: what shares the batch never changes a row.
+"""Token sampling from logits. Each row has its own settings and random number, so its result does not depend on the batch.
 
 Letters: B rows, A vocabulary.
 """
@@ -13,13 +13,13 @@ from linnet.core.errors import invalid
 from linnet.core.pytree import pytree
 from linnet.nn.sampling_bounds import MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 
-MASKED = -1e10  # what the reference writes where a token is ruled out
-NUCLEUS_SLACK = 1e-4  # the reference's nucleus is this much smaller than asked for
+MASKED = -1e10  # the reference's logit of a masked token
+NUCLEUS_SLACK = 1e-4  # the reference's nucleus is smaller than requested by this probability
 
 
 @pytree
 class SamplingSettings:
-    """One value a row."""
+    """Sampling settings with one value per row."""
 
     temperature: Float[Array, " B"]  # 0: greedy
     top_p: Float[Array, " B"]  # 1: off
@@ -27,18 +27,18 @@ class SamplingSettings:
     min_p: Float[Array, " B"]  # 0: off
     typical_p: Float[Array, " B"]  # 1: off
     repetition_penalty: Float[Array, " B"]  # 1: off
-    presence_penalty: Float[Array, " B"]  # taken from the logit of a token that was written
-    frequency_penalty: Float[Array, " B"]  # the same, once for each time
+    presence_penalty: Float[Array, " B"]  # subtracted from the logit of every generated token
+    frequency_penalty: Float[Array, " B"]  # subtracted once for each occurrence
 
 
 @pytree
 class LogitMask:
-    """What a request may ask for beyond numbers; one row each. Counts of tokens then mean those written, without the prompt."""
+    """Per-token constraints, one row per request. When given, token counts cover generated tokens only, not the prompt."""
 
     bias: Float[Array, "B A"]  # added to the logits; -inf forbids
     late: Bool[Array, "B A"]  # forbidden before position `late_until`
     late_until: Int[Array, " B"]
-    prompted: Bool[Array, "B A"]  # tokens of the prompt, which the repetition penalty counts
+    prompted: Bool[Array, "B A"]  # tokens of the prompt, to which the repetition penalty also applies
 
 
 def sampling_settings(
@@ -53,7 +53,7 @@ def sampling_settings(
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
 ) -> SamplingSettings:
-    """The same settings for `n` rows, checked."""
+    """Validate the settings and repeat them for `n` rows."""
     if temperature != 0.0 and not MIN_TEMPERATURE <= temperature < float("inf"):
         needs = f"0 (greedy), or at least {MIN_TEMPERATURE:g} and finite"
         raise invalid("temperature", temperature, needs, "use 1.0")
@@ -88,7 +88,7 @@ def sampling_settings(
 
 
 def uniforms(keys: PRNGKeyArray, position: Int[Array, " B"]) -> Float[Array, " B"]:
-    """One number in [0, 1) for each row: it depends on the row's key and the position it is for, and on nothing else."""
+    """Return one uniform number in [0, 1) per row, which depends only on the row's key and position."""
     return jax.vmap(lambda key, at: jax.random.uniform(jax.random.fold_in(key, at)))(keys, position)
 
 
@@ -100,9 +100,9 @@ def sample(
     rules: LogitMask | None = None,
     position: Int[Array, " B"] | None = None,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """A token for each row, and its log-probability in the model's own distribution (before any setting). `chance` is the row's
-    number from `uniforms`; `seen` counts the row's tokens so far; `position` is that of the token drawn (for `rules`). A greedy
-    row takes the first of equals."""
+    """Sample a token for each row and return it with its log-probability in the model's own distribution (before any setting).
+    `chance` is the row's number from `uniforms`; `seen` counts the row's tokens so far; `position` is that of the sampled token
+    (for `rules`). Greedy rows break ties by the lowest index."""
     scores = logits if seen is None else penalise(logits, settings, seen, rules)
     if rules is not None:
         assert position is not None
@@ -112,7 +112,7 @@ def sample(
     warm = scores / jnp.where(greedy, 1.0, settings.temperature)[:, None]
     weight = jnp.exp(warm - jnp.max(warm, axis=-1, keepdims=True))
     upto = jnp.cumsum(jnp.where(allowed(warm, settings), weight, 0.0), axis=-1)
-    # The first token whose running sum passes the chosen share of the whole: never one of weight zero.
+    # Inverse-CDF sampling: the first token whose cumulative weight exceeds `chance` times the total, so never one of weight zero.
     drawn = jnp.sum(upto <= chance[:, None] * upto[:, -1:], axis=-1)
     tokens = jnp.where(greedy, jnp.argmax(scores, axis=-1), drawn).astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
@@ -120,8 +120,8 @@ def sample(
 
 
 def allowed(scores: Float[Array, "B A"], settings: SamplingSettings) -> Bool[Array, "B A"]:
-    """Which tokens top-k, then top-p among those, then typical-p, then min-p leave. Sorting is skipped while no row asks for it; a
-    row that does not ask keeps everything either way."""
+    """Return which tokens pass top-k, then top-p, then typical-p, then min-p, each applied to the tokens left by the one before.
+    Sorting is skipped if no row needs it; a row that does not need it keeps all tokens either way."""
 
     def by_rank(scores: Float[Array, "B A"]) -> Bool[Array, "B A"]:
         keep = top_k_mask(scores, settings.top_k)
@@ -137,19 +137,19 @@ def allowed(scores: Float[Array, "B A"], settings: SamplingSettings) -> Bool[Arr
         jnp.where(keep, scores, -jnp.inf),
     )
     keep = keep & (typical | (settings.typical_p >= 1.0)[:, None])
-    # Of those that are left: each filter leaves at least one.
+    # min-p is relative to the most likely remaining token; each filter leaves at least one.
     likeliest = jnp.max(jnp.where(keep, scores, -jnp.inf), axis=-1, keepdims=True)
     return keep & (scores >= likeliest + jnp.log(settings.min_p)[:, None])
 
 
 def nucleus(logits: Float[Array, "B A"], p: float | Float[Array, " B"]) -> Float[Array, "B A"]:
-    """The likeliest tokens that hold probability p together; the others become MASKED."""
+    """Keep the most likely tokens whose total probability reaches p; set the other logits to MASKED."""
     return jnp.where(nucleus_mask(logits, p), logits, MASKED)
 
 
 def nucleus_mask(logits: Float[Array, "B A"], p: float | Float[Array, " B"]) -> Bool[Array, "B A"]:
-    """A token stays if it and all less likely ones together exceed 1 - p, by the reference's slack; the likeliest always stays.
-    Of equals the last counts as the likeliest, as in the reference."""
+    """Return the tokens of the nucleus. A token stays if its probability plus that of all less likely tokens exceeds 1 - p, with the
+    reference's slack; the most likely token always stays. As in the reference, the last of equal tokens ranks highest."""
     beyond = jnp.asarray(1.0 - (p - NUCLEUS_SLACK), jnp.float32)[..., None]
     probability = jax.nn.softmax(logits, axis=-1)
     rising = _sort(probability)
@@ -161,7 +161,7 @@ def nucleus_mask(logits: Float[Array, "B A"], p: float | Float[Array, " B"]) -> 
 
 
 def top_k_mask(scores: Float[Array, "B A"], k: Int[Array, " B"]) -> Bool[Array, "B A"]:
-    """The k likeliest tokens, and what equals the k-th. Zero keeps all."""
+    """Return the k most likely tokens and any ties with the k-th. k = 0 keeps all."""
     size = scores.shape[-1]
     probability = jax.nn.softmax(scores, axis=-1)
     rank = jnp.where(k > 0, jnp.clip(size - k, 0, size - 1), 0)
@@ -169,20 +169,20 @@ def top_k_mask(scores: Float[Array, "B A"], k: Int[Array, " B"]) -> Bool[Array, 
 
 
 def typical_mask(scores: Float[Array, "B A"], p: Float[Array, " B"]) -> Bool[Array, "B A"]:
-    """The tokens whose surprise is nearest to the mean surprise, until they hold probability p together; equals all stay."""
+    """Return the tokens whose surprisal is nearest to the entropy, until their total probability reaches p; ties are all kept."""
     surprise = -jax.nn.log_softmax(scores, axis=-1)
     probability = jnp.exp(-surprise)
     mean = jnp.sum(jnp.where(probability > 0, probability * surprise, 0.0), axis=-1, keepdims=True)
     distance = jnp.where(probability > 0, jnp.abs(surprise - mean), jnp.inf)
     order = jnp.argsort(distance, axis=-1)
     before = jnp.cumsum(jnp.take_along_axis(probability, order, axis=-1), axis=-1)
-    n_kept = jnp.sum(before < p[:, None], axis=-1, keepdims=True)  # the last that is needed has this rank
+    n_kept = jnp.sum(before < p[:, None], axis=-1, keepdims=True)  # rank of the last token needed
     rank = jnp.minimum(n_kept, scores.shape[-1] - 1)
     return distance <= jnp.take_along_axis(jnp.take_along_axis(distance, order, axis=-1), rank, axis=-1)
 
 
 def _sort(probability: Float[Array, "B A"]) -> Float[Array, "B A"]:
-    """Rising. As integers, whose order is that of floats above zero: ten times faster here than sorting floats."""
+    """Sort ascending. Nonnegative floats sort like their integer bits, which is ten times faster on CPU than sorting floats."""
     bits = jax.lax.bitcast_convert_type(probability, jnp.int32)
     return jax.lax.bitcast_convert_type(jax.lax.sort(bits, dimension=-1, is_stable=False), jnp.float32)
 
@@ -190,8 +190,8 @@ def _sort(probability: Float[Array, "B A"]) -> Float[Array, "B A"]:
 def penalise(
     logits: Float[Array, "B A"], settings: SamplingSettings, seen: Int[Array, "B A"], rules: LogitMask | None = None
 ) -> Float[Array, "B A"]:
-    """Repetition: a token that occurred has its logit divided by the penalty where positive, multiplied where negative. Presence
-    and frequency are taken away from tokens that were written."""
+    """Apply the penalties. Repetition divides a positive logit of a token that occurred by the penalty and multiplies a negative one.
+    Presence and frequency penalties are subtracted from the logits of generated tokens."""
     occurred = seen > 0 if rules is None else (seen > 0) | rules.prompted
     penalty = settings.repetition_penalty[:, None]
     scores = jnp.where(occurred, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)

@@ -1,7 +1,7 @@
-"""The least that some settings of sampling may be: below, scores overflow, and nothing can be drawn. Known without JAX."""
+"""Lower bounds of sampling settings, below which scores overflow. This module does not import JAX."""
 
 from __future__ import annotations
 
 MIN_TEMPERATURE = 1e-6
-"""But for 0, which is greedy."""
+"""Lower bound of nonzero temperatures; 0 means greedy."""
 MIN_REPETITION_PENALTY = 0.01

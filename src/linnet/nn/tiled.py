@@ -1,7 +1,7 @@
-"""Products of a few rows with weights that stay where they are: read tile by tile out of a stack, only the members asked for.
+"""Tiled matmul for decoding: multiplies a few rows by selected members of a stack of weights, reading the weights tile by tile.
 
-A tile is small enough for the cache, so a weight passes through memory once, in the bits it is held in, however many rows want it:
-no float copy of a whole weight is ever made. Each row is multiplied by itself, so its bits are the same beside any others.
+A tile fits into the CPU cache, so each weight is read from memory once, in its storage dtype, for any number of rows; no float copy
+of a complete weight is ever made. Each row is multiplied separately, so its result is batch-invariant.
 Letters: N rows, K inputs, M outputs, S members of the stack.
 """
 
@@ -16,22 +16,22 @@ from linnet.core.pytree import pytree
 from linnet.core.quant import Quantized, Weight
 from linnet.nn.moe import ExpertWeights, activation, top_k_routing
 
-TILE_BYTES = 256 << 10  # of a tile in float32: well within a core's own cache
+TILE_BYTES = 256 << 10  # size of a float32 tile: well within the private cache of one core
 
 
 @pytree
 class Groups:
-    """Rows sorted by the member that they want, so that each is read once."""
+    """Rows grouped by the member of the stack that they are multiplied by, so that each member is read once."""
 
-    order: Int[Array, " N"]  # sorted place -> row
+    order: Int[Array, " N"]  # sorted position -> row
     member: Int[Array, " N"]  # of each group
     start: Int[Array, " N"]
     end: Int[Array, " N"]
-    count: Int[Array, ""]  # how many groups there are
+    count: Int[Array, ""]  # number of groups
 
 
 def group_rows(member: Int[Array, " N"], wanted: Array) -> Groups:
-    """`wanted`: rows that are False belong to no group."""
+    """Group rows by `member`. Rows where `wanted` is False belong to no group."""
     n_row = member.shape[0]
     far = jnp.iinfo(jnp.int32).max
     key = jnp.where(wanted, member, far)
@@ -52,7 +52,7 @@ def group_rows(member: Int[Array, " N"], wanted: Array) -> Groups:
 
 
 def tiled_matmul(x: Float[Array, "N K"], stack: Weight, groups: Groups) -> Float[Array, "N M"]:
-    """Each row times its member of the stack [S K M]; rows in no group come out as zeros."""
+    """Multiply each row by its member of the stack [S K M]. Rows in no group are zero in the result."""
     _, n_in, n_out = stack.shape
     n_group = stack.n_group if isinstance(stack, Quantized) else 1
     size = tile_rows(n_in // n_group, n_out)
@@ -81,7 +81,7 @@ def tiled_matmul(x: Float[Array, "N K"], stack: Weight, groups: Groups) -> Float
 
 
 def tile_rows(n_in: int, n_out: int) -> int:
-    """The most input rows that divide `n_in` and fit a tile."""
+    """Return the largest divisor of `n_in` whose rows fit into a tile."""
     most = max(1, TILE_BYTES // (4 * n_out))
     return max(n for n in range(1, n_in + 1) if n_in % n == 0 and n <= most)
 
@@ -98,7 +98,7 @@ def _tile(stack: Weight, member: Array, start: Array, size: int, dtype: jnp.dtyp
 
 
 def tiled_matmul_rows(x: Float[Array, "N K"], matrix: Float[Array, "M K"], wanted: Groups) -> Float[Array, "N M"]:
-    """Each row times a matrix whose rows are the outputs (embeddings, say); rows in no group come out as zeros."""
+    """Multiply each row by a matrix stored output-major (embeddings, for example). Rows in no group are zero in the result."""
     n_out, n_in = matrix.shape
     size = tile_rows(n_out, n_in)
 
@@ -126,8 +126,8 @@ def moe_decode(
     n_choice: int,
     first: int | Int[Array, ""] = 0,
 ) -> Float[Array, "N D"]:
-    """The experts of a few tokens: only those that were chosen are read, each once. Where `experts` are some of each layer's, from
-    the `first` on, what these add: the rest is another device's."""
+    """Mixture of experts for a few tokens: only routed experts are read, each once. If `experts` holds only some of each layer's
+    experts, starting at `first`, the result is their partial sum; the rest is computed by other devices."""
     n_layer, _, n_expert = router.shape
     n_here = experts.gate.shape[0] // n_layer
     here = group_rows(jnp.full(wanted.shape, layer, jnp.int32), wanted)

@@ -1,11 +1,11 @@
-"""Dense softmax attention in linear time: near keys one by one, all older keys through their codes.
+"""Softmax attention in linear time: recent keys are scored individually, older keys through their codes (vector quantisation).
 
 Letters: B batch, H heads, T tokens, N blocks, L block length, M window, P = ceil(M / L) earlier blocks whose keys are still
-taken one by one, W = P L + L columns, S codes, K key width, V value width, R = M + 1 distances.
+scored individually, W = P L + L columns, S codes, K key width, V value width, R = M + 1 distances.
 
-A block of L queries sees three things: the table (for each code the number of older keys that had it and the sum of their
-values), the P blocks before it, and itself. A key moves into the table when it is P blocks old. The result does not depend on L;
-`attention_dense` computes the same thing the obvious way.
+A block of L queries attends to the table (per code, the number of older keys assigned to it and the sum of their values), to the P
+blocks before it, and to itself. A key moves into the table when it is P blocks old. The result does not depend on L;
+`attention_dense` is the straightforward O(T^2) implementation.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from linnet.nn.vq_attention_scan import EMPTY, Columns, Given, Learned, Options,
 
 @pytree
 class AttentionState:
-    """All that attention remembers of a sequence: its size never grows.
+    """Attention state of a sequence, of constant size.
 
     The window holds the last M tokens, oldest first; the table holds everything older.
     """
 
     codes: Int[Array, "*G B H M"]
-    keys: Float[Array, "*G B H M K"]  # as quantised when read: the codebook may have moved since
+    keys: Float[Array, "*G B H M K"]  # as quantised when first processed: the codebook may have changed since
     values: Float[Array, "*G B H M V"]
     documents: Int[Array, "*G B M"]
     count: Float[Array, "*G B H S"]
@@ -38,7 +38,7 @@ class AttentionState:
 
 @pytree
 class Queries:
-    """What the queries need besides the state: q + u against codes, q + w against distances."""
+    """Queries with their biases: q + u is scored against codes, q + w against distances."""
 
     content: Float[Array, "*N B H T K"]
     position: Float[Array, "*N B H T K"]
@@ -66,8 +66,8 @@ def empty_state(
 
 
 def into_blocks(x: Shaped[Array, "B T *F"], block_len: int, fill: int = 0) -> Shaped[Array, "N B L *F"]:
-    """Cuts tokens into blocks, the last one filled up. Blocks come first, as the scan over them wants it: a model that stays in
-    this layout never transposes its wide arrays."""
+    """Split tokens into blocks and pad the last one. The block axis comes first because it is scanned over: a model that keeps this
+    layout never transposes its wide arrays."""
     batch, n_token = x.shape[:2]
     n_block = -(-n_token // block_len)
     x = _pad(x, 1, 0, n_block * block_len - n_token, fill)
@@ -75,7 +75,7 @@ def into_blocks(x: Shaped[Array, "B T *F"], block_len: int, fill: int = 0) -> Sh
 
 
 def out_of_blocks(x: Shaped[Array, "N *B L F"], n_token: int) -> Shaped[Array, "*B T F"]:
-    """Joins the blocks of the last axis but one."""
+    """Join blocks along the second-to-last axis."""
     x = jnp.moveaxis(x, 0, -3)
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])[..., :n_token, :]
 
@@ -96,13 +96,13 @@ def attention(
     reset: bool,
     length: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "N B H L V"], AttentionState]:
-    """Attends `n_token` tokens, cut into blocks, after `state`. `keys` are the quantised keys (straight-through). With `reset`,
-    tokens see only their own document. Tokens whose document is EMPTY are not real: with `length`, all but the first so many of
-    each row. Outputs there are meaningless and the state ignores them.
+    """Attend `n_token` tokens, split into blocks, after `state`. `keys` are the quantised keys (straight-through). With `reset`,
+    tokens attend only to their own document. Tokens whose document is EMPTY are padding; with `length`, these are all but the first
+    `length` of each row. Outputs of padding are meaningless and the state ignores them.
     """
     n_block, batch, n_head, block_len, _ = values.shape
     window = state.codes.shape[-1]
-    if not reset:  # one document: from here on `documents` only tells real tokens from EMPTY ones
+    if not reset:  # one document: from here on `documents` only distinguishes real tokens from EMPTY ones
         documents = jnp.where(documents == EMPTY, EMPTY, 0)
     n_earlier = -(-window // block_len)
     margin = n_earlier * block_len - window
@@ -113,7 +113,7 @@ def attention(
         return x.reshape(n_block, batch * n_head, *x.shape[3:])
 
     def state_blocks(x: Array, fill: int = 0) -> Array:
-        """The state's window becomes the P blocks before the first one; what does not fill a block is empty."""
+        """Convert the state's window to the P blocks before the first one, with empty padding in front."""
         x = _pad(x.reshape(batch * n_head, window, *x.shape[3:]), 1, margin, 0, fill)
         return into_blocks(x, block_len)
 
@@ -176,7 +176,7 @@ def _advance(
     length: Int[Array, " B"] | None,
     last_document: Int[Array, " B"],
 ) -> AttentionState:
-    """The state after the real tokens, for any length: the last M tokens stay in the window, the rest goes to the table."""
+    """Return the state after the real tokens, for any length: the window keeps the last M tokens, older ones move into the table."""
     batch, _, n_token, _ = values.shape
     window = state.codes.shape[-1]
     codes = jnp.concatenate([state.codes, chosen], axis=2)
@@ -184,7 +184,7 @@ def _advance(
     values = jnp.concatenate([state.values, values], axis=2)
     documents = jnp.concatenate([state.documents, documents], axis=1)
     gone = jnp.full((batch,), n_token, jnp.int32) if length is None else length.astype(jnp.int32)
-    # A row without a real token keeps its state whole.
+    # A row without a real token keeps its state unchanged.
     last_document = jnp.where(gone > 0, last_document, state.table_document)
     keep = (state.table_document == last_document)[:, None, None]
     leaving = (jnp.arange(window + n_token) < gone[:, None]) & (documents == last_document[:, None])

@@ -1,6 +1,6 @@
-"""The same attention computed the obvious way, in O(T^2): the oracle of the tests and the baseline of the benchmarks.
+"""Straightforward O(T^2) implementation of VQ attention: the oracle of the tests and the baseline of the benchmarks.
 
-Letters as in `attention`.
+Letters as in `vq_attention`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def attention_dense(
     grad_thru_cache: bool,
     reset: bool,
 ) -> Float[Array, "B H T V"]:
-    """Every query against every key. Block length matters to gradients alone: a key older than the block's window gets none
-    through its score, and without `grad_thru_cache` nothing of an earlier block gets any."""
+    """Attend from every query to every key. The block length affects only gradients: a key older than the block's window gets no
+    gradient through its score, and without `grad_thru_cache` keys and values of earlier blocks get no gradient at all."""
     n_token, window = values.shape[2], distances.shape[1] - 1
     query, key = jnp.arange(n_token)[:, None], jnp.arange(n_token)[None, :]
     distance = query - key

@@ -1,13 +1,13 @@
-"""The inner loop of linear attention: a scan over blocks, and its hand-written backward scan.
+"""Inner loop of VQ attention: a scan over blocks with a hand-written backward scan.
 
 Letters: N blocks, A = batch x heads (nothing is shared between them here), L block length, M window, P earlier blocks, X = P + N
-blocks with those of the state in front, W = P L + L columns that a block takes one by one, S codes, K key width, V value width,
-R = M + 1 distances (the largest first).
+blocks including those of the state in front, W = P L + L columns that a block scores individually, S codes, K key width, V value
+width, R = M + 1 distances (the largest first).
 
-The backward pass keeps only each block's output and log-sum, and computes scores and tables anew: scores are cheap (K is small),
-and so a layer's memory is that of its values. What autodiff would keep and copy (the weights, tables, shifted and joined columns
-of every block) took more than half of the time and memory of a step. It works on transposed scores (a row per key, not per
-query), because the products with the wide values then need no transposed operand.
+The backward pass stores only each block's output and log-sum, and recomputes scores and tables: scores are cheap (K is small), so
+a layer's memory is that of its values. The residuals of autodiff (the weights, tables, shifted and joined columns of every block)
+took more than half of the time and memory of a step. The backward pass works on transposed scores (a row per key, not per query),
+because the products with the wide values then need no transposed operand.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from linnet.core.pytree import pytree
 
-EMPTY = -1  # the document of a column that holds no key
-KEPT = ("attention_out", "attention_log_sum")  # what a checkpointed layer must keep, or the scan runs twice
+EMPTY = -1  # document id of a column without a key
+KEPT = ("attention_out", "attention_log_sum")  # residuals a checkpointed layer must save, or the scan runs twice
 
 
 class Options(NamedTuple):
-    """What is fixed when the program is compiled."""
+    """Static options of the compiled program."""
 
     window: int
     agg_cache: bool
@@ -38,17 +38,17 @@ class Options(NamedTuple):
 
 @pytree
 class Learned:
-    """What gets a gradient, cut into blocks."""
+    """Differentiable inputs, split into blocks."""
 
-    content: Float[Array, "N A L K"]  # q + u, against codes
-    position: Float[Array, "N A L K"]  # q + w, against distances
+    content: Float[Array, "N A L K"]  # q + u, scored against codes
+    position: Float[Array, "N A L K"]  # q + w, scored against distances
     keys: Float[Array, "N A L K"]  # quantised
     values: Float[Array, "N A L V"]
 
 
 @pytree
 class Given:
-    """What gets none."""
+    """Inputs without a gradient."""
 
     codes: Int[Array, "N A L"]
     documents: Int[Array, "N A L"]
@@ -57,7 +57,7 @@ class Given:
 
 @pytree
 class Columns:
-    """Keys that are taken one by one."""
+    """Keys that are scored individually, and their values."""
 
     keys: Float[Array, "X A L K"]
     values: Float[Array, "X A L V"]
@@ -67,7 +67,7 @@ class Columns:
 
 @pytree
 class Table:
-    """All older keys, by code: how many, and the sum of their values."""
+    """All older keys, aggregated per code: their number and the sum of their values."""
 
     count: Float[Array, "A S"]
     total: Float[Array, "A S V"]
@@ -84,7 +84,7 @@ def attend_blocks(
     earlier: Columns,
     table: Table,
 ) -> tuple[Float[Array, "N A L V"], Table]:
-    """Attends N blocks after the P blocks of `earlier` and the `table`; also the table after them."""
+    """Attend N blocks after the P blocks of `earlier` and the `table`. Also returns the table after them."""
     out, _, end = _forward(options, learned, distances, codebook, given, earlier, table)
     return out, end
 
@@ -98,7 +98,7 @@ def _forward(
 
     def step(table: Table, block: tuple[Array, ...]) -> tuple[Table, tuple[Array, Array]]:
         index, content, position, documents, table_document = block
-        # Fold first, then read: the other way round the table is copied before it is written to, twice a block.
+        # Fold before reading: in the other order XLA copies the table before each write, twice per block.
         leaving = _take(columns, jnp.maximum(index - 1, 0), 1)
         leaving = dataclasses.replace(leaving, documents=jnp.where(index > 0, leaving.documents, EMPTY))
         table = _fold_oldest(options, table, leaving, table_document)
@@ -108,7 +108,7 @@ def _forward(
         far = _far(options, table)
         far_score = _dot("alk,ask->als", content, codebook) + _far_bias(options, documents, far)
         top = jnp.maximum(jnp.max(near_score, axis=-1), jnp.max(far_score, axis=-1, initial=-jnp.inf))
-        # A padded query may see nothing at all: keep its numbers finite, nobody reads them.
+        # A padded query may have no visible key: keep its values finite; they are never used.
         top = jnp.maximum(top, jnp.finfo(jnp.float32).min)[..., None]
         near_weight, far_weight = jnp.exp(near_score - top), jnp.exp(far_score - top)
         norm = jnp.sum(near_weight, axis=-1) + jnp.sum(far_weight * far.count[:, None], axis=-1)
@@ -135,7 +135,7 @@ def _forward_keeping(options: Options, *inputs: Any) -> tuple[Any, Any]:
 
 @pytree
 class _Pending:
-    """Gradients on their way back to earlier blocks."""
+    """Gradients accumulated for earlier blocks."""
 
     keys: Float[Array, "A E K"]
     values: Float[Array, "A E V"]
@@ -143,8 +143,8 @@ class _Pending:
 
 
 def _backward(options: Options, kept: tuple[Any, ...], cotangents: tuple[Array, Table]) -> tuple[Any, ...]:
-    """The state that leaves is never differentiated (a sequence's updates are cut there): only the output's gradient counts.
-    A trailing `t` marks a matrix with a row per key."""
+    """Backward pass. The final state is never differentiated (backpropagation through time is truncated there), so only the output's
+    gradient counts. A trailing `t` marks a matrix with one row per key."""
     learned, distances, codebook, given, earlier, table, out, log_sum = kept
     columns, codebook = _join(earlier, learned, given), _far(options, codebook)
     n_earlier, n_row, block_len, key_width = earlier.keys.shape
@@ -171,7 +171,7 @@ def _backward(options: Options, kept: tuple[Any, ...], cotangents: tuple[Array, 
         d_keys = _dot("awl,alk->awk", d_near_t, content)
         d_values = _dot("awl,alv->awv", near_t.astype(dtype), d_out)
         if options.grad_thru_cache:
-            # Columns older than the window count by their code alone: no gradient to their keys.
+            # Columns older than the window are scored by their code: no gradient to their keys.
             d_keys = jnp.where(jnp.arange(d_keys.shape[1])[:, None] < margin, 0.0, d_keys) if margin else d_keys
             to_oldest = _unfold_oldest(options, pending.table, _oldest(near, n_earlier + 1), table_document)
             d_keys = d_keys + jnp.concatenate([jnp.zeros((n_row, block_len, key_width)), pending.keys], axis=1)
@@ -226,7 +226,7 @@ def _join(earlier: Columns, learned: Learned, given: Given) -> Columns:
 
 
 def _take(columns: Columns, index: Int[Array, ""], n_block: int) -> Columns:
-    """The columns that a block sees: W in place of X and L."""
+    """Return the columns visible to a block: W replaces X and L."""
 
     def take(x: Array) -> Array:
         x = jnp.moveaxis(jax.lax.dynamic_slice_in_dim(x, index, n_block), 0, 1)
@@ -236,17 +236,17 @@ def _take(columns: Columns, index: Int[Array, ""], n_block: int) -> Columns:
 
 
 def _oldest(near: Columns, n_block: int) -> Columns:
-    """Those about to move into the table."""
+    """Return the columns of the oldest block, which move into the table next."""
     return jax.tree.map(lambda x: x[:, : x.shape[1] // n_block], near)
 
 
 def _far(options: Options, by_code: Any) -> Any:
-    """What a query sees of a table or codebook: without the cache, no code at all (S = 0)."""
+    """Return the part of a table or codebook that queries attend to: without the aggregate cache, no code at all (S = 0)."""
     return by_code if options.agg_cache else jax.tree.map(lambda x: x[:, :0] if x.ndim > 1 else x, by_code)
 
 
 def _tables(options: Options, columns: Columns, given: Given, table: Table) -> Table:
-    """The table each block found, stacked: far cheaper to make again than to keep for every layer."""
+    """Recompute the table before each block, stacked: far cheaper than storing it for every layer."""
 
     def step(table: Table, block: tuple[Columns, Array]) -> tuple[Table, Table]:
         return _fold_oldest(options, table, *block), table
@@ -256,7 +256,7 @@ def _tables(options: Options, columns: Columns, given: Given, table: Table) -> T
 
 
 def _fold_oldest(options: Options, table: Table, oldest: Columns, table_document: Int[Array, " A"]) -> Table:
-    """Moves on by one block: the oldest columns go into the table, which forgets the documents before `table_document`."""
+    """Advance by one block: move the oldest columns into the table and drop documents other than `table_document` from it."""
     count, total = table.count, table.total
     if options.reset:
         keep = (table.document == table_document)[:, None]
@@ -269,7 +269,7 @@ def _fold_oldest(options: Options, table: Table, oldest: Columns, table_document
 def _unfold_oldest(
     options: Options, d_total: Float[Array, "A S V"], oldest: Columns, table_document: Int[Array, " A"]
 ) -> Float[Array, "A L V"]:
-    """The transpose: the gradient that the values of the oldest columns get from the table they moved into."""
+    """Transpose of `_fold_oldest`: the gradient of the oldest columns' values through the table they moved into."""
     row = _table_rows(oldest.codes, _real(options, oldest, table_document), d_total.shape[1])
     rows = d_total.reshape(-1, d_total.shape[-1]).at[row].get(mode="fill", fill_value=0.0)
     return rows.reshape(oldest.values.shape)
@@ -287,8 +287,8 @@ def fold(
     values: Float[Array, "A J V"],
     real: Bool[Array, "A J"],
 ) -> tuple[Array, Array]:
-    """Moves J keys into the table: their code's count grows by one, its sum by their value. A scatter of rows: ten times cheaper
-    here than a one-hot matmul."""
+    """Move J keys into the table: each adds one to its code's count and its value to the code's sum. A scatter of rows is ten times
+    cheaper on CPU than a one-hot matmul."""
     row, width = _table_rows(codes, real, total.shape[1]), total.shape[-1]
     new_count = count.reshape(-1).at[row].add(1.0, mode="drop").reshape(count.shape)
     rows = values.reshape(-1, width).astype(jnp.float32)
@@ -303,7 +303,7 @@ def _table_rows(codes: Int[Array, "A J"], real: Bool[Array, "A J"], n_code: int)
 def _near_bias(
     options: Options, position: Array, distances: Array, documents: Int[Array, "A L"], columns: Int[Array, "A W"]
 ) -> Float[Array, "A L W"]:
-    """The position terms; -inf where a query does not see the column."""
+    """Return the position terms, with -inf where the column is not visible to the query."""
     block_len, n_column = documents.shape[1], columns.shape[1]
     earlier = n_column - block_len
     distance = earlier + jnp.arange(block_len)[:, None] - jnp.arange(n_column)
@@ -316,7 +316,7 @@ def _near_bias(
 
 
 def _far_bias(options: Options, documents: Int[Array, "A L"], table: Table) -> Float[Array, "A 1|L S"]:
-    """-inf where a query sees no key of that code in the table."""
+    """Return -inf where the table has no key of that code visible to the query, else 0."""
     seen = (table.count > 0)[:, None, :]
     if options.reset:
         seen = seen & (table.document[:, None] == documents)[..., None]
@@ -324,21 +324,21 @@ def _far_bias(options: Options, documents: Int[Array, "A L"], table: Table) -> F
 
 
 def _widen(distances: Float[Array, "A R K"], block_len: int) -> Float[Array, "A W+1 K"]:
-    """Distances with zeros around them, so that their product with the queries comes out ready for `_shift`."""
+    """Pad the distances with zeros, so that their product with the queries is in the layout `_shift` expects."""
     margin = -(distances.shape[1] - 1) % block_len
     return jnp.pad(distances, [(0, 0), (margin, block_len), (0, 0)])
 
 
 def _shift(by_distance: Float[Array, "A L W+1"]) -> Float[Array, "A L W"]:
-    """Position terms by distance to position terms by column: row a moves a places to the right. Rows that are one longer than
-    they should be, read as rows of that length, do it without a gather."""
+    """Convert position terms from by-distance to by-column layout: row a moves a places to the right. Reinterpreting rows of length
+    W + 1 as rows of length W does this without a gather."""
     n_row, block_len, wide = by_distance.shape
     flat = by_distance.reshape(n_row, block_len * wide)[:, : block_len * (wide - 1)]
     return flat.reshape(n_row, block_len, wide - 1)
 
 
 def _unshift(by_column: Float[Array, "A L W"]) -> Float[Array, "A L W+1"]:
-    """The transpose of `_shift`; what falls on the zeros of `_widen` means nothing."""
+    """Transpose of `_shift`; entries that fall on the zero padding of `_widen` are meaningless."""
     n_row, block_len, n_column = by_column.shape
     flat = jnp.pad(by_column.reshape(n_row, block_len * n_column), [(0, 0), (0, block_len)])
     return flat.reshape(n_row, block_len, n_column + 1)

@@ -1,1 +1,1 @@
-"""Mixture of experts: Grok-1's transformer, trained and served."""
+"""Mixture-of-experts transformer with the architecture of Grok-1: training and serving."""

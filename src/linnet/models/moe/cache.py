@@ -1,9 +1,9 @@
-"""Keys and values of `moe` sequences: slots on the device, and one sequence's as a value that grows by blocks.
+"""KV cache of `moe` sequences: slots on the device, and the state of one sequence as immutable blocks.
 
-Letters: L layers, B slots, H key heads, T tokens there is room for, K key width, S = BLOCK tokens.
+Letters: L layers, B slots, H key heads, T token capacity, K key width, S = BLOCK tokens.
 
-A slot is written in place. Taken out, a sequence is a tuple of blocks: full blocks never change again, so the states of one
-conversation, and of all that share a beginning, share them.
+Slots are updated in place. An extracted sequence is a tuple of blocks: full blocks never change again, so the states of one
+conversation, and of all sequences with a common prefix, share them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from linnet.models.tensor_parallel import decoding_rules
 from linnet.parallel import sharding
 
 BLOCK = 128
-"""Keys that attention reads at once."""
+"""Keys per attention block."""
 
 
 @pytree
 class Slots:
     keys: Float[Array, "L B H T K"]
     values: Float[Array, "L B H T K"]
-    tokens: Int[Array, "B T"]  # what was read: padding is not looked at by what is read with it
+    tokens: Int[Array, "B T"]  # tokens read; prefill uses them to mask padding
     position: Int[Array, " B"]  # tokens read so far
 
 
@@ -42,14 +42,15 @@ class Block:
 
 @pytree
 class Memory:
-    """Of one sequence. Beyond what was read, the last block is zeros: equal states are equal bits."""
+    """State of one sequence. The last block is zero beyond the tokens read, so that equal states are bit-identical."""
 
     blocks: tuple[Block, ...]
     n_read: int = static(default=0)
 
 
 def room(cfg: MoEConfig) -> int:
-    """Whole blocks, and one more: what is written past the end of a chunk must not be moved back onto its beginning."""
+    """Return the capacity of a slot: complete blocks, plus a spare one, because `dynamic_update_slice` would move a write past the end
+    back onto earlier tokens."""
     return (-(-cfg.context // BLOCK) + 1) * BLOCK
 
 
@@ -64,7 +65,7 @@ BLOCK_NAMES: Any = Block(
     values=cast(Any, (None, "kv_heads", None, None)),
     tokens=cast(Any, (None,)),
 )
-"""On a mesh each device has the keys and values of some heads."""
+"""Logical axes: on a mesh the KV cache is sharded by key heads."""
 
 
 def _on_mesh(tree: Any, names: Any) -> Any:
@@ -92,23 +93,23 @@ def _empty_slots(cfg: MoEConfig, n: int) -> Slots:
 
 
 def insert(slots: Slots, one: Memory, i: int) -> Slots:
-    """Puts a sequence into slot `i`, in place; the other slots are not touched."""
+    """Insert a sequence into slot `i` in place; other slots are not changed."""
     for number, block in enumerate(one.blocks):
         slots = _put(slots, block, i, number)
     return _set_position(slots, i, one.n_read)
 
 
 def alone(one: Memory, cfg: MoEConfig) -> Slots:
-    """A slot that holds this sequence, and no other slot."""
+    """Return a single slot that holds this sequence."""
     slots = init_slots(cfg, 1)
     if sharding.current() is None:
-        # Placed as what programs return is: a sequence of no block would else be read by a program of its own.
+        # Committed to the device like the outputs of programs; otherwise a sequence without blocks would trigger a second compilation.
         slots = jax.device_put(slots, jax.devices()[0])
     return insert(slots, one, 0)
 
 
 def placed(one: Memory) -> Memory:
-    """A state from elsewhere, where the programs have theirs."""
+    """Move a state from elsewhere to the devices, sharded as the programs expect it."""
     return replace(one, blocks=tuple(_placed(block) for block in one.blocks))
 
 
@@ -118,7 +119,7 @@ def _placed(block: Block) -> Block:
 
 
 def extract(slots: Slots, i: int, n_read: int, known: Memory | None = None) -> Memory:
-    """The first `n_read` tokens of slot `i`. Blocks that are full in `known`, an earlier state of the same sequence, are shared."""
+    """Extract the first `n_read` tokens of slot `i`. Full blocks of `known`, an earlier state of the same sequence, are shared."""
     n_known = 0 if known is None else min(known.n_read, n_read) // BLOCK
     shared = () if known is None else known.blocks[:n_known]
     fresh = tuple(_take(slots, i, number, n_read) for number in range(n_known, -(-n_read // BLOCK)))
@@ -126,7 +127,7 @@ def extract(slots: Slots, i: int, n_read: int, known: Memory | None = None) -> M
 
 
 def blank(cfg: MoEConfig, n_read: int) -> Memory:
-    """Of the shapes that a sequence of so many tokens has."""
+    """Return an abstract state with the shapes of a sequence of `n_read` tokens."""
 
     def block() -> Block:
         empty = jnp.zeros((cfg.n_layer, cfg.n_kv_head, BLOCK, cfg.d_k), cfg.dtype)
@@ -158,7 +159,7 @@ def _set_position(slots: Slots, i: int | Int[Array, ""], position: int | Int[Arr
 
 @jax.jit
 def _take(slots: Slots, i: int | Int[Array, ""], number: int | Int[Array, ""], n_read: int | Int[Array, ""]) -> Block:
-    """What lies beyond `n_read` may be another user's: it is wiped."""
+    """Copy one block out of a slot. Everything beyond `n_read` is zeroed, because it may belong to another user."""
     at = number * BLOCK
     mine = at + jnp.arange(BLOCK) < n_read
 

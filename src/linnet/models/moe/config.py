@@ -1,4 +1,4 @@
-"""What a `moe` model is: its sizes and multipliers, checked when made."""
+"""Configuration of a `moe` model, validated on construction."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from linnet.parallel.mesh import check_divides
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     FREE_WHEN_TUNED: ClassVar[frozenset[str]] = frozenset(("context", "balance_weight", "z_weight", "dtype", "remat"))
-    """Settings that fine-tuning may change: they alter training, speed or the longest text, not the weights."""
+    """Settings that fine-tuning may change: they affect training, speed or the context length, not the weights."""
     n_vocab: int = 259
-    """Symbols the model reads and writes. Bytes: 256 + pad, end and unknown."""
+    """Vocabulary size. Bytes: 256 + pad, EOS and unknown."""
     end_id: int = EOS
-    """The symbol that ends a document: the tokenizer's."""
+    """EOS id of the tokenizer, which ends a document."""
     begin_id: BeginId = dataclasses.field(default="end", repr=False)  # see `linnet.models.bos`
-    """The symbol in front of every sequence: `end` (model.end_id), an id, or none (as Grok-1's release reads its prompts)."""
+    """BOS id, prepended to every sequence: `end` (model.end_id), an id, or none (as in Grok-1's release)."""
     pad_id: int = PAD
-    """Never looked at by other tokens of the same text."""
+    """Padding id; masked in attention within a sequence."""
     d_model: int = 256
     d_k: int = 64
     """Key and value width per head."""
     n_q_head: int = 4
     n_kv_head: int = 2
-    """Each key and value head serves n_q_head / n_kv_head query heads."""
+    """Key and value heads; each serves n_q_head / n_kv_head query heads."""
     n_layer: int = 4
     n_expert: int = 8
     n_choice: int = 2
-    """Experts that a token goes through."""
+    """Experts per token (top-k routing)."""
     widening: float = 8.0
     """Hidden size of an expert: 2/3 of this times d_model, rounded up to a multiple of 8."""
     context: int = 1024
-    """Most tokens of one text, prompt and answer together."""
+    """Context length: maximum tokens of prompt and completion together."""
     embed_scale: float = 1.0
-    """Multiplies embeddings as they are read."""
+    """Multiplier of the input embeddings."""
     logit_scale: float = 1.0
     score_scale: float = 0.125
-    """Multiplies q . k: usually d_k ** -0.5."""
+    """Multiplier of q . k, usually d_k ** -0.5."""
     score_cap: float = 30.0
-    """Scores are squeezed into plus and minus this by tanh."""
+    """Soft cap of attention scores: cap * tanh(score / cap)."""
     rope_base: float = 10_000.0
     balance_weight: float = 0.01
-    """Of the load-balancing loss: experts that get more than their share cost."""
+    """Weight of the load-balancing loss, which penalises uneven use of experts."""
     z_weight: float = 0.001
-    """Of the router-z loss, which keeps the router's logits small."""
+    """Weight of the router z-loss, which keeps the router's logits small."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations. The router, norms and softmax are float32 always."""
+    """Dtype of activations. The router, norms and softmax are always float32."""
     remat: Remat = "none"
-    """What the backward pass computes again instead of keeping it. some: all of a layer but its products with weights; full: the
-    whole layer, for a third more work."""
+    """Activations recomputed in the backward pass to save memory. some: everything in a layer except its matmuls with weights; full:
+    the complete layer, for a third more compute."""
 
     def __post_init__(self) -> None:
         sizes = ("n_vocab", "d_model", "d_k", "n_q_head", "n_kv_head", "n_layer", "n_expert", "n_choice", "context")
@@ -88,7 +88,7 @@ class MoEConfig:
 
     @property
     def bos_id(self) -> int | None:
-        """The id in front of every sequence; None: sequences begin with their own first token."""
+        """BOS id prepended to every sequence; None: no BOS."""
         return bos_id(self.begin_id, self.end_id)
 
     @property
@@ -96,7 +96,7 @@ class MoEConfig:
         return ffn_size(self.d_model, self.widening)
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
-        """A mesh must cut the model evenly."""
+        """Raise an error if the mesh does not divide the model evenly."""
         check_divides("model.d_model", self.d_model, "fsdp", sizes)
         check_divides("model.n_kv_head", self.n_kv_head, "model", sizes)
         check_divides("model.n_q_head", self.n_q_head, "model", sizes)
@@ -104,7 +104,7 @@ class MoEConfig:
         check_divides("model.n_expert", self.n_expert, "expert", sizes)
 
     def check_lengths(self, sequence_len: int, update_len: int) -> None:
-        """A sequence is read whole, and must fit the context."""
+        """Raise an error unless a sequence is processed in one update and fits the context."""
         if sequence_len > self.context:
             needs = f"at most model.context ({self.context})"
             raise invalid("data.sequence_len", sequence_len, needs, f"use {self.context}, or a longer context")

@@ -1,4 +1,4 @@
-"""The `moe` family as the trainer sees it: loss, balance of the experts, evaluation, diagnostics."""
+"""The `moe` family for the trainer: loss, expert balancing, evaluation, diagnostics."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ name = "moe"
 
 
 def buffer_specs(cfg: MoEConfig) -> None:
-    """Nothing learns without a gradient."""
+    """Return None: the model has no buffers."""
     del cfg
 
 
 def empty_carry(cfg: MoEConfig, batch_size: int) -> None:
-    """A sequence is one update: nothing is carried."""
+    """Return None: a sequence is one update, so there is no carry."""
     del cfg, batch_size
 
 
@@ -42,7 +42,7 @@ def loss(
     first_row: int | Int[Array, ""],
     cfg: MoEConfig,
 ) -> tuple[Float[Array, ""], Aux]:
-    """Mean over B x T of `mask * nll`, plus what the routers cost (means over tokens that count, summed over layers)."""
+    """Mean over B x T of `mask * nll`, plus the router losses (means over unmasked tokens, summed over layers)."""
     del buffers, carry, keys, first_row
     mask = batch.loss_mask.astype(jnp.float32)
     x, aux = model.forward(params, batch.inputs, cfg)

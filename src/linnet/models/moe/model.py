@@ -1,4 +1,4 @@
-"""Grok-1's transformer: normed before and after, grouped-query attention, a mixture of experts in every layer.
+"""Grok-1's transformer: pre- and post-norms, grouped-query attention, and a mixture of experts in every layer.
 
 Letters: B rows, T tokens, L layers, D model width, Q query heads, H key heads, K key width, E experts, A vocabulary.
 """
@@ -27,11 +27,11 @@ from linnet.nn.remat import checkpointed
 
 @pytree
 class LayerAux:
-    """What a layer tells besides its output, stacked over layers."""
+    """Auxiliary outputs of a layer, stacked over layers."""
 
     routing: Routing
     inner: Any
-    """Attention's and the experts' outputs and the layer's, where asked for."""
+    """Outputs of attention, of the experts and of the layer, if requested."""
 
 
 def forward(
@@ -42,7 +42,7 @@ def forward(
     plain: bool = False,
     keep_inner: bool = False,
 ) -> tuple[Float[Array, "B T D"], LayerAux]:
-    """The last hidden vectors of whole sequences. `plain`: every expert for every token, as the oracle does."""
+    """Return the final hidden vectors of complete sequences. `plain`: use `moe_dense`, the oracle."""
     batch, n_token = tokens.shape
     position = jnp.broadcast_to(jnp.arange(n_token), tokens.shape)
     real = tokens != cfg.pad_id
@@ -74,7 +74,7 @@ def embed(params: MoEParams, tokens: Int[Array, "*B"], cfg: MoEConfig) -> Float[
 def project(
     h: Float[Array, "*B T D"], p: LayerParams, position: Int[Array, "*B T"], cfg: MoEConfig
 ) -> tuple[Float[Array, "*B T Q K"], Float[Array, "*B T H K"], Float[Array, "*B T H K"]]:
-    """Queries and keys turned by their positions, and values."""
+    """Return queries and keys with rotary embeddings applied, and values."""
     x = rms_norm_gain(h, p.attention_in_gain)
     q, k, v = (linear(x, w).reshape(*x.shape[:-1], -1, cfg.d_k) for w in (p.w_q, p.w_k, p.w_v))
     return apply_rope(q, position, cfg.rope_base), apply_rope(k, position, cfg.rope_base), v
@@ -93,12 +93,12 @@ def logits(params: MoEParams, x: Float[Array, "*B D"], cfg: MoEConfig) -> Float[
 def nats(
     params: MoEParams, x: Float[Array, "B T D"], targets: Int[Array, "B T"], cfg: MoEConfig
 ) -> Float[Array, "B T"]:
-    """-log p(target), in float32."""
+    """Return -log p(target) in float32."""
     return likelihood.token_nll(logits(params, x, cfg), targets)
 
 
 def n_flops_per_token(cfg: MoEConfig, n_token: int | None = None) -> int:
-    """Multiply-adds of the forward pass with the chosen experts only, times two, in the middle of `n_token` tokens."""
+    """Return twice the multiply-adds of the forward pass (chosen experts only) per token, averaged over `n_token` positions."""
     qk, hk = cfg.n_q_head * cfg.d_k, cfg.n_kv_head * cfg.d_k
     attention = cfg.d_model * (2 * qk + 2 * hk) + 2 * qk * (n_token or cfg.context) // 2
     experts = cfg.d_model * cfg.n_expert + 3 * cfg.n_choice * cfg.d_model * cfg.d_ffn
@@ -106,7 +106,7 @@ def n_flops_per_token(cfg: MoEConfig, n_token: int | None = None) -> int:
 
 
 def expert_stack(params: MoEParams) -> ExpertWeights:
-    """All layers' experts one after the other: layer l's begin at l E."""
+    """Concatenate the experts of all layers: those of layer l start at l E."""
     experts = params.layers.experts
     flat = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), (experts.gate, experts.value, experts.out))
     return ExpertWeights(gate=flat[0], value=flat[1], out=flat[2])

@@ -1,4 +1,4 @@
-"""The weights of a `moe` model: each declared once, layers stacked on a leading axis, experts on the next.
+"""Parameters of a `moe` model: each is declared once, with layers stacked on the leading axis and experts on the next.
 
 Letters: L layers, D model width, Q query heads, H key and value heads, K key width, E experts, F hidden width, A vocabulary.
 """
@@ -22,7 +22,7 @@ RULES: LogicalAxisRules = {
     "hidden": "model",
     "experts": "expert",
 }
-"""How a mesh cuts the model."""
+"""Sharding rules of the model."""
 
 
 @pytree
@@ -41,7 +41,7 @@ class LayerParams:
 
 @pytree
 class MoEParams:
-    embed: Any  # A D, also the output's weights
+    embed: Any  # A D, tied to the output weights
     layers: LayerParams
     out_gain: Any  # D
 

@@ -1,7 +1,7 @@
-"""`moe` sequences while they are read and written: prompts in chunks, one token a slot a tick, weights left where they are.
+"""Prefill and decoding of `moe` sequences: prompts in chunks, then one token per slot and tick, without copying weights.
 
-Letters as in `cache` and `model`; C tokens of a chunk, R = ROWS tokens of it that go through attention together, P pairs of a slot
-and an expert.
+Letters as in `cache` and `model`; C tokens of a chunk, R = ROWS tokens of it that attention processes together, P slot-expert
+pairs.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from linnet.nn.tiled import group_rows, moe_decode, tiled_matmul, tiled_matmul_r
 from linnet.parallel import sharding
 from linnet.parallel.sharding import shard_map
 
-CHUNK = 512  # tokens of a prompt read at once: enough that an expert's weights are read for many of them
+CHUNK = 512  # prefill chunk, in tokens: large enough that each expert's weights are read for many tokens
 ROWS = 64
-# Else XLA leaves out roundings to bfloat16 where it can, which depends on how many slots there are.
+# Otherwise XLA skips roundings to bfloat16 where it can, depending on the number of slots.
 OPTIONS = {**COMPILER_OPTIONS, "xla_allow_excess_precision": False}
 
 
 def hold(params: MoEParams) -> MoEParams:
-    """The weights as they are served: matrices of 16 bits as bits, which can be read in part."""
+    """Return the weights as served: bfloat16 matrices are stored as bits, which can be read in tiles."""
 
     def held(leaf: Any) -> Any:
         is_half = not quant.is_quantized(leaf) and leaf.dtype == jnp.bfloat16
@@ -51,7 +51,7 @@ def hold(params: MoEParams) -> MoEParams:
 
 
 def prepare(params: MoEParams, buffers: Any, cfg: MoEConfig) -> MoEParams:
-    """Nothing is computed ahead: the weights are read where they are, and no second copy of them is made."""
+    """Return the params unchanged: nothing is precomputed, so no second copy of the weights is made."""
     del buffers, cfg
     return params
 
@@ -59,7 +59,7 @@ def prepare(params: MoEParams, buffers: Any, cfg: MoEConfig) -> MoEParams:
 def _by_parts(
     run: Callable[..., tuple[Any, ...]], params: MoEParams, slots: Slots, cfg: MoEConfig, *rest: Any
 ) -> tuple[Any, ...]:
-    """`run(params, slots, parts, *rest)`, on a mesh by each device for its part. It gives slots, and what is the same everywhere."""
+    """Call `run(params, slots, parts, *rest)`, on a mesh for each device's shard. `run` returns slots and replicated results."""
     if sharding.current() is None:
         return run(params, slots, WHOLE, *rest)
     of, rules = parts(), decoding_rules(RULES)
@@ -77,18 +77,18 @@ def _by_parts(
 
 
 def empty_state(cfg: MoEConfig) -> Memory:
-    """The state of a sequence of which nothing was read."""
+    """Return the state of an empty sequence."""
     del cfg
     return Memory(blocks=(), n_read=0)
 
 
 def abstract_state(cfg: MoEConfig, n_read: int) -> Memory:
-    """As large as what was read, in whole blocks; nothing holds more than the context."""
+    """Return an abstract state for `n_read` tokens, rounded up to complete blocks and limited by the context."""
     return cache.blank(cfg, min(n_read, cfg.context))
 
 
 def chunk_len(cfg: MoEConfig) -> int:
-    """Half a context at most, so that beginnings of a chunk are there to share."""
+    """Return the prefill chunk length: at most half the context, so that prefixes can be shared at chunk boundaries."""
     half = max(BLOCK, cfg.context // 2 // BLOCK * BLOCK)
     return min(CHUNK, half, -(-cfg.context // ROWS) * ROWS)
 
@@ -96,7 +96,7 @@ def chunk_len(cfg: MoEConfig) -> int:
 def admit(
     params: MoEParams, buffers: Any, prompt: Sequence[int], cfg: MoEConfig, memory: Memory | None = None
 ) -> Memory:
-    """Reads a prompt that fits the context (after `memory`, where given) in chunks of one size, so that one program does for all."""
+    """Prefill a prompt that fits the context (after `memory`, if given) in chunks of one size, so that one program serves all."""
     memory = empty_state(cfg) if memory is None else memory
     size = chunk_len(cfg)
     for start in range(0, len(prompt), size):
@@ -105,7 +105,7 @@ def admit(
 
 
 def prefill_chunk(params: MoEParams, buffers: Any, memory: Memory, tokens: Sequence[int], cfg: MoEConfig) -> Memory:
-    """Reads at most `chunk_len(cfg)` tokens: what an engine does between ticks. It costs what its own tokens cost."""
+    """Prefill at most `chunk_len(cfg)` tokens; the engine calls this between ticks. Padding costs little."""
     del buffers
     size, n_read = chunk_len(cfg), memory.n_read + len(tokens)
     assert 0 < len(tokens) <= size, f"a chunk has 1 to {size} tokens, got {len(tokens)}"
@@ -127,7 +127,8 @@ def chunk_logprobs(
     cfg: MoEConfig,
     n_top: int = 0,
 ) -> tuple[Float[Array, " C"], tuple[Int[Array, "C n"], Float[Array, "C n"]] | None]:
-    """The log-probability of each target after the tokens up to its place, and with `n_top` the likeliest tokens' there."""
+    """Return the log-probability of each target given the tokens up to its position, and with `n_top` those of the most likely
+    tokens there."""
     del buffers
     assert tokens.shape[1] % ROWS == 0, f"a chunk is padded to a multiple of {ROWS}, got {tokens.shape[1]}"
     one = alone(memory, cfg)
@@ -149,7 +150,7 @@ def _logprobs(params: MoEParams, x: Array, targets: Array, *, cfg: MoEConfig, n_
 def _read(
     params: MoEParams, one: Slots, tokens: Int[Array, " C"], length: Int[Array, ""], *, cfg: MoEConfig
 ) -> tuple[Slots, Float[Array, "C D"]]:
-    """Reads `length` of these tokens into the only slot; the hidden vectors after them."""
+    """Read `length` of these tokens into the only slot. Also returns the hidden vectors after them."""
     return cast(Any, _by_parts(partial(_read_here, cfg=cfg), params, one, cfg, tokens, length))
 
 
@@ -157,7 +158,7 @@ def _read_here(
     params: MoEParams, one: Slots, of: Parts, tokens: Int[Array, " C"], length: Int[Array, ""], *, cfg: MoEConfig
 ) -> tuple[Slots, Float[Array, "C D"]]:
     start = one.position[0]
-    # What lies beyond the room is dropped: as one slice it would be moved back onto what was read before.
+    # Writes beyond the capacity are dropped: `dynamic_update_slice` would move them back onto earlier tokens.
     all_tokens = one.tokens.at[0, start + jnp.arange(tokens.shape[0])].set(tokens, mode="drop")
     experts, layers = model.expert_stack(params), replace(params.layers, experts=None)
 
@@ -202,7 +203,7 @@ def _read_here(
 def tick(
     params: MoEParams, slots: Slots, tokens: Int[Array, " B"], cfg: MoEConfig, active: Bool[Array, " B"] | None = None
 ) -> tuple[Slots, Float[Array, "B A"]]:
-    """Every active slot reads one token; the logits of its next."""
+    """Read one token in every active slot and return the logits of the next."""
     active = jnp.ones(tokens.shape, bool) if active is None else active
     return cast(Any, _by_parts(partial(_tick, cfg=cfg), params, slots, cfg, tokens, active))
 
@@ -228,7 +229,7 @@ def decode(
     n_ticks: int,
     n_top: int = 0,
 ) -> Any:
-    """As `drawing.draw` says. Slots that are not active stand still and cost nothing."""
+    """Run `decode_loop`. Inactive slots do not advance and cost nothing."""
     active = jnp.ones(tokens.shape, bool) if active is None else active
 
     def run(params: MoEParams, slots: Slots, of: Parts, tokens: Any, active: Any, settings: Any, *rest: Any) -> Any:
@@ -251,7 +252,7 @@ def _tick(
     *,
     cfg: MoEConfig,
 ) -> tuple[Slots, Float[Array, "B A"]]:
-    # A request ends before its context does; the rest of its dispatch writes into the spare block.
+    # A request ends before its context does; the remaining ticks of its dispatch write into the spare block.
     position = jnp.minimum(slots.position, cache.room(cfg) - 1)
     at = jnp.arange(tokens.shape[0])
     read_tokens = slots.tokens.at[at, position].set(jnp.where(active, tokens, slots.tokens[at, position]))
@@ -304,14 +305,14 @@ def _tick(
 
 
 def _embed(params: MoEParams, tokens: Int[Array, "*B"], cfg: MoEConfig, of: Parts) -> Float[Array, "*B D"]:
-    """As `model.embed`."""
+    """Same as `model.embed`, for a shard of the vocabulary."""
     dtype = jnp.dtype(cfg.dtype)
     rows = quant.to_array(of.rows(params.embed, tokens, cfg.n_vocab), dtype)
     return rows * jnp.asarray(cfg.embed_scale, dtype)
 
 
 def _write(all_keys: Array, keys: Float[Array, "R H K"], number: Array, slot: Any, position: Array) -> Array:
-    """Into one layer of one slot, from `position` on."""
+    """Write keys into one layer of one slot, starting at `position`."""
     fresh = keys.transpose(1, 0, 2)[None, None].astype(all_keys.dtype)
     return jax.lax.dynamic_update_slice(all_keys, fresh, (number, slot, 0, position, 0))
 

@@ -1,1 +1,1 @@
-"""The diffusion prior of DALL-E 2: from the embedding of a text to the embedding of an image."""
+"""The diffusion prior of DALL-E 2, which predicts an image embedding from a text embedding."""

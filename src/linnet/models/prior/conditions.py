@@ -1,4 +1,4 @@
-"""What a prior is conditioned on when it is sampled: one rule for the command line and the server."""
+"""Validation of a prior's conditions for sampling, shared by the command line and the server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from linnet.models.prior.config import PriorConfig
 def check_encodings(shape: tuple[int, ...] | None, cfg: PriorConfig, field: str = "text_encodings") -> None:
     """Check the shape [positions, width] of one text's token encodings; None: none were given.
 
-    A prior that was trained with encodings is never sampled without: it would see only padding where every text it was trained on
-    had tokens. Padding is all zeros, so a row of zeros says explicitly that a text has no tokens."""
+    A prior that was trained with encodings must not be sampled without them: it would see only padding, which it never saw in
+    training. Padding is all zeros, so a row of zeros states explicitly that a text has no tokens."""
     if shape is None:
         if cfg.text_encodings:
             needs = f"given: this prior was trained with the token encodings of its texts (positions x {cfg.d_text})"
@@ -33,5 +33,5 @@ def check_encodings(shape: tuple[int, ...] | None, cfg: PriorConfig, field: str 
 
 
 def cut_encodings(encodings: Float32[np.ndarray, "L X"] | None, cfg: PriorConfig) -> Float32[np.ndarray, "K X"] | None:
-    """The positions of an encoder's output that the prior has places for."""
+    """Truncate an encoder's output to the positions that the prior has."""
     return None if encodings is None else encodings[: cfg.max_text_len or None]

@@ -1,4 +1,4 @@
-"""What a `prior` model is: its network, its diffusion and how it is sampled from, checked when made."""
+"""Configuration of a `prior` model (network, diffusion and sampling), validated on construction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Norm = Literal["plain", "maximum"]
 TextConditioning = Literal["null_vectors", "learned_padding", "mask"]
 TextMask = Literal["given", "given_or_nonzero", "nonzero", "all"]
 SelfCondLayout = Literal["before_query", "last", "last_zeros"]
-ROTATED = 32  # of a head's values at most so many are turned by the position
+ROTATED = 32  # maximum values per head that rotary embeddings rotate
 SIZES = ("dim", "depth", "n_head", "d_head", "ff_mult", "timesteps", "n_time_token", "n_image_token", "n_text_token")
 
 
@@ -42,25 +42,25 @@ class PriorConfig:
             "clip_start",
         )
     )
-    """Settings that fine-tuning may change: they alter training, speed or sampling, not the weights or what they mean."""
+    """Settings that fine-tuning may change: they affect training, speed or sampling, not the weights or their meaning."""
     dim: int = 256
-    """Width of the image's embedding and of the network."""
+    """Width of the image embedding and of the network."""
     text_dim: int | None = None
-    """Width of the text's embedding and encodings; none: `dim`, as the reference has it."""
+    """Width of the text embedding and token encodings; none: `dim`, as in the reference."""
     depth: int = 6
     n_head: int = 8
     d_head: int = 32
-    """Width of a head: queries have n_head of them, keys and values one for all."""
+    """Width of a head. There are n_head query heads, and one key and value head (multi-query attention)."""
     ff_mult: int = 4
-    """Hidden width of the feed-forward half, in units of dim."""
+    """Hidden width of the feed-forward layer, as a multiple of dim."""
     text_encodings: bool = False
-    """Condition on the text's tokens too, not only on its embedding."""
+    """Condition on the text's token encodings as well as on its embedding."""
     max_text_len: int = 0
-    """Token encodings are padded or cut to so many; 0: the network has no places for them."""
+    """Token encodings are padded or truncated to this length; 0: the network has no positions for them."""
     timesteps: int = 1000
-    """Steps of the diffusion."""
+    """Number of diffusion steps."""
     continuous_time: bool = False
-    """The time as a sinusoid and a small network instead of a table."""
+    """Embed the time with a sinusoid and an MLP instead of a table."""
     n_time_token: int = 1
     n_image_token: int = 1
     n_text_token: int = 1
@@ -68,64 +68,65 @@ class PriorConfig:
     norm_out: bool = True
     final_proj: bool = True
     normformer: bool = False
-    """A norm inside the feed-forward half."""
+    """Add a norm inside the feed-forward layer."""
     rotary: bool = True
     self_cond: bool = False
-    """The last prediction is shown to the network (in training: at half of the rows' steps)."""
+    """Self-conditioning: feed the previous prediction to the network (in training for half of the rows)."""
     p_drop_attention: float = 0.0
     p_drop_ff: float = 0.0
     p_drop_text: float = 0.1
-    """Chance that a row trains without its text; guidance needs it."""
+    """Probability of training a row without its text, for classifier-free guidance."""
     p_drop_image: float = 0.1
-    """Chance that a row trains without its noised image; guidance needs it."""
+    """Probability of training a row without its noised image, for classifier-free guidance."""
     text_noise: float = 0.0
-    """Noise added to a text's embedding in training, as a share of its length, which it keeps: a small set of pairs is then not
-    learnt by heart."""
+    """Noise added to text embeddings in training, relative to their norm, which is preserved. It counters overfitting on small
+    datasets."""
     schedule: Schedule = "cosine"
     objective: Objective = "x_start"
-    """What the network predicts."""
+    """Prediction target of the network."""
     loss: Loss = "l2"
     min_snr_gamma: float | None = None
-    """Weigh a row's loss by its signal-to-noise ratio, capped at this; none: all steps weigh the same."""
+    """Min-SNR loss weighting: weight by the signal-to-noise ratio, capped at this; none: uniform weights."""
     image_embed_scale: float | None = None
-    """Embeddings are multiplied by this before diffusion; none: sqrt(dim)."""
+    """Scale of embeddings before diffusion; none: sqrt(dim)."""
     normalize_training: bool = False
-    """Scale the predicted start to the embedding's length in training (x_start only)."""
+    """Scale the predicted start to the embedding's norm in training (x_start only)."""
     normalize_start: bool = False
-    """Scale the first noise to the embedding's length."""
+    """Scale the initial noise to the embedding's norm."""
     normalize_steps: bool = False
-    """Scale every predicted start to the embedding's length while sampling (x_start only)."""
+    """Scale every predicted start to the embedding's norm while sampling (x_start only)."""
     normalize_final: bool = False
-    """Scale the result to length 1 (x_start only)."""
+    """Normalize the result to norm 1 (x_start only)."""
     clip_start: bool = False
-    """Clip predicted starts to [-1, 1] while sampling (noise and v only): what the reference does, and what cuts off every
-    embedding scaled by sqrt(dim)."""
+    """Clip predicted starts to [-1, 1] while sampling (noise and v only). The reference does this, although it clips every embedding
+    scaled by sqrt(dim)."""
     scores: Literal["cosine", "product"] = "cosine"
-    """Attention scores: 16 times the cosine of query and key, or their product divided by sqrt(d_head)."""
+    """Attention scores: 16 times the cosine of query and key, or their dot product divided by sqrt(d_head)."""
     bias_scale: float = 1.0
-    """The relative position bias is multiplied by this."""
+    """Multiplier of the relative position bias."""
     norms: Norm = "plain"
-    """All norms except the last. `maximum`: a row is first divided by its largest value."""
+    """Type of all norms except the last. `maximum`: each row is first divided by its largest value."""
     last_norm: Norm = "maximum"
-    """The norm after the last layer (`norm_out`)."""
+    """Type of the norm after the last layer (`norm_out`)."""
     text_conditioning: TextConditioning = "null_vectors"
-    """Missing text. `null_vectors`: learned vectors replace padding and everything dropped for guidance; `learned_padding`: they
-    replace padding only, so dropping changes nothing and there is no guidance; `mask`: it is hidden from attention."""
+    """Handling of missing text. `null_vectors`: learned vectors replace padding and everything dropped for guidance;
+    `learned_padding`: they replace padding only, so dropping changes nothing and there is no guidance; `mask`: missing text is masked
+    in attention."""
     drop_text_embedding: bool = True
-    """`null_vectors`: dropping text replaces its embedding too, not only its token encodings."""
+    """`null_vectors`: dropping text also replaces its embedding, not only its token encodings."""
     text_mask: TextMask = "given"
-    """`mask`: the token encodings that are seen. `given`: as a mask says, all without one; `given_or_nonzero`: without one those that
-    are not all zeros; `nonzero`: those, whatever a mask says; `all`."""
+    """`mask`: the token encodings that are attended to. `given`: those of a given mask, all without one; `given_or_nonzero`: without
+    a mask those that are not all zeros; `nonzero`: always those; `all`."""
     self_cond_layout: SelfCondLayout = "before_query"
-    """With `self_cond`, the end of the sequence. `before_query`: image, last prediction, query; `last`: image, image again, last
-    prediction, and no query; `last_zeros`: the same with zeros for the prediction."""
+    """With `self_cond`: the last tokens of the sequence. `before_query`: image, previous prediction, query; `last`: image, image
+    again, previous prediction, and no query; `last_zeros`: like `last`, with zeros for the prediction."""
     truncated_time: bool = False
-    """`continuous_time`: the sines and cosines of whole-numbered times are cut to whole numbers."""
+    """`continuous_time`: truncate the sines and cosines of integer times to integers."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations. Norms, softmax and the loss are float32 always."""
+    """Dtype of activations. Norms, softmax and the loss are always float32."""
     remat: Remat = "none"
-    """What the backward pass computes again instead of keeping it. some: all of a layer but its products with weights; full: the
-    whole layer, for a third more work."""
+    """Activations recomputed in the backward pass to save memory. some: everything in a layer except its matmuls with weights; full:
+    the complete layer, for a third more compute."""
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -163,7 +164,7 @@ class PriorConfig:
             )
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
-        """A mesh must cut the model evenly."""
+        """Raise an error if the mesh does not divide the model evenly."""
         check_divides("model.dim", self.dim, "fsdp", sizes)
         check_divides("model.n_head", self.n_head, "model", sizes)
         check_divides("the hidden width, model.dim * model.ff_mult,", self.dim * self.ff_mult, "model", sizes)
@@ -183,26 +184,26 @@ class PriorConfig:
 
     @property
     def masks_text(self) -> bool:
-        """Missing text is hidden from attention; otherwise learned vectors replace it."""
+        """Whether missing text is masked in attention, rather than replaced by learned vectors."""
         return self.text_conditioning == "mask"
 
     @property
     def can_drop_text(self) -> bool:
-        """Dropping the text changes the prediction, which guidance needs."""
+        """Whether dropping the text changes the prediction, which guidance requires."""
         return self.text_conditioning != "learned_padding"
 
     @property
     def can_guide(self) -> bool:
-        """Guidance needs a model that was trained with its conditions dropped at times. Only `null_vectors` can drop the image."""
+        """Whether the model was trained with its conditions dropped at times, for guidance. Only `null_vectors` can drop the image."""
         return self.can_drop_text and self.p_drop_text > 0 and (self.masks_text or self.p_drop_image > 0)
 
     @property
     def n_new_token(self) -> int:
-        """Tokens that change from step to step: time, image, (self-conditioning,) query."""
+        """Number of tokens that change from step to step: time, image, (self-conditioning,) query."""
         images = 2 * self.n_image_token if self.ends_with_self_cond else self.n_image_token
         return self.n_time_token + images + 1 + (self.self_cond and not self.ends_with_self_cond)
 
     @property
     def ends_with_self_cond(self) -> bool:
-        """There is no query: the output is read at the self-conditioning token."""
+        """Whether there is no query, and the output is read at the self-conditioning token."""
         return self.self_cond and self.self_cond_layout != "before_query"

@@ -1,4 +1,4 @@
-"""Between this family's weights and the reference's state dict, of today's names and of older ones."""
+"""Conversion between this family's weights and the reference's state dict, with its current or older names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from linnet.models.prior.params import PriorParams, param_specs
 
 BLOCK = "causal_transformer."
 ATTENTION, FORWARD = BLOCK + "layers.{i}.0.", BLOCK + "layers.{i}.1."
-# Ours and the reference's. A matrix stands there with outputs first; {i} is the layer's number.
+# Linnet's name -> the reference's, where matrices are stored output-major; {i} is the layer index.
 NAMES = {
     "query": "learned_query",
     "null_encodings": "null_text_encodings",
@@ -50,14 +50,14 @@ NAMES = {
     "layers/mid_gain": FORWARD + "3.g",
     "layers/w_back": FORWARD + "5.weight",
 }
-LOOKED_UP = ("time", "bias")  # tables: rows are looked up, so they stand the same way round
-PADDING = "null_text_embed"  # the name of null_encodings where they replace padding only
+LOOKED_UP = ("time", "bias")  # tables indexed by row, which are not transposed
+PADDING = "null_text_embed"  # the reference's name of null_encodings in releases where they replace padding only
 ROTARY = "rotary_emb.freqs"
-LEADING_ONE = ("null_encodings", "null_text")  # the reference has a batch axis in front
+LEADING_ONE = ("null_encodings", "null_text")  # the reference has a leading batch axis
 
 
 def current_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of any version under today's names. Norms once had a gain called gamma and a shift that was always 0."""
+    """Rename a state dict of any version to the current names. Old norms had a gain named gamma and a shift that was always 0."""
     found: dict[str, Any] = {}
     for name, value in state.items():
         if name.endswith(".beta"):
@@ -71,7 +71,7 @@ def current_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_reference(state: Mapping[str, Any], cfg: PriorConfig) -> PriorParams:
-    """The network's weights. Each must be there, of the shape that the settings ask for; nothing may be left over."""
+    """Convert the network's weights. All must be present with the shapes of the config, and none may be left over."""
     state, specs = current_names(state), param_specs(cfg)
     left = dict(state)
     leaves = [_take(left, name, spec) for name, spec in named_leaves(specs, is_leaf=is_spec)]
@@ -89,8 +89,8 @@ def from_reference(state: Mapping[str, Any], cfg: PriorConfig) -> PriorParams:
 
 
 def to_reference(params: PriorParams, cfg: PriorConfig) -> dict[str, np.ndarray]:
-    """The state dict as the reference would save it, by the names of the release that computes the same; rotary frequencies
-    included."""
+    """Return the state dict as the reference would save it, including rotary frequencies, with the names of the release that computes
+    the same function."""
     found: dict[str, np.ndarray] = {}
     for (name, spec), (_, leaf) in zip(
         named_leaves(param_specs(cfg), is_leaf=is_spec), named_leaves(params), strict=True

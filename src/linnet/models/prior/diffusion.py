@@ -1,7 +1,7 @@
-"""The loss: an embedding is noised, and the network is asked for what it was made of.
+"""Diffusion loss: an embedding is noised, and the network predicts the start, the noise or the velocity.
 
-Letters: B rows, L text tokens, D width, X width of text. Rows draw by their place in the whole batch, so that cutting it into
-micro-batches or among hosts changes nothing.
+Letters: B rows, L text tokens, D width, X width of text. Random numbers depend on a row's index in the global batch, so splitting it
+into micro-batches or over hosts changes nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from linnet.models.prior.network import network
 from linnet.models.prior.params import PriorParams
 from linnet.models.prior.tokens import padding_of
 
-SELF_CONDITIONED = 0.5  # share of the rows that see a first prediction
+SELF_CONDITIONED = 0.5  # fraction of the rows that are conditioned on a first prediction
 
 
 @pytree
 class Draws:
-    """All that is random in a row's loss."""
+    """Random inputs of each row's loss."""
 
     times: Int[Array, " B"]
     noise: Float[Array, "B D"]
@@ -35,7 +35,7 @@ class Draws:
 
 
 def draw(key: PRNGKeyArray, first_row: int | Int[Array, ""], n_row: int, cfg: PriorConfig) -> Draws:
-    """Of rows `first_row` and on of the batch that `key` belongs to."""
+    """Draw the random inputs of `n_row` rows from `first_row` on, in the batch of `key`."""
 
     def row(i: Array) -> Draws:
         mine = rng.fold_in(key, i)
@@ -63,14 +63,14 @@ def row_losses(
     draws: Draws,
     cfg: PriorConfig,
 ) -> Float[Array, " B"]:
-    """Each row's mean over its width, in float32: the loss is their mean."""
+    """Return each row's loss, the mean over its width, in float32. The batch loss is their mean."""
     table = noise_of.tables(cfg.schedule, cfg.timesteps)
     x0 = image_embed.astype(jnp.float32) * cfg.scale
     t, noise = draws.times, draws.noise
     noised = noise_of.q_sample(table, x0, t, noise)
     known, padding = None, padding_of(encodings, cfg)
     if cfg.self_cond:
-        # What the reference shows is the network's own output, whatever the network predicts, with nothing dropped.
+        # As in the reference: the raw network output for any objective, computed without dropping conditions.
         first = network(params, noised, t, text_embed, encodings, None, None, None, cfg, padding=padding)
         known = jax.lax.stop_gradient(jnp.where(draws.self_conditioned[:, None], first, 0.0))
     keep = (draws.keep_text, draws.keep_image)
@@ -83,7 +83,7 @@ def row_losses(
 def row_errors(
     predicted: Float[Array, "B D"], x0: Float[Array, "B D"], draws: Draws, cfg: PriorConfig
 ) -> Float[Array, " B"]:
-    """How far the network's outputs are from what they should be, where the scaled start is `x0`."""
+    """Return the loss of the network's outputs for the scaled start `x0`."""
     table = noise_of.tables(cfg.schedule, cfg.timesteps)
     if cfg.objective == "x_start" and cfg.normalize_training:
         predicted = unit(predicted) * cfg.scale

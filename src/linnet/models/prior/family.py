@@ -1,4 +1,4 @@
-"""The `prior` family as the trainer sees it: the loss of a batch of pairs, drawn row by row."""
+"""The `prior` family for the trainer: the diffusion loss of a batch of embedding pairs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ name = "prior"
 
 
 def buffer_specs(cfg: PriorConfig) -> None:
-    """Nothing learns without a gradient."""
+    """Return None: the model has no buffers."""
     del cfg
 
 
 def empty_carry(cfg: PriorConfig, batch_size: int) -> None:
-    """A pair is read at once: nothing is carried."""
+    """Return None: pairs are independent, so there is no carry."""
     del cfg, batch_size
 
 
@@ -57,7 +57,7 @@ def loss(
 def _blurred(
     key: PRNGKeyArray, text: Float[Array, "B X"], first_row: int | Int[Array, ""], amount: float
 ) -> Float[Array, "B X"]:
-    """Turned away from where it points, as long as before. A row draws by its place in the whole batch."""
+    """Add noise to text embeddings and restore their norm. The noise depends on a row's index in the global batch."""
     width = text.shape[1]
     noise = jax.vmap(lambda i: jax.random.normal(rng.fold_in(key, i), (width,)))(first_row + jnp.arange(len(text)))
     length = jnp.linalg.norm(text, axis=1, keepdims=True)
@@ -78,13 +78,13 @@ def diagnostics(buffers: None, metrics: dict[str, Array], cfg: PriorConfig) -> d
 
 
 def alarms(figures: dict[str, Any], least: float, cfg: PriorConfig) -> dict[int, str]:
-    """There are no parts that could fall out of use."""
+    """Return no warnings: the model has no parts that can collapse."""
     del figures, least, cfg
     return {}
 
 
 def flops_per_token(cfg: PriorConfig) -> int:
-    """Per pair, over all tokens of its sequence."""
+    """Return the FLOPs per pair, over all tokens of its sequence."""
     n_text = (cfg.max_text_len if cfg.text_encodings or not cfg.masks_text else 0) + cfg.n_text_token
     passes = 1 + SELF_CONDITIONED / 3 if cfg.self_cond else 1  # the first prediction has no backward pass
     return int(passes * flops_of(cfg, n_text + cfg.n_new_token, n_past=0, n_last=1))

@@ -1,7 +1,7 @@
-"""The transformer's parts: norms, positions, attention to a memory and to oneself, feed-forward.
+"""Transformer components: norms, positions, attention to cached and new tokens, feed-forward.
 
-Letters: B rows, N tokens read now, S = places before them (the null key, then tokens read earlier), D width, H heads, K width of a
-head, F hidden width, R rotated values. A weight is a matrix, or the pieces of one (`batch_invariant`) where rows must be independent.
+Letters: B rows, N new tokens, S = preceding positions (the null key, then tokens read earlier), D width, H heads, K width of a
+head, F hidden width, R rotated values. A weight is a matrix, or a `SplitK` tuple of `batch_invariant` where rows must be independent.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ HIDDEN = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Positions that differ from row to row."""
+    """Positions that differ between rows."""
 
     of_query: Int[Array, "B N"]
     of_key: Int[Array, "B S"]
-    """One more than a token's position, since the null key has place 0."""
+    """Token positions plus one, because the null key has position 0."""
     n: int
-    """All are below this."""
+    """Upper bound (exclusive) of all positions."""
 
 
 def layer_norm(x: Float[Array, "*B D"], gain: Float[Array, " D"], kind: Norm = "plain") -> Float[Array, "*B D"]:
-    """In float32. `maximum` divides by the row's largest value first, through which no gradient flows. That is not the largest
-    magnitude: a row of negative values changes its sign, and a row of zeros becomes NaN, as in the reference."""
+    """Layer norm in float32. `maximum` first divides by the row's largest value, without a gradient. This is not the largest
+    magnitude: as in the reference, a row of negative values changes its sign, and a row of zeros becomes NaN."""
     wide = x.astype(jnp.float32)
     if kind == "maximum":
         wide = wide / jax.lax.stop_gradient(jnp.max(wide, axis=-1, keepdims=True))
@@ -51,7 +51,7 @@ def layer_norm(x: Float[Array, "*B D"], gain: Float[Array, " D"], kind: Norm = "
 
 
 def unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """Of length 1; a vector of zeros stays one, and has a gradient of zeros."""
+    """Normalize to norm 1. A zero vector stays zero and has a zero gradient."""
     square = jnp.sum(x * x, axis=-1, keepdims=True)
     tiny = square < SMALLEST_LENGTH**2
     length = jnp.sqrt(jnp.where(tiny, 1.0, square))
@@ -70,15 +70,15 @@ def rotary_frequencies(width: int) -> Float[np.ndarray, " R"]:
 
 
 def rotary_tables(first: int, n: int, width: int) -> tuple[Float[np.ndarray, "N R"], Float[np.ndarray, "N R"]]:
-    """Cosines and sines of `n` positions from `first` on, each angle twice: neighbours turn together."""
+    """Return cosines and sines of `n` positions from `first` on. Each angle occurs twice, for a pair of adjacent values."""
     angle = np.arange(first, first + n, dtype=np.float32)[:, None] * rotary_frequencies(width)
     angle = np.repeat(angle, 2, axis=-1)
     return np.cos(angle), np.sin(angle)
 
 
 def rotate(x: Float[Array, "B *H N K"], first: int | Places, width: int) -> Float[Array, "B *H N K"]:
-    """Pairs of neighbours among the first `width` values are turned by their position; the rest stays. Positions are those from
-    `first` on, or given for every row."""
+    """Apply rotary embeddings to adjacent pairs of the first `width` values; the others are unchanged. Positions count up from
+    `first`, or are given for every row."""
     if not width:
         return x
     if isinstance(first, int):
@@ -94,25 +94,25 @@ def rotate(x: Float[Array, "B *H N K"], first: int | Places, width: int) -> Floa
 
 
 def bucket(distance: Int[np.ndarray, "*N"]) -> Int[np.ndarray, "*N"]:
-    """Near distances have a bucket each, far ones share them by the logarithm."""
+    """Return the bucket of a distance: one per near distance, logarithmic for far ones."""
     near = N_BUCKET // 2
     distance = np.maximum(distance, 0)
     with np.errstate(divide="ignore"):
-        # In float32, as the reference: where it rounds decides the bucket.
+        # In float32 like the reference, because rounding decides the bucket.
         share = np.log(distance.astype(np.float32) / np.float32(near)) / np.float32(math.log(MAX_DISTANCE / near))
         far = near + np.maximum(share * np.float32(N_BUCKET - near), 0).astype(np.int64)
     return np.where(distance < near, distance, np.minimum(far, N_BUCKET - 1))
 
 
 def position_bias(table: Float[Array, "32 H"], first: int, n: int) -> Float[Array, "H N S"]:
-    """Of `n` tokens from `first` on towards the null key and all tokens up to the last. The null key has place 0, so a token's own
-    key and the one before it are both at distance 0, as in the reference."""
+    """Return the bias of `n` tokens from `first` on towards the null key and all tokens up to the last. The null key has position 0,
+    so a token's own key and the one before it are both at distance 0, as in the reference."""
     query, key = np.arange(first, first + n)[:, None], np.arange(first + n + 1)
     return jnp.moveaxis(table[bucket(query - key)], -1, 0)
 
 
 def row_bias(table: Float[Array, "32 H"], places: Places) -> Float[Array, "B H N S"]:
-    """`position_bias` where rows differ in their positions."""
+    """Variant of `position_bias` for positions that differ between rows."""
     distance = jnp.maximum(places.of_query[:, :, None] - places.of_key[:, None], 0)
     return jnp.moveaxis(table[jnp.asarray(bucket(np.arange(places.n)))[distance]], -1, 1)
 
@@ -122,7 +122,7 @@ def visible(first: int, n: int) -> Bool[np.ndarray, "N S"]:
 
 
 def scaled_key(k: Float[Array, "*B K"], cfg: PriorConfig) -> Float[Array, "*B K"]:
-    """Keys as they are compared, and so as they are remembered."""
+    """Scale keys for cosine scores. Keys are cached in this form."""
     if cfg.scores != "cosine":
         return k
     return (unit(k.astype(jnp.float32)) * math.sqrt(COSINE_SCALE)).astype(k.dtype)
@@ -131,7 +131,7 @@ def scaled_key(k: Float[Array, "*B K"], cfg: PriorConfig) -> Float[Array, "*B K"
 def keys_values(
     x: Float[Array, "B N D"], p: LayerParams, first: int | Places, cfg: PriorConfig
 ) -> tuple[Float[Array, "B N K"], Float[Array, "B N K"]]:
-    """Of normed tokens at positions `first` and on."""
+    """Return keys and values of normalised tokens at positions from `first` on."""
     k, v = jnp.split(times(x, p.w_kv)[..., : 2 * cfg.d_head], 2, axis=-1)
     return scaled_key(rotate(k, first, cfg.n_rotated), cfg), v
 
@@ -147,7 +147,7 @@ def attend(
     cfg: PriorConfig,
     dropout: PRNGKeyArray | None = None,
 ) -> Float[Array, "B N D"]:
-    """Normed tokens look at all keys that are `seen`; every head at the same keys."""
+    """Attend from normalised tokens to all keys that are `seen`. All heads share the keys (multi-query attention)."""
     n_row, n_token, _ = x.shape
     q = times(x, p.w_q)[..., : cfg.n_head * cfg.d_head]
     q = q.reshape(n_row, n_token, cfg.n_head, cfg.d_head).transpose(0, 2, 1, 3)  # B H N K
@@ -175,7 +175,7 @@ def feed_forward(
 
 
 def drop(x: Array, keys: PRNGKeyArray | None, chance: float) -> Array:
-    """Each row by its own key, so that cutting the batch changes nothing."""
+    """Apply dropout with one key per row, so that the result does not depend on how the batch is split."""
     if keys is None or chance == 0.0:
         return x
     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - chance, x.shape[1:]))(keys)

@@ -1,10 +1,10 @@
-"""The network: a causal transformer over text, time, the noised image and a query, whose output there is the prediction.
+"""The network: a causal transformer over text, time, the noised image and a query token, whose output is the prediction.
 
-Letters: B rows, L text tokens, N tokens read now, D width, X width of text, Y layers, S places before (the null key, then tokens
+Letters: B rows, L text tokens, N new tokens, D width, X width of text, Y layers, S preceding positions (the null key, then tokens
 read earlier), K width of a head.
 
-The text comes first and attention is causal, so what its tokens leave behind, keys and values in every layer, does not depend on
-the step. `read_text` computes it once; `denoise` reads the few tokens that change. `network` reads all in one go.
+The text comes first and attention is causal, so the text's KV cache does not depend on the step. `read_text` computes it once;
+`denoise` processes the few tokens that change. `network` processes everything in one pass.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Layer = tuple[Float[Array, "B N D"], Float[Array, "B N K"], Float[Array, "B N K"
 
 @pytree
 class TextMemory:
-    """What the text's tokens left behind."""
+    """KV cache of the text's tokens."""
 
     keys: Float[Array, "Y B S K"]
     values: Float[Array, "Y B S K"]
-    seen: Bool[Array, "B S"] | None  # none: all are
+    seen: Bool[Array, "B S"] | None  # None: all are visible
     places: Int[Array, "B S"] | None = None
-    """Of the keys, where rows differ: one more than the token's position. None: as they are stored."""
+    """Positions of the keys plus one, if rows differ. None: storage order."""
 
 
 def network(
@@ -52,8 +52,8 @@ def network(
     padding: Bool[Array, "B L"] | None = None,
     dropout: PRNGKeyArray | None = None,
 ) -> Float[Array, "B D"]:
-    """The prediction, in float32. Conditions that are not kept are dropped (none: all are kept). `mask`, `padding`: see
-    `text_tokens`. `dropout`: a key for every row."""
+    """Return the prediction in float32. Conditions that are not kept are dropped (None: all are kept). `mask`, `padding`: see
+    `text_tokens`. `dropout`: one key per row."""
     text, seen = text_tokens(params, text_embed, encodings, keep_text, cfg, mask=mask, padding=padding)
     new = new_tokens(params, image_embed, times, keep_image, self_cond, cfg)
     tokens = jnp.concatenate([text, new], axis=1)
@@ -72,8 +72,8 @@ def read_text(
     padding: Bool[Array, "B L"] | None = None,
     n_encodings: Int[Array, " B"] | None = None,
 ) -> TextMemory:
-    """What the text leaves behind for every step of the diffusion. `n_encodings`: of a `mask` model, how many of a row's encodings
-    enter the sequence (none: all); the rest must be `padding`."""
+    """Return the text's KV cache, for every step of the diffusion. `n_encodings`: in a `mask` model, how many of a row's encodings
+    are part of the sequence (None: all); the others must be `padding`."""
     tokens, seen = text_tokens(params, text_embed, encodings, keep_text, cfg, mask=mask, padding=padding)
     past = no_text(params, len(tokens), cfg)
     places = None if n_encodings is None else _places(n_encodings, tokens, cfg)
@@ -99,7 +99,7 @@ def denoise(
     self_cond: Float[Array, "B D"] | None,
     cfg: PriorConfig,
 ) -> Float[Array, "B D"]:
-    """The prediction after a text that was read."""
+    """Return the prediction, given the text's KV cache."""
     tokens = new_tokens(params, image_embed, times, keep_image, self_cond, cfg)
     places = memory.places
     if places is not None:
@@ -117,7 +117,7 @@ def predict(
     dropout: PRNGKeyArray | None = None,
     places: Int[Array, "B SN"] | None = None,
 ) -> Float[Array, "B D"]:
-    """Through all layers. In the last one only the last token is computed, because only its output is used."""
+    """Run all layers. In the last one only the last token is computed, because only its output is used."""
     x, _, _ = _run(params, _in(params, tokens, cfg), past, seen, cfg, dropout, places)
     at = cfg.depth - 1
     keys, values = past.keys[at], past.values[at]
@@ -138,7 +138,7 @@ def layer(
     n_query: int | None = None,
     places: Int[Array, "B SN"] | None = None,
 ) -> Layer:
-    """One layer's outputs (of the last `n_query` tokens, where given) and the keys and values of its tokens."""
+    """Return a layer's outputs (of the last `n_query` tokens, if given) and the keys and values of its tokens."""
     first, n_token = past_keys.shape[1] - 1, x.shape[1]
     n_query = n_query or n_token
     at = first + n_token - n_query
@@ -163,7 +163,7 @@ def head(params: PriorParams, x: Float[Array, "*B D"], cfg: PriorConfig) -> Floa
 
 
 def no_text(params: PriorParams, n_row: int, cfg: PriorConfig) -> TextMemory:
-    """The null key and value, which stand before everything."""
+    """Return a cache with only the null key and value, which precede all tokens."""
     stack = params.layers
     null = stack.null_kv if isinstance(stack, LayerParams) else jnp.stack([p.null_kv for p in stack])
     null = jnp.broadcast_to(null[:, None, :, None].astype(cfg.dtype), (cfg.depth, n_row, 2, 1, cfg.d_head))
@@ -183,7 +183,7 @@ def _run(
     dropout: PRNGKeyArray | None = None,
     places: Int[Array, "B SN"] | None = None,
 ) -> tuple[Float[Array, "B N D"], Float[Array, "Y1 B N K"], Float[Array, "Y1 B N K"]]:
-    """All layers but the last, and what they remember."""
+    """Run all layers except the last. Also returns their keys and values."""
     n = cfg.depth - 1
 
     def one(x: Array, inputs: tuple[LayerParams, Any, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
@@ -211,7 +211,7 @@ def _layer(params: PriorParams, i: int) -> LayerParams:
 
 
 def _places(n_encodings: Int[Array, " B"], tokens: Float[Array, "B N D"], cfg: PriorConfig) -> Int[Array, "B S"]:
-    """Of the null key, the encodings and the text's embedding, which follows the last encoding that enters the sequence."""
+    """Return the positions of the null key, the encodings, and the text embedding, which follows the row's last encoding."""
     n_room = tokens.shape[1] - cfg.n_text_token
     before = jnp.broadcast_to(jnp.arange(n_room + 1), (len(tokens), n_room + 1))
     return jnp.concatenate([before, n_encodings[:, None] + 1 + jnp.arange(cfg.n_text_token)], axis=1)

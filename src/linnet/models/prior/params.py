@@ -1,4 +1,4 @@
-"""The weights of a `prior` model: each declared once, layers stacked on a leading axis.
+"""Parameters of a `prior` model: each is declared once, with layers stacked on a leading axis.
 
 Letters: Y layers, D width, H heads, K width of a head, F hidden width, L text tokens, X width of text, T steps, N tokens
 of a kind.
@@ -14,7 +14,7 @@ from linnet.models.prior.config import PriorConfig
 from linnet.parallel.sharding import ROWS, LogicalAxisRules
 
 RULES: LogicalAxisRules = {**ROWS, "model": "fsdp", "heads": "model", "hidden": "model"}
-"""How a mesh cuts the model."""
+"""Sharding rules of the model."""
 
 N_BUCKET = 32
 
@@ -53,19 +53,19 @@ class PriorParams:
     null_text: Any  # N D
     null_image: Any  # 1 D
     time: Any  # a table T x N D, or a TimeNetwork
-    text_tokens: Affine | None  # X -> N D, where there are several or the widths differ
-    encoding: Any  # X D, where the widths differ
-    image_tokens: Affine | None  # D -> N D, where there are several
+    text_tokens: Affine | None  # X -> N D, with several tokens or different widths
+    encoding: Any  # X D, with different widths
+    image_tokens: Affine | None  # D -> N D, with several tokens
     bias: Any  # 32 H: by distance
     in_gain: Any  # D, with norm_in
-    layers: Any  # LayerParams; as prepared for sampling, a tuple of one for each
+    layers: Any  # LayerParams; after `prepare`, a tuple with one per layer
     out_gain: Any  # D, with norm_out
     w_proj: Any  # D D, with final_proj
 
 
 def param_specs(cfg: PriorConfig) -> PriorParams:
-    """Initial values are distributed as the reference's, which are torch's defaults: matrices and biases uniform by the number of
-    inputs, tables and learned vectors standard normal, gains one."""
+    """Return the specs of all parameters. Initializers match the reference, which uses torch's defaults: matrices and biases uniform
+    by fan-in, tables and learned vectors standard normal, gains one."""
     n, d, k, f = cfg.depth, cfg.dim, cfg.d_head, cfg.dim * cfg.ff_mult
     hk = cfg.n_head * k
 

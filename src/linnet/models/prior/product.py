@@ -1,4 +1,4 @@
-"""A matrix product for training, its gradients in the order of operands that the CPU's fastest kernels know.
+"""Matrix product for training, with gradients in the operand order of the fastest CPU kernels.
 
 Letters: T rows, D inputs, E outputs.
 """
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 @jax.custom_vjp
 def product(x: Float[Array, "*B D"], weights: Float[Array, "D E"]) -> Float[Array, "*B E"]:
-    """`x @ weights`, in the type of `x`."""
+    """Return `x @ weights` in the dtype of `x`."""
     return (_rows(x) @ weights.astype(x.dtype)).reshape(*x.shape[:-1], -1)
 
 
@@ -23,8 +23,8 @@ def _forward(x: Array, weights: Array) -> tuple[Array, tuple[Array, Array]]:
 def _backward(kept: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
     x, weights = kept
     d_out = _rows(d_out)
-    # Transposed in memory, for behind the barrier XLA cannot fold that into the product: a sum over the first axis of both sides is
-    # left to a kernel that is half as fast where a row of `d_out` is a multiple of 4096 bytes long.
+    # Transposed in memory: the barrier keeps XLA from folding the transpose into the product. Contracting the first axis of both
+    # operands uses a kernel that is half as fast if the rows of `d_out` are a multiple of 4096 bytes long.
     across = jax.lax.optimization_barrier(_rows(x).T)
     d_weights = jnp.matmul(across, d_out, preferred_element_type=jnp.float32)
     d_x = jnp.einsum("te,de->td", d_out, weights.astype(x.dtype)).reshape(x.shape)

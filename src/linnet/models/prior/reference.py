@@ -1,4 +1,4 @@
-"""The reference's settings as ours: from its own words, or from the weights of a checkpoint."""
+"""Conversion of the reference's settings to `PriorConfig`, from a config file or from the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ NETWORK = {
     "ff_dropout": "p_drop_ff",
 }
 CLIP_TOKENS = 77
-# What the reference's network has where nothing is said.
+# Defaults of the reference's network.
 DEFAULTS = {"n_head": 8, "d_head": 64, "ff_mult": 4, "max_text_len": 256}
 
 
 def network_config(settings: Mapping[str, Any], **more: Any) -> PriorConfig:
-    """`more`: fields of PriorConfig."""
+    """Convert the reference's network settings. `more`: fields of PriorConfig."""
     known = {ours: settings[theirs] for theirs, ours in NETWORK.items() if theirs in settings}
     if "num_timesteps" in settings:
         steps = settings["num_timesteps"]
@@ -55,8 +55,8 @@ def network_config(settings: Mapping[str, Any], **more: Any) -> PriorConfig:
 def infer_config(
     state: Mapping[str, Any], noise: Float[np.ndarray, " T"] | None, settings: Mapping[str, Any], release: Release
 ) -> PriorConfig:
-    """The model that a network's state dict is of. What weights do not tell comes from `settings` (fields of PriorConfig), which
-    may not contradict them. What they mean depends on the `release` that trained them."""
+    """Infer the config of a network's state dict. Settings that the weights do not determine come from `settings` (fields of
+    PriorConfig), which must not contradict them. The meaning of the weights depends on the `release` that trained them."""
     state = {name: np.asarray(value) for name, value in state.items()}
     names = current_names(state)
     _check_ranks(names)
@@ -92,7 +92,7 @@ def infer_config(
         "rotary": first + "0." + ROTARY in names,
         **release.settings,
     }
-    if found["text_conditioning"] == "mask":  # any number of encodings: the setting is how many a server has room for
+    if found["text_conditioning"] == "mask":  # any number of encodings works: the setting is a server's capacity
         found["max_text_len"] = settings.get("max_text_len", CLIP_TOKENS if settings.get("text_encodings") else 0)
     if noise is not None:
         found |= {"timesteps": len(noise), "schedule": schedule_of(np.asarray(noise))}
@@ -110,7 +110,7 @@ REQUIRED = {
     BLOCK + "layers.0.0.null_kv": 2,
     BLOCK + "layers.0.1.5.weight": 2,
 }
-"""Axes of the weights that the settings are read from; these are in every network."""
+"""Ranks of the weights that the settings are inferred from; these are in every network."""
 OPTIONAL = {
     "to_time_embeds.0.weight": 2,
     "to_time_embeds.0.1.net.2.weight": 2,

@@ -1,4 +1,4 @@
-"""Releases of the reference (DALLE2-pytorch): what each one's network computes, and which one a checkpoint is of.
+"""Releases of the reference (DALLE2-pytorch): what each one's network computes, and which release a checkpoint is from.
 
 The tensors have the same names and shapes in releases whose networks differ, so a network's behaviour is stored as settings of
 `PriorConfig`. A release number is needed only here, to choose them.
@@ -17,7 +17,7 @@ Version = tuple[int, int, int]
 Family = Literal["A", "B0", "B1", "B2", "C0", "C1", "D", "E", "F"]
 
 OLDEST, NEWEST = "0.4.0", "1.15.6"
-# The first release of each family, in order. Releases in between behave as the last one before them.
+# The first release of each family, in order. Releases in between behave like the last one before them.
 FAMILIES: dict[Family, tuple[str, dict[str, Any]]] = {
     "A": (
         OLDEST,
@@ -51,8 +51,8 @@ FAMILY_NAMES: dict[str, tuple[Family, ...]] = {
     "null_text_embed": ("C0", "C1", "D"),
     "null_text_encodings": ("E", "F"),
 }
-# What a checkpoint without a version is taken for, by its names. B0, B1 and C0 were the newest for hours, and C0 cannot be trained
-# (its backward pass fails); trainer checkpoints, and the tracker's since 0.26.2, have a version.
+# Assumed release of a checkpoint without a version, by its names. B0, B1 and C0 were the newest for hours only, and C0 cannot be
+# trained (its backward pass fails); trainer checkpoints, and the tracker's since 0.26.2, have a version.
 WITHOUT_VERSION = {"gamma": "0.15.4", "neither": "0.22.1", "null_text_embed": "0.26.1", "null_text_encodings": NEWEST}
 
 
@@ -63,7 +63,7 @@ class Release:
     settings: dict[str, Any]
     """Fields of `PriorConfig`."""
     source: str
-    """How it was found, for the user."""
+    """How the release was determined, for messages."""
 
 
 def parse(version: str) -> Version:
@@ -75,7 +75,7 @@ def parse(version: str) -> Version:
 
 
 def family_of(version: str) -> Family:
-    """Releases before the oldest known one are taken to be like it."""
+    """Return the family of a release. Releases before the oldest known one are treated like it."""
     at = parse(version)
     found: Family = "A"
     for family, (first, _) in FAMILIES.items():
@@ -85,7 +85,7 @@ def family_of(version: str) -> Family:
 
 
 def behaviour(version: str) -> dict[str, Any]:
-    """The settings of `PriorConfig` that say what this release's network computes."""
+    """Return the `PriorConfig` settings that describe what this release's network computes."""
     at = parse(version)
     found = dict(FAMILIES["A"][1])
     for first, changes in (*FAMILIES.values(), *CHANGES):
@@ -97,7 +97,7 @@ def behaviour(version: str) -> dict[str, Any]:
 
 
 def kind_of_names(names: Iterable[str]) -> str:
-    """What the parameter names tell: a key of FAMILY_NAMES."""
+    """Classify the parameter names: returns a key of FAMILY_NAMES."""
     names = set(names)
     if any(name.endswith(".gamma") for name in names):
         return "gamma"
@@ -105,7 +105,7 @@ def kind_of_names(names: Iterable[str]) -> str:
 
 
 def check_names(version: str, names: Iterable[str], source: str) -> Family:
-    """The family of a release, if its networks have weights of these names."""
+    """Return the family of a release, or raise an error if its networks have other weight names."""
     kind, family = kind_of_names(names), family_of(version)
     if family not in FAMILY_NAMES[kind]:
         fitting = FAMILY_NAMES[kind]
@@ -119,7 +119,7 @@ def check_names(version: str, names: Iterable[str], source: str) -> Family:
 
 
 def span(first: Family, last: Family) -> str:
-    """The releases of these families, in words."""
+    """Describe the releases of these families in text."""
     families = list(FAMILIES)
     after = families[families.index(last) + 1 :]
     return f"{FAMILIES[first][0]} or later" + (f" and before {FAMILIES[after[0]][0]}" if after else "")
@@ -128,7 +128,7 @@ def span(first: Family, last: Family) -> str:
 def recognize(
     names: Iterable[str], *, version: str | None = None, keys: Iterable[str] = (), override: str | None = None
 ) -> Release:
-    """The release of a checkpoint: as overridden, as saved, or by the names of its weights and (`keys`) of the file's parts."""
+    """Determine the release of a checkpoint: overridden, saved, or inferred from its weight names and the file's top-level `keys`."""
     names = list(names)
     given, source = (override, "--release") if override is not None else (version, "saved in the file")
     if given is None:
@@ -139,7 +139,8 @@ def recognize(
 
 
 def _dated(kind: str, keys: set[str]) -> str:
-    """Trainer checkpoints have `scaler` before 1.0.1, then `warmup_scheduler`, and `scheduler` too since 1.8.1."""
+    """Infer the release from the file's keys. Trainer checkpoints have `scaler` before 1.0.1, then `warmup_scheduler`, and `scheduler`
+    too since 1.8.1."""
     if kind == "null_text_embed" and "warmup_scheduler" in keys:
         if "scheduler" not in keys:
             raise UserError(
@@ -152,7 +153,7 @@ def _dated(kind: str, keys: set[str]) -> str:
 
 
 def check_certain(release: Release, *, has_version: bool, continuous_time: bool, self_cond: bool) -> None:
-    """Refuses what stays ambiguous where no version is known and releases of one family differ."""
+    """Raise an error if no version is known and releases of the family differ for these settings."""
     if has_version:
         return
     if continuous_time and release.family == "B2":
@@ -164,7 +165,7 @@ def check_certain(release: Release, *, has_version: bool, continuous_time: bool,
 
 
 def check_settings(release: Release, *, self_cond: bool, objective: str) -> None:
-    """Refuses settings that the release did not have or computed wrongly."""
+    """Raise an error for settings that the release did not have or computed wrongly."""
     at = parse(release.version)
     if self_cond and at < parse(NO_SELF_COND):
         needs = f"off: {release.version} has no self-conditioning (it came with {NO_SELF_COND})"

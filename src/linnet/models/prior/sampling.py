@@ -1,9 +1,9 @@
-"""From noise to an embedding, one step at a time, every row by its own plan.
+"""Sampling an embedding from noise, step by step. Every row has its own solver table.
 
-Letters: B rows, S steps there is room for, D width, L text tokens, X width of text, n candidates.
+Letters: B rows, S step capacity, D width, L text tokens, X width of text, n candidates.
 
-A row's numbers do not depend on its neighbours, nor on how many there are: products are those of `batch_invariant`, its noise comes
-from its own key. `step` is what a server runs once a tick; `sample` is a scan over it.
+A row's result is batch-invariant: products use `batch_invariant` and its noise comes from its own key. `step` is what a server runs
+once per tick; `sample` is a scan over it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from linnet.models.prior.tokens import padding_of
 from linnet.nn import batch_invariant as rows
 from linnet.nn.batch_invariant import COMPILER_OPTIONS
 
-# Else XLA leaves out roundings to bfloat16 where it can, which depends on how many rows there are.
+# Otherwise XLA skips roundings to bfloat16 where it can, depending on the number of rows.
 OPTIONS = {**COMPILER_OPTIONS, "xla_allow_excess_precision": False}
 N_FACTOR = 6
 PAGE = 4096
@@ -37,10 +37,10 @@ PAGE = 4096
 
 @pytree
 class SolverBatch:
-    """How each row is sampled."""
+    """Solver tables and guidance of each row."""
 
     times: Int[Array, "B S"]
-    factors: Float[Array, "B S 6"]  # as in Plan.factors
+    factors: Float[Array, "B S 6"]  # as in SolverTable.factors
     n_step: Int[Array, " B"]
     guidance: Float[Array, " B"]
 
@@ -48,12 +48,12 @@ class SolverBatch:
 @pytree
 class SamplerState:
     x: Float[Array, "B D"]
-    start: Float[Array, "B D"]  # as predicted last; zeros at first
+    start: Float[Array, "B D"]  # previous prediction; initially zeros
     step: Int[Array, " B"]
 
 
 def make_rows(plans: Sequence[SolverTable], guidance: Sequence[float], room: int | None = None) -> SolverBatch:
-    """`room`: steps of the longest plan there may be."""
+    """Stack the solver tables of a batch. `room`: step capacity, at least the longest table."""
     room = max(map(len, plans)) if room is None else room
     times = np.zeros((len(plans), room), np.int32)
     factors = np.zeros((len(plans), room, N_FACTOR), np.float32)
@@ -68,7 +68,7 @@ def make_rows(plans: Sequence[SolverTable], guidance: Sequence[float], room: int
 
 
 def prepare(params: PriorParams, cfg: PriorConfig) -> PriorParams:
-    """The weights as they are sampled with: layer by layer, matrices in pieces that treat every row alike."""
+    """Return the weights for sampling: one tuple entry per layer, with matrices split for batch-invariant products."""
 
     def cut(path: tuple[Any, ...], leaf: Any) -> Any:
         name = path[-1].name
@@ -80,13 +80,13 @@ def prepare(params: PriorParams, cfg: PriorConfig) -> PriorParams:
 
 
 def _apart(matrix: Float[Array, "D E"]) -> Float[Array, "D E2"]:
-    """With columns of zeros where rows are whole pages long: their beginnings would push each other out of the cache, which makes
-    the product up to half as fast."""
+    """Pad a matrix with zero columns if its rows are a multiple of the page size: their starts would evict each other from the cache,
+    which can halve the speed of the product."""
     return matrix if matrix.shape[1] * matrix.dtype.itemsize % PAGE else jnp.pad(matrix, [(0, 0), (0, rows.LANES)])
 
 
 prepared = jax.jit(prepare, static_argnums=1)
-"""In one program: it is made of many small ones."""
+"""`prepare` as one compiled program; it consists of many small operations."""
 
 
 def start(noise: Float[Array, "B D"], cfg: PriorConfig) -> SamplerState:
@@ -103,14 +103,14 @@ def step(
     noise: Float[Array, "B D"],
     cfg: PriorConfig,
 ) -> SamplerState:
-    """Every row one step further; rows at their end stay there. `null`: what no text leaves behind, where any row is guided."""
+    """Advance every row by one step; finished rows do not change. `null`: KV cache without text, if any row uses guidance."""
     n_row = len(state.x)
     at = jnp.minimum(state.step, how.times.shape[1] - 1)
     every = jnp.arange(n_row)
     times, factor = how.times[every, at], how.factors[every, at]
     known = state.start if cfg.self_cond else None
     output = _guided(params, memory, null, state.x, times, known, how.guidance, cfg)
-    # Without this the compiler folds what follows into the product's last step, differently for one row and for many.
+    # Without this XLA fuses the following operations into the matmul, differently for one row and for many.
     output = jax.lax.optimization_barrier(output)
     found = _sum_of(factor[:, :2], state.x, output)
     if cfg.objective != "x_start":
@@ -127,8 +127,8 @@ def step(
 
 
 def _sum_of(factors: Float[Array, "B k"], *terms: Float[Array, "B D"]) -> Float[Array, "B D"]:
-    """Term by term, in a loop that the compiler does not open: of two products in one sum it rounds one together with the sum, and
-    which one differs from program to program. A row would depend on whether its neighbours are guided."""
+    """Return the weighted sum of the terms, accumulated in a loop that XLA does not unroll. XLA contracts one of two products in a sum
+    to a fused multiply-add, and which one differs between programs: a row would depend on whether its neighbours are guided."""
 
     def add(total: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
         factor, term = part
@@ -147,8 +147,8 @@ def _guided(
     guidance: Float[Array, " B"],
     cfg: PriorConfig,
 ) -> Float[Array, "B D"]:
-    """With and without conditions in one batch. A guidance of 1 is the network as it is, bit for bit. One row goes as two: XLA
-    fuses a batch of one in another way, and rounds differently."""
+    """Classifier-free guidance: evaluate with and without conditions in one batch. Guidance 1 is bit-identical to the plain network. A
+    single row is duplicated, because XLA fuses a batch of one differently and rounds differently."""
     if null is None and len(x) == 1:
         twice = jax.tree.map(lambda a: jnp.repeat(a, 2, axis=row_axis(a)), memory)
         pair = [None if a is None else jnp.repeat(a, 2, axis=0) for a in (x, times, known)]
@@ -165,12 +165,12 @@ def _guided(
 
 
 def row_axis(leaf: Array) -> int:
-    """Keys and values have layers in front of the rows; all else that is held of a row has none."""
+    """Return the row axis of a leaf: keys and values have a leading layer axis, other leaves do not."""
     return 1 if leaf.ndim == 4 else 0
 
 
 def finish(state: SamplerState, cfg: PriorConfig) -> Float[Array, "B D"]:
-    """Embeddings, of the size that they were trained from."""
+    """Return the embeddings at their original scale."""
     x = state.x
     if cfg.normalize_final and cfg.objective == "x_start":
         x = unit(x) * cfg.scale
@@ -185,7 +185,7 @@ def read(
     *,
     n_encodings: Int[Array, " B"] | None = None,
 ) -> TextMemory:
-    """What texts leave behind, each row's bits the same alone and among others: one goes as two, as above. `n_encodings`: see
+    """Return the texts' KV cache, batch-invariant for each row: a single row is duplicated, as in `_guided`. `n_encodings`: see
     `read_text`."""
     padding = padding_of(encodings, cfg)
     if len(text_embed) > 1:
@@ -198,8 +198,8 @@ def read(
 
 
 def null_memory(params: PriorParams, text_embed: Float[Array, "B X"], cfg: PriorConfig) -> TextMemory | None:
-    """What dropped texts leave behind: one row for all, or where the embedding cannot be dropped one for each. None: it is made from
-    the memory of the text (`without_text`)."""
+    """Return the KV cache of dropped text: one row for all, or one per row if the embedding cannot be dropped. None for models that
+    mask text, which use `without_text`."""
     if cfg.masks_text:
         return None
     n_row = 1 if cfg.drop_text_embedding else len(text_embed)
@@ -211,13 +211,13 @@ def null_memory(params: PriorParams, text_embed: Float[Array, "B X"], cfg: Prior
 
 
 def without_text(memory: TextMemory) -> TextMemory:
-    """Everything but the null key is hidden, and what follows keeps its place."""
+    """Mask everything except the null key; later tokens keep their positions."""
     assert memory.seen is not None, "only a model that masks its text hides it"
     return replace(memory, seen=jnp.zeros_like(memory.seen).at[:, 0].set(True))
 
 
 def draw_noise(keys: PRNGKeyArray, at: Int[Array, " B"], cfg: PriorConfig) -> Float[Array, "B D"]:
-    """A row's noise at a place of its own: 0 is what it starts from, i + 1 what step i adds."""
+    """Return each row's noise at index `at`: 0 is the initial noise, i + 1 the noise added by step i."""
     return jax.vmap(lambda key, i: jax.random.normal(rng.fold_in(key, i), (cfg.dim,)))(keys, at)
 
 
@@ -234,8 +234,8 @@ def run(
     n_step: int,
     keep_path: bool = False,
 ) -> tuple[Float[Array, "B D"], Float[Array, "S B D"] | None]:
-    """Prepared weights. `noise`: a key for every row, or the noise itself, the first of which is started from. With `keep_path`
-    also what every step began with."""
+    """Run the sampler with prepared weights. `noise`: one key per row, or the noise itself, of which the first is the initial value.
+    With `keep_path`, also return the input of every step."""
     memory = read(params, text_embed, encodings, cfg)
     null = (null_memory(params, text_embed, cfg) or without_text(memory)) if guided else None
     drawn = jnp.issubdtype(noise.dtype, jax.dtypes.prng_key)
@@ -262,7 +262,7 @@ def sample(
     *,
     guidance: float = 1.0,
 ) -> Float[Array, "B D"]:
-    """Embeddings of images for texts, all by one plan. `params` as `prepare` gives them."""
+    """Sample image embeddings for texts, all with one solver table. `params` must come from `prepare`."""
     check_guidance(guidance, cfg)
     assert not isinstance(params.layers, LayerParams), "prepare the weights first"
     guidance, n_row = effective_guidance(guidance, cfg), len(text_embed)
@@ -279,7 +279,8 @@ def check_guidance(guidance: float, cfg: PriorConfig) -> None:
 
 
 def effective_guidance(guidance: float, cfg: PriorConfig) -> float:
-    """A model that cannot drop its text gives the same with and without it, so any guidance is none, as in the reference."""
+    """Return 1 for a model that cannot drop its text: its prediction is the same without text, so guidance has no effect, as in the
+    reference."""
     return guidance if cfg.can_drop_text else 1.0
 
 
@@ -293,6 +294,6 @@ def guidance_remark(guidance: float, cfg: PriorConfig) -> str | None:
 
 
 def best(candidates: Float[Array, "B n D"], text_embed: Float[Array, "B D"]) -> Float[Array, "B D"]:
-    """Of each row's candidates the one most like the text, by cosine; of equals the first."""
+    """Return each row's candidate with the highest cosine similarity to the text; ties go to the first."""
     likeness = jnp.einsum("bnd,bd->bn", unit(candidates), unit(text_embed))
     return jnp.take_along_axis(candidates, jnp.argmax(likeness, axis=1)[:, None, None], axis=1)[:, 0]

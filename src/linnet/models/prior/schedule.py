@@ -1,6 +1,6 @@
-"""Noise by the step: the tables of a diffusion, computed in float64 once and held in float32, and what is done with them.
+"""Noise schedules: the tables of a diffusion, computed once in float64 and stored in float32, and functions that apply them.
 
-Letters: T steps of the diffusion, B rows, D width. `t` are steps, one a row.
+Letters: T steps of the diffusion, B rows, D width. `t` holds one step per row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from linnet.models.prior.config import Schedule
 COSINE_OFFSET = 0.008
 LARGEST_BETA = 0.999
 SMALLEST_VARIANCE = 1e-20
-FIRST_BETA, LAST_BETA = 1e-4, 0.02  # of 1000 steps
+FIRST_BETA, LAST_BETA = 1e-4, 0.02  # for 1000 steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,13 +33,13 @@ class Tables:
     posterior_variance: Float[np.ndarray, " T"]
     posterior_log_variance_clipped: Float[np.ndarray, " T"]
     posterior_mean_coef1: Float[np.ndarray, " T"]
-    """Of the start."""
+    """Coefficient of the start."""
     posterior_mean_coef2: Float[np.ndarray, " T"]
-    """Of the noised."""
+    """Coefficient of the noised value."""
 
 
 def betas(name: Schedule, n: int) -> Float[np.ndarray, " T"]:
-    """The share of noise that each of `n` steps adds, in float64; but jsd in float32, as the reference has it."""
+    """Return the noise variance added by each of `n` steps, in float64 (jsd in float32, as in the reference)."""
     first, last = FIRST_BETA * 1000 / n, LAST_BETA * 1000 / n
     if name == "cosine":
         place = (np.linspace(0, n, n + 1) / n + COSINE_OFFSET) / (1 + COSINE_OFFSET)
@@ -80,13 +80,13 @@ def tables(name: Schedule, n: int) -> Tables:
 
 
 def p2_weights(table: Tables, gamma: float, k: float = 1.0) -> Float[np.ndarray, " T"]:
-    """The reference's loss weights by signal-to-noise ratio; with gamma 0 all are 1."""
+    """Return the reference's P2 loss weights; with gamma 0 all are 1."""
     kept = table.alphas_cumprod.astype(np.float64)
     return ((k + kept / (1 - kept)) ** -gamma).astype(np.float32)
 
 
 def min_snr_weights(table: Tables, gamma: float, objective: str) -> Float[np.ndarray, " T"]:
-    """Min-SNR: every step's error, measured as one of the start, weighs at most `gamma`."""
+    """Return Min-SNR loss weights: a step's error, expressed as an error of the start, has a weight of at most `gamma`."""
     kept = table.alphas_cumprod.astype(np.float64)
     ratio = kept / np.maximum(1 - kept, 1e-12)
     capped = np.minimum(ratio, gamma)
@@ -99,14 +99,14 @@ def at(table: Float[np.ndarray, " T"], t: Int[Array, " B"]) -> Float[Array, "B 1
 
 
 def q_sample(table: Tables, x0: Float[Array, "B D"], t: Int[Array, " B"], noise: Float[Array, "B D"]) -> Array:
-    """The start with the noise of step `t`."""
+    """Add the noise of step `t` to the start."""
     return at(table.sqrt_alphas_cumprod, t) * x0 + at(table.sqrt_one_minus_alphas_cumprod, t) * noise
 
 
 def q_sample_from_to(
     table: Tables, x: Float[Array, "B D"], t: Int[Array, " B"], to: Int[Array, " B"], noise: Float[Array, "B D"]
 ) -> Array:
-    """From the noise of step `t` to that of step `to`, as the reference has it."""
+    """Move from the noise level of step `t` to that of step `to`, as in the reference."""
     alpha, sigma = at(table.sqrt_alphas_cumprod, t), at(table.sqrt_one_minus_alphas_cumprod, t)
     alpha_to, sigma_to = at(table.sqrt_alphas_cumprod, to), at(table.sqrt_one_minus_alphas_cumprod, to)
     return x * (alpha_to / alpha) + noise * (sigma_to * alpha - sigma * alpha_to) / alpha

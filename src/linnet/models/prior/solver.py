@@ -1,8 +1,8 @@
-"""How a row is denoised, as data: which steps it visits and what each makes of what is there and what is predicted.
+"""Diffusion solvers as data: which steps a row visits, and the coefficients of each update.
 
-DDPM, DDIM and DPM-Solver++(2M) all say: the next value is a sum of the value now, the start predicted now, the start predicted
-before, and fresh noise. So a row's sampler is a table of four factors a step, and rows with different samplers, step counts and
-places can stand in one batch. Letters: S steps of a row.
+In DDPM, DDIM and DPM-Solver++(2M) the next value is a linear combination of the current value, the predicted start, the previously
+predicted start, and fresh noise. So a row's solver is a table of four factors per step, and rows with different solvers, step counts
+and progress can share a batch. Letters: S steps of a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from linnet.core.errors import invalid
 from linnet.models.prior import schedule as noise_of
 from linnet.models.prior.config import PriorConfig
 
-ALL_NOISE = -5.1  # half the log of the signal-to-noise ratio from where solvers may begin: less than 1% is signal
+ALL_NOISE = -5.1  # half log-SNR where solvers may start: less than 1% is signal
 
 Solver = Literal["ddpm", "ddim", "dpm"]
 SOLVERS: tuple[Solver, ...] = ("ddpm", "ddim", "dpm")
@@ -26,7 +26,7 @@ _USUAL_STEPS: dict[Solver, int] = {"dpm": 16, "ddim": 64}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SolverTable:
-    """Predicted start = of_x x + of_output output; next = keep x + start (predicted start) + before (the last one) + noise e."""
+    """Predicted start = of_x x + of_output output; next = keep x + start (predicted start) + before (the previous one) + noise e."""
 
     times: Int[np.ndarray, " S"]
     of_x: Float[np.ndarray, " S"]
@@ -40,20 +40,20 @@ class SolverTable:
         return len(self.times)
 
     def factors(self) -> Float[np.ndarray, "S 6"]:
-        """All but the times, in the order above."""
+        """Return all columns except the times, in the order above."""
         found = (self.of_x, self.of_output, self.keep, self.start, self.before, self.noise)
         return np.stack(found, axis=-1).astype(np.float32)
 
 
 def default_steps(cfg: PriorConfig, solver: Solver) -> int:
-    """Where nobody asks for a number. DDPM takes them all."""
+    """Return the default number of steps. DDPM uses all of them."""
     return min(_USUAL_STEPS.get(solver, cfg.timesteps), cfg.timesteps)
 
 
 def make_solver(
     cfg: PriorConfig, steps: int | None = None, solver: Solver | None = None, eta: float = 1.0
 ) -> SolverTable:
-    """`steps`: none for all of them. `solver`: none for DDPM when all steps are taken, else DDIM, as the reference chooses."""
+    """Make a solver table. `steps`: None for all. `solver`: None for DDPM with all steps and DDIM otherwise, as in the reference."""
     steps = cfg.timesteps if steps is None else steps
     solver = solver or ("ddpm" if steps >= cfg.timesteps else "ddim")
     if not 2 <= steps <= cfg.timesteps:
@@ -68,8 +68,8 @@ def make_solver(
 
 
 def ddim_times(timesteps: int, steps: int) -> Int[np.ndarray, " S1"]:
-    """The steps visited, from noise to start, and -1 for the start itself: one more than are taken."""
-    # torch's float32 linspace counts from both ends towards the middle; the cut to integers sees the difference.
+    """Return the visited steps, from noise to start, and -1 for the start itself: one more than the number of steps."""
+    # torch's float32 linspace counts from both ends towards the middle, which affects the truncation to integers.
     n, step = steps + 1, np.float32(timesteps + 1) / np.float32(steps)
     low = np.float32(-1) + step * np.arange(n, dtype=np.float32)
     high = np.float32(timesteps) - step * np.arange(n - 1, -1, -1, dtype=np.float32)
@@ -94,7 +94,7 @@ def _ddim(cfg: PriorConfig, steps: int, eta: float) -> SolverTable:
     table = noise_of.tables(cfg.schedule, cfg.timesteps)
     visited = ddim_times(cfg.timesteps, steps)
     times, after = visited[:-1], visited[1:]
-    # Rounded to float32 at every turn, as the reference's: near the start the differences are of few digits.
+    # Every operation is rounded to float32 like the reference: near the start the differences have few significant digits.
     one, kept = np.float32(1), table.alphas_cumprod_prev
     now, then = kept[times], kept[np.maximum(after, 0)]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -114,8 +114,8 @@ def _ddim(cfg: PriorConfig, steps: int, eta: float) -> SolverTable:
 
 
 def dpm_times(cfg: PriorConfig, steps: int) -> Int[np.ndarray, " S"]:
-    """Evenly spread over the half log of the signal-to-noise ratio, from as good as nothing but noise to the last step; fewer than
-    `steps` where a short diffusion has none so near each other."""
+    """Return steps evenly spaced in half log-SNR, from almost pure noise to the last step; fewer than `steps` if a short diffusion
+    has no distinct ones."""
     kept = np.cumprod(1 - noise_of.betas(cfg.schedule, cfg.timesteps), dtype=np.float64)
     with np.errstate(divide="ignore"):
         place = 0.5 * (np.log(kept) - np.log1p(-kept))
@@ -124,7 +124,7 @@ def dpm_times(cfg: PriorConfig, steps: int) -> Int[np.ndarray, " S"]:
 
 
 def _dpm(cfg: PriorConfig, steps: int) -> SolverTable:
-    """DPM-Solver++(2M) in the half log of the signal-to-noise ratio; its last step goes to the start itself."""
+    """DPM-Solver++(2M) in half log-SNR; its last step goes to the start itself."""
     times = dpm_times(cfg, steps)
     kept = np.cumprod(1 - noise_of.betas(cfg.schedule, cfg.timesteps), dtype=np.float64)[times]
     alpha, sigma = np.sqrt(kept), np.sqrt(1 - kept)
@@ -136,7 +136,7 @@ def _dpm(cfg: PriorConfig, steps: int) -> SolverTable:
         h = place[i + 1] - place[i]
         keep[i] = sigma[i + 1] / sigma[i]
         whole = -alpha[i + 1] * np.expm1(-h)
-        # How much of the last prediction's slope is followed: none at first, where there is none.
+        # Weight of the second-order correction by the previous prediction; the first step has none.
         follow = h / (2 * (place[i] - place[i - 1])) if i else 0.0
         start[i], before[i] = whole * (1 + follow), -whole * follow
     return _plan(cfg, times, keep=keep, start=start, before=before, noise=np.zeros(len(times)))

@@ -1,4 +1,4 @@
-"""What the network reads: text and its embedding, the time, the noised image, (the last prediction,) and the query.
+"""Input tokens of the network: text encodings and embedding, time, noised image, (previous prediction,) and query.
 
 Letters: B rows, L text tokens, N tokens of a kind, D width, X width of text.
 """
@@ -18,8 +18,8 @@ from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.params import Affine, PriorParams, TimeNetwork
 
 LONGEST_WAVE = 10_000.0
-# A cosine is 1 in torch's float32 (2.13 on a CPU) where the sine is below this: measured between 2.673813e-4 and 2.673825e-4. An
-# exactly rounded one would be 1 below 2.4414e-4.
+# In torch's float32 (2.13 on a CPU) a cosine rounds to 1 where the sine is below this: measured between 2.673813e-4 and 2.673825e-4.
+# With exact rounding the bound would be 2.4414e-4.
 NEAR_ONE = 2.67382e-4
 
 
@@ -33,9 +33,9 @@ def text_tokens(
     mask: Bool[Array, "B L"] | None = None,
     padding: Bool[Array, "B L"] | None = None,
 ) -> tuple[Float[Array, "B N D"], Bool[Array, "B SN"] | None]:
-    """Encodings, then the embedding; and which of them (and the null key before them) may be looked at, where not all may.
-    `mask` is the argument of that name in the releases that hide text, which follow it or not (`cfg.text_mask`). `padding`: places
-    where there is no encoding, hidden whatever the release would do (to a row of zeros: NaN, from the norms by maximum)."""
+    """Return the encodings followed by the embedding, and which of them (and the null key before them) are visible, None for all.
+    `mask` is the argument of that name in releases that mask text, which may ignore it (`cfg.text_mask`). `padding`: positions
+    without an encoding, which are always masked (the release would turn a row of zeros into NaN, by the `maximum` norms)."""
     n_row = text_embed.shape[0]
     embed = _expand(text_embed.astype(cfg.dtype), params.text_tokens, cfg.n_text_token, cfg)
     if encodings is None:
@@ -43,7 +43,7 @@ def text_tokens(
     keep = jnp.ones((n_row,), bool) if keep is None or not cfg.can_drop_text else keep
     if cfg.masks_text:
         real, given = _visible(encodings, mask, cfg), _project(encodings, params, cfg)
-        if padding is not None:  # hidden, so any values do that no norm turns into NaN
+        if padding is not None:  # masked, so any values are valid that no norm turns into NaN
             filler = jnp.zeros((cfg.dim,), given.dtype).at[0].set(1)
             real, given = real & ~padding, jnp.where(padding[..., None], filler, given)
         seen = jnp.concatenate([real & keep[:, None], jnp.repeat(keep[:, None], cfg.n_text_token, axis=1)], axis=1)
@@ -58,12 +58,12 @@ def text_tokens(
 
 
 def is_encoding(encodings: Float[Array, "B L X"]) -> Bool[Array, "B L"]:
-    """An encoding of zeros is padding."""
+    """Return which encodings are not padding; padding is all zeros."""
     return jnp.any(encodings != 0, axis=-1)
 
 
 def padding_of(encodings: Float[Array, "B L X"] | None, cfg: PriorConfig) -> Bool[Array, "B L"] | None:
-    """For `text_tokens`: what a caller who marks padding by zeros means."""
+    """Return the `padding` argument of `text_tokens`, for callers that mark padding by zeros."""
     return ~is_encoding(encodings) if cfg.masks_text and encodings is not None else None
 
 
@@ -83,7 +83,7 @@ def new_tokens(
     self_cond: Float[Array, "B D"] | None,
     cfg: PriorConfig,
 ) -> Float[Array, "B N D"]:
-    """The tokens that change from step to step. Without a last prediction, zeros stand for it."""
+    """Return the tokens that change from step to step. Without a previous prediction, its token is zero."""
     n_row = image_embed.shape[0]
     image = _expand(image_embed.astype(cfg.dtype), params.image_tokens, cfg.n_image_token, cfg)
     if keep_image is not None and params.null_image is not None:
@@ -105,7 +105,7 @@ def time_tokens(params: PriorParams, times: Shaped[Array, " B"], cfg: PriorConfi
         return params.time[times].astype(cfg.dtype).reshape(-1, cfg.n_time_token, cfg.dim)
     x = sinusoid(times, cfg.dim)
     if cfg.truncated_time and jnp.issubdtype(times.dtype, jnp.integer):
-        x = truncated(x)  # the reference casts it back to the type of the times
+        x = truncated(x)  # the reference casts it to the dtype of the times
     hidden = 2 * cfg.dim * cfg.n_time_token
     x = jax.nn.silu(_affine(x, params.time.first, hidden))
     x = jax.nn.silu(_affine(x, params.time.second, hidden))
@@ -116,7 +116,7 @@ def time_tokens(params: PriorParams, times: Shaped[Array, " B"], cfg: PriorConfi
 def sinusoid(times: Shaped[Array, " B"], width: int) -> Float[Array, "B D"]:
     half = width // 2
     step = math.log(LONGEST_WAVE) / max(half - 1, 1)
-    # Rounded as the reference's: at time 999 the last bit of a frequency is 1e-5 of a sine.
+    # Rounded like the reference: at time 999 an error in the last bit of a frequency changes a sine by 1e-5.
     power = np.arange(half, dtype=np.float32) * np.float32(-step)
     frequency = np.exp(power.astype(np.float64)).astype(np.float32)
     phase = times.astype(jnp.float32)[:, None] * frequency
@@ -124,8 +124,8 @@ def sinusoid(times: Shaped[Array, " B"], width: int) -> Float[Array, "B D"]:
 
 
 def truncated(waves: Float[Array, "B D"]) -> Float[Array, "B D"]:
-    """Sines and cosines cut to whole numbers: 0, except where float32 rounds them to 1 or -1. The last bit of a value near 1 differs
-    from library to library, so the other one of the two decides, which is small there and accurate."""
+    """Truncate sines and cosines to integers: 0, except where float32 rounds them to 1 or -1. The last bit of a value near 1 differs
+    between libraries, so the other of the two decides, which is small there and accurate."""
     sine, cosine = jnp.split(waves, 2, axis=-1)
     is_one = jnp.concatenate([jnp.abs(cosine), jnp.abs(sine)], axis=-1) < NEAR_ONE
     return jnp.where(is_one, jnp.sign(waves), 0.0)
@@ -138,7 +138,7 @@ def _expand(x: Float[Array, "B X"], affine: Affine | None, n: int, cfg: PriorCon
 
 
 def _affine(x: Float[Array, "B D"], affine: Affine, n_out: int) -> Float[Array, "B E"]:
-    """Pieces of a matrix come with more columns than it had."""
+    """Apply an affine map. `SplitK` weights are padded, so extra columns are removed."""
     return (parts.times(x, affine.w)[..., :n_out] + affine.b).astype(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a `vq` model is: its sizes and switches, checked when made."""
+"""Configuration of a `vq` model, validated on construction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from linnet.parallel.mesh import check_divides, check_no_experts
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VQConfig:
     context: ClassVar[int | None] = None
-    """Most tokens of one text: any number."""
+    """Maximum tokens of a sequence; None: unlimited."""
     FREE_WHEN_TUNED: ClassVar[frozenset[str]] = frozenset(
         (
             "block_len",
@@ -39,13 +39,13 @@ class VQConfig:
             "remat",
         )
     )
-    """Settings that fine-tuning may change: they alter training or speed, not the weights or what they mean."""
+    """Settings that fine-tuning may change: they affect training or speed, not the weights or their meaning."""
     n_vocab: int = 259
-    """Symbols the model reads and writes. Bytes: 256 + pad, end and unknown."""
+    """Vocabulary size. Bytes: 256 + pad, EOS and unknown."""
     end_id: int = EOS
-    """The symbol that ends a document: the tokenizer's."""
+    """EOS id of the tokenizer, which ends a document."""
     begin_id: BeginId = dataclasses.field(default="end", repr=False)  # see `linnet.models.bos`
-    """The symbol in front of every sequence: `end` (model.end_id), an id, or none."""
+    """BOS id, prepended to every sequence: `end` (model.end_id), an id, or none."""
     d_model: int = 256
     d_k: int = 64
     """Key width per head."""
@@ -55,63 +55,63 @@ class VQConfig:
     n_code: int = 256
     """Codes per head."""
     n_layer: int = 4
-    """A layer is two gated attention units."""
+    """Number of layers; a layer is two gated attention units."""
     block_len: int = 128
-    """Tokens computed together. Changes speed, never the result."""
+    """Tokens per attention block. Affects speed, not the result."""
     mem_len: int = 128
-    """The window: how far back positions count. Older tokens count by their code alone."""
+    """Attention window: range of relative positions, in tokens. Older tokens are attended to through their code only."""
     agg_cache: bool = True
-    """False: forget everything older than the window."""
+    """Attend to tokens older than the window through the compressed cache; False: forget them."""
     grad_thru_cache: bool = True
-    """False: no gradient into earlier blocks."""
+    """Backpropagate through the cache; False: no gradient into earlier blocks."""
     pe_abs: bool = False
     """Add scaled absolute positions to the embeddings."""
     pe_lam: float = 100_000.0
     """Longest wavelength of the sinusoids."""
     p_dropemb: float = 0.0
     p_dropsin: float = 0.0
-    """Dropout on the sinusoids, held for a whole sequence."""
+    """Dropout on the sinusoids, constant within a sequence."""
     p_dropres: float = 0.0
     p_droplyr: float = 0.0
-    """LayerDrop: one draw per unit and example, held for a whole sequence."""
+    """LayerDrop probability: one draw per unit and example, constant within a sequence."""
     e_tie: bool = False
-    """Output weights are the embeddings."""
+    """Tie the output weights to the embeddings."""
     e_preln: bool = False
-    """Normalise before the output."""
+    """Apply a norm before the output projection."""
     e_scale: float = 1.0
     n_expert: int = 0
-    """Experts of a feed-forward half after each unit; 0: none, as in the paper."""
+    """Experts of an MoE block after each unit; 0: none, as in the paper."""
     n_choice: int = 2
-    """Experts that a token goes through."""
+    """Experts per token (top-k routing)."""
     widening: float = 2.0
     """Hidden size of an expert: 2/3 of this times d_model, rounded up to a multiple of 8."""
     balance_weight: float = 0.01
-    """Of the load-balancing loss: experts that get more than their share cost."""
+    """Weight of the load-balancing loss, which penalises uneven use of experts."""
     z_weight: float = 0.001
-    """Of the router-z loss, which keeps the router's logits small."""
+    """Weight of the router z-loss, which keeps the router's logits small."""
     c_beta: float = 1e-4
     """Weight of the commitment loss."""
     c_gamma: float = 0.99
     """Decay of the codebook's moving averages."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations. Parameters, codebooks, norms and logits are float32 always."""
+    """Dtype of activations. Parameters, codebooks, norms and logits are always float32."""
     reset_at_documents: bool = False
-    """Forget the state where a new document begins."""
+    """Reset the state at the start of each document."""
     restart_dead_codes: bool = False
-    """Move codes that nothing uses onto keys of the current batch."""
+    """Move unused codes onto keys of the current batch."""
     dead_code_below: float = 0.01
-    """A code whose moving count is below this is dead."""
+    """A code is dead if its moving-average count is below this."""
     d_condition: int = 0
-    """Width of an embedding that a sequence may be told of: what the picture shall show. 0: none."""
+    """Width of the embedding that conditions an image; 0: unconditional model."""
     n_place: int = 0
-    """With `d_condition`: values of a picture. What an embedding says, it says otherwise of every place."""
+    """With `d_condition`: number of values of an image. The condition has a learned gain for each of these positions."""
     p_drop_condition: float = 0.1
-    """Chance that a sequence trains without its embedding: painting without one needs it, and so does guidance."""
+    """Probability of training a sequence without its embedding, for unconditional generation and classifier-free guidance."""
     condition_noise: float = 0.0
-    """Length of the noise added to an embedding (of length 1) in training: predicted ones are a little off."""
+    """Norm of the noise added to an embedding (of norm 1) in training, because predicted embeddings are inexact."""
     remat: Remat = "none"
-    """What the backward pass computes again instead of keeping it. some: all of a unit but its attention; full: the whole unit, for
-    a third more work."""
+    """Activations recomputed in the backward pass to save memory. some: everything in a unit except attention; full: the complete
+    unit, for a third more compute."""
 
     def __post_init__(self) -> None:
         for name in ("n_vocab", "d_model", "d_k", "d_v", "n_head", "n_code", "n_layer", "block_len", "mem_len"):
@@ -154,7 +154,7 @@ class VQConfig:
             raise invalid("model.c_beta", self.c_beta, "0 or more", "use 0.0001")
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
-        """A mesh must cut the model evenly."""
+        """Raise an error if the mesh does not divide the model evenly."""
         check_divides("model.d_model", self.d_model, "fsdp", sizes)
         if self.n_head > 1:
             check_divides("model.n_head", self.n_head, "model", sizes)
@@ -167,7 +167,7 @@ class VQConfig:
             check_no_experts(sizes)
 
     def check_lengths(self, sequence_len: int, update_len: int) -> None:
-        """Blocks must divide an update; a sequence may be as long as you like, but a picture that the model is told of is whole."""
+        """Raise an error unless blocks divide an update and, in a conditional model, a sequence is exactly one image."""
         if self.d_condition and sequence_len != self.n_place:
             needs = f"data.sequence_len ({sequence_len}), one picture"
             raise invalid("model.n_place", self.n_place, needs, f"use --model.n-place {sequence_len}")
@@ -181,10 +181,10 @@ class VQConfig:
 
     @property
     def bos_id(self) -> int | None:
-        """The id in front of every sequence; None: sequences begin with their own first token."""
+        """BOS id prepended to every sequence; None: no BOS."""
         return bos_id(self.begin_id, self.end_id)
 
     @property
     def n_unit(self) -> int:
-        """Gated attention units: two a layer."""
+        """Number of gated attention units: two per layer."""
         return 2 * self.n_layer

@@ -1,4 +1,4 @@
-"""The official Transformer-VQ's checkpoint tree (as '/'-joined names) and settings, to Linnet's and back."""
+"""Conversion between the official Transformer-VQ's checkpoint tree (as '/'-joined names) and settings and Linnet's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNIT_NAMES = {
 }
 CODE_NAMES = {"code_count": "quantizer/c_count", "code_total": "quantizer/c_sum"}
 EMBED, TIED_BIAS, SCALE = "token_embedder/embs", "token_embedder/bias_out", "position_embedder/scale"
-# The reference's settings that say nothing about what the model computes: data, sampling, notes of whoever wrote the file.
+# Settings of the reference that do not affect what the model computes: data, sampling, notes of the file's author.
 NOT_THE_MODEL = frozenset(
     [
         "global_batch_size",
@@ -48,7 +48,7 @@ NOT_THE_MODEL = frozenset(
         "note",
         "perturb_seed",
         "min_shortcode_margin",
-        # launch.py's other arguments: where things are, how to train, what to print.
+        # The other arguments of launch.py: paths, training, logging.
         "multihost",
         "command",
         "dataset",
@@ -78,12 +78,12 @@ OUT_GAIN, OUT_NORM_BIAS, W_OUT, OUT_BIAS = "out_ln/g", "out_ln/b", "out_proj/ker
 
 
 def unit_name(index: int) -> str:
-    """A layer of the reference is a pair of units."""
+    """Return the reference's name of a unit; a layer of the reference is a pair of units."""
     return f"transformer_layers_{index // 2}/scanned_attn{index % 2 + 1}"
 
 
 def from_reference(tree: Tree, cfg: VQConfig) -> tuple[VQParams, VQBuffers]:
-    """Linnet's weights from the reference's, every shape checked against `cfg` first."""
+    """Convert the reference's weights to Linnet's, after checking every shape against `cfg`."""
     _check_extensions(cfg)
     _check_tree(tree, {name: spec.layer_shape for name, spec in _reference_specs(cfg).items()})
     params = params_from_leaves(leaves_from_reference(tree, cfg), cfg)
@@ -117,7 +117,7 @@ def _check_tree(tree: Tree, wanted: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def reference_leaves(cfg: VQConfig) -> dict[str, tuple[str, int | None]]:
-    """The reference's name of every trained parameter -> the name of Linnet's leaf, and the unit within it."""
+    """Map the reference's name of every trained parameter to the name of Linnet's leaf and the unit within it."""
     names: dict[str, tuple[str, int | None]] = {EMBED: ("embed", None)}
     if cfg.pe_abs:
         names[SCALE] = ("position_scale", None)
@@ -132,8 +132,8 @@ def reference_leaves(cfg: VQConfig) -> dict[str, tuple[str, int | None]]:
 
 
 def leaves_from_reference(tree: Tree, cfg: VQConfig) -> dict[str, np.ndarray]:
-    """Arrays by the reference's names -> by the names of Linnet's leaves, units stacked. Arrays may have any shape, so that it
-    serves what an optimizer keeps of each parameter as well."""
+    """Convert arrays keyed by the reference's names to Linnet's leaf names, with units stacked. Arrays may have any shape, so this
+    also converts optimizer state."""
     stacks: dict[str, list[np.ndarray]] = {}
     for name, (leaf, _) in reference_leaves(cfg).items():
         stacks.setdefault(leaf, []).append(np.asarray(tree[name]))
@@ -141,7 +141,7 @@ def leaves_from_reference(tree: Tree, cfg: VQConfig) -> dict[str, np.ndarray]:
 
 
 def leaves_to_reference(leaves: Mapping[str, Any], cfg: VQConfig) -> dict[str, np.ndarray]:
-    """The inverse of `leaves_from_reference`."""
+    """Inverse of `leaves_from_reference`."""
     return {
         name: np.asarray(leaves[leaf] if unit is None else leaves[leaf][unit])
         for name, (leaf, unit) in reference_leaves(cfg).items()
@@ -155,7 +155,7 @@ def params_from_leaves(leaves: Mapping[str, Any], cfg: VQConfig, dtype: Any = jn
 
 
 def to_reference(params: VQParams, buffers: VQBuffers | None, cfg: VQConfig) -> dict[str, np.ndarray]:
-    """The reference's tree. Its unused bias of an untied model is zero. Also takes gradients (without buffers)."""
+    """Convert weights, or gradients (without buffers), to the reference's tree. The unused bias of an untied model is zero."""
     _check_extensions(cfg)
     tree = leaves_to_reference(dict(named_leaves(params)), cfg)
     tree.setdefault(TIED_BIAS, np.zeros(cfg.n_vocab, np.float32))
@@ -167,7 +167,7 @@ def to_reference(params: VQParams, buffers: VQBuffers | None, cfg: VQConfig) -> 
 
 
 def infer_config(tree: Tree) -> dict[str, Any]:
-    """All settings that the shapes tell. What they cannot tell (window, block, output scale) the user must say."""
+    """Infer all settings that the shapes determine. The user must give the others (window, block, output scale)."""
     layers = {int(m[1]) for name in tree if (m := re.match(r"transformer_layers_(\d+)/", name))}
     if not layers or EMBED not in tree:
         raise UserError(
@@ -199,8 +199,8 @@ def infer_config(tree: Tree) -> dict[str, Any]:
 
 
 def config_from_reference(settings: Mapping[str, Any], *, ignore_unknown: bool = False) -> VQConfig:
-    """The reference writes switches as 0 and 1. A setting that we do not know may change the result, so it is refused
-    (a caller who checks the results may ignore it)."""
+    """Convert the reference's settings, which write switches as 0 and 1. An unknown setting may change the result, so it is an error
+    unless the caller checks the results (`ignore_unknown`)."""
     fields = {f.name for f in dataclasses.fields(VQConfig)}
     unknown = unknown_settings(settings)
     if unknown and not ignore_unknown:
@@ -230,7 +230,7 @@ def _setting(name: str, hint: Any, value: Any) -> Any:
     if typing.get_origin(hint) is typing.Literal and value in typing.get_args(hint):
         return value
     if typing.get_origin(hint) is typing.Union and (value is None or isinstance(value, int | str)):
-        return value  # begin_id, which the config itself checks
+        return value  # begin_id, which the config itself validates
     needs = {bool: "0 or 1", int: "a whole number", float: "a number"}.get(hint, f"one of {typing.get_args(hint)}")
     raise invalid(f"the setting {name}", value, needs, "correct it in the file")
 

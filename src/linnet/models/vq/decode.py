@@ -1,10 +1,10 @@
-"""One token a slot: the fast path of `vq`. Reading the state is the cost, so nothing is copied and every update is in place.
+"""Decode step of `vq`: one token per slot. Reading the state dominates the cost, so nothing is copied and updates are in place.
 
 Letters as in `slots`: B slots, H heads, R = B H rows, S codes, M window, W = M + 1 ring columns, N = S + W columns, K key width,
-V value width, P = scores padded, A vocabulary. `prepare` computes once all that does not depend on the token.
+V value width, P = scores padded, A vocabulary. `prepare` precomputes everything that does not depend on the token.
 
-Bits: a row's result is the same beside any neighbours, in any slot, with any number of slots. Rows of memory each have their own
-product; those with weights are `batch_invariant`. Tests hold us to it.
+A row's result is batch-invariant: bit-identical for any neighbours, slot index and number of slots. Each row of memory has its own
+product, and products with weights use `batch_invariant`. Tests enforce this.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
 
 
 def _held(matrix: Weight, dtype: Any) -> Weight:
-    """Not wider than the activations it multiplies."""
+    """Cast a float matrix to the dtype of the activations, unless it is narrower or quantised."""
     if not isinstance(matrix, jax.Array) or matrix.dtype.itemsize < dtype.itemsize:
         return matrix
     return matrix.astype(dtype)
@@ -115,7 +115,7 @@ def table_size(cfg: VQConfig) -> int:
 def tick(
     prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig
 ) -> tuple[Slots, Float[Array, "B A"]]:
-    """Every slot reads one token; the logits of its next."""
+    """Read one token in every slot and return the logits of the next."""
 
     def run(prepared: Prepared, slots: Slots, cfg: VQConfig, of: Parts, tokens: Any) -> tuple[Any, ...]:
         return read_token(prepared, slots, tokens, cfg, of)
@@ -144,7 +144,7 @@ def decode(
     n_ticks: int,
     n_top: int = 0,
 ) -> tuple[Slots, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"], tuple[Array, Array] | None]:
-    """As `drawing.draw` says. Slots that are not active tick with the others: what they hold means nothing."""
+    """Run `decode_loop`. Inactive slots tick with the others; their contents are meaningless."""
     del active
 
     def run(
@@ -166,7 +166,7 @@ def decode(
 def read_token(
     prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig, of: Parts = WHOLE
 ) -> tuple[Slots, Float[Array, "B A"]]:
-    """A tick, to be part of a program: of one device's part of the model, which is like `cfg`."""
+    """One tick, to be traced into a larger program. `cfg` is the config of one device's shard of the model."""
     dtype = jnp.dtype(cfg.dtype)
     x = of.rows(prepared.embed, tokens, cfg.n_vocab).astype(dtype)
     if cfg.d_condition:
@@ -210,7 +210,7 @@ def _unit(
     qk = qk.astype(jnp.float32)
     value = jax.nn.silu(projected[:, 2 * hk : 2 * hk + hv]).reshape(rows, cfg.d_v).astype(jnp.float32)
     gate = jax.nn.silu(projected[:, 2 * hk + hv :])
-    # q and k apart: one row each is a matrix-vector product, the fastest there is.
+    # q and k separately: with one row each this is a matrix-vector product, which is fastest.
     by_query = jnp.stack([matmul(qk[:, 0, i], head) for i, head in enumerate(weights.scores)], axis=1) + weights.offset
     by_key = jnp.stack([matmul(qk[:, 1, i], head) for i, head in enumerate(weights.scores)], axis=1)
     by_query = by_query.reshape(rows, -1)
@@ -233,7 +233,7 @@ def _unit(
 
 
 def _taken(mixture: Mixture, g: int) -> Mixture:
-    """One unit's, as a stack of one layer; 16 bits as bits, which can be read in part."""
+    """Return one unit's mixture. bfloat16 weights are stored as bits, which can be read in tiles."""
 
     def one(leaf: Any) -> Any:
         leaf = jax.tree.map(lambda x: x[g], leaf)
@@ -253,8 +253,8 @@ def _mixture(x: Float[Array, "B D"], mixture: Mixture, cfg: VQConfig, of: Parts)
 def _write(
     memory: UnitMemory, column: Int[Array, " R"], code: Int[Array, " R"], value: Float[Array, "R V"]
 ) -> UnitMemory:
-    """The key whose ring column is due moves to the table; the new key takes its place. One scatter for both: XLA does it in
-    place, while two updates one after the other are each fused with the matmul that reads them, and copy everything."""
+    """Move the key in the ring column that is reused to the table and write the new key. One scatter does both: XLA runs it in
+    place, whereas two consecutive updates are each fused with the matmul that reads them, and copy everything."""
     n_row, ring = memory.codes.shape
     n_table = memory.count.shape[1] - ring
     here = n_table + column
@@ -276,8 +276,8 @@ def _write(
 def leave_ring(
     memory: UnitMemory, column: Int[Array, " R"], *, write: bool = True
 ) -> tuple[UnitMemory, tuple[Int[Array, " R"], Float[Array, "R V"]]]:
-    """Moves each row's key in ring column `column` (if there is one) to its place in the table: the counts, and with `write` the
-    totals. Also which column of the table changes, and to what."""
+    """Move each row's key in ring column `column` (if there is one) to the table: the counts, and with `write` the totals. Also
+    returns the changed table columns and their new totals."""
     n_row, ring = memory.codes.shape
     n_table = memory.count.shape[1] - ring
     rows = jnp.arange(n_row)

@@ -1,4 +1,4 @@
-"""What decoding of `vq` holds, slots and prepared weights; and how a mesh cuts them.
+"""Decoding state of `vq` (slots and prepared weights) and its sharding.
 
 Letters as in `slots` and `decode`.
 """
@@ -26,18 +26,18 @@ from linnet.parallel.sharding import shard_map
 
 @pytree
 class UnitMemory:
-    """What one unit remembers of every slot."""
+    """State of one unit for all slots."""
 
     total: Float[Array, "R N V"]
     codes: Int[Array, "R W"]
-    count: Float[Array, "R N"]  # 0 where a column holds nothing; then its total may be anything finite
+    count: Float[Array, "R N"]  # 0 for an empty column, whose total may then be any finite value
 
 
 @pytree
 class Slots:
-    units: tuple[UnitMemory, ...]  # not stacked: a stack would be copied where one unit is read
+    units: tuple[UnitMemory, ...]  # not stacked: XLA would copy a stack to read one unit
     position: Int[Array, " B"]  # tokens read so far
-    condition: Any = None  # B D: what each is told, or None in a model that nothing conditions
+    condition: Any = None  # B D: projected condition of each slot, or None in an unconditional model
 
 
 @pytree
@@ -54,23 +54,23 @@ class UnitWeights:
 
 @pytree
 class Prepared:
-    """The weights as decoding wants them: one unit after the other, all constants computed."""
+    """Weights in the layout for decoding: one tuple entry per unit, with all constants precomputed."""
 
-    embed: Float[Array, "A D"]  # on a mesh padded, as all of the vocabulary: the parts are equal
+    embed: Float[Array, "A D"]  # the vocabulary is padded on a mesh, so that shards are equal
     position_scale: Any
     units: tuple[UnitWeights, ...]
     out_gain: Any
     out_norm_bias: Any
     logits: SplitK  # D x A, padded
     logits_bias: Float[Array, " A"]
-    place: Any = None  # P D, or None in a model that nothing conditions
+    place: Any = None  # P D, or None in an unconditional model
 
 
-# A mesh. Each device has some heads, or some values of the one head, and is a model of that size but for the sums.
+# Sharding. Each device holds some heads, or some values of a single head: a model of that size, except for the psums.
 
 
 def part_config(cfg: VQConfig) -> VQConfig:
-    """The model that each device of the mesh has."""
+    """Return the config of one device's shard of the model."""
     n = parts().model
     if cfg.n_head > 1:
         return dataclasses.replace(cfg, n_head=cfg.n_head // n)
@@ -78,7 +78,7 @@ def part_config(cfg: VQConfig) -> VQConfig:
 
 
 def apart(params: VQParams, cfg: VQConfig) -> tuple[VQParams, VQParams]:
-    """Keys, values and gates by themselves, the vocabulary padded: what each device's part is cut from; and the specs of it."""
+    """Split the fused keys, values and gates and pad the vocabulary, so that each can be sharded. Also returns the specs."""
     specs, n = param_specs(cfg), parts().model
     short, ends = -cfg.n_vocab % n, (cfg.n_head * cfg.d_k, cfg.n_head * (cfg.d_k + cfg.d_v))
     edges = list(zip((0, *ends), (*ends, ends[1] + cfg.n_head * cfg.d_v), strict=True))
@@ -119,7 +119,7 @@ def apart(params: VQParams, cfg: VQConfig) -> tuple[VQParams, VQParams]:
 
 
 def prepared_cuts(cfg: VQConfig) -> Any:
-    """Rows of products cut by their sums, columns by what they make."""
+    """Return PartitionSpecs of the prepared weights: projections are sharded by output, output projections by input."""
     columns, rows, whole = PartitionSpec(None, "model"), PartitionSpec("model"), EVERYWHERE
     by_head = cfg.n_head > 1
     wide, tall = PartitionSpec("expert", None, "model"), PartitionSpec("expert", "model")
@@ -149,7 +149,8 @@ def prepared_cuts(cfg: VQConfig) -> Any:
 
 
 def slot_cuts(n_head: int, n_unit: int) -> Any:
-    """A device's rows are all slots', for its heads: of the whole array they are together, whatever its order."""
+    """Return PartitionSpecs of slots. With several heads a device holds all slots' rows for its heads; the global row order is
+    arbitrary."""
     rows = PartitionSpec("model") if n_head > 1 else EVERYWHERE
     total = rows if n_head > 1 else PartitionSpec(None, None, "model")
     unit: Any = UnitMemory(total=cast(Any, total), codes=cast(Any, rows), count=cast(Any, rows))
@@ -159,8 +160,8 @@ def slot_cuts(n_head: int, n_unit: int) -> Any:
 def by_parts(
     run: Callable[..., tuple[Any, ...]], prepared: Prepared, slots: Any, cfg: VQConfig, cut: Any, *rest: Any
 ) -> tuple[Any, ...]:
-    """`run(prepared, slots, cfg, parts, *rest)`, on a mesh by each device for its part. It gives slots, cut by `cut`, and what is the
-    same everywhere."""
+    """Call `run(prepared, slots, cfg, parts, *rest)`, on a mesh for each device's shard. `run` returns slots, sharded by `cut`, and
+    replicated results."""
     if sharding.current() is None:
         return run(prepared, slots, cfg, WHOLE, *rest)
     mine, of = part_config(cfg), parts()

@@ -1,4 +1,4 @@
-"""Figures about the codebooks, under the reference's names: computed only on steps that log them."""
+"""Codebook diagnostics under the reference's names, computed only on steps that log them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from linnet.models.vq.config import VQConfig
 from linnet.models.vq.params import VQBuffers
 from linnet.nn.codebook import MIN_COUNT, code_vectors
 
-FEWEST, MOST = 1.0, 1e6  # a count outside is out of range
+FEWEST, MOST = 1.0, 1e6  # counts outside of this range are reported as out of bounds
 
 
 def codebook_figures(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfig) -> dict[str, Any]:
-    """Scalars averaged over units, and under "codebook" one row per figure with an entry per unit."""
+    """Return scalars averaged over units, and under "codebook" one list per figure with one value per unit."""
     scalars, rows = _figures(buffers, cfg.dead_code_below)
     rows = rows | {"usage": metrics["unit_usage"], "relative_err": metrics["unit_relative_err"]}
     return {
@@ -58,7 +58,7 @@ def _figures(buffers: VQBuffers, dead_below: float) -> tuple[dict[str, Array], d
 
 
 def _spread(name: str, x: Float[Array, "G H *S"], where: Array | None) -> dict[str, Array]:
-    """Least, mean and largest of each codebook, averaged over codebooks."""
+    """Return the minimum, mean and maximum of each codebook, averaged over codebooks."""
     axes = tuple(range(2, x.ndim))
     return {
         f"{name}_min": jnp.mean(jnp.min(x, axis=axes, where=where, initial=jnp.inf)),

@@ -1,4 +1,4 @@
-"""The `vq` family as the trainer sees it: loss, codebook updates, evaluation, diagnostics."""
+"""The `vq` family for the trainer: loss, codebook updates, evaluation, diagnostics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ name = "vq"
 @pytree
 class Statistics:
     seen: codebook.CodeStatistics  # G H S (K)
-    candidates: Any  # G H S K, or None when dead codes stay dead
+    candidates: Any  # G H S K, or None without dead-code restarts
 
 
 def empty_carry(cfg: VQConfig, batch_size: int) -> model.VQCarry:
@@ -45,7 +45,7 @@ def loss(
     first_row: int | Int[Array, ""],
     cfg: VQConfig,
 ) -> tuple[Float[Array, ""], Aux]:
-    """Mean over B x T of `mask * nll`, plus the commitment loss. The mask is not renormalised here, but it is in the metrics."""
+    """Mean over B x T of `mask * nll`, plus the commitment loss. The mask is renormalised only in the metrics."""
     mask = batch.loss_mask.astype(jnp.float32)
     dropout = None if keys is None else _dropout(keys, first_row, batch.inputs.shape[0])
     if cfg.d_condition:
@@ -84,7 +84,7 @@ def loss(
 
 
 def merge_statistics(a: Statistics, b: Statistics) -> Statistics:
-    """Counts add up. Candidates of one micro-batch are as good as another's."""
+    """Add the counts. Candidates are taken from one micro-batch, since any will do."""
     return Statistics(seen=jax.tree.map(jnp.add, a.seen, b.seen), candidates=a.candidates)
 
 
@@ -118,8 +118,8 @@ def nats(
 
 
 def _reading_stretch(cfg: VQConfig, batch_size: int, n_token: int) -> int:
-    """How many tokens a row reads at once. On a CPU all units read some 1,024 tokens before the next are begun, so that the wide
-    arrays between two products stay in the cache; the stretch must divide the row, and cut no block."""
+    """Return how many tokens of a row to evaluate at once. On a CPU all units process about 1,024 tokens before the next ones, so that
+    the wide arrays between two products stay in the cache. The length must divide the row and be a multiple of the block length."""
     if jax.default_backend() != "cpu":
         return n_token
     block_len = reading_block_len(cfg)
@@ -129,8 +129,8 @@ def _reading_stretch(cfg: VQConfig, batch_size: int, n_token: int) -> int:
 
 
 def reading_block_len(cfg: VQConfig) -> int:
-    """The block length for reading without a gradient: the result does not depend on it. On a CPU shorter blocks win, since less of
-    each block lies in the masked future."""
+    """Return the block length for evaluation without a gradient; the result does not depend on it. Shorter blocks are faster on a CPU,
+    because less of each block is masked future."""
     return min(cfg.block_len, 64) if jax.default_backend() == "cpu" else cfg.block_len
 
 
@@ -146,7 +146,7 @@ def alarms(figures: dict[str, Any], least: float, cfg: VQConfig) -> dict[int, st
         for unit, value in enumerate(figures.get("codebook", {}).get("perplexity", []))
         if value < least * cfg.n_code
     }
-    # Experts count from behind the units, so that both may be told of one unit.
+    # Expert warnings are keyed after the units, so that a unit can have both kinds.
     more = expert_warnings(figures, least, cfg.n_expert) if cfg.n_expert else {}
     return collapsed | {cfg.n_unit + unit: words for unit, words in more.items()}
 
@@ -156,13 +156,13 @@ def flops_per_token(cfg: VQConfig) -> int:
 
 
 def augment_condition(embeds: Float[Array, "B E"], dropout: model.Dropout, cfg: VQConfig) -> Float[Array, "B E"]:
-    """Embeddings as training shows them: a little off, and now and then none. Held for a whole sequence."""
+    """Conditioning augmentation: add noise, and drop the condition with probability `p_drop_condition`; constant within a sequence."""
 
     def row(embed: Float[Array, " E"], key: PRNGKeyArray) -> Float[Array, " E"]:
         if cfg.condition_noise:
             noise = jax.random.normal(rng.fold_in_name(key, "condition noise"), embed.shape)
             off = embed + cfg.condition_noise / math.sqrt(cfg.d_condition) * noise
-            embed = off * jax.lax.rsqrt(jnp.sum(off**2)) * jnp.any(embed != 0)  # none stays none
+            embed = off * jax.lax.rsqrt(jnp.sum(off**2)) * jnp.any(embed != 0)  # an absent condition stays absent
         keep = jax.random.bernoulli(rng.fold_in_name(key, "condition"), 1.0 - cfg.p_drop_condition)
         return jnp.where(keep, embed, 0.0)
 

@@ -1,6 +1,6 @@
-"""Guided painting: every sequence runs twice, told of its embedding and not, and is drawn from what the first has over the second.
+"""Classifier-free guidance: every sequence runs twice, with and without its condition, and is sampled from the guided logits.
 
-Letters: B sequences (2B slots: first all that are told, then all that are not), A vocabulary.
+Letters: B sequences (2B slots: first all conditional ones, then all unconditional ones), A vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CFGSlots:
 
 @dataclasses.dataclass(frozen=True)
 class CFGDecoder:
-    """A `Decoder` whose states are pairs. A guidance of 1 is the model as it is told, bit for bit."""
+    """A `Decoder` whose states are (conditional, unconditional) pairs. Guidance 1 is bit-identical to the conditional model."""
 
     guidance: float
 
@@ -101,7 +101,7 @@ def decode(
     n_ticks: int,
     n_top: int = 0,
 ) -> tuple[CFGSlots, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"], tuple[Array, Array] | None]:
-    """As `drawing.draw` says: what is drawn is read by both of a pair."""
+    """Run `decode_loop`; both sequences of a pair read the sampled token."""
     del active
 
     def run(

@@ -1,4 +1,4 @@
-"""The `vq` model: embedding, gated attention units run by scan, logits; and its training loss.
+"""The `vq` model: embedding, scanned gated attention units, logits, and the training loss.
 
 Letters: B batch, T tokens, D model width, G units, H heads, K key width, V value width per head, S codes, A vocabulary,
 E width of a condition.
@@ -36,36 +36,36 @@ PROJECTED = "projected"
 
 @pytree
 class VQCarry:
-    """What a sequence leaves behind for its next tokens: of one size, however long the sequence."""
+    """Recurrent state of a sequence, of constant size for any length."""
 
     attention: AttentionState  # stacked over units
     position: Int[Array, " B"]  # tokens read so far
-    condition: Any = None  # B D: what it is told, read by every place (zeros: nothing); None in a model without
+    condition: Any = None  # B D: projected condition (zeros: none); None in an unconditional model
 
 
 @pytree
 class Dropout:
-    """The random keys of one update: drawn anew for every update, or held for a whole sequence. One per row where rows differ,
-    so that a row's draws do not depend on the batch it is in."""
+    """Random keys of one update: `update` is new for every update, `sequence` is constant within a sequence. There is one key per
+    row, so that a row's dropout does not depend on its batch."""
 
     update: PRNGKeyArray  # B
     sequence: PRNGKeyArray  # B
-    shared: PRNGKeyArray  # the sinusoids', the same for all rows
+    shared: PRNGKeyArray  # for the sinusoids, the same for all rows
 
 
 @pytree
 class UnitAux:
-    """What a unit tells besides its output, stacked over units."""
+    """Auxiliary outputs of a unit, stacked over units."""
 
     seen: codebook.CodeStatistics
-    candidates: Any  # H S K: keys onto which dead codes may move, or None
+    candidates: Any  # H S K: keys onto which dead codes can be moved, or None
     commitment: Float[Array, "*G"]
     key_norm: Float[Array, "*G"]
     quantised_norm: Float[Array, "*G"]
-    error: Float[Array, "*G 3"]  # relative quantisation error: least, mean, largest
+    error: Float[Array, "*G 3"]  # relative quantisation error: minimum, mean, maximum
     codes: Int[Array, "*G B H T"]
-    output: Any  # B T D, or None unless asked for
-    router: Any = None  # RouterFigures, or None without experts
+    output: Any  # B T D, or None unless requested
+    router: Any = None  # RouterStats, or None without experts
 
 
 STATE_NAMES: Any = AttentionState(
@@ -77,11 +77,11 @@ STATE_NAMES: Any = AttentionState(
     total=cast(Any, ("batch", "heads", None, "values")),
     table_document=cast(Any, ("batch",)),
 )
-"""Of one unit's state."""
+"""Logical axes of one unit's state."""
 
 
 def carry_axes(carry: VQCarry) -> Any:
-    """What each axis of a carry is."""
+    """Return the logical axes of a carry."""
     attention = jax.tree.map(lambda names: ("layers", *names), STATE_NAMES, is_leaf=sharding.is_logical_axes)
     condition: Any = None if carry.condition is None else ("batch", None)
     return VQCarry(attention=attention, position=cast(Any, ("batch",)), condition=condition)
@@ -98,11 +98,11 @@ def empty_carry(cfg: VQConfig, batch: int) -> VQCarry:
 
 
 def conditioned(params: VQParams, carry: VQCarry, embeds: Float[Array, "B E"], cfg: VQConfig) -> VQCarry:
-    """Sequences that are told of embeddings of length 1; a row of zeros is told of none.
+    """Attach a unit-norm conditioning embedding to each sequence; a zero row means unconditional.
 
-    The state holds what is told, and every place reads it anew, in its own way. A prefix that only attention reads would be one old
-    key among many: beyond the window it counts by its code alone."""
-    # Numbers of size 1, as embeddings of tokens are.
+    The state stores the projected condition, and every position adds it with its own gain. A prefix read only through attention
+    would be one old key among many: beyond the window it counts only through its code."""
+    # Unit variance, like token embeddings.
     wide = math.sqrt(cfg.d_condition) * embeds.astype(jnp.float32)
     return replace(carry, condition=jnp.matmul(wide, params.w_condition, precision="highest"))
 
@@ -110,7 +110,7 @@ def conditioned(params: VQParams, carry: VQCarry, embeds: Float[Array, "B E"], c
 def told(
     places: Float[Array, "P D"], condition: Float[Array, "*B D"], position: Int[Array, "*B"], cfg: VQConfig
 ) -> Float[Array, "*B D"]:
-    """What is added to the input at a position."""
+    """Return the condition scaled by the gain of a position, which is added to the input there."""
     return condition * places[jnp.minimum(position, cfg.n_place - 1)]
 
 
@@ -129,7 +129,7 @@ def forward(
     dense: bool = False,
     keep_outputs: bool = False,
 ) -> tuple[Float[Array, "B T D"], VQCarry, UnitAux]:
-    """The last hidden vectors of T tokens read after `carry`, and the carry after them (after `length` of them, where given)."""
+    """Return the final hidden vectors of T tokens after `carry`, and the carry after them (after `length` of them, if given)."""
     dtype = jnp.dtype(cfg.dtype)
     n_token = tokens.shape[1]
     block_len = n_token if dense else block_len or cfg.block_len
@@ -163,7 +163,7 @@ def forward(
             aux = replace(aux, router=experts.router_stats(routing, in_blocks.reshape(-1)))
         return x, (state, aux)
 
-    # Norms, silu and the like are cheaper to compute again than to keep.
+    # Norms, SiLU and similar operations are cheaper to recompute than to store.
     attended = attention_blocks.KEPT
     keep = {"none": (PROJECTED, *attended), "some": attended, "full": ()}[cfg.remat]
     unit = jax.checkpoint(unit, policy=jax.checkpoint_policies.save_only_these_names(*keep), prevent_cse=False)
@@ -184,7 +184,7 @@ def logits(params: VQParams, x: Float[Array, "*B D"], cfg: VQConfig) -> Float[Ar
 def unit_projections(
     x: Float[Array, "B T D"], p: UnitParams, cfg: VQConfig
 ) -> tuple[Array, Float[Array, "B H T K"], Float[Array, "B H T V"], Float[Array, "B T HV"]]:
-    """Normed queries (u and w not yet added), keys, values and gates."""
+    """Return normalised queries (without u and w), keys, values and gates."""
     hk, hv = cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
     scale = key_scale(cfg)
     h = rms_norm_affine(x, p.norm_gain, p.norm_bias)
@@ -192,7 +192,7 @@ def unit_projections(
     if sharding.axis_size("model") == 1:
         joined = checkpoint_name(linear(h, concat_outputs(p.w_q, p.w_kvg)), PROJECTED)
         q, k, v, g = jnp.split(joined, ends, axis=-1)
-    else:  # each cut for itself: a part of the joined product would be some keys and some values
+    else:  # sharded separately: a shard of the fused product would mix keys and values
         names = (head_axis(cfg), head_axis(cfg), "values", "values")
         parts = zip(_columns(concat_outputs(p.w_q, p.w_kvg), ends), names, strict=True)
         placed = (jax.tree.map(lambda w, n=n: sharding.constrain(w, (None, n), RULES), part) for part, n in parts)
@@ -202,13 +202,13 @@ def unit_projections(
 
 
 def _columns(matrix: Weight, ends: list[int]) -> list[Weight]:
-    """Its outputs apart."""
+    """Split a matrix by outputs."""
     edges = zip([0, *ends], [*ends, None], strict=True)
     return [jax.tree.map(lambda w, a=a, b=b: w[..., a:b], matrix) for a, b in edges]
 
 
 def key_scale(cfg: VQConfig) -> float:
-    """tau ** -1/2 on both sides of a product divides it by tau = sqrt(K)."""
+    """Return tau ** -1/2 with tau = sqrt(K); applied to queries and keys, it divides their product by tau."""
     return cfg.d_k**-0.25
 
 
@@ -217,7 +217,7 @@ def heads(x: Float[Array, "*B T HE"], n_head: int) -> Float[Array, "*B H T E"]:
 
 
 def distance_vectors(p: UnitParams, cfg: VQConfig, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "H R K"]:
-    """r_0 .. r_M of one unit."""
+    """Return the relative position vectors r_0 .. r_M of one unit."""
     waves = sinusoid(jnp.arange(cfg.mem_len + 1), cfg.d_model, cfg.pe_lam)
     if dropout_key is not None and cfg.p_dropsin:
         waves = _drop(waves, cfg.p_dropsin, dropout_key)
@@ -289,7 +289,7 @@ def _attention(
     n_token: int,
     options: dict[str, bool],
 ) -> tuple[Float[Array, "N B H L V"], AttentionState]:
-    """Rows and heads (or of one head the parts of its values) know nothing of each other: each device attends its own."""
+    """Attend in `shard_map`: rows and heads (with a single head, slices of its values) are independent, so no collective is needed."""
     by_key, by_value = (None, "batch", "heads", None, None), (None, "batch", "heads", None, "values")
     names = (
         Queries(content=cast(Any, by_key), position=cast(Any, by_key)),
@@ -337,7 +337,7 @@ def _unit_aux(
 
 
 def _spread_by_block(x: Float[Array, "B H T"], block_len: int) -> Float[Array, " 3"]:
-    """Least and largest of each block, averaged over blocks (as the reference logs them), and the mean."""
+    """Return the minimum and maximum of each block, averaged over blocks (as the reference logs them), and the mean."""
     short = -x.shape[-1] % block_len
     blocks = jnp.pad(x, ((0, 0), (0, 0), (0, short)), mode="edge").reshape(*x.shape[:2], -1, block_len)
     return jnp.stack([jnp.mean(jnp.min(blocks, axis=-1)), jnp.mean(x), jnp.mean(jnp.max(blocks, axis=-1))])
@@ -351,7 +351,7 @@ def _drop(x: Array, p: float, key: PRNGKeyArray, shape: tuple[int, ...] | None =
 def _drop_rows(
     x: Float[Array, "N B L D"], p: float, keys: PRNGKeyArray, whole: bool = False
 ) -> Float[Array, "N B L D"]:
-    """Dropout with a key per row; `whole` keeps or drops a row altogether."""
+    """Apply dropout with one key per row; `whole` keeps or drops complete rows."""
     return jax.vmap(lambda row, key: _drop(row, p, key, (1,) * row.ndim if whole else None), (1, 0), 1)(x, keys)
 
 
@@ -365,12 +365,12 @@ def _fold_rows(keys: PRNGKeyArray, index: Array) -> PRNGKeyArray:
 
 
 def nats(params: VQParams, x: Float[Array, "B T D"], targets: Int[Array, "B T"], cfg: VQConfig) -> Float[Array, "B T"]:
-    """-log p(target), in float32."""
+    """Return -log p(target) in float32."""
     return likelihood.token_nll(logits(params, x, cfg), targets)
 
 
 def n_flops_per_token(cfg: VQConfig, block_len: int | None = None) -> int:
-    """Multiply-adds of the forward pass as written here, times two: the floor that MFU is measured against."""
+    """Return twice the multiply-adds of this forward pass: the count that MFU is computed from."""
     block = block_len or cfg.block_len
     columns = math.ceil(cfg.mem_len / block) * block + block
     hk, hv, s = cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v, cfg.n_code

@@ -1,6 +1,6 @@
-"""The weights of a `vq` model: each declared once, the gated attention units stacked on a leading axis.
+"""Parameters of a `vq` model: each is declared once, with gated attention units stacked on a leading axis.
 
-Letters: G units, D model width, H heads, K key width, V value width, S codes, A vocabulary, E width of a condition, P places.
+Letters: G units, D model width, H heads, K key width, V value width, S codes, A vocabulary, E width of a condition, P positions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RULES: LogicalAxisRules = {
     "hidden": "model",
     "experts": "expert",
 }
-"""How a mesh cuts the model. Of one head only the values are cut: every device computes its scores, which are cheap."""
+"""Sharding rules. With a single head only the values are sharded: every device computes all scores, which are cheap."""
 
 
 @pytree
@@ -48,13 +48,13 @@ class VQParams:
     w_out: Any  # D A, or None when tied
     out_bias: Any  # A
     mixture: Any = None  # G ..: a `Mixture` after each unit, or None without experts
-    w_condition: Any = None  # E D, or None where nothing conditions the model
-    place: Any = None  # P D: how each place reads it, or None
+    w_condition: Any = None  # E D, or None in an unconditional model
+    place: Any = None  # P D: gain of the condition at each position, or None
 
 
 @pytree
 class VQBuffers:
-    """The codebooks: what learns without gradients."""
+    """Codebooks, which are learned without gradients."""
 
     code_count: Any  # G H S
     code_total: Any  # G H S K
@@ -86,13 +86,13 @@ def param_specs(cfg: VQConfig) -> VQParams:
         out_bias=Spec((cfg.n_vocab,), ("vocab",), "zeros"),
         mixture=_mixture_specs(cfg) if cfg.n_expert else None,
         w_condition=Spec((cfg.d_condition, d), (None, "model"), "fan_in") if cfg.d_condition else None,
-        # Rows looked up, as embeddings are: the optimiser treats them so.
+        # Indexed by row like embeddings: the logical axes make the optimizer treat it as one.
         place=Spec((cfg.n_place, d), ("vocab", "model"), "zeros") if cfg.d_condition else None,
     )
 
 
 def head_axis(cfg: VQConfig) -> str | None:
-    """The keys of several heads are cut by heads; those of one stay whole."""
+    """Return the logical axis of queries and keys: sharded by heads, or replicated with a single head."""
     return "heads" if cfg.n_head > 1 else None
 
 

@@ -1,12 +1,12 @@
-"""The state of `vq` sequences while they decode: a fixed number of slots, each of one size however long its sequence.
+"""Slots of decoding `vq` sequences: a fixed number of slots, each of constant size for any sequence length.
 
 Letters: B slots, H heads, R = B H rows, S codes, M window, W = M + 1 ring columns, N = S + W columns, V value width, G units,
 E width of a condition.
 
 A row's memory is N columns. Each has a code, a count of keys and the sum of their values: the first S are the table (column s
-holds all old keys of code s), the other W are a ring of single keys. The token at position p sits in ring column p mod W; when
-its turn comes again, the old key moves to the table. So a slot's contents depend on its own tokens alone, bit for bit: not on its
-neighbours, its index, or when it was admitted; and taking a slot out and putting it back changes nothing.
+holds all old keys of code s), the other W are a ring buffer of single keys. The token at position p is in ring column p mod W; when
+that column is reused, the old key moves to the table. So a slot's bits depend only on its own tokens, not on its neighbours, its
+index, or its admission time; extracting a slot and inserting it again changes nothing.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from linnet.nn.vq_attention_scan import EMPTY
 from linnet.parallel import sharding
 from linnet.parallel.sharding import shard_map
 
-CHUNK = 128  # the least number of prompt tokens read at once
-SHORT = 32  # the end of a prompt that is no longer has a program of its own: a short message costs little
-DOCUMENT = 0  # what a slot calls its current document; older documents are forgotten
+CHUNK = 128  # minimum prefill chunk, in tokens
+SHORT = 32  # last chunks up to this length use a smaller program, so that short messages are cheap
+DOCUMENT = 0  # id of a slot's current document; older documents are dropped
 
 
 def init_slots(cfg: VQConfig, n: int) -> Slots:
-    """`n` empty slots."""
+    """Return `n` empty slots."""
     return _empty_slots(cfg, n) if sharding.current() is None else _slots_by_parts(cfg, n)
 
 
@@ -79,19 +79,19 @@ def hold(params: VQParams) -> VQParams:
 
 
 def empty_state(cfg: VQConfig) -> VQCarry:
-    """The state of a sequence of which nothing was read."""
+    """Return the state of an empty sequence."""
     return empty_carry(cfg, 1)
 
 
 @partial(jax.jit, static_argnames="cfg")
 def conditioned_state(params: VQParams, embed: Float[Array, " E"], cfg: VQConfig) -> VQCarry:
-    """The state of a sequence that is told of an embedding of length 1, before it read anything."""
+    """Return the state of an empty sequence conditioned on a unit-norm embedding."""
     return _on_mesh(conditioned(params, empty_carry(cfg, 1), embed[None], cfg))
 
 
 @jax.jit
 def placed(one: VQCarry) -> VQCarry:
-    """A state from elsewhere, where the programs have theirs."""
+    """Move a state from elsewhere to the devices, sharded as the programs expect it."""
     return _on_mesh(one)
 
 
@@ -103,7 +103,7 @@ def _on_mesh(one: VQCarry) -> VQCarry:
 
 
 def _state_cuts(one: VQCarry) -> Any:
-    """As `placed` does it."""
+    """Return the PartitionSpecs that `placed` applies."""
     rules = decoding_rules(RULES)
     return jax.tree.map(
         lambda names, x: pspec(x.shape, names, rules), carry_axes(one), one, is_leaf=sharding.is_logical_axes
@@ -111,7 +111,7 @@ def _state_cuts(one: VQCarry) -> Any:
 
 
 def abstract_state(cfg: VQConfig, n_read: int) -> VQCarry:
-    """Of one size, whatever was read."""
+    """Return a state of the right shapes, which do not depend on the tokens read."""
     del n_read
     return empty_carry(cfg, 1)
 
@@ -119,8 +119,8 @@ def abstract_state(cfg: VQConfig, n_read: int) -> VQCarry:
 def admit(
     params: VQParams, buffers: VQBuffers, prompt: Sequence[int], cfg: VQConfig, carry: VQCarry | None = None
 ) -> VQCarry:
-    """Reads a prompt of any length (after `carry`, where given) in chunks of one size: one program does for all of them,
-    and a smaller one for a last chunk that is short."""
+    """Prefill a prompt of any length (after `carry`, if given) in chunks of one size: one program serves all of them, and a smaller
+    one a short last chunk."""
     carry = empty_carry(cfg, 1) if carry is None else carry
     size = chunk_len(cfg)
     for start in range(0, len(prompt), size):
@@ -131,7 +131,7 @@ def admit(
 def prefill_chunk(
     params: VQParams, buffers: VQBuffers, carry: VQCarry, tokens: Sequence[int], cfg: VQConfig
 ) -> VQCarry:
-    """Reads at most `chunk_len(cfg)` tokens: what an engine does between ticks."""
+    """Prefill at most `chunk_len(cfg)` tokens; the engine calls this between ticks."""
     size = chunk_len(cfg)
     assert 0 < len(tokens) <= size, f"a chunk has 1 to {size} tokens, got {len(tokens)}"
     size = min(size, SHORT) if len(tokens) <= SHORT else size
@@ -162,7 +162,7 @@ def _read(
 
 
 def _documents(carry: VQCarry, tokens: Int[Array, "1 C"], cfg: VQConfig) -> Int[Array, "1 C"]:
-    """Each end id begins another, after the one that the state is in."""
+    """Number the tokens' documents from the state's current one; each EOS starts a new document."""
     begun = jnp.maximum(carry.attention.table_document[0], DOCUMENT)  # the first unit's; all units agree
     return begun[:, None] + jnp.cumsum(tokens == cfg.end_id, axis=1)
 
@@ -178,9 +178,9 @@ def chunk_logprobs(
     cfg: VQConfig,
     n_top: int = 0,
 ) -> tuple[Float[Array, " C"], tuple[Int[Array, "C K"], Float[Array, "C K"]] | None]:
-    """The log-probability of each target after the tokens up to its place; padding at the end changes nothing before it. The carry
-    is left to `prefill_chunk`, so that a state's bits do not depend on whether somebody asked for these. With `n_top`, also that many
-    of the likeliest tokens at each place and their log-probabilities."""
+    """Return the log-probability of each target given the tokens up to its position; padding at the end changes nothing before it. The
+    carry is left to `prefill_chunk`, so that a state's bits do not depend on whether log-probabilities were requested. With `n_top`,
+    also return the `n_top` most likely tokens at each position with their log-probabilities."""
     x, _, _ = forward(params, buffers, tokens, carry, cfg, documents=_documents(carry, tokens, cfg))
     chosen = -nats(params, x, targets, cfg)[0]
     if not n_top:
@@ -190,7 +190,7 @@ def chunk_logprobs(
 
 @partial(jax.jit, donate_argnums=0)
 def insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
-    """Puts a sequence into slot `i`; the other slots are not touched."""
+    """Insert a sequence into slot `i`; other slots are not changed."""
     if sharding.current() is None:
         return _insert(slots, one, i)
     cut = _cuts_of(slots)
@@ -198,7 +198,7 @@ def insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
 
 
 def _cuts_of(slots: Slots) -> Any:
-    """By heads, where there are several rows a slot."""
+    """Return the slots' PartitionSpecs: sharded by heads if there are several rows per slot."""
     n_head = slots.units[0].codes.shape[0] // slots.position.shape[0]
     return slot_cuts(n_head, len(slots.units))
 
@@ -210,7 +210,7 @@ def _insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
     def put(memory: UnitMemory, state: AttentionState) -> UnitMemory:
         ring = memory.codes.shape[1]
         window, n_head = ring - 1, memory.codes.shape[0] // n_slot
-        column = (jnp.arange(ring) - (position - window)) % ring  # of the window; its last + 1 is the free one
+        column = (jnp.arange(ring) - (position - window)) % ring  # window index; one past its end is the free column
         real = (state.documents[0] != EMPTY) & (state.documents[0] == state.table_document[0])
         real = jnp.broadcast_to(real.astype(jnp.float32), (n_head, window))
         n_table = memory.count.shape[1] - ring  # none without the cache
@@ -234,7 +234,7 @@ def _insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
 
 @partial(jax.jit, static_argnames="cfg")
 def alone(one: VQCarry, cfg: VQConfig) -> Slots:
-    """A slot that holds this sequence, and no other slot."""
+    """Return a single slot that holds this sequence."""
     return insert(init_slots(cfg, 1), one, 0)
 
 
@@ -247,8 +247,8 @@ def extract(
     n_read: int | Int[Array, ""] = 0,
     known: VQCarry | None = None,
 ) -> VQCarry:
-    """The sequence in slot `i` as a state of its own; inserting it again gives the same bits as never having taken it out. How much
-    it has read, and what is known of an earlier state, make no difference to this family."""
+    """Return the sequence in slot `i` as a state; inserting it again is bit-identical to never having extracted it. `n_read` and
+    `known` are unused in this family."""
     del n_read, known
     if sharding.current() is None:
         return _extract(prepared, slots, i, cfg)
@@ -294,7 +294,7 @@ def _extract(prepared: Prepared, slots: Slots, i: int | Int[Array, ""], cfg: VQC
 
 @partial(jax.jit, donate_argnums=0)
 def clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
-    """Empties slot `i`. Counts of zero hide whatever the columns hold."""
+    """Empty slot `i`. A count of zero masks whatever the columns contain."""
     if sharding.current() is None:
         return _clear(slots, i)
     return shard_map(_clear, (slots, jnp.asarray(i)), (_cuts_of(slots), EVERYWHERE), _cuts_of(slots))
