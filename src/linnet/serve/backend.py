@@ -1,6 +1,7 @@
-"""The device's side of the engine: slots, the programs that fill and tick them, and each slot's own rules. No decisions here.
+"""Device side of the engine: slots, the compiled programs that fill and tick them, and each slot's sampling settings.
 
-A slot's tokens depend on its own request alone; what happens in other slots, and how many ticks a dispatch makes, changes no bit.
+All scheduling decisions are made elsewhere. Batch-invariant: a slot's tokens depend only on its own request, bit for bit, whatever
+runs in other slots and however many ticks a dispatch makes.
 """
 
 from __future__ import annotations
@@ -25,33 +26,33 @@ from linnet.parallel import sharding
 from linnet.serve.request import MAX_TOP, Choice, Sampling
 
 N_TICKS = 16
-"""The most ticks of a dispatch. What a dispatch costs the host is shared by so many."""
+"""Maximum ticks per dispatch, over which the host's overhead per dispatch is amortized."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotState:
-    """All that a slot holds of a request: put it back anywhere and it goes on with the same bits."""
+    """Complete state of a request in a slot. Loaded into any slot, the request resumes bit-identically."""
 
     memory: Any
-    token: Any  # the last one, not read yet
-    written: Any  # [A]: how often each id was written
+    token: Any  # the last token, not in `memory` yet
+    written: Any  # [A]: how often each id was generated
     n_read: int
-    """Tokens in `memory` when the request was first placed: where its positions begin."""
+    """Tokens in `memory` when the request was first loaded into a slot: its positions are counted from there."""
     n_held: int
     """Tokens in `memory` now."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """A dispatch on its way. Reading `tokens` waits for it."""
+    """A dispatch in flight. Reading `tokens` blocks until it is done."""
 
     n_ticks: int
-    """Rows that count; there is room for more."""
+    """Number of valid rows in the arrays, which may have more."""
     tokens: Int[Array, "n B"]
     logprobs: Float[Array, "n B"]
     top: tuple[Int[Array, "n B K"], Float[Array, "n B K"]] | None
     before: Mapping[int, SlotState]
-    """Of slots whose state is wanted: as they were before the first tick."""
+    """States before the first tick, for the slots in `keep`."""
 
 
 class Backend:
@@ -68,7 +69,7 @@ class Backend:
         self.state_bytes: int = n_bytes(self._slots) // n_slots
 
     def reset(self) -> None:
-        """Empty slots: at the start, and after a failure that may have left them in any state."""
+        """Empty all slots: at startup, and after a failure that may have left them in an undefined state."""
         first = self._everywhere or jax.devices()[0]
         slots = self.decoder.init_slots(self.cfg, self.n_slots)
         self._slots = slots if self._everywhere else jax.device_put(slots, first)
@@ -76,13 +77,13 @@ class Backend:
         self._written = jax.device_put(np.zeros((self.n_slots, self.cfg.n_vocab), np.int32), first)
         self._table = _RuleTable(self.n_slots, self.cfg.n_vocab, self._everywhere)
         self._held = [0] * self.n_slots
-        """Tokens that each slot has read."""
+        """Tokens in each slot's memory."""
         self._known: list[Any] = [None] * self.n_slots
-        """An earlier state of what each slot holds, for families whose states share what does not change any more."""
+        """An earlier state of each slot's request, for families whose states share the parts that no longer change."""
 
     def warm_up(self) -> None:
-        """Compiles every program that a request may need, so that the first request waits for none. (Log-probabilities of a
-        prompt are compiled when first asked for.)"""
+        """Compile every program that a request may need, so that the first request does not wait for compilation. (Prompt
+        log-probabilities are compiled on first use.)"""
         longest = self.chunk_len if self.cfg.context is None else min(self.chunk_len, self.cfg.context)
         self.read_chunk(self.empty_memory(), [self.cfg.end_id] * longest)
         memory = self.read_chunk(self.empty_memory(), [self.cfg.end_id])
@@ -97,31 +98,31 @@ class Backend:
         self.reset()
 
     def placed(self, memory: Any) -> Any:
-        """Where the programs have what they return. For arguments from elsewhere (a file, say) they would be compiled once more, and
-        the first request that has them would wait for it."""
+        """Put a memory on the devices with the sharding that the programs return. With another placement (a memory read from a
+        file, for example) the programs would be compiled again, and the first such request would wait for it."""
         return self.decoder.placed(memory) if self._everywhere else jax.device_put(memory, jax.devices()[0])
 
     # Reading prompts
 
     def empty_memory(self) -> Any:
-        return self._nothing_read  # nobody writes into a memory: the same one serves all
+        return self._nothing_read  # memories are immutable, so all requests share one
 
     def abstract_state(self, n_read: int) -> Any:
-        """Of the shapes that the memory of so many tokens has."""
+        """Return the shapes and dtypes of a memory of `n_read` tokens."""
         return self.decoder.abstract_state(self.cfg, n_read)
 
     def read_chunk(self, memory: Any, tokens: Sequence[int]) -> Any:
-        """At most `chunk_len` tokens; does not wait for the device."""
+        """Prefill at most `chunk_len` tokens, without waiting for the device."""
         return self.decoder.prefill_chunk(self._params, self._buffers, memory, tokens, self.cfg)
 
     def wait_for(self, memory: Any) -> None:
-        """Until it is computed."""
+        """Block until the memory is computed."""
         jax.block_until_ready(memory)
 
     def chunk_logprobs(
         self, memory: Any, tokens: Sequence[int], targets: Sequence[int], *, with_top: bool
     ) -> tuple[list[float], list[list[Choice]]]:
-        """Of each target, and the likeliest tokens at its place (none unless asked for)."""
+        """Return the log-probability of each target and, if `with_top`, the top log-probabilities at its position."""
         size = self.chunk_len
         padded = np.zeros((2, 1, size), np.int32)
         padded[0, 0, : len(tokens)], padded[1, 0, : len(targets)] = tokens, targets
@@ -133,7 +134,7 @@ class Backend:
         return np.asarray(values)[: len(targets)].tolist(), likeliest
 
     def _n_top(self, with_top: bool) -> int:
-        """As many as anyone may ask for, so that one program does for all."""
+        """The maximum that a request may ask for, so that one program serves all requests."""
         return min(MAX_TOP, self.cfg.n_vocab) if with_top else 0
 
     # Slots
@@ -143,14 +144,14 @@ class Backend:
         return SlotState(memory=memory, token=np.int32(token), written=written, n_read=n_read, n_held=n_read)
 
     def put(self, slot: int, seat: SlotState) -> None:
-        """What the request holds, into the slot."""
+        """Load a request's state into the slot."""
         self._slots = self.decoder.insert(self._slots, seat.memory, slot)
         self._held[slot], self._known[slot] = seat.n_held, seat.memory
         self._tokens, self._written = _set_row(self._tokens, self._written, slot, seat.token, seat.written)
 
     def begin(self, slot: int, seat: SlotState) -> Dispatch:
-        """Draws a request's first token by itself, then puts it into the slot: it need not wait for the others, who are in the midst
-        of many ticks, nor they for it. The ticket has one column."""
+        """Sample a request's first token unbatched, then load the request into the slot: it does not wait for the current dispatch
+        of many ticks, nor the other slots for it. The returned dispatch has one column."""
         alone = self.decoder.alone(seat.memory, self.cfg)
         one, written, tokens, logprobs, top = self._tick_alone(alone, slot, seat.token, seat.written)
         n_held = seat.n_held + 1
@@ -159,12 +160,12 @@ class Backend:
         return Dispatch(n_ticks=1, tokens=tokens, logprobs=logprobs, top=top, before={0: seat})
 
     def rule(self, slot: int, seat: SlotState, sampling: Sampling, prompt: Sequence[int], late: frozenset[int]) -> None:
-        """How the slot's tokens are chosen from here on."""
-        # Position p of a draw counts the tokens read by then: the first draw is at n_read + 1.
+        """Set the slot's sampling settings from here on."""
+        # The position of a sampled token counts the tokens read by then: the first one is at n_read + 1.
         self._table.set(slot, sampling, prompt, late, until=seat.n_read + 1 + sampling.min_tokens)
 
     def take(self, slot: int, n_read: int) -> SlotState:
-        """The slot's request as a value; what stays in the slot means nothing any more."""
+        """Return the state of the slot's request. The slot's own contents are unused from then on."""
         held, known = self._held[slot], self._known[slot]
         memory = self.decoder.extract(self._prepared, self._slots, slot, self.cfg, held, known)
         self._known[slot] = memory
@@ -172,11 +173,11 @@ class Backend:
         return SlotState(memory=memory, token=token, written=written, n_read=n_read, n_held=held)
 
     def restrict(self, slot: int, allowed: Bool[np.ndarray, " A"]) -> bool:
-        """Only these ids at the next tick; False if the slot's own rules leave none of them."""
+        """Restrict the next tick to these ids. Returns False if the slot's own bias rules out all of them."""
         return self._table.restrict(slot, allowed)
 
     def dispatch(self, n_ticks: int, running: Sequence[int], *, with_top: bool, keep: Sequence[int]) -> Dispatch:
-        """Starts 1 to `N_TICKS` ticks of the running slots, and does not wait for them. `keep`: slots whose state may be wanted."""
+        """Start 1 to `N_TICKS` ticks of the running slots without waiting for them. `keep`: slots whose prior state is returned."""
         before = {slot: self.take(slot, 0) for slot in keep}
         active = np.zeros((self.n_slots,), bool)
         active[list(running)] = True
@@ -201,16 +202,17 @@ class Backend:
         return Dispatch(n_ticks=n_ticks, tokens=tokens, logprobs=logprobs, top=top, before=before)
 
     def memory_after(self, before: SlotState, written: Sequence[int]) -> Any:
-        """The memory once `before` has read its token and then these: by ticks, so it is the same bits as in its slot."""
+        """Return the memory after `before` has read its token and then `written`. Computed by ticks, so that it is bit-identical to
+        the memory in the slot."""
         one = self.decoder.alone(before.memory, self.cfg)
         nothing = np.zeros((self.cfg.n_vocab,), np.int32)
         for token in (int(before.token), *written):
-            one, *_ = self._tick_alone(one, 0, np.int32(token), nothing)  # whatever is drawn is not looked at
+            one, *_ = self._tick_alone(one, 0, np.int32(token), nothing)  # the sampled token is ignored
         n_held = before.n_held + 1 + len(written)
         return self.decoder.extract(self._prepared, one, 0, self.cfg, n_held, before.memory)
 
     def _tick_alone(self, one: Any, slot: int, token: Any, written: Any) -> Any:
-        """One tick of one sequence, by the rules of a slot."""
+        """Run one tick of a single sequence with a slot's sampling settings."""
         settings, rules, keys = self._table.row(slot)
         return self.decoder.decode(
             self._prepared,
@@ -227,11 +229,11 @@ class Backend:
 
 
 class _RuleTable:
-    """Every slot's settings and rules on the host, sent to the device when they changed."""
+    """Sampling settings and logit masks of all slots, kept on the host and sent to the device after a change."""
 
     def __init__(self, n_slots: int, n_vocab: int, everywhere: NamedSharding | None = None) -> None:
         self._everywhere = everywhere
-        """Of a mesh."""
+        """Replicated over the mesh; None without a mesh."""
         self._settings = jax.tree.map(lambda x: np.array(x), sampling_settings(n_slots))
         self._bias = np.zeros((n_slots, n_vocab), np.float32)
         self._late = np.zeros((n_slots, n_vocab), bool)
@@ -258,7 +260,7 @@ class _RuleTable:
         if sampling.repetition_penalty != 1.0:
             self._prompted[slot, list(set(prompt))] = True
         self._keys = _set_key(self._keys, slot, np.uint32(sampling.seed))
-        self._restricted.pop(slot, None)  # of one who sat here before, and was stuck
+        self._restricted.pop(slot, None)  # left over from an earlier request that got stuck
         self._device = None
 
     def restrict(self, slot: int, allowed: Bool[np.ndarray, " A"]) -> bool:
@@ -267,7 +269,7 @@ class _RuleTable:
 
     def on_device(self) -> tuple[SamplingSettings, LogitMask, PRNGKeyArray]:
         if self._device is None:
-            # Copied first: the device may read from the host's memory, later than this, and the table changes meanwhile.
+            # Copy first: the device may read the host's memory asynchronously, while the table changes.
             table = (self._settings, self._bias, self._late, self._late_until, self._prompted)
             settings, bias, late, late_until, prompted = jax.device_put(jax.tree.map(np.copy, table), self._everywhere)
             self._device = settings, LogitMask(bias=bias, late=late, late_until=late_until, prompted=prompted)
@@ -281,11 +283,11 @@ class _RuleTable:
         return settings, rules, self._keys
 
     def row(self, slot: int) -> tuple[SamplingSettings, LogitMask, PRNGKeyArray]:
-        """Of one slot."""
+        """Return the settings of one slot, as a batch of one row."""
         return _one_row(self.on_device(), slot)
 
 
-# Compiled, for the dozen operations that each would be by itself cost the host a millisecond, and the device waits.
+# Jitted: dispatching each of the dozen operations separately costs the host a millisecond, during which the device is idle.
 
 
 @partial(jax.jit, static_argnums=0)

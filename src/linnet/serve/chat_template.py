@@ -1,6 +1,6 @@
-"""A run's chat template: how a conversation becomes one text, and which strings end the answer. Data only: there is no code in it.
+"""A run's chat template: how a conversation becomes one text, and which strings end the answer. It is data only, without code.
 
-A run may bring its own as `chat_template.json`. All of it is text, and becomes the ids that the tokenizer gives to text.
+A run may provide its own as `chat_template.json`. All of it is plain text and is tokenized as such (no special tokens).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIELDS = ("beginning", "roles", "answer", "stop", "between")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wrapping:
-    """What stands before and after a message."""
+    """Text before and after a message."""
 
     prefix: str
     suffix: str
@@ -32,17 +32,17 @@ class Wrapping:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
     beginning: str
-    """Before the first message of a conversation."""
+    """Text before the first message of a conversation."""
     roles: Mapping[str, Wrapping]
     answer: str
-    """What the model's answer is asked for with, after the last message."""
+    """Generation prompt: text after the last message, before the model's answer."""
     stop: tuple[str, ...]
-    """Each ends an answer, and is not part of it."""
+    """Stop strings: each ends an answer and is not part of it."""
     between: str
-    """In a session, between an answer and the next message; a stop string that ended the answer has been read by then."""
+    """Text between an answer and the next message of a session. A stop string that ended the answer has already been read."""
 
     def text(self, messages: Iterable[tuple[str, str]], *, goes_on: bool) -> str:
-        """Of (role, content) pairs; `goes_on`: in a session that has read something."""
+        """Render (role, content) pairs as one text. `goes_on`: the text continues a session that is not empty."""
         parts = [self.between if goes_on else self.beginning]
         for role, content in messages:
             wrapping = self._wrapping(role)
@@ -65,11 +65,11 @@ PLAIN = ChatTemplate(
     stop=(),
     between="\n",
 )
-"""A line for each message, and the beginning of the answer's."""
+"""One line per message, followed by the start of the answer's line."""
 
 
 def read_template(folder: Path) -> ChatTemplate:
-    """A run's own, checked; the plain one where it has none."""
+    """Read and validate a run's own template; return the plain one if it has none."""
     path = folder / FILE
     if not path.exists():
         return PLAIN
@@ -77,7 +77,7 @@ def read_template(folder: Path) -> ChatTemplate:
 
 
 class _Checked:
-    """The file, field by field: whatever is wrong is refused by its name."""
+    """Validates the file field by field; an error names the field."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -89,7 +89,7 @@ class _Checked:
             raise invalid(f"the size of {path}", len(data), f"at most {MAX_BYTES} bytes", "shorten it")
         try:
             self._fields = json.loads(data.decode(), object_pairs_hook=self._once)
-        except UserError:  # of a field that is there twice
+        except UserError:  # a duplicate field
             raise
         except (ValueError, RecursionError) as error:
             raise invalid(str(path), str(error)[:200], "JSON in UTF-8", "see docs/serving.md") from None
@@ -105,7 +105,7 @@ class _Checked:
                 )
         wrappings = {role: self._wrapping(f"roles.{role}", value) for role, value in roles.items()}
         stop = self._stop(fields.get("stop", []))
-        # The stop string that ended an answer was written by the model, so it is not read a second time.
+        # The model has generated the stop string that ended its answer, so it is not read a second time.
         suffix = wrappings["assistant"].suffix
         read = max((len(one) for one in stop if suffix.startswith(one)), default=0)
         return ChatTemplate(
@@ -124,7 +124,7 @@ class _Checked:
     def _stop(self, value: Any) -> tuple[str, ...]:
         if not isinstance(value, list):
             raise self._refuse("stop", value, "a list of strings", "put brackets around it")
-        if len(value) > MAX_STOPS // 2:  # callers may add as many of their own
+        if len(value) > MAX_STOPS // 2:  # the other half is for the caller's own stop strings
             raise self._refuse("stop", f"{len(value)} strings", f"at most {MAX_STOPS // 2}", "use fewer")
         for i, one in enumerate(value):
             if not 0 < len(self._text(f"stop[{i}]", one).encode()) <= MAX_STOP_BYTES:

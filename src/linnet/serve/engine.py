@@ -1,7 +1,7 @@
-"""Continuous batching: one thread that reads prompts chunk by chunk, ticks all slots, and tells each request its tokens.
+"""Continuous batching: one thread that prefills prompts in chunks, ticks all slots, and sends each request its tokens.
 
-The scheduler decides, the backend computes, jobs keep the text. The next dispatch starts before the last one is read back, so the
-device never waits for Python.
+The scheduler decides, the backend computes, and jobs keep the text. The next dispatch starts before the last one is read back, so
+that the device never waits for Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from linnet.serve.state import State, model_fingerprint
 from linnet.tokenizers.base import Tokenizer
 
 MIN_TICKS = 4
-"""Of a dispatch that ends early to free a slot: with fewer the device would wait for the host."""
+"""Minimum ticks of a dispatch that is shortened to free a slot: with fewer the device would wait for the host."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class EngineConfig:
     n_slots: int = 8
     max_waiting: int = 64
     prefix_bytes: int = 512 << 20
-    """Of the prefix cache; 0: none."""
+    """Maximum size of the prefix cache in bytes; 0 disables it."""
     max_prompt: int = 1 << 20
-    """Longest prompt in tokens."""
+    """Maximum prompt length in tokens."""
 
     def __post_init__(self) -> None:
         for name in ("n_slots", "max_waiting", "max_prompt"):
@@ -48,7 +48,7 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """A dispatch that was not read back yet, and whose tokens stand in which column."""
+    """A dispatch that has not been read back yet, and the job of each of its columns."""
 
     ticket: Dispatch
     jobs: dict[int, Job]
@@ -79,7 +79,8 @@ class Engine(EngineLoop[Job]):
     # From any thread
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
-        """Events follow in the engine's thread, ending with exactly one `Finished`. What is wrong is refused here and now."""
+        """Queue a request. Events are sent from the engine's thread and end with exactly one `Finished`. An invalid request raises
+        here."""
         self._check(request)
         matcher = None if request.sampling.constraint is None else self._grammars.compile(request.sampling.constraint)
         job = Job(
@@ -149,7 +150,7 @@ class Engine(EngineLoop[Job]):
         running = self._running() if plan.tick else {}
         constrained = any(job.matcher is not None for job in running.values())
         before, self._flight = self._flight, None
-        if constrained:  # what may come next depends on what came last
+        if constrained:  # the next mask depends on the last token
             self._collect(before, *begun)
             before, begun = None, []
             running = {slot: job for slot, job in self._running().items() if self._may_go_on(slot, job)}
@@ -161,11 +162,11 @@ class Engine(EngineLoop[Job]):
             self._flight = None
 
     def _running(self) -> dict[int, Job]:
-        with self._changed:  # others add jobs meanwhile
+        with self._changed:  # other threads add jobs
             return {job.slot: job for job in self._jobs.values() if job.slot is not None}
 
     def _may_go_on(self, slot: int, job: Job) -> bool:
-        """Restricts a slot to what its grammar allows next; one that is stuck ends here, alone."""
+        """Restrict a slot to the ids that its grammar allows next. If there are none, end this request, and only this one."""
         if job.matcher is None:
             return True
         try:
@@ -193,15 +194,15 @@ class Engine(EngineLoop[Job]):
         return _Flight(ticket, dict(running))
 
     def _n_ticks(self, running: dict[int, Job]) -> int:
-        """While others want a slot, no more than until the first is free, but enough that the host keeps up; else as many as anyone
-        needs."""
+        """Ticks of the next dispatch. While requests wait for a slot: until the first slot is free, but at least `MIN_TICKS`;
+        otherwise as many as the longest answer needs."""
         left = [job.max_tokens - job.n_asked for job in running.values()]
         with self._changed:
             wanted = self._scheduler.wants_slots
         return min(N_TICKS, max(MIN_TICKS, min(left)) if wanted else max(left))
 
     def _asked(self, job: Job, n_ticks: int) -> None:
-        """So many tokens are under way. If they are all it may have, its slot is free: nobody waits until they are told."""
+        """Count tokens that were dispatched. If they complete the answer, release the slot without waiting for their values."""
         job.n_asked += n_ticks
         if job.n_asked >= job.max_tokens:
             job.slot = None
@@ -209,7 +210,7 @@ class Engine(EngineLoop[Job]):
                 self._scheduler.leaves(job.request.id)
 
     def _read(self, job: Job) -> None:
-        """One chunk of a prompt, or as many as the prefix cache knows."""
+        """Prefill one chunk of a prompt, after the chunks that are in the prefix cache."""
         size = self.backend.chunk_len
         if job.memory is None:
             known, memory = self.prefix.longest(job.keys) if not job.request.prompt_logprobs else (0, None)
@@ -221,7 +222,7 @@ class Engine(EngineLoop[Job]):
         chunk = job.next_chunk(size)
         if not chunk:
             return
-        if self._flight is not None:  # one chunk beside the ticks, no more: a heap of them would hold the ticks up
+        if self._flight is not None:  # at most one chunk in flight beside the ticks: more would delay them
             self.backend.wait_for(job.memory)
         if job.request.prompt_logprobs:
             targets = [*job.to_read, job.last][job.n_read + 1 : job.n_read + 1 + len(chunk)]
@@ -236,10 +237,10 @@ class Engine(EngineLoop[Job]):
             self.prefix.add(job.keys[n - 1], job.memory)
 
     def _place(self, job: Job, slot: int) -> _Flight | None:
-        """Gives a request its slot; one that has not begun draws its first token, unless it cannot."""
+        """Load a request into its slot. A new request also samples its first token, unless its grammar allows none."""
         is_fresh = job.seat is None
         if job.seat is None:
-            while job.n_read < len(job.to_read):  # the cache knew less than when it was asked
+            while job.n_read < len(job.to_read):  # the prefix cache had fewer chunks than expected
                 self._read(job)
             memory = self.backend.empty_memory() if job.memory is None else job.memory
             job.seat = self.backend.seat(memory, job.last, _positions(job))
@@ -257,7 +258,7 @@ class Engine(EngineLoop[Job]):
         return flight
 
     def _collect(self, *flights: _Flight | None) -> None:
-        """Reads dispatches back and tells everyone theirs."""
+        """Read dispatches back and send each job its tokens."""
         for flight in flights:
             if flight is None:
                 continue
@@ -274,7 +275,7 @@ class Engine(EngineLoop[Job]):
             likeliest = [[Choice(i, v) for i, v in zip(*row, strict=True)] for row in zip(ids, values, strict=True)]
         try:
             n, reason, stopped_by = job.take(tokens, logprobs, likeliest)
-        except UserError as refusal:  # its grammar became too much work: it ends alone
+        except UserError as refusal:  # its grammar exceeded the limits: only this request ends
             self._end(job, "stuck", error=str(refusal))
             return
         self._n_tokens += n
@@ -299,5 +300,5 @@ class Engine(EngineLoop[Job]):
 
 
 def _positions(job: Job) -> int:
-    """Tokens that a request had read when it was first placed: where its draws begin to count."""
+    """Tokens that a request had read when it was first loaded into a slot: its positions are counted from there."""
     return job.n_before + len(job.to_read)

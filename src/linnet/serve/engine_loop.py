@@ -1,7 +1,6 @@
-"""What every engine is, whatever it computes: one thread that plans, carries out and tells, with a queue before it and an end to
-everything.
+"""Base class of the engines: a request queue, and one thread that plans, executes and emits events.
 
-A request that was taken ends exactly once, whatever happens: by itself, by cancel, deadline, failure, or the engine's stop.
+Every accepted request ends exactly once: by finishing, cancellation, its deadline, a failure, or the engine's stop.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ log = logging.getLogger("linnet.serve")
 
 
 class RequestInfo(Protocol):
-    """Of a request: what the queue needs to know."""
+    """The fields of a request that the queue needs."""
 
     @property
     def id(self) -> str: ...
     @property
     def priority(self) -> int:
-        """Higher goes first."""
+        """Higher values are served first."""
         ...
 
     @property
     def deadline(self) -> float | None:
-        """On the engine's clock."""
+        """Time on the engine's clock."""
         ...
 
 
 class Job(Protocol):
-    """One request on its way through."""
+    """One request in the engine."""
 
     @property
     def request(self) -> RequestInfo: ...
     @property
     def finish(self) -> Callable[..., None]:
-        """Takes the reason, and whatever else there is to tell its owner."""
+        """Takes the finish reason and the engine's own fields of the terminal event."""
         ...
 
 
@@ -55,7 +54,7 @@ class EngineLoop(abc.ABC, Generic[J]):
         self._scheduler = Scheduler(n_slots, max_waiting)
         self._jobs: dict[str, J] = {}
         self._flight: Any = None
-        """What was started and not read back yet."""
+        """Work that was dispatched and not read back yet."""
         self._changed = threading.Condition()
         self._draining = self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -72,7 +71,8 @@ class EngineLoop(abc.ABC, Generic[J]):
             self._changed.notify()
 
     def stop(self, *, within: float) -> bool:
-        """Takes nothing new, lets what runs finish within so many seconds, then ends the rest. True: all had finished."""
+        """Accept no new requests, let the current ones finish for up to `within` seconds, then cancel the rest. Returns True if all
+        had finished."""
         with self._changed:
             self._draining = True
             self._changed.notify()
@@ -89,7 +89,7 @@ class EngineLoop(abc.ABC, Generic[J]):
         return not left
 
     def _queue(self, job: J, n_chunks: int) -> None:
-        """It waits from here on; or is refused, if there is no room or the engine is about to stop."""
+        """Add a job to the queue. Raises `QueueFull`, or `Draining` if the engine is about to stop."""
         with self._changed:
             if self._draining:
                 raise Draining("the server is about to stop. Fix: try another one, or try again later.")
@@ -111,7 +111,7 @@ class EngineLoop(abc.ABC, Generic[J]):
 
     @abc.abstractmethod
     def _reset(self) -> None:
-        """After a failure, whatever the device holds means nothing."""
+        """Discard all state on the device, after a failure."""
 
     def _run(self) -> None:
         while True:
@@ -134,7 +134,8 @@ class EngineLoop(abc.ABC, Generic[J]):
         job.finish(reason, **told)
 
     def _fail_batch(self, error: str) -> None:
-        """Whatever had begun is lost: what it wrote may not have been told, or its place not have been taken. Who waits goes on."""
+        """End every request that has started with an error, because its tokens or its slot may have been lost. Waiting requests
+        stay in the queue."""
         self._flight = None
         with self._changed:
             lost = [job for id, job in self._jobs.items() if self._scheduler.has_begun(id)]

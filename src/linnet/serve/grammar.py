@@ -1,6 +1,6 @@
-"""What a request's text must match (a JSON schema, a regular expression, a grammar), as a mask of the ids that may come next.
+"""Constrained decoding: a JSON schema, regular expression or Lark grammar as a mask of the ids that may come next.
 
-llguidance does the parsing; here it gets its view of a tokenizer, bounds on its work, and errors a user can read."""
+llguidance does the parsing. This module adapts a tokenizer to it, bounds its work, and makes its errors readable."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MAX_GRAMMAR_BYTES = 32 * 1024
 _LONGEST_REASON = 300
 _DEAD_END = "the text can neither go on nor end in this vocabulary"
 _NAMES = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a Lark grammar"}
-# Work is bounded in llguidance's own units, not by a clock, so that what is accepted does not depend on the machine's load.
+# Work is bounded in llguidance's own units rather than in seconds, so that acceptance does not depend on the machine's load.
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=500_000,  # 10 ms or so to begin
-    step_lexer_fuel=100_000,  # 7 ms or so a mask, at the very worst
+    initial_lexer_fuel=500_000,  # about 10 ms at the start
+    step_lexer_fuel=100_000,  # about 7 ms per mask at worst
     step_max_items=25_000,
     max_lexer_states=20_000,  # 1 to 2 kB each
     max_grammar_size=50_000,
@@ -31,21 +31,21 @@ _LIMITS = LLParserLimits(
 
 
 class Grammars:
-    """Compiles constraints for one vocabulary. May be used from several threads; compiling lets the others run meanwhile."""
+    """Compiles constraints for one vocabulary. Thread-safe; compilation does not block other threads."""
 
     def __init__(self, tokenizer: Tokenizer, *, n_vocab: int | None = None) -> None:
-        """`n_vocab`: the model's, where it has more ids than the tokenizer; the ids beyond are never allowed."""
+        """`n_vocab`: the model's vocabulary size, if larger than the tokenizer's. The additional ids are never allowed."""
         n_ids = tokenizer.n_vocab if n_vocab is None else n_vocab
         assert n_ids >= tokenizer.n_vocab, "a tokenizer with ids that the model has not"
         self._end = tokenizer.end_id
         self._text_ids = np.zeros(n_ids, bool)
         self._text_ids[: tokenizer.n_vocab] = tokenizer.lengths() > 0
-        # Where the grammar leaves no choice, the text is cut as the tokenizer would cut it, unless that changes the text.
+        # Text that the grammar forces is split into tokens as the tokenizer would split it, unless that changes the text.
         self._options = "" if tokenizer.exact else '%llguidance {"no_forcing": true}'
         self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=tokenizer.end_id)
 
     def compile(self, constraint: Constraint) -> Matcher:
-        """Refuses what cannot be read, is too large, or allows no text of this vocabulary."""
+        """Compile a constraint. Raises `UserError` if it cannot be parsed, is too large, or matches no text of this vocabulary."""
         kind = constraint.kind
         try:
             n_bytes = len(constraint.grammar.encode())
@@ -53,7 +53,7 @@ class Grammars:
                 needs, fix = f"at most {MAX_GRAMMAR_BYTES:,} bytes long", "make it smaller"
                 raise invalid(kind, f"{n_bytes:,} bytes", needs, fix)
             lark = f"{_TO_LARK[kind](constraint.grammar)}\n{self._options}"
-            # Named as Lark: llguidance would take a text that begins with a brace for a grammar of another form.
+            # Mark it as Lark explicitly: llguidance would take text that begins with a brace for another grammar format.
             grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
             matcher = Matcher(
                 LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS), kind, self._end, self._text_ids
@@ -61,13 +61,13 @@ class Grammars:
             matcher.mask()
         except UserError:
             raise
-        except (ValueError, RecursionError) as error:  # no JSON, nested too deep, or letters that are no Unicode
+        except (ValueError, RecursionError) as error:  # invalid JSON, nested too deeply, or invalid Unicode
             raise _unusable(kind, str(error)) from None
         return matcher
 
 
 class Matcher:
-    """Where one text stands in its grammar. Not for several threads at once."""
+    """Position of one text in its grammar. Not thread-safe."""
 
     def __init__(self, matcher: LLMatcher, kind: str, end: int, text_ids: Bool[np.ndarray, " vocab"]) -> None:
         self._matcher = matcher
@@ -77,8 +77,8 @@ class Matcher:
         self._check()
 
     def mask(self) -> Bool[np.ndarray, " vocab"]:
-        """The ids that may come next; the end id is among them where the text may end. Never empty: a text that can neither go on
-        nor end, or that became too much work, is refused. Control ids are no text, even where a grammar names them."""
+        """Return the ids that may come next, including the EOS id where the text may end. Never empty: raises `UserError` if the
+        text can neither continue nor end, or exceeds the limits. Control ids are never allowed, even if a grammar names them."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         allowed = np.zeros_like(self._text_ids)
@@ -91,7 +91,7 @@ class Matcher:
         return allowed
 
     def advance(self, token: int) -> None:
-        """Takes an id that the mask allowed."""
+        """Consume an id that the mask allowed."""
         assert token == self._end or not self.is_finished, "a token after the text had ended"
         if not self._matcher.consume_token(token):
             assert "doesn't satisfy the grammar" not in self._matcher.get_error(), (
@@ -101,11 +101,11 @@ class Matcher:
 
     @property
     def is_finished(self) -> bool:
-        """After an `advance`: the text matches and can only end, or has ended."""
+        """Whether, after `advance`, the text matches and can only end, or has ended."""
         return self._matcher.is_stopped()
 
     def copy(self) -> Matcher:
-        """One that goes its own way from here."""
+        """Return an independent copy at the same position."""
         return Matcher(self._matcher.deep_copy(), self._kind, self._end, self._text_ids)
 
     def _check(self) -> None:
@@ -115,7 +115,7 @@ class Matcher:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants to see it."""
+    """Adapts a tokenizer to llguidance's interface."""
 
     bos_token_id = None
 
@@ -124,7 +124,7 @@ class _Vocabulary:
         self._tokenizer = tokenizer
         self.eos_token_id = tokenizer.end_id
         self.special_token_ids = [i for i, piece in enumerate(pieces) if not piece]
-        self.tokens = [piece or b"<id %d>" % i for i, piece in enumerate(pieces)]  # a nameless one makes it panic
+        self.tokens = [piece or b"<id %d>" % i for i, piece in enumerate(pieces)]  # an empty one makes it panic
 
     def __call__(self, data: bytes) -> list[int]:
         return self._tokenizer.encode(data).tolist()

@@ -1,4 +1,4 @@
-"""One request on its way through the engine: what is still to read, what was written, and when it ends. No device, no threads."""
+"""One request in the engine: the prompt left to read, the text generated, and when it ends. Uses neither the device nor threads."""
 
 from __future__ import annotations
 
@@ -45,34 +45,34 @@ class Job:
         if not first and not request.prompt:
             raise empty_prompt(bos_id)
         self.n_front: int = len(first) if begins else request.state.n_front
-        """Begin ids at the start of the whole conversation: 1 or 0."""
+        """BOS ids at the start of the conversation: 1 or 0."""
         self.n_before = 0 if begins else request.state.n_tokens - 1
-        """Tokens that the state had read when it came."""
+        """Tokens that the initial state had read."""
         prompt, self.max_tokens = _fitted(request, self.n_before, len(first), context)
         self.n_cut = len(request.prompt) - len(prompt)
-        """Tokens cut off the prompt's front, for it to fit the context."""
+        """Tokens truncated from the start of the prompt to fit the context."""
         self.prompt = prompt
-        """As it is read."""
+        """The prompt after truncation."""
         self.n_prompt = len(prompt)
         *self.to_read, self.last = (*first, *prompt)
         self.memory: Any = None if request.state is None else request.state.memory
         self.n_read = 0
-        """Of `to_read`."""
+        """Tokens of `to_read` that were read."""
         self.n_cached = 0
         self.keys: list[bytes] = []
-        """Of the whole chunks of `to_read`, for the prefix cache."""
+        """Prefix cache keys of the complete chunks of `to_read`."""
         self.logprobs: list[float] = []
         self.top: list[tuple[Choice, ...]] = []
-        """Of the prompt, both."""
+        """`logprobs` and `top` are those of the prompt."""
         self.seat: SlotState | None = None
         self.slot: int | None = None
         self.n_asked = 0
-        """Tokens that dispatches were started for: no more are needed than may be written."""
+        """Tokens for which a dispatch was started; none are needed beyond `max_tokens`."""
         self.is_done = False
         sampling = request.sampling
         self.ends = frozenset() if sampling.ignore_end else frozenset({end_id})
         self._on_event, self._n_written, self._n_letters = on_event, 0, 0
-        # An answer that must match a grammar keeps all its spaces, as does one that continues an answer without a prompt between.
+        # Leading spaces are kept if the answer must match a grammar, or continues an answer without a prompt in between.
         self._text = TextAssembler(
             text_rules,
             sampling.stop,
@@ -83,11 +83,11 @@ class Job:
 
     @property
     def late(self) -> frozenset[int]:
-        """Ids that may not be drawn before `min_tokens`."""
+        """Ids that may not be sampled before `min_tokens`."""
         return (self.ends | self.request.sampling.stop_ids) if self.request.sampling.min_tokens else frozenset()
 
     def allowed_next(self) -> Bool[np.ndarray, " vocab"]:
-        """What the grammar allows, without what may not be drawn yet."""
+        """Return the ids that the grammar allows, without those in `late` before `min_tokens`."""
         assert self.matcher is not None
         allowed = self.matcher.mask()
         if self._n_written < self.request.sampling.min_tokens:
@@ -102,7 +102,7 @@ class Job:
 
     def tell_prompt_read(self) -> None:
         n = self.n_prompt
-        # Without anything in front, the first token of the prompt is read and not predicted.
+        # Without a token before it, the first token of the prompt is not predicted.
         unpredicted = len(self.to_read) + 1 == n
         logprobs: tuple[float | None, ...] | None = None
         if self.request.prompt_logprobs:
@@ -113,7 +113,8 @@ class Job:
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[Choice]] | None
     ) -> tuple[int, FinishReason | None, str | int | None]:
-        """Takes what was drawn up to where the request ends, and tells it: how many tokens, and why and by what it ended."""
+        """Accept sampled tokens up to the end of the request and emit them. Returns how many were accepted, the finish reason, and
+        the stop string or id that ended it."""
         sampling, n = self.request.sampling, 0
         reason: FinishReason | None = None
         stopped_by: str | int | None = None
@@ -138,7 +139,7 @@ class Job:
         text, offsets = self._text.take()
         if reason is not None:
             text += self._text.close()
-            offsets = (*offsets, *[self._n_letters + len(text)] * (n - len(offsets)))  # an id that ends it has no text
+            offsets = (*offsets, *[self._n_letters + len(text)] * (n - len(offsets)))  # a stop id has no text
         self._n_letters += len(text)
         choices = tuple(map(Choice, tokens[:n], logprobs[:n]))
         asked = sampling.top_logprobs
@@ -165,7 +166,7 @@ class Job:
 
     @property
     def n_tokens_after(self) -> int:
-        """Of the whole conversation so far, its last token and its begin id included."""
+        """Tokens of the conversation so far, including the last token and the BOS id."""
         return self.n_before + len(self.to_read) + 1 + self._n_written
 
     def _emit(self, event: Event) -> None:
@@ -173,8 +174,8 @@ class Job:
 
 
 def _fitted(request: Request, n_before: int, n_first: int, context: int | None) -> tuple[tuple[int, ...], int]:
-    """The prompt, and the most tokens of an answer, within the context. The last token of an answer is not read. `n_first`: tokens
-    that are read before the prompt: the begin id, or the last of the state."""
+    """Return the prompt and the maximum length of the answer that fit the context. The last token of an answer is not read.
+    `n_first`: number of tokens read before the prompt (the BOS id, or the last token of the state)."""
     prompt, max_tokens = request.prompt, request.sampling.max_tokens
     if context is None:
         return prompt, max_tokens
@@ -187,7 +188,7 @@ def _fitted(request: Request, n_before: int, n_first: int, context: int | None) 
             needs = f"at most {most}: the model reads {context} tokens, answer included"
             fix = "shorten it, or have its front cut (truncate_prompt)"
             raise _too_long("the prompt", f"{len(prompt)} tokens", needs, fix)
-        # Room for the answer, but at least half of what there is for the prompt.
+        # Leave room for the answer, but keep at least half of the room for the prompt.
         prompt = prompt[-max(most - max_tokens + 1, (most + 1) // 2) :]
     return prompt, min(max_tokens, most - len(prompt) + 1)
 

@@ -1,7 +1,7 @@
-"""The prefix cache: states of beginnings that were read before, found by content, the least recently used out first.
+"""Prefix cache: states after prompt prefixes, looked up by content, with least-recently-used eviction.
 
-Beginnings are whole chunks counted from the start, so going on from a cached state runs the same programs on the same numbers as
-reading everything: the answer is the same bits.
+Prefixes are multiples of the chunk length, so resuming from a cached state runs the same programs on the same values as a full
+prefill, and the answer is bit-identical.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PrefixCache:
         return self._held.total
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
-        """A key for each whole chunk: of all tokens up to its end."""
+        """Return one key per complete chunk: a hash of all tokens up to its end."""
         keys, digest = [], hashlib.sha256()
         for at in range(0, len(tokens) - len(tokens) % self._chunk_len, self._chunk_len):
             digest.update(np.asarray(tokens[at : at + self._chunk_len], "<u4").tobytes())
@@ -38,7 +38,7 @@ class PrefixCache:
         return keys
 
     def longest(self, keys: Sequence[bytes]) -> tuple[int, Any]:
-        """How many chunks of these are known, and the state after them; (0, None) if none is."""
+        """Return the number of chunks in the longest cached prefix and the state after it, or (0, None)."""
         for n in range(len(keys), 0, -1):
             found = self._states.get(keys[n - 1])
             if found is not None:
@@ -50,8 +50,8 @@ class PrefixCache:
         return 0, None
 
     def wants(self, n: int, of: int) -> bool:
-        """Whether the state after chunk n (from 1) of a beginning of so many chunks is kept: the last, and every power of two, so
-        that of any shared beginning at least half is found."""
+        """Whether to keep the state after chunk `n` (from 1) of `of` chunks: the last one and every power of two, so that at least
+        half of any shared prefix is found."""
         return self._max_bytes > 0 and (n == of or n & (n - 1) == 0)
 
     def add(self, key: bytes, state: Any) -> None:

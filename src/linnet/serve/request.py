@@ -1,4 +1,4 @@
-"""What is asked of the engine and what it answers: plain values, the same for every family, transport and backend."""
+"""Requests to the engine and the events it emits: plain values, the same for every model family, transport and backend."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from linnet.models.detokenize import check_stops
 from linnet.nn.sampling_bounds import MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 
 FinishReason = Literal["stop", "length", "stuck", "cancelled", "deadline", "error"]
-"""stop: an end id, a stop id, a stop string, or a finished grammar; of a prior, its last step. length: max_tokens, or the model's
-context. stuck: its own grammar and rules leave no token, or the grammar became too much work. The others end it from outside."""
+"""stop: the EOS id, a stop id, a stop string, or a completed grammar (for a prior: its last step). length: max_tokens, or the model's
+context. stuck: the request's grammar and settings leave no token, or the grammar exceeded its limits. The others are external."""
 
 MAX_STOPS, MAX_STOP_BYTES, MAX_TOP, MAX_BIAS = 16, 1024, 20, 1024
 MAX_SEED = 2**32 - 1
 
 
 class QueueFull(UserError):
-    """No room to wait in; come again after `retry_after` seconds."""
+    """The queue is full; retry after `retry_after` seconds."""
 
     def __init__(self, waiting: int, retry_after: float) -> None:
         super().__init__(
@@ -34,7 +34,7 @@ class TooLong(UserError):
 
 
 class Draining(UserError):
-    """The engine is about to stop, and takes nothing new."""
+    """The engine is about to stop and accepts no new requests."""
 
 
 class NoSession(UserError):
@@ -43,14 +43,14 @@ class NoSession(UserError):
 
 
 class SessionInUse(UserError):
-    """One call at a time may go on from a session: two would leave it where neither ended."""
+    """Another call is using the session. Only one at a time may continue it, since two would overwrite each other's state."""
 
     def __init__(self, id: str) -> None:
         super().__init__(f"session {id!r} is in use by another call. Fix: wait for its end, or fork the session.")
 
 
 class AnswerLost(UserError):
-    """The call was made before, and the session went on by it, but whoever computed it was gone before it could answer."""
+    """An earlier attempt of the same call advanced the session, but the replica died before it could answer."""
 
     def __init__(self, id: str) -> None:
         super().__init__(
@@ -61,7 +61,7 @@ class AnswerLost(UserError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """What the text must match."""
+    """A grammar that the generated text must match."""
 
     kind: Literal["json_schema", "regex", "lark"]
     grammar: str
@@ -69,7 +69,7 @@ class Constraint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen and when to end. Checked when made."""
+    """Sampling settings and stop conditions. Validated on construction."""
 
     temperature: float = 1.0
     """0: greedy."""
@@ -84,17 +84,17 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     allowed: frozenset[int] | None = None
-    """Only these ids may be drawn; None: all."""
+    """Only these ids may be sampled; None: all."""
     banned: frozenset[int] = frozenset()
     seed: int = 0
     max_tokens: int = 16
     min_tokens: int = 0
-    """So many tokens before an end id, stop id or stop string may end it."""
+    """Minimum number of tokens before the EOS id, a stop id or a stop string may end the answer."""
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     ignore_end: bool = False
     top_logprobs: int = 0
-    """So many of the likeliest tokens are told beside each token."""
+    """Number of top log-probabilities returned with each token."""
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
@@ -127,33 +127,33 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One answer. Several answers to one prompt are several requests, with seeds of their own."""
+    """A request for one answer. Several answers to one prompt are several requests with different seeds."""
 
     id: str
     prompt: tuple[int, ...]
-    """Ids without the model's begin id, which is put in front of a sequence that does not begin with a state."""
+    """Ids without the BOS id, which the engine prepends to a sequence that does not start from a state."""
     sampling: Sampling
     priority: int = 0
-    """Higher goes first."""
+    """Higher values are served first."""
     deadline: float | None = None
-    """On the engine's clock."""
+    """Time on the engine's clock."""
     state: Any = None
-    """Where to go on from: what a finished request returned, or a session restored; None: from nothing."""
+    """State to continue from, as returned by a finished request or restored from a session; None: start empty."""
     return_state: bool = False
-    """The state after the last token comes with `Finished`."""
+    """Return the state after the last token with `Finished`."""
     cut_prompt: bool = False
-    """A prompt that does not fit the model's context loses its front; without this it is refused."""
+    """Truncate a prompt that does not fit the model's context at its start; otherwise it is an error."""
     prompt_logprobs: bool = False
-    """Tell the log-probability of each prompt token (`echo`)."""
+    """Return the log-probability of each prompt token (`echo`)."""
     use_prefix_cache: bool = True
     add_special_tokens: bool = True
-    """False: the model's begin id is not put in front."""
+    """False: do not prepend the model's BOS id."""
     shows_prompt: bool = False
-    """The answer's text is shown after the prompt's (`echo`), and not as a text of its own."""
+    """The answer's text is shown appended to the prompt's (`echo`) rather than as a separate text."""
 
 
 class Choice(NamedTuple):
-    """A token and its log-probability in the model's own distribution. (A tuple: one is made for every token of every answer.)"""
+    """A token and its log-probability in the model's own distribution. (A tuple, because one is made for every token.)"""
 
     token: int
     logprob: float
@@ -161,34 +161,34 @@ class Choice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillDone:
-    """The prompt is read; the next event is the first token's."""
+    """The prompt has been read; the next event has the first token."""
 
     n_tokens: int
     n_cached: int
-    """Of them from the prefix cache."""
+    """Those of `n_tokens` that came from the prefix cache."""
     n_cut: int = 0
-    """Tokens of the prompt beyond these, cut off its front and not read."""
+    """Prompt tokens truncated at the start, not counted in `n_tokens`."""
     logprobs: tuple[float | None, ...] | None
-    """Of each prompt token, where asked for. None: nothing stands in front of the first, so that nothing predicts it."""
+    """Log-probability of each prompt token, if requested. The first is None if no token precedes it."""
     top: tuple[tuple[Choice, ...], ...] = ()
-    """The likeliest tokens at the place of each prompt token; empty unless asked for."""
+    """Top log-probabilities at the position of each prompt token; empty unless requested."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokensEvent:
-    """Some tokens more, and the text that is certain by now: whole characters, nothing of a stop string."""
+    """New tokens, and the text that is final: complete characters, and no possible start of a stop string."""
 
     tokens: tuple[Choice, ...]
     top: tuple[tuple[Choice, ...], ...]
-    """The likeliest tokens beside each token; empty unless asked for."""
+    """Top log-probabilities at each token; empty unless requested."""
     text: str
     offsets: tuple[int, ...]
-    """Where in the whole text (in characters) each token's text begins."""
+    """Offset of each token's text in the complete text, in characters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TerminalEvent:
-    """The last event of every request, of whatever kind; there is exactly one."""
+    """The last event of every request; there is exactly one."""
 
     reason: FinishReason
     error: str | None
@@ -196,10 +196,10 @@ class TerminalEvent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finished(TerminalEvent):
-    """Of a request for tokens."""
+    """Terminal event of a token request."""
 
     stopped_by: str | int | None
-    """The stop string, or the stop or end id, that ended it."""
+    """The stop string, stop id or EOS id that ended the answer."""
     n_prompt: int
     n_tokens: int
     state: Any
@@ -207,7 +207,7 @@ class Finished(TerminalEvent):
 
 Event = PrefillDone | TokensEvent | Finished
 OnEvent = Callable[[Event], None]
-"""Called in the engine's thread: must return at once and never raise."""
+"""Called in the engine's thread: must return immediately and never raise."""
 
 
 def _between(field: str, value: float, low: float, high: float, *, above: bool = False) -> None:

@@ -1,10 +1,10 @@
-"""Who is read, who runs, who steps aside: decided between ticks in plain Python, without a clock, threads or a device.
+"""Admission, prefill order and preemption, decided between ticks in plain Python, without a clock, threads or a device.
 
-A request waits, is read chunk by chunk (it then holds a state but no slot), is ready, and runs in a slot until it ends or is parked.
-One whose last tokens are on their way leaves its slot to another before they are told.
-Its level is its priority, and one more for every `age_seconds` it has stood outside a slot. Higher levels go first, and among equals
-those that came first. A running request keeps the level it was placed with until it has had its quantum; then its age is spent,
-any equal takes its slot, and it goes to the back of the line.
+States of a request: "waiting"; "reading" (prefilled chunk by chunk: it has a state but no slot); "ready"; "running" in a slot until it
+ends or is preempted ("parked"); and "leaving" (its last tokens are dispatched and its slot is released before they are read back).
+Its level is its priority, plus one for every `age_seconds` outside a slot. Higher levels go first, and among equal levels those that
+came first. A running request keeps the level it was admitted with until it has generated `quantum` tokens. Then its level is its
+priority again, a request of the same level may preempt it, and it goes to the back of the queue.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Literal
 from linnet.serve.request import QueueFull
 
 RETRY_AFTER = 1.0
-"""Seconds. A place in the queue is free as soon as one who waits begins to be read, long before a request ends."""
+"""Seconds. Short, because a place in the queue is freed as soon as a waiting request starts its prefill, long before one ends."""
 
 QUICK_CHUNKS = 4
-"""So many chunks in a row may go to prompts shorter than the one whose turn it is, or one whole such prompt, whichever is less."""
+"""Maximum consecutive chunks, or one complete prompt if that is less, of prompts shorter than the one whose turn it is."""
 
 _State = Literal["waiting", "reading", "ready", "running", "parked", "leaving"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to do before the next tick, in this order."""
+    """Actions before the next tick, in this order."""
 
     ended: tuple[tuple[str, Literal["cancelled", "deadline"]], ...]
-    """Tell their owners, and drop what they hold."""
+    """Finish these requests with this reason, and drop their state."""
     free: tuple[int, ...]
-    """Clear these slots, whose requests have ended or left."""
+    """Clear these slots, whose requests have ended or released them."""
     park: tuple[tuple[str, int], ...]
-    """Take the state out of this slot and keep it."""
+    """Preempt these requests: save the state of this slot."""
     read: str | None
-    """Read one chunk of this prompt."""
+    """Prefill one chunk of this prompt."""
     place: tuple[tuple[str, int], ...]
-    """Put these into these slots: the prompt is read (its last chunk perhaps just now), or the state was parked."""
+    """Load these requests into these slots: they are prefilled (the last chunk possibly in this plan), or were preempted."""
     tick: bool
-    """Some slot runs."""
+    """Whether any slot is running."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -47,25 +47,25 @@ class _Job:
     priority: int
     deadline: float | None
     n_left: int
-    """Chunks of the prompt still to be read."""
+    """Chunks of the prompt left to prefill."""
     ticket: int
-    """Its place in the line."""
+    """Sequence number in the queue."""
     since: float
-    """When it last began to stand outside a slot."""
+    """When it was submitted or last preempted."""
     waited: float = 0.0
     """Seconds outside a slot before `since`."""
     state: _State = "waiting"
     slot: int | None = None
     n_tokens: int = 0
-    """Produced since it was placed."""
+    """Tokens generated since it was loaded into its slot."""
     is_cancelled: bool = False
 
 
 class Scheduler:
-    """The books of one engine.
+    """The queue and slot assignment of one engine.
 
-    States outside slots (being read, ready or parked) take memory, so there are at most `max_held` of them. The upper half
-    of this room is for requests that will find a slot: one is free, or they outrank a running one.
+    States outside slots (reading, ready or parked) take memory, so there are at most `max_held` of them. The upper half of this
+    capacity is reserved for requests that can get a slot: one is free, or their level is above that of a running request.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Scheduler:
         self._n_tickets = 0
         self._quick_left = QUICK_CHUNKS
 
-    # What the engine tells.
+    # Updates from the engine
 
     def submit(self, id: str, *, priority: int, deadline: float | None, n_chunks: int, now: float) -> None:
-        """Queues a request whose prompt takes `n_chunks` to read; with 0 it needs no reading. Its id must be new to the books."""
+        """Queue a request whose prompt takes `n_chunks` to prefill; 0: it needs no prefill. Its id must be new."""
         assert id not in self._jobs, id
         assert n_chunks >= 0
         if self.waiting >= self._max_waiting:
@@ -98,87 +98,87 @@ class Scheduler:
         self._jobs[id] = _Job(id, priority, deadline, n_chunks, ticket=self._ticket(), since=now)
 
     def cancel(self, id: str) -> None:
-        """The next plan ends it, whatever its state. An id that is not in the books has ended already: nothing to do."""
+        """End a request in the next plan, whatever its state. An unknown id has already ended and is ignored."""
         if id in self._jobs:
             self._jobs[id].is_cancelled = True
 
     def shorten(self, id: str, n_chunks: int) -> None:
-        """No more than `n_chunks` are left to read: another request has meanwhile brought the rest into the prefix cache."""
+        """Reduce the chunks left to prefill to `n_chunks`, because the rest is in the prefix cache by now."""
         job = self._jobs.get(id)
         if job is not None and job.n_left:
             job.n_left = min(job.n_left, n_chunks)
 
     def ticked(self, id: str, n_tokens: int) -> None:
-        """A running request produced tokens. Late news, of one that has meanwhile been parked or has ended, does not count."""
+        """Count tokens generated by a running request. Has no effect if the request has since been preempted or has ended."""
         if id in self._jobs:
             self._jobs[id].n_tokens += n_tokens
 
     def leaves(self, id: str) -> None:
-        """All tokens that a running request may have are under way: its slot is free for the next tick. It ends when they are told."""
+        """Release the slot of a running request whose last tokens are dispatched. It ends when they have been read back."""
         job = self._jobs[id]
         assert job.state == "running", job.state
         self._vacate(job)
         job.state = "leaving"
 
     def ended(self, id: str) -> None:
-        """It finished by itself or failed, and was told so: no plan will name it again but for clearing its slot."""
+        """Remove a request that finished or failed. Later plans contain it only to clear its slot."""
         self._remove(self._jobs[id])
 
-    # What the engine asks.
+    # Queries by the engine
 
     @property
     def waiting(self) -> int:
-        """Not yet begun. Who is cancelled gives up its place at once."""
+        """Requests that have not started. A cancelled one frees its place immediately."""
         return sum(job.state == "waiting" and not job.is_cancelled for job in self._jobs.values())
 
     @property
     def reading(self) -> int:
-        """Begun, with chunks to read."""
+        """Requests in prefill, with chunks left."""
         return self._count("reading")
 
     @property
     def ready(self) -> int:
-        """Read, and not yet in a slot."""
+        """Requests that are prefilled but not yet in a slot."""
         return self._count("ready")
 
     @property
     def running(self) -> int:
-        """In slots."""
+        """Requests in slots."""
         return self._count("running")
 
     @property
     def leaving(self) -> int:
-        """Out of their slots, their last tokens not told yet."""
+        """Requests that released their slots and whose last tokens are not read back yet."""
         return self._count("leaving")
 
     @property
     def parked(self) -> int:
-        """Taken out of a slot, to go on later."""
+        """Preempted requests."""
         return self._count("parked")
 
     @property
     def wants_slots(self) -> bool:
-        """Somebody who has none could use one."""
+        """Whether any request needs a slot and has none."""
         return any(job.state not in ("running", "leaving") for job in self._jobs.values())
 
     def has_begun(self, id: str) -> bool:
-        """It is being read, or was: there is a state of it."""
+        """Whether its prefill has started, so that it has a state."""
         return self._jobs[id].state != "waiting"
 
     @property
     def is_idle(self) -> bool:
-        """There is nothing to plan."""
+        """Whether there is nothing to plan."""
         return not self._jobs and not self._to_clear
 
     def plan(self, now: float) -> Plan:
-        """What to do before the next tick. The books take it as done."""
+        """Return the actions before the next tick. The scheduler assumes that they are carried out."""
         ended = self._end_from_outside(now)
         free, self._to_clear = tuple(self._to_clear), []
         read = self._read(now)
         park, place = self._fill_slots(now)
         return Plan(ended, free, park, read, place, tick=any(self._slots))
 
-    # How it decides.
+    # Decisions
 
     def _end_from_outside(self, now: float) -> tuple[tuple[str, Literal["cancelled", "deadline"]], ...]:
         ended: list[tuple[str, Literal["cancelled", "deadline"]]] = []
@@ -193,7 +193,7 @@ class Scheduler:
         return tuple(ended)
 
     def _read(self, now: float) -> str | None:
-        """Takes one chunk off the prompt whose turn it is. Those that need no reading become ready on the way."""
+        """Choose the prompt whose next chunk is prefilled. Requests that need no prefill become ready on the way."""
         while (choice := self._next_to_read(now)) is not None:
             job, is_first = choice
             if job.n_left == 0:
@@ -209,9 +209,9 @@ class Scheduler:
         return None
 
     def _next_to_read(self, now: float) -> tuple[_Job, bool] | None:
-        """The first in line and the quickest to read take turns, so that a long prompt goes on and yet holds up no short one.
+        """Alternate between the first in the queue and the shortest prompt, so that neither long nor short prompts are delayed.
 
-        The quickest must have the first one's priority at least, by birth and not by age: a long prompt grows old while it is read.
+        The shortest must have at least the first one's priority. Age does not count, because a long prompt ages during its prefill.
         """
         rank = {job: self._rank(job, now) for job in self._jobs.values() if job.state in ("waiting", "reading")}
         readable = self._readable(rank, now)
@@ -227,11 +227,11 @@ class Scheduler:
         return quick, quick is first
 
     def _readable(self, rank: dict[_Job, tuple[int, int]], now: float) -> list[_Job]:
-        """Of the unread, those that have been begun, and those for whose states there is room."""
+        """Return the unfinished prefills, and the waiting requests for whose states there is room."""
         if not rank:
             return []
         head = min(rank, key=rank.__getitem__)
-        # The last place is kept for the head of the line; or else quick ones would take every place that falls free.
+        # The last place is reserved for the head of the queue; otherwise short prompts would take every place that becomes free.
         kept = int(head.state == "waiting")
         full = self._max_held - sum(job.state in ("reading", "ready", "parked") for job in self._jobs.values())
         half = full - (self._max_held + 1) // 2
@@ -244,10 +244,10 @@ class Scheduler:
         return [job for job in rank if job.state == "reading" or has_room(job)]
 
     def _fill_slots(self, now: float) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
-        """Who is parked and who is placed: free slots first, then those of running requests that must step aside."""
+        """Return the requests to preempt and those to load: free slots are filled first, then those of preempted requests."""
         line = [job for job in self._jobs.values() if job.state in ("ready", "parked")]
         line.sort(key=lambda job: self._rank(job, now))
-        # One that has produced nothing since it was placed stays: every placing moves its request on.
+        # A request is not preempted before it has generated a token, so that every admission makes progress.
         victims = sorted(
             (job for job in self._running() if job.n_tokens), key=lambda job: self._preemption_key(job, now)
         )
@@ -272,7 +272,7 @@ class Scheduler:
         return mine > other or (mine == other and self._is_spent(running))
 
     def _preemption_key(self, job: _Job, now: float) -> tuple[int, int, int]:
-        """Sorts the running: the lowest level first, then who has had most beyond its quantum, then who came last."""
+        """Order of preemption: lowest level first, then most tokens beyond the quantum, then latest in the queue."""
         return self._level(job, now), -job.n_tokens if self._is_spent(job) else 0, -job.ticket
 
     def _rank(self, job: _Job, now: float) -> tuple[int, int]:
@@ -288,7 +288,7 @@ class Scheduler:
     def _is_spent(self, job: _Job) -> bool:
         return job.n_tokens >= self._quantum
 
-    # How the books change.
+    # State changes
 
     def _place(self, job: _Job, slot: int, now: float) -> None:
         job.state, job.slot, job.n_tokens = "running", slot, 0
@@ -296,7 +296,7 @@ class Scheduler:
         self._slots[slot] = job
 
     def _park(self, job: _Job, now: float) -> int:
-        """Takes it out of its slot, which the caller fills at once, and gives the slot."""
+        """Preempt a request and return its slot, which the caller must fill immediately."""
         assert job.slot is not None
         if self._is_spent(job):
             job.waited, job.ticket = 0.0, self._ticket()

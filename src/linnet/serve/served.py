@@ -1,4 +1,4 @@
-"""A model as the server sees it: its engine, its sessions, and what its ids mean."""
+"""A served token model: its engine, sessions, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def serve_model(
     session_bytes: int = MAX_BYTES,
     session_folder: Path | None = None,
 ) -> ServedModel:
-    """Starts the engine of a model, its programs compiled. Without a folder its sessions end with this process."""
+    """Compile a model's programs and start its engine. Without a folder, sessions end with this process."""
     engine = Engine(family, cfg, params, buffers, tokenizer, config)
     engine.backend.warm_up()
     like, fingerprint = engine.backend.abstract_state, engine.fingerprint

@@ -1,7 +1,7 @@
-"""Conversations kept in a folder that several servers may share: each goes on from where whichever of them left it.
+"""Sessions stored in a folder that several servers may share; any of them can continue any session.
 
-A state is a value, so a session is one small thing: a file that is replaced whole. Who goes on from a session locks it, and a process
-that dies lets go of its locks: nothing has to be cleaned up after it, and what it answered is there.
+A session is one file that is replaced atomically. A call that continues a session holds its file lock, which the operating system
+releases if the process dies: nothing has to be cleaned up, and completed turns are kept.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from linnet.serve.sessions import MAX_BYTES, MAX_SESSIONS, Session, check_room_f
 from linnet.serve.state import State
 
 ID = re.compile(r"session-[A-Za-z0-9_-]{22}")
-"""What `new_id` makes. Ids come from clients, and become names of files."""
+"""Format of `new_id`. Checked because ids come from clients and become file names."""
 MAX_HEAD = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
-    """The first line of a session's file; its state follows."""
+    """The first line of a session's file; the state follows."""
 
     n_tokens: int
     call: str
-    """That left it here; the same call, made again, must not go on from its own end."""
+    """The call that wrote this state. A retry of the same call must not continue from its own result."""
 
 
 class FolderSessions:
-    """Of one model. From any thread of any process. A session is deleted by its owner only."""
+    """The sessions of one model, usable from any thread of any process. Sessions are never evicted, only deleted by the client."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class FolderSessions:
         most_bytes: int = MAX_BYTES,
     ) -> None:
         self._like, self._model, self._most, self._most_bytes = like, model, most, most_bytes
-        self._folder = folder / model[:32]  # a state is of use to the weights that made it only
+        self._folder = folder / model[:32]  # a state is only valid for the weights that made it
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(self._folder / "room.lock"):
@@ -59,7 +59,7 @@ class FolderSessions:
             needs = f"a folder that can be written ({error.strerror})"
             raise invalid("--sessions", str(folder), needs, "choose another") from None
         self._held: dict[str, tuple[int, str]] = {}
-        """By id: the lock, and the call that it is held for."""
+        """Lock file descriptor and owning call, by session id."""
 
     def create(self) -> str:
         return self._add(lambda path: _write(path, Head(n_tokens=0, call=""), b""))
@@ -91,13 +91,13 @@ class FolderSessions:
         return self.unpack(data) if data else Session(None, 0)
 
     def put(self, id: str, state: State, n_tokens: int) -> None:
-        """The session goes on from here. Once this returns, it does so whatever becomes of this process."""
+        """Replace the session's state. Once this returns, the new state survives the death of this process."""
         path, (_, call) = self._path(id), self._held[id]
         _write(_new(path), Head(n_tokens=n_tokens, call=call), states.to_bytes(state))
         os.replace(_new(path), path)
 
     def fork(self, id: str) -> str:
-        """Both are the same file until one of them goes on: files are replaced, never changed."""
+        """Copy a session with a hard link. Files are replaced and never modified, so the two stay independent."""
 
         def link(path: Path) -> None:
             try:
@@ -136,11 +136,11 @@ class FolderSessions:
 
     @property
     def n_bytes(self) -> int:
-        """That all states take; one that several have counts once."""
+        """Bytes of all states; a file shared by forks counts once."""
         return sum(self._sizes()[1].values())
 
     def _sizes(self) -> tuple[list[str], dict[int, int]]:
-        """The ids, and how large each file is."""
+        """Return the ids, and the size of each file by inode."""
         ids, sizes = [], {}
         for entry in os.scandir(self._folder):
             if ID.fullmatch(entry.name):
@@ -151,7 +151,7 @@ class FolderSessions:
         return ids, sizes
 
     def _add(self, make: Callable[[Path], None]) -> str:
-        """`make` writes the file; it counts once there is room for it."""
+        """Add a session whose file `make` writes, if there is room for it."""
         id = new_id()
         path = self._path(id)
         make(_new(path))
@@ -178,7 +178,7 @@ class FolderSessions:
             raise NoSession(id) from None
 
     def _state(self, id: str) -> bytes:
-        """Empty: nothing was read yet."""
+        """Return the serialized state; empty if the session has read nothing yet."""
         with self._open(id) as file:
             head, data = _head(id, file.readline(MAX_HEAD)), file.read()
         if head.n_tokens and not data:
@@ -187,12 +187,12 @@ class FolderSessions:
 
 
 def _new(path: Path) -> Path:
-    """Where it is written before it is whole: by its holder only, or before anyone knows its id."""
+    """Temporary file for an atomic write. There is one writer: the lock's holder, or the creator before the id is known."""
     return path.with_name(f"{path.name}.new")
 
 
 def _lock(path: Path) -> Path:
-    """Beside it, since a lock belongs to a file and the session's is replaced by every turn."""
+    """Separate lock file, because a lock belongs to an inode and every turn replaces the session's file."""
     return path.with_name(f"{path.name}.lock")
 
 
@@ -226,7 +226,7 @@ def _try_lock(lock: int, id: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Opened anew each time: threads that share an open file share its lock."""
+    """Hold an exclusive lock. Opens the file each time, because threads that share an open file share its lock."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Conversations kept by name: their states, a bounded number and size of them, saved to and restored from bytes."""
+"""In-memory sessions: conversation states by id, bounded in number and bytes, that can be saved to and restored from bytes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MAX_BYTES = 4 << 30
 @dataclasses.dataclass(frozen=True)
 class Session:
     state: State | None
-    """None: nothing was read yet."""
+    """None: the session has read nothing yet."""
     n_tokens: int
-    """Of the conversation; a begin id in front of it is not counted."""
+    """Length of the conversation, without its BOS id."""
 
 
 def new_id() -> str:
@@ -42,8 +42,8 @@ def nothing_read(id: str) -> UserError:
 
 
 class Sessions:
-    """Of one model. From any thread. A session is deleted by its owner only: when there is no room, a new one is refused. One that
-    is there may always go on."""
+    """The sessions of one model. Thread-safe. Sessions are never evicted: without room, creating one is an error, while existing
+    ones can always continue."""
 
     def __init__(
         self, like: Callable[[int], Any], model: str, *, most: int = MAX_SESSIONS, most_bytes: int = MAX_BYTES
@@ -78,15 +78,15 @@ class Sessions:
             self._in_use.remove(id)
 
     def put(self, id: str, state: State, n_tokens: int) -> None:
-        """The session goes on from here; one that was deleted meanwhile stays deleted."""
+        """Replace the session's state. A session that was deleted in the meantime stays deleted."""
         with self._lock:
             if id in self._sessions:
-                self._held.add(state.memory)  # first: what the old state shares with it is not let go
+                self._held.add(state.memory)  # first, so that arrays shared with the old state stay counted
                 self._let_go(self._sessions[id])
                 self._sessions[id] = Session(state, n_tokens)
 
     def fork(self, id: str) -> str:
-        """Both go on from the same state: a state is a value, so nothing is shared that could change."""
+        """Copy a session. States are immutable, so the two can share one."""
         return self._add(self.get(id))
 
     def save(self, id: str) -> bytes:
@@ -99,11 +99,11 @@ class Sessions:
         return self._add(self.unpack(data))
 
     def pack(self, state: State) -> bytes:
-        """A state for whoever asked to hold it: nothing is kept here, so it needs no room."""
+        """Serialize a state that the client keeps. It does not count towards the limits."""
         return states.to_bytes(state)
 
     def unpack(self, data: bytes) -> Session:
-        """What `pack` or `save` gave, checked."""
+        """Deserialize and validate the output of `pack` or `save`."""
         state = states.from_bytes(data, self._like, self._model)
         return Session(state, state.n_conversation)
 
@@ -118,7 +118,7 @@ class Sessions:
 
     @property
     def n_bytes(self) -> int:
-        """That all states take; what several share counts once."""
+        """Bytes of all states; arrays shared by several count once."""
         return self._held.total
 
     def _add(self, session: Session) -> str:

@@ -1,7 +1,7 @@
-"""A conversation's state as a value: what a model remembers of it, in memory or in a file.
+"""The state of a conversation (the model's memory of it), and its file format.
 
-The file is safetensors. It names the model it belongs to and carries a checksum: a state of another model, cut short or altered, is
-refused, never used.
+The file is safetensors with the model's fingerprint and a checksum: a state of another model, or one that was truncated or altered,
+is rejected.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from linnet.core.pytree import named_leaves
 
 FORMAT, VERSION, META = "linnet-state", 1, "linnet"
 KINDS: dict[str, Any] = {"F32": np.float32, "BF16": jnp.bfloat16, "I32": np.int32}
-"""Of numbers in a state, by their names in the file."""
+"""Dtypes of the arrays in a state, by their names in the file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """All tokens but the last are in `memory`; the last is read when the conversation goes on."""
+    """State of a conversation. All tokens but the last are in `memory`; the last is read when the conversation continues."""
 
     memory: Any
-    """The family's own, a pytree of arrays."""
+    """The model family's own pytree of arrays."""
     last: int
     n_tokens: int
-    """Read so far, the last one and the begin id included."""
+    """Tokens so far, including the last one and the BOS id."""
     model: str
-    """The fingerprint of the weights and config it belongs to."""
+    """Fingerprint of the weights and config that made it."""
     n_front: int = 1
-    """Begin ids in front of the conversation, which are no part of it: 1 or 0."""
+    """BOS ids before the conversation, which are not part of it: 1 or 0."""
 
     @property
     def n_conversation(self) -> int:
-        """Tokens of the conversation itself."""
+        """Tokens of the conversation without the BOS id."""
         return self.n_tokens - self.n_front
 
 
 def model_fingerprint(params: Any, buffers: Any, config: Any) -> str:
-    """Of every weight: two models that differ in one bit differ here."""
+    """Return a SHA-256 of the config and every bit of the weights."""
     digest = hashlib.sha256(repr(config).encode())
     for name, leaf in named_leaves((params, buffers)):
         digest.update(f"{name}{leaf.dtype}{leaf.shape}".encode())
@@ -60,15 +60,15 @@ def to_bytes(state: State) -> bytes:
 
     arrays = {name: np.ascontiguousarray(np.asarray(leaf)) for name, leaf in named_leaves(state.memory)}
     about: dict[str, Any] = {"last": state.last, "n_tokens": state.n_tokens, "model": state.model}
-    if state.n_front != 1:  # files of conversations with a begin id are as they always were
+    if state.n_front != 1:  # omitted for 1, so that such files keep their old format
         about["n_front"] = state.n_front
     meta = {"format": FORMAT, "version": VERSION, "about": about, "sha256": _checksum(arrays, about)}
-    # One entry: safetensors writes several in any order, and equal states shall be equal files.
+    # A single entry, because safetensors writes several in arbitrary order, and equal states must give equal files.
     return save(arrays, {META: json.dumps(meta)})
 
 
 def from_bytes(content: bytes, like: Callable[[int], Any], model: str) -> State:
-    """The state in a file, for the model whose memory of so many tokens is like `like`."""
+    """Deserialize and validate a state. `like(n)` gives the shapes of the model's memory of `n` tokens."""
     from safetensors import SafetensorError, deserialize
 
     try:
@@ -114,7 +114,7 @@ def _checksum(arrays: dict[str, np.ndarray], about: dict[str, Any]) -> str:
 
 
 def _raw(leaf: Any) -> bytes | memoryview:
-    """The array's memory; numpy lends none of types that it does not know, such as bfloat16."""
+    """Return the array's bytes. Viewed as uint8, because numpy has no buffer protocol for types such as bfloat16."""
     array = np.ascontiguousarray(np.asarray(leaf))
     return array.reshape(-1).view(np.uint8).data
 
@@ -130,7 +130,7 @@ class HeldBytes:
             self._keepers[id(leaf)] += 1
 
     def drop(self, state: Any) -> None:
-        """One that was added, and is let go."""
+        """Stop counting a state that was added."""
         for leaf in jax.tree.leaves(state):
             self._keepers[id(leaf)] -= 1
             if not self._keepers[id(leaf)]:

@@ -1,1 +1,1 @@
-"""The engine over HTTP, in OpenAI's shapes: everything that knows of sockets, keys or JSON lives here and nowhere else."""
+"""OpenAI-compatible HTTP API of the engine. All code that handles sockets, API keys or JSON is in this package."""

@@ -1,4 +1,4 @@
-"""The server's table of routes, and the Starlette app over it."""
+"""The route table, and the Starlette app built from it."""
 
 from __future__ import annotations
 
@@ -115,9 +115,10 @@ def make_app(
     host: str | None = None,
     is_replica: bool = False,
 ) -> Starlette:
-    """Without keys everyone who reaches the socket may ask, if by a name of this machine's own or of `host`, where it is served.
+    """Build the app. Without API keys any client may connect, but the Host header must be a loopback name or `host`.
 
-    `clock` must be the engine's: deadlines are on it. A replica is asked by its front only, which names the calls and counts them.
+    `clock` must be the engine's, because deadlines are measured on it. A replica is called only by its front, which assigns the
+    request ids and limits concurrent calls.
     """
     by_name = {model.name: model for model in models}
     if not models or len(by_name) < len(models):

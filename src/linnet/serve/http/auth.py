@@ -1,4 +1,4 @@
-"""Who may ask. Keys are compared as digests and in constant time, and a log or metric never sees more than a digest's beginning."""
+"""API keys and the Host check. Keys are compared as digests in constant time; logs and metrics contain at most a digest's prefix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEWEST_CHARACTERS = 8
 
 
 class Keys:
-    """No keys: everyone may ask."""
+    """The API keys; if empty, no authentication is required."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -27,14 +27,14 @@ class Keys:
         self._digests = [_digest(key) for key in keys]
 
     def owner(self, path: str, authorization: str | None) -> str:
-        """A short name for the key, or an error 401."""
+        """Return a short name of the key; raises a 401 error if it is not valid."""
         if not self._digests or path in OPEN_PATHS:
             return "anyone"
         digest = _digest(_key_of(authorization))
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, whichever it is
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # compare all, for constant time
         if any(matches):
             return digest.hex()[:8]
-        # A browser asks for a password only if it is told so; the page's own calls then carry it along.
+        # Basic makes a browser show its password dialog; the playground's own calls then send the same credentials.
         scheme = "Basic" if path == "/" else "Bearer"
         raise ApiError(
             401,
@@ -45,18 +45,18 @@ class Keys:
 
 
 class AllowedHosts:
-    """The names by which this server may be called while everyone may ask.
+    """Host header check for servers without API keys.
 
-    A foreign page can make its visitor's browser call us under the page's own name, once that name leads to 127.0.0.1 (DNS
-    rebinding), and then read what we answer. The browser still tells that name as the host.
+    With DNS rebinding, a foreign page can resolve its own name to 127.0.0.1, make a visitor's browser call this server, and read the
+    responses. The browser still sends that name in the Host header.
     """
 
     def __init__(self, bound: str | None) -> None:
-        """`bound` is the address served on; None: any name will do, since keys guard the door or there is none."""
+        """`bound`: the address served on; None allows any name, because API keys are required or the server is not on a network."""
         self._bound = bound
 
     def check(self, host: str | None) -> None:
-        if self._bound is None or host is None:  # only HTTP/1.0 leaves it out, which no browser speaks
+        if self._bound is None or host is None:  # only HTTP/1.0 omits it, and no browser uses that
             return
         name = _without_port(host)
         if name != self._bound.lower() and not is_loopback(name):
@@ -72,7 +72,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _without_port(host: str) -> str:
-    """`Name:8000`, `[::1]:8000` and `::1` alike, in small letters."""
+    """Return the lowercase host name of `Name:8000`, `[::1]:8000` or `::1`."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return (host if host.count(":") > 1 else host.partition(":")[0]).lower().removesuffix(".")
@@ -83,7 +83,7 @@ def _digest(key: str) -> bytes:
 
 
 def _key_of(authorization: str | None) -> str:
-    """The token of Bearer, or the password of Basic (the user name does not matter)."""
+    """Return the token of a Bearer header, or the password of a Basic header (the user name is ignored)."""
     scheme, _, rest = (authorization or "").partition(" ")
     if scheme.lower() == "bearer":
         return rest.strip()

@@ -1,6 +1,7 @@
-"""Many requests from a file, answered to a file: each line goes through the same app as over the network, some at a time.
+"""Batch mode: requests from a JSONL file, responses to a JSONL file. Each line goes through the same app as a network request.
 
-Lines are OpenAI's batch lines. An answer is written when it is there, whole, so a batch that was killed goes on with what is missing.
+Lines are in OpenAI's batch format. Each response is written as soon as it is complete, so that a killed batch resumes with what is
+missing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ RETRY_SECONDS = 0.2
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All lines, checked before the first is sent."""
+    """Read and validate all lines, before the first is sent."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -52,7 +53,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def done_before(path: Path) -> set[str]:
-    """The names that an earlier attempt answered. A last line that was cut short is cut away."""
+    """Return the ids that an earlier attempt answered. An incomplete last line is removed from the file."""
     if not path.exists():
         return set()
     content = path.read_bytes()
@@ -62,7 +63,7 @@ def done_before(path: Path) -> set[str]:
     except (ValueError, KeyError, TypeError):
         raise invalid("the output file", str(path), "answers of this batch, or a new file", "choose another") from None
     if whole != content:
-        os.truncate(path, len(whole))  # in place: the answers before it are never at risk
+        os.truncate(path, len(whole))  # in place, so that the lines before it are never at risk
     return names
 
 
@@ -75,7 +76,7 @@ async def run_batch(
     key: str | None,
     say: Callable[[int, int], None],
 ) -> tuple[int, int]:
-    """Answers what is not answered yet: how many there were to do, and how many of them are errors. `say` hears n of how many."""
+    """Run the lines that have no response yet. Returns how many were run and how many failed. `say(n, total)` reports progress."""
     known = done_before(out)
     to_do = [line for line in lines if line["custom_id"] not in known]
     left = iter(to_do)
@@ -102,7 +103,7 @@ async def run_batch(
 
 
 async def _patiently(app: ASGIApp, path: str, body: dict[str, Any], key: str | None) -> tuple[int, Any]:
-    """A full queue is no error here: there is time."""
+    """Call the app, retrying while the queue is full."""
     while True:
         status, content = await call(app, path, body, key)
         if status != 429:
@@ -111,7 +112,7 @@ async def _patiently(app: ASGIApp, path: str, body: dict[str, Any], key: str | N
 
 
 async def call(app: ASGIApp, path: str, body: dict[str, Any], key: str | None) -> tuple[int, bytes]:
-    """One POST, as a server would bring it to the app."""
+    """Send one POST request to the app in process."""
     content = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     headers += [(b"authorization", f"Bearer {key}".encode())] if key else []

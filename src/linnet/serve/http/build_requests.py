@@ -1,4 +1,4 @@
-"""From a call's fields to requests of the engine: ids, sampling, seeds, and the state to go on from."""
+"""Builds engine requests from the fields of an API call: ids, sampling settings, seeds, and the initial state."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from linnet.serve.http.service import Service
 from linnet.serve.request import MAX_SEED, Constraint, Finished, Request, Sampling
 
 SMALL_TEXT = 1 << 15
-"""A longer one is encoded in a thread, so that the loop goes on."""
+"""Bytes. Longer texts are tokenized in a thread, so that the event loop is not blocked."""
 PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 PASSED_ON_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias")
 
 
 class SessionLease:
-    """A session that a call goes on from. It is given back exactly once: the next call may hold it right after."""
+    """A call's exclusive hold on a session. Released exactly once, because the next call may acquire it immediately."""
 
     def __init__(self, model: Model, id: str, call: str) -> None:
         self.id, self._sessions, self._is_held = id, model.sessions, True
@@ -41,7 +41,7 @@ class SessionLease:
 
 @dataclasses.dataclass(frozen=True)
 class StartState:
-    """Where the answers go on from."""
+    """The state that the answers continue from."""
 
     state: Any = None
     n_tokens: int = 0
@@ -53,7 +53,7 @@ class StartState:
 
 
 async def encode(model: Model, text: str, limits: Limits, *, continues: bool = False) -> tuple[int, ...]:
-    """`continues`: the text continues what a session has read."""
+    """Tokenize a prompt and check its length. `continues`: the text continues a session that is not empty."""
     data = text.encode()
     encoded = functools.partial(model.tokenizer.encode, data, continues=continues)
     ids = encoded() if len(data) <= SMALL_TEXT else await to_thread.run_sync(encoded)
@@ -88,7 +88,7 @@ def text_sampling(
     top_logprobs: int,
     more_stops: tuple[str, ...] = (),
 ) -> Sampling:
-    """`more_stops`: those of a chat template, beside the caller's."""
+    """Build the sampling settings of a text request. `more_stops`: the chat template's stop strings."""
     if max_tokens > limits.max_tokens:
         raise invalid("max_tokens", max_tokens, f"at most {limits.max_tokens}", "ask for fewer")
     for field in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
@@ -110,7 +110,7 @@ def text_sampling(
 
 
 def constraint(ask: TextRequest) -> Constraint | None:
-    """At most one."""
+    """Return the request's constraint, of which there may be at most one."""
     asked: list[Constraint] = []
     if ask.regex is not None:
         asked.append(Constraint(kind="regex", grammar=ask.regex))
@@ -141,7 +141,7 @@ def build_requests(
     n_each: int,
     **more: Any,
 ) -> list[Request]:
-    """`n_each` for each prompt. A prompt's i-th answer is the same whatever other prompts came with it."""
+    """Build `n_each` requests per prompt. A prompt's i-th answer does not depend on the other prompts of the call."""
     limits = service.limits
     if len(prompts) * n_each > limits.answers:
         got = f"{len(prompts)} prompts x {n_each}"
@@ -165,7 +165,7 @@ def build_requests(
 
 
 async def acquire_session(model: Model, ask: TextRequest, call: str) -> StartState:
-    """Holds the session, if there is one, until `commit_session` or `Start.release`."""
+    """Return the initial state, and hold the session, if there is one, until `commit_session` or `StartState.release`."""
     if ask.session is not None and ask.state is not None:
         raise invalid("state", "given with a session", "left out then", "give one of the two")
     if ask.session is not None:
@@ -187,8 +187,8 @@ async def acquire_session(model: Model, ask: TextRequest, call: str) -> StartSta
 
 
 async def commit_session(model: Model, start: StartState, finished: Finished, return_state: bool) -> str | None:
-    """Leaves the session where the answer ended, free for the next call, which may come as soon as this end is told. The state as
-    base64 if the client wants to hold it."""
+    """Store the final state in the session and release it, before the client sees the end and can send the next call. Returns the
+    state in base64 if `return_state`."""
     if start.session is not None:
         n_tokens = start.n_tokens + finished.n_prompt + finished.n_tokens
         await to_thread.run_sync(model.sessions.put, start.session.id, finished.state, n_tokens)

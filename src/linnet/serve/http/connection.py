@@ -1,4 +1,4 @@
-"""One client's connection: its request must begin to make sense within seconds, and what makes none is answered in our own shape."""
+"""Client connections: a timeout for the request headers, and API error objects for malformed requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from linnet.serve.http.errors import ApiError
 
 HEAD_SECONDS = 10.0
-"""From a connection's first byte, or from its beginning, to the end of the headers."""
+"""Timeout for the headers, from the opening of the connection or the first byte of a later request."""
 
 
 class Connection(H11Protocol):
-    """uvicorn alone would wait for headers as long as one byte comes now and then: a few of such clients would hold all its files."""
+    """uvicorn itself has no timeout for headers: a few clients that send a byte now and then could use up its file descriptors."""
 
     head_seconds = HEAD_SECONDS
     _head_timer: asyncio.TimerHandle | None = None
@@ -51,7 +51,7 @@ class Connection(H11Protocol):
             self._refuse(ApiError(408, message, code="slow_headers"))
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this while it handles the error."""
+        """Called by uvicorn while it handles the error, so `sys.exception` has it."""
         error = sys.exception()
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
             self._refuse(ApiError(431, "the headers are too large. Fix: send fewer or shorter ones."))
@@ -60,7 +60,7 @@ class Connection(H11Protocol):
             self._refuse(ApiError(400, f"this is not HTTP{reason}. Fix: send a request as of HTTP/1.1."))
 
     def _refuse(self, problem: ApiError) -> None:
-        """Without a call there is no app to ask. Ends the connection; in the middle of an answer, without a word."""
+        """Send an error without going through the app, and close the connection. In the middle of a response, only close it."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, in OpenAI's error object, with the status that tells a client whether to try again."""
+"""Errors in OpenAI's format, with a status that determines whether clients retry."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from linnet.serve.request import AnswerLost, Draining, NoSession, QueueFull, Ses
 FAILURES = logging.getLogger("linnet.failures")
 MAX_MESSAGE = 2000
 MAX_NAMED = 8
-"""So many wrong fields are named in one answer."""
+"""Maximum invalid fields listed in one error."""
 NO_RETRY = {"x-should-retry": "false"}
-"""OpenAI's clients repeat what failed with 5xx, 408 or 409; this tells them that it is of no use."""
+"""OpenAI's clients retry after 5xx, 408 and 409; this header prevents it where a retry is useless."""
 
 
 class ApiError(Exception):
-    """Ends a call with this status."""
+    """An error that ends a call with this status."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """Nobody is there to answer any more."""
+    """The client has disconnected."""
 
 
 def as_problem(error: Exception) -> ApiError | None:
-    """None for what nobody foresaw."""
+    """Convert an expected exception; returns None for an unexpected one."""
     match error:
         case ApiError():
             return error
@@ -63,7 +63,7 @@ def as_problem(error: Exception) -> ApiError | None:
             return too_many(str(error), "queue_full", error.retry_after)
         case Draining():
             return draining()
-        case TooLong():  # OpenAI's code, which clients know
+        case TooLong():  # OpenAI's code, which clients recognize
             return ApiError(400, str(error), code="context_length_exceeded")
         case NoSession():
             return ApiError(404, str(error), param="session", code="session_not_found")
@@ -91,7 +91,7 @@ def draining() -> ApiError:
 
 
 def to_api_error(error: Exception, request_id: str) -> ApiError:
-    """What the client is told; what nobody foresaw goes to the log with its trace."""
+    """Convert any exception to the client's error. An unexpected one is logged with its traceback and becomes a 500."""
     problem = as_problem(error)
     if problem is None:
         FAILURES.error(json.dumps({"request_id": request_id, "failure": traceback.format_exception(error)}))
@@ -101,7 +101,7 @@ def to_api_error(error: Exception, request_id: str) -> ApiError:
 
 
 def of_ending(finished: TerminalEvent, request_id: str) -> ApiError | None:
-    """None if the answer is whole."""
+    """Return the error of a finished request; None if its answer is complete."""
     match finished.reason:
         case "stop" | "length":
             return None
@@ -120,10 +120,10 @@ def of_ending(finished: TerminalEvent, request_id: str) -> ApiError | None:
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    if error.error_count() > 1000:  # to tell them all would take long
+    if error.error_count() > 1000:  # listing them all would take long
         return ApiError(400, f"{error.error_count()} fields are wrong. Fix: see /openapi.json for those there are.")
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    # Errors of one field come once for each type it may have.
+    # pydantic reports a field of a union type once per member.
     reasons: dict[str, list[str]] = {}
     for one in found:
         name = str(one["loc"][0]) if one["loc"] else "the body"

@@ -1,4 +1,4 @@
-"""How an answer is written: the same tokens as OpenAI's completion or as its chat message, whole or piece by piece."""
+"""Response formatters: the engine's events as OpenAI completions or chat messages, complete or as stream chunks."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from linnet.tokenizers.base import Tokenizer
 
 Ending = Literal["stop", "length"] | None
 MIN_LOGPROB = -9999.0
-"""JSON has no infinity; this is what OpenAI writes."""
+"""Stands for minus infinity, which JSON does not have; the same value as OpenAI's."""
 NOTHING = TokensEvent(tokens=(), top=(), text="", offsets=())
 
 
 class ResponseFormatter(Protocol):
-    """Choices are dicts as of `linnet.serve.http.responses`; `i` is the request's place in the call."""
+    """Formats choices as dicts of the types in `linnet.serve.http.responses`. `i` is the request's index in the call."""
 
     prefix: str
     whole_object: str
     chunk_object: str
 
     def note(self, i: int, read: PrefillDone) -> None:
-        """How much of the prompt was read: told once, before anything is asked of it."""
+        """Record how much of the prompt was read. Called once per request, before the other methods."""
         ...
 
     def opening(self, i: int, read: PrefillDone) -> Mapping[str, Any] | None:
-        """The chunk before the first token's, if there is one."""
+        """Return the chunk before the first token, if there is one."""
         ...
 
     def piece(self, i: int, produced: TokensEvent) -> Mapping[str, Any] | None:
-        """None: nothing to tell yet."""
+        """Return the chunk of new tokens; None if there is nothing to send yet."""
         ...
 
     def ending(self, i: int, reason: Ending) -> Mapping[str, Any]: ...
@@ -53,11 +53,11 @@ class CompletionVoice:
         continues: bool = False,
         is_scoring: bool = False,
     ) -> None:
-        """`continues`: the prompts continue what a session has read. `is_scoring`: no answer follows them."""
+        """`continues`: the prompts continue a session or state. `is_scoring`: no answer follows them."""
         self._tokenizer, self._k, self._with_ids = tokenizer, logprobs, with_ids
         self._continues, self._is_scoring = continues, is_scoring
         self._echoed = None if echoed is None else list(echoed)
-        """The prompt of each request, where they are told again: as it was read, without a front that was cut off."""
+        """The prompt of each request after truncation, if prompts are echoed."""
         self._texts = [self._text(ids) for ids in echoed or ()]
 
     def note(self, i: int, read: PrefillDone) -> None:
@@ -92,7 +92,7 @@ class CompletionVoice:
         return {**choice, "token_ids": list(ids)} if self._with_ids else choice
 
     def _text(self, ids: Sequence[int]) -> str:
-        """What of the prompt is certain: an incomplete character is emitted with the completion, if one follows."""
+        """Return the prompt's text. An incomplete last character is emitted with the completion, if one follows."""
         text = TextAssembler(self._tokenizer.text_rules, before=ids, continues=self._continues)
         return text.before + (text.close() if self._is_scoring else "")
 
@@ -100,7 +100,7 @@ class CompletionVoice:
         if self._k is None or self._echoed is None or read is None or read.logprobs is None:
             return None
         ids = self._echoed[i]
-        # As OpenAI has it, nothing could have stood in the place of the first.
+        # As in OpenAI's API, the first token has no alternatives.
         tops = [None, *read.top[1:]][: len(ids)] if self._k else None
         return {
             "tokens": [token_name(self._tokenizer, token) for token in ids],
@@ -123,7 +123,7 @@ class CompletionVoice:
         }
 
     def _named(self, top: Sequence[Choice]) -> dict[str, float] | None:
-        """Of two ids with the same text the likelier one's."""
+        """Return log-probabilities by token text. If two ids have the same text, the likelier one is used."""
         named: dict[str, float] = {}
         for choice in top:
             named.setdefault(token_name(self._tokenizer, choice.token), finite(choice.logprob))
@@ -137,7 +137,7 @@ class ChatVoice:
         self._tokenizer, self._with_logprobs, self._with_ids = tokenizer, with_logprobs, with_ids
 
     def note(self, i: int, read: PrefillDone) -> None:
-        """A prompt is not told again."""
+        """Nothing to record: chat prompts are not echoed."""
 
     def opening(self, i: int, read: PrefillDone) -> Mapping[str, Any] | None:
         return self._choice(i, {"delta": {"role": "assistant", "content": ""}}, NOTHING, None)
@@ -184,7 +184,7 @@ def finite(logprob: float) -> float:
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """Its text; half a character as OpenAI writes it (`bytes:\\xe2`); for an id without text, its name."""
+    """Return a token's text; incomplete UTF-8 in OpenAI's notation (`bytes:\\xe2`); the id's name if it has no text."""
     data = tokenizer.id_bytes(token)
     if not data:
         return tokenizer.pieces([token])[0]
@@ -195,7 +195,7 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
 
 
 def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], *, continues: bool = False) -> list[int]:
-    """Where in the text, in characters, each id's begins."""
+    """Return the offset of each id's text in characters."""
     text = TextAssembler(tokenizer.text_rules, continues=continues)
     for token in ids:
         text.feed(token)

@@ -1,4 +1,4 @@
-"""/v1/images/generations: a picture is an answer of fixed length whose ids are bytes; unfinished ones are sent while it grows."""
+"""/v1/images/generations: an image is an answer of fixed length whose ids are bytes. Streams also send partial images."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def images(service: Service, http: HttpRequest) -> Response:
     n = ask.n or 1
     if ask.stream and n > 1:
         raise invalid("n", n, "1 in a stream", "send several calls")
-    # Only bytes, and as many as there are pixels: a picture is never cut short.
+    # Only byte ids, and exactly as many as the image has values, so that it is always complete.
     sampling = base_sampling(ask, max_tokens=math.prod(shape), allowed=PIXEL_IDS, ignore_end=True)
     answers = await service.submit(model, build_requests(service, ask, f"img-{uuid.uuid4().hex}", [()], sampling, n))
     drawing = _Drawing(shape, answers, http.scope["state"]["request_id"])
@@ -88,11 +88,11 @@ class _Drawing:
         n_all, n_sent = math.prod(self._shape), 0
         async for _, event_ in self._answers.events():
             self._take(ids, event_)
-            # Parts at even distances, the whole one not among them; what came together is sent as one.
+            # Evenly spaced partial images, without the complete one. Those that are due together are sent as one.
             n_due = len(ids) * (n_parts + 1) // n_all
             if n_sent < n_due and len(ids) < n_all:
                 picture = await to_thread.run_sync(draw, list(ids), self._shape)
-                # Counted among those asked for: it tells how far the picture is, even where some came together.
+                # The index is among those requested, so that it shows the progress even if some were merged.
                 yield self._event("image_generation.partial_image", picture, partial_image_index=n_due - 1)
                 n_sent = n_due
         picture = await to_thread.run_sync(draw, ids, self._shape)
@@ -125,7 +125,7 @@ class _Drawing:
 
 
 def draw(ids: Sequence[int], shape: tuple[int, int, int]) -> str:
-    """A PNG in base64; what is not drawn yet is grey."""
+    """Return a PNG in base64; missing values are grey."""
     rest = math.prod(shape) - len(ids)
     whole = np.concatenate([np.asarray(ids, np.int64), np.full(rest, FIRST_BYTE + SHEET_GREY, np.int64)])
     pixels, _ = pixels_of_ids(whole, shape)

@@ -1,4 +1,4 @@
-"""The routes that tell what is there: models, tokens and their texts, probes, metrics, and the playground's page."""
+"""Routes for models, tokenization, health probes, metrics, and the playground page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from linnet.tokenizers.base import text_of
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:"
 )
-"""The page needs nothing from elsewhere, so it may not load it."""
+"""The page is self-contained, so it may not load anything from other origins."""
 
 
 async def list_models(service: Service, http: HttpRequest) -> Response:
@@ -74,7 +74,7 @@ async def playground(service: Service, http: HttpRequest) -> Response:
 
 
 def _template(template: ChatTemplate) -> TemplateCard:
-    """As a run's file would say it."""
+    """Return a template in the format of `chat_template.json`."""
     roles: dict[str, RoleCard] = {
         role: {"prefix": one.prefix, "suffix": one.suffix} for role, one in template.roles.items()
     }

@@ -1,4 +1,4 @@
-"""From ready to drained: the first signal turns /ready to 503 and lets what runs come to its end; then, or at the limit, it exits."""
+"""Graceful shutdown: after the first signal /ready returns 503 and running calls finish, for at most a given number of seconds."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from linnet.serve.http.connection import Connection
 from linnet.serve.http.limits import MAX_HEADER_BYTES
 
 KEEP_SECONDS = 15
-"""An idle connection stays open. Longer than clients keep theirs (httpx 5 s), or they would now and then ask into a closing door."""
+"""Keep-alive timeout. Longer than common client keep-alives (httpx: 5 s), to avoid races with connections we are closing."""
 LAST_SECONDS = 2
-"""For connections that are still open when the drain's limit has passed."""
+"""Grace period for connections that are still open after the drain's limit."""
 
 
 class Closing(Protocol):
-    """What may be ended from outside: its own end then tells so."""
+    """A response that can be cancelled by the server; its client receives an error."""
 
     def close(self) -> None: ...
 
 
 class Lifecycle:
-    """What the server is doing, as the probes see it."""
+    """State of the server: active calls, open answers, and whether it is draining."""
 
     def __init__(self) -> None:
         self.n_active = 0
         self.is_draining = False
         self.answers: weakref.WeakSet[Closing] = weakref.WeakSet()
-        """Those that nobody dropped yet."""
+        """Answers that are still referenced."""
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -59,13 +59,14 @@ class Lifecycle:
         self.is_draining = True
 
     def close_answers(self) -> None:
-        """Their clients are told, where uvicorn would only cut the line."""
+        """Cancel all answers. Their clients receive an error, where uvicorn would only close the connection."""
         for answers in list(self.answers):
             answers.close()
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn alone would close its door at the first signal: no probe could see that it drains."""
+    """A server that keeps accepting connections while draining: uvicorn would close its socket at the first signal, and probes could
+    not see the drain."""
 
     def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, drain_seconds: float) -> None:
         super().__init__(config)
@@ -75,7 +76,7 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._lifecycle.is_draining:
-            super().handle_exit(sig, frame)  # the second signal: at once
+            super().handle_exit(sig, frame)  # a second signal exits immediately
         self._lifecycle.drain()
 
     async def on_tick(self, counter: int) -> bool:
@@ -90,13 +91,13 @@ class DrainingServer(uvicorn.Server):
 
 
 class PortInUse(UserError):
-    """Another process listens there."""
+    """Another process listens on the port."""
 
     exit_code = 4
 
 
 def check_port(host: str, port: int) -> None:
-    """Called before a model is loaded, which may take minutes; the port itself is taken when the models are ready."""
+    """Check that the port is free, before models are loaded, which may take minutes. The port is bound when they are ready."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
@@ -108,18 +109,18 @@ def check_port(host: str, port: int) -> None:
 def run(
     app: ASGIApp, lifecycle: Lifecycle, *, host: str, port: int, has_keys: bool, drain_seconds: float = 30.0
 ) -> None:
-    """Serves until a signal. Returns when all is drained."""
+    """Serve until a signal, and return when all calls are drained."""
     check_host(host, has_keys)
     log_lines(sys.stderr)
     try:
         _run(server_config(app, host, port), lifecycle, drain_seconds)
-    except SystemExit:  # uvicorn's way to report that it cannot listen: the port was taken since it was checked
+    except SystemExit:  # uvicorn raises it if it cannot bind: the port was taken since the check
         check_port(host, port)
         raise
 
 
 def run_replica(app: ASGIApp, lifecycle: Lifecycle, *, address: Path, drain_seconds: float) -> None:
-    """Serves a front until a signal, or until its end. The front logs the calls."""
+    """Serve a front until a signal or the front's exit. The front writes the access log."""
     log_lines(sys.stderr, ("linnet.failures",))
     threading.Thread(target=_end_with_front, daemon=True).start()
     config = server_config(app, "", 0)
@@ -128,14 +129,14 @@ def run_replica(app: ASGIApp, lifecycle: Lifecycle, *, address: Path, drain_seco
 
 
 def _end_with_front() -> None:
-    """The front holds the other end of standard input, and never writes: to read is to wait for its end."""
+    """Terminate when the front exits: it holds the other end of standard input and never writes, so reading blocks until then."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run(config: uvicorn.Config, lifecycle: Lifecycle, drain_seconds: float) -> None:
-    # What is there now stays. To look through all of it again in every full collection would stop the engine and everyone's
-    # answers for a tenth of a second and more.
+    # The objects that exist now are permanent. Scanning them in every full collection would pause the engine and all responses
+    # for 0.1 s or more.
     gc.collect()
     gc.freeze()
     DrainingServer(config, lifecycle, drain_seconds).run()
@@ -149,8 +150,8 @@ def server_config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
         log_config=None,
         ws="none",
         http=Connection,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,  # while they arrive; those that came are looked at in `limits`
-        access_log=False,  # ours tells more
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,  # while they arrive; complete ones are checked in `limits`
+        access_log=False,  # replaced by our own, which has more fields
         server_header=False,
         timeout_keep_alive=KEEP_SECONDS,
         timeout_graceful_shutdown=LAST_SECONDS,
@@ -158,7 +159,7 @@ def server_config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
 
 
 def log_lines(file: TextIO, names: Sequence[str] = ("linnet.access", "linnet.failures")) -> None:
-    """The server's logs are JSON already: one object a line, nothing around it."""
+    """Log to `file` without a prefix: the server's log messages are JSON, one object per line."""
     handler = logging.StreamHandler(file)
     for name in names:
         logger = logging.getLogger(name)

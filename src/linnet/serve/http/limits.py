@@ -1,4 +1,4 @@
-"""How much one caller may ask: bytes of a body and seconds to send it, tokens, answers, calls at once."""
+"""Limits per call and per API key: body size and upload time, tokens, answers, and concurrent calls."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MAX_HEADER_BYTES = 32 << 10
 class Limits:
     body_bytes: int = 4 << 20
     state_bytes: int = 256 << 20
-    """Of a session's file."""
+    """Maximum size of a session file."""
     body_seconds: float = 30.0
     prompt_tokens: int = 1 << 20
     max_tokens: int = 1 << 16
     chat_tokens: int = 1024
-    """What a chat answer may have at most if the client does not say."""
+    """Default of max_tokens for chat."""
     answers: int = 32
-    """Requests to the engine that one call may become: prompts x best_of."""
+    """Maximum engine requests per call: prompts x best_of."""
     deadline_seconds: float = 3600.0
     calls_per_key: int = 256
 
@@ -44,7 +44,7 @@ class Limits:
 
 
 class Calls:
-    """Counts each key's calls that are under way."""
+    """Limits the concurrent calls per API key."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -70,8 +70,8 @@ def check_headers(headers: Headers) -> None:
 
 
 async def read_json(http: HttpRequest, kind: type[Body], limits: Limits, *, state_bytes: int = 0) -> Body:
-    """Only as JSON: a foreign web page can make a browser send other types with the user's credentials, but not this one.
-    `state_bytes`: of a state that the body may carry beside what else it says."""
+    """Read and validate a JSON body. Other content types are rejected, because a foreign web page can make a browser send those with
+    the user's credentials. `state_bytes`: maximum size of a state that the body may additionally contain."""
     _must_be(http, "application/json")
     most = limits.body_bytes + 4 * min(state_bytes, limits.state_bytes) // 3  # in base64
     return kind.model_validate_json(await read_bytes(http, most, limits.body_seconds))
@@ -83,7 +83,7 @@ async def read_file(http: HttpRequest, limits: Limits) -> bytes:
 
 
 async def read_bytes(http: HttpRequest, most: int, seconds: float) -> bytes:
-    """Never holds more than `most`, whatever the client claims or sends."""
+    """Read the body, never buffering more than `most` bytes, whatever the client declares or sends."""
     claimed = http.headers.get("content-length", "")
     if claimed.isdigit() and int(claimed[:20]) > most:
         raise _too_large(most)

@@ -1,4 +1,4 @@
-"""What Prometheus sees: the times a client feels, measured here, and the engine's own counts, read when they are asked for."""
+"""Prometheus metrics: latencies and token counts measured here, and the engine's own statistics, collected at each scrape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from linnet.serve.request import Event, Finished, PrefillDone, TokensEvent
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 GROWING = ("_total", "_hits", "_misses")
-"""Names of an engine's counts that only grow end so; the others are gauges."""
+"""Suffixes of engine statistics that are counters; the others are gauges."""
 
 
 class Metrics:
@@ -52,7 +52,7 @@ class Metrics:
 
 
 class Watch:
-    """The times of one request."""
+    """Records the metrics of one token request."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._model, self._ended = model, metrics._ended
@@ -83,7 +83,7 @@ class Watch:
 
 
 class SampleWatch:
-    """The time of one embedding."""
+    """Records the metrics of one prior request."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._model, self._ended, self._sample = model, metrics._ended, metrics._sample.labels(model)

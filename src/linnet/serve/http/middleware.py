@@ -1,4 +1,4 @@
-"""Around every call: a request id, the key, the count of calls, an access log line, and a 500 where nobody foresaw the error."""
+"""Middleware: request id, authentication, concurrency limit, access log, and a 500 for unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from linnet.serve.http.metrics import Metrics
 ACCESS = logging.getLogger("linnet.access")
 CLIENT_GONE = 499
 UNCOUNTED = OPEN_PATHS | {"/metrics"}
-"""Probes get through however much the key's owner asks, and do not hold up a drain."""
+"""Paths exempt from the concurrency limit. They also do not delay a drain."""
 
 
 class RequestMiddleware:
-    """Pure ASGI: it stands in nobody's way when a client leaves or a stream is long."""
+    """Pure ASGI (not BaseHTTPMiddleware), so that disconnects and long streams work."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class RequestMiddleware:
         metrics: Metrics,
         is_replica: bool = False,
     ) -> None:
-        """A replica's calls come from its front, which has named them: a name tells a second attempt from another call."""
+        """A replica takes the request ids from its front, so that a second attempt of a call can be recognized."""
         self._app, self._keys, self._doors, self._is_replica = app, keys, doors, is_replica
         self._calls, self._lifecycle, self._metrics = calls, lifecycle, metrics
 
@@ -72,7 +72,7 @@ class RequestMiddleware:
 
 
 class _Call:
-    """One call, for its log line."""
+    """One call, with the fields of its access log line."""
 
     def __init__(self, scope: Scope, send: Send, id: str) -> None:
         self.id = id
@@ -92,7 +92,7 @@ class _Call:
 
     @property
     def route(self) -> str:
-        """The pattern, not the path: a client must not be able to make new metrics."""
+        """The route's pattern rather than the path, so that clients cannot create new metric labels."""
         return getattr(self._scope.get("route"), "path", "other")
 
     def log(self) -> None:

@@ -1,4 +1,4 @@
-"""What the server needs of a model it serves: one of tokens, or a prior. Engines are behind some; the tests' fakes are others."""
+"""Interfaces of the served models (token models and priors), implemented by the engines and by the fakes of the tests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from linnet.tokenizers.base import Tokenizer
 
 
 class Session(Protocol):
-    """A conversation's state, kept by name."""
+    """A stored conversation."""
 
     @property
     def state(self) -> Any:
-        """None: nothing was read yet."""
+        """None: the session has read nothing yet."""
         ...
 
     @property
@@ -28,27 +28,27 @@ class Session(Protocol):
 
 
 class Sessions(Protocol):
-    """Every function may be called from any thread, and raises NoSession for an id that is not there."""
+    """Session storage. Thread-safe. All methods raise NoSession for an unknown id."""
 
     def create(self) -> str: ...
 
     def n_tokens(self, id: str) -> int:
-        """Quick, as `hold` and `release` are: for the event loop, too."""
+        """Length of the conversation. Like `hold` and `release`, fast enough for the event loop."""
         ...
 
     def hold(self, id: str, call: str) -> None:
-        """Until `release` nobody else may go on from it (SessionInUse). `call` names who holds it: AnswerLost where an earlier
-        attempt of the same call has put its end there already."""
+        """Lock the session until `release`; raises SessionInUse if it is locked. `call` identifies the call: raises AnswerLost if an
+        earlier attempt of the same call has already stored its result."""
         ...
 
     def release(self, id: str) -> None:
-        """Only by who holds it."""
+        """Unlock the session. Only for the holder."""
         ...
 
     def get(self, id: str) -> Session: ...
 
     def put(self, id: str, state: Any, n_tokens: int) -> None:
-        """The session goes on from here. Only by who holds it."""
+        """Replace the session's state. Only for the holder."""
         ...
 
     def fork(self, id: str) -> str: ...
@@ -58,7 +58,7 @@ class Sessions(Protocol):
     def restore(self, data: bytes) -> str: ...
 
     def pack(self, state: Any) -> bytes:
-        """A state as a file that its client keeps; it counts as no session."""
+        """Serialize a state that the client keeps. It does not count as a session."""
         ...
 
     def unpack(self, data: bytes) -> Session: ...
@@ -67,7 +67,7 @@ class Sessions(Protocol):
 
 
 class Served(Protocol):
-    """One served model of any kind. `cancel` and its `submit` may be called from any thread."""
+    """A served model of any kind. `cancel` and `submit` may be called from any thread."""
 
     @property
     def name(self) -> str: ...
@@ -75,7 +75,7 @@ class Served(Protocol):
     def family(self) -> str: ...
     @property
     def state_bytes(self) -> int:
-        """Of one slot, however much it has read."""
+        """Bytes of one slot, independent of how much it has read."""
         ...
 
     @property
@@ -89,13 +89,13 @@ class Served(Protocol):
 
 
 class Model(Served, Protocol):
-    """A model of tokens."""
+    """A token model."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
     @property
     def shape(self) -> tuple[int, int, int] | None:
-        """Of a picture (height, width, 3), for pixel models."""
+        """Image shape (height, width, 3) of a pixel model."""
         ...
 
     @property
@@ -104,24 +104,24 @@ class Model(Served, Protocol):
     def n_vocab(self) -> int: ...
     @property
     def bos_id(self) -> int | None:
-        """The id in front of every sequence; None: sequences begin with their own first token."""
+        """The BOS id before every sequence; None: the model has none."""
         ...
 
     @property
     def context(self) -> int | None:
-        """Most tokens of one text, the begin id included; None: any number."""
+        """Maximum tokens of one sequence, including the BOS id; None: unlimited."""
         ...
 
     @property
     def sessions(self) -> Sessions: ...
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
-        """QueueFull, Draining or UserError, before any event."""
+        """Queue a request. Raises QueueFull, Draining or UserError before any event is sent."""
         ...
 
 
 class PriorModel(Served, Protocol):
-    """A model that makes an image's embedding from a text's. `encode` and `nearest` take a while: not in the event loop."""
+    """A model that maps a text embedding to an image embedding. `encode` and `nearest` are too slow for the event loop."""
 
     @property
     def width(self) -> int: ...
@@ -133,29 +133,29 @@ class PriorModel(Served, Protocol):
     def can_guide(self) -> bool: ...
     @property
     def most_encodings(self) -> int:
-        """Of one text; 0: it takes none."""
+        """Maximum token encodings per text; 0: the model takes none."""
         ...
 
     @property
     def takes_text(self) -> bool:
-        """The encoder of its texts is at hand."""
+        """Whether the text encoder is available."""
         ...
 
     @property
     def gallery_rows(self) -> int:
-        """Images that `nearest` finds among; 0: there is no gallery."""
+        """Number of images that `nearest` searches; 0: there is no gallery."""
         ...
 
     @property
     def has_pictures(self) -> bool: ...
     def encode(self, text: str) -> tuple[Float32[np.ndarray, " X"], Float32[np.ndarray, "L X"] | None]:
-        """The embedding of a text, and its token encodings for a model that takes them."""
+        """Return the embedding of a text, and its token encodings if the model takes them."""
         ...
 
     def nearest(self, embedding: Float32[np.ndarray, " D"], k: int) -> list[Neighbour]: ...
 
     def submit(self, request: SampleRequest, on_event: OnSampleEvent) -> None:
-        """QueueFull, Draining or UserError, before any event."""
+        """Queue a request. Raises QueueFull, Draining or UserError before any event is sent."""
         ...
 
 

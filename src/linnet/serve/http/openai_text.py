@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: one flow for both, whole or streamed; only the voice differs."""
+"""/v1/completions and /v1/chat/completions, complete or streamed. They differ only in the prompt and the response formatter."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from linnet.serve.http.sse import DONE, EventStream, cancel_on_disconnect, event
 from linnet.serve.request import Event, Finished, PrefillDone, Sampling, TokensEvent
 
 SMALL_ANSWER = 4096
-"""Tokens and their likeliest. A larger one is written in a thread, so that the loop goes on."""
+"""Tokens, including top log-probabilities. Larger answers are serialized in a thread, so that the event loop is not blocked."""
 DEFAULT_TOKENS = 16
-"""As of OpenAI's completions."""
+"""Default of max_tokens, as in OpenAI's completions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A call, checked and ready to run."""
+    """A validated call."""
 
     model: Model
     ask: TextRequest
@@ -53,7 +53,7 @@ class Job:
     shows_prompt: bool
     prompt_logprobs: bool
     is_scoring: bool
-    """Only the prompt is wanted (max_tokens 0 with echo): the engine draws one token, which is not told."""
+    """Only the prompt is returned (max_tokens 0 with echo). The engine generates one token, which is discarded."""
 
 
 async def completions(service: Service, http: HttpRequest) -> Response:
@@ -139,7 +139,7 @@ async def chat(service: Service, http: HttpRequest) -> Response:
 
 def _given(ask: CompletionRequest, service: Service) -> Sequence[str | Sequence[int]]:
     given = _several(ask.prompt)
-    if len(given) > service.limits.answers:  # before any work is spent on them
+    if len(given) > service.limits.answers:  # before any work is done
         raise invalid("prompt", f"{len(given)} prompts", f"at most {service.limits.answers}", "send several calls")
     return given
 
@@ -157,7 +157,7 @@ async def _prompts(
 
 
 def _several(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> Sequence[str | Sequence[int]]:
-    """A list of ids is one prompt, other lists are several."""
+    """Return the prompts of a call. A list of ids is one prompt; other lists are several."""
     if isinstance(prompt, str):
         return [prompt]
     ids = [one for one in prompt if isinstance(one, int)]
@@ -165,7 +165,7 @@ def _several(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int
 
 
 def _check_completion(ask: CompletionRequest, n: int, best_of: int) -> bool:
-    """Whether only the prompt is wanted."""
+    """Validate a completion request, and return whether only the prompt is scored."""
     if best_of < n:
         raise invalid("best_of", best_of, f"at least n ({n})", "leave it out")
     if best_of > n and ask.stream:
@@ -184,7 +184,7 @@ async def _start(model: Model, ask: TextRequest, n_answers: int, call: str) -> S
 
 
 async def _answer(service: Service, http: HttpRequest, job: Job) -> Response:
-    """The session is held from before this to the end of the answer."""
+    """Run a call. Its session is held from before this to the end of the answer."""
     id = f"{job.voice.prefix}-{uuid.uuid4().hex}"
     try:
         keeps = job.start.session is not None or bool(job.ask.return_state)
@@ -222,7 +222,7 @@ async def _answer(service: Service, http: HttpRequest, job: Job) -> Response:
 
 
 class _Run:
-    """One call under way."""
+    """One running call."""
 
     def __init__(self, job: Job, answers: ResultStream, id: str, request_id: str) -> None:
         self._job, self._answers, self._request_id = job, answers, request_id
@@ -327,7 +327,7 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True)
 class _Collected:
-    """One request's events, all of them."""
+    """All events of one request, merged."""
 
     i: int
     read: PrefillDone | None

@@ -1,4 +1,4 @@
-"""/openapi.json, made from the table of routes and the types of what they take and give, so that it cannot fall behind them."""
+"""/openapi.json, generated from the route table and the request and response types, so that it cannot become outdated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ERRORS = {
     504: "The deadline passed",
 }
 AT_THE_DOOR = (403, 431)
-"""For probes, too."""
+"""Errors of the middleware, which probes can also receive."""
 WITHOUT_BODY = (400, 401, 403, 404, 405, 429, 431, 500, 503)
 
 
@@ -47,12 +47,12 @@ class Endpoint:
     summary: str
     takes: type[BaseModel] | Literal["file"] | None = None
     gives: Any = None
-    """A type for JSON, or a media type."""
+    """A type for a JSON response, or a media type."""
     streams: bool = False
     is_open: bool = False
     query: tuple[str, ...] = ()
     statuses: tuple[int, ...] = ()
-    """Of errors that others do not have."""
+    """Additional error statuses of this endpoint."""
 
 
 def describe(endpoints: Sequence[Endpoint], version: str) -> Mapping[str, Any]:
@@ -101,7 +101,7 @@ def _operation(one: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 _BINARY = {"type": "string", "format": "binary"}
-# Of a stream, tools take the schema as that of each event.
+# Tools interpret the schema of a stream as that of each event.
 _EVENT = {
     "type": "object",
     "description": "One server-sent event",
@@ -133,7 +133,7 @@ def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
         return {"type": "object"}
     schema = TypeAdapter(kind).json_schema(ref_template=REF, mode="serialization")
     schemas |= schema.pop("$defs", {})
-    if not isinstance(kind, type):  # one of several
+    if not isinstance(kind, type):  # a union
         return schema
     schemas[kind.__name__] = schema
     return {"$ref": REF.format(model=kind.__name__)}

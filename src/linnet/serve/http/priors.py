@@ -1,4 +1,4 @@
-"""/v1/priors/sample: an image's embedding from a text or its embedding, the best of several, and the pictures that it is near to."""
+"""/v1/priors/sample: image embeddings from texts or text embeddings, the best of several candidates, and their nearest images."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PASSED_ON = ("steps", "solver", "eta", "guidance")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Text:
-    """What a sample is made for."""
+    """The conditioning text of a sample."""
 
     embedding: Float32[np.ndarray, " X"]
     encodings: Float32[np.ndarray, "L X"] | None = None
@@ -50,7 +50,7 @@ async def sample(service: Service, http: HttpRequest) -> Response:
     if ask.eta is not None and ask.solver != "ddim":
         raise invalid("eta", ask.eta, "left out unless solver is ddim", "set solver to ddim")
     id = f"prior-{uuid.uuid4().hex}"
-    # Before any work: as many as there will be, whatever they say.
+    # Checked before any work is done: the number of texts is known without encoding them.
     n_texts = max(len(_several(ask.input)), len(_vectors(ask.embeddings)))
     _check_bounds(service, ask, n_texts)
     texts = await _texts(ask, model)
@@ -75,7 +75,7 @@ def _check_bounds(service: Service, ask: PriorRequest, n_texts: int) -> None:
 
 
 async def _texts(ask: PriorRequest, model: PriorModel) -> list[Text]:
-    """Words are embedded here, vectors are taken as they are."""
+    """Encode the input texts, or validate the given embeddings."""
     if (ask.input is None) == (ask.embeddings is None):
         raise invalid("input and embeddings", "none or both", "one of the two", "give input, or its embeddings")
     if ask.text_encodings is not None and ask.embeddings is None:
@@ -101,13 +101,13 @@ def _several(given: str | list[str] | None) -> list[str]:
 
 
 def _vectors(given: list[float] | list[list[float]] | None) -> list[list[float]]:
-    """A list of numbers is one vector."""
+    """Return the vectors of a field. A list of numbers is one vector."""
     several = [one for one in given or [] if isinstance(one, list)]
     return several or [[one for one in given if not isinstance(one, list)]] if given else []
 
 
 def _encodings(ask: PriorRequest, n: int) -> list[list[list[float]]] | None:
-    """Of each text its own; of one text they may stand by themselves."""
+    """Return the token encodings of each text. For a single text the outer list may be omitted."""
     if ask.text_encodings is None:
         return None
     found: list[Any] = list(ask.text_encodings)
@@ -122,12 +122,12 @@ def _encodings(ask: PriorRequest, n: int) -> list[list[list[float]]] | None:
 def _array(field: str, values: Sequence[float], width: int) -> Float32[np.ndarray, " X"]:
     if len(values) != width:
         raise invalid(f"the width of {field}", len(values), f"{width}, the model's", "see text_width in /v1/models")
-    with np.errstate(over="ignore"):  # what is too large is refused by the request
+    with np.errstate(over="ignore"):  # SampleRequest rejects values that are too large
         return np.asarray(values, np.float64).astype(np.float32)
 
 
 def _requests(service: Service, ask: PriorRequest, id: str, texts: Sequence[Text]) -> list[SampleRequest]:
-    """A text's i-th candidate is the same whatever other texts came with it."""
+    """Build the engine requests. A text's i-th candidate does not depend on the other texts of the call."""
     n, deadline = ask.n or 1, ask.deadline_seconds
     seed = secrets.randbelow(MAX_SEED + 1) if ask.seed is None else ask.seed
     given = {name: getattr(ask, name) for name in PASSED_ON if getattr(ask, name) is not None}
@@ -148,7 +148,7 @@ def _requests(service: Service, ask: PriorRequest, id: str, texts: Sequence[Text
 
 
 class _Sampling:
-    """One call under way."""
+    """One running call."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class _Sampling:
         }
 
     def _cosine(self, embedding: np.ndarray, text: int) -> float | None:
-        """To the text, where both are of one width; a start that is no number yet has none."""
+        """Cosine similarity to the text; None if the widths differ or the embedding is not finite."""
         likeness = cosine(embedding, self._texts[text].embedding)
         return None if likeness is None or not np.isfinite(likeness) else likeness
 
@@ -248,6 +248,6 @@ def cosine(embedding: np.ndarray, text: np.ndarray) -> float | None:
 
 
 def most_like(candidates: Sequence[np.ndarray], text: np.ndarray) -> int:
-    """By cosine to the text, of equals the first. Where widths differ there is no cosine, and it is the first."""
+    """Return the index of the candidate with the highest cosine similarity to the text; the first if widths differ or values tie."""
     likeness = [cosine(one, text) for one in candidates]
     return int(np.argmax([-2.0 if one is None else one for one in likeness]))

@@ -1,4 +1,4 @@
-"""The answers, field by field as OpenAI names them; the types serve the checker and /openapi.json, and cost nothing at run time."""
+"""Response types with OpenAI's field names. They serve the type checker and /openapi.json, without run-time validation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: NotRequired[CachedTokens]
     prompt_tokens_cut: NotRequired[int]
-    """Ours: tokens cut off the prompts' fronts (`truncate_prompt`), which are not among `prompt_tokens`."""
+    """Extension: tokens truncated from the prompts' starts (`truncate_prompt`), not counted in `prompt_tokens`."""
 
 
 class TextLogprobs(TypedDict):
@@ -37,7 +37,7 @@ class TextLogprobs(TypedDict):
     top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
     top_token_ids: list[list[int] | None] | None
-    """Ours: the ids of `top_logprobs`, likeliest first; two ids may have the same text."""
+    """Extension: the ids of `top_logprobs`, likeliest first, because two ids may have the same text."""
 
 
 class TextChoice(TypedDict):
@@ -51,7 +51,7 @@ class TextChoice(TypedDict):
 class Likely(TypedDict):
     token: str
     token_id: int
-    """Ours: two ids may have the same text."""
+    """Extension, because two ids may have the same text."""
     logprob: float
     bytes: list[int] | None
 
@@ -86,9 +86,9 @@ class _Answer(TypedDict):
     system_fingerprint: str
     usage: NotRequired[Usage | None]
     prompt_tokens_cut: NotRequired[int]
-    """As in `usage`, also of a stream; only where something was cut."""
+    """As in `usage`, also in stream chunks; only present if a prompt was truncated."""
     state: NotRequired[str]
-    """base64; only where `return_state` asked for it."""
+    """base64; only present with `return_state`."""
 
 
 class TextAnswer(_Answer):
@@ -121,29 +121,29 @@ class ImagesAnswer(TypedDict):
 
 class NearPicture(TypedDict):
     row: int
-    """In the gallery: the model's data in order of train, validation, test."""
+    """Row in the gallery, which is the model's data in the order train, validation, test."""
     cosine: float
     caption: str | None
     b64_json: str | None
-    """PNG, where the gallery has pictures."""
+    """PNG, if the gallery has images."""
 
 
 class Candidate(TypedDict):
     embedding: list[float]
     seed: int
     cosine: float | None
-    """To the text's embedding; null where their widths differ."""
+    """Cosine similarity to the text embedding; null if their widths differ."""
 
 
 class PriorResult(Candidate):
-    """The candidate that is most like the text, and all of them."""
+    """The candidate closest to the text, and all candidates."""
 
     index: int
     object: Literal["prior.embedding"]
     best: int
     candidates: list[Candidate]
     nearest: list[NearPicture] | None
-    """Of the best; null unless asked for."""
+    """Nearest images of the best candidate; null unless requested."""
 
 
 class PriorAnswer(TypedDict):
@@ -153,9 +153,9 @@ class PriorAnswer(TypedDict):
     model: str
     system_fingerprint: str
     steps: int
-    """That the solver took."""
+    """Steps that the solver took."""
     guidance: float
-    """That was applied: 1 where the model cannot be guided."""
+    """Guidance scale as applied: 1 if the model does not support guidance."""
     data: list[PriorResult]
 
 
@@ -175,7 +175,7 @@ class TemplateCard(TypedDict):
 class TokenizerCard(TypedDict):
     kind: str
     rules: Literal["exact", "released"]
-    """`exact`: every byte string comes back as it was. `released`: as the library of the tokenizer's file encodes and decodes."""
+    """`exact`: every byte string round-trips unchanged. `released`: encodes and decodes like the library of the tokenizer's file."""
     byte_exact: bool
 
 
@@ -188,17 +188,17 @@ class ModelCard(TypedDict):
     family: str
     n_vocab: int
     begin_id: int | None
-    """Put in front of every sequence; null: nothing is, and an empty prompt is refused."""
+    """BOS id before every sequence; null: the model has none, and an empty prompt is an error."""
     end_id: int
     tokenizer: TokenizerCard
     context: int | None
-    """Most tokens that one text may have, prompt and answer together; null: any number."""
+    """Maximum tokens of one sequence, prompt and answer together; null: unlimited."""
     state_bytes: int
-    """Of one conversation in its slot, however much it has read."""
+    """Bytes of one conversation in its slot, independent of how much it has read."""
     picture: list[int] | None
-    """Height, width and channels, for pixel models."""
+    """Image height, width and channels, for pixel models."""
     chat_template: TemplateCard
-    """How /v1/chat/completions makes one text of a conversation."""
+    """How /v1/chat/completions turns a conversation into one text."""
 
 
 class PriorCard(TypedDict):
@@ -209,20 +209,20 @@ class PriorCard(TypedDict):
     fingerprint: str
     family: Literal["prior"]
     width: int
-    """Of the embeddings it makes."""
+    """Width of the generated embeddings."""
     text_width: int
-    """Of the embeddings and encodings it takes."""
+    """Width of the input embeddings and encodings."""
     timesteps: int
-    """Most steps of a sample."""
+    """Maximum steps of a sample."""
     takes_text: bool
-    """Whether `input` may be words; else only embeddings."""
+    """Whether `input` is supported; otherwise only embeddings."""
     max_encodings: int
-    """Of one text; 0: it takes none."""
+    """Maximum token encodings per text; 0: the model takes none."""
     can_guide: bool
     gallery: int
-    """Images that `nearest` finds among; 0: there are none."""
+    """Number of images that `nearest` searches; 0: there is no gallery."""
     pictures: bool
-    """Whether they can be shown."""
+    """Whether the gallery has images, not only captions."""
     state_bytes: int
 
 

@@ -1,4 +1,4 @@
-"""From the engine's thread to the event loop: events of one call's requests in order, and a cancel for whatever is left at its end."""
+"""Passes the events of one call's requests from the engine's thread to the event loop, and cancels unfinished requests at its end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from anyio import to_thread
 from linnet.serve.request import Event, TerminalEvent, TokensEvent
 
 MAX_TOGETHER = 512
-"""Tokens and their likeliest that are told a reader in one piece. To write thousands takes a second that all others wait, and a
-reader who does not read needs no more of them written."""
+"""Maximum tokens, including top log-probabilities, merged into one event. Serializing thousands would block the event loop for a
+second, and is wasted on a client that does not read."""
 
 
 class Asked(Protocol):
@@ -29,14 +29,14 @@ E_co = TypeVar("E_co", covariant=True)
 
 
 class Submits(Protocol[R_contra, E_co]):
-    """A model that takes requests of one kind and tells events of another."""
+    """A model that accepts requests of type R and emits events of type E."""
 
     def submit(self, request: R_contra, on_event: Callable[[E_co], None]) -> None: ...
     def cancel(self, id: str) -> None: ...
 
 
 class Bridge:
-    """Hands events over. The engine never waits, and wakes the loop once for all the events of a tick."""
+    """Thread-safe queue of events. The engine never blocks, and wakes the loop once for all events of a tick."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -44,12 +44,12 @@ class Bridge:
         self._is_woken = False
 
     def put(self, receiver: Callable[[E], None], event: E) -> None:
-        """From any thread."""
+        """Queue an event for a receiver. Thread-safe."""
         self._events.append((receiver, event))
-        # If the flag is still up, the loop has yet to look, and will see what was just added.
+        # If the flag is still set, `_deliver` has yet to run and will see the new event.
         if not self._is_woken:
             self._is_woken = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
@@ -60,7 +60,7 @@ class Bridge:
 
 
 class ResultStream(Generic[R, E]):
-    """The requests of one call. What waits for a slow reader is merged when it reads, and is never more than its answers' tokens."""
+    """The requests of one call. Events pending for a slow reader are merged, so that they are bounded by its answers' tokens."""
 
     def __init__(
         self,
@@ -72,16 +72,16 @@ class ResultStream(Generic[R, E]):
         merge: Callable[[Sequence[E]], list[E]],
         takes_long: Callable[[R], bool] = lambda request: False,
     ) -> None:
-        """`watch`: makes what sees the events of one request. `takes_long`: to submit it; then the loop must not wait for it."""
+        """`watch`: creates the observer of one request's events. `takes_long`: whether to submit a request in a thread."""
         self._model, self._requests, self._bridge = model, requests, bridge
         self._watch, self._merge, self._takes_long = watch, merge, takes_long
         self._waiting: list[list[E]] = [[] for _ in requests]
         self._news = asyncio.Event()
         self._open: set[int] = set()
-        """Those submitted whose end did not arrive yet."""
+        """Submitted requests that have not ended."""
 
     async def submit(self) -> None:
-        """All of them, or none and the reason."""
+        """Submit all requests. If one fails, cancel the others and raise."""
         try:
             for i, request in enumerate(self._requests):
                 await self._submit_one(i, request)
@@ -116,7 +116,7 @@ class ResultStream(Generic[R, E]):
         self._news.set()
 
     async def events(self) -> AsyncIterator[tuple[int, E]]:
-        """Until every request has ended."""
+        """Yield (request index, event) until every request has ended."""
         n_left = len(self._requests)
         while n_left:
             await self._news.wait()
@@ -128,14 +128,14 @@ class ResultStream(Generic[R, E]):
                     yield i, event
 
     def close(self) -> None:
-        """Nobody wants the rest."""
+        """Cancel the requests that have not ended."""
         for i in sorted(self._open):
             self._model.cancel(self._requests[i].id)
         self._open.clear()
 
 
 def merge(events: Sequence[Event], most: int | None = None) -> list[Event]:
-    """The same events, with tokens that follow each other in one, or in several of about so many (their likeliest counted) at most."""
+    """Merge consecutive token events, into events of about `most` tokens (including top log-probabilities) if given."""
     merged: list[Event] = []
     run: list[TokensEvent] = []
     n_run = 0

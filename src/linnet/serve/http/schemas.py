@@ -1,4 +1,4 @@
-"""What a client may ask: every field, its type and its bounds. Unknown fields are refused, since to ignore one would be a lie."""
+"""Request types with the bounds of every field. Unknown fields are an error rather than silently ignored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from linnet.serve.request import MAX_BIAS, MAX_SEED, MAX_STOPS, MAX_TOP
 
 MAX_ANSWERS = 128
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# fail_fast: a list of a million wrong entries is one mistake, not a million.
+# fail_fast: a list of a million invalid entries is reported as one error.
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
 Prompt = Annotated[
@@ -43,11 +43,11 @@ class ApiRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, protected_namespaces=())
 
     model: str | None = None
-    """Left out: the first model of the server that can do it."""
+    """Default: the server's first model that supports the call."""
 
 
 class SamplingRequest(ApiRequest):
-    """The fields of every call that draws tokens."""
+    """Fields of every call that samples tokens."""
 
     temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
@@ -56,7 +56,7 @@ class SamplingRequest(ApiRequest):
     typical_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    """Answer i of several has the seed `seed + i`."""
+    """Answer i uses the seed `seed + i`."""
     user: str | None = None
     priority: int | None = Field(None, ge=-100, le=100)
     deadline_seconds: float | None = Field(None, gt=0)
@@ -95,7 +95,7 @@ class SchemaFormat(BaseModel):
 
 
 class TextRequest(SamplingRequest):
-    """The fields that completions and chat share."""
+    """Fields shared by completions and chat."""
 
     repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -110,17 +110,17 @@ class TextRequest(SamplingRequest):
     ignore_eos: bool | None = None
     regex: str | None = None
     grammar: str | None = None
-    """In Lark's notation."""
+    """A Lark grammar."""
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
-    """False: the model's begin id is not put in front of the prompt. A continued session or state has none in any case."""
+    """False: do not prepend the model's BOS id. It is never added when a session or state is continued."""
     truncate_prompt: bool | None = None
-    """A prompt that does not fit the model's context loses its front; without this it is refused."""
+    """Truncate a prompt that does not fit the model's context at its start; otherwise it is an error."""
     session: str | None = None
-    """Goes on from this session, and leaves it where the answer ends."""
+    """Continue this session, and store the state after the answer in it."""
     state: str | None = None
-    """Goes on from this state, as `return_state` gave it (base64)."""
+    """Continue from this state, as returned by `return_state` (base64)."""
     return_state: bool | None = None
     return_token_ids: bool | None = None
 
@@ -145,7 +145,7 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str | list[TextPart], Field(union_mode="left_to_right")]
     name: str | None = None
-    # A client sends an answer's message back as it got it, with these fields empty.
+    # Clients send an answer's message back as they received it, with these fields empty.
     refusal: None = None
     annotations: None = None
     audio: None = None
@@ -166,38 +166,38 @@ class ChatRequest(TextRequest):
 
 class ImageRequest(SamplingRequest):
     prompt: Literal[""] = ""
-    """Pixel models draw without a text."""
+    """Must be empty: pixel models take no text."""
     size: str | None = Field(None, pattern=r"^(auto|[0-9]{1,5}x[0-9]{1,5})$")
     response_format: Literal["b64_json"] | None = None
     output_format: Literal["png"] | None = None
     partial_images: int | None = Field(None, ge=0, le=256)
-    """So many unfinished pictures are sent before the whole one, where `stream` is true."""
+    """Number of partial images sent before the complete one, with `stream`."""
 
 
 class PriorRequest(ApiRequest):
-    """Of `input` and `embeddings` exactly one is given."""
+    """Exactly one of `input` and `embeddings` must be given."""
 
     input: Annotated[Caption | Captions, Field(union_mode="left_to_right")] | None = None
     embeddings: Annotated[Vector | Vectors, Field(union_mode="left_to_right")] | None = None
-    """Of texts, as the model's encoder gives them."""
+    """Text embeddings from the model's encoder."""
     text_encodings: Annotated[Vectors | SeveralVectors, Field(union_mode="left_to_right")] | None = Field(
         None, validation_alias=AliasChoices("text_encodings", "encodings")
     )
-    """Of each text's tokens, beside its embedding: needed by models that were trained with them. Its old name is `encodings`."""
+    """Token encodings of each text, in addition to its embedding, for models trained with them. Formerly named `encodings`."""
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
-    """Candidates for each text; number i has the seed `seed + i`."""
+    """Candidates per text; candidate i uses the seed `seed + i`."""
     guidance: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
     steps: int | None = Field(None, ge=2, lt=2**31)
-    """At most as many as the model was trained with; left out: 16 of dpm, 64 of ddim, all of ddpm."""
+    """At most the model's timesteps. Default: 16 for dpm, 64 for ddim, all for ddpm."""
     solver: Solver | None = None
-    """Left out: dpm."""
+    """Default: dpm."""
     eta: float | None = Field(None, ge=0, le=1)
-    """Of ddim: 0 adds no noise on the way."""
+    """DDIM's eta: 0 adds no noise between steps."""
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     nearest: int | None = Field(None, ge=0, le=MAX_NEAREST)
-    """So many of the gallery's images are told that each result is nearest to."""
+    """Number of nearest gallery images returned with each result."""
     progress: int | None = Field(None, ge=0, le=MAX_TOLD)
-    """How often a stream tells how far each candidate is."""
+    """Number of progress events per candidate in a stream."""
     stream: bool | None = None
     user: str | None = None
     priority: int | None = Field(None, ge=-100, le=100)
@@ -207,7 +207,7 @@ class PriorRequest(ApiRequest):
 class TokenizeRequest(ApiRequest):
     text: str
     add_special_tokens: bool | None = None
-    """True: with the model's begin id in front, if it has one."""
+    """True: prepend the model's BOS id, if it has one."""
 
 
 class DetokenizeRequest(ApiRequest):

@@ -1,4 +1,4 @@
-"""What all routes share: the models, the limits, and the way to the engine."""
+"""Shared context of the routes: the models, the limits, and submission to the engines."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Service:
     metrics: Metrics
     lifecycle: Lifecycle
     clock: Callable[[], float] = time.monotonic
-    """The engine's."""
+    """The engine's clock."""
     models: Mapping[str, Model] = dataclasses.field(init=False)
-    """Of tokens, by name."""
+    """Token models by name."""
     priors: Mapping[str, PriorModel] = dataclasses.field(init=False)
     _bridge: tuple[asyncio.AbstractEventLoop, Bridge] | None = None
 
@@ -58,7 +58,7 @@ class Service:
     def _of_kind(
         self, mine: Mapping[str, Kind], others: Mapping[str, Served], name: str | None, needs: str, fix: str
     ) -> Kind:
-        """By name; without one the first of its kind."""
+        """Return the model of that name; without a name, the first of its kind."""
         if name is None and mine:
             return next(iter(mine.values()))
         name = next(iter(others)) if name is None else name
@@ -69,11 +69,11 @@ class Service:
 
     @property
     def most_state_bytes(self) -> int:
-        """Of a state as a file: what a slot holds, perhaps laid out otherwise."""
+        """Maximum size of a serialized state: twice a slot's state, because its layout may differ."""
         return 2 * max((model.state_bytes for model in self.models.values()), default=0)
 
     async def submit(self, model: Model, requests: Sequence[Request]) -> ResultStream[Request, Event]:
-        """The caller must close what it gets."""
+        """Submit requests. The caller must close the returned stream."""
         answers = ResultStream(
             model,
             requests,
@@ -88,7 +88,7 @@ class Service:
     async def submit_samples(
         self, model: PriorModel, requests: Sequence[SampleRequest]
     ) -> ResultStream[SampleRequest, SampleEvent]:
-        """The caller must close what it gets."""
+        """Submit requests. The caller must close the returned stream."""
         answers = ResultStream(
             model,
             requests,
@@ -113,6 +113,6 @@ class Service:
 
 
 def _latest(events: Sequence[SampleEvent]) -> list[SampleEvent]:
-    """Of how far it was, only the last counts."""
+    """Keep only the latest progress event."""
     told = [i for i, one in enumerate(events) if isinstance(one, Denoised)]
     return [one for i, one in enumerate(events) if not isinstance(one, Denoised) or i == told[-1]]

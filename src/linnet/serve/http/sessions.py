@@ -1,4 +1,4 @@
-"""/v1/sessions: a conversation's state by name: made, forked, saved to a file, restored, deleted; completions go on from it."""
+"""/v1/sessions: create, fork, save, restore and delete conversation states, which completions can continue."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def delete(service: Service, http: HttpRequest) -> Response:
 
 
 def _find(service: Service, http: HttpRequest) -> tuple[Model, str]:
-    """Ids are unique among models: a session is found without naming its model."""
+    """Return a session's model and id. Ids are unique across models, so the call need not name the model."""
     id = http.path_params["id"]
     for model in service.models.values():
         try:

@@ -1,4 +1,4 @@
-"""Server-sent events as OpenAI sends them, and the end of all work the moment the client is gone."""
+"""Server-sent events in OpenAI's format, and cancellation when the client disconnects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 
 
 async def with_error_event(events: AsyncGenerator[bytes, None], request_id: str) -> AsyncGenerator[bytes, None]:
-    """The status is sent before the end is known: what goes wrong later is the last event."""
+    """Send an error as the last event, because the status has already been sent."""
     try:
         async with aclosing(events):
             async for one in events:
@@ -33,7 +33,7 @@ async def with_error_event(events: AsyncGenerator[bytes, None], request_id: str)
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Does the work, but cancels it and raises ClientGone once the client disconnects. The body must have been read."""
+    """Run `work`; if the client disconnects first, cancel it and raise ClientGone. The body must have been read."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -47,7 +47,7 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 
 
 class EventStream(Response):
-    """Sends what the generator yields. `close` is called exactly once, however it ends, even before it began."""
+    """Sends what the generator yields. `close` is called exactly once, however the stream ends, even if it never started."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})

@@ -1,1 +1,1 @@
-"""Serving priors: the same loop as for tokens, whose tick is one step of denoising."""
+"""Serving priors with the same engine loop as token models; a tick is one denoising step."""

@@ -1,7 +1,7 @@
-"""The device's side: slots, each with a text that was read, a place in its own plan, and a key. No decisions here.
+"""Device side of the prior engine: each slot has an encoded text, a position in its own solver table, and a PRNG key.
 
-A slot's numbers depend on its own request alone: products are those of `batch_invariant`, noise is drawn by its own key. Letters:
-B slots, S steps there is room for, D width, X width of text, L text tokens.
+All scheduling decisions are made elsewhere. A slot's values depend only on its own request: matmuls are those of `batch_invariant`,
+and noise is drawn from its own key. Letters: B slots, S maximum steps, D width, X width of text, L text tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from linnet.serve.prior.request import SampleRequest
 
 @pytree
 class Slots:
-    """All that the device holds of B requests. One row is a seat: put it back anywhere and it goes on with the same bits."""
+    """Device state of B requests. One row is the state of one request: loaded into any slot, it resumes bit-identically."""
 
     memory: TextMemory
-    null: TextMemory | None  # of the dropped text, where that differs from row to row
+    null: TextMemory | None  # unconditional memory, if it differs from row to row
     how: SolverBatch
     state: SamplerState
     keys: PRNGKeyArray  # [B]
@@ -39,12 +39,12 @@ class Slots:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """A step on its way."""
+    """A step in flight."""
 
     done: Int[Array, " B"]
-    """To wait for."""
+    """Wait on this for the step to complete."""
     embeddings: Float[Array, "B D"] | None
-    """Of the rows as they are now, and the starts they predict; none unless somebody looks."""
+    """The current embeddings; `starts` are the predicted clean embeddings. Both are None unless requested."""
     starts: Float[Array, "B D"] | None
 
 
@@ -58,11 +58,11 @@ class PriorBackend:
         self.state_bytes: int = n_bytes(self._slots) // n_slots
 
     def reset(self) -> None:
-        """Empty slots: at the start, and after a failure. A row of no steps stands still."""
+        """Empty all slots: at startup, and after a failure. A row with 0 steps does not change."""
         self._slots = _repeated(self._nobody, self.n_slots)
 
     def warm_up(self) -> None:
-        """Compiles every program, so that the first request waits for none."""
+        """Compile every program, so that the first request does not wait for compilation."""
         self.put(0, self._nobody)
         for guided in {False, self.cfg.can_guide}:
             jax.block_until_ready(self.tick(guided=guided, look=True).done)
@@ -70,11 +70,11 @@ class PriorBackend:
         self.reset()
 
     def seat(self, request: SampleRequest, plan: SolverTable) -> Slots:
-        """Reads the text, once for all steps, and draws what is started from. Does not wait for the device."""
+        """Encode the text, once for all steps, and draw the initial noise. Does not wait for the device."""
         text, encodings, n_encodings, _, _ = _nothing(self.cfg)
         text[0] = request.text
         if encodings is not None and request.encodings is not None:
-            encodings[0, : len(request.encodings)] = request.encodings  # an encoding of zeros is padding
+            encodings[0, : len(request.encodings)] = request.encodings  # zero rows are padding
             n_encodings[0] = len(request.encodings)
         how = sampling.make_rows([plan], [request.guidance], self.cfg.timesteps)
         return _seat(self._params, text, encodings, n_encodings, how, np.uint32(request.seed), cfg=self.cfg)
@@ -83,11 +83,12 @@ class PriorBackend:
         self._slots = _put(self._slots, slot, seat)
 
     def take(self, slot: int) -> Slots:
-        """The slot's request as a value; what stays in the slot means nothing any more."""
+        """Return the state of the slot's request. The slot's own contents are unused from then on."""
         return _take(self._slots, slot)
 
     def tick(self, *, guided: bool, look: bool) -> Ticket:
-        """Starts one step of all slots, and does not wait for it. `guided`: some row is. Others are the same bits either way."""
+        """Start one step of all slots without waiting for it. `guided`: at least one row uses classifier-free guidance; the other
+        rows are bit-identical either way."""
         slots = self._slots
         null = (self._null or slots.null) if guided else None
         state = _step(self._params, slots.memory, null, slots.how, slots.state, slots.keys, cfg=self.cfg, guided=guided)
@@ -97,14 +98,14 @@ class PriorBackend:
 
 
 def _null_per_row(cfg: PriorConfig) -> bool:
-    """Dropped texts are not alike: they keep their embedding, or the number of their encodings."""
+    """Whether the unconditional memory depends on the request, because it keeps the text embedding or the number of encodings."""
     return cfg.masks_text or not cfg.drop_text_embedding
 
 
 def _nothing(
     cfg: PriorConfig,
 ) -> tuple[Float32[np.ndarray, "1 X"], Float32[np.ndarray, "1 L X"] | None, Int32[np.ndarray, " 1"], SolverBatch, Any]:
-    """Arguments of an empty slot. Its text is not zeros, which norms by maximum would make NaN of."""
+    """Arguments of an empty slot. Its text is ones, because zeros would become NaN in norms that divide by the maximum."""
     encodings = np.zeros((1, cfg.max_text_len, cfg.d_text), np.float32) if cfg.text_encodings else None
     room = cfg.timesteps
     how = SolverBatch(
@@ -116,7 +117,7 @@ def _nothing(
     return np.ones((1, cfg.d_text), np.float32), encodings, np.zeros((1,), np.int32), how, np.uint32(0)
 
 
-# All with the options that keep a row's bits its own, however many stand beside it.
+# All are compiled with the options that make rows batch-invariant.
 
 
 @partial(jax.jit, static_argnums=1, compiler_options=OPTIONS)
@@ -137,7 +138,7 @@ def _seat(
 ) -> Slots:
     key = rng.sample_key(seed)[None]
     noise = sampling.draw_noise(key, jnp.zeros((1,), jnp.int32), cfg)
-    several = cfg.masks_text and encodings is not None  # requests differ in where the text ends
+    several = cfg.masks_text and encodings is not None  # text lengths differ between requests
     memory = sampling.read(params, text, encodings, cfg, n_encodings=n_encodings if several else None)
     null = sampling.null_memory(params, text, cfg) if cfg.can_guide and _null_per_row(cfg) else None
     return Slots(memory=memory, null=null, how=how, state=sampling.start(noise, cfg), keys=key)

@@ -1,8 +1,8 @@
-"""Denoising many embeddings at once: requests at different steps, with different plans and guidance, in one batch of slots.
+"""Prior engine: denoises requests at different steps, with different solvers and guidance, in one batch of slots.
 
-The loop, the queue and the slots' turns are those of the token engine (`Loop`, `Scheduler`): a step here is a token there. What is
-not: no prompt is read in chunks (a text is one short pass, made when its request gets its slot), there is no state to keep, and how
-many steps a request takes is known from the start, so the host need not look at the device to know who ends when.
+The loop, the queue and the scheduling are those of the token engine (`EngineLoop`, `Scheduler`), with a step in place of a token.
+There is no chunked prefill (a text is one short pass when its request gets a slot) and no state to return, and the number of steps is
+known from the start, so the host knows when a request ends without reading from the device.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ PLANS_KEPT = 256
 
 
 class Job:
-    """One request on its way."""
+    """One request in the engine."""
 
     def __init__(self, request: SampleRequest, plan: SolverTable, guidance: float, on_event: OnSampleEvent) -> None:
         self.request, self.plan, self.guidance = request, plan, guidance
         self.seat: Slots | None = None
-        """Where it goes on, if it was parked."""
+        """The saved state, if it was preempted."""
         self.slot: int | None = None
         self.n_done = 0
-        """Steps that were started."""
+        """Steps started so far."""
         self.is_done = False
         self._on_event = on_event
 
     @property
     def is_told(self) -> bool:
-        """The step just started is one of those at even distances that are told, the end not among them."""
+        """Whether progress is reported at the step just started: `n_told` evenly spaced steps, without the last."""
         n, parts = len(self.plan), self.request.n_told + 1
         return self.n_done < n and self.n_done * parts // n > (self.n_done - 1) * parts // n
 
@@ -62,7 +62,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """A step that was not read back yet, and who looks at it: (job, slot, step)."""
+    """A step that has not been read back yet, and the jobs that need its result: (job, slot, step)."""
 
     ticket: Ticket
     lookers: list[tuple[Job, int, int]]
@@ -94,7 +94,8 @@ class PriorEngine(EngineLoop[Job]):
     # From any thread
 
     def submit(self, request: SampleRequest, on_event: OnSampleEvent) -> None:
-        """Events follow in the engine's thread, ending with exactly one `Sampled`. What is wrong is refused here and now."""
+        """Queue a request. Events are sent from the engine's thread and end with exactly one `Sampled`. An invalid request raises
+        here."""
         guidance = effective_guidance(request.guidance, self.cfg)
         self._queue(Job(request, plan_for(request, self.cfg), guidance, on_event), n_chunks=0)
 
@@ -122,12 +123,12 @@ class PriorEngine(EngineLoop[Job]):
             job = self._jobs[id]
             self.backend.put(slot, job.seat or self.backend.seat(job.request, job.plan))
             job.seat, job.slot = None, slot
-        with self._changed:  # others add jobs meanwhile
+        with self._changed:  # other threads add jobs
             running = {job.slot: job for job in self._jobs.values() if job.slot is not None}
         before, self._flight = self._flight, None
         if running:
             self._flight = self._tick(running)
-        # Read back while the next one runs: the device does not wait, and is one step ahead at most.
+        # Read back while the next step runs: the device does not wait, and is at most one step ahead.
         if before is not None:
             self._collect(before)
 
@@ -141,7 +142,7 @@ class PriorEngine(EngineLoop[Job]):
                 ends = job.n_done == len(job.plan)
                 if ends or job.is_told:
                     lookers.append((job, slot, job.n_done))
-                if ends:  # its slot is free for the next tick, before the answer is told
+                if ends:  # release the slot for the next tick, before the result is read back
                     job.slot = None
                     self._scheduler.leaves(job.request.id)
         ticket = self.backend.tick(guided=guided, look=bool(lookers))
@@ -168,7 +169,7 @@ class PriorEngine(EngineLoop[Job]):
 
 
 def plan_for(request: SampleRequest, cfg: PriorConfig) -> SolverTable:
-    """How it is denoised; what the model cannot do is refused."""
+    """Validate a request against the model and return its solver table."""
     if request.text.shape != (cfg.d_text,):
         raise invalid("the embedding's width", request.text.shape, f"({cfg.d_text},)", "use the model's own encoder")
     check_encodings(None if request.encodings is None else request.encodings.shape, cfg)

@@ -1,4 +1,4 @@
-"""What a caller asks a prior for, and what it hears: plain values. Letters: X width of text, L text tokens, D width."""
+"""Requests to a prior and the events it emits: plain values. Letters: X width of text, L text tokens, D width."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from linnet.serve.request import MAX_SEED, TerminalEvent
 
 MAX_GUIDANCE = 100.0
 MAX_VALUE = 1e4
-"""Of a vector that is given: embeddings have length 1 or so, and much larger ones would leave the range of numbers."""
+"""Maximum magnitude in an input vector. Embeddings have a norm of about 1, and much larger values would overflow."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SampleRequest:
-    """One embedding. Several candidates for one text are several requests, with seeds of their own."""
+    """A request for one embedding. Several candidates for one text are several requests with different seeds."""
 
     id: str
     text: Float32[np.ndarray, " X"]
     encodings: Float32[np.ndarray, "L X"] | None = None
     steps: int | None = None
-    """None: as many as the solver usually takes."""
+    """None: the solver's default."""
     solver: Solver = "dpm"
     eta: float = 1.0
-    """Of DDIM: 0 adds no noise on the way."""
+    """DDIM's eta: 0 adds no noise between steps."""
     guidance: float = 1.0
     seed: int = 0
     n_told: int = 0
-    """So many times on the way, at even distances, the start as it is predicted then is told."""
+    """Number of evenly spaced progress events with the predicted clean embedding."""
     priority: int = 0
     deadline: float | None = None
-    """On the engine's clock."""
+    """Time on the engine's clock."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed <= MAX_SEED:
@@ -52,25 +52,25 @@ class SampleRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Denoised:
-    """So far it is."""
+    """Progress of a request."""
 
     step: int
     n_steps: int
     start: Float32[np.ndarray, " D"]
-    """As predicted at this step."""
+    """The clean embedding predicted at this step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sampled(TerminalEvent):
-    """The end: the embedding, where there is one."""
+    """Terminal event, with the embedding if there is one."""
 
     embedding: Float32[np.ndarray, " D"] | None
     n_steps: int
-    """As the solver takes them: few more or fewer than were asked for."""
+    """Steps the solver takes, which may differ slightly from the number requested."""
     guidance: float = 1.0
-    """As applied: 1 where the model cannot be guided, whatever was asked for."""
+    """Guidance scale as applied: always 1 if the model does not support guidance."""
 
 
 SampleEvent = Denoised | Sampled
 OnSampleEvent = Callable[[SampleEvent], None]
-"""Called in the engine's thread: must return at once and never raise."""
+"""Called in the engine's thread: must return immediately and never raise."""

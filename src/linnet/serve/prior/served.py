@@ -1,4 +1,4 @@
-"""A prior as the server sees it: its engine, the encoder of its texts, and the pictures that its embeddings are near to."""
+"""A served prior: its engine, its text encoder, and an index of images for nearest-neighbor lookup."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from linnet.serve.prior.engine import PriorEngine
 from linnet.serve.prior.request import OnSampleEvent, SampleRequest
 
 MAX_GALLERY = 100_000
-"""Rows. Each look compares with all of them, many times a second while somebody watches."""
+"""Maximum rows of the index. Each lookup compares with all of them, many times per second while a client streams progress."""
 PICTURES_KEPT = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Neighbour:
-    """An image that an embedding is near to."""
+    """An image near an embedding."""
 
     row: int
     cosine: float
     caption: str | None
     picture: str | None
-    """PNG in base64, where the set has pictures."""
+    """PNG in base64, if the dataset has images."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ class ServedPrior:
     name: str
     engine: PriorEngine
     encoder: Encoder | None
-    """Of the vectors it was trained on; None: nobody knows, and only vectors can be given."""
+    """The encoder of the embeddings it was trained on; None: unknown, and requests must give embeddings."""
     gallery: NeighborIndex | None
     has_pictures: bool
-    """The gallery can be shown, not only told."""
+    """Whether the gallery has images, not only captions."""
     created: int
 
     @property
@@ -74,7 +74,7 @@ class ServedPrior:
 
     @property
     def takes_text(self) -> bool:
-        """The encoder of its texts is here, and gives token encodings where the model was trained with them."""
+        """Whether its text encoder is available, and gives token encodings if the model needs them."""
         return self.encoder is not None and (not self.most_encodings or self.encoder.text_len > 0)
 
     @property
@@ -95,7 +95,7 @@ class ServedPrior:
         return embed, cut_encodings(encodings, self.engine.cfg)
 
     def nearest(self, embedding: Float32[np.ndarray, " D"], k: int) -> list[Neighbour]:
-        """By cosine, the nearest first."""
+        """Return the `k` nearest images by cosine similarity, nearest first."""
         assert self.gallery is not None
         found = self.gallery.nearest(embedding[None], k)
         captions = found.captions[0] if found.captions else [None] * found.rows.shape[1]
@@ -129,11 +129,11 @@ def serve_prior(
     n_slots: int,
     max_waiting: int,
 ) -> ServedPrior:
-    """Starts the engine of a prior, its programs compiled and its encoder tried."""
+    """Check the encoder, compile a prior's programs and start its engine."""
     if encoder is not None:
         width = encoder.embed_texts(["a linnet"]).shape[1]
         if cfg.text_encodings and encoder.text_len:
-            encoder.encode_texts(["a linnet"])  # so that the first request does not wait for it to compile
+            encoder.encode_texts(["a linnet"])  # compile now, so that the first request does not wait
         if width != cfg.d_text:
             raise invalid(
                 f"the width of {encoder.name}'s texts", width, f"{cfg.d_text}, the model's", "name its own encoder"
@@ -153,5 +153,5 @@ def serve_prior(
 
 @functools.lru_cache(maxsize=PICTURES_KEPT)
 def _png(pixels: bytes, shape: tuple[int, ...]) -> str:
-    """The same few pictures are shown again and again while an embedding settles."""
+    """Encode an image as base64 PNG. Cached, because progress events repeat the same few images."""
     return base64.b64encode(to_image(np.frombuffer(pixels, np.uint8).reshape(shape))).decode()

@@ -1,1 +1,1 @@
-"""Several engine processes behind one endpoint: each is a whole server on a Unix socket, and the front only passes calls on."""
+"""Several engine processes behind one endpoint: each is a complete server on a Unix socket, and the front is a reverse proxy."""

@@ -1,4 +1,4 @@
-"""The replicas' processes: started, watched, started again when one dies, replaced one after another, and ended."""
+"""Replica processes: start, health checks, restart with backoff, rolling replacement, and shutdown."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from linnet.parallel.cluster.environment import PROCESSES
 from linnet.serve.replicas import upstream
 
 SOCKET = "LINNET_REPLICA_SOCKET"
-"""Tells a server in its environment that it is a replica, and where it is to listen. It drains when its standard input ends: with the
-front, however that ends."""
+"""Environment variable that makes a server a replica listening on this socket. It drains when its standard input is closed, which
+happens when the front exits for any reason."""
 READY_POLL_SECONDS = 0.05
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
-"""Before a replica that died is started again: twice as long each time, until one lives."""
+"""Seconds before a dead replica is restarted; the delay doubles until one stays up for `LIVES_SECONDS`."""
 LIVES_SECONDS = 60.0
 GONE_SECONDS = 1.0
 PROBE_SECONDS = 5.0
-"""Between two questions whether a replica lives."""
+"""Interval of the liveness probes."""
 MAX_SILENT = 4
-"""Questions in a row that a replica may leave open before it is ended: it would hold its calls, and their sessions, for ever."""
+"""Consecutive failed probes before a replica is killed: a hung one would hold its calls and their sessions forever."""
 STOP_SECONDS = 10.0
-"""Beyond the drain, for a replica that has nothing left to do."""
+"""Extra time after the drain for a replica to exit."""
 
 
 class NotStarted(Exception):
-    """The first replica ended before it was ready, and has said why."""
+    """The first replica exited before it was ready, and has printed the reason."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the replica ended with {code}")
@@ -41,17 +41,17 @@ class NotStarted(Exception):
 
 
 class Replica:
-    """One process."""
+    """One replica process."""
 
     def __init__(self, number: int, process: Process, socket: Path) -> None:
         self.number, self.process, self.socket = number, process, socket
         self.n_running = 0
-        """Calls that the front has passed on to it, and that have not ended."""
+        """Calls forwarded to it that have not ended."""
         self.n_taken = 0
         self.n_silent = 0
-        """Questions whether it lives that it has left open since its last answer."""
+        """Consecutive failed probes."""
         self.is_retired = False
-        """It may end: another has its place."""
+        """It is expected to exit, because it was replaced or the fleet is stopping."""
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -63,7 +63,7 @@ class Replica:
             self.n_running -= 1
 
     async def until_ready(self) -> bool:
-        """False: it ended before."""
+        """Wait until it is ready. Returns False if it exited first."""
         while self.process.returncode is None:
             if await upstream.is_ready(self.socket):
                 return True
@@ -71,12 +71,12 @@ class Replica:
         return False
 
     async def gone(self) -> None:
-        """After its line went dead: until it is certain that it holds no session's lock any more, or that it lives after all."""
+        """After a lost connection, wait for the process to exit, so that it holds no session locks, or for `GONE_SECONDS`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), GONE_SECONDS)
 
     async def until_silent(self) -> None:
-        """Returns when it is taken for hanging."""
+        """Probe the replica, and return once it is considered hung."""
         while self.n_silent < MAX_SILENT:
             await asyncio.sleep(PROBE_SECONDS)
             self.n_silent = 0 if await upstream.is_alive(self.socket) else self.n_silent + 1
@@ -91,10 +91,10 @@ class Replica:
 
 
 class Fleet:
-    """Places, each with the replica that has it, or None while there is none."""
+    """A fixed number of places, each with its replica, or None while there is none."""
 
     def __init__(self, n: int, command: Callable[[int], Sequence[str]], folder: Path) -> None:
-        """`command` starts the replica of a place; `folder` is for their sockets, and nobody else's."""
+        """`command` returns the command line of a place's replica; `folder` holds only their sockets."""
         self._command, self._folder = command, folder
         self.places: list[Replica | None] = [None] * n
         self.n_restarts = 0
@@ -109,12 +109,13 @@ class Fleet:
         return [one for one in self.places if one is not None]
 
     def choose(self, tried: Collection[Replica] = ()) -> Replica | None:
-        """The one with the fewest calls; among equals, who had the fewest. One that may hang only if there is no other."""
+        """Return the replica with the fewest running calls, then the fewest in total. One that missed a probe is the last resort."""
         free = [one for one in self.ready if one not in tried and one.process.returncode is None]
         return min(free, key=lambda one: (one.n_silent > 0, one.n_running, one.n_taken), default=None)
 
     async def start(self) -> None:
-        """Returns when the first is ready. The others then find its compiled programs on the disk, and come when they are ready."""
+        """Start the first replica and return when it is ready. The others then start in the background and reuse its compilation
+        cache on disk."""
         first = await self._launch(0)
         if not await first.until_ready():
             raise NotStarted(await first.process.wait())
@@ -123,11 +124,11 @@ class Fleet:
             self._background(self._fill(number, FIRST_DELAY))
 
     async def replace_all(self) -> None:
-        """One after another: who runs finishes, who comes meanwhile is answered by another."""
+        """Replace the replicas one at a time. Running calls finish, and new ones go to other replicas."""
         async with self._rolling:
             for number, old in enumerate(list(self.places)):
                 if old is None or self._is_stopping:
-                    continue  # that place gets a new one anyway
+                    continue  # an empty place gets a new replica anyway
                 new = await self._launch(number)
                 if not await new.until_ready():
                     _say(f"the new replica {number} {_ending(new.process)}; the old ones go on.")
@@ -143,7 +144,7 @@ class Fleet:
         self._is_stopping = True
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)  # from here on nobody starts one
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # no replica is started after this
         for replica in self._all:
             replica.retire()
         ends = [replica.process.wait() for replica in self._all]
@@ -154,7 +155,7 @@ class Fleet:
             await replica.process.wait()
 
     async def _fill(self, number: int, delay: float) -> None:
-        """Starts a replica for an empty place, as often as it takes."""
+        """Start a replica for an empty place, retrying until one is ready."""
         while not self._is_stopping:
             replica = await self._launch(number)
             if await replica.until_ready():
@@ -188,16 +189,16 @@ class Fleet:
 
     async def _end_when_silent(self, replica: Replica) -> None:
         await replica.until_silent()
-        if not replica.is_retired:  # that one is asked nothing any more, and ends in its own time
+        if not replica.is_retired:  # a retired one gets no calls and exits after its drain
             _say(f"replica {replica.number} stands still: it left {MAX_SILENT} questions open, and is ended.")
             replica.signal(signal.SIGKILL)
 
     async def _launch(self, number: int) -> Replica:
         self._n_started += 1
         socket = self._folder / f"{self._n_started}.sock"
-        # It is a server alone, also where the front was started as one task of several.
+        # A replica is a single process, even if the front was started as one task of a multi-process job.
         environment = {**os.environ, SOCKET: str(socket), PROCESSES: "1"}
-        # A session of its own: Ctrl-C is the front's to hear, which then drains.
+        # A new process session, so that Ctrl-C reaches only the front, which then drains.
         process = await asyncio.create_subprocess_exec(
             *self._command(number), stdin=PIPE, env=environment, start_new_session=True
         )

@@ -1,4 +1,4 @@
-"""The one endpoint before the replicas. It knows who may ask and who has room; what is asked and answered it passes on as it is."""
+"""Reverse proxy in front of the replicas: authentication, limits and load balancing. Requests and responses are passed unchanged."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from linnet.serve.replicas.fleet import Fleet, Replica
 from linnet.serve.replicas.upstream import Answer, Call, Lost, get_text, proxy_request
 
 ELSEWHERE = frozenset({"queue_full", "draining"})
-"""Codes of refusals that another replica need not share."""
+"""Error codes for which another replica is tried."""
 MAX_LOST = 2
-"""Replicas that may go away under one call: perhaps it is the call that they die of."""
+"""Maximum replicas that may die during one call before it fails, because the call itself may be the cause."""
 
 
 def make_front(
     fleet: Fleet, *, keys: Sequence[str], limits: Limits, lifecycle: Lifecycle, host: str, state_bytes: int
 ) -> Starlette:
-    """`state_bytes`: of the largest state that a body may carry."""
+    """Build the front's app. `state_bytes`: size of the largest state that a body may contain."""
     counts = Metrics(())
     edge = Middleware(
         RequestMiddleware,
@@ -77,14 +77,14 @@ def make_front(
 
 
 class Passing:
-    """One route. The whole call is read before it is passed on, so that a second replica can have it."""
+    """Handler of one proxied route. The body is read completely before it is forwarded, so that a second replica can be tried."""
 
     def __init__(
         self, fleet: Fleet, endpoint: Endpoint, limits: Limits, lifecycle: Lifecycle, state_bytes: int
     ) -> None:
         self._fleet, self._lifecycle = fleet, lifecycle
         self._is_work = endpoint.streams
-        """The others are answered during a drain, too."""
+        """Whether the route generates; other routes are also served while draining."""
         in_base64 = 4 * min(state_bytes, limits.state_bytes) // 3
         self._most = limits.state_bytes if endpoint.takes == "file" else limits.body_bytes + in_base64
         self._seconds = limits.body_seconds
@@ -109,7 +109,7 @@ class Passing:
         except ApiError as problem:
             await told.fail(problem)
         except ClientGone:
-            if not told.is_whole:  # once it has everything, it may go
+            if not told.is_whole:  # a disconnect after the complete response is normal
                 raise
 
     async def _pass(self, call: Call, told: _Told) -> None:
@@ -139,8 +139,8 @@ class Passing:
 
 
 class _Told:
-    """What the client has been told so far: a whole answer at once, a stream from its first bytes on. Before that another replica may
-    answer."""
+    """The response to the client. Until its first bytes are sent (a complete body, or the start of a stream), another replica may
+    still be tried."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -158,7 +158,7 @@ class _Told:
         self.is_whole = True
 
     async def fail(self, problem: ApiError) -> None:
-        """In a stream that has begun, the error is its last event."""
+        """Report an error: as the last event of a stream that has started, otherwise by raising it."""
         if not self.has_begun:
             raise problem
         await self._send({"type": "http.response.body", "body": event(problem.body()), "more_body": False})
@@ -170,7 +170,7 @@ class _Told:
 
 
 class _Closing:
-    """Lets the end of a drain end a call, with a word."""
+    """Lets the end of a drain cancel a call with an error response."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None

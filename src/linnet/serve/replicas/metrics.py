@@ -1,4 +1,4 @@
-"""/metrics of all replicas in one text: what each counts carries its number as a label, so that a sum over them is the server's."""
+"""Merges the replicas' /metrics. Each sample gets a `replica` label, so that a sum over the label is the server's total."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from linnet.serve.replicas.fleet import Fleet
 
 FRONTS = "linnet_http_requests"
-"""The front counts the calls itself: a call that two replicas saw is one."""
+"""Counted by the front, so that a call tried on two replicas counts once."""
 SHARED = frozenset({"linnet_engine_sessions", "linnet_engine_session_bytes"})
-"""All replicas see the same sessions: told once."""
+"""Reported once, because all replicas share the same sessions."""
 
 
 def merged(own: str, replicas: Mapping[int, str], fleet: Fleet) -> bytes:
-    """`own` is the front's text, `replicas` those of the replicas by number."""
+    """Merge the front's metrics (`own`) and those of the replicas (by number) with those of the fleet."""
     families: dict[str, Metric] = {}
     for family in text_string_to_metric_families(own):
         families[family.name] = family

@@ -1,4 +1,4 @@
-"""From a command to a served endpoint with replicas behind it, and to the end of all of them."""
+"""Runs the front and its replicas from startup to shutdown."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def run_front(
     drain_seconds: float,
     sessions: Path | None,
 ) -> int:
-    """Serves until a signal; returns the exit code when all is drained. `command` starts replica i with its sessions in a folder.
-    Without a folder of the user's, sessions last as long as the server."""
+    """Serve until a signal, drain, and return the exit code. `command(i, folder)` returns the command line of replica i with its
+    sessions in `folder`. Without `sessions`, a temporary folder is used, and sessions end with the server."""
     check_host(host, bool(keys))
     check_port(host, port)
     log_lines(sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="linnet-", ignore_cleanup_errors=True) as own:  # this user's only
+    with tempfile.TemporaryDirectory(prefix="linnet-", ignore_cleanup_errors=True) as own:  # created with mode 0700
         folder = Path(own)
         kept = folder / "sessions" if sessions is None else sessions.resolve()
         fleet = Fleet(n, lambda number: command(number, kept), folder)
@@ -63,7 +63,7 @@ async def _serve(fleet: Fleet, *, keys: Sequence[str], host: str, port: int, dra
 
 
 async def _start(fleet: Fleet) -> int | None:
-    """Until the first replica is ready; or a signal comes before, and then its number."""
+    """Wait until the first replica is ready. If a signal arrives first, return its number."""
     loop, starting = asyncio.get_running_loop(), asyncio.create_task(fleet.start())
     came: list[int] = []
 
@@ -78,13 +78,13 @@ async def _start(fleet: Fleet) -> int | None:
     except asyncio.CancelledError:
         if not came:
             raise
-    finally:  # uvicorn has handlers of its own
+    finally:  # uvicorn installs its own handlers
         for one in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(one)
     return came[0] if came else None
 
 
 async def _most_state_bytes(fleet: Fleet) -> int:
-    """Of a state as a file, as a server alone counts it."""
+    """Maximum size of a serialized state, computed as in `Service.most_state_bytes`."""
     cards = (await get_json(fleet.ready[0].socket, b"/v1/models"))["data"]
     return 2 * max((card["state_bytes"] for card in cards if card["family"] != "prior"), default=0)

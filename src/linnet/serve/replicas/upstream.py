@@ -1,4 +1,4 @@
-"""One call from the front to a replica: HTTP/1.1 over its Unix socket, a connection for each, so that to close it is to cancel it."""
+"""HTTP/1.1 client of the front over a replica's Unix socket. Each call has its own connection, so that closing it cancels the call."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from linnet.serve.http.limits import MAX_HEADER_BYTES
 
 READ_BYTES = 1 << 16
 OWN_SECONDS = 5.0
-"""For an answer to one of the front's own questions, none of which takes any computing. Who reads /metrics waits ten, as a rule."""
+"""Timeout of the front's own requests, none of which runs the model. Below Prometheus' usual scrape timeout of 10 s."""
 OF_A_CONNECTION = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
 )
-"""Headers that mean this connection, not the call."""
+"""Hop-by-hop headers."""
 NOT_ASKED = OF_A_CONNECTION | {b"content-length", b"authorization", b"host", b"x-request-id"}
-"""The front measures the body itself, has checked the key and the name it was called by, and names the call."""
+"""Request headers that are not forwarded: the front sets the length and the request id, and has checked the API key and the host."""
 NOT_ANSWERED = OF_A_CONNECTION | {b"date", b"x-request-id"}
-"""The front writes its own."""
+"""Response headers that are not forwarded, because the front sets its own."""
 
 HeaderList = Sequence[tuple[bytes, bytes]]
 
 
 class Lost(Exception):
-    """The replica is not there, or went away before its answer was whole."""
+    """The replica cannot be reached, or closed the connection before its response was complete."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """As it goes to a replica: all of it, since it may have to go to a second one."""
+    """A complete call to a replica, including its body, because it may have to be sent to a second one."""
 
     id: str
     method: str
     target: bytes
-    """The path with its query."""
+    """The path with its query string."""
     headers: HeaderList = ()
     body: bytes = b""
 
@@ -56,7 +56,7 @@ class Answer:
         self.status = response.status_code
         self.headers = _without(response.headers, NOT_ANSWERED)
         self.pieces = pieces
-        """Of its body, as they come; Lost if they end too early."""
+        """Chunks of the body as they arrive; raises `Lost` if they end early."""
 
     def header(self, name: bytes) -> bytes:
         return dict(self.headers).get(name, b"")
@@ -71,7 +71,7 @@ class Answer:
 
 @contextlib.asynccontextmanager
 async def proxy_request(call: Call, socket: Path) -> AsyncIterator[Answer]:
-    """The connection ends with the block: an answer that is not whole by then is cancelled."""
+    """Send a call and yield the response. The connection is closed at the end of the block, which cancels an unfinished response."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(socket))
     except OSError as error:
@@ -79,7 +79,7 @@ async def proxy_request(call: Call, socket: Path) -> AsyncIterator[Answer]:
     try:
         wire = h11.Connection(h11.CLIENT, max_incomplete_event_size=2 * MAX_HEADER_BYTES)
         writer.write(_written(wire, call))
-        # An answer may come before all of the body is taken, and then says why.
+        # The response, such as an error, may arrive before the body has been sent completely.
         async with _sending(writer):
             response = await _response(wire, reader)
             pieces = _pieces(wire, reader)
@@ -90,7 +90,7 @@ async def proxy_request(call: Call, socket: Path) -> AsyncIterator[Answer]:
 
 
 async def get_json(socket: Path, target: bytes) -> Any:
-    """For the front's own questions."""
+    """Send a GET request of the front's own and parse the response."""
     async with _asked(socket, target) as answer:
         return json.loads(await answer.whole())
 
@@ -105,12 +105,12 @@ async def is_ready(socket: Path) -> bool:
 
 
 async def is_alive(socket: Path) -> bool:
-    """Whatever it says: one that is too busy for more calls is alive."""
+    """Whether the replica responds, with any status: one that is too busy for more calls is alive."""
     return await _status(socket, b"/health") is not None
 
 
 async def _status(socket: Path, target: bytes) -> int | None:
-    """None: no answer."""
+    """Return the status of a GET request; None if there is no response."""
     try:
         async with _asked(socket, target) as answer:
             return answer.status
@@ -120,7 +120,7 @@ async def _status(socket: Path, target: bytes) -> int | None:
 
 @contextlib.asynccontextmanager
 async def _asked(socket: Path, target: bytes) -> AsyncIterator[Answer]:
-    """Lost also if it lets the front wait: a process that stands still keeps its connections."""
+    """Send a GET request of the front's own. A timeout also raises `Lost`, because a hung process keeps its connections open."""
     try:
         async with (
             asyncio.timeout(OWN_SECONDS),
