@@ -1,4 +1,4 @@
-"""Models from and to files of other programs: the official checkpoint of Transformer-VQ, and safetensors."""
+"""Conversion from and to other formats: the official checkpoint of Transformer-VQ, and safetensors."""
 
 from linnet.convert.transformer_vq import import_config, read_transformer_vq, to_model
 from linnet.runs.weights_file import export_safetensors, import_safetensors

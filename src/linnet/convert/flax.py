@@ -1,4 +1,4 @@
-"""Reads a Flax msgpack checkpoint without Flax: a nested dict whose arrays are extension types of msgpack."""
+"""Read a Flax msgpack checkpoint without Flax: a nested dict whose arrays are msgpack extension types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from linnet.core.errors import UserError
 
 NDARRAY, COMPLEX, SCALAR = 1, 2, 3
 CHUNKED = "__msgpack_chunked_array__"
-# bfloat16 is no type of numpy's own. Others (objects, text) are never weights.
+# bfloat16 is not a numpy type. Other types (objects, text) are never weights.
 DTYPES = {
     name: np.dtype(name)
     for name in [
@@ -37,7 +37,7 @@ DTYPES = {
 
 
 def read_flax(path: Path) -> dict[str, Any]:
-    """The nested dict as it was saved. Nothing is run, and no more is allocated than the file is long."""
+    """Return the nested dict as it was saved. Nothing is executed, and allocation is bounded by the file size."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -57,7 +57,7 @@ def read_flax(path: Path) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
-    """The arrays of a nested dict by '/'-joined names; what is no array (empty options) is left out."""
+    """Return the arrays of a nested dict by '/'-joined names; other values (empty options) are dropped."""
     flat: dict[str, np.ndarray] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -92,7 +92,7 @@ def _array(data: bytes) -> np.ndarray:
 
 
 def _join_chunks(node: Any, where: str) -> Any:
-    """Arrays too big for one msgpack entry come as flat chunks and a shape, both dicts with the keys "0", "1", .."""
+    """Join arrays too large for one msgpack entry, stored as flat chunks and a shape, both dicts with the keys "0", "1", .."""
     if not isinstance(node, dict):
         return node
     if CHUNKED not in node:

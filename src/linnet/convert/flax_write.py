@@ -1,4 +1,4 @@
-"""Writes a Flax msgpack checkpoint without Flax: what `flax.serialization.msgpack_serialize` writes, byte for byte."""
+"""Write a Flax msgpack checkpoint without Flax, byte-identical to `flax.serialization.msgpack_serialize`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from linnet.convert.flax import CHUNKED, NDARRAY
 from linnet.core.files import atomic_write
 
 CHUNK_BYTES = 2**30
-"""Flax splits larger arrays: an entry of msgpack holds less than 4 GB."""
+"""Flax splits larger arrays: a msgpack entry holds less than 4 GB."""
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """'/'-joined names -> nested dicts."""
+    """Convert '/'-joined names to nested dicts."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         *folders, last = name.split("/")
@@ -29,14 +29,14 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pack_flax(tree: Mapping[str, Any], chunk_bytes: int = CHUNK_BYTES) -> bytes:
-    """`tree`: nested dicts of arrays. Names are sorted, as Flax sorts them."""
+    """Pack nested dicts of arrays. Names are sorted, as in Flax."""
     packed = msgpack.packb(_packable(tree, chunk_bytes), use_bin_type=True, strict_types=True)
     assert packed is not None
     return packed
 
 
 def write_flax(path: Path, tree: Mapping[str, Any]) -> None:
-    """Writes the file completely or not at all."""
+    """Write the file atomically."""
     atomic_write(path, pack_flax(tree), sync=True)
 
 

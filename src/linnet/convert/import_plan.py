@@ -1,4 +1,4 @@
-"""What importing and serving a Grok-1 model will need, from its config and its files' headers: nothing is read or written."""
+"""Estimate disk and memory for importing and serving a Grok-1 model, from its config and file headers; no tensor is read."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from linnet.runs.stored_array import CHUNK
 
 GB = 1_000_000_000
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
-MEMORIES = (16, 32, 80, 96, 192)  # GB of one device
-FREE = 0.1  # share of a device kept for programs and activations
-QUANTIZING = 4  # float32 copies of one matrix that are alive while it is brought to 8 bits
+MEMORIES = (16, 32, 80, 96, 192)  # GB per device
+FREE = 0.1  # fraction of a device reserved for programs and activations
+QUANTIZING = 4  # live float32 copies of one matrix while it is quantized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """How a model lies on so many devices: the division that leaves the fewest bytes on each."""
+    """Sharding of a model over a number of devices: the mesh with the fewest bytes per device."""
 
     sizes: Mapping[str, int]
     held: Mapping[WeightDtype, int]
-    """Bytes of weights on one device, by the bits they are held in."""
+    """Bytes of weights per device, by storage dtype."""
     cache: int
 
     @property
@@ -50,16 +50,16 @@ class Plan:
     checkpoint_bytes: int
     run_bytes: int
     import_bytes: int
-    """Held at most while importing, beside the program itself."""
+    """Peak memory of the import, beside the program itself."""
     held: Mapping[WeightDtype, int]
-    """Bytes of the weights in memory while they serve, by the bits they are held in."""
+    """Bytes of weights in memory while serving, by storage dtype."""
     cache_bytes: int
     context: int
     meshes: Sequence[Mesh]
 
 
 def plan_from_config(cfg: MoEConfig) -> Plan:
-    """As the release would have it: 8-bit pairs, each tensor in one file."""
+    """Plan for a checkpoint like the release: 8-bit pairs, each tensor in one file."""
     groups = {
         name: scale_groups(name, spec.shape[-2]) for name, spec in specs_by_name(cfg).items() if spec.least == "int8"
     }
@@ -70,7 +70,7 @@ def plan_from_config(cfg: MoEConfig) -> Plan:
 def plan_from_files(
     cfg: MoEConfig, tensors: Tensors, paths: Sequence[Path], weights: WeightDtype, turned: bool
 ) -> Plan:
-    """`turned`: matrices are stored the other way round, and are turned in memory."""
+    """Plan for existing files. `turned`: matrices are stored transposed, and are transposed in memory."""
     specs = specs_by_name(cfg)
     groups = {
         name: found[0].scales.shape[-2] if isinstance(found[0], Pair) else 1
@@ -102,7 +102,7 @@ def _plan(cfg: MoEConfig, groups: Mapping[str, int], checkpoint: int, run: int, 
 
 
 def _parts(name: str, spec: Spec, weights: WeightDtype, groups: Mapping[str, int]) -> tuple[int, int]:
-    """Bytes of a weight and of its scales."""
+    """Return the bytes of a weight and of its scales."""
     kind = quant.storage_dtype(spec, weights)
     if kind == "int8":
         return spec.size, 2 * spec.size // spec.shape[-2] * groups[name]
@@ -110,7 +110,7 @@ def _parts(name: str, spec: Spec, weights: WeightDtype, groups: Mapping[str, int
 
 
 def _run_bytes(cfg: MoEConfig, groups: Mapping[str, int]) -> int:
-    """What the release holds in floats stays float32 in the run."""
+    """Return the bytes of the run; what is float in the release stays float32."""
     return sum(
         sum(_parts(name, spec, "int8" if spec.least == "int8" else "float32", groups))
         for name, spec in specs_by_name(cfg).items()
@@ -118,7 +118,7 @@ def _run_bytes(cfg: MoEConfig, groups: Mapping[str, int]) -> int:
 
 
 def _largest(name: str, spec: Spec) -> int:
-    """Bytes of the largest tensor that the release has of it: one layer's, 8 bits where it may."""
+    """Return the bytes of the largest tensor of this leaf in the release: one layer, 8-bit if allowed."""
     in_layer = int(name.startswith("layers/"))
     return int(np.prod(spec.shape[in_layer:])) * (1 if spec.least == "int8" else 4)
 
@@ -141,12 +141,12 @@ def _peak(tensors: Tensors, specs: Mapping[str, Spec], weights: WeightDtype, tur
 
 
 def _cache(cfg: MoEConfig) -> int:
-    """Keys and values of one slot that is full."""
+    """Return the bytes of the KV cache of one full slot."""
     return 2 * cfg.n_layer * cfg.context * cfg.n_kv_head * cfg.d_k * jnp.dtype(cfg.dtype).itemsize
 
 
 def _mesh(cfg: MoEConfig, specs: Mapping[str, Spec], groups: Mapping[str, int], n: int) -> Mesh:
-    """Over `fsdp` every weight would travel at every step: that is for training."""
+    """Return the best mesh of n devices. `fsdp` is for training: it would all-gather every weight at every step."""
     ways = [{"model": n >> i, "expert": 1 << i} for i in range(n.bit_length())]
     found = [_laid_out(cfg, specs, groups, way) for way in ways]
     return min(found, key=lambda mesh: mesh.held["int8"] + mesh.cache)
@@ -166,7 +166,7 @@ def _laid_out(cfg: MoEConfig, specs: Mapping[str, Spec], groups: Mapping[str, in
 
 
 def show(plan: Plan) -> str:
-    """For people."""
+    """Format the plan as text."""
     lines = [
         f"Parameters            {plan.n_param:,}",
         f"Checkpoint on disk    {plan.checkpoint_bytes:,} bytes",

@@ -1,4 +1,4 @@
-"""Reads (and writes) an `.npz` without trusting it: no pickles, every size checked against the bytes that are really there."""
+"""Read (and write) untrusted `.npz` files: no pickles, and every size is checked against the actual bytes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from linnet.data.sources.unpacked import UnpackBudget
 
 
 def read_npz(path: Path, limit_gb: float | None = None, flag: str | None = None) -> dict[str, np.ndarray]:
-    """All arrays by name. A damaged, foreign or pickled file is refused by name, and so is one that unpacks to more than
-    `UnpackBudget` allows. `flag`: by which the user sets `limit_gb`, if there is one."""
+    """Return all arrays by name.
+
+    A damaged, foreign or pickled file raises an error that names it, as does one that unpacks to more than `UnpackBudget` allows.
+    `flag` is the command-line flag that sets `limit_gb`, if there is one.
+    """
     _must_be_file(path)
     with reading(path), opened_zip(path) as archive:
         members = zip_files(archive)
@@ -29,7 +32,7 @@ def read_npz(path: Path, limit_gb: float | None = None, flag: str | None = None)
 
 
 def read_npz_array(path: Path, name: str) -> np.ndarray:
-    """One array, without reading the others."""
+    """Return one array, without reading the others."""
     _must_be_file(path)
     with reading(path), opened_zip(path) as archive:
         member = archive.getinfo(f"{name}.npy")
@@ -65,6 +68,6 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -
 
 
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes the file whole or not at all."""
+    """Write the file atomically."""
     with atomic_file(path, sync=True) as file:
         np.savez(file, **cast(Any, arrays))

@@ -1,6 +1,6 @@
-"""The stack that a pickle's opcodes work on, for readers that run nothing: values are pushed and popped, names stay text.
+"""The stack machine of pickle opcodes, for readers that execute nothing: values are pushed and popped, names stay text.
 
-What a file may name, make and call is each reader's own; so is how it refuses.
+Each reader defines which names, objects and calls a file may contain, and how errors are raised.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """What Python's own unpickler would import. Here it is only compared."""
+    """A name that Python's own unpickler would import. Here it is only compared."""
 
     module: str
     name: str
@@ -31,14 +31,14 @@ class PickleStack:
         self.stack: list[Any] = []
 
     def take(self, n: int) -> bytes:
-        """The next bytes, or a refusal."""
+        """Return the next bytes, or raise."""
         raise NotImplementedError
 
     def refuse(self, why: str) -> NoReturn:
         raise NotImplementedError
 
     def recall(self, place: int) -> None:
-        """Pushes what was kept under this number."""
+        """Push the memoized value with this number."""
         raise NotImplementedError
 
     def number(self, n: int, signed: bool = False) -> int:

@@ -1,7 +1,7 @@
 """The zip container of a .pth file: one pickle, and one stored (uncompressed) member for the bytes of each tensor storage.
 
-The file is untrusted. Nothing is unpacked: the file is mapped into memory and storages are read-only views of it, so a file cannot
-make the reader allocate more than its own size, however often it refers to a storage. Each member used is checked against its CRC.
+The file is untrusted. Nothing is unpacked: the file is memory-mapped and storages are read-only views of it, so a file cannot make
+the reader allocate more than its own size, however often it refers to a storage. Each member used is checked against its CRC.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MAX_PICKLE = 32 << 20
 MAX_DIRECTORY = 8 << 20
 """Bytes of the zip's directory: about 100 per tensor."""
 MAX_TAIL = 1 << 17
-"""Above the largest comment (64 KiB) with the end record."""
+"""More than the largest comment (64 KiB) with the end record."""
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 ENCRYPTED = 0x1
 ZIP_ERRORS = (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error, OverflowError, MemoryError)
-"""What `zipfile` raises for damaged directories (UnicodeDecodeError is a ValueError)."""
+"""Exceptions of `zipfile` for damaged directories (UnicodeDecodeError is a ValueError)."""
 
 
 class TorchArchive:
@@ -66,7 +66,7 @@ class TorchArchive:
         )
 
     def storage(self, key: str, dtype: np.dtype, size: int) -> np.ndarray:
-        """`size` values as a read-only view. Every tensor with the same key shares it."""
+        """Return `size` values as a read-only view, shared by all tensors with the same key."""
         if key not in self._storages:
             member = self.members.get(f"{self.folder}data/{key}")
             if member is None:
@@ -82,7 +82,7 @@ class TorchArchive:
             self.refuse("a member is compressed, which torch never does")
         if member.flag_bits & ENCRYPTED:
             self.refuse("a member is encrypted")
-        # Members of a real file do not overlap: together they cannot exceed the file.
+        # Members of a valid file do not overlap: together they cannot exceed the file.
         self._used += member.file_size
         begin, size = member.header_offset, member.file_size
         if self._used > self.size or begin < 0 or begin + LOCAL_HEADER.size > self.size:
@@ -102,7 +102,7 @@ class _TooLarge(Exception):
 
 
 class _BoundedReads:
-    """The file as `zipfile` sees it: the directory is read in one call, whose size the file states."""
+    """File wrapper that limits reads, because `zipfile` reads the directory in one call whose size the file states."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file

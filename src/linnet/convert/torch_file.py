@@ -1,8 +1,8 @@
-"""Reads torch's .pth files without torch, and without running anything that they name.
+"""Read torch's .pth files without torch, and without executing anything that they name.
 
-Python's unpickler imports and calls whatever a pickle names. This reader calls nothing: it knows the opcodes that torch writes,
-builds plain containers and views of the file's tensors, and represents the few other objects that DALLE2-pytorch's checkpoints
-hold (a version, the warm-up schedule with its optimizer) by an `Inert` record. Any name outside `KNOWN` is refused.
+Python's unpickler imports and calls whatever a pickle names. This reader calls nothing: it implements the opcodes that torch
+writes, builds plain containers and views of the file's tensors, and represents the few other objects in DALLE2-pytorch's
+checkpoints (a version, the warm-up schedule with its optimizer) by an `Inert` record. Any name outside `KNOWN` is an error.
 
 The file is untrusted: the number of opcodes, the depth and the expanded size of the result are bounded, and no value of the file
 appears in a message.
@@ -30,10 +30,10 @@ MAX_OPCODES = 500_000
 """A prior of 24 layers, saved with its trainer and CLIP, has about 100,000."""
 MAX_DEPTH = 32
 MAX_VALUES = 2_000_000
-"""Values that a walk over the result meets, where a shared one counts each time it is reached."""
+"""Maximum values in a walk over the result, where a shared value counts each time it is reached."""
 MAX_AXES = 16
 MAX_INT = 1 << 60
-"""Keys above it could be chosen to have equal hashes, which makes a dict quadratic."""
+"""Larger keys could be chosen to have equal hashes, which makes a dict quadratic."""
 
 STORAGES = {
     "FloatStorage": np.dtype("<f4"),
@@ -51,7 +51,7 @@ TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 PARAMETER = ("torch._utils", "_rebuild_parameter")
 ORDERED = ("collections", "OrderedDict")
 INERT = {
-    # Warm-up: the pickled schedule holds its optimizer, whose state is a defaultdict keyed by parameters.
+    # Warm-up: the pickled schedule contains its optimizer, whose state is a defaultdict keyed by parameters.
     ("pytorch_warmup.base", "LinearWarmup"),
     ("torch.optim.adam", "Adam"),
     ("torch.optim.adamw", "AdamW"),
@@ -79,7 +79,7 @@ SHOWABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,79}")
 
 @dataclasses.dataclass(eq=False)
 class Inert:
-    """An object that is neither a tensor nor a plain container: its name, and what was to be put into it. It was not created."""
+    """Record of an object that is neither a tensor nor a plain container: its name, arguments and state. It was not created."""
 
     module: str
     name: str
@@ -88,7 +88,7 @@ class Inert:
 
 
 def read_torch(path: Path) -> Any:
-    """The file's content: dicts, lists, tuples, numbers, text, read-only arrays; `Inert` for anything else."""
+    """Return the content of a file: dicts, lists, tuples, numbers, text, read-only arrays; `Inert` for anything else."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path} is not a file. Fix: name the .pth file.")
@@ -128,7 +128,7 @@ class _Reader(PickleStack):
         return value
 
     def check_extent(self, root: Any) -> None:
-        """Depth and size of the result as a tree, so that any walk over it is short. A value that contains itself is refused.
+        """Check depth and size of the result as a tree, so that any walk over it is short. A cycle is an error.
 
         Iterative, each container once: (depth, size) follow from those of its children.
         """
@@ -137,7 +137,7 @@ class _Reader(PickleStack):
         while todo:
             value = todo[-1]
             if known.get(id(value)) is not None:
-                todo.pop()  # also reached another way; its children are not looked at again
+                todo.pop()  # also reached by another path; its children are not visited again
                 continue
             children = [child for child in _children(value) if isinstance(child, CONTAINERS)]
             if id(value) not in known:
@@ -166,7 +166,7 @@ class _Reader(PickleStack):
         return self.take(n).decode("utf-8", "replace")
 
     def frame(self) -> None:
-        """A length hint for streaming readers."""
+        """Skip a length hint for streaming readers."""
         self.take(8)
 
     def line(self) -> str:
@@ -218,7 +218,7 @@ class _Reader(PickleStack):
         self.push(Inert(kind.module, kind.name, arguments))
 
     def build(self) -> None:
-        """A container's attributes (torch marks state dicts with their version) are not needed."""
+        """Set the state of an `Inert`. Attributes of a container (torch marks state dicts with their version) are ignored."""
         state, target = self.pop(), self.pop()
         if isinstance(target, Inert):
             target.state = state
@@ -230,7 +230,7 @@ class _Reader(PickleStack):
         target = self.pop()
         if len(pairs) % 2 or not isinstance(target, dict | Inert):
             self.refuse("values are set in something that is not a table")
-        if isinstance(target, dict):  # an inert table's items are dropped: their keys may be tensors
+        if isinstance(target, dict):  # items of an inert table are dropped: their keys may be tensors
             for name, value in zip(pairs[::2], pairs[1::2], strict=True):
                 if not _is_key(name):
                     self.refuse("a table has a key that is neither text nor a number")
@@ -257,7 +257,7 @@ class _Reader(PickleStack):
         self.push(self.archive.storage(key, dtype, size))
 
     def tensor(self, storage: Any, offset: Any, shape: Any, strides: Any) -> np.ndarray:
-        """A view: tensors that share a storage share its bytes."""
+        """Return a view: tensors that share a storage share its bytes."""
         numbers = (offset, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else (None,)
         if not isinstance(storage, np.ndarray) or not all(type(n) is int and 0 <= n < MAX_INT for n in numbers):
             self.refuse("a tensor's shape is invalid")

@@ -1,4 +1,4 @@
-"""Writes torch's .pth files without torch: dicts, lists, tuples, numbers, text and arrays, as `torch.save` writes them.
+"""Write torch's .pth files without torch: dicts, lists, tuples, numbers, text and arrays, as `torch.save` writes them.
 
 The result loads with `torch.load(path, weights_only=True)`. An array that occurs several times is stored once.
 """
@@ -17,14 +17,14 @@ from linnet.core.files import atomic_file
 
 STORAGE_NAMES = {dtype: name for name, dtype in STORAGES.items()}
 ALIGNMENT = 64
-"""Of a storage in the file, so that torch can map it."""
+"""Alignment of a storage in the file, so that torch can memory-map it."""
 FOLDER = "archive"
 EARLIEST = (1980, 1, 1, 0, 0, 0)
-"""The same value gives the same file."""
+"""A fixed timestamp, so that the same value gives the same file."""
 
 
 def write_torch(path: Path, value: Any) -> None:
-    """The file appears whole or not at all."""
+    """Write the file atomically."""
     pickled = _Pickler()
     data = pickled.dump(value)
     with atomic_file(path, sync=True) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -45,7 +45,7 @@ def _add(archive: zipfile.ZipFile, name: str, data: Any) -> None:
 
 
 class _Pickler:
-    """Protocol 2, the opcodes that every release of torch reads."""
+    """Writes protocol 2 with opcodes that every release of torch reads."""
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
@@ -94,7 +94,7 @@ class _Pickler:
     def _tensor(self, value: np.ndarray) -> None:
         if id(value) not in self._keys:
             self._keys[id(value)] = len(self.storages)
-            self.storages.append(value)  # kept, so that its id stays its own
+            self.storages.append(value)  # keeps a reference, so that its id is not reused
         self.out += _name(TENSOR) + b"(("
         self._value("storage")
         self.out += _name(("torch", STORAGE_NAMES[value.dtype]))

@@ -1,4 +1,4 @@
-"""A checkpoint of the official Transformer-VQ, `.npz` or Flax msgpack, becomes a config and weights."""
+"""Convert a checkpoint of the official Transformer-VQ (`.npz` or Flax msgpack) to a config and weights."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from linnet.models.vq.params import VQBuffers, VQParams
 
 ZIP_START = b"PK"
 CHECKPOINT = re.compile(r"checkpoint_(\d+)")
-# A whole train state, a saved target, and the collections of Flax all wrap the weights in one of these.
+# A complete train state, a saved target, and Flax collections all wrap the weights in one of these.
 WRAPPERS = ("params/", "target/", "state/")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Official:
-    """What a checkpoint of the official code holds."""
+    """Content of a checkpoint of the official code."""
 
     path: Path
     params: dict[str, np.ndarray]
-    """By '/'-joined names."""
+    """Weights by '/'-joined names."""
     settings: dict[str, Any]
     """Saved beside the weights in an .npz; a msgpack file has none."""
     step: int | None = None
     opt_state: dict[str, Any] | None = None
-    """As it was saved: a nested dict."""
+    """Optimizer state as it was saved: a nested dict."""
 
 
 def read_transformer_vq(
     path: Path, max_unpacked_gb: float | None = None
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The weights under the reference's names, and the settings saved beside them (none in a msgpack file)."""
+    """Return the weights under the reference's names, and the settings saved beside them (none in a msgpack file)."""
     found = read_official(path, max_unpacked_gb)
     return found.params, found.settings
 
 
 def read_official(path: Path, max_unpacked_gb: float | None = None) -> Official:
-    """A checkpoint file, or the newest one of a folder of checkpoints."""
+    """Read a checkpoint file, or the newest one of a folder of checkpoints."""
     if path.is_dir():
         path = newest_checkpoint(path)
     try:
@@ -71,7 +71,7 @@ def read_official(path: Path, max_unpacked_gb: float | None = None) -> Official:
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """The file `checkpoint_N` with the largest number."""
+    """Return the file `checkpoint_N` with the largest number."""
     found = {int(match[1]): path for path in folder.iterdir() if (match := CHECKPOINT.fullmatch(path.name))}
     if not found:
         raise UserError(
@@ -102,7 +102,7 @@ def import_config(
     overrides: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> VQConfig:
-    """What the shapes tell, then what the file says, then what the user says. `defaults` fill what none of them knows."""
+    """Build the config from shapes, then the file's settings, then `overrides`; `defaults` fill what is still missing."""
     values = {**(defaults or {}), **infer_config(tree), **settings, **(overrides or {})}
     missing = [name for name in ("block_len", "mem_len") if name not in values]
     if missing:

@@ -1,7 +1,8 @@
-"""The optimizer state of an official Transformer-VQ checkpoint, to Linnet's and back.
+"""Convert the optimizer state of an official Transformer-VQ checkpoint to Linnet's and back.
 
 The official state is `multi_transform` of two groups. Codebooks are `sgd` without state. The others are a chain: clipping (if any),
-the rule, the schedule's count, decay (if any); its place in the chain is a state's only name. A rule is known by what it keeps.
+the rule, the schedule's count, decay (if any). States in the chain are identified only by position, and the rule by the arrays it
+stores.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from linnet.optim.optimizer import optimizer
 
 Rule = Literal["adamw", "lion", "adafactor"]
 KEPT: dict[Rule, tuple[str, ...]] = {"adamw": ("mu", "nu"), "lion": ("mu",), "adafactor": ("v_row", "v_col", "v")}
-"""What each rule keeps of every parameter."""
+"""Arrays that each rule stores per parameter."""
 N_STATES: dict[Rule, int] = {"adamw": 3, "lion": 3, "adafactor": 6}
 """Links of optax's own chain for the rule; only the first has a state."""
 BETAS: dict[str, Any] = {"b1": 0.9, "b2": 0.98, "eps": 1e-9}
 
 
 class Unmapped(ValueError):
-    """The file has an optimizer state that Linnet cannot continue with; the message says why."""
+    """The file has an optimizer state that Linnet cannot resume; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class OfficialOptim:
 
 
 def read_optimizer(opt_state: Mapping[str, Any]) -> OfficialOptim:
-    """Raises `Unmapped` where the state is not of the official code's chain."""
+    """Parse an optimizer state; raises `Unmapped` if it is not the chain of the official code."""
     try:
         chain = opt_state["inner_states"]["main"]["inner_state"]
         links = [chain[str(i)] for i in range(len(chain))]
@@ -100,7 +101,7 @@ def _count(schedule: Any, rule: Any) -> int:
 
 
 def to_opt_state(found: OfficialOptim, cfg: RunConfig, params: Any) -> Any:
-    """Linnet's state for `cfg.optim`, which must have the rule that was found."""
+    """Return Linnet's state for `cfg.optim`, which must have the same rule."""
     specs = registry.get("vq").param_specs(cfg.model)
     fresh = jax.eval_shape(optimizer(cfg.optim, specs).init, params)
     leaves: dict[str, dict[str, np.ndarray]] = {}
@@ -123,7 +124,7 @@ def to_opt_state(found: OfficialOptim, cfg: RunConfig, params: Any) -> Any:
 
 
 def _fill(state: Any, leaves: Mapping[str, Mapping[str, np.ndarray]], count: jax.Array, cfg: VQConfig) -> Any:
-    """The same tree of states with the values that were found."""
+    """Return the same tree of states with the stored values."""
     if isinstance(state, optax.ScaleByScheduleState):
         return state._replace(count=count)
     if isinstance(state, optax.ScaleByAdamState):
@@ -148,7 +149,7 @@ def _fill(state: Any, leaves: Mapping[str, Mapping[str, np.ndarray]], count: jax
 
 
 def from_opt_state(state: Any, optim: OptimConfig, cfg: VQConfig) -> tuple[dict[str, Any], list[str]]:
-    """The nested dict that the official code saves, and remarks about what differs there. `state` None: a fresh one."""
+    """Return the nested dict that the official code saves, and remarks about differences. `state` None: a fresh one."""
     remarks = _differences(optim)
     rule: Rule = "adamw" if optim.name == "muon" else optim.name
     if optim.name == "muon" or state is None:
@@ -170,7 +171,7 @@ def _numbered(links: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _differences(optim: OptimConfig) -> list[str]:
-    """What the official code would do otherwise when it trains on."""
+    """Return what the official code would do differently when it resumes training."""
     said = []
     if optim.name == "muon":
         said.append("The official code has no muon.")
@@ -184,7 +185,7 @@ def _differences(optim: OptimConfig) -> list[str]:
 
 
 def _states(state: Any) -> dict[str, Any]:
-    """Counts, and by leaf name what the rule keeps; groups of stacked layers put together again."""
+    """Return counts and the arrays of the rule by leaf name, with groups of stacked layers merged."""
     found: dict[str, Any] = {}
 
     def visit(part: Any) -> None:
@@ -209,7 +210,7 @@ def _states(state: Any) -> dict[str, Any]:
 
 
 def _kept(name: str, rule: Rule, leaves: Mapping[str, Any] | None, cfg: VQConfig) -> dict[str, Any]:
-    """By the reference's nested names; a codebook has an empty entry."""
+    """Return the arrays by the reference's nested names; a codebook has an empty entry."""
     if leaves is None:
         leaves = _fresh(name, rule, cfg)
     dtype = jnp.bfloat16 if rule == "lion" else np.float32

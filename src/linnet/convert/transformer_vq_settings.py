@@ -23,17 +23,19 @@ OPTIM = {
 }
 """The reference's name of a setting -> the field of `OptimConfig`."""
 GROUPED = "group_wd_params"
-"""False: decay applies to every parameter. Not of the official code, but of others that train its models."""
+"""False: decay applies to every parameter. Not in the official code, but in others that train its models."""
 
 
 def settings_beside(checkpoint: Path) -> Path:
-    """What `linnet export` writes beside a checkpoint, which holds no settings itself. Flax takes every file whose name starts with
-    "checkpoint" for one, so this one's does not."""
+    """Return the settings file that `linnet export` writes beside a checkpoint, which contains no settings itself.
+
+    Flax treats every file whose name starts with "checkpoint" as one, so this name does not.
+    """
     return checkpoint.with_name(f"settings_{checkpoint.name}.json")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """launch.py's arguments: an object of them, or one that holds them as `args` or `config`."""
+    """Read launch.py's arguments: an object of them, or one that contains them as `args` or `config`."""
     try:
         values = read_json(path)
     except OSError as error:
@@ -48,7 +50,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def optim_values(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Fields of `OptimConfig` that the settings name, there or in their part `opt`."""
+    """Return the fields of `OptimConfig` that the settings name, at the top level or in `opt`."""
     nested = settings.get("opt", {})
     if not isinstance(nested, dict):
         raise UserError(f"{where}: its 'opt' is not an object of settings. Fix: write it again.")

@@ -1,4 +1,4 @@
-"""From files to batches: find a source, divide it, and read any step of it at random."""
+"""Data loading: find a source, split it, and read the batch of any step by random access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch, and the one thing a source must offer to become batches: fixed windows of tokens, read at random."""
+"""The training batch, and the `Split` protocol that a data source implements: fixed-length token windows with random access."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ NO_DOCUMENT = -1
 
 @pytree
 class Batch:
-    """B sequences, or the same stretch of T positions of B sequences. `doc_ids` is -1 where there is only padding."""
+    """B sequences, or the same T positions of B sequences. `doc_ids` is -1 at padding."""
 
     inputs: Int32[Array | np.ndarray, "B T"]
     targets: Int32[Array | np.ndarray, "B T"]
     doc_ids: Int32[Array | np.ndarray, "B T"]
     loss_mask: Float32[Array | np.ndarray, "B T"]
-    condition: Any = None  # B E: the embedding of each sequence's picture (zeros where there is none), or None
+    condition: Any = None  # B E: the image embedding of each sequence (zeros where there is none), or None
 
     def stretch(self, start: int, stop: int) -> Batch:
-        """Positions start to stop of the same sequences."""
+        """Return positions start to stop of the same sequences."""
         inputs, targets, doc_ids, mask = (
             np.asarray(x)[:, start:stop] for x in (self.inputs, self.targets, self.doc_ids, self.loss_mask)
         )
@@ -39,50 +39,50 @@ class Window(NamedTuple):
 
 
 class Split(Protocol):
-    """Windows of one length that hold every token of a split once. Token shards and images can be this as well."""
+    """Windows of one length that cover every token of a split once. Implemented by token shards and by images."""
 
     @property
     def n_documents(self) -> int: ...
     @property
     def n_bytes(self) -> int:
-        """Bytes of content; end ids are not counted."""
+        """Bytes of content, without EOS ids."""
         ...
 
     @property
     def n_tokens(self) -> int:
-        """Targets that count: end ids are counted, padding is not, nor is a first token that nothing stands in front of."""
+        """Number of targets in the loss: includes EOS ids; excludes padding and a first token that has no preceding token."""
         ...
 
     @property
     def n_windows(self) -> int: ...
     def window(self, i: int) -> Window: ...
     def stretch(self, i: int, start: int, stop: int) -> Window:
-        """Positions start to stop of window i."""
+        """Return positions start to stop of window i."""
         ...
 
     @property
     def n_words(self) -> int | None:
-        """Words of the text as its author set them, for perplexity by word; None where nobody counted."""
+        """Word count of the original text, for word-level perplexity; None if unknown."""
         ...
 
     @property
     def begin_id(self) -> int | None:
-        """In front of every window; None: a window begins with the token before its first target."""
+        """BOS id placed before every window. None: a window begins with the token before its first target."""
         ...
 
     @property
     def end_id(self) -> int: ...
     def begun_by(self, begin_id: int | None) -> Split: ...
     def first_input(self, i: int) -> int:
-        """What stands before the first target of window i."""
+        """Return the token before the first target of window i."""
         ...
 
     def content(self, start: int, stop: int) -> Shaped[np.ndarray, " n"]:
-        """What lies between two positions of the content as it is stored: end ids are no content."""
+        """Return the stored content between two positions, without EOS ids."""
         ...
 
     def fingerprint(self) -> str:
-        """A hash of the content and of where its documents end."""
+        """Return a hash of the content and of its document boundaries."""
         ...
 
 
@@ -94,12 +94,12 @@ def cut(
     n_rows: int,
     embeds: Float32[np.ndarray, "n E"] | None = None,
 ) -> Batch:
-    """Positions start to stop of these windows, then rows of nothing but padding up to `n_rows`. `embeds`: of all windows."""
+    """Build a batch of positions start to stop of these windows, padded to `n_rows`. `embeds`: one row per window of the split."""
     assert len(windows) <= n_rows, f"{len(windows)} windows do not fit into {n_rows} rows"
     shape = (n_rows, stop - start)
     inputs, targets = np.full(shape, PAD, np.int32), np.full(shape, PAD, np.int32)
     doc_ids, mask = np.full(shape, NO_DOCUMENT, np.int32), np.zeros(shape, np.float32)
-    # A stretch that starts in mid-window is read from one position earlier: that token is its first input.
+    # A slice that starts in mid-window is read from one position earlier: that token is its first input.
     before = min(start, 1)
     for row, window in enumerate(windows):
         part = split.stretch(window, start - before, stop)

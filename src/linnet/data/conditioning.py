@@ -1,6 +1,6 @@
-"""What a model is told of each picture before it paints it: an embedding, made once by the built-in encoder, or the user's own.
+"""Image embeddings that condition a pixel model: computed once by the built-in encoder, or supplied by the user.
 
-Letters: n pictures, E width of an embedding.
+Letters: n images, E embedding width.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from linnet.data.splits import SPLITS
 
 BUILTIN = "builtin"
 VERSION = 1
-"""Of how pictures are embedded."""
+"""Version of the embedding computation; part of the cache key."""
 BLOCK = 1024
-"""Pictures made ready at a time."""
+"""Images embedded per block."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Condition:
     embeds: Mapping[str, Float32[np.ndarray, "n E"]]
-    """Of each split, in its order, of length 1."""
+    """Unit-norm embeddings of each split, in the order of the split."""
     fingerprint: str
 
     @property
@@ -45,8 +45,11 @@ class Condition:
 
 
 def of_emoji(source: str, split_of: Sequence[str]) -> Condition:
-    """By the built-in encoder: the image embeddings of `emoji-pairs`, whatever the size painted, so that a prior of those can lead
-    it. From a file: rows in the order of the emoji."""
+    """Return the embeddings of the emoji.
+
+    With the built-in encoder these are the image embeddings of `emoji-pairs` for every image size, so that a prior trained on those
+    can condition the model. A file has its rows in the order of the emoji.
+    """
     if source == BUILTIN:
         from linnet.config.schema import EMOJI_PAIRS, PairsConfig
         from linnet.data.embeddings.emoji import open_emoji_pairs
@@ -60,7 +63,7 @@ def of_emoji(source: str, split_of: Sequence[str]) -> Condition:
 
 
 def of_pictures(source: str, splits: Mapping[str, Split], shape: tuple[int, int, int]) -> Condition:
-    """Rows of a file: those of the training pictures, then validation, then test."""
+    """Return the embeddings of image splits. A file has the rows of the training images first, then validation, then test."""
     counts = [splits[name].n_documents for name in SPLITS]
     if source == BUILTIN:
         rows, fingerprint = _embedded(splits, shape)
@@ -79,7 +82,7 @@ def _embedded(splits: Mapping[str, Split], shape: tuple[int, int, int]) -> tuple
     from linnet.data.encoders.builtin import WEIGHTS, open_builtin
     from linnet.data.encoders.network import SIZE
 
-    # Not of the vectors: another processor may round them differently, and the data would still be the same.
+    # The key does not hash the vectors: another processor may round them differently although the data is the same.
     made_of = [str(VERSION), sha256_of(WEIGHTS), *(splits[name].fingerprint() for name in SPLITS)]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     place = cache_folder() / "condition" / f"{key[:32]}.npy"
@@ -92,7 +95,7 @@ def _embedded(splits: Mapping[str, Split], shape: tuple[int, int, int]) -> tuple
             pictures = splits[name].content(at * size, stop * size).reshape(stop - at, *shape)
             made.append(encoder.embed_images(_resized(pictures, SIZE)))
     rows = np.concatenate(made)
-    # A home that cannot be written to costs time at the next opening, nothing else.
+    # If the cache is not writable, the embeddings are only computed again the next time.
     with contextlib.suppress(UserError):
         write_array(place, rows)
     return rows, key

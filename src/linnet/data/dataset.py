@@ -1,4 +1,4 @@
-"""`Data`: the splits of a run. A training batch is a pure function of the step; evaluation counts every token once."""
+"""`TokenDataset`: the splits of a run. A training batch is a pure function of the step; evaluation counts every token once."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from linnet.tokenizers.base import Tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenDataset:
-    """Knows windows and their order, not what they are made of: any `Split` will do."""
+    """Windows and their order, for any implementation of `Split`."""
 
     cfg: DataConfig
     seed: int
     tokenizer: Tokenizer
     shape: tuple[int, int, int] | None
-    """Of a picture, where the data is pictures: height, width, channels."""
+    """Image shape (height, width, channels); None for text."""
     train: Split
     validation: Split
     test: Split
     origin: dict[str, Any]
-    """Where the splits came from, for `describe`."""
+    """Provenance of the splits, for `describe`."""
     condition: Condition | None = None
-    """The embeddings of the pictures, where a model is told of them."""
+    """Image embeddings for a conditional model."""
 
     def batch(self, step: int, host: int = 0, n_hosts: int = 1) -> Batch:
-        """Update `step` of training. Sequences follow each other in the order of (seed, epoch), and each is read in
-        `updates_per_sequence` updates; an epoch may end in mid-batch. Of several hosts each reads its own rows: together they
-        read the same batch, however many they are."""
+        """Return the training batch of update `step`.
+
+        Sequences are ordered by (seed, epoch), and each is read over `updates_per_sequence` updates; an epoch may end in mid-batch.
+        Each host reads its own rows; the global batch is the same for any number of hosts.
+        """
         assert step >= 0
         sequence, update = divmod(step, self.cfg.updates_per_sequence)
         length = self.cfg.update_len
@@ -50,8 +52,11 @@ class TokenDataset:
         return cut(self.train, windows, update * length, (update + 1) * length, len(rows), self.embeds("train"))
 
     def evaluation(self, split: str, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
-        """Whole sequences [batch_size, sequence_len] in the split's order, the last batch filled up with masked rows:
-        every target counts once. `limit` takes so many sequences, spread evenly over the split."""
+        """Iterate over complete sequences [batch_size, sequence_len] in the order of the split.
+
+        The last batch is filled up with masked rows, so every target counts once. `limit` is the number of sequences to read,
+        spread evenly over the split.
+        """
         chosen = self.split(split)
         if batch_size < 1:
             raise invalid("batch size of the evaluation", batch_size, "at least 1", f"use {self.cfg.batch_size}")
@@ -61,7 +66,7 @@ class TokenDataset:
             raise _empty(split, self.cfg)
         n = chosen.n_windows if limit is None else min(limit, chosen.n_windows)
         windows = [i * chosen.n_windows // n for i in range(n)]
-        # The checks above run now; only the reading waits for the loop.
+        # The generator is lazy; the checks above run immediately.
         return (
             cut(chosen, windows[at : at + batch_size], 0, self.cfg.sequence_len, batch_size, self.embeds(split))
             for at in range(0, n, batch_size)
@@ -73,7 +78,7 @@ class TokenDataset:
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
 
     def embeds(self, split: str) -> Float32[np.ndarray, "n E"] | None:
-        """Of the pictures of a split, in its order."""
+        """Return the image embeddings of a split, in its order."""
         return None if self.condition is None else self.condition.embeds[split]
 
     @property
@@ -85,26 +90,28 @@ class TokenDataset:
         return "text" if self.shape is None else "pixels"
 
     def raw(self, split: str) -> bytes:
-        """The content as the user had it, for comparison with other compressors."""
+        """Return the original content of a split, for comparison with other compressors."""
         chosen = self.split(split)
-        content = chosen.content(0, chosen.n_tokens + 1)  # a first token that is no target is content too
+        content = chosen.content(0, chosen.n_tokens + 1)  # includes a first token that is not a target
         return content.tobytes() if content.dtype == np.uint8 else self.tokenizer.decode(content.tolist())
 
     def begun_by(self, begin_id: int | None) -> TokenDataset:
-        """The same data for a model whose sequences begin with this id, or with none."""
+        """Return the same data for a model whose sequences begin with this BOS id, or with none."""
         splits = {name: self.split(name).begun_by(begin_id) for name in SPLITS}
         return dataclasses.replace(self, **splits)
 
     def unpredicted_bytes(self, split: str) -> int:
-        """Of the text that no model of this begin policy is asked for: the first token, where nothing stands in front of it."""
+        """Return the number of bytes that are never predicted: the first token, if no BOS id precedes it."""
         chosen = self.split(split)
         if chosen.begin_id is not None or not chosen.n_windows:
             return 0
         return len(self.tokenizer.decode([chosen.first_input(0)]))
 
     def check_fit(self, n_vocab: int, end_id: int, d_condition: int = 0) -> None:
-        """A model must know every id: one beyond its vocabulary would be read as another. And it is told of embeddings of the
-        width it knows, or of none."""
+        """Check that the model's vocabulary, EOS id and condition width match the data.
+
+        An id beyond the vocabulary would be read as another token.
+        """
         width = 0 if self.condition is None else self.condition.width
         if width != d_condition:
             if not width:
@@ -122,13 +129,13 @@ class TokenDataset:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the content of all splits: a resumed run compares it and so notices that its data changed."""
+        """Hash of the content of all splits. A resumed run compares it to detect changed data."""
         parts = [self.split(name).fingerprint() for name in SPLITS]
         parts += [] if self.condition is None else [self.condition.fingerprint]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """Plain values for logs, reports and `config.json`'s neighbours; `warnings` are sentences for the user."""
+        """Return plain values for logs, reports and the run's JSON files; `warnings` are sentences for the user."""
         return {
             **self.origin,
             "kind": self.kind,
@@ -162,7 +169,7 @@ class TokenDataset:
             if fraction and not self.split(name).n_tokens:
                 found.append(f"The {name} split is empty: {fraction:g} of this source is less than one byte.")
         for where, reasons in self.origin["left_out"].items():
-            # Empty files lose nothing, so they are counted in `left_out` and not worth a warning.
+            # Empty files lose nothing, so they are counted in `left_out` but not reported as a warning.
             words = [f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(reasons.items()) if reason != "empty"]
             if words:
                 found.append(f"Files left out of the {where}: {', '.join(words)}.")

@@ -1,4 +1,4 @@
-"""Between encoded pictures, arrays of pixels and ids: decode any picture to one square size, and write PNGs back."""
+"""Conversion between encoded images, pixel arrays and ids: decode an image to a square size, and encode PNGs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from PIL import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Only these are tried: others of Pillow's readers run programs (EPS) or are seldom met and seldom tested."""
+"""Accepted formats. Pillow's other readers run external programs (EPS) or are rarely used and tested."""
 MAX_PIXELS = 1 << 27
-"""Of one picture before it is made small: a file of a few bytes can claim to be of any size."""
+"""Maximum pixels of an image before resizing: a file of a few bytes can claim any size."""
 SHEET_GAP = 2
 SHEET_GREY = 208
-"""Neither white nor black, so that the edge of each picture is seen."""
+"""Neither white nor black, so that the edge of each image is visible."""
 ORIENTATION_TAG = 0x0112
 
 
 class BrokenPicture(ValueError):
-    """These bytes are not a picture that can be used. `reason` is a word to count by."""
+    """The bytes are not a usable image. `reason` is a key for counting."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -35,13 +35,15 @@ class BrokenPicture(ValueError):
 
 
 def decode_pixels(encoded: bytes, size: int) -> UInt8[np.ndarray, "size size 3"]:
-    """The middle square of a picture, upright and over white. A picture of this size comes back pixel for pixel; any
-    other is made so by the mean over areas."""
+    """Decode the centre square of an image, upright and composited over white.
+
+    An image of this size is returned unchanged; any other is resized by area averaging.
+    """
     if not encoded:
         raise BrokenPicture("empty")
     try:
         with warnings.catch_warnings():
-            # Pillow warns of odd metadata; what matters is whether the pixels can be read.
+            # Pillow warns about unusual metadata; only whether the pixels can be read matters.
             warnings.simplefilter("ignore")
             return np.asarray(_square(_over_white(_upright(_open(encoded))), size))
     except BrokenPicture:
@@ -52,7 +54,7 @@ def decode_pixels(encoded: bytes, size: int) -> UInt8[np.ndarray, "size size 3"]
 
 
 def to_image(picture: UInt8[np.ndarray, "h w 3"]) -> bytes:
-    """One picture as a PNG file."""
+    """Encode one image as a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -61,7 +63,7 @@ def to_image(picture: UInt8[np.ndarray, "h w 3"]) -> bytes:
 
 
 def contact_sheet(pictures: UInt8[np.ndarray, "n h w 3"], columns: int, scale: int = 1) -> bytes:
-    """All pictures row by row on one PNG, each pixel drawn `scale` wide and high, with a grey line between pictures."""
+    """Arrange all images row by row in one PNG, with each pixel scaled by `scale` and a grey line between images."""
     n, height, width, channels = pictures.shape
     assert n > 0, "a sheet of no pictures"
     assert columns > 0
@@ -75,7 +77,7 @@ def contact_sheet(pictures: UInt8[np.ndarray, "n h w 3"], columns: int, scale: i
 
 
 def pixels_of_ids(ids: Int[np.ndarray, "*ids"], shape: Sequence[int]) -> tuple[UInt8[np.ndarray, "*shape"], int]:
-    """Pixels of this shape, and how many ids were no byte (special, or beyond the bytes): those become 0."""
+    """Return pixels of this shape, and the number of ids that were not bytes (special or beyond the bytes); those become 0."""
     assert ids.size == math.prod(shape), f"{ids.size} ids for the shape {tuple(shape)}"
     is_byte = (ids >= FIRST_BYTE) & (ids < N_BYTE_IDS)
     values = np.where(is_byte, ids - FIRST_BYTE, 0).astype(np.uint8)
@@ -111,7 +113,7 @@ def _upright(image: Image.Image) -> Image.Image:
     }
     try:
         orientation = image.getexif().get(ORIENTATION_TAG)
-    except Exception:  # as above: a picture with damaged metadata is still a picture
+    except Exception:  # as above: an image with damaged metadata is still usable
         return image
     return image.transpose(turns[orientation]) if orientation in turns else image
 
@@ -123,7 +125,7 @@ def _over_white(image: Image.Image) -> Image.Image:
         # Pillow would clip 16 bits to 255 instead of scaling them.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
-        raise BrokenPicture("unknown_range")  # 32 bits a pixel: nothing says which value is white
+        raise BrokenPicture("unknown_range")  # 32 bits per pixel: the value of white is unknown
     if not image.has_transparency_data:
         return image.convert("RGB")
     image = image.convert("RGBA")

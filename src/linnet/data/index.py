@@ -1,6 +1,6 @@
-"""Prepared data on disk: shards of content, a table of documents for each split, and `index.json` that says what they are.
+"""Prepared data on disk: shards of content, a document table per split, and `index.json`, which describes them.
 
-The index is written last and at once, so a folder with one is whole; checksums tell whether it still is.
+The index is written last and atomically, so a folder that has one is complete; checksums detect later damage.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from linnet.tokenizers.load import open_tokenizer
 FORMAT, VERSION = "linnet-data", 1
 INDEX = "index.json"
 CHECKED_AT_OPENING = 256 << 20
-"""Data up to so many bytes has its checksums verified whenever it is opened; `linnet data check` verifies any."""
+"""Data up to this size has its checksums verified whenever it is opened; `linnet data check` verifies any size."""
 HASH_BYTES = 1 << 20
 DTYPES = ("uint8", "uint16", "uint32", "int32")
-"""Of stored ids."""
+"""Allowed dtypes of stored ids."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,13 +42,13 @@ class Shard:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitIndex:
     segments: list[list[int]]
-    """[shard, first token, token after the last], one after another."""
+    """[shard, first token, token after the last] of each segment, in order."""
     documents: str
-    """A .npy of [size in tokens, 1 if an end id follows], one row a document."""
+    """A .npy of [size in tokens, 1 if an EOS id follows], one row per document."""
     documents_sha256: str
     n_documents: int
     tokens: int
-    """Of content: end ids are not stored and not counted."""
+    """Tokens of content, without EOS ids, which are not stored."""
     bytes: int
     words: int | None
 
@@ -59,18 +59,18 @@ class Index:
     """text or pixels."""
     dtype: str
     first_id: int
-    """What is added to a stored value to make it an id."""
+    """Offset added to a stored value to make it an id."""
     shape: list[int] | None
-    """Of a picture: height, width, channels."""
+    """Image shape: height, width, channels."""
     tokenizer: dict[str, Any]
     source: dict[str, Any]
     shards: list[Shard]
     splits: dict[str, SplitIndex]
     held_out: str
-    """How validation and test were chosen, in words."""
+    """Description of how validation and test were chosen."""
     left_out: dict[str, int]
     lossy_documents: int
-    """Documents that the tokenizer cannot give back byte for byte."""
+    """Documents that the tokenizer cannot decode back byte for byte."""
 
     def save(self, folder: Path) -> None:
         text = json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"
@@ -84,7 +84,7 @@ class Index:
 def is_prepared(folder: Path) -> bool:
     try:
         return (folder / INDEX).is_file()
-    except (OSError, ValueError):  # a folder that cannot be entered, a NUL character: others say what is wrong with it
+    except (OSError, ValueError):  # an inaccessible folder or a NUL character: reported elsewhere
         return False
 
 
@@ -121,7 +121,7 @@ def load(folder: Path) -> Index:
 
 
 def _check(index: Index) -> None:
-    """Types and ranges: the file may be damaged or come from elsewhere, and names in it are opened below its folder only."""
+    """Check types and ranges, because the file may be damaged or untrusted; names in it must not leave its folder."""
     about, shape = index.tokenizer, index.shape
     _require(index.kind in ("text", "pixels") and index.dtype in DTYPES, "its kind or its dtype is unknown")
     _require(
@@ -189,7 +189,7 @@ def open_split(folder: Path, index: Index, name: str, sequence_len: int) -> Pack
 
 
 def fingerprint(index: Index, name: str) -> str:
-    """Of a split, from the checksums of what it is made of."""
+    """Return the hash of a split, from the checksums of its parts."""
     split = index.splits[name]
     parts = [[index.shards[shard].sha256, start, stop] for shard, start, stop in split.segments]
     meaning = [index.kind, index.dtype, index.first_id, index.tokenizer["fingerprint"], split.documents_sha256, parts]
@@ -197,7 +197,7 @@ def fingerprint(index: Index, name: str) -> str:
 
 
 def the_tokenizer(folder: Path, index: Index) -> Tokenizer:
-    """What the data was made with, kept beside it."""
+    """Return the tokenizer that the data was made with, which is saved beside it."""
     tokenizer = open_tokenizer(str(folder))
     if tokenizer.fingerprint != index.tokenizer["fingerprint"]:
         raise UserError(
@@ -207,7 +207,7 @@ def the_tokenizer(folder: Path, index: Index) -> Tokenizer:
 
 
 def problems(folder: Path, index: Index, *, checksums: bool) -> list[str]:
-    """What is wrong with the files, in sentences; without `checksums` only their sizes are compared."""
+    """Return the problems of the files as sentences; without `checksums` only sizes are compared."""
     found: list[str] = []
     for shard in index.shards:
         size = shard.tokens * np.dtype(index.dtype).itemsize

@@ -1,4 +1,4 @@
-"""A batch for people to read: the text of each row, with a line wherever another document begins or padding follows."""
+"""Human-readable batches: the text of each row, with a marker where another document begins or padding follows."""
 
 from __future__ import annotations
 

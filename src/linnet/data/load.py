@@ -1,4 +1,4 @@
-"""Finding out what `data.source` names, and opening it: prepared data, embedded pictures, or text as it lies there."""
+"""Detect what `data.source` names and open it: prepared data, the built-in images, or plain text files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DIVIDED_BY = ("validation_files", "test_files", "validation_fraction", "test_fr
 
 
 def load_dataset(cfg: DataConfig, seed: int) -> TokenDataset:
-    """Opens the data of a run, or says what is wrong with it before anything starts."""
+    """Open the data of a run; raises a `UserError` for unusable data."""
     check_local("data.source", cfg.source)
     cfg = located(cfg)
     path = Path(os.path.expanduser(cfg.source))
@@ -53,7 +53,7 @@ def load_dataset(cfg: DataConfig, seed: int) -> TokenDataset:
 
 
 def is_divided(source: str) -> bool:
-    """It has splits of its own."""
+    """Return whether the source has predefined splits."""
     return source in EMOJI or indexes.is_prepared(Path(os.path.expanduser(source)))
 
 

@@ -1,4 +1,4 @@
-"""Arrays written to .npy files atomically, whole or block by block."""
+"""Atomic writing of .npy files, at once or block by block."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from linnet.core.files import atomic_write
 
 
 def write_array(path: Path, values: np.ndarray) -> None:
-    """As .npy."""
+    """Write an array as .npy."""
     file = io.BytesIO()
     np.save(file, values)
     atomic_write(path, file.getbuffer())
 
 
 class RowWriter:
-    """Writes an .npy file block by block, for arrays that are too large to hold. The file gets its name when it is complete."""
+    """Writes an .npy file block by block, for arrays too large for memory. The file gets its final name when it is complete."""
 
     HEADER = 128
-    """Bytes; the header has the number of rows in it, so it is written last, over the room left for it."""
+    """Header size in bytes. The header contains the number of rows, so it is written last, into space reserved for it."""
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._path, self._shape, self._dtype, self._n = path, shape, np.dtype(dtype), 0
-        # Not named by process: after a kill the next run writes over what was left, which may be gigabytes.
+        # The name does not contain the process id, so that after a kill the next run overwrites the leftover, which may be gigabytes.
         self._part = path.with_name(f".{path.name}.part")
         with self._writing():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class RowWriter:
             os.replace(self._part, self._path)
 
     def discard(self) -> None:
-        """Remove what was written so far. After `finish` there is nothing to remove."""
+        """Remove the partial file. After `finish` there is nothing to remove."""
         with contextlib.suppress(OSError):  # on a full disk closing fails again
             self._file.close()
         self._part.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
-"""Documents one after another, packed into windows of ids that are made when asked for: the one `Split` there is.
+"""Consecutive documents packed into windows of ids, built on demand: the implementation of `Split`.
 
-Content is stored without end ids, and byte values as they are (id b + 3): a text file needs no copy, a picture one byte a value.
+Content is stored without EOS ids, and bytes are stored as they are (id b + 3): a text file needs no copy, an image one byte per
+value.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HASH_BYTES = 1 << 20
 
 
 class Content(Protocol):
-    """An array that may lie in several files."""
+    """An array that may be spread over several files."""
 
     @property
     def size(self) -> int: ...
@@ -29,7 +30,7 @@ class Content(Protocol):
 
 
 class Joined:
-    """Parts of several arrays read as one; only what is asked for is touched."""
+    """Concatenation of several arrays; slicing touches only the parts it needs."""
 
     def __init__(self, parts: Sequence[Shaped[np.ndarray, " n"]]) -> None:
         self._parts = [part for part in parts if part.size]
@@ -53,7 +54,7 @@ class Joined:
 
 
 class PackedSplit:
-    """Cut into windows of `sequence_len` tokens; the last window is padded."""
+    """Documents split into windows of `sequence_len` tokens; the last window is padded."""
 
     def __init__(
         self,
@@ -74,9 +75,9 @@ class PackedSplit:
         self.n_bytes = content.size if n_bytes is None else n_bytes
         self._content, self._first_id, self._fingerprint = content, first_id, fingerprint
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes + ends)])
-        """The token position at which each document starts, and the end of the last."""
+        """Token position at which each document starts, and the end of the last."""
         self._end_positions = self._starts[1:][ends] - 1
-        """The token positions of the end ids: all other positions are content, in its order."""
+        """Token positions of the EOS ids; all other positions are content, in order."""
 
     @property
     def n_documents(self) -> int:
@@ -88,18 +89,20 @@ class PackedSplit:
 
     @property
     def _n_unpredicted(self) -> int:
-        """Without a begin id nothing stands in front of the very first token: it is an input and no target."""
+        """1 without a BOS id: nothing precedes the very first token, so it is an input but not a target."""
         return int(self.begin_id is None)
 
     def begun_by(self, begin_id: int | None) -> PackedSplit:
-        """The same content for a model whose sequences begin with this id. None: a sequence begins with the token before its first
-        target, which is the last of the sequence before."""
+        """Return the same content for a model whose sequences begin with this BOS id.
+
+        None: a sequence begins with the token before its first target, which is the last token of the previous sequence.
+        """
         changed = copy.copy(self)
         changed.begin_id = begin_id
         return changed
 
     def first_input(self, i: int) -> int:
-        """What stands before the first target of window i."""
+        """Return the token before the first target of window i."""
         if self.begin_id is not None:
             return self.begin_id
         return int(self._tokens(i * self.sequence_len, i * self.sequence_len + 1)[0])
@@ -123,14 +126,14 @@ class PackedSplit:
         targets = np.full(length, PAD, np.int32)
         doc_ids = np.full(length, NO_DOCUMENT, np.int32)
         mask = np.zeros(length, np.float32)
-        if n > 0:  # else all of it lies in the padding of the last window
+        if n > 0:  # otherwise the slice is entirely padding of the last window
             targets[:n] = self._tokens(first, last)
             doc_ids[:n] = self._documents(first, last)
             mask[:n] = 1
         return Window(targets, doc_ids, mask)
 
     def _tokens(self, first: int, last: int) -> Int32[np.ndarray, " n"]:
-        # As many end ids as stand before a position, so much less content does.
+        # A content position is the token position minus the number of EOS ids before it.
         e0, e1 = np.searchsorted(self._end_positions, (first, last))
         ids = self._content[first - int(e0) : last - int(e1)].astype(np.int32) + self._first_id
         if e0 == e1:

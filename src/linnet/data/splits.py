@@ -1,4 +1,4 @@
-"""What is trained on and what is held out: named files, whole files by a hash of their names, or the stream's tail."""
+"""Training and held-out splits: by named files, by a hash of file names, or by the tail of the stream."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from linnet.data.sources.files import FileId, Found, SourceFile, find_held_out
 
 SPLITS = ("train", "validation", "test")
 CLOSE_ENOUGH = 0.9
-"""Of a held-out share in bytes. To fill it further with whole files would favour small ones."""
+"""Fraction of a held-out share in bytes that is sufficient. Filling it further with whole files would favour small ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Bytes start to stop of a file; `ends` when the document ends here with an end id."""
+    """Bytes start to stop of a file; `ends` if the document ends here with an EOS id."""
 
     file: SourceFile
     start: int
@@ -35,11 +35,11 @@ class SplitPlan:
     pieces: dict[str, tuple[Piece, ...]]
     left_out: dict[str, dict[str, int]]
     how: dict[str, str]
-    """How each held-out split was chosen, in words."""
+    """Description of how each held-out split was chosen."""
 
 
 def make_splits(source: Found, cfg: DataConfig) -> SplitPlan:
-    """Never depends on the seed: what was held out once is held out from every run on the same files."""
+    """Split a source. Independent of the seed, so that the same text is held out in every run on the same files."""
     named = {
         split: find_held_out(patterns, source.root, f"data.{split}_files")
         for split, patterns in (("validation", cfg.validation_files), ("test", cfg.test_files))
@@ -53,7 +53,7 @@ def make_splits(source: Found, cfg: DataConfig) -> SplitPlan:
             f"data.source is {cfg.source!r}, but all of its {len(source.files)} files are held out by "
             "data.validation_files and data.test_files. Fix: hold out fewer, or name a larger source."
         )
-    # One rule for the whole run, or the held-out text would count end ids that training never saw.
+    # One rule for all splits; otherwise the held-out text would count EOS ids that training never saw.
     ends = len(rest) > 1
     fractions = {"test": cfg.test_fraction, "validation": cfg.validation_fraction}
     wanted = {split: share for split, share in fractions.items() if share > 0 and split not in named}
@@ -84,16 +84,17 @@ def _by_fraction(
     chosen = _by_hash(files, wanted) if len(files) > 1 else None
     if chosen is None:
         return _by_tail(_whole(files, ends), wanted), "the tail of the stream"
-    # The source's order is kept inside each split.
+    # Each split keeps the order of the source.
     groups = {split: tuple(f for f in files if chosen.get(f.identity, "train") == split) for split in SPLITS}
     return {split: _whole(group, ends) for split, group in groups.items()}, "whole files, by a hash of their names"
 
 
 def _by_hash(files: tuple[SourceFile, ...], wanted: dict[str, float]) -> dict[FileId, str] | None:
-    """The split of each held-out file, or None when whole files come nowhere near the shares.
+    """Return the split of each held-out file, or None if whole files cannot approximate the shares.
 
-    Files of up to a quarter of the share come first, so that no single file speaks for a split; then larger ones. One
-    that would overshoot by more than was missing is passed over."""
+    Files of up to a quarter of the share are taken first, so that no single file dominates a split; then larger ones. A file that
+    would overshoot by more than is missing is skipped.
+    """
     total = sum(f.size for f in files)
     queue = sorted(files, key=lambda f: hashlib.sha256(os.fsencode(f.name)).digest())
     chosen: dict[FileId, str] = {}
@@ -111,9 +112,9 @@ def _by_hash(files: tuple[SourceFile, ...], wanted: dict[str, float]) -> dict[Fi
 
 
 def _by_tail(documents: tuple[Piece, ...], wanted: dict[str, float]) -> dict[str, tuple[Piece, ...]]:
-    """Train, then validation, then test, cut at bytes of the one stream that the documents make."""
+    """Split the concatenated documents at byte offsets: train, then validation, then test."""
     total = sum(d.size for d in documents)
-    # Whole bytes, rounded down but for the noise of a float: 0.29 * 100 is 29.
+    # Rounded down to bytes, with tolerance for floating-point error: 0.29 * 100 is 29.
     sizes = {split: int(wanted.get(split, 0) * total + 1e-6) for split in ("validation", "test")}
     bounds = (0, total - sum(sizes.values()), total - sizes["test"], total)
     return {
@@ -123,7 +124,7 @@ def _by_tail(documents: tuple[Piece, ...], wanted: dict[str, float]) -> dict[str
 
 
 def _clip(documents: tuple[Piece, ...], start: int, stop: int) -> tuple[Piece, ...]:
-    """What lies between two bytes of the stream. Only the part that holds a document's last byte has its end id."""
+    """Return the part of the stream between two byte offsets. Only the piece with a document's last byte has its EOS id."""
     parts: list[Piece] = []
     offset = 0
     for d in documents:

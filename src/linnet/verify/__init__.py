@@ -1,4 +1,4 @@
-"""`linnet verify`: runs this implementation on a reference file and tells the largest error of every tensor."""
+"""`linnet verify`: run this implementation on a reference file and report the largest error of every tensor."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ PRIOR_REPLAYS = {
     "ema": replay_ema,
 }
 INCONSISTENT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What the computation raises where a damaged file's shapes, types or settings contradict each other."""
+"""Exceptions of the computation for a damaged file with inconsistent shapes, types or settings."""
 UNKNOWN = "not an output that Linnet knows"
 
 
 def verify_file(path: Path | str, tolerance: float = 1e-5) -> Verification:
-    """Passes when every known tensor is within `tolerance`, relative to its largest value. Unknown ones are listed."""
+    """Verify a file: passes if every known tensor is within `tolerance`, relative to its largest value. Unknown tensors are listed."""
     if not tolerance > 0:
         raise invalid("tolerance", tolerance, "above 0", "use 1e-5")
     try:
@@ -112,7 +112,7 @@ def _verified(path: Path | str, tolerance: float) -> Verification:
 
 
 def render(verification: Verification) -> Table:
-    """A table for the terminal: failures first, then by size of error."""
+    """Return a table for the terminal: failures first, then by size of error."""
     from rich.table import Table
     from rich.text import Text
 

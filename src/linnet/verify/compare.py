@@ -1,4 +1,4 @@
-"""How near two arrays are, and what a whole file's comparison says."""
+"""Compare arrays, and summarise the comparison of a file."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-ZERO_TOLERANCE = 1e-6  # where the expected value is zero throughout there is nothing to be relative to
+ZERO_TOLERANCE = 1e-6  # if all expected values are zero, there is no relative error
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
     name: str
     error: float
-    """Largest error, relative to the largest expected value; whole numbers: how many differ."""
+    """Largest error, relative to the largest expected value; for integers the number of differences."""
     passed: bool
     note: str = ""
     sign_flips: int | None = None
-    """Of lion, counted apart from errors; none: not counted here."""
+    """Sign flips of lion, counted separately from errors; None if not counted here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """A file of which nothing could be checked has not passed."""
+        """True if all checks passed; False if nothing could be checked."""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
     @property
@@ -69,7 +69,7 @@ class Verification:
 
 
 def compare(name: str, got: Any, expected: np.ndarray, tolerance: float, scale: float = 0.0) -> Check:
-    """`scale`: what a mean that nearly cancels is measured against, instead of its own small value."""
+    """Compare two arrays. `scale`: lower bound of the reference magnitude, for a mean that nearly cancels."""
     got = np.asarray(got)
     if got.shape != expected.shape:
         return Check(name, math.inf, False, f"shape {got.shape}, expected {expected.shape}")
@@ -95,5 +95,5 @@ def _where(difference: np.ndarray) -> str:
 
 
 def _number(value: float) -> float | str:
-    """JSON has no infinity and no NaN."""
+    """Return a JSON value, because JSON has no infinity and no NaN."""
     return value if math.isfinite(value) else str(value)

@@ -1,7 +1,7 @@
-"""Evaluates a program that was written for float32 in float64, to tell rounding from an error.
+"""Evaluate a float32 program in float64, to distinguish rounding from errors.
 
-The program is traced as it runs, in float32; then each of its operations is done on float64 values. So its formulas, constants and
-gradients are those of the float32 program, and no model needs a second code path. Constants that the program rounds to float32
+The program is traced as it runs, in float32; then each of its operations is applied to float64 values. So its formulas, constants
+and gradients are those of the float32 program, and no model needs a second code path. Constants that the program rounds to float32
 before it uses them (tables, for instance) stay as rounded.
 """
 
@@ -22,14 +22,14 @@ INLINED = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
-"""Operations that hold a program of their own, which is evaluated in place, and the name that it has among their settings."""
+"""Primitives with an inner jaxpr that is evaluated inline, and the name of the parameter that holds it."""
 SCATTER = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
 BITWISE = ("random_bits", "bitcast_convert_type", "reduce_precision")
-"""Operations on the bits of a float32, which a float64 does not have."""
+"""Primitives on the bits of a float32, which have no float64 equivalent."""
 
 
 def evaluate_in_float64(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` with every float32 value held as float64, as numpy arrays."""
+    """Evaluate `function(*args)` with every float32 value as float64; returns numpy arrays."""
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     with jax.enable_x64(True):
         leaves = [_widened(jnp.asarray(leaf)) for leaf in jax.tree.leaves(args)]
@@ -60,7 +60,7 @@ def _apply(equation: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         return _inner(settings[INLINED[name]], values)
     if name == "scan":
         return _scan(settings, values)
-    if name == "scatter-add":  # its sum is a program too, which knows its type
+    if name == "scatter-add":  # its reduction is a jaxpr with a fixed dtype
         return [jax.lax.scatter_add(*values, **{key: settings[key] for key in SCATTER})]
     if name in BITWISE or any(isinstance(value, (Jaxpr, ClosedJaxpr)) for value in settings.values()):
         raise NotImplementedError(f"the operation {name!r} cannot be evaluated in float64")

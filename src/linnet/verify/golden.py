@@ -43,7 +43,7 @@ class Golden:
 
 
 def read_meta(arrays: dict[str, np.ndarray], path: Path) -> dict[str, Any]:
-    """Takes `meta` out of the arrays: a JSON object with the reference's `config`."""
+    """Remove and return `meta` from the arrays: a JSON object with the reference's `config`."""
     if "meta" not in arrays:
         raise UserError(
             f"{path} has no 'meta', so it is not a reference file. Fix: see the layouts `linnet verify` reads."
@@ -58,7 +58,7 @@ def read_meta(arrays: dict[str, np.ndarray], path: Path) -> dict[str, Any]:
 
 
 def text_of(value: np.ndarray) -> str:
-    """Of an array that is one string."""
+    """Return the text of an array that is one string."""
     if value.shape or value.dtype.kind not in "US":
         raise ValueError(f"an array of {value.dtype} and shape {value.shape}, not a string")
     return value.item() if value.dtype.kind == "U" else value.item().decode("utf-8", "replace")
@@ -93,5 +93,5 @@ GOLDENS = Path(__file__).parent / "goldens"
 
 
 def installed_goldens() -> tuple[Path, ...]:
-    """A few files of each model family, in the order of their names."""
+    """Return the goldens that ship with the package, a few per model family, sorted by name."""
     return tuple(sorted(GOLDENS.rglob("*.npz")))

@@ -1,4 +1,4 @@
-"""Reference files of Grok-1's release: which layout a path has, and the model that belongs to it."""
+"""Reference files of Grok-1's release: detect the layout of a path, and load the model that belongs to it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNIT_GROUPS = ("rope", "rms", "gelu", "softcap", "qlinear", "top_p", "sample")
 
 
 def grok_layout(path: Path) -> tuple[Layout, Path] | None:
-    """The layout and the file to read. None: it is none of these, and another reader says what is wrong with it."""
+    """Return the layout and the file to read; None if it is none of these, and another reader reports the error."""
     if path.is_dir():
         layouts: dict[str, Layout] = {FORWARD: "forward", UNITS: "units"}
         return next(((layout, path / name) for name, layout in layouts.items() if (path / name).is_file()), None)
@@ -73,7 +73,7 @@ def read_json(path: Path) -> Any:
 
 
 def model_of(path: Path) -> tuple[MoEConfig, Tensors]:
-    """The model in the folder of a reference file: config.json and ckpt-0."""
+    """Return the model in the folder of a reference file: config.json and ckpt-0."""
     settings, folder = path.parent / SETTINGS, find_folder(path.parent)
     if not settings.is_file() or folder is None:
         raise UserError(f"{path} needs its model beside it: {SETTINGS} and ckpt-0. Fix: keep them in one folder.")
@@ -82,8 +82,10 @@ def model_of(path: Path) -> tuple[MoEConfig, Tensors]:
 
 
 def model_for_runner(path: Path) -> Path:
-    """The folder of the model that a runner's streams came from: beside the file, of its sizes, and where several are, the one that
-    the file names (`model`), or is named after."""
+    """Return the folder of the model that a runner's streams came from.
+
+    It is beside the file and has the same sizes; if there are several, the one that the file names (`model`), or is named after.
+    """
     sizes = set(param_shapes(grok_config(path)).items())
     folders = [
         folder
@@ -113,7 +115,7 @@ def _letters(name: str) -> str:
 
 
 def load_params(tensors: Tensors, cfg: MoEConfig) -> MoEParams:
-    """As the release has them: 8-bit pairs stay pairs."""
+    """Load the weights as in the release: 8-bit pairs stay pairs."""
     specs = param_specs(cfg)
     leaves = [_stacked(tensors[name], spec.shape) for name, spec in named_leaves(specs, is_leaf=is_spec)]
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), leaves)

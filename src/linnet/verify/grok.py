@@ -1,4 +1,4 @@
-"""One of Grok-1's reference files, whatever its layout, to one result."""
+"""Verify a Grok-1 reference file of any layout."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""Lion moves every parameter by the sign of an interpolated momentum. Where that is zero within rounding, two correct programs choose
-different signs, and end twice the learning rate apart. Such flips are recognised, counted, and followed, so that everything after
-them is still compared at full tolerance. An element whose momentum is not near zero is never one of them.
+"""Verify lion, which moves every parameter by the sign of an interpolated momentum.
 
-A call of the reference is several updates; only the parameters after the last are known. So a call is repeated: elements that are off
-by exactly what a changed sign explains, at an update where the sign is in doubt, get the other sign, until nothing more is explained.
+If that is zero within rounding, two correct programs choose different signs, and end twice the learning rate apart. Such flips are
+detected, counted and reproduced, so that everything after them is still compared at full tolerance. An element whose momentum is
+not near zero is never treated as one.
+
+A call of the reference is several updates, and only the parameters after the last are known. So a call is repeated: elements that
+are off by exactly the effect of a changed sign, at an update where the sign is in doubt, get the other sign, until nothing more is
+explained.
 """
 
 from __future__ import annotations
@@ -25,28 +28,28 @@ from linnet.runs.state import TrainState
 from linnet.verify.compare import Check
 
 EXACT = 1e-5
-"""Parameters agree within this, relative to the largest of their tensor; gradients are taken to agree as well."""
+"""Parameters agree within this, relative to the largest of their tensor; gradients are assumed to agree as well."""
 ROUNDING = 2.0**-7
 """Momenta stored in bfloat16 may differ by one unit in their last place, relative to their size."""
 MAX_SHARE = 0.01
-"""Of all signs. More than this is not rounding."""
+"""Maximum fraction of signs that may flip. More than this is not rounding."""
 MAX_ROUNDS = 10
 SIGNS = (-1.0, 0.0, 1.0)
 
 Leaves = dict[str, np.ndarray]
 Forced = list[Leaves]
-"""For every update of a call and every leaf the sign to use, or NaN for the program's own."""
+"""The sign to use for every update of a call and every leaf, or NaN for the program's own."""
 
 
 class Watched(NamedTuple):
     state: Any
     interpolated: Any
-    """What the latest update took the sign of."""
+    """The values whose sign the latest update took."""
     momentum: Any
 
 
 def watch(rule: optax.GradientTransformation, cfg: OptimConfig) -> optax.GradientTransformation:
-    """The trainer's own rule, which also leaves what it took the sign of."""
+    """Wrap the trainer's own rule, to also return the values whose sign it took."""
     clip = optax.identity() if cfg.clip is None else optax.clip_by_global_norm(cfg.clip)
 
     def init(params: Any) -> Watched:
@@ -67,14 +70,14 @@ def watch(rule: optax.GradientTransformation, cfg: OptimConfig) -> optax.Gradien
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen:
-    """One update: what signs were taken of, and how far each parameter moved by its sign."""
+    """One update: the signs used, and how far each parameter moved by its sign."""
 
     rate: float
     signs: Leaves
-    """As used: the program's own, or forced."""
+    """The signs used: the program's own, or forced."""
     in_doubt: dict[str, np.ndarray]
     changed: int
-    """Signs that were forced, and differ from the program's own."""
+    """Number of forced signs that differ from the program's own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +93,7 @@ Run = Callable[[TrainState, int], tuple[TrainState, dict[str, float]]]
 
 
 def run_call(cfg: OptimConfig, run: Run, state: TrainState, n_update: int, want: Mapping[str, np.ndarray]) -> LionCall:
-    """Repeats the call until no difference from `want` (leaves after it) is explained by a sign in doubt."""
+    """Repeat the call until no difference from `want` (leaves after it) is explained by a sign in doubt."""
     start = jax.device_get(state)
     shapes = {name: leaf.shape for name, leaf in named_leaves(start.params)}
     forced: Forced = [{name: np.full(shape, np.nan) for name, shape in shapes.items()} for _ in range(n_update)]
@@ -132,7 +135,7 @@ def _look(watched: Watched, rate: float, forced: Leaves, rounded: bool) -> Seen:
 
 
 def _corrected(params: Any, seen: Seen, watched: Watched) -> Any:
-    """Parameters as if the forced signs had been taken."""
+    """Return the parameters as if the forced signs had been used."""
     own = jax.tree.map(jnp.sign, watched.interpolated)
 
     def one(path: Any, param: Any, sign: Any) -> Any:
@@ -143,7 +146,7 @@ def _corrected(params: Any, seen: Seen, watched: Watched) -> Any:
 
 
 def _explain(got: Mapping[str, Any], want: Mapping[str, np.ndarray], seen: list[Seen], forced: Forced) -> bool:
-    """Forces the signs that explain a difference; False where there is nothing more to explain."""
+    """Force the signs that explain a difference; returns False if there is nothing more to explain."""
     found = False
     for name, expected in want.items():
         expected = np.asarray(expected, np.float64)
@@ -164,7 +167,7 @@ def _explain(got: Mapping[str, Any], want: Mapping[str, np.ndarray], seen: list[
 def _best_signs(
     off: float, signs: list[float], seen: list[Seen], name: str, at: tuple[Any, ...]
 ) -> tuple[float, tuple[tuple[int, float], ...]] | None:
-    """The one or two changed signs that come nearest to explaining `off`, and what they leave of it."""
+    """Return the one or two changed signs that explain `off` best, and the remaining difference."""
     options = [
         (number, sign)
         for number, update in enumerate(seen)
@@ -182,7 +185,7 @@ def _best_signs(
 
 
 def _within(name: str, value: np.ndarray) -> tuple[int, ...]:
-    """The axes of one tensor of the reference: a leaf of units has one a unit."""
+    """Return the axes of one tensor of the reference: a leaf of units has one tensor per unit."""
     return tuple(range(1 if name.startswith("units/") else 0, value.ndim))
 
 

@@ -1,5 +1,8 @@
-"""A checkpoint of the official Transformer-VQ with what the official code computed from it: a loss on held-out text, greedy
-continuations, and log-probabilities after each prompt. `official.json` names the files and holds the settings."""
+"""Verify a checkpoint of the official Transformer-VQ against results of the official code.
+
+The results are a loss on held-out text, greedy continuations, and log-probabilities after each prompt. `official.json` names the
+files and contains the settings.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ FIRST = "first_logprobs.npz"
 LOSS_TOLERANCE = 1e-6
 """Absolute, in nats per byte."""
 BYTE_0 = 3
-"""Ids of bytes come after padding, end and unknown."""
+"""Ids of bytes come after PAD, EOS and unknown."""
 
 
 def official_layout(path: Path) -> Path | None:
-    """The JSON file, where the path is a folder of this layout or the file itself."""
+    """Return the JSON file if the path is a folder of this layout or the file itself."""
     file = path / FILE if path.is_dir() else path
     if file.suffix != ".json" or not file.is_file():
         return None
@@ -77,14 +80,14 @@ def _model(path: Path, values: dict[str, Any]) -> Model:
 
 
 def _repeats(checkpoint: Path) -> Check:
-    """What was read, written as the official code writes it, is the file."""
+    """Check that the file is reproduced byte for byte when it is written again."""
     if checkpoint.read_bytes() == pack_flax(read_flax(checkpoint)):
         return Check("checkpoint, written again", 0.0, True, "equal to the byte")
     return Check("checkpoint, written again", 1.0, False, "the file differs from what Linnet writes for the same tree")
 
 
 def _loss(path: Path, values: dict[str, Any], m: Model) -> Check:
-    """Each sequence begins anew, with the end id."""
+    """Compute the loss; each sequence begins with an empty state and the EOS id."""
     name, length, n = values.get("heldout"), values.get("sequence_len"), values.get("heldout_sequences")
     if not isinstance(name, str) or Path(name).name != name or type(length) is not int or type(n) is not int:
         raise UserError(
@@ -108,7 +111,7 @@ def _loss(path: Path, values: dict[str, Any], m: Model) -> Check:
 
 
 def _continued(path: Path, values: dict[str, Any], m: Model) -> tuple[list[Check], Float[np.ndarray, "N A"]]:
-    """Greedy tokens of every prompt, and the log-probabilities after each."""
+    """Return checks of the greedy tokens of every prompt, and the log-probabilities after each."""
     prompts: list[list[int]] = []
     wanted: list[np.ndarray] = []
     for found in values["continuations"]:
@@ -136,7 +139,7 @@ def _continued(path: Path, values: dict[str, Any], m: Model) -> tuple[list[Check
 def _greedy(
     m: Model, given: Int[np.ndarray, "N T"], lengths: Int[np.ndarray, " N"]
 ) -> tuple[Float[np.ndarray, "N T A"], Int[np.ndarray, "N T"]]:
-    """Token by token: the prompt's while it lasts, then the likeliest."""
+    """Decode token by token: the prompt's tokens first, then the most likely one."""
 
     def one(state: tuple[model.VQCarry, Array], fed: tuple[Array, Array]) -> tuple[Any, Any]:
         carry, last = state

@@ -1,4 +1,4 @@
-"""Comparing models that choose: where two experts are as likely as rounding can tell, either choice is right.
+"""Comparison of models with routers: if two experts are equally likely within rounding, either choice is correct.
 
 Letters: B rows, T positions.
 """
@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float
 from linnet.verify.compare import Check, compare
 
 BFLOAT16 = 0.04
-"""What the reference's own compiled and uncompiled runs differ by in bfloat16, measured with `MEASURED_LAYERS` layers."""
+"""Difference between the reference's own compiled and uncompiled runs in bfloat16, measured with `MEASURED_LAYERS` layers."""
 MEASURED_LAYERS = 2
 TIE = {"bf16": 0.01, "f32": 5e-6, "f32pure": 5e-6}
-"""Probabilities nearer than this are equal, as far as rounding can tell; with bf16, at the measured depth."""
+"""Probabilities closer than this are equal within rounding; for bf16, at the measured depth."""
 MAX_LEFT_OUT = 0.5
 
 
@@ -25,25 +25,28 @@ MAX_LEFT_OUT = 0.5
 class ByPosition:
     check: Check
     parted: Bool[np.ndarray, "B T"]
-    """Where another expert was chosen."""
+    """Positions where another expert was chosen."""
 
 
 def growth(depth: Any) -> Any:
-    """Every layer adds rounding of its own to the residual stream, independent of the others': the sum grows with the square root of
-    their number. (bfloat16 against float32 on random models of the tiny sizes: .006, .008, .011, .013, .020 of the largest logit with
-    1, 2, 4, 8 and 16 layers.)"""
+    """Return the growth of bfloat16 rounding with depth.
+
+    Every layer adds independent rounding to the residual stream, so the sum grows with the square root of their number. (bfloat16
+    against float32 on random models of the tiny sizes: .006, .008, .011, .013, .020 of the largest logit with 1, 2, 4, 8 and 16
+    layers.)
+    """
     return np.sqrt(np.maximum(1.0, np.asarray(depth) / MEASURED_LAYERS))
 
 
 def bfloat16_bound(depth: int) -> float:
-    """For a tensor that is computed after `depth` layers."""
+    """Return the bound for a tensor that is computed after `depth` layers."""
     return BFLOAT16 * float(growth(depth))
 
 
 def close_ranks(
     probability: Float[np.ndarray, "*L B T E"], n_choice: int, prefix: str, depth: Any = MEASURED_LAYERS
 ) -> Bool[np.ndarray, "*L B T"]:
-    """Where the last expert that was chosen and the first that was not are about as likely. `depth`: layers before, for each."""
+    """Return where the last chosen and the first other expert are about equally likely. `depth`: number of layers before each."""
     if n_choice >= probability.shape[-1]:
         return np.zeros(probability.shape[:-1], bool)
     falling = -np.sort(-probability, axis=-1)
@@ -53,8 +56,10 @@ def close_ranks(
 def near_tie(
     probability: Float[np.ndarray, "*L B T E"], n_choice: int, prefix: str, depth: Any = MEASURED_LAYERS
 ) -> Bool[np.ndarray, "*L B T"]:
-    """Where either choice is right, and they differ in what comes out: an expert hardly likelier than rounding contributes so little
-    that the bound covers either."""
+    """Return where either choice is correct and they lead to different outputs.
+
+    An expert whose probability is near the rounding error contributes so little that the bound covers either choice.
+    """
     close = close_ranks(probability, n_choice, prefix, depth)
     last = -np.sort(-probability, axis=-1)[..., n_choice - 1]
     return close & (last >= _tie(prefix, depth))
@@ -67,8 +72,11 @@ def _tie(prefix: str, depth: Any) -> Any:
 def compare_by_position(
     name: str, got: np.ndarray, want: np.ndarray, tolerance: float, tie: Bool[np.ndarray, "B T"]
 ) -> ByPosition:
-    """Arrays [B, T, ...]. A position that parts at a tie is left out, and with it those after it in its row, which look at it, as
-    far as they are beyond the tolerance."""
+    """Compare arrays [B, T, ...] up to ties.
+
+    A position that differs at a tie is excluded, and so are later positions of its row, which attend to it, if they exceed the
+    tolerance.
+    """
     none = np.zeros(want.shape[:2], bool)
     if got.shape != want.shape or not np.isfinite(want).all() or not np.isfinite(got).all():
         return ByPosition(check=compare(name, got, want, tolerance), parted=none)

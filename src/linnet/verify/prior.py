@@ -1,4 +1,4 @@
-"""Reference files of the diffusion prior: their layout, and the comparison of what they hold with what Linnet computes."""
+"""Reference files of the diffusion prior: their layout, and the comparison of their contents with Linnet's results."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class PriorGolden:
 
     @property
     def version(self) -> str | None:
-        """The release that computed it; none: not said."""
+        """Release that computed the file; None if it is not stated."""
         found = self.meta.get("version", self.arrays.get("out/version"))
         return None if found is None else str(np.asarray(found)[()])
 
     def below(self, prefix: str) -> dict[str, np.ndarray]:
-        """The arrays under a prefix, without it."""
+        """Return the arrays under a prefix, without it."""
         return {name.removeprefix(prefix): x for name, x in self.arrays.items() if name.startswith(prefix)}
 
     def settings(self, name: str) -> dict[str, Any]:
-        """An object of the meta, or of its config."""
+        """Return an object of the meta, or of its config."""
         found = self.meta.get(name, self.meta["config"].get(name))
         if not isinstance(found, dict):
             raise UserError(f"{self.path}: its meta has no object {name!r}, which a {self.kind} file needs.")
@@ -62,7 +62,7 @@ class PriorGolden:
         return cfg, from_reference(self.below(weights), cfg)
 
     def config(self, settings: Mapping[str, Any], **more: Any) -> PriorConfig:
-        """Of the release that the file names, else of the newest."""
+        """Return the config for the release that the file names, else for the newest."""
         release = {} if self.version is None else behaviour(self.version)
         try:
             return network_config(settings, **{**release, **more})
@@ -73,22 +73,22 @@ class PriorGolden:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PriorReplay:
     values: dict[str, Any]
-    """By the file's own names."""
+    """Results by the file's own names."""
     inputs: frozenset[str] = frozenset()
     """Names outside of in/ and params/ that are not results."""
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
     scales: dict[str, float] = dataclasses.field(default_factory=dict)
-    """What an error is measured against where that is more than the largest value expected."""
+    """Lower bound of the magnitude that an error is relative to, if larger than the largest expected value."""
     notes: tuple[str, ...] = ()
     in_float64: Callable[[], dict[str, Any]] | None = None
-    """The values whose float32 rounding may exceed the tolerance, evaluated in float64; called only where one does."""
+    """Evaluates values whose float32 rounding may exceed the tolerance in float64; called only if one does."""
 
 
 Replayer = Callable[[PriorGolden], PriorReplay]
 
 
 def is_prior(path: Path) -> bool:
-    """By its meta alone. Whatever cannot be read is left to the reader that says what is wrong."""
+    """Detect the family by `meta`. An unreadable file is left to the reader that reports the error."""
     try:
         meta = parse_json(text_of(read_npz_array(path, "meta")))
     except ValueError:
@@ -131,8 +131,11 @@ def verify_prior(path: Path, replays: Mapping[str, Replayer], tolerance: float) 
 def _judged_in_float64(
     checks: list[Check], replay: PriorReplay, results: Mapping[str, np.ndarray], tolerance: float
 ) -> list[Check]:
-    """Two float32 programs that round differently may be further apart than either is from the exact value. Where that could be so,
-    both are compared with the float64 value instead, each within the same tolerance."""
+    """Compare failed values with a float64 evaluation.
+
+    Two float32 programs that round differently may be further apart than either is from the exact value. In that case both are
+    compared with the float64 value instead, each within the same tolerance.
+    """
     if replay.in_float64 is None or all(check.passed for check in checks):
         return checks
     exact = replay.in_float64()
@@ -151,7 +154,7 @@ def _from_exact(check: Check, mine: Any, theirs: np.ndarray, exact: np.ndarray, 
 
 
 def _checks(name: str, got: np.ndarray, want: np.ndarray, tolerance: float, scale: float) -> list[Check]:
-    """Infinities are compared apart: next to them every error would look small."""
+    """Compare infinities separately: next to them every error would look small."""
     if want.dtype.kind != "f" or got.shape != want.shape or np.all(np.isfinite(want)):
         return [compare(name, got, want, tolerance, scale)]
     kind = np.sign(np.nan_to_num(want, nan=0.0)) * ~np.isfinite(want)

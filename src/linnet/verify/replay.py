@@ -1,6 +1,6 @@
-"""Computes with this implementation what a reference file says that the reference computed: the model's part.
+"""Recompute the results of a Transformer-VQ reference file with this implementation: the model.
 
-Every replay gives values under the file's own names, so that what is not among them is seen to be unchecked.
+Every replay returns values under the file's own names, so that unchecked names can be listed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ DOCUMENTS = "Linnet keeps document ids only when it resets at documents, which t
 class Replay:
     values: dict[str, Any]
     expected: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Where not the file's whole array is compared."""
+    """Expected values that are compared instead of the file's complete arrays."""
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
     scales: dict[str, float] = dataclasses.field(default_factory=dict)
     checks: tuple[Check, ...] = ()
-    """Besides those of the values."""
+    """Additional checks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Model:
     buffers: VQBuffers
 
     def read(self, carry: model.VQCarry, tokens: Any, **options: Any) -> tuple[Any, ...]:
-        """Log-probabilities, hidden vectors, the carry after, and what the units tell."""
+        """Return log-probabilities, hidden vectors, the carry after, and auxiliary outputs of the units."""
 
         def run(params: VQParams, buffers: VQBuffers, carry: model.VQCarry, tokens: Int[Array, "B T"]) -> Any:
             x, carry, aux = model.forward(params, buffers, tokens, carry, self.cfg, **options)
@@ -55,7 +55,7 @@ class Model:
 
 
 def load_model(golden: Golden) -> Model:
-    """A setting that we do not know is no obstacle here: if it matters, the results differ."""
+    """Load the model. Unknown settings are ignored: if one matters, the results differ."""
     cfg = config_from_reference(golden.settings, ignore_unknown=True)
     return Model(cfg, *from_reference(golden.params, cfg))
 
@@ -90,7 +90,7 @@ def replay_decode(golden: Golden) -> Replay:
 
 
 def replay_sample(golden: Golden) -> Replay:
-    """The likeliest token each time, from the end id on."""
+    """Decode greedily, from the EOS id on."""
     m, (batch, length) = load_model(golden), golden.output("greedy_tokens").shape
     start = jnp.full((batch,), golden.settings.get("eos_id", EOS), jnp.int32)
 
@@ -125,7 +125,7 @@ def replay_grads(golden: Golden) -> Replay:
     run = jax.jit(jax.value_and_grad(lambda p, b, c, x: family.loss(p, b, c, x, None, 0, m.cfg), has_aux=True))
     (loss, aux), gradient = run(m.params, m.buffers, carry, batch)
     after = family.update_buffers(m.buffers, aux.statistics, m.cfg)
-    # Its codebooks learn through made-up gradients: new = old - gradient.
+    # The reference's codebooks learn through artificial gradients: new = old - gradient.
     fall = jax.tree.map(lambda old, new: old - new, m.buffers, after)
     metrics = all_metrics(m.buffers, aux.metrics, m.cfg)
     return Replay(
@@ -133,7 +133,7 @@ def replay_grads(golden: Golden) -> Replay:
             "loss": loss,
             "l_lm_unscaled": aux.metrics["loss_lm_per_token_unscaled"],
             "l_commit": aux.metrics["loss_commit_per_token"],
-            "l_codebook": 0.0,  # in value; it only makes those gradients
+            "l_codebook": 0.0,  # zero in value; it only produces those gradients
             **{f"metrics/{name}": value for name, value in metrics.items()},
             **{f"grads/{name}": value for name, value in to_reference(gradient, fall, m.cfg).items()},
         },
@@ -148,7 +148,7 @@ def all_metrics(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfig) ->
 
 
 def metric_scales(golden: Golden, prefix: str) -> dict[str, float]:
-    """The mean similarity of codes nearly cancels: it is measured against the similarities it is the mean of."""
+    """Return the scale for the mean similarity of codes, which nearly cancels: the largest absolute similarity."""
     ends = [golden.outputs.get(f"{prefix}/c_sim_{end}") for end in ("min", "max")]
     known = [abs(float(value)) for value in ends if value is not None]
     return {f"{prefix}/c_sim_mean": max(known)} if known else {}
@@ -187,7 +187,7 @@ def _next_scores(m: Model, carry: model.VQCarry, token: Int[Array, " B"]) -> tup
 
 
 def _with_state(replay: Replay, golden: Golden, prefix: str, carry: model.VQCarry, cfg: VQConfig) -> Replay:
-    """Our carry in the reference's form. Columns that hold no token yet are left out: they mean nothing."""
+    """Add our carry in the reference's form. Columns without a token yet are excluded, because they are meaningless."""
     state, read = carry.attention, int(carry.position[0])
     filled = min(read, cfg.mem_len)
     values, expected, skipped = dict(replay.values), dict(replay.expected), dict(replay.skipped)

@@ -1,4 +1,4 @@
-"""Computes with this implementation what a Grok-1 reference file says: whole sequences, and what goes on inside the layers.
+"""Recompute the results of a Grok-1 reference file with this implementation: complete sequences, and values inside the layers.
 
 Letters: L layers, B rows, T positions, E experts, A vocabulary.
 """
@@ -38,7 +38,7 @@ LAYER = re.compile(r"(?:decoder_layer_|^attn/|^router/|^prefill_[kv]/)(\d+)")
 
 @dataclasses.dataclass
 class Found:
-    """What a file's comparison finds, as it goes on."""
+    """Accumulates the results of a file's comparison."""
 
     checks: list[Check] = dataclasses.field(default_factory=list)
     skipped: list[Skipped] = dataclasses.field(default_factory=list)
@@ -50,17 +50,17 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """A pass over whole sequences, and where a router's choice is within rounding of a tie."""
+    """A pass over complete sequences, and where a router's choice is within rounding of a tie."""
 
     logits: Float[np.ndarray, "B T A"]
     inner: tuple[np.ndarray, ...]
-    """Of all layers, L B T D: attention's output, the experts', the layer's."""
+    """Outputs of all layers, L B T D: of attention, of the experts, of the layer."""
     router_logits: Float[np.ndarray, "L B T E"]
     probability: Float[np.ndarray, "L B T E"]
     ties: Bool[np.ndarray, "L B T"]
 
     def tied(self, n_layer: int) -> Bool[np.ndarray, "B T"]:
-        """In any of the first `n_layer` layers."""
+        """Return where there is a tie in any of the first `n_layer` layers."""
         return np.asarray(self.ties[:n_layer].any(axis=0))
 
 
@@ -93,13 +93,13 @@ class GrokModel:
         )
 
     def within(self, prefix: str, name: str, tolerance: float) -> float:
-        """The bound of a tensor by the layers it comes after: its own layer's, or all."""
+        """Return the bound of a tensor by the number of layers before it: up to its own layer, or all."""
         layer = LAYER.search(name)
         return tolerance_of(prefix, tolerance, self.cfg.n_layer if layer is None else int(layer[1]) + 1)
 
     @cached_property
     def rounded(self) -> MoEParams:
-        """Uncompiled, the release rounds its weights to bfloat16 after it has multiplied them by their scales."""
+        """Weights rounded to bfloat16 after scaling, as in the release when it is not compiled."""
 
         def rounded(leaf: Any) -> Any:
             return quant.dequantize(leaf).astype(jnp.bfloat16).astype(jnp.float32) if quant.is_quantized(leaf) else leaf
@@ -128,7 +128,7 @@ def prefixes(m: GrokModel) -> list[str]:
 
 
 def replay_sequences(m: GrokModel, prefix: str, tolerance: float, found: Found) -> set[str]:
-    """Passes over `tokens` and `tokens_pad`; the names that were seen to."""
+    """Compare passes over `tokens` and `tokens_pad`; returns the names that were handled."""
     names = {name.removeprefix(f"{prefix}/") for name in m.arrays if name.startswith(f"{prefix}/")}
     done: set[str] = set()
     runs = {"full_logits": "tokens", "full_logits_padtokens": "tokens_pad"}
@@ -151,7 +151,7 @@ def _has(names: set[str], part: str) -> bool:
 
 
 def _inside(run: Sequences, n_layer: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By the release's names: values, and where a choice made before may have been another."""
+    """Return values by the release's names, and where an earlier choice may differ."""
     values: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for i in range(n_layer):
         layer, before, upto = f"cap/transformer/decoder_layer_{i}", run.tied(i), run.tied(i + 1)
@@ -166,7 +166,7 @@ def _inside(run: Sequences, n_layer: int) -> dict[str, tuple[np.ndarray, np.ndar
 
 
 def replay_eager(m: GrokModel, prefix: str, tolerance: float, found: Found) -> set[str]:
-    """What was captured in a run that was not compiled: logits, attention's scores, the routers' choices."""
+    """Compare values captured in an uncompiled run: logits, attention scores, the routers' choices."""
     names = {name.removeprefix(f"{prefix}/") for name in m.arrays if name.startswith(f"{prefix}/")}
     eager = {name for name in names if name == "full_logits_eager" or name.partition("/")[0] in ("attn", "router")}
     if prefix == "f32":
@@ -221,7 +221,10 @@ def attention_scores(
 
 
 def _attended(name: str, got: np.ndarray, want: np.ndarray, tolerance: float, tie: np.ndarray) -> list[Check]:
-    """The file has the first positions only. Hidden scores are compared apart: beside -1e30 every error would look small."""
+    """Compare attention scores of the first positions, which are all that the file has.
+
+    Masked scores are compared separately: beside -1e30 every error would look small.
+    """
     if want.ndim != 5:
         return [compare(name, got, want, tolerance)]
     got = got[..., : want.shape[3], : want.shape[4]]
@@ -237,7 +240,7 @@ def _attended(name: str, got: np.ndarray, want: np.ndarray, tolerance: float, ti
 
 
 def _routed(name: str, run: Sequences, layer: int, want: np.ndarray, tolerance: float, prefix: str) -> Check:
-    """The likeliest experts. Their order is compared only where they are further apart than rounding."""
+    """Compare the top-k experts. Their order is compared only if they differ by more than rounding."""
     probability, tie = run.probability[layer], run.tied(layer)
     order = np.argsort(-probability, axis=-1, kind="stable")
     n = want.shape[-1]
@@ -258,7 +261,7 @@ def _routed(name: str, run: Sequences, layer: int, want: np.ndarray, tolerance: 
 
 
 def _check_listing(path: Path, cfg: MoEConfig, tensors: Tensors, found: Found) -> None:
-    """What the folder says about itself, where it does: the hidden size, and the list of tensors."""
+    """Check what the folder states about itself, if it does: the hidden size, and the list of tensors."""
     settings = read_json(path.parent / "config.json")
     if isinstance(settings, dict) and isinstance(settings.get("ffn_size"), int):
         found.checks.append(compare("config.json: ffn_size", cfg.d_ffn, np.asarray(settings["ffn_size"]), 0.0))

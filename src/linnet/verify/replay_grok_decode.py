@@ -1,4 +1,4 @@
-"""Computes with this implementation what a Grok-1 reference file says about reading prompts and writing on: by the served decoder."""
+"""Recompute prefill and decode results of a Grok-1 reference file with the decoder that is used for serving."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ CUT = "the reference cuts a prompt beyond its largest bucket and then counts its
 GREEDY = 0.01
 """A temperature at which the reference's noise changes nothing."""
 ROUNDING = 2.0**-7
-"""Two neighbouring bfloat16 numbers are at most this far apart, relative to their size."""
+"""Largest relative distance of two neighbouring bfloat16 numbers."""
 CERTAIN_MARGIN, CERTAIN_GAP = 0.01, 0.05
-"""Leads of the second expert's probability and of the likeliest logit beyond which bfloat16 rounding changes nothing."""
+"""Margins of the second expert's probability and of the top logit beyond which bfloat16 rounding changes nothing."""
 CACHES = re.compile(r"prefill_([kv])/(\d+)")
 
 
@@ -58,7 +58,7 @@ def replay_decoder(m: GrokModel, prefix: str, tolerance: float, found: Found) ->
             f"{m.path}: prompts of {lengths} tokens and {n_step} steps do not fit its tokens {tokens.shape}."
         )
     cfg, params = m.config(prefix), decoder.hold(m.params)
-    run = m.read(prefix, tokens)  # tells where a router is near a tie
+    run = m.read(prefix, tokens)  # used to find routers near a tie
     parted = np.zeros(len(tokens), bool)
     memories = [decoder.admit(params, None, tokens[b, :n].tolist(), cfg) for b, n in enumerate(lengths)]
     for name, match in caches.items():
@@ -94,7 +94,7 @@ def _cache(
     tolerance: float,
     tie: Bool[np.ndarray, "B T"],
 ) -> tuple[Check, Bool[np.ndarray, " B"]]:
-    """Keys or values of the prompts, without what the reference wrote for padding; and rows in which another expert was chosen."""
+    """Compare keys or values of the prompts, without padding; also returns the rows in which another expert was chosen."""
     want = m.array(name)
     none = np.zeros(len(memories), bool)
     got, mine = np.zeros_like(want), np.zeros(want.shape[:2], bool)
@@ -115,7 +115,7 @@ def _cache(
 def _written(
     params: MoEParams, tokens: np.ndarray, lengths: list[int], n_step: int, cfg: MoEConfig
 ) -> tuple[Float[np.ndarray, "B T A"], np.ndarray]:
-    """Logits after the prompt and after each of the tokens fed then, every row in a slot of its own; where the slots end."""
+    """Return logits after the prompt and after each following token, with one slot per row, and the final slot positions."""
     prompts = [tokens[b, :n].tolist() for b, n in enumerate(lengths)]
     following = np.stack([tokens[b, n : n + n_step] for b, n in enumerate(lengths)])
     return write_on(params, prompts, following, cfg)
@@ -136,9 +136,12 @@ def write_on(
 
 
 def replay_runner(path: Path, found: Found) -> None:
-    """Greedy streams of the released runner: at each step, its token must be our likeliest, or as likely within bfloat16. Where the
-    file has them: the streams of the plain float32 model must come out exactly, and so must a bfloat16 stream in which nothing is
-    near a tie; the ids of a text, and the text of the ids, must be the tokenizer's."""
+    """Verify greedy streams of the released runner.
+
+    At each step its token must be our most likely one, or equally likely within bfloat16. If the file has them, streams of the
+    plain float32 model must match exactly, as must a bfloat16 stream in which nothing is near a tie; the ids of a text, and the
+    text of the ids, must match the tokenizer's.
+    """
     runs, folder = read_runs(path), model_for_runner(path)
     cfg = dataclasses.replace(grok_config(path), dtype="bfloat16")
     checkpoint = find_folder(folder)
@@ -164,7 +167,7 @@ def replay_runner(path: Path, found: Found) -> None:
         check = _stream(name, scores, np.asarray(run["out"]), is_certain=_is_certain(run))
         if check.passed or "float32_gap" not in run or _is_certain(run):
             found.checks.append(check)
-        else:  # the float32 stream below is exact, so that a real error is seen
+        else:  # the float32 stream below is exact, so a real error is still detected
             found.skip(
                 name, f"{check.note}; an expert or a token is within bfloat16 rounding of a tie, as the file says"
             )
@@ -177,7 +180,7 @@ def replay_runner(path: Path, found: Found) -> None:
 
 
 def _is_certain(run: dict[str, Any]) -> bool:
-    """Neither a router nor the choice of a token is within bfloat16 rounding of a tie, as the file says."""
+    """Return whether, by the file, no router and no choice of a token is within bfloat16 rounding of a tie."""
     gaps = run.get("float32_gap")
     return bool(gaps) and min(gaps) >= CERTAIN_GAP and run.get("router_margin", 0.0) >= CERTAIN_MARGIN
 
@@ -185,7 +188,7 @@ def _is_certain(run: dict[str, Any]) -> bool:
 def _scored(
     path: Path, params: MoEParams, runs: dict[str, dict[str, Any]], field: str, cfg: MoEConfig
 ) -> Iterator[tuple[str, Float[np.ndarray, "T A"], dict[str, Any]]]:
-    """Logits at each step of the runs' streams, fed with them."""
+    """Yield logits at each step of the runs' streams, with teacher forcing."""
     outs = np.zeros((len(runs), max(len(run[field]) for run in runs.values())), np.int64)
     for row, run in zip(outs, runs.values(), strict=True):
         row[: len(run[field])] = run[field]

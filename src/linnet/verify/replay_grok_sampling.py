@@ -1,9 +1,8 @@
-"""Grok-1's sampling goldens against the engine's own sampling.
+"""Compare Grok-1's sampling goldens with the engine's own sampling.
 
-The two agree but for four things. Of equal tokens at the nucleus' edge the release keeps all, Linnet as many as are needed. Linnet's
-nucleus is smaller than asked for by a slack of 1e-4. The release may add up probabilities in bfloat16, Linnet never does. And a
-draw of the release needs its own random stream. Tokens that only these touch are left out, and counted.
-Letters: B rows, A vocabulary.
+There are four differences. Among equal tokens at the edge of the nucleus the release keeps all, Linnet as many as needed. Linnet's
+nucleus is smaller than requested by a slack of 1e-4. The release may sum probabilities in bfloat16, Linnet never does. A draw of
+the release needs its own random stream. Tokens affected only by these are excluded and counted. Letters: B rows, A vocabulary.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ Arrays = dict[str, np.ndarray]
 NO_NUCLEUS = "a nucleus of nothing may keep everything in the reference; Linnet asks for more than 0"
 NAN = "the reference divides by a temperature of 0; Linnet is greedy there"
 UNSURE = {"f32": 1e-6, "bf16": 0.01}
-"""How well a running sum of probabilities is known."""
-MIN_DRAWN, MAX_DRAWN = 1e-4, 64  # of each row, the likely tokens are drawn
+"""Accuracy of a cumulative sum of probabilities."""
+MIN_DRAWN, MAX_DRAWN = 1e-4, 64  # the likely tokens of each row are drawn
 
 
 def replay_top_p(arrays: Arrays, tolerance: float, found: Found) -> None:
@@ -51,7 +50,7 @@ def _as_held(logits: np.ndarray, kind: str) -> Float[np.ndarray, "B A"]:
 def _filtered(
     name: str, warm: np.ndarray, p: np.ndarray, want: np.ndarray, kind: str, tolerance: float, found: Found
 ) -> Bool[np.ndarray, "B A"]:
-    """Which tokens stay, what their logits are, and that they hold p together. Returns what Linnet keeps."""
+    """Compare which tokens are kept, their logits, and that their total probability reaches p. Returns the tokens Linnet keeps."""
     settings = replace(sampling_settings(len(warm)), top_p=jnp.asarray(p, jnp.float32))
     kept = np.asarray(allowed(jnp.asarray(warm), settings)) & (warm > MASKED / 2)
     if want.shape != warm.shape:
@@ -77,7 +76,7 @@ def _filtered(
 def edge_of_nucleus(
     warm: Float[np.ndarray, "B A"], p: Float[np.ndarray, " B"], theirs: Bool[np.ndarray, "B A"], kind: str
 ) -> Bool[np.ndarray, "B A"]:
-    """Tokens at which the likelier ones add up to about p, and those that equal the least that stays."""
+    """Return tokens whose more likely tokens sum to about p, and those equal to the least likely kept one."""
     probability = _softmax(warm)
     falling = -np.sort(-probability, axis=-1)
     sums = np.concatenate([np.zeros((len(warm), 1)), np.cumsum(falling, axis=-1)], axis=-1)
@@ -99,7 +98,7 @@ def _softmax(logits: np.ndarray) -> Float[np.ndarray, "B A"]:
 
 
 def replay_sample(arrays: Arrays, tolerance: float, found: Found) -> None:
-    """Logits by temperature, forbidden tokens out, nucleus, and the distribution that tokens are then drawn from."""
+    """Compare temperature, masking and nucleus, and the distribution that tokens are then drawn from."""
     if "sample/logits" not in arrays:
         return
     p = arrays["sample/nucleus_p"].astype(np.float64)
@@ -134,7 +133,7 @@ def warmed(arrays: Arrays, kind: str) -> Float[np.ndarray, "B A"]:
 def _distribution(
     arrays: Arrays, kind: str, part: Arrays, ours: np.ndarray, whole: np.ndarray, tolerance: float, found: Found
 ) -> None:
-    """`whole`: rows in which the nucleus has the same tokens. In others everything is scaled by what the edge holds."""
+    """Compare distributions. `whole`: rows with the same nucleus; in others everything is scaled by the mass at the edge."""
     within = tolerance_of(kind, tolerance)
     note = "" if whole.all() else f"{int((~whole).sum())} of {len(whole)} rows left out: another nucleus at its edge"
 
@@ -157,7 +156,7 @@ def _distribution(
     check("top_k_probs", falling[:, :n])
     if "top_k_token_ids" in part:
         want = part["top_k_token_ids"].reshape(len(whole), -1)
-        # What has no probability has no rank, and of equals any may come first.
+        # Tokens without probability have no rank, and ties have no order.
         apart = -np.diff(falling, axis=-1, append=-1.0) > UNSURE[kind]
         clear = apart[:, :n] & np.concatenate([np.ones((len(whole), 1), bool), apart[:, : n - 1]], axis=-1)
         clear &= (falling[:, :n] > 0) & whole[:, None]
@@ -167,7 +166,7 @@ def _distribution(
 
 
 def _drawn(arrays: Arrays, probs: Float[np.ndarray, "B A"], whole: np.ndarray) -> Check:
-    """Every likely token is drawn by the engine's own function, with the chance in the middle of the token's share."""
+    """Draw every likely token with the engine's own function, with the uniform sample in the middle of the token's interval."""
     rows, tokens = [], []
     for row in np.flatnonzero(whole):
         likely = np.argsort(-probs[row], kind="stable")[:MAX_DRAWN]
@@ -202,7 +201,7 @@ def _draw(
 
 
 def replay_temperatures(name: str, temperature: float, value: dict[str, Any], arrays: Arrays, found: Found) -> None:
-    """At a temperature of 0, and near it: the likeliest token, nothing being forbidden."""
+    """Compare the most likely token at and near temperature 0, without masking."""
     if "sample/logits" not in arrays or "argmax" not in value:
         found.skip(name, "needs sample/logits and 'argmax'")
         return

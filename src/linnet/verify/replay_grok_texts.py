@@ -1,4 +1,4 @@
-"""Texts in a file of the released runner's streams: their ids, and the text of what was written, by the tokenizer that it names."""
+"""Check the texts in a file of the released runner's streams (prompt ids and decoded output) with the tokenizer that it names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Computes with this implementation what Grok-1's unit goldens say: positions, norm, activation, soft-cap, 8-bit product, sizes; and
-the list of the real checkpoint's tensors."""
+"""Recompute Grok-1's unit goldens: RoPE, norm, activation, soft-cap, 8-bit matmul, sizes; and the checkpoint's tensor list."""
 
 from __future__ import annotations
 
@@ -80,7 +79,7 @@ def _allowed(kind: str, tolerance: float) -> float:
 
 
 def _rope(name: str, arrays: Arrays, tolerance: float) -> tuple[Any, float] | None:
-    """`off_A_B`: row 0 begins at position A, row 1 at B; `constN`: all are at N."""
+    """Recompute RoPE. `off_A_B`: row 0 begins at position A, row 1 at B; `constN`: all are at N."""
     match = re.fullmatch(r"(rope/\d+)/(off|const)_?(\d+(?:_\d+)*)/(f32|bf16)", name)
     if match is None:
         return None
@@ -114,7 +113,7 @@ def _softcap(name: str, arrays: Arrays, tolerance: float) -> tuple[Any, float] |
 
 
 def _qlinear(name: str, arrays: Arrays, tolerance: float) -> tuple[Any, float] | None:
-    """Uncompiled, the reference rounds the scaled weights to bfloat16."""
+    """Recompute the 8-bit matmul. Uncompiled, the reference rounds the scaled weights to bfloat16."""
     match = re.fullmatch(r"qlinear/(f32|bf16)/(eager|jit)", name)
     if match is None:
         return None
@@ -150,7 +149,7 @@ def _third(rows: list[list[Any]]) -> np.ndarray:
 
 
 def replay_order(path: Path, found: Found) -> None:
-    """Names in the order of files, shapes, and over which mesh axes the release divides each tensor."""
+    """Compare names in file order, shapes, and the mesh axes over which the release shards each tensor."""
     listed = read_json(path)
     shapes = {str(row[1]): tuple(row[2]) for row in listed}
     cfg = _config_of(path, shapes)
@@ -169,14 +168,14 @@ def replay_order(path: Path, found: Found) -> None:
 
 
 def _splits(partition: str, rank: int) -> tuple[str | None, ...]:
-    """From `PartitionSpec(None, 'data')`; axes at the end that are divided over nothing may be left out."""
+    """Parse `PartitionSpec(None, 'data')`; trailing unsharded axes may be omitted."""
     axes = re.findall(r"\([^()]+\)|None|'\w+'", partition.removeprefix("PartitionSpec(").removesuffix(")"))
     found = [None if axis == "None" else "both" if axis.startswith("(") else axis.strip("'") for axis in axes]
     return tuple(found + [None] * (rank - len(found)))
 
 
 def _config_of(path: Path, shapes: dict[str, tuple[int, ...]]) -> MoEConfig:
-    """A model with these shapes. How heads divide a width shows in no shape, so there is one key head here."""
+    """Return a model config with these shapes. The number of heads cannot be inferred, so there is one key head."""
     layer = "params/transformer/decoder_layer_0"
     try:
         vocab, width = shapes["params/language_model/in_out_embed/embeddings"]

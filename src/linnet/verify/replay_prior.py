@@ -1,4 +1,4 @@
-"""Computes what a prior's reference file says of the network and its loss."""
+"""Recompute the network and loss results of a prior's reference file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def replay_network(golden: PriorGolden) -> PriorReplay:
 
 
 def replay_legacy(golden: PriorGolden) -> PriorReplay:
-    """The network of an older release: what it is follows from its weights and the version."""
+    """Recompute the network of an older release, which is identified by its weights and version."""
     state, settings = golden.below("params/net."), golden.meta["config"]
     release = recognize(state, version=golden.version)
     self_cond = bool(settings.get("self_cond", False))
@@ -112,7 +112,7 @@ def replay_network_parts(golden: PriorGolden) -> PriorReplay:
 
     @jax.jit
     def halves(x: Any, i: Any) -> tuple[Any, Any]:
-        """Attention's part of a layer, and the feed-forward's, of what the file says went into each."""
+        """Return the attention part of a layer, and the layer's output, for the input in the file."""
         p = jax.tree.map(lambda w: w[i], params.layers)
         out, _, _ = net.layer(x, p, i, past.keys[i], past.values[i], params.bias, None, cfg)
         quiet = replace(p, w_back=jnp.zeros_like(p.w_back))
@@ -134,7 +134,7 @@ def replay_network_parts(golden: PriorGolden) -> PriorReplay:
 
 
 def replay_losses(golden: PriorGolden) -> PriorReplay:
-    """Losses by their type, target and text; then single options, and the gradients, of the settings that stand first."""
+    """Recompute losses by type, target and text; then single options and gradients for the default settings."""
     settings, steps = golden.settings("network"), golden.meta["config"]["timesteps"]
     image, text, encodings = (
         jnp.asarray(golden.get(f"in/{n}")) for n in ("image_embed", "text_embed", "text_encodings")
@@ -156,7 +156,7 @@ def replay_losses(golden: PriorGolden) -> PriorReplay:
     runs: dict[bool, Any] = {}
 
     def value(cfg: PriorConfig, params: Any, given: Any, drawn: Draws) -> Any:
-        """The loss in three parts, so that the network is compiled once for all types and targets; the gradient takes it whole."""
+        """Compute the loss in three parts, so that the network is compiled once for all types and targets; the gradient does not."""
         run = runs.setdefault(cfg.self_cond, _network(cfg))
         x0 = image * cfg.scale
         noised = schedule.q_sample(schedule.tables(cfg.schedule, cfg.timesteps), x0, drawn.times, drawn.noise)

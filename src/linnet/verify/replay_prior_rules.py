@@ -1,4 +1,4 @@
-"""Computes what a prior's reference file says of tables, steps, positions and averages: the rules without a network."""
+"""Recompute results of a prior's reference file that need no network: tables, steps, positions and moving averages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from linnet.models.prior.tokens import sinusoid
 from linnet.optim import ema
 from linnet.verify.prior import PriorGolden, PriorReplay
 
-P2_GAMMA = 0.5  # of the files that have such weights
+P2_GAMMA = 0.5  # value used in the files that have such weights
 TABLES = tuple(schedule.Tables.__dataclass_fields__)
 
 
 def _schedules(golden: PriorGolden) -> dict[str, schedule.Tables]:
-    """By the names of a file's groups: a schedule and its number of steps."""
+    """Return the tables by the names of a file's groups: a schedule and its number of steps."""
     found = {}
     for group in {name.split("/")[0] for name in golden.arrays}:
         parts = re.fullmatch(r"(cosine|linear|quadratic|sigmoid|jsd)_(\d+)", group)
@@ -91,7 +91,7 @@ def replay_network_tables(golden: PriorGolden) -> PriorReplay:
 
 
 def replay_ema(golden: PriorGolden) -> PriorReplay:
-    """A weight that is 1 at the first update, 2 at the second, and so on."""
+    """Average a weight that is 1 at the first update, 2 at the second, and so on."""
     values: dict[str, Any] = {}
     for group in {name.split("/")[0] for name in golden.arrays}:
         cfg = ema.EmaConfig(**parse_json(str(golden.get(f"{group}/cfg")[()])))

@@ -1,4 +1,4 @@
-"""Computes what a prior's reference file says of sampling (with the noise it recorded) and of whole updates."""
+"""Recompute sampling (with the recorded noise) and complete training updates of a prior's reference file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from linnet.optim import ema
 from linnet.optim.optimizer import optimizer, schedule
 from linnet.verify.prior import PriorGolden, PriorReplay
 
-# The ends of the names of runs, and what they change.
+# Suffixes of the names of runs, and the settings they change.
 RUNS: dict[str, dict[str, Any]] = {
     "": {},
     "init": {"normalize_start": True},
@@ -31,16 +31,16 @@ RUNS: dict[str, dict[str, Any]] = {
     "continuous": {"continuous_time": True},
 }
 SAMPLER = re.compile(r"(ddpm|ddim(\d+)_eta([0-9.]+))(?:_cs([0-9.]+))?")
-SAMPLE_STEPS = 10  # of the files that do not tell
+SAMPLE_STEPS = 10  # for files that do not state it
 TARGET = re.compile(r"(x_start|noise|v)(?:_(\w+))?")
-# A network that predicts noise gives a start only as R x - M output (M is 6.4 at the first of 10 steps), a difference of large
-# numbers that is then clipped to 1: what float32 loses is small beside the numbers that went in, not beside what clipping leaves.
-# So these results are measured against the noise that they began with, 2.27 times as large in the reference's file. Measured there
-# by computing the five DDIM runs without encodings in float64, from the same tables, relative to the largest result: the
-# reference's own float32 is 4.4e-6 to 1.4e-5 away, ours 1.3e-6 to 8.5e-6, and the two up to 1.6e-5 apart. An error of 4e-7 in the
-# network's output, which is its round-off, does as much when put into the float64 run (5.6e-6, at most 1.2e-5). Over 24 other
-# texts ours is off by 2.4e-6 in the median and 2.9e-5 at most, numpy's float32 by 2.0e-6 and 1.3e-5. Where the start or the
-# velocity is predicted, reference and ours stay within 8.1e-7, and nothing is loosened.
+# A network that predicts noise gives x_start only as R x - M output (M is 6.4 at the first of 10 steps), a difference of large numbers
+# that is then clipped to 1: the float32 error is small relative to the operands, not relative to the clipped result. So these results
+# are compared relative to the initial noise, 2.27 times as large in the reference's file. Measured there by computing the five DDIM
+# runs without encodings in float64, from the same tables, relative to the largest result: the reference's own float32 is 4.4e-6 to
+# 1.4e-5 away, ours 1.3e-6 to 8.5e-6, and the two up to 1.6e-5 apart. An error of 4e-7 in the network's output, which is its round-off,
+# has the same effect in the float64 run (5.6e-6, at most 1.2e-5). Over 24 other texts ours is off by 2.4e-6 in the median and 2.9e-5
+# at most, numpy's float32 by 2.0e-6 and 1.3e-5. If x_start or the velocity is predicted, reference and ours stay within 8.1e-7, and
+# the tolerance is not loosened.
 AGAINST_NOISE = "runs that predict noise: errors of their results are relative to the noise they began with"
 
 
@@ -67,7 +67,7 @@ def replay_sampling(golden: PriorGolden) -> PriorReplay:
             models[f"{target}/{option}"] = cfg, prepare(params, cfg)
         return models[f"{target}/{option}"]
 
-    # Runs of one model are rows of one batch, each by its own plan.
+    # Runs of one model are rows of one batch, each with its own solver.
     batches: dict[tuple[str, str, str], list[tuple[str, int | None, float, float]]] = {}
     for name in golden.below("out/"):
         sampler, _, rest = name.partition("/")
@@ -90,7 +90,8 @@ def replay_sampling(golden: PriorGolden) -> PriorReplay:
                 scales[f"out/{name}"] = float(jnp.max(jnp.abs(noise[0]))) / cfg.scale
             values[f"out/times/{name}"] = plan.times
             values[f"out/xt/{name}"] = path[: len(plan), mine]
-            # To start from, then at every DDPM step (the last is not used), or for every DDIM step that ends above the start.
+            # Noise is drawn to start from, then at every DDPM step (the last is not used), or for every DDIM step that ends above t =
+            # 0.
             values[f"out/n_noise/{name}"] = 1 + (len(plan) if n_step is None else np.sum(plan.times[1:] > 0))
     given_names = {f"out/sample/{name}" for name in ("text", "text_embed", "text_encodings", "noise")}
     if given_names <= set(golden.arrays):
@@ -115,7 +116,7 @@ def _run(
     encodings: Any,
     noise: Any,
 ) -> tuple[Any, Any]:
-    """Each plan for an equal share of the rows."""
+    """Run each solver on an equal share of the rows."""
     n = len(text) // len(plans)
     rows = make_rows([p for p in plans for _ in range(n)], [g for g in guidance for _ in range(n)])
     guided, longest = any(g != 1.0 for g in guidance), max(map(len, plans))
@@ -125,7 +126,7 @@ def _run(
 def _best_of(
     golden: PriorGolden, params: PriorParams, cfg: PriorConfig, plan: SolverTable, encoded: bool, guidance: float
 ) -> Any:
-    """Candidates of a text stand beside each other."""
+    """Sample several candidates per text, in adjacent rows, and keep the best."""
     text, encodings, noise = (golden.get(f"out/sample/{n}") for n in ("text_embed", "text_encodings", "noise"))
     n = noise.shape[1] // len(text)
     wide, enc = np.repeat(text, n, axis=0), np.repeat(encodings, n, axis=0) if encoded else None
@@ -134,7 +135,7 @@ def _best_of(
 
 
 def replay_trainer(golden: PriorGolden) -> PriorReplay:
-    """Loss, gradient, clip, AdamW and the moving average, step after step, with the noise and times of the file."""
+    """Recompute loss, gradient, clipping, AdamW and the moving average step by step, with the noise and times of the file."""
     settings, prior = golden.meta["config"], golden.settings("prior")
     cfg, params = golden.model(golden.settings("network"), timesteps=prior["timesteps"])
     n_step = len(golden.get("in/image_embed"))
@@ -150,7 +151,7 @@ def replay_trainer(golden: PriorGolden) -> PriorReplay:
         clip=settings.get("max_grad_norm"),
         warmup_steps=settings.get("warmup_steps") or 0,
         schedule="dampened_constant" if waved is None else "dampened_cosine",
-        steps=waved or 1 + n_step + (settings.get("warmup_steps") or 0),  # of the first only a cosine's length matters
+        steps=waved or 1 + n_step + (settings.get("warmup_steps") or 0),  # without a cosine the length does not matter
     )
     prefix = "ema_"
     average = ema.EmaConfig(**{n.removeprefix(prefix): v for n, v in settings.items() if n.startswith(prefix)})

@@ -1,4 +1,4 @@
-"""Computes with this implementation what a reference file says: whole updates, the schedule, the nucleus filter."""
+"""Recompute training updates, the schedule and the nucleus filter of a Transformer-VQ reference file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIMISER_SETTINGS = frozenset([*OPTIM, GROUPED])
 
 
 def replay_train(golden: Golden) -> Replay:
-    """The trainer's own step, call after call. A call is one sequence: the state is carried within it, never between."""
+    """Run the trainer's own step, call by call. A call is one sequence: the state is carried within it, never between calls."""
     m = load_model(golden)
     refuse_dropout(golden, m.cfg)
     calls = sorted(int(c[1]) for name in golden.inputs if (c := re.fullmatch(r"batch(\d+)/inputs", name)))
@@ -58,7 +58,7 @@ def replay_train(golden: Golden) -> Replay:
 
         def one(state: TrainState, number: int, batch: Batch = batch) -> tuple[TrainState, dict[str, float]]:
             start = number * cfg.tokens.update_len
-            buffers = jax.tree.map(jnp.copy, state.buffers)  # the step consumes the state it is given
+            buffers = jax.tree.map(jnp.copy, state.buffers)  # the step donates the state it is given
             state, metrics = step(state, batch.stretch(start, start + cfg.tokens.update_len))
             return state, all_metrics(buffers, metrics, m.cfg)
 
@@ -82,7 +82,7 @@ def replay_train(golden: Golden) -> Replay:
 
 
 def _wanted(golden: Golden, call: int, cfg: VQConfig) -> dict[str, np.ndarray]:
-    """The reference's parameters after a call, by the names of Linnet's leaves. A file may lack some: nothing is explained then."""
+    """Return the reference's parameters after a call, by Linnet's leaf names; empty if the file lacks some."""
     after = {name: golden.outputs.get(f"after{call}/{name}") for name in reference_leaves(cfg)}
     whole = {name: value for name, value in after.items() if value is not None}
     shapes = {name: golden.params[name].shape for name in whole}
@@ -92,7 +92,7 @@ def _wanted(golden: Golden, call: int, cfg: VQConfig) -> dict[str, np.ndarray]:
 
 
 def _unused(bias: np.ndarray, optim: OptimConfig, n_update: int) -> np.ndarray:
-    """An untied model has this vector and never uses it: only decay of vectors changes it."""
+    """Return a vector that an untied model has but never uses: only decay of vectors changes it."""
     value = np.asarray(bias, np.float32)
     for _ in range(n_update if optim.decay_vectors else 0):
         value = value - np.float32(optim.decay) * value
@@ -126,7 +126,7 @@ def replay_schedule(golden: Golden) -> Replay:
 
 
 def replay_nucleus(golden: Golden) -> Replay:
-    """Kept logits are compared apart from the mask: next to -1e10 every error would look small."""
+    """Compare kept logits separately from the mask: next to -1e10 every error would look small."""
     from linnet.nn.sampling import nucleus
 
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The reference's settings as a run of ours: every field is honoured, refused with a reason, or remarked on. None is passed over."""
+"""Convert DALLE2-pytorch settings to a run config: every field is applied, rejected with a reason, or reported in a remark."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from linnet.models.prior.reference import NETWORK, network_config
 
 PRESET = "dalle2-prior"
 ROUND_OFF = 1e-5
-"""Of three shares written with few digits."""
+"""Tolerance of the sum of three shares written with few digits."""
 MAX_TEXT_LEN = 256
-"""The reference's network has so many places for tokens where nothing is said."""
+"""The reference's default number of token positions."""
 BETAS, EPSILON = (0.9, 0.99), 1e-6
-"""Of Adam, in the reference's trainer; its files do not say."""
+"""Adam constants of the reference's trainer; its settings files do not contain them."""
 FRESH_LOSS = 1e9
-# What weights tell too: said twice, it must be said alike.
+# Settings that the weights determine as well: if the file states them, they must agree.
 TOLD_BY_WEIGHTS = {"timesteps": "timesteps", "beta_schedule": "schedule"}
 
 
@@ -62,7 +62,7 @@ def _diffusion(prior: Prior) -> dict[str, Any]:
 
 
 def import_settings(prior: Prior, said: Mapping[str, Any]) -> dict[str, Any]:
-    """For a checkpoint's weights: all that they do not tell, and of what they tell only what the file itself said."""
+    """Return the settings that a checkpoint's weights do not determine, and those that they do determine if the file states them."""
     whole = dataclasses.asdict(model_config(prior))
     told = {ours for theirs, ours in TOLD_BY_WEIGHTS.items() if theirs in said}
     told |= {ours for theirs, ours in NETWORK.items() if said["net"].get(theirs) is not None}
@@ -71,7 +71,10 @@ def import_settings(prior: Prior, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def optim_config(train: Train, steps: int) -> OptimConfig:
-    """`steps`: all updates. The reference's cosine has a length of its own, and comes back up after it."""
+    """Build the optimizer config; `steps` is the total number of updates.
+
+    The reference's cosine has a length of its own, and rises again after it.
+    """
     wave = train.cosine_decay_max_steps
     if wave is not None and wave > steps:
         needs = f"at most the {steps:,} updates that there are: here a wave ends with its run"
@@ -93,7 +96,7 @@ def optim_config(train: Train, steps: int) -> OptimConfig:
 
 
 def train_config(train: Train, timesteps: int, data: Data | None = None, trackers: tuple[Any, ...] = ()) -> TrainConfig:
-    """`timesteps`: of the diffusion."""
+    """Build the training config; `timesteps` are those of the diffusion."""
     by_steps = train.save_every is not None
     return TrainConfig(
         ema_decay=train.ema_beta if train.use_ema else None,
@@ -112,7 +115,7 @@ def train_config(train: Train, timesteps: int, data: Data | None = None, tracker
 
 
 def run_config(parts: DallE2Config) -> RunConfig:
-    """Before any path is opened: flags of the command line may still change it."""
+    """Build the run config before any path is opened, because command-line flags may still change it."""
     data, train = parts.data, parts.train
     _check(parts)
     model = model_config(parts.prior)
@@ -131,14 +134,14 @@ def run_config(parts: DallE2Config) -> RunConfig:
             test_fraction=data.splits.test,
             batch_size=data.batch_size,
         ),
-        # A length that nothing can contradict: how many pairs there are is known only when they are opened.
+        # A length that passes every check: the number of pairs is only known when they are opened.
         optim=optim_config(train, max(steps, (train.warmup_steps or 0) + 1, train.cosine_decay_max_steps or 1)),
         train=dataclasses.replace(train_config(train, model.timesteps, data, trackers), exports=export_targets(parts)),
     )
 
 
 def updates(parts: DallE2Config, n_pairs: int, batch_size: int) -> int:
-    """So that each of the training pairs is seen `epochs` times. A batch may reach into the next epoch, so none is short."""
+    """Return the number of updates for `epochs` passes over the training pairs. Batches cross epochs, so none is short."""
     return max(1, math.ceil(parts.train.epochs * n_pairs * parts.data.splits.train / batch_size - 1e-9))
 
 
@@ -167,13 +170,13 @@ def _check_splits(splits: Splits) -> None:
 
 
 def folder_hint(parts: DallE2Config, path: Path) -> Path:
-    """Where the run goes unless the command line says: where the reference kept its own."""
+    """Return the default run folder: the data path of the reference's tracker, if set."""
     place = parts.tracker.data_path
     return Path("runs") / path.stem if place is None else Path(place)
 
 
 def remarks(parts: DallE2Config) -> Iterator[str]:
-    """What is done in another way than the file says, or not at all, with nothing in the training changed by it."""
+    """Yield remarks on settings that are applied differently or ignored, without an effect on training."""
     prior, train = parts.prior, parts.train
     if prior.image_size is not None or prior.image_channels != 3:
         yield "prior.image_size and image_channels are not used: embeddings are read, not pictures."

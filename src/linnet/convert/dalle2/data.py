@@ -1,4 +1,4 @@
-"""From the reference's settings to a run that can start: where its pairs lie, and how many updates they make."""
+"""Complete a run config made from DALLE2-pytorch settings: find its pairs, and compute the number of updates."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ OPENAI = {
 
 
 def open_config(parts: DallE2Config, asked: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The run as asked for (`run_config(parts)`, changed by flags) with its places found and its length known, and what is to be
-    remarked on. Nothing is written."""
+    """Return the requested run with its paths resolved and its length set, and remarks for the user.
+
+    `asked` is `run_config(parts)` changed by flags. Nothing is written.
+    """
     base, said = run_config(parts), list(remarks(parts))
     data, found = _places(parts, asked.pairs, base.pairs)
     pairs = open_pairs(data, asked.seed, encodings=asked.prior.text_encodings)
@@ -62,7 +64,7 @@ def open_config(parts: DallE2Config, asked: RunConfig) -> tuple[RunConfig, list[
 
 
 def _length(parts: DallE2Config, rows: dict[str, int], data: PairsConfig) -> tuple[int, list[str]]:
-    """By the pairs that there are: `num_data_points` of them, or all."""
+    """Return the number of updates, by `num_data_points` or all existing pairs, and remarks."""
     total, wanted = sum(rows.values()), parts.data.num_data_points
     if wanted is None or wanted == total:
         return _exactly(parts.train.epochs * rows["train"], data), []
@@ -81,7 +83,7 @@ def _exactly(n_pairs: int, data: PairsConfig) -> int:
 
 
 def _places(parts: DallE2Config, asked: PairsConfig, base: PairsConfig) -> tuple[PairsConfig, list[str]]:
-    """Files that can be opened. A flag that names a source stands for all that the file says about places."""
+    """Return the data config with paths that can be opened. A flag that names a source overrides all paths of the file."""
     if asked.source != base.source or (asked.images is None and base.images is not None):
         words = []
         kept = {name: None for name in PLACES if getattr(asked, name) == getattr(base, name)}
@@ -94,7 +96,7 @@ def _places(parts: DallE2Config, asked: PairsConfig, base: PairsConfig) -> tuple
         return asked, words
     assert asked.images is not None
     _local("data.image_url", asked.images)
-    # Images named by a flag leave behind what the file says of the others, where that leads nowhere.
+    # If a flag names the images, other paths of the file are dropped if they are placeholders or remote.
     left = [name for name in ("texts", "metadata") if asked.images != base.images and _unknown(getattr(base, name))]
     left = [name for name in left if getattr(asked, name) == getattr(base, name)]
     asked = dataclasses.replace(asked, **dict.fromkeys(left))
@@ -112,7 +114,7 @@ def _places(parts: DallE2Config, asked: PairsConfig, base: PairsConfig) -> tuple
 
 
 def _layout(data: PairsConfig) -> Path | None:
-    """The folder that holds both embeddings (and the captions), as clip-retrieval and `linnet data embed` write them."""
+    """Return the folder with both embeddings (and captions), in the layout of clip-retrieval and `linnet data embed`."""
     assert data.images is not None
     images = Path(data.images).expanduser()
     root = images.parent
@@ -142,7 +144,7 @@ def _local(field: str, value: str) -> None:
 
 
 def _captions_only(data: PairsConfig, clip: Clip | None) -> UserError:
-    """The reference embeds captions while it trains, again and again; here that is done once, beforehand."""
+    """Return the error for captions without embeddings: the reference embeds them while training; here it is done once, beforehand."""
     make, model = ("openai", "ViT-L/14") if clip is None else (clip.make, clip.model)
     known = make == "openai" and model in OPENAI
     encoder = f"open_clip:{OPENAI[model]}/openai" if known else "open_clip:MODEL/WEIGHTS"

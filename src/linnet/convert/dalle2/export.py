@@ -1,4 +1,4 @@
-"""A prior in the reference's own files: the state dict of a DiffusionPrior, and the checkpoint of its trainer.
+"""Export a prior to DALLE2-pytorch: the state dict of a DiffusionPrior, and the checkpoint of its trainer.
 
 The names, their order and the tables beside the weights are those of DALLE2-pytorch, so that its `load_state_dict(strict=True)` and
 `DiffusionPriorTrainer.load` accept them. The version is written as text: torch loads the file with `weights_only=True`, and the
@@ -60,7 +60,7 @@ RELEASES = (
     "0.16.1",
     "0.15.4",
 )
-"""The last release of each stretch that computes the same, newest first."""
+"""The last release of each range that computes the same, newest first."""
 BEHAVIOUR = {name for release in RELEASES for name in behaviour(release)}
 NEEDED_FOR: dict[str, Callable[[PriorConfig], bool]] = {
     "truncated_time": lambda cfg: cfg.continuous_time,
@@ -68,11 +68,11 @@ NEEDED_FOR: dict[str, Callable[[PriorConfig], bool]] = {
     "text_mask": lambda cfg: cfg.text_conditioning == "mask",
     "drop_text_embedding": lambda cfg: cfg.text_conditioning == "null_vectors",
 }
-"""Settings of a release that matter only to some models."""
+"""Settings of a release that only affect some models."""
 
 
 def release_of(cfg: PriorConfig) -> str:
-    """The newest release whose network computes what this one does."""
+    """Return the newest release whose network computes the same as this one."""
     return next((release for release in RELEASES if _computes(release, cfg)), None) or _no_release()
 
 
@@ -95,13 +95,13 @@ def _no_release() -> NoReturn:
 
 
 def model_file(params: PriorParams, cfg: PriorConfig) -> dict[str, Any]:
-    """What the reference's tracker saves as `model`."""
+    """Return what the reference's tracker saves as `model`."""
     release = release_of(cfg)
     return {"version": release, "model": state_dict(params, cfg, release)}
 
 
 def state_dict(params: PriorParams, cfg: PriorConfig, release: str) -> dict[str, np.ndarray]:
-    """Of a DiffusionPrior: tables of the noise schedule, then the network in the order of its parameters."""
+    """Return the state dict of a DiffusionPrior: tables of the noise schedule, then the network in parameter order."""
     table = dataclasses.asdict(tables(cfg.schedule, cfg.timesteps))
     weights = named_for(to_reference(params, cfg), release)
     return {
@@ -112,10 +112,10 @@ def state_dict(params: PriorParams, cfg: PriorConfig, release: str) -> dict[str,
 
 
 def named_for(weights: dict[str, np.ndarray], release: str) -> dict[str, np.ndarray]:
-    """Norms by the names of the release."""
+    """Rename the norms for the release."""
     if parse(release) >= parse("0.16.0"):
         return weights
-    found: dict[str, np.ndarray] = {}  # norms had a shift too, which was never trained
+    found: dict[str, np.ndarray] = {}  # norms also had a shift, which was never trained
     for name, value in weights.items():
         if name.endswith(".g"):
             found[name.removesuffix("g") + "gamma"] = value
@@ -126,7 +126,7 @@ def named_for(weights: dict[str, np.ndarray], release: str) -> dict[str, np.ndar
 
 
 def _place(name: str) -> tuple[Any, ...]:
-    """Sorts names as the reference's modules are defined. A module's parts are named in order already."""
+    """Sort key for the definition order of the reference's modules. Submodules are already named in order."""
     first = next(
         i for i, prefix in enumerate(ORDER) if name == prefix or (prefix[-1] == "." and name.startswith(prefix))
     )
@@ -138,7 +138,7 @@ def _place(name: str) -> tuple[Any, ...]:
 
 
 def _natural(name: str) -> tuple[Any, ...]:
-    """Weights stand before biases, gains before shifts, numbers by size."""
+    """Sort key: weights before biases, gains before shifts, numbers numerically."""
     ends = {"weight": "0", "bias": "1", "gamma": "0", "beta": "1"}
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, ends.get(part, part)) for part in name.split("."))
 
@@ -146,7 +146,7 @@ def _natural(name: str) -> tuple[Any, ...]:
 def trainer_file(
     state: TrainState, cfg: RunConfig, *, epoch: int, samples_seen: int, best_validation_loss: float
 ) -> dict[str, Any]:
-    """What the reference's trainer saves, except that a warm-up schedule is left out (an object, which `load` does not read)."""
+    """Return what the reference's trainer saves, without the warm-up schedule (an object, which `load` does not read)."""
     check_trained_alike(cfg.optim)
     release, step = release_of(cfg.prior), int(state.step)
     model = state_dict(state.params, cfg.prior, release)
@@ -176,7 +176,7 @@ def trainer_file(
 
 
 def check_trained_alike(optim: OptimConfig) -> None:
-    """Refuses optimizer state that means something else in the reference."""
+    """Raise if the optimizer state would have another meaning in the reference."""
     if optim.name != "adamw" or not optim.decay_by_lr or not optim.schedule.startswith("dampened"):
         raise UserError(
             "a trainer checkpoint needs a run that was trained as the reference trains: AdamW (--optim.name adamw), decay scaled by "
@@ -186,7 +186,7 @@ def check_trained_alike(optim: OptimConfig) -> None:
 
 
 def parameter_groups(names: dict[str, np.ndarray], apart: bool) -> list[list[str]]:
-    """Names in the order that the reference's optimizer numbers them. `apart`: vectors, which do not decay, have their own group."""
+    """Return names in the order of the reference's optimizer. `apart`: vectors, which do not decay, are in a group of their own."""
     trained = [name for name in names if name.startswith(NETWORK) and not name.endswith(".beta")]
     rotary = [name for name in trained if name.endswith(ROTARY)]
     trained = [name for name in trained if name not in rotary[1:]]
@@ -222,7 +222,7 @@ def _optimizer(state: TrainState, cfg: RunConfig, model: dict[str, np.ndarray], 
 
 
 def _scheduler(state: TrainState, cfg: RunConfig, n: int) -> dict[str, Any]:
-    """Of torch's CosineAnnealingLR or LambdaLR, whose rates are those before warm-up. `n`: groups of parameters, each with a rate."""
+    """Return the state of torch's CosineAnnealingLR or LambdaLR, whose rates exclude warm-up. `n`: number of parameter groups."""
     optim = cfg.optim
     count = int(_part(state.opt_state, optax.ScaleByAdamState).count)
     flat = dataclasses.replace(optim, warmup_steps=0)

@@ -1,6 +1,7 @@
-"""The settings file of the reference's prior (DALLE2-pytorch 0.x and 1.x): its parts as they are written, names and types checked.
+"""Schema of the settings file of DALLE2-pytorch's prior (0.x and 1.x), with names and types checked.
 
-Names and defaults are the reference's, so that a file that says little means what it meant there."""
+Names and defaults are the reference's, so that omitted fields have the same meaning as there.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ class Data:
     splits: Splits = dataclasses.field(default_factory=Splits)
     batch_size: int = 64
     num_data_points: int | None = None
-    """None: all there are. The reference would say 250 million, and then ask for them."""
+    """None: all existing pairs. (The reference's default is 250 million, which must then exist.)"""
     eval_every_seconds: float = 3600.0
 
 
@@ -109,9 +110,9 @@ class Train:
     amp: bool = False
     save_every_seconds: float = 3600.0
     save_every: int | None = None
-    """Updates; of older versions."""
+    """In updates; only in older versions."""
     eval_timesteps: tuple[int, ...] | None = None
-    """None: 64, or all where there are fewer."""
+    """None: 64, or all if there are fewer."""
     best_validation_loss: float = 1e9
     current_epoch: int = 0
     num_samples_seen: int = 0
@@ -149,7 +150,7 @@ class Save:
     save_latest: bool = True
     save_best: bool = True
     save_latest_to: object = None
-    """A path, or false for nowhere; as the next."""
+    """A path, or false for nowhere; the same for the next two."""
     save_best_to: object = None
     save_meta_to: object = None
     huggingface_repo: str | None = None
@@ -164,7 +165,7 @@ class Tracker:
     log: Log | None = None
     load: Load | None = None
     save: tuple[Save, ...] = ()
-    # Of older versions, which had no parts of their own for these:
+    # Fields of older versions, which had no sections for these:
     tracker_type: Literal["console", "wandb"] | None = None
     init_config: dict | None = None
     wandb_entity: str | None = None
@@ -186,7 +187,7 @@ class OldLoad:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DallE2Config:
-    """A whole file."""
+    """A complete settings file."""
 
     prior: Prior
     data: Data
@@ -196,7 +197,7 @@ class DallE2Config:
 
 
 def read_json(path: Path) -> Any:
-    """Numbers as 25e7 are whole there, too."""
+    """Read a JSON file; integral floats such as 25e7 become ints, as in the reference."""
 
     def number(text: str) -> int | float:
         value = float(text)
@@ -216,12 +217,12 @@ def read_json(path: Path) -> Any:
 
 
 def is_reference(values: Any) -> bool:
-    """Whether this is a file of the reference, not a run's own config.json."""
+    """Return whether this is a file of the reference, as opposed to a run's own config.json."""
     return isinstance(values, dict) and "version" not in values and any(name in values for name in ("prior", *DECODERS))
 
 
 def read_parts(values: Mapping[str, Any], path: Path) -> DallE2Config:
-    """Every field known and of its type, or refused with the nearest known name."""
+    """Parse a settings file; an unknown field or wrong type raises, with the nearest known name."""
     odd = next((name for name in DECODERS if name in values), None)
     if odd is not None:
         raise invalid(
@@ -230,14 +231,14 @@ def read_parts(values: Mapping[str, Any], path: Path) -> DallE2Config:
     _require(values, "", "prior", "data")
     _require(values["data"], "data.", "image_url")
     tracker = values.get("tracker")
-    if isinstance(tracker, dict) and isinstance(tracker.get("save"), dict):  # one saver may stand without its list
+    if isinstance(tracker, dict) and isinstance(tracker.get("save"), dict):  # a single saver may have no list
         values = {**values, "tracker": {**tracker, "save": [tracker["save"]]}}
     read_prior(values["prior"])
     return from_dict(DallE2Config, {name: value for name, value in values.items() if value is not None}, "")
 
 
 def read_prior(values: Any) -> Prior:
-    """The part `prior` by itself: what a checkpoint was trained with."""
+    """Parse the section `prior`, which describes the model of a checkpoint."""
     _require(values, "prior.", "net")
     _require(values["net"], "prior.net.", "dim", "depth")
     return from_dict(Prior, values, "prior.")

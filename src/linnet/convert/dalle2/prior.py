@@ -1,4 +1,4 @@
-"""Checkpoints of the reference's diffusion prior: which weights a file holds, and the model that they are."""
+"""Read checkpoints of DALLE2-pytorch's diffusion prior: find the weights in a file, and infer the model config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Which = Literal["ema", "online"]
 NETWORK, NOISE = "net.", "noise_scheduler."
 MARK = "learned_query"  # every network has one
 LARGEST = 1e15
-"""Above any count of steps or samples."""
+"""Larger than any count of steps or samples."""
 MAX_TIMESTEPS = 1_000_000
 NAME = re.compile(r"[A-Za-z0-9_.]{1,120}")
 VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){1,3}[a-z0-9.+-]{0,20}")
@@ -37,27 +37,30 @@ class ImportedPrior:
     which: Which
     """Whether these are the averaged weights or the trained ones."""
     other: PriorParams | None
-    """The other of the two, where the file has both."""
+    """The other of the two, if the file has both."""
     release: Release
-    """Of the reference, whose network this is."""
+    """Release of the reference that the network corresponds to."""
     facts: dict[str, Any]
-    """What else it tells: version, step, epoch, samples_seen, best_validation_loss."""
+    """Metadata of the file: version, step, epoch, samples_seen, best_validation_loss."""
     content: Mapping[str, Any]
-    """The whole file, as views of it."""
+    """The complete content of the file, as views."""
 
 
 def read_prior_checkpoint(
     path: Path, settings: Mapping[str, Any] | None = None, which: Which = "ema", release: str | None = None
 ) -> ImportedPrior:
-    """A trainer's checkpoint, a bare model, or an average by itself. `settings`: what weights do not tell (target, scale, ...), as
-    fields of PriorConfig. Averaged weights are taken where there are any. `release`: of the reference, instead of the saved one."""
+    """Read a trainer's checkpoint, a bare model, or an average.
+
+    `settings`: fields of PriorConfig that the weights do not determine (target, scale, ...). Averaged weights are preferred by
+    default. `release`: release of the reference, overriding the saved one.
+    """
     loaded = read_torch(path)
     states = find_states(loaded, path)
     taken: Which = which if which in states else next(iter(states))
     prior = states[taken]
     facts, network = _facts(loaded), _network(prior, path)
     of = recognize(network, version=facts.get("version"), keys=filter(_is_text, loaded), override=release)
-    # Before 0.11.0 the schedule's tables stood at the top of the state dict.
+    # Before 0.11.0 the schedule's tables were at the top level of the state dict.
     noise = prior.get(NOISE + "betas", prior.get("betas"))
     cfg = infer_config(network, _table(noise, path), settings or {}, of)
     known = {"self_cond": cfg.self_cond, "has_version": release is not None or "version" in facts}
@@ -76,7 +79,7 @@ def read_prior_checkpoint(
 
 
 def find_states(loaded: Any, path: Path) -> dict[Which, dict[str, Any]]:
-    """State dicts of the prior by what they are, whatever the file's layout."""
+    """Return the state dicts of the prior by kind, for any layout of the file."""
     if not isinstance(loaded, dict):
         raise UserError(f"{path} holds no state dict. Fix: name a checkpoint of a DALLE2-pytorch prior.")
     found: dict[Which, dict[str, Any]] = {}
@@ -114,7 +117,7 @@ def _has_network(state: Mapping[Any, Any]) -> bool:
 
 
 def _network(state: Mapping[str, Any], path: Path) -> dict[str, np.ndarray]:
-    """The network's part. CLIP's weights, where a prior was saved with them, are none of it."""
+    """Return the network's weights, without those of CLIP if they were saved together."""
     whole = MARK in state
     found = {
         name.removeprefix("" if whole else NETWORK): x
@@ -153,15 +156,17 @@ def _facts(loaded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number(value: Any) -> int | float | None:
-    """A count or a loss, stored as a number or as a tensor with one element. Anything implausible is None."""
+    """Return a count or a loss, stored as a number or a one-element tensor; None if it is implausible."""
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.reshape(-1)[0].item()
     return value if isinstance(value, int | float) and abs(value) < LARGEST else None
 
 
 def _version(version: Any) -> str | None:
-    """A string, or a `packaging.Version`, whose releases pickle its numbers in several ways: the first tuple of whole numbers found
-    is the release."""
+    """Return the version from a string or a `packaging.Version`.
+
+    Releases of `packaging` pickle the numbers in several ways; the first tuple of integers found is the release.
+    """
     todo: list[Any] = [version]
     for _ in range(MAX_VERSION_PARTS):
         if not todo:

@@ -1,4 +1,4 @@
-"""The tracker of the reference's settings file: which checkpoint it starts from, which files it writes, and what is not followed."""
+"""The tracker section of DALLE2-pytorch's settings: the checkpoint to load, the files to write, and remarks on ignored settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def has_wandb() -> bool:
 
 
 def loaded_file(parts: DallE2Config) -> Path | None:
-    """The local checkpoint to start from. Loaders of other places are refused by name."""
+    """Return the local checkpoint to start from; remote loaders raise."""
     load, old = parts.tracker.load, parts.load
     if load is not None and load.load_from is not None and not load.only_auto_resume:
         return _local_file("tracker.load.load_from", load.load_from, "tracker.load.file_path", load.file_path)
@@ -38,7 +38,7 @@ def _local_file(field: str, kind: str, where: str, path: str | None) -> Path:
 
 
 def export_targets(parts: DallE2Config) -> tuple[str, ...]:
-    """The local savers as `train.exports`. Paths are from the current folder, as the reference's are."""
+    """Return the local savers as `train.exports`. Paths are relative to the working directory, as in the reference."""
     found: list[str] = []
     for save in _local_savers(parts):
         for when, target in (("latest", save.save_latest_to), ("best", save.save_best_to)):
@@ -57,7 +57,7 @@ def _local_savers(parts: DallE2Config) -> list[Save]:
 
 
 def tracker_remarks(parts: DallE2Config) -> Iterator[str]:
-    """What of the tracker is done in another way, or not at all."""
+    """Yield remarks on tracker settings that are applied differently or ignored."""
     tracker = parts.tracker
     log = tracker.log or Log(wandb_entity=tracker.wandb_entity, wandb_project=tracker.wandb_project)
     if tracker.overwrite_data_path:

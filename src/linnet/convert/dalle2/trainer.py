@@ -1,9 +1,9 @@
-"""The trainer's part of a DALLE2-pytorch checkpoint: Adam's moments, counts and settings, so that training continues.
+"""Read the trainer state of a DALLE2-pytorch checkpoint (Adam's moments, counts and settings), so that training can be resumed.
 
-torch stores the optimizer's state by number. The numbers count the parameters of each group in the order of the state dict; the
-first group holds parameters with two or more axes (decayed), the second all others; one group holds all where all decay, or none.
-One parameter is not a weight here: the rotary
-frequencies, one for all layers, which later releases of its library count as a parameter that is never trained.
+torch stores the optimizer's state by number. The numbers count the parameters of each group in the order of the state dict. The
+first group has the parameters with two or more axes (decayed), the second all others; there is a single group if all decay, or
+none. The rotary frequencies, shared by all layers, are not a weight here; later releases of the rotary library count them as a
+parameter that is never trained.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from linnet.runs.stored_trainer import StoredTrainer, TrainedSoFar, write_traine
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 UNORDERED_BEFORE = (0, 10)
-"""Releases before put the parameters of a group in the order of a Python set, which no file records."""
+"""Earlier releases ordered the parameters of a group by a Python set, and no file records that order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class AdamSettings:
     lr: float
     decay: float
     decay_vectors: bool
-    """Every parameter decays: the trainer was made with `group_wd_params=False`, and has one group of parameters."""
+    """Whether every parameter decays: the trainer was made with `group_wd_params=False` and has one parameter group."""
     b1: float
     b2: float
     eps: float
@@ -57,11 +57,11 @@ class TrainerState:
 
 
 class NotContinuable(UserError):
-    """The file has no trainer state, or it cannot be mapped. The message says why."""
+    """The file has no trainer state, or it cannot be mapped. The message gives the reason."""
 
 
 def trainer_state(loaded: Mapping[str, Any], cfg: PriorConfig, version: str | None, path: Path) -> TrainerState:
-    """From the content of a trainer's checkpoint, as `read_torch` gives it."""
+    """Extract the trainer state from the content of a checkpoint, as returned by `read_torch`."""
     saved, model = loaded.get("optimizer"), loaded.get("model")
     if not isinstance(saved, dict) or not isinstance(model, dict) or not saved.get("param_groups"):
         raise _refusal("the file has no optimizer state")
@@ -86,19 +86,19 @@ def trainer_state(loaded: Mapping[str, Any], cfg: PriorConfig, version: str | No
 
 
 def trained_with(trainer: TrainerState) -> dict[str, Any]:
-    """What the file says of the training, as fields of the reference's `train`."""
+    """Return the training settings stored in the file, as fields of the reference's `train`."""
     of = trainer.settings
     return {"lr": of.lr, "wd": of.decay, "warmup_steps": of.warmup_steps, "cosine_decay_max_steps": of.cosine_steps}
 
 
 def with_adam(optim: OptimConfig, trainer: TrainerState) -> OptimConfig:
-    """Adam's constants, which the moments were made with, and whether vectors decay: the reference's JSON has neither."""
+    """Set Adam's constants and whether vectors decay, which the reference's JSON does not contain."""
     names = ("b1", "b2", "eps", "decay_vectors")
     return dataclasses.replace(optim, **{name: getattr(trainer.settings, name) for name in names})
 
 
 def store_trainer(run: Path, found: ImportedPrior, trainer: TrainerState) -> None:
-    """Beside the weights of an imported run, so that `linnet train` continues from it."""
+    """Store the trainer state beside the weights of an imported run, so that `linnet train` resumes from it."""
     weights = {found.which: found.params, ("online" if found.which == "ema" else "ema"): found.other}
     stored = StoredTrainer(
         so_far=_so_far(found.facts, trainer.step),
@@ -112,7 +112,7 @@ def store_trainer(run: Path, found: ImportedPrior, trainer: TrainerState) -> Non
 
 
 def _so_far(facts: Mapping[str, Any], step: int) -> TrainedSoFar:
-    """What the file says of epochs, samples and the best loss, where it is plausible."""
+    """Return epochs, samples and the best loss of the file, if plausible."""
     seen, epoch = (
         value if type(value := facts.get(name)) is int and value >= 0 else None for name in ("samples_seen", "epoch")
     )
@@ -133,7 +133,7 @@ def _entry(values: Mapping[str, Any], name: str) -> Any:
 
 
 def _numbers(version: str | None) -> tuple[int, ...]:
-    """Without a version it is a release before 0.6.2."""
+    """Parse a version; without one it is a release before 0.6.2."""
     return tuple(map(int, re.findall(r"\d{1,6}", version or "")))[:2]
 
 
@@ -151,7 +151,7 @@ def _groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _names(model: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, str]:
-    """The name of each numbered parameter; the rotary frequencies are left out."""
+    """Return the name of each numbered parameter, without the rotary frequencies."""
     for name, value in model.items():
         if not isinstance(name, str) or not isinstance(value, np.ndarray):
             raise _refusal("its model is not a state dict")
@@ -161,7 +161,7 @@ def _names(model: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, 
     rotary = [name for name in trained if name.endswith(ROTARY)]
     trained = [name for name in trained if name not in rotary[1:]]  # one module, shared by all layers
     n_saved = sum(len(group["params"]) for group in groups)
-    if n_saved == len(trained) - len(rotary[:1]):  # a buffer then
+    if n_saved == len(trained) - len(rotary[:1]):  # then it is a buffer
         trained = [name for name in trained if name not in rotary]
     if len(groups) == 1:
         ordered = [trained]
@@ -183,7 +183,7 @@ def _names(model: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, 
 def _moments(
     state: Any, names: Mapping[int, str], model: Mapping[str, Any], size: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], set[int]]:
-    """First and second moments by the network's names, and the counts of updates. A parameter that had no gradient yet has none."""
+    """Return first and second moments by network name, and the update counts. A parameter that never had a gradient has none."""
     if not isinstance(state, dict):
         raise _refusal("the file has no optimizer state")
     found: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] = ({}, {})

@@ -1,1 +1,1 @@
-"""Grok-1 from what was released or converted: its files, their names and sizes, and the way to a run and back."""
+"""Import and export of Grok-1: the released checkpoint and its Hugging Face conversions."""

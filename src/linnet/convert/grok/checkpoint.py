@@ -1,7 +1,7 @@
-"""Grok-1's released checkpoint: `ckpt-0/tensorNNNNN_SSS`, one pickle for each shard of each tensor.
+"""Read Grok-1's released checkpoint: `ckpt-0/tensorNNNNN_SSS`, one pickle per shard of each tensor.
 
-A shard is what one host of the (data, model) mesh held that wrote the checkpoint: host d * M + m holds part d of the axis that is
-divided over `data` and part m of the axis that is divided over `model`; what is divided over neither is in every shard.
+A shard is the part of one host of the (data, model) mesh that wrote the checkpoint: host d * M + m has part d of the axis sharded
+over `data` and part m of the axis sharded over `model`; what is sharded over neither is in every shard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Place = tuple[slice, ...]
 
 
 def find_folder(path: Path) -> Path | None:
-    """The folder with the tensors: the one named, or ckpt-0 in it."""
+    """Return the folder with the tensors: the given one, or ckpt-0 in it."""
     for folder in (path, path / CHECKPOINT):
         if folder.is_dir() and any(FILE.fullmatch(file.name) for file in folder.iterdir()):
             return folder
@@ -35,7 +35,7 @@ def find_folder(path: Path) -> Path | None:
 
 
 def read_checkpoint(folder: Path, cfg: MoEConfig) -> Tensors:
-    """Every file is looked at, and must be what the config says, before any tensor is read."""
+    """Check every file against the config before any tensor is read."""
     order, files = file_order(cfg), _files(folder)
     _must_be_all(folder, files, len(order), cfg)
     specs, found = specs_by_name(cfg), dict[str, dict[int, Tensor | Pair]]()
@@ -51,7 +51,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path) -> dict[int, list[Path]]:
-    """By number, in the order of shards."""
+    """Return the files by tensor number, in shard order."""
     shards: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or path.name == SETTINGS:
@@ -118,8 +118,10 @@ def _pair(label: str, pairs: Sequence[StoredPair], weight: Weight, shape: tuple[
 
 
 def _must_be_own(label: str, scales: Sequence[StoredArray], at: Sequence[Place]) -> None:
-    """Shards that divide the input rows have the scales of their own rows. Equal groups in all of them could as well be the whole
-    tensor's, each shard with a copy: then nobody can tell which rows a scale is for."""
+    """Check that shards of the input rows have the scales of their own rows.
+
+    Equal groups in all shards could be a copy of the complete tensor's scales, and then the rows of a scale would be ambiguous.
+    """
     same_columns: dict[str, list[np.ndarray]] = {}
     for array, place in zip(scales, at, strict=True):
         if array.shape[-2] > 1 and len({(p[-2].start, p[-2].stop) for p in at}) > 1:
@@ -134,7 +136,7 @@ def _must_be_own(label: str, scales: Sequence[StoredArray], at: Sequence[Place])
 def places(
     label: str, shape: tuple[int, ...], shards: Sequence[tuple[int, ...]], splits: tuple[Split, ...]
 ) -> list[Place]:
-    """Where each shard belongs in the whole. Copies have the same place."""
+    """Return the slices of each shard in the full tensor. Copies have the same slices."""
     whole = tuple(slice(0, n) for n in shape)
     if any(len(shard) != len(shape) for shard in shards):
         raise _misfit(label, shape, shards)

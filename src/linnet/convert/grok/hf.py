@@ -1,6 +1,6 @@
-"""Grok-1 as safetensors under the names of its Hugging Face conversions: read (either scheme) and written (the first).
+"""Grok-1 as safetensors under the names of its Hugging Face conversions: reads both naming schemes and writes the first.
 
-They have a matrix for each expert, stored as [outputs, inputs], and floats in place of 8-bit pairs.
+They have one matrix per expert, stored as [outputs, inputs], and floats instead of 8-bit pairs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from linnet.models.moe.config import MoEConfig
 from linnet.runs.stored_array import Leaf, StoredArray, read_safetensors, write_safetensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LARGEST_FILE = 5_000_000_000  # bytes; the size conversions are usually cut into
+LARGEST_FILE = 5_000_000_000  # bytes; the usual file size of conversions
 
 
 def is_conversion(path: Path) -> bool:
@@ -37,7 +37,7 @@ def is_conversion(path: Path) -> bool:
 
 
 def read_conversion(path: Path, cfg: MoEConfig) -> Tensors:
-    """Every tensor is looked at, and must be what the config says, before any is read."""
+    """Check every tensor against the config before any is read."""
     arrays = _arrays(path)
     scheme = scheme_of(arrays, str(path))
     specs, used, found = specs_by_name(cfg), set[str](), dict[str, list[Tensor]]()
@@ -110,7 +110,7 @@ def _tensor(path: Path, arrays: dict[str, StoredArray], name: str, weight: Weigh
 
 
 def _must_be_tied(path: Path, head: StoredArray, embed: StoredArray) -> None:
-    """Grok-1 decodes with its embedding; a head of its own would be lost."""
+    """Check that the head equals the embedding: Grok-1 ties them, so a separate head would be lost."""
     alike = head.shape == embed.shape and head.dtype == embed.dtype
     if not (alike and head.sha256() == embed.sha256()):
         raise invalid(f"{HEAD} in {path}", "not the embedding", "the same as it", "use weights whose head is tied")
@@ -120,8 +120,10 @@ def _must_be_tied(path: Path, head: StoredArray, embed: StoredArray) -> None:
 
 
 def export_conversion(params: Any, cfg: MoEConfig, out: Path, largest: int = LARGEST_FILE) -> int:
-    """Scheme (1) in a new folder with an index, and config.json with the model's sizes. 8-bit weights become float32, which holds
-    them exactly. Returns how many files were written."""
+    """Write scheme (1) to a new folder with an index and a config.json with the model's sizes; returns the number of files.
+
+    8-bit weights become float32, which represents them exactly.
+    """
     if out.exists():
         raise UserError(f"{out} is there already, and nothing is overwritten. Fix: choose another --out.")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -202,5 +204,5 @@ def _sizes(cfg: MoEConfig) -> dict[str, Any]:
         "rope_theta": cfg.rope_base,
         "pad_token_id": cfg.pad_id,
         "eos_token_id": cfg.end_id,
-        "begin_id": cfg.begin_id,  # Linnet's own name: the conversions' bos_token_id does not say whether the model reads it
+        "begin_id": cfg.begin_id,  # Linnet's own name: bos_token_id does not tell whether the model reads it
     }

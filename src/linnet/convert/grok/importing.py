@@ -1,4 +1,4 @@
-"""A Grok-1 model from what was downloaded, whichever form it has, to a run of weights alone."""
+"""Import a downloaded Grok-1 model, in any supported form, as a weights-only run."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from linnet.core.errors import UserError
 from linnet.models.moe.config import MoEConfig
 from linnet.runs.weights import write_stored_run
 
-SEQUENCE = 2048  # tokens of an evaluation's or a training's sequence, where the context allows it
+SEQUENCE = 2048  # tokens per sequence in evaluation and training, if the context allows it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """All that is known before any tensor is read."""
+    """Everything known before any tensor is read."""
 
     cfg: MoEConfig
     settings: Path | None
-    """Where the sizes come from; None: they are the published ones."""
+    """File of the model sizes; None for the published ones."""
     tensors: Tensors
     files: list[Path]
     turned: bool
-    """Matrices are stored as [outputs, inputs]."""
+    """Whether matrices are stored as [outputs, inputs]."""
 
 
 def find_grok(path: Path, settings: Path | None) -> Found:

@@ -1,4 +1,4 @@
-"""From the tensors of a Grok-1 checkpoint, layer by layer, to the leaves of a `moe` model, stacked, without holding a stack."""
+"""Convert the per-layer tensors of a Grok-1 checkpoint to the stacked leaves of a `moe` model, without a stack in memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _quantize = jax.jit(quant.quantize)  # compiled: fewer copies of a matrix at a t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """Read when it is wanted, as Linnet has it: [inputs, outputs]."""
+    """A tensor that is read on demand, in Linnet's layout: [inputs, outputs]."""
 
     label: str
-    """For messages: the file and the name in it."""
+    """File and name within it, for messages."""
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[], np.ndarray]
@@ -47,7 +47,7 @@ class Pair:
 
 
 Tensors = Mapping[str, Sequence[Tensor] | Sequence[Pair]]
-"""Of each leaf, by name, its tensors in order: one, or one a layer, or one for each expert of each layer."""
+"""Tensors of each leaf by name, in order: one, one per layer, or one per expert of each layer."""
 
 
 def specs_by_name(cfg: MoEConfig) -> dict[str, Spec]:
@@ -55,7 +55,7 @@ def specs_by_name(cfg: MoEConfig) -> dict[str, Spec]:
 
 
 def to_leaves(tensors: Tensors, cfg: MoEConfig, weights: WeightDtype) -> list[Leaf]:
-    """`weights`: the fewest bits that matrices are brought to. What has fewer already stays as it is."""
+    """Convert to leaves. `weights`: the smallest dtype that matrices are cast to; a smaller dtype in the file is kept."""
     leaves: list[Leaf] = []
     for name, spec in specs_by_name(cfg).items():
         found = tensors[name]
@@ -92,7 +92,7 @@ def _float_leaves(name: str, spec: Spec, tensors: Sequence[Tensor], weights: Wei
 
 
 def _float_type(spec: Spec, found: Sequence[np.dtype], weights: WeightDtype) -> np.dtype:
-    """Of few bits only where that loses nothing, or was asked for."""
+    """Return bfloat16 only if that is lossless or was requested."""
     bfloat16 = np.dtype(jnp.bfloat16)
     if spec.least != "float32" and (weights != "float32" or all(dtype == bfloat16 for dtype in found)):
         return bfloat16
@@ -104,13 +104,13 @@ def _reader(tensors: Sequence[Tensor], to: np.dtype | None = None) -> Callable[[
         for tensor in tensors:
             values = tensor.read()
             yield values if to is None else values.astype(to, copy=False)
-            del values  # before the next is read: only one is ever held
+            del values  # before the next is read, so that only one is in memory
 
     return parts
 
 
 def _quantizing(name: str, spec: Spec, tensors: Sequence[Tensor]) -> list[Leaf]:
-    """The scales are known when the weights have been written: they come after them, and are small."""
+    """Quantize while writing. The scales, which are small, are written after the weights, when they are known."""
     scales: list[np.ndarray] = []
 
     def weights() -> Iterator[np.ndarray]:

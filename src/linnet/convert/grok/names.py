@@ -1,4 +1,4 @@
-"""What Grok-1's weights are called: in the release, in the two Hugging Face conversions, and here.
+"""Names of Grok-1's weights: in the release, in the two Hugging Face conversions, and in Linnet.
 
 The release and the conversions name each layer; the conversions name each expert and store matrices as [outputs, inputs].
 """
@@ -21,10 +21,10 @@ class Weight:
     """One weight of a model or of a layer. Conversions: (1) `transformer.decoder_layer`, (2) `model.layers`."""
 
     leaf: str
-    """As `linnet.core.pytree.named_leaves` calls it."""
+    """Name in `linnet.core.pytree.named_leaves`."""
     release: str
     splits: tuple[Split, ...]
-    """The mesh axis that the release divides each axis over."""
+    """Mesh axis that the release shards each axis over."""
     decoder_layer: str
     model_layers: str
     kind: Literal["vector", "matrix", "experts", "embedding"]
@@ -107,12 +107,12 @@ WEIGHTS: tuple[Weight, ...] = (
 )
 BY_LEAF = {weight.leaf: weight for weight in WEIGHTS}
 QUANTIZED = tuple(w.leaf for w in WEIGHTS if w.kind == "experts" or w.release.startswith("multi_head_attention/"))
-"""What the release holds in 8 bits."""
+"""Leaves that are 8-bit in the release."""
 HEAD = "lm_head.weight"  # some conversions repeat the embedding under this name
 
 
 def file_order(cfg: MoEConfig) -> list[tuple[str, Weight, int | None]]:
-    """The tensors of a checkpoint in the order of its files: name, weight, layer. Names are sorted as text."""
+    """Return the tensors of a checkpoint in file order: name, weight, layer. Names are sorted as text."""
     found: list[tuple[str, Weight, int | None]] = []
     for weight in WEIGHTS:
         if weight.in_layer:
@@ -146,5 +146,5 @@ def scheme_of(names: Iterable[str], where: str) -> Scheme:
 
 
 def with_suffix(name: str) -> str:
-    """Some conversions leave `.weight` out."""
+    """Append `.weight`, which some conversions leave out."""
     return name if re.search(r"\.(weight|scale)$", name) else f"{name}.weight"

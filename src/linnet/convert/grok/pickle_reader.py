@@ -1,8 +1,8 @@
-"""Reads the pickles of Grok-1's release without running them: where an array's bytes lie in a file, and what they are.
+"""Read the pickles of Grok-1's release without executing them: find the offset, shape and dtype of each array.
 
-Python's own unpickler calls what a file names. This reader calls nothing: it knows the few opcodes that the release's files are
-made of, keeps every name as text, and compares each step with what a numpy array or an 8-bit pair looks like. Whatever else a
-file holds is refused. An array's bytes are not read here, only found; a file cannot claim more of them than it has.
+Python's own unpickler calls whatever a file names. This reader calls nothing: it implements the few opcodes that the release's
+files consist of, keeps every name as text, and compares each step with the structure of a numpy array or an 8-bit pair. Anything
+else is an error. The bytes of an array are located but not read; a file cannot claim more of them than it has.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NDARRAY, DTYPE, BFLOAT16 = ("numpy", "ndarray"), ("numpy", "dtype"), ("ml_dtypes
 PAIR = ("__main__", "QuantizedWeight8bit")
 NAMES = {*ARRAY, NDARRAY, DTYPE, BFLOAT16, PAIR}
 
-# The byte order is part of the type: an array of the other one would be read as other numbers.
+# The byte order is part of the type: data of the other byte order would be misread.
 TYPES = {"f4": (np.dtype("float32"), "<"), "i1": (np.dtype("int8"), "|")}
 BFLOAT16_TYPE = (np.dtype(jnp.bfloat16), "<")
 
@@ -54,7 +54,7 @@ class _Bytes:
 
 @dataclasses.dataclass(eq=False)
 class _Object:
-    """A dtype, an array or a pair, from when it is made to when its state is told."""
+    """A dtype, an array or a pair, between its creation and the BUILD opcode that sets its state."""
 
     kind: str
     value: Any = None
@@ -62,9 +62,9 @@ class _Object:
 
 
 def read_pickle(path: Path) -> StoredArray | StoredPair:
-    """What the file holds. Anything but an array or an 8-bit pair, whole and of a known type, is a UserError."""
+    """Return the content of a file. Raises a UserError unless it is a complete array or 8-bit pair of a known type."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise UserError(f"{path} cannot be read: it is not a file. Fix: check the path.")
         with open(path, "rb") as file:
             return _Reader(path, file).read()
@@ -112,7 +112,7 @@ class _Reader(PickleStack):
     # The opcodes.
 
     def frame(self) -> None:
-        """Says how much may be read at once. It means nothing here, but must be true."""
+        """Read the frame length, which is not used but must be valid."""
         n = self.number(8)
         if n > self.size - self.at:
             self.refuse(f"a frame of {n} bytes is longer than the file")
@@ -163,7 +163,7 @@ class _Reader(PickleStack):
         self.push(_Object("pair"))
 
     def call(self) -> None:
-        """Only compared: an empty array before its state, or a dtype before its byte order."""
+        """Match the call of an empty array before its state, or of a dtype before its byte order; nothing is called."""
         arguments, name = self.pop(), self.pop()
         key = name.key if isinstance(name, Name) else None
         if key in ARRAY and isinstance(arguments, tuple) and len(arguments) == 3:
@@ -211,7 +211,7 @@ class _Reader(PickleStack):
         self.push(target)
 
     def build_dtype(self, target: _Object, state: Any) -> None:
-        """Version 3, byte order, no subarrays and no fields, then sizes that the type itself fixes."""
+        """Check version 3, byte order, no subarrays and no fields, and sizes that the type itself fixes."""
         fits = isinstance(state, tuple) and len(state) == 8 and state[0] == 3 and state[2:5] == (None, None, None)
         if not (fits and all(type(value) is int for value in (state[0], *state[5:]))):
             self.refuse("a type is not plain")
@@ -260,12 +260,12 @@ def _opcode_name(code: bytes) -> str:
 
 
 def _flags(values: tuple[Any, ...], expected: tuple[int, ...]) -> bool:
-    """False and True, or 0 and 1 as older numpy writes them."""
+    """Match False and True, or 0 and 1 as written by older numpy."""
     return all(type(value) in (bool, int) for value in values) and values == expected
 
 
 def _shown(value: Any) -> str:
-    """A name of the file in a message. Other texts could hold terminal escapes; other values could be of any size."""
+    """Return a name from the file for a message. Other text could contain terminal escapes; other values could be of any size."""
     return value if isinstance(value, str) and SHOWABLE.fullmatch(value) else type(value).__name__.lstrip("_")
 
 

@@ -1,4 +1,4 @@
-"""The sizes of a Grok-1 model: the published ones, or those of a config.json, by the release's names or the conversions'."""
+"""The sizes of a Grok-1 model: the published ones, or those of a config.json with the names of the release or the conversions."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ FILE, CHECKPOINT = "config.json", "ckpt-0"
 
 
 def find_settings(checkpoint: Path) -> Path | None:
-    """A config.json in the checkpoint's folder, or beside ckpt-0."""
+    """Return a config.json in the checkpoint's folder, or beside ckpt-0."""
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     places = [folder, folder.parent] if folder.name == CHECKPOINT else [folder]
     return next((place / FILE for place in places if (place / FILE).is_file()), None)
 
 
 def grok_config(settings: Path | None) -> MoEConfig:
-    """The published model, changed by a file: any of the names above or Linnet's own, others are left aside."""
+    """Return the published config, updated from a file with any of the names above or Linnet's own; other names are ignored."""
     published = dataclasses.asdict(_published())
     return configs.from_dict(MoEConfig, published if settings is None else {**published, **_read(settings)}, "model.")
 
@@ -60,7 +60,7 @@ def grok_config(settings: Path | None) -> MoEConfig:
 def _published() -> MoEConfig:
     model = presets.get("grok-1").model
     assert isinstance(model, MoEConfig)
-    return dataclasses.replace(model, begin_id=None)  # the release feeds its tokenizer's ids as they are
+    return dataclasses.replace(model, begin_id=None)  # the release feeds its tokenizer's ids unchanged
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _widening(merged: dict[str, Any], values: dict[str, Any]) -> dict[str, float]:
-    """What gives the hidden size that the file names."""
+    """Return the widening factor that gives the hidden size of the file."""
     width = values.get("d_model", _published().d_model)
     for name in HIDDEN:
         if isinstance(merged.get(name), int) and isinstance(width, int) and width > 0:

@@ -1,4 +1,4 @@
-"""How many bytes a file of Grok-1's release has, from the tensor's shape alone: the arrays, and what pickle writes around them."""
+"""Compute the file sizes of Grok-1's release from tensor shapes: the array data, and the pickle overhead around it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from linnet.convert.grok.names import QUANTIZED, file_order
 from linnet.models.moe.config import MoEConfig
 
 GROUPED, N_GROUP = ("layers/w_o", "layers/experts/out"), 8
-"""The matrices whose inputs the release divides over its 8 devices, each with scales of its own."""
-FRAME, FRAME_HEADER, MIN_FRAME = 64 * 1024, 9, 4  # pickle's: what is larger stands outside of frames
-HEAD = 73  # names of numpy's maker of arrays, and the call of it
+"""Matrices whose inputs the release shards over its 8 devices, each with scales of its own."""
+FRAME, FRAME_HEADER, MIN_FRAME = 64 * 1024, 9, 4  # of pickle: larger values are outside of frames
+HEAD = 73  # names of numpy's array constructor, and the call
 HEAD_AGAIN = 14  # the same by reference
 FLOAT_TYPE, BFLOAT16_TYPE = 48, 52
-PAIR = 41  # the pair's name, and the table of its attributes
+PAIR = 41  # the pair's name, and the dict of its attributes
 ATTRIBUTE = 9  # `weight` or `scales`
 TAIL = 4  # closes an array
 
@@ -24,7 +24,7 @@ def scale_groups(leaf: str, n_in: int) -> int:
 
 
 def file_sizes(cfg: MoEConfig, n_group: dict[str, int] | None = None) -> list[int]:
-    """Of every file of a checkpoint, in order, each tensor in one shard."""
+    """Return the size of every file of a checkpoint, in order, with each tensor in one shard."""
     specs, sizes = specs_by_name(cfg), list[int]()
     for _, weight, layer in file_order(cfg):
         shape = specs[weight.leaf].shape[0 if layer is None else 1 :]
@@ -36,7 +36,7 @@ def file_sizes(cfg: MoEConfig, n_group: dict[str, int] | None = None) -> list[in
 
 
 def file_size(shape: tuple[int, ...], n_group: int | None) -> int:
-    """A float32 array, or an 8-bit pair with so many groups of scales."""
+    """Return the size of a float32 array, or of an 8-bit pair with `n_group` groups of scales."""
     size = math.prod(shape)
     if n_group is None:
         return _framed([HEAD + _state(shape) + FLOAT_TYPE + 1, -4 * size, TAIL + 1])
@@ -47,14 +47,16 @@ def file_size(shape: tuple[int, ...], n_group: int | None) -> int:
 
 
 def _state(shape: tuple[int, ...]) -> int:
-    """A mark, a version, and the shape."""
+    """Return the size of a mark, a version, and the shape."""
     numbers = sum(2 if n < 1 << 8 else 3 if n < 1 << 16 else 5 for n in shape)
     return 3 + numbers + (2 if len(shape) <= 3 else 3)
 
 
 def _framed(parts: list[int]) -> int:
-    """`parts`: lengths of opcodes, and (below 0) of arrays' bytes. A frame is full when another value begins; none begins in the
-    last part, which only closes what was begun."""
+    """Return the total size including frames. `parts`: lengths of opcodes, and (negative) of array data.
+
+    A full frame is closed when another value begins; none begins in the last part, which only closes open values.
+    """
     total, frame = 2, 0
     for i, part in enumerate(parts):
         if frame >= FRAME and i < len(parts) - 1:

@@ -1,4 +1,4 @@
-"""Pairs of embeddings: what the prior learns from."""
+"""Pairs of text and image embeddings: the training data of the prior."""
 
 from linnet.config.schema import PairsConfig as PairsConfig
 from linnet.data.embeddings.batch import PairBatch as PairBatch

@@ -1,4 +1,4 @@
-"""A batch of pairs: what a caption became, and what its picture became.
+"""A batch of text and image embeddings.
 
 Letters: B rows, L text positions, T width of a text embedding, D width of an image embedding.
 """
@@ -16,6 +16,6 @@ class PairBatch:
     text_embed: Float32[Array | np.ndarray, "B T"]
     image_embed: Float32[Array | np.ndarray, "B D"]
     encodings: Float32[Array | np.ndarray, "B L T"] | None
-    """A vector for each position of the text; all zeros is padding. None where the source has none."""
+    """One vector per text position; an all-zero vector is padding. None if the source has no token encodings."""
     mask: Float32[Array | np.ndarray, " B"]
-    """0 for the rows that only fill up the last batch of an evaluation; their vectors are zeros."""
+    """0 for rows that only fill up the last batch of an evaluation; their vectors are zeros."""

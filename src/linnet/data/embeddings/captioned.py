@@ -1,7 +1,8 @@
-"""Pictures with their captions, one at a time in a fixed order: what `linnet data embed` makes pairs from.
+"""Iterate over images with their captions in a fixed order, as input of `linnet data embed`.
 
-A folder of pictures with a .txt of the same name beside each, or with one captions file; parquet with both; webdataset tars
-with .txt or .json members; or the embedded emoji."""
+Sources: a folder of images with a .txt of the same name beside each, or with one captions file; parquet with both columns;
+webdataset tars with .txt or .json members; the built-in emoji.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ PARQUET_ROWS = 64
 class Captioned:
     name: str
     encoded: Callable[[], bytes]
-    """Reads the picture: what was embedded already is passed over unread."""
+    """Reads the encoded image. Lazy, so that samples that are already embedded are skipped without reading them."""
     caption: str | None
     split: str | None = None
 
@@ -163,7 +164,7 @@ def _from_parquet(root: Path, paths: list[Path], column: str, key: str) -> Itera
 
 
 def _tables(paths: list[Path], key: str) -> dict[str, str] | None:
-    """Captions by the name of their picture; None where each picture has a file of its own."""
+    """Return captions by image name; None if each image has a caption file of its own."""
     if not paths:
         return None
     captions: dict[str, str] = {}

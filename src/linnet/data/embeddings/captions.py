@@ -1,4 +1,4 @@
-"""The captions of rows, read when somebody wants to see them: from parquet by row group, from arrays, or from memory."""
+"""Captions of rows, read on demand: from parquet by row group, from arrays, or from memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Captions(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ArrayCaptions:
-    """Strings in arrays, mapped or held, one after another."""
+    """Strings in consecutive arrays, memory-mapped or in memory."""
 
     arrays: tuple[Shaped[np.ndarray, " n"], ...]
 
@@ -36,7 +36,7 @@ class ArrayCaptions:
 
 
 class ParquetCaptions:
-    """A row group is decoded at a time, and only its captions; the last is kept, as neighbours are often asked for."""
+    """Captions of a parquet column. Decodes one row group at a time and caches the last, because reads are often adjacent."""
 
     def __init__(self, paths: Sequence[Path], column: str) -> None:
         self._column = column

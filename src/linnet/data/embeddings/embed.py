@@ -1,7 +1,8 @@
-"""Making pairs: pictures and captions become vectors, in clip-retrieval's layout, a shard at a time.
+"""Embed images and captions into pairs, in the folder layout of clip-retrieval, one shard at a time.
 
-`embed.json` says what was asked and which blocks of the source are done. It is written after a block's files are whole, so a
-killed run goes on with the next block, and a folder is finished when it says so."""
+`embed.json` records the task and the finished blocks of the source. It is written after the files of a block are complete, so a
+killed run resumes with the next block; a folder is complete when `finished` is set.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Task:
     encoder: Encoder
     encodings: EncodingSettings = NO_ENCODINGS
     shard_rows: int = 8192
-    """Samples of the source in one block; those that cannot be used are missing from its shard."""
+    """Samples of the source per block; unusable samples are missing from its shard."""
 
     def __post_init__(self) -> None:
         if self.shard_rows < 1:
@@ -60,7 +61,7 @@ class Task:
 class Notes:
     asked: dict[str, Any]
     blocks: tuple[int, ...] = ()
-    """Pairs that each finished block of the source gave."""
+    """Pairs written for each finished block of the source."""
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)
     finished: bool = False
 
@@ -77,7 +78,7 @@ class Notes:
 
 
 def embed(task: Task, out: Path, progress: Callable[[int], None] = lambda n: None) -> Notes:
-    """Goes on where an earlier run of the same task stopped; another task's folder is refused."""
+    """Embed a source into `out`. Resumes an earlier run of the same task; the folder of another task is an error."""
     notes = begin(task.identity(), out)
     samples = task.source.samples()
     for number, block in enumerate(_blocks(samples, task.shard_rows)):
@@ -163,7 +164,7 @@ class _Pairs:
 def _embed_block(
     task: Task, captions_of: CaptionShard, block: Iterator[Captioned], progress: Callable[[int], None]
 ) -> tuple[_Pairs | None, Counter[str]]:
-    """Holds one batch of pictures at a time, and the embeddings of the block."""
+    """Embed one block. Holds one batch of images and the embeddings of the block in memory."""
     metadata: dict[str, list[str | None]] = {"image_path": [], "caption": []}
     metadata |= {"split": []} if task.source.has_splits else {}
     images: list[Float32[np.ndarray, "n D"]] = []
@@ -207,7 +208,7 @@ def _write(out: Path, number: int, pairs: _Pairs) -> None:
 
 
 def _blocks(samples: Iterator[Captioned], n: int) -> Iterator[Iterator[Captioned]]:
-    """Each block is read to its end, by the caller or here, before the next begins."""
+    """Split the samples into blocks of n. Each block is exhausted, by the caller or here, before the next begins."""
     for first in samples:
         block = itertools.chain([first], itertools.islice(samples, n - 1))
         yield block

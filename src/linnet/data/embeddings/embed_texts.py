@@ -1,6 +1,7 @@
-"""Making the missing half of pairs: image embeddings that came with captions get text embeddings beside them.
+"""Add text embeddings to image embeddings that came with captions.
 
-The user's image shards and metadata are copied into the new folder, so that it is whole by itself."""
+The user's image shards and metadata are copied into the new folder, so that it is self-contained.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from linnet.data.sources.files import reading
 
 
 def embedded_images(root: Path) -> tuple[str, str] | None:
-    """Where the image embeddings and the captions of clip-retrieval's layout are, if this is one."""
+    """Return the paths of the image embeddings and the metadata if `root` has clip-retrieval's layout, else None."""
     images, metadata = root / FOLDERS["image"], root / FOLDERS["metadata"]
     return (str(images), str(metadata)) if images.is_dir() and metadata.is_dir() else None
 
@@ -39,7 +40,7 @@ def embed_texts(
     encodings: EncodingSettings = NO_ENCODINGS,
     progress: Callable[[int], None] = lambda n: None,
 ) -> Notes:
-    """Image shard by image shard; goes on where an earlier run stopped."""
+    """Embed the captions of each image shard. Resumes where an earlier run stopped."""
     images = find_shards(images_at, ".npy", "SOURCE")
     metadata = match(images, find_shards(metadata_at, ".parquet", "--metadata"), "metadata")
     sizes = [open_npy(path, "image").n_rows for path in images]
@@ -83,7 +84,7 @@ def _identity(source: str, encoder: Encoder, caption_key: str, paths: list[Path]
 
 
 def _copy(path: Path, to: Path) -> None:
-    """Whole or not at all: it gets its name at the end."""
+    """Copy a file atomically: it gets its final name at the end."""
     part = to.with_name(f".{to.name}.part")
     try:
         to.parent.mkdir(parents=True, exist_ok=True)

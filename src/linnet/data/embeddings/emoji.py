@@ -1,6 +1,7 @@
-"""`emoji-pairs`: every emoji's caption and picture, embedded by the built-in pair, on every machine.
+"""`emoji-pairs`: the caption and image of every emoji, embedded by the built-in encoder.
 
-Computed when it is opened: a few seconds the first time, then it lies in the cache."""
+The embeddings are computed when the set is first opened, in a few seconds, and then read from the cache.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from linnet.data.sources.npy import map_npy
 from linnet.data.splits import SPLITS
 
 VERSION = 1
-"""Of how they are computed."""
+"""Version of the computation; part of the cache key."""
 CHOSEN_BY = (
     "images",
     "texts",
@@ -53,7 +54,7 @@ def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) ->
                 "leave it out",
             )
     pictures, captions, split_of = open_emoji(SIZE)
-    # Not of the vectors: another processor may round them differently, and the data would still be the same.
+    # The key does not hash the vectors: another processor may round them differently although the data is the same.
     made_of = [str(VERSION), *(sha256_of(path) for path in (WEIGHTS, FOLDER / f"{SIZE}.png", FOLDER / "captions.json"))]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     embedded = _embedded(key, pictures, captions)
@@ -82,20 +83,20 @@ def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) ->
 
 
 def _embedded(key: str, pictures: np.ndarray, captions: list[str]) -> Float32[np.ndarray, "2 n D"]:
-    """Texts, then images."""
+    """Return text embeddings, then image embeddings."""
     place = cache_folder() / "pairs" / f"emoji-{key[:32]}.npy"
     with contextlib.suppress(UserError):
         return np.array(map_npy(place))
     encoder = open_builtin()
     made = np.stack([encoder.embed_texts(captions), encoder.embed_images(pictures)])
-    # A home that cannot be written to costs seconds at the next opening, nothing else.
+    # If the cache is not writable, the embeddings are only computed again the next time.
     with contextlib.suppress(UserError):
         write_array(place, made)
     return made
 
 
 def _encodings(cfg: PairsConfig, key: str, captions: list[str]) -> Vectors:
-    """Token encodings of the captions in float16, mapped from the cache: 93 MB."""
+    """Return the token encodings of the captions in float16, memory-mapped from the cache: 93 MB."""
     place = cache_folder() / "pairs" / f"emoji-encodings-{key[:32]}.npy"
     shape = (len(captions), BuiltIn.text_len, BuiltIn.width)
     made = None

@@ -1,4 +1,4 @@
-"""Token encodings of captions, stored beside the embeddings: text_encodings/text_encodings_N.npy, one file for each shard.
+"""Token encodings of captions, stored beside the embeddings: text_encodings/text_encodings_N.npy, one file per shard.
 
 A file is an array [captions, positions, width] of float16 (or float32); positions after a caption's last token are all zeros. Files
 are memory-mapped, so a training batch reads its own rows only. A caption takes positions x width x 2 bytes: 24 KB with the built-in
@@ -31,7 +31,7 @@ class EncodingSettings:
     """Positions kept of each caption; 0 with `none`."""
 
     def identity(self) -> dict[str, Any]:
-        """Empty without encodings, as in folders that were made before there were any."""
+        """Return the settings as plain values; empty without encodings, to match folders made before encodings existed."""
         return {} if self.dtype == "none" else {"text_encodings": self.dtype, "text_len": self.length}
 
 
@@ -43,7 +43,7 @@ def stored_bytes(out: Path) -> int:
 
 
 def choose_encodings(encoder: Encoder, dtype: EncodingType | Literal["auto"], length: int | None) -> EncodingSettings:
-    """Check what was asked for. `auto`: float16, or no encodings where the encoder has none. No length: all positions."""
+    """Resolve and check the settings. `auto` is float16, or no encodings if the encoder has none. Without `length`: all positions."""
     if dtype == "auto":
         dtype = "float16" if encoder.text_len else "none"
     if dtype == "none":
@@ -59,7 +59,7 @@ def choose_encodings(encoder: Encoder, dtype: EncodingType | Literal["auto"], le
 
 
 class CaptionShard:
-    """Embeds the captions of one shard, and writes their token encodings as it goes."""
+    """Embeds the captions of one shard and writes their token encodings incrementally."""
 
     def __init__(self, encoder: Encoder, settings: EncodingSettings, path: Path) -> None:
         self._encoder, self._settings, self._path = encoder, settings, path
@@ -91,7 +91,7 @@ class CaptionShard:
 
 @contextmanager
 def caption_shard(encoder: Encoder, settings: EncodingSettings, out: Path, number: int) -> Iterator[CaptionShard]:
-    """Remove an incomplete file when the block ends before `finish`."""
+    """Open a `CaptionShard`; an incomplete file is removed if the block ends before `finish`."""
     name = FOLDERS["encodings"]
     shard = CaptionShard(encoder, settings, out / name / f"{name}_{number}.npy")
     try:

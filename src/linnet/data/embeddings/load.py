@@ -1,4 +1,4 @@
-"""Finding out what a source of pairs is, looking at every row of it once, and dividing it."""
+"""Detect the format of a source of pairs, validate every row, and split it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from linnet.data.sources.images import COMPRESSED_TARS
 from linnet.data.sources.locations import located
 
 UNIT = (0.9, 1.1)
-"""Mean lengths of embeddings that count as normalised."""
+"""Range of mean norms that count as normalised."""
 
 
 def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> EmbeddingPairs:
-    """Opens the pairs of a run, or says what is wrong with them before anything starts. `encodings`: with the token encodings, if
-    there are any; they are many times larger than the rest, so they are not opened otherwise."""
+    """Open and validate the pairs of a run; raises a `UserError` for unusable data.
+
+    `encodings`: also open the token encodings, if there are any. They are many times larger than the rest, so the default is not
+    to.
+    """
     if cfg.mix and encodings:
         raise invalid("data.mix", cfg.mix, "0 with model.text_encodings: token encodings cannot be mixed", "use 0")
     cfg = located(cfg)
@@ -85,7 +88,7 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Embed
 
 
 def open_gallery(cfg: PairsConfig, seed: int, width: int) -> NeighborIndex:
-    """The images that predictions of so many numbers can be compared with."""
+    """Return an index of the image embeddings for predictions of this width."""
     pairs = open_pairs(cfg, seed)
     if pairs.image_width != width:
         needs = f"a set with embeddings of images as wide as the prior's, {width}; these are {pairs.image_width} wide"
@@ -144,7 +147,7 @@ def find_source(cfg: PairsConfig, *, encodings: bool = False) -> PairSource:
 
 
 def _encodings_of(cfg: PairsConfig) -> str | None:
-    """The places of token encodings where images and texts are named one by one: they belong to the texts."""
+    """Return the path of the token encodings when images and texts are given separately: by default beside the texts."""
     if cfg.encodings is not None or cfg.texts is None:
         return cfg.encodings
     texts = Path(os.path.expanduser(cfg.texts))

@@ -1,4 +1,4 @@
-"""Nearest pictures: which rows of a set an embedding points to, and how often that is the right one."""
+"""Nearest-neighbour search over image embeddings, and retrieval recall."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from linnet.data.embeddings.pairs import EmbeddingPairs
 from linnet.data.splits import SPLITS
 
 BLOCK = 65_536
-"""Rows compared at a time: a set of any size is searched in bounded memory."""
+"""Rows compared at a time, so that memory is bounded for a set of any size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nearest:
     rows: Int64[np.ndarray, "B k"]
-    """Positions in the gallery, the nearest first; of equals the earlier comes first."""
+    """Positions in the index, nearest first; ties are ordered by position."""
     cosines: Float32[np.ndarray, "B k"]
     captions: list[list[str]] | None
     pictures: UInt8[np.ndarray, "B k h w 3"] | None
-    """Where the set has pictures: the emoji."""
+    """The images themselves; only available for the emoji."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NeighborIndex:
-    """The images of some splits of a set."""
+    """The image embeddings of some splits of a set."""
 
     pairs: EmbeddingPairs
     splits: Sequence[str] = SPLITS
@@ -43,7 +43,7 @@ class NeighborIndex:
         return len(self.source_rows)
 
     def nearest(self, embeds: Float32[np.ndarray, "B D"], k: int) -> Nearest:
-        """By cosine; k is at most the number of rows."""
+        """Return the k nearest rows by cosine similarity; k is capped at the number of rows."""
         k = min(k, self.n_rows)
         queries = unit(np.asarray(embeds, np.float32))
         rows, best = np.zeros((len(queries), 0), np.int64), np.zeros((len(queries), 0), np.float32)
@@ -71,8 +71,10 @@ class NeighborIndex:
 def recall(
     texts: Float32[np.ndarray, "n D"], images: Float32[np.ndarray, "n D"], at: Sequence[int] = (1, 10)
 ) -> dict[str, float]:
-    """How often a row's own partner is among the nearest k of all n, both ways. Equals (a caption that occurs twice) share their
-    places: vectors that are all alike find as much as chance does, k / n."""
+    """Return how often a row's own partner is among the nearest k of all n, in both directions.
+
+    Ties (a caption that occurs twice) share their ranks, so identical vectors score chance level, k / n.
+    """
     scores = unit(texts) @ unit(images).T
     own = np.diag(scores)
     found: dict[str, float] = {}
@@ -83,7 +85,7 @@ def recall(
 
 
 def unit(x: Float32[np.ndarray, "*B D"]) -> Float32[np.ndarray, "*B D"]:
-    """A row of zeros stays one."""
+    """Scale rows to unit norm; a row of zeros stays zero."""
     return x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 

@@ -1,4 +1,4 @@
-"""`Pairs`: the splits of a run on embeddings. A training batch is a pure function of the step, so resuming needs nothing else."""
+"""`EmbeddingPairs`: the splits of a run on embeddings. A batch is a pure function of the step, so resuming needs no other state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from linnet.data.splits import SPLITS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingPairs:
-    """Knows rows and their order, not what they are stored in."""
+    """Rows and their order, independent of the storage format."""
 
     cfg: PairsConfig
     seed: int
@@ -32,18 +32,20 @@ class EmbeddingPairs:
     encodings: Vectors | None
     text_captions: Captions | None
     rows: dict[str, Int64[np.ndarray, " n"]]
-    """Of each split: which rows of the source."""
+    """Row indices of the source for each split."""
     origin: dict[str, Any]
-    """Where the splits came from and what was left out, for `describe`."""
+    """Provenance of the splits and counts of excluded rows, for `describe`."""
     fingerprint: str
-    """Of the content of all splits: a resumed run compares it and so notices that its data changed."""
+    """Hash of the content of all splits. A resumed run compares it to detect changed data."""
     found: tuple[str, ...] = ()
 
     kind = "pairs"
 
     def batch(self, step: int, host: int = 0, n_hosts: int = 1) -> PairBatch:
-        """Update `step` of training, in the order of (seed, epoch); an epoch may end in mid-batch. Of several hosts each reads
-        its own rows: together they read the same batch, however many they are."""
+        """Return the training batch of update `step`, in the order of (seed, epoch); an epoch may end in mid-batch.
+
+        Each host reads its own rows; the global batch is the same for any number of hosts.
+        """
         assert step >= 0
         share = order.host_slice(self.cfg.batch_size, host, n_hosts)
         train = self.rows["train"]
@@ -52,7 +54,7 @@ class EmbeddingPairs:
         return batch if not self.cfg.mix else self._mixed(batch, step, share)
 
     def _mixed(self, batch: PairBatch, step: int, share: range) -> PairBatch:
-        """Some rows with others of the split. All draws of a step are made, and a host takes its own."""
+        """Mix some rows with other rows of the split. Every host makes all draws of a step and uses its own."""
         draws = np.random.Generator(np.random.Philox(key=np.array([self.seed, step], np.uint64)))
         values = draws.random((3, self.cfg.batch_size))[:, share.start : share.stop]
         mixed, weight, other = values[0] < self.cfg.mix, values[1], values[2]
@@ -70,15 +72,17 @@ class EmbeddingPairs:
         return replace(batch, text_embed=between(text, self.texts), image_embed=between(image, self.images))
 
     def evaluation(self, split: str, batch_size: int, limit: int | None = None) -> Iterator[PairBatch]:
-        """Every pair of a split once, in its order, the last batch filled up with masked rows. `limit` takes so many, spread
-        evenly over the split."""
+        """Iterate over every pair of a split once, in its order; the last batch is filled up with masked rows.
+
+        `limit` is the number of pairs to read, spread evenly over the split.
+        """
         if batch_size < 1:
             raise invalid("batch size of the evaluation", batch_size, "at least 1", f"use {self.cfg.batch_size}")
         rows = self.evaluated(split, limit)
         return (self.at(rows[at : at + batch_size], batch_size) for at in range(0, len(rows), batch_size))
 
     def evaluated(self, split: str, limit: int | None = None) -> Int64[np.ndarray, " n"]:
-        """Which rows of the source an evaluation reads."""
+        """Return the row indices of the source that an evaluation reads."""
         rows = self.split(split)
         if limit is not None and limit < 1:
             raise invalid("limit of the evaluation", limit, "at least 1, or none for all", "use None")
@@ -90,7 +94,7 @@ class EmbeddingPairs:
         return rows[np.arange(n) * len(rows) // n]
 
     def split(self, name: str) -> Int64[np.ndarray, " n"]:
-        """The rows of the source that belong to it."""
+        """Return the row indices of the source that belong to a split."""
         if name not in SPLITS:
             raise invalid("split", name, f"one of {', '.join(SPLITS)}", "choose one of them")
         return self.rows[name]
@@ -99,7 +103,7 @@ class EmbeddingPairs:
         return len(self.split(split))
 
     def at(self, rows: Int64[np.ndarray, " k"], n_rows: int) -> PairBatch:
-        """These rows of the source, then masked rows of zeros up to `n_rows`."""
+        """Return these rows of the source as a batch, padded with masked rows of zeros up to `n_rows`."""
         assert len(rows) <= n_rows, f"{len(rows)} pairs do not fit into {n_rows} rows"
         return PairBatch(
             text_embed=_filled(self.texts, rows, n_rows),
@@ -109,7 +113,7 @@ class EmbeddingPairs:
         )
 
     def captions(self, split: str, rows: Sequence[int]) -> list[str] | None:
-        """Of positions in a split's order; None where the source has no captions."""
+        """Return the captions at these positions of a split; None if the source has no captions."""
         if self.text_captions is None:
             return None
         return self.text_captions.read(self.split(split)[np.asarray(rows, np.int64)])
@@ -128,7 +132,7 @@ class EmbeddingPairs:
         return None if self.encodings is None else self.encodings.shape[0]
 
     def describe(self) -> dict[str, Any]:
-        """Plain values for logs, reports and `config.json`'s neighbours; `warnings` are sentences for the user."""
+        """Return plain values for logs, reports and the run's JSON files; `warnings` are sentences for the user."""
         return {
             **self.origin,
             "kind": self.kind,
@@ -154,8 +158,11 @@ class EmbeddingPairs:
 def divide(
     cfg: PairsConfig, kept: Int64[np.ndarray, " n"], split_of: Int64[np.ndarray, " all"] | None
 ) -> tuple[dict[str, Int64[np.ndarray, " k"]], str]:
-    """Kept rows by split, and how it was done in words. By fraction in order, as the reference does: train, validation, test.
-    `split_of` says it for each row (numbers of SPLITS); -1 is `not test`, of which the last part validates."""
+    """Return the kept rows by split, and a description of the method.
+
+    By default rows are split by fraction in order, as in the reference: train, validation, test. `split_of` gives the split of each
+    row (an index of SPLITS); -1 means `not test`, and the last part of those rows is used for validation.
+    """
     if split_of is None:
         n_test, n_validation = (int(share * len(kept) + 1e-6) for share in (cfg.test_fraction, cfg.validation_fraction))
         ends = np.cumsum([len(kept) - n_test - n_validation, n_validation])

@@ -1,4 +1,4 @@
-"""Whose vectors the pairs of a run are: only with that encoder can a text be typed."""
+"""Determine which encoder made the pairs of a run: text prompts must be encoded with the same one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from linnet.data.embeddings.sources import FOLDERS
 from linnet.data.sources.locations import located
 
 RECORD = "data.json"
-"""Of a run: what it was trained on."""
+"""File of a run folder that records its training data."""
 
 
 def encoder_of(cfg: PairsConfig, run: Path | None = None) -> str | None:
-    """The name for `open_encoder`: the built-in one's for the emoji, what `linnet data embed` noted for a folder that it made; none
-    where it is unknown. Where the data is gone, what the run recorded when it was trained."""
+    """Return the name for `open_encoder`, or None if it is unknown.
+
+    It is `builtin` for the emoji, and the name in `embed.json` for a folder made by `linnet data embed`. If the data is gone, the
+    run's own record is used.
+    """
     found = _of_data(cfg)
     return _recorded(run) if found is None and run is not None else found
 

@@ -1,4 +1,4 @@
-"""Which files belong together: shards are matched by the number in their names, and what is missing is said."""
+"""Match image, text and metadata shards by the number in their names, and report missing ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMED = 3
 
 
 def find_shards(place: str, suffix: str, field: str) -> list[Path]:
-    """The files with this ending that a file, folder or glob names, in the order of their numbers."""
+    """Return the files with this suffix that a file, folder or glob names, in numeric order."""
     found = named_files(place, field=field)
     if found is None:
         raise invalid(field, place, "an existing file, folder or glob", "correct the path")
@@ -29,19 +29,19 @@ def find_shards(place: str, suffix: str, field: str) -> list[Path]:
 
 
 def in_order(path: Path) -> tuple[list[tuple[int, str]], str]:
-    """Numbers in a name count as numbers: img_emb_10 stands after img_emb_2."""
+    """Sort key that compares numbers in a name as numbers: img_emb_10 comes after img_emb_2."""
     parts = re.split(r"(\d+)", path.as_posix())
     return [(int(part), "") if i % 2 else (0, part) for i, part in enumerate(parts)], path.as_posix()
 
 
 def number_of(path: Path) -> int | None:
-    """The last number in the name: 3 of img_emb_3.npy."""
+    """Return the last number in the name: 3 for img_emb_3.npy."""
     found = re.findall(r"\d+", path.stem)
     return int(found[-1]) if found else None
 
 
 def match(images: Sequence[Path], others: Sequence[Path], what: str) -> list[Path]:
-    """The other file of each image file, by number if all have one of their own, else by order."""
+    """Return the partner of each image file: by number if all numbers are unique, else by order."""
     by_number, other_by_number = _numbered(images), _numbered(others)
     if by_number is None or other_by_number is None:
         if len(images) != len(others):
@@ -66,7 +66,7 @@ def match(images: Sequence[Path], others: Sequence[Path], what: str) -> list[Pat
 
 
 def gaps(paths: Sequence[Path]) -> list[str]:
-    """A sentence if numbers are left out between the first and the last."""
+    """Return a warning if numbers are missing between the first and the last."""
     numbered = _numbered(paths)
     if numbered is None or len(numbered) < 2:
         return []
@@ -80,7 +80,7 @@ def gaps(paths: Sequence[Path]) -> list[str]:
 
 
 def refuse_misaligned(images: Vectors, others: Vectors, what: str) -> None:
-    """Shard by shard, so that the message names the one where the rows went apart."""
+    """Check row counts per shard, so that the message names the shard that differs."""
     for image, other in zip(images.shards, others.shards, strict=True):
         refuse_unequal(image.path, image.n_rows, other.path, other.n_rows, what)
 

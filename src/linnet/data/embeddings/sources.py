@@ -1,4 +1,4 @@
-"""What a source of pairs holds, for each way pairs are stored: vectors of images and texts, captions, and splits of its own."""
+"""Readers for each storage format of pairs: image and text embeddings, captions, and predefined splits."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from linnet.data.splits import SPLITS
 STEMS = {"image": ("image", "img"), "text": ("text", "txt")}
 ENDS = ("_embed", "_embedding", "_embeddings", "_emb", "_embeds", "_features")
 USUAL = {what: tuple(stem + end for stem in stems for end in ENDS) for what, stems in STEMS.items()}
-"""Names of columns and arrays that are looked for: image_embed, img_emb, ..."""
+"""Column and array names that are recognised: image_embed, img_emb, ..."""
 WORDS = {"train": 0, "validation": 1, "valid": 1, "val": 1, "dev": 1, "test": 2}
 FOLDERS = {"image": "img_emb", "text": "text_emb", "metadata": "metadata", "encodings": "text_encodings"}
-"""clip-retrieval's names; the last is Linnet's."""
+"""Folder names of clip-retrieval; the last is Linnet's own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class PairSource:
     encodings: Vectors | None = None
     captions: Captions | None = None
     split_of: Int64[np.ndarray, " n"] | None = None
-    """A number of SPLITS for each row; -1 for one that is not test."""
+    """An index of SPLITS for each row; -1 for a row that is not test."""
     left_out: Counter[str] = dataclasses.field(default_factory=Counter)
     warnings: tuple[str, ...] = ()
 
@@ -46,7 +46,7 @@ class PairSource:
 def from_npy(
     cfg: PairsConfig, images: str, texts: str | None, metadata: str | None, encodings: str | None
 ) -> PairSource:
-    """Shards of .npy, each image shard with its text shard (and its parquet of captions)."""
+    """Open .npy shards; each image shard has a text shard and optionally a parquet file of metadata."""
     image_paths = find_shards(images, ".npy", "data.images")
     if texts is None:
         captions = f" ({metadata} has captions)" if metadata else ""
@@ -78,7 +78,7 @@ def from_npy(
 def _metadata(
     cfg: PairsConfig, image: Vectors, image_paths: Sequence[Path], metadata: str | None
 ) -> tuple[Captions | None, Int64[np.ndarray, " n"] | None, list[str]]:
-    """Captions, splits, and what is to be remarked on."""
+    """Return captions, splits and warnings."""
     if metadata is None:
         if cfg.split_key is not None:
             raise invalid("data.split_key", cfg.split_key, "left out for a source without metadata", "leave it out")
@@ -91,13 +91,13 @@ def _metadata(
             without = without or (path if cfg.caption_key not in parquet.schema_arrow.names else None)
     split_of = _split_column(paths, cfg.split_key)
     if without is not None:
-        # Training needs no captions; only what is shown does.
+        # Training needs no captions; they are only displayed.
         return None, split_of, [f"{without} has no column {cfg.caption_key!r}: no captions can be shown."]
     return ParquetCaptions(paths, cfg.caption_key), split_of, []
 
 
 def from_parquet(cfg: PairsConfig, paths: Sequence[Path]) -> PairSource:
-    """Columns of embeddings, unpacked once."""
+    """Open columns of embeddings, which are unpacked once into the cache."""
     shards: dict[str, list[ArrayShard]] = {"image": [], "text": []}
     has_captions = True
     for path in paths:

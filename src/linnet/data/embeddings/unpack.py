@@ -1,6 +1,8 @@
-"""Columns of parquet and arrays of .npz, which cannot be read at random, are unpacked once into the cache and mapped there.
+"""Unpack parquet columns and .npz arrays, which do not support random access, once into the cache, and memory-map them there.
 
-One stretch of rows is held at a time. A file is known by its path, size and time, so a changed one is unpacked anew."""
+One block of rows is in memory at a time. The cache key is the path, size and modification time, so a changed file is unpacked
+again.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ Write = Callable[[bytes], None]
 
 
 def unpack_column(path: Path, column: str, n_rows: int) -> tuple[Path, Shaped[np.ndarray, "n ..."]]:
-    """A column of lists of numbers as [n, width]; a null becomes a row of NaN, which the scan leaves out and names."""
+    """Unpack a column of lists of floats as [n, width]. A null becomes a row of NaN, which `scan` excludes and reports."""
     place = _place(path, column)
     if not place.exists():
         with reading(path), open_parquet(path) as parquet, _written(place) as write:
@@ -66,7 +68,7 @@ def unpack_column(path: Path, column: str, n_rows: int) -> tuple[Path, Shaped[np
 
 
 def unpack_npz(path: Path, array: str, limit_gb: float | None = None) -> tuple[Path, Shaped[np.ndarray, "n ..."]]:
-    """`limit_gb`: what the array may unpack to, see `UnpackBudget`."""
+    """Unpack one array. `limit_gb` is the maximum unpacked size, see `UnpackBudget`."""
     place = _place(path, array)
     if not place.exists():
         with (
@@ -89,7 +91,7 @@ def npz_names(path: Path) -> list[str]:
 
 
 def _stretches(column: Any) -> Iterator[list[Any]]:
-    """Rows as arrays of float32 or None. What is no list of numbers is refused."""
+    """Yield rows as arrays or None; raises if the column is not a list of floats."""
     import pyarrow as pa
 
     kind = column.type
@@ -98,7 +100,7 @@ def _stretches(column: Any) -> Iterator[list[Any]]:
         raise invalid(
             "the type of the column of embeddings", str(kind), "a list of floating-point numbers", "name another"
         )
-    # A null inside a row is no number either.
+    # A null inside a row becomes NaN.
     yield [value.values.to_numpy(zero_copy_only=False) if value.is_valid else None for value in column]
 
 
@@ -120,11 +122,11 @@ def _place(path: Path, what: str) -> Path:
 
 @contextlib.contextmanager
 def _written(place: Path) -> Iterator[Write]:
-    """The file gets its name when it is whole."""
+    """Write a file atomically: it gets its final name when it is complete."""
     part = place.with_name(f".{place.name}.{os.getpid()}.part")
     with _writing(place):
         place.parent.mkdir(parents=True, exist_ok=True)
-        # Only what is written is guarded here, not what the caller reads meanwhile.
+        # Only errors of writing are converted here, not those of what the caller reads meanwhile.
         file = open(part, "wb")  # noqa: SIM115
 
     def write(data: bytes) -> None:

@@ -1,6 +1,7 @@
-"""Every row is looked at once: what cannot be learnt from is left out and named, and the content gets a fingerprint.
+"""Validate every row once: unusable rows are excluded and reported, and the content is hashed.
 
-What was found in a file is kept in the cache until the file changes, so that a large set is read through only once."""
+The result for a file is cached until the file changes, so a large set is read completely only once.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +24,25 @@ from linnet.data.sources.files import reading
 VERSION = 2
 BLOCK_BYTES = 8 << 20
 NAMED_ROWS = 3
-"""So many bad rows are named in a warning; the others are counted."""
+"""Number of bad rows named in a warning; the others are only counted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scan:
-    """Of one shard."""
+    """Result for one shard."""
 
     not_finite: list[int]
     overflow: list[int]
-    """Finite in the file's float64, but too large for float32."""
+    """Rows that are finite in the file's float64 but overflow float32."""
     zero: list[int]
     mean_length: float
-    """Of the good rows."""
+    """Mean norm of the good rows."""
     sha256: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidationResult:
-    """Of all shards of one kind."""
+    """Result for all shards of one kind."""
 
     bad_rows: Int64[np.ndarray, " bad"]
     left_out: dict[str, int]
@@ -51,7 +52,7 @@ class ValidationResult:
 
 
 def scan(vectors: Vectors, what: str, *, padded: bool = False) -> ValidationResult:
-    """`padded`: rows of zeros are padding and no fault (text encodings)."""
+    """Validate all shards. `padded`: rows of zeros are padding, not errors (text encodings)."""
     scans = [_cached(shard) for shard in vectors.shards]
     bad: dict[str, list[int]] = {"not_finite": [], "overflow": [], "zero": []}
     for start, one in zip(vectors.starts.tolist(), scans, strict=False):
@@ -91,7 +92,7 @@ def _cached(shard: Shard) -> Scan:
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Scan(**json.loads(place.read_text()))
     found = _scan_shard(shard)
-    # A home that cannot be written to costs time at the next opening, nothing else.
+    # If the cache is not writable, the shard is only scanned again the next time.
     with contextlib.suppress(UserError):
         atomic_write(place, json.dumps(dataclasses.asdict(found)).encode())
     return found

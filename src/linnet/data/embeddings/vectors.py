@@ -1,4 +1,4 @@
-"""Rows of numbers in shards: memory-mapped, read row by row, each with a name that a user can find it by."""
+"""Rows of vectors in memory-mapped shards, with a name for each row that is used in messages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from linnet.data.sources.npy import map_npy
 
 
 class Shard(Protocol):
-    """One file's rows of one kind; `shape` is that of a row."""
+    """The rows of one kind in one file; `shape` is that of a row."""
 
     @property
     def path(self) -> Path: ...
     @property
     def identity(self) -> str:
-        """What tells these rows from others of the same file."""
+        """Distinguishes these rows from others of the same file."""
         ...
 
     @property
@@ -29,7 +29,7 @@ class Shard(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     def stored(self, rows: Int64[np.ndarray, " k"] | slice) -> Shaped[np.ndarray, "k ..."]:
-        """As they lie there, in the type of the file."""
+        """Return rows in the dtype of the file."""
         ...
 
     def name_of(self, row: int) -> str: ...
@@ -37,13 +37,13 @@ class Shard(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ArrayShard:
-    """An array, mapped from an .npy file or held in memory."""
+    """An array, memory-mapped from an .npy file or in memory."""
 
     path: Path
     identity: str
     array: Shaped[np.ndarray, "n ..."]
     shown: str = ""
-    """Where the user's rows are, if this file was unpacked from another."""
+    """Location of the original rows, if this file was unpacked from another."""
 
     @property
     def n_rows(self) -> int:
@@ -62,14 +62,14 @@ class ArrayShard:
 
 @dataclasses.dataclass(frozen=True)
 class Vectors:
-    """Shards one after another, as one array of rows."""
+    """Concatenation of shards, as one array of rows."""
 
     shards: tuple[Shard, ...]
     starts: Int64[np.ndarray, " shards_and_1"]
 
     @staticmethod
     def join(shards: Sequence[Shard], what: str) -> Vectors:
-        """All of one width, or it is refused with the first that differs."""
+        """Concatenate shards; raises if their widths differ, naming the first that does."""
         first = shards[0]
         for shard in shards:
             if shard.shape != first.shape:
@@ -105,7 +105,7 @@ class Vectors:
 
 
 def open_npy(path: Path, identity: str, *, n_axes: int = 2) -> ArrayShard:
-    """Mapped, not read. Only the header is looked at; the rows are examined by `scan`."""
+    """Memory-map an .npy file and check its header; the rows are validated by `scan`."""
     array = map_npy(path)
     if array.ndim != n_axes or not all(array.shape[1:]):
         needs = f"an array of {'rows' if n_axes == 2 else 'rows of positions'} of numbers ({n_axes} axes)"

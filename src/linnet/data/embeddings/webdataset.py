@@ -1,5 +1,7 @@
-"""Webdataset tars: samples are members with one name and different endings. One pass over the headers finds where each
-embedding lies; rows are then read from the mapped tar, in any order."""
+"""Webdataset tars: the members of a sample share one name and have different suffixes.
+
+One pass over the headers indexes the embeddings; rows are then read from the memory-mapped tar in any order.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,20 @@ from linnet.data.sources.image_readers import tar_members
 from linnet.data.sources.npy import check_size, read_npy_header
 
 HEADER_BYTES = 256
-"""Enough for the header of any .npy of one vector; numpy pads it to 128 or a little more."""
+"""Enough for the header of any .npy of one vector; numpy pads it to 128 bytes or slightly more."""
 CAPTION_ENDINGS = {"txt": "caption", "caption": "caption", "json": "json"}
 
 
 @dataclasses.dataclass(frozen=True)
 class TarShard:
-    """The .npy members with one ending, one a sample."""
+    """The .npy members with one suffix, one per sample."""
 
     path: Path
     what: str
     identity: str
     mapped: mmap.mmap
     starts: Int64[np.ndarray, " n"]
-    """Of the numbers, after the header."""
+    """Offset of each row's data, after its .npy header."""
     dtype: np.dtype
     shape: tuple[int, ...]
     keys: tuple[str, ...]
@@ -58,11 +60,11 @@ class TarShard:
 
 @dataclasses.dataclass(frozen=True)
 class TarCaptions:
-    """From the .txt, .caption or .json member of each sample, of several tars."""
+    """Captions from the .txt, .caption or .json member of each sample, over several tars."""
 
     tars: tuple[TarShard, ...]
     places: tuple[Int64[np.ndarray, "n 3"], ...]
-    """Where the text lies, how many bytes it has, and whether it is JSON."""
+    """Offset and size in bytes of the text, and whether it is JSON."""
     key: str
 
     def read(self, rows: Int64[np.ndarray, " k"]) -> list[str]:
@@ -91,7 +93,7 @@ class Tar:
 
 
 def open_tar(path: Path, image_endings: tuple[str, ...], text_endings: tuple[str, ...]) -> Tar:
-    """A sample without one of its embeddings is left out and counted; a tar without any is refused."""
+    """Index a tar. Samples that lack one of the embeddings are excluded and counted; a tar without any is an error."""
     found = _Samples(image_endings, text_endings)
     with reading(path), open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
@@ -104,7 +106,7 @@ def open_tar(path: Path, image_endings: tuple[str, ...], text_endings: tuple[str
 
 
 class _Samples:
-    """Gathers what each sample has: numbers in arrays, a name a sample, nothing else is held."""
+    """Collects the member offsets of each sample in compact arrays, with one name per sample."""
 
     def __init__(self, image_endings: tuple[str, ...], text_endings: tuple[str, ...]) -> None:
         self._endings = {**dict.fromkeys(image_endings, "image"), **dict.fromkeys(text_endings, "text")}
@@ -150,7 +152,7 @@ class _Samples:
         shown = tuple(keys[i] for i in whole)
         shards = {}
         for name in ("image", "text"):
-            # Which rows there are depends on the endings of both kinds.
+            # The set of rows depends on the suffixes of both kinds.
             identity = f"{name} {json.dumps(self._endings)}"
             shard = TarShard(path, name, identity, mapped, starts[name][whole], np.dtype(np.float32), (0,), shown)
             shards[name] = _vectors(shard, sizes[name][whole])
@@ -183,7 +185,7 @@ def _padded(column: array[int], n: int) -> Int64[np.ndarray, " n"]:
 
 
 def _vectors(shard: TarShard, sizes: Int64[np.ndarray, " n"]) -> TarShard:
-    """Reads the header of each .npy: all must hold one vector of one width and type."""
+    """Read the header of each .npy; all must hold one vector of the same width and dtype."""
     dtype, width = np.dtype(np.float32), None
     offsets = np.empty(shard.n_rows, np.int64)
     for i, (start, size) in enumerate(zip(shard.starts.tolist(), sizes.tolist(), strict=True)):

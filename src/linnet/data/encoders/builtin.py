@@ -1,8 +1,8 @@
-"""The built-in pair: weights that come with the package, and embedding with them on any machine without a download.
+"""The built-in text and image encoder: its weights ship with the package, so it works without a download.
 
 Made by `scripts/train_encoders.py --teacher emoji_pairs_256.npz` with its default settings on the emoji's training concepts
-(measured on 2026-11-16; docs/pairs.md has the table). Among the 386 emoji of held-out concepts a caption finds its picture first in
-17.1% and among the first ten in 50.0%; a picture finds its caption in 14.5% and 47.4%. Chance is 0.3% and 2.6%.
+(measured on 2026-11-16; docs/pairs.md has the table). Recall over the 386 emoji of held-out concepts: text to image 17.1% at 1 and
+50.0% at 10; image to text 14.5% and 47.4%. Chance is 0.3% and 2.6%.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from linnet.data.images import decode_pixels
 
 WEIGHTS = Path(__file__).parent / "builtin.safetensors"
 BLOCK = 64
-"""Rows of one call of the network; the last block is filled up, so that every row is computed by the same program."""
+"""Batch size of the network. The last batch is padded, so that every row is computed by the same program."""
 
 
 WORDS_BLOCK = 8
-"""Captions of one call where every word is encoded: a word is as much work as a whole caption otherwise."""
+"""Batch size for token encodings: encoding a word costs as much as embedding a caption."""
 
 
 class BuiltIn:
-    """An `Encoder`. A row's vector does not depend on what is embedded with it."""
+    """The built-in `Encoder`. A row's vector does not depend on the other rows of a call."""
 
     name = "builtin"
     width = network.WIDTH
@@ -65,7 +65,7 @@ class BuiltIn:
         return out
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
-        """The encodings are those of a caption's words, in their order."""
+        """Embed texts and encode each of their words, in order."""
         out = np.empty((len(texts), self.text_len, self.width), np.float32)
         for at in range(0, len(texts), WORDS_BLOCK):
             block = list(texts[at : at + WORDS_BLOCK])
@@ -89,7 +89,7 @@ def open_builtin() -> BuiltIn:
 
 
 def save(params: EncoderPair, path: Path) -> None:
-    """In float16: half the size, and no retrieval changes."""
+    """Save in float16: half the size, without a change in retrieval results."""
     import safetensors.numpy
 
     leaves = {name: np.asarray(leaf).astype(np.float16) for name, leaf in named_leaves(params)}

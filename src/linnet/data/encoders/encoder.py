@@ -1,4 +1,4 @@
-"""What an encoder must offer, and finding one by its name."""
+"""The encoder protocol."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from jaxtyping import Float32, Shaped
 
 
 class EncodedTexts(NamedTuple):
-    """Letters: n texts, L positions (`Encoder.text_len`), D width."""
+    """Text embeddings and token encodings.
+
+    Letters: n texts, L positions (`Encoder.text_len`), D width.
+    """
 
     embeds: Float32[np.ndarray, "n D"]
     encodings: Float32[np.ndarray, "n L D"]
@@ -18,17 +21,17 @@ class EncodedTexts(NamedTuple):
 
 
 class Encoder(Protocol):
-    """Captions and pictures to unit vectors of one space."""
+    """Maps captions and images to unit vectors of one space."""
 
     @property
     def name(self) -> str: ...
     @property
     def fingerprint(self) -> str:
-        """Of its weights, or of what names them: vectors of another encoder must not be mixed with its own."""
+        """Hash of the weights, or of their name: vectors of different encoders must not be mixed."""
         ...
 
     def decode(self, encoded: bytes) -> Shaped[np.ndarray, ...]:
-        """A picture as its network reads it; `BrokenPicture` where the bytes are none."""
+        """Decode an image to the network's input; raises `BrokenPicture` if the bytes are not an image."""
         ...
 
     def embed_images(self, pictures: Shaped[np.ndarray, "n ..."]) -> Float32[np.ndarray, "n D"]: ...
@@ -36,11 +39,11 @@ class Encoder(Protocol):
 
     @property
     def text_len(self) -> int:
-        """Positions of a text's token encodings; 0: the encoder has none that a prior can read."""
+        """Positions of a text's token encodings; 0 if the encoder has none that a prior can read."""
         ...
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
-        """The embeddings of `embed_texts` and the token encodings. A `UserError` where `text_len` is 0."""
+        """Return the embeddings of `embed_texts` and the token encodings. Raises a `UserError` if `text_len` is 0."""
         ...
 
 

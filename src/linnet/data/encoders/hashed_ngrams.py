@@ -1,5 +1,7 @@
-"""A caption as numbers: its words, each as the hashes of itself and of its pieces, so that no vocabulary is needed and a word
-that was never seen still shares pieces with those that were."""
+"""Hashed features of captions: each word is represented by hashes of itself and of its character n-grams.
+
+No vocabulary is needed, and an unseen word shares n-grams with seen ones.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ import numpy as np
 from jaxtyping import Int32
 
 N_BUCKETS = 8192
-"""Bucket 0 stands for nothing: the padding of a short word, and a caption without words."""
+"""Bucket 0 means empty: padding of a short word, or a caption without words."""
 MAX_FEATURES = 24
-"""Of one word: itself, then its pieces from the shortest on."""
+"""Maximum features of one word: the word itself, then its n-grams, shortest first."""
 MAX_WORDS = 48
-"""Of one caption; the emoji's longest has 27."""
+"""Maximum words of one caption; the longest of the emoji has 27."""
 PIECES = (3, 4)
 NAME, KEYWORD = 0, 1
-"""A word before the first colon names the thing, one after it describes it."""
+"""Words before the first colon name the object, words after it describe it."""
 
 
 class Bags(NamedTuple):
-    """Captions over the words that occur in them. Word 0 is nothing."""
+    """Captions as indices into the words that occur in them. Word 0 is empty."""
 
     features: Int32[np.ndarray, "V F"]
     words: Int32[np.ndarray, "B W"]
@@ -33,8 +35,11 @@ class Bags(NamedTuple):
 
 
 def featurize(captions: Sequence[str]) -> Bags:
-    """As wide as any caption may be, and with room for words in powers of two: few programs serve all calls, and a caption's vector
-    does not depend on what stands beside it."""
+    """Compute the features of captions.
+
+    Captions are padded to MAX_WORDS and the word table to a power of two, so that few programs are compiled and a caption's vector
+    does not depend on the other captions of a call.
+    """
     split = [split_words(caption)[:MAX_WORDS] for caption in captions]
     number: dict[str, int] = {"": 0}
     for found in split:
@@ -52,7 +57,7 @@ def featurize(captions: Sequence[str]) -> Bags:
 
 
 def split_words(caption: str) -> list[tuple[str, int]]:
-    """Small letters without accents, with the part of the caption each stands in."""
+    """Return lower-case words without accents, each with its part of the caption (NAME or KEYWORD)."""
     plain = "".join(c for c in unicodedata.normalize("NFKD", caption.lower()) if not unicodedata.combining(c))
     name, _, keywords = plain.partition(":")
     return [(word, part) for part, text in ((NAME, name), (KEYWORD, keywords)) for word in re.findall(r"\w+", text)]
@@ -60,7 +65,7 @@ def split_words(caption: str) -> list[tuple[str, int]]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def word_features(word: str) -> tuple[int, ...]:
-    """CRC32, not hash(): Python's own hash changes from process to process."""
+    """Hash a word and its n-grams. CRC32 is used because Python's own hash differs between processes."""
     if not word:
         return ()
     marked = f"<{word}>"

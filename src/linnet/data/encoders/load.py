@@ -1,4 +1,4 @@
-"""Opening an encoder by name."""
+"""Open an encoder by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from linnet.data.encoders.encoder import Encoder
 
 
 def open_encoder(name: str) -> Encoder:
-    """`builtin`, or `open_clip:MODEL/WEIGHTS`."""
+    """Open `builtin`, or `open_clip:MODEL/WEIGHTS`."""
     if name == "builtin":
         from linnet.data.encoders.builtin import open_builtin
 

@@ -1,6 +1,6 @@
-"""The built-in pair's two networks: pure functions from words and from pixels to unit vectors of one space.
+"""The two networks of the built-in encoder: pure functions from words and from pixels to unit vectors of one space.
 
-Letters: B rows, V different words, F features of a word, W words of a caption, E width of a word, H ways to pool, D width of an
+Letters: B rows, V different words, F features of a word, W words of a caption, E width of a word, H attention pools, D width of an
 embedding, h w pixels, C channels.
 """
 
@@ -17,7 +17,7 @@ from linnet.core.pytree import pytree
 from linnet.data.encoders.hashed_ngrams import N_BUCKETS
 
 SIZE = 32
-"""Pixels of a side."""
+"""Image height and width in pixels."""
 WIDTH = 256
 WORD, POOLS, TEXT_HIDDEN = 64, 4, 512
 STEM, MIDDLE, TOP, IMAGE_HIDDEN = 32, 64, 160, 384
@@ -86,23 +86,24 @@ def specs() -> EncoderPair:
 def encode_text(
     params: TextEncoder, features: Int[Array, "V F"], words: Int[Array, "B W"], parts: Int[Array, "B W"]
 ) -> Float[Array, "B D"]:
-    """A word is the mean of its features; a caption is pooled from its words in H learned ways."""
+    """Embed captions. A word is the scaled sum of its features; a caption is pooled from its words by H learned attention pools."""
     x = _word_vectors(params, features, words, parts)
     scores = jnp.where((words > 0)[..., None], x @ params.pool, -1e9)
     pooled = jnp.einsum("bwh,bwe->bhe", jax.nn.softmax(scores, axis=1), x)
-    # The pools of a caption without words are all alike, and the same whatever stands beside it.
+    # Without words, all pools of a caption are equal and independent of the other captions of the batch.
     return _text_head(params, pooled.reshape(len(words), -1))
 
 
 def encode_words(
     params: TextEncoder, features: Int[Array, "V F"], words: Int[Array, "B W"], parts: Int[Array, "B W"]
 ) -> Float[Array, "B W D"]:
-    """Encode each word in its place: the embedding of a caption that consists of this word alone. Padding is all zeros.
+    """Encode each word as the embedding of a caption that consists of this word only. Padding is all zeros.
 
-    The words are not mixed before they are pooled, so a word's own vector is all that the network knows of it; the head maps it
-    into the space of the embeddings. What the encodings add to the caption's embedding is which words there are and their order."""
+    Words are not mixed before pooling, so a word's own vector is all the information about it; the head maps it into the embedding
+    space. Compared with the caption embedding, the encodings add which words there are and their order.
+    """
     x = _word_vectors(params, features, words, parts)
-    # With one word every pool is that word.
+    # With one word, every pool equals that word.
     encoded = _text_head(params, jnp.tile(x, (1, 1, POOLS)))
     return jnp.where((words > 0)[..., None], encoded, 0)
 
@@ -122,7 +123,7 @@ def _text_head(params: TextEncoder, pooled: Float[Array, "*B HE"]) -> Float[Arra
 def encode_image(
     params: ImageEncoder, pixels: UInt8[Array, "B h w 3"] | Float[Array, "B h w 3"]
 ) -> Float[Array, "B D"]:
-    """Values 0 to 255. Three scales of 16, 8 and 4 pixels a side; the ends are the mean, the largest and the middle."""
+    """Embed images with values 0 to 255. Three scales of 16, 8 and 4 pixels per side; pools mean, maximum and centre."""
     x = _space_to_depth(pixels.astype(jnp.float32) / 127.5 - 1)
     x = jax.nn.gelu(_conv(x, params.stem) + params.stem_bias)
     x = _space_to_depth(x) @ params.middle
@@ -145,7 +146,7 @@ def unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
 
 
 def _space_to_depth(x: Float[Array, "B h w C"]) -> Float[Array, "B h2 w2 4C"]:
-    """Half as many pixels a side, each made of four: a plain product after it is a convolution of stride two."""
+    """Halve height and width by stacking 2 x 2 pixels; a linear layer after it is a convolution of stride two."""
     b, h, w, c = x.shape
     return x.reshape(b, h // 2, 2, w // 2, 2, c).transpose(0, 1, 3, 2, 4, 5).reshape(b, h // 2, w // 2, 4 * c)
 

@@ -1,7 +1,7 @@
 """Encoders of the open_clip package (`pip install linnet-lm[clip]`).
 
-Token encodings are the outputs of the text transformer's last norm, as DALLE2-pytorch's adapters take them: positions after the end
-token, and positions with token 0 (padding, but also a "!" before other signs), are zeros.
+Token encodings are the outputs of the text transformer's last norm, as in DALLE2-pytorch's adapters: positions after the EOS token,
+and positions with token 0 (padding, but also a "!" before other characters), are zeros.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from linnet.data.images import FORMATS, BrokenPicture, decode_pixels
 HUB = "hf-hub:"
 BATCH = 64
 LAST_NORM = "ln_final"
-"""Name of the text transformer's last norm, in a CLIP model or in its part `text`."""
+"""Name of the text transformer's last norm, in a CLIP model or in its submodule `text`."""
 
 
 class OpenClip:
-    """An `Encoder`. MODEL/WEIGHTS as `open_clip.list_pretrained()` lists them (WEIGHTS may be a file), or hf-hub:OWNER/NAME."""
+    """An open_clip `Encoder`: MODEL/WEIGHTS as in `open_clip.list_pretrained()` (WEIGHTS may be a file), or hf-hub:OWNER/NAME."""
 
     def __init__(self, model: str) -> None:
         package = _package()
@@ -49,7 +49,7 @@ class OpenClip:
             )
             self._tokenize = package.get_tokenizer(architecture)
         except (RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
-            # A file does not say that its weights need the quick GELU; the model's name then must.
+            # A weights file does not record that it needs the quick GELU, so the model name must.
             by_path = f"{architecture}-quickgelu/PATH" if activation else f"{architecture}/PATH"
             raise UserError(
                 f"open_clip cannot open {model} ({_first_line(error)}). Fix: correct the name, or fetch its weights where there is a "
@@ -61,7 +61,7 @@ class OpenClip:
     def decode(self, encoded: bytes) -> np.ndarray:
         from PIL import Image
 
-        decode_pixels(encoded, 1)  # the same pictures count as broken for every encoder
+        decode_pixels(encoded, 1)  # the same images count as broken for every encoder
         try:
             with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
                 return self._prepare(image.convert("RGB")).numpy()
@@ -82,7 +82,7 @@ class OpenClip:
 
     @property
     def text_len(self) -> int:
-        """Context length of the model (77), where it has encodings that are as wide as its embeddings."""
+        """Context length of the model (77) if its token encodings are as wide as its embeddings, else 0."""
         return 0 if self._why_not else int(self._tokenize(["a linnet"]).shape[1])
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
@@ -96,13 +96,13 @@ class OpenClip:
 
     @functools.cached_property
     def _end(self) -> int | None:
-        """The end token of CLIP's own tokenizer; others pad in ways of their own."""
+        """EOS token of CLIP's own tokenizer; None for other tokenizers, whose padding differs."""
         end = getattr(self._tokenize, "eot_token_id", None)
         return None if end is None else int(end)
 
     @functools.cached_property
     def _why_not(self) -> str:
-        """Why there are no token encodings; empty where there are."""
+        """Reason why there are no token encodings; empty if there are."""
         if self._end is None:
             return "its tokenizer is not CLIP's, so which positions are padding is not known"
         embeds, hidden, _ = self._read(["a linnet"])
@@ -115,13 +115,13 @@ class OpenClip:
     def _read(
         self, texts: Sequence[str]
     ) -> tuple[Float32[np.ndarray, "n D"], Float32[np.ndarray, "n ..."], Int64[np.ndarray, "n L"]]:
-        """Embeddings before normalising, outputs of the last norm (of no axis more where there is none), and tokens."""
+        """Return unnormalised embeddings, outputs of the last norm (a 1-D array if there is none), and tokens."""
         torch = importlib.import_module("torch")
         tokens = self._tokenize(list(texts))
         found: list[Any] = []
         modules = dict(self._model.named_modules())
         norm = modules.get(LAST_NORM, modules.get(f"text.{LAST_NORM}"))
-        with self._reading, torch.no_grad():  # a server has several threads, and the hook belongs to the model
+        with self._reading, torch.no_grad():  # the server is multi-threaded, and the hook is on the shared model
             handle = norm and norm.register_forward_hook(lambda module, inputs, output: found.append(output))
             try:
                 embeds = self._model.encode_text(tokens).float().numpy()
@@ -133,14 +133,14 @@ class OpenClip:
 
 
 def _activation(package: Any, architecture: str, weights: str) -> dict[str, bool]:
-    """Weights that were trained with the quick GELU need it; by the model's plain name the package would only warn."""
+    """Return the flag for weights trained with quick GELU; with the plain model name the package would only warn."""
     lookup = getattr(package, "get_pretrained_cfg", None)
     described = lookup(architecture, weights) if lookup and weights else {}
     return {"force_quick_gelu": True} if described and described.get("quick_gelu") else {}
 
 
 def _is_real(tokens: Int64[np.ndarray, "n L"], end: int | None) -> Bool[np.ndarray, "n L"]:
-    """Up to and with the first end token, but for token 0."""
+    """Return a mask of the positions up to and including the first EOS token, without token 0."""
     ends_before = np.cumsum(tokens == end, axis=1) - (tokens == end)
     return (ends_before == 0) & (tokens != 0)
 

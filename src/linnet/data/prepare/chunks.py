@@ -1,6 +1,6 @@
-"""What the parent process hands to its workers: a source's documents or pictures, gathered into chunks that become shards.
+"""Group the documents or images of a source into chunks, which worker processes turn into shards.
 
-Which chunk holds what depends on the source alone, never on the number of workers or on an earlier attempt.
+The assignment to chunks depends only on the source, never on the number of workers or on an earlier attempt.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from linnet.data.sources.images import Pictures
 
 CHUNK_BYTES = 16 << 20
 WHOLE = "whole"
-"""The one stream of a source that is divided by its tail when all of it is known."""
+"""The single stream of a source that is split by its tail once its size is known."""
 SPACE = b" \t\n\r\v\f"
 
 
 class Item(NamedTuple):
-    """A part of a document, or a picture."""
+    """Part of a document, or an image."""
 
     name: str
     data: bytes
     first: bool
     last: bool
     inside_word: bool
-    """The text before this part ends in the middle of a word."""
+    """Whether the text before this part ends in the middle of a word."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
     number: int
-    """Within its stream."""
+    """Index within its stream."""
     stream: str
     """train, validation, test, or `WHOLE`."""
     given: bool
-    """The source has splits of its own."""
+    """Whether the source has predefined splits."""
     items: list[Item]
 
     @property
@@ -51,7 +51,7 @@ class Shares:
     test: float
 
     def of(self, name: str) -> str:
-        """By a hash of the document's name: the same on every machine, whatever else is in the source."""
+        """Return the split of a document by a hash of its name: the same on every machine, independent of the rest of the source."""
         draw = int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8], "big") / 2**64
         return "test" if draw < self.test else "validation" if draw < self.test + self.validation else "train"
 
@@ -85,7 +85,7 @@ class Gatherer:
 
 
 def text_chunks(source: Documents, shares: Shares) -> Iterator[tuple[Chunk, int]]:
-    """Chunks, and how much of the input was read by then."""
+    """Yield chunks, each with the number of input bytes read so far."""
     gatherer, position, inside_word = Gatherer(), 0, False
     for part in source.parts():
         inside_word = inside_word and not part.first

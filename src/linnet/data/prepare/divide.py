@@ -1,4 +1,4 @@
-"""From streams of shards to splits: tables of documents, and the tail of the stream where documents alone do not divide a source."""
+"""Build splits from streams of shards: document tables, and splitting by the tail where whole documents do not suffice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READ_TOKENS = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Documents in a row of shards."""
+    """Documents in consecutive shards."""
 
     segments: list[list[int]]
     sizes: Int64[np.ndarray, " documents"]
@@ -33,11 +33,11 @@ class Stream:
 
     @classmethod
     def read(cls, members: list[tuple[str, ShardManifest]], numbers: list[int], accounts: Path, ends: bool) -> Stream:
-        """Joins the parts of documents that were cut."""
+        """Read the manifests of a stream and join the parts of split documents."""
         tables = [parts_of(name, accounts) for name, _ in members]
         sizes, first, last = (np.concatenate(column) for column in zip(*tables, strict=True))
         if first.size:
-            first[0] = True  # a split that begins in the middle of a text begins a document of its own
+            first[0] = True  # a split that begins in the middle of a text begins a new document
         document = np.cumsum(first) - 1
         whole = np.zeros(int(first.sum()), np.int64)
         np.add.at(whole, document, sizes)
@@ -60,7 +60,7 @@ class Stream:
         return int(self.sizes.sum())
 
     def cut(self, start: int, stop: int) -> Stream:
-        """Tokens start to stop. Bytes and words are not known yet."""
+        """Return tokens start to stop. The counts of bytes and words are not computed here."""
         last = np.cumsum(self.sizes)
         first = last - self.sizes
         inside = (np.minimum(last, stop) - np.maximum(first, start)) > 0
@@ -91,13 +91,15 @@ def gather_splits(
     given: bool,
     unit: int,
 ) -> tuple[dict[str, SplitIndex], str]:
-    """The three splits, and in words how they were chosen. `tokenizer` is None where content is bytes; `unit` is what
-    must not be cut: the tokens of a picture."""
+    """Return the three splits, and a description of how they were chosen.
+
+    `tokenizer` is None if the content is bytes; `unit` is the number of tokens that must stay together (those of an image).
+    """
     wanted = [name for name in ("validation", "test") if getattr(shares, name) > 0]
     how = "the source's own splits" if given else "whole documents, by a hash of their names"
     streams = dict(streams)
     if not given and (WHOLE in streams or any(not _tokens(streams, name) for name in wanted)):
-        # One text, or too few documents for a hash to find some for each split.
+        # A single text, or too few documents for the hash to fill each split.
         how = "the tail of the stream"
         streams = _by_tail(_joined(streams), shares, out, shards, dtype, tokenizer, unit)
     splits = {name: _write_split(name, streams.get(name), out, count_words) for name in SPLITS}
@@ -109,7 +111,7 @@ def _tokens(streams: dict[str, Stream], name: str) -> int:
 
 
 def _joined(streams: dict[str, Stream]) -> Stream:
-    """All streams one after another, in the order of the splits."""
+    """Concatenate all streams, in the order of the splits."""
     found = [streams[name] for name in (WHOLE, *SPLITS) if name in streams]
     return Stream(
         segments=[segment for stream in found for segment in stream.segments],
@@ -129,7 +131,7 @@ def _by_tail(
     tokenizer: Tokenizer | None,
     unit: int,
 ) -> dict[str, Stream]:
-    """Train, then validation, then test. Only the held-out parts are read again, to count their bytes and words."""
+    """Split into train, validation and test, in order. Only the held-out parts are read again, to count their bytes and words."""
     total = whole.tokens
     sizes = {name: int(getattr(shares, name) * total / unit + 1e-6) * unit for name in ("validation", "test")}
     bounds = (0, total - sum(sizes.values()), total - sizes["test"], total)

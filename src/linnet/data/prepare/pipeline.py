@@ -1,7 +1,7 @@
-"""`linnet data prepare`: a source of any size becomes shards and an index, in parallel, in bounded memory, restartable at any point.
+"""`linnet data prepare`: convert a source of any size to shards and an index, in parallel, in bounded memory, and resumable.
 
-The parent reads and divides, workers encode. Each finished shard leaves an account in `.unfinished`; a restart reads the source
-again, which is cheap, and skips the chunks that are accounted for.
+The parent reads and splits, workers encode. Each finished shard leaves a manifest in `.unfinished`; a restart reads the source
+again, which is cheap, and skips the chunks that have a manifest.
 """
 
 from __future__ import annotations
@@ -34,23 +34,26 @@ from linnet.tokenizers.base import Tokenizer
 
 UNFINISHED = ".unfinished"
 POOL_FROM_BYTES = 64 << 20
-"""Smaller inputs are done in this process: starting workers takes longer."""
+"""Smaller inputs are processed in this process: starting workers would take longer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """All that decides what comes out."""
+    """All settings that determine the output."""
 
     source: Documents | Pictures
     tokenizer: Tokenizer
     shares: Shares
     size: int | None
-    """Pixels of a picture's side; None where the source is documents."""
+    """Image height and width in pixels; None for documents."""
     max_broken: float
-    """The largest share of broken pictures that is put up with."""
+    """Maximum fraction of broken images that is tolerated."""
 
     def plan(self) -> dict[str, Any]:
-        """Two attempts may share a folder only if this is the same. (What may be broken decides nothing but the end.)"""
+        """Return the identity of the task; attempts may share a folder only if it is equal.
+
+        `max_broken` is not part of it, because it does not affect the output.
+        """
         return {
             "version": indexes.VERSION,
             "source": self.source.identity(),
@@ -69,14 +72,14 @@ class Task:
 
     @property
     def ends(self) -> bool:
-        """An end id follows each document; none follows a picture, whose size says where it ends."""
+        """Whether an EOS id follows each document; images have none, because their size is fixed."""
         return self.size is None and cast(Documents, self.source).ends
 
 
 def prepare(
     task: Task, out: Path, *, workers: int | None = None, progress: Callable[[int], None] = lambda position: None
 ) -> Index:
-    """Prepares `out`, or goes on where an earlier attempt stopped; the same task again changes nothing."""
+    """Prepare `out`, or resume an earlier attempt; repeating a finished task changes nothing."""
     plan = json.loads(json.dumps(task.plan()))
     if done := _done_before(out, plan):
         return done
@@ -147,13 +150,13 @@ def _encoded(
     workers: int | None,
     progress: Callable[[int], None],
 ) -> Generator[tuple[Chunk, ShardManifest], None, None]:
-    """All chunks (emptied) with their accounts, in their order. A few chunks are in memory at a time, however many there are."""
+    """Yield all chunks (emptied) with their manifests, in order. Only a few chunks are in memory at a time."""
     n_workers = len(os.sched_getaffinity(0)) if workers is None else workers
     small = task.source.n_bytes is not None and task.source.n_bytes < POOL_FROM_BYTES
     with contextlib.ExitStack() as stack:
         pool = None
         if n_workers > 1 and not (small and workers is None):
-            # Spawned, because forking a process that runs threads, as ours does, may hang.
+            # Spawned, because forking a multi-threaded process, as ours is, may hang.
             context = multiprocessing.get_context("spawn")
             pool = concurrent.futures.ProcessPoolExecutor(n_workers, mp_context=context)
             stack.callback(pool.shutdown, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What a worker does: one chunk in, one shard and its account out. A shard whose account is there is done, whatever happens after."""
+"""Worker side of the preparation: encode one chunk to one shard and its manifest. A shard with a manifest is complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IS_SPACE[list(SPACE)] = True
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardManifest:
-    """What one shard holds, apart from its table of parts."""
+    """Contents of one shard, except its table of parts."""
 
     shard: str
     tokens: int
@@ -31,10 +31,10 @@ class ShardManifest:
     bytes: int
     words: int
     lossy: int
-    """Parts that the tokenizer cannot give back."""
+    """Number of parts that the tokenizer cannot decode back exactly."""
     broken: dict[str, int]
     broken_first: str
-    """The name and fault of the first broken picture."""
+    """Name of the first broken image, and why it is broken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def write_shard(chunk: Chunk, encoder: TextEncoder | PixelEncoder, folder: Path,
 
 
 def finished(name: str, folder: Path, accounts: Path) -> ShardManifest | None:
-    """The account of a shard that an earlier attempt finished."""
+    """Return the manifest of a shard that an earlier attempt finished."""
     try:
         account = ShardManifest(**json.loads((accounts / f"{name}.json").read_bytes()))
         return account if (folder / account.shard).is_file() and (accounts / f"{name}.npy").is_file() else None
@@ -118,13 +118,13 @@ def finished(name: str, folder: Path, accounts: Path) -> ShardManifest | None:
 def parts_of(
     name: str, accounts: Path
 ) -> tuple[Int64[np.ndarray, " n"], Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
-    """Sizes of a shard's parts, whether a document begins with each, and whether it ends with each."""
+    """Return the sizes of a shard's parts, whether a document begins with each, and whether it ends with each."""
     table = np.load(accounts / f"{name}.npy")
     return table[:, 0], table[:, 1].astype(bool), table[:, 2].astype(bool)
 
 
 def count_words(data: bytes, inside_word: bool = False) -> int:
-    """Words that begin here; with `inside_word` the first letters belong to a word that was counted before."""
+    """Count words that begin here; with `inside_word` the first letters belong to a word that was already counted."""
     if not data:
         return 0
     letter = ~_IS_SPACE[np.frombuffer(data, np.uint8)]

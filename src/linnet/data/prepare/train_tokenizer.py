@@ -1,5 +1,7 @@
-"""Learning a sentencepiece model from any source of text: ids 0 pad, 1 end, 2 unknown, then a piece for every byte, then
-what was learnt. The same text gives the same model on every machine."""
+"""Train a sentencepiece model on any text source.
+
+Ids: 0 PAD, 1 EOS, 2 unknown, then one piece per byte, then the learned pieces. The same text gives the same model on every machine.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from linnet.core.special_tokens import EOS, N_BYTE_IDS, PAD, UNKNOWN
 from linnet.data.sources.documents import open_documents
 
 STRETCH_BYTES = 64 * 1024
-# No piece may hold these (tab, NUL, the trainer's own sign for unknown, bytes that are no UTF-8): a line with one would be
-# left out of the training whole.
+# No piece may contain these (tab, NUL, the trainer's own sign for unknown, bytes that are not UTF-8): the trainer would skip a
+# line that has one.
 _NEVER_IN_A_PIECE = re.compile("[\t\0\u2585\udc80-\udcff]")
-# The trainer leaves out lines of more than 4,192 bytes: longer ones are cut, at a space if there is one.
+# The trainer skips lines of more than 4,192 bytes, so longer ones are split, at a space if there is one.
 _SHORT_LINE = re.compile(r".{1,1000}(?= |$)|.{1,1000}", re.DOTALL)
 _TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
 _TOO_LARGE = re.compile(r"value <= (\d+)")
@@ -33,7 +35,7 @@ def train_sentencepiece(
     max_unpacked_gb: float | None = None,
     say: Callable[[str], None] = lambda words: None,
 ) -> bytes:
-    """The content of a model file. What a source holds out for validation and test is not learnt from."""
+    """Return the content of a model file. Predefined validation and test splits of a source are excluded."""
     if vocab_size <= N_BYTE_IDS:
         needs = f"more than {N_BYTE_IDS} (3 special ids and a piece for every byte come first)"
         raise invalid("--vocab-size", vocab_size, needs, "use 8192")
@@ -42,7 +44,7 @@ def train_sentencepiece(
     opened = [open_documents(source, column=column, max_unpacked_gb=max_unpacked_gb) for source in sources]
     parts = (part.data for documents in opened for part in documents.parts() if part.split in (None, "train"))
     sample = spread(stretches(parts, min(STRETCH_BYTES, sample_bytes)), sample_bytes)
-    # Whole, not one by one: the trainer would turn an error of ours into one of its own.
+    # A list, not an iterator: the trainer would replace our exceptions with its own.
     texts = [text for stretch in sample for text in sentences(stretch)]
     for name, n in sorted(sum((documents.left_out for documents in opened), Counter[str]()).items()):
         say(f"left out: {n:,} {name.replace('_', ' ')}")
@@ -53,7 +55,7 @@ def train_sentencepiece(
 
 
 def stretches(parts: Iterable[bytes], longest: int) -> Iterator[bytes]:
-    """Whole lines, `longest` bytes at most at a time; a longer line is cut."""
+    """Yield complete lines in blocks of at most `longest` bytes; a longer line is split."""
     for data in parts:
         begin = 0
         while begin < len(data):
@@ -65,8 +67,10 @@ def stretches(parts: Iterable[bytes], longest: int) -> Iterator[bytes]:
 
 
 def spread(items: Iterable[bytes], most: int) -> list[bytes]:
-    """All of them, or, if they are more than `most` bytes, every second one, or fourth, and so on: what fits, evenly spread
-    over a stream of any length, holding no more than that."""
+    """Return a sample of at most `most` bytes, spread evenly over a stream of any length.
+
+    Keeps every item if they fit, else every second one, every fourth, and so on; memory is bounded by `most`.
+    """
     kept: list[bytes] = []
     size, every = 0, 1
     for i, item in enumerate(items):
@@ -82,7 +86,7 @@ def spread(items: Iterable[bytes], most: int) -> list[bytes]:
 
 
 def sentences(text: bytes) -> Iterator[str]:
-    """The lines of a text, as the trainer takes them."""
+    """Yield the lines of a text in the form that the trainer accepts."""
     for line in text.decode(errors="surrogateescape").splitlines():
         for stretch in _NEVER_IN_A_PIECE.split(line):
             yield from _SHORT_LINE.findall(stretch)
@@ -107,7 +111,7 @@ def _train(texts: Sequence[str], vocab_size: int, model: Literal["bpe", "unigram
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
-            num_threads=16,  # a part of the result for unigram, so never the number of cores
+            num_threads=16,  # affects the result for unigram, so it must not depend on the number of cores
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -116,7 +120,7 @@ def _train(texts: Sequence[str], vocab_size: int, model: Literal["bpe", "unigram
 
 
 def _why(message: str, vocab_size: int) -> UserError:
-    """The trainer's refusal, as ours: what is possible stands in its words."""
+    """Convert an error of the trainer; its message contains the possible vocabulary size."""
     if found := _TOO_SMALL.search(message):
         needs = f"at least {found[1]} for the letters of this text"
         return invalid("--vocab-size", vocab_size, needs, f"use {found[1]} or more")

@@ -1,4 +1,4 @@
-"""Packed files as streams of bytes: what a name says it holds, how to unpack it, and one error for what is broken."""
+"""Compressed files and archives as byte streams: detect the format by name, unpack it, and report damage with one error."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from linnet.core.errors import UserError
 CODECS = (".gz", ".bz2", ".xz", ".zst")
 SHORT_TARS = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
 PACKED = (*CODECS, *SHORT_TARS, ".zip", ".tar", ".parquet")
-"""Endings of names whose content is unpacked, not taken as it is."""
+"""Suffixes of files whose content is unpacked."""
 TAR_BLOCK = 512
 
 Kind = Literal["text", "jsonl", "parquet", "zip", "tar"]
 
 
 def kind_of(name: str) -> tuple[Kind, str]:
-    """What a file of that name holds, and the codec around it ("" for none). Parquet and zip pack themselves."""
+    """Return the kind of content of a file by its name, and its codec ("" for none). Parquet and zip compress themselves."""
     name = name.lower()
     for short, long in SHORT_TARS.items():
         name = name.removesuffix(short) + long if name.endswith(short) else name
@@ -58,30 +58,32 @@ DAMAGE = (
     OSError,
     ValueError,
 )
-"""What Python's readers of archives raise on damaged content. (Of OSError, those that `is_disk_error` does not claim.)"""
+"""Exceptions that Python's archive readers raise on damaged content. (Of OSError, those for which `is_disk_error` is false.)"""
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Whether the system refused, as opposed to the content being damaged. Decoders raise OSError without a number; EINVAL comes
-    from seeking to a place that damaged content names."""
+    """Return whether the system call failed, as opposed to damaged content.
+
+    Decoders raise OSError without a number; EINVAL comes from seeking to an offset given by damaged content.
+    """
     return isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
 
 
 @contextlib.contextmanager
 def opened_zip(path: Path) -> Iterator[zipfile.ZipFile]:
-    """A zip (or .npz); damage that shows now or while it is read is an error that names the file."""
+    """Open a zip (or .npz); damage found now or while reading is an error that names the file."""
     with unpacking(path), zipfile.ZipFile(path) as archive:
         yield archive
 
 
 def zip_files(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """The members that are not folders. (`ZipInfo.is_dir` fails on an empty name.)"""
+    """Return the members that are not folders. (`ZipInfo.is_dir` fails on an empty name.)"""
     return [info for info in archive.infolist() if not info.filename.endswith("/")]
 
 
 @contextlib.contextmanager
 def unpacking(path: str | PathLike[str]) -> Iterator[None]:
-    """Turns every way in which a packed file can be broken into a message that names it."""
+    """Convert every error of a damaged file to a `UserError` that names it."""
     try:
         yield
     except DAMAGE as error:
@@ -98,7 +100,7 @@ def _broken(path: str | PathLike[str], error: Exception) -> UserError:
 
 
 def decompressed(codec: str, raw: BinaryIO) -> BinaryIO:
-    """The bytes inside one codec; several packed streams one after another count as one."""
+    """Return the decompressed stream; concatenated streams are read as one."""
     if codec == ".gz":
         import gzip
 
@@ -118,7 +120,7 @@ def decompressed(codec: str, raw: BinaryIO) -> BinaryIO:
 
 
 def zip_members(raw: BinaryIO, left_out: Counter[str]) -> Iterator[tuple[str, BinaryIO]]:
-    """Each file of a zip with its bytes, in the zip's order. A stream must be read before the next is asked for."""
+    """Yield each file of a zip with its stream, in archive order. A stream must be read before the next is requested."""
     with zipfile.ZipFile(raw) as archive:
         for info in zip_files(archive):
             if info.flag_bits & 0x1:
@@ -131,7 +133,7 @@ def zip_members(raw: BinaryIO, left_out: Counter[str]) -> Iterator[tuple[str, Bi
 
 
 def tar_members(stream: BinaryIO, left_out: Counter[str]) -> Iterator[tuple[str, BinaryIO]]:
-    """Each file of a tar with its bytes, in the tar's order, in one pass. Streams as for `zip_members`."""
+    """Yield each file of a tar with its stream, in archive order and one pass. Streams as for `zip_members`."""
     watched = _LastBlock(stream)
     with tarfile.open(fileobj=cast(BinaryIO, watched), mode="r|") as archive:
         for info in archive:
@@ -144,13 +146,13 @@ def tar_members(stream: BinaryIO, left_out: Counter[str]) -> Iterator[tuple[str,
                 left_out["hidden"] += 1
             else:
                 yield info.name, cast(BinaryIO, content)
-    # tarfile takes a tar that was cut inside a header for a whole one; only the zero blocks at the end tell.
+    # tarfile accepts a tar that was truncated inside a header; only the zero blocks at the end prove that it is complete.
     if any(watched.last):
         raise tarfile.ReadError("it ends before its end mark")
 
 
 class _LastBlock:
-    """Reads through, and remembers the last bytes that came."""
+    """Stream wrapper that remembers the last bytes read."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -163,6 +165,6 @@ class _LastBlock:
 
 
 def _hidden(name: str) -> bool:
-    """Names with a dot in front, and the folder in which macOS keeps what only it understands."""
+    """Return whether a member is hidden: a dotfile, or in the __MACOSX metadata folder."""
     parts = [part for part in name.split("/") if part != "."]
     return any(part.startswith(".") for part in parts) or "__MACOSX" in parts

@@ -1,4 +1,4 @@
-"""The named sets: where each comes from, what proves that it is the right one, and the splits everybody reports on."""
+"""Benchmark datasets: download locations, checksums, and the standard splits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BUCKET = "https://storage.googleapis.com/storage/v1/b/deepmind-gutenberg/o"
 BUCKET_FILES = "https://storage.googleapis.com/deepmind-gutenberg/"
 CONNECTIONS = 8
 IMAGENET64_TRAIN = 1_200_000
-"""Training pictures in the order of their names; the others of the training file validate."""
+"""Number of training images, in name order; the rest of the training file is the validation split."""
 IMAGENET64_FILES = ("train_64x64", "valid_64x64")
 
 
@@ -45,7 +45,7 @@ class BenchmarkDataset:
 def open_named(
     name: str, from_path: Path | None, cache: Path, progress: Progress | None = None
 ) -> Documents | Pictures:
-    """From what the user already has, or fetched into `cache`."""
+    """Open a dataset from the user's copy, or fetch it into `cache`."""
     if name not in NAMED:
         raise invalid("SOURCE", name, f"one of the named sets {', '.join(NAMED)}", "name one of those, or a path")
     if from_path is not None and not from_path.exists():
@@ -55,7 +55,7 @@ def open_named(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stream:
-    """One text of known content, with splits of known sizes."""
+    """One text with a known checksum, with splits of known sizes."""
 
     name: str
     url: str
@@ -92,7 +92,7 @@ def _packed_stream(stream: Stream, place: Path) -> Path | None:
 
 
 class StreamDocuments:
-    """One stream with its own splits, cut exactly where one ends; each split begins and ends a document."""
+    """One text with predefined splits, split at exact byte offsets; each split begins and ends a document."""
 
     ends, single = False, True
 
@@ -107,7 +107,7 @@ class StreamDocuments:
         return {"kind": "named", "name": self._stream.name, "sha256": self._stream.sha256, "sizes": self._stream.sizes}
 
     def check(self) -> None:
-        """Reads it once: a wrong byte would make every number measured on it wrong."""
+        """Read the text once and compare its checksum: a wrong byte would invalidate every metric measured on it."""
         digest, n_bytes = hashlib.sha256(), 0
         with self._opened() as (content, _):
             while data := content.read(READ_BYTES):
@@ -130,7 +130,7 @@ class StreamDocuments:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-        """The unpacked content, and the file as it lies on the disk."""
+        """Yield the unpacked content, and the raw file."""
         kind, codec = kind_of(self._path.name)
         with reading(self._path), unpacking(self._path), open(self._path, "rb") as raw:
             if kind != "zip":
@@ -173,14 +173,14 @@ def _open_pg19(from_path: Path | None, cache: Path, progress: Progress | None) -
 
 
 def _pg19_split(name: str) -> str | None:
-    """The nearest folder or archive above a book that has the name of a split."""
+    """Return the nearest folder or archive above a book whose name is that of a split."""
     *above, file = name.split("/")
     splits = (folder.split(".")[0] for folder in reversed(above) if file.endswith(".txt"))
     return next((split for split in splits if split in SPLITS), None)
 
 
 def _fetch_pg19(folder: Path, progress: Progress | None) -> Path:
-    """All books. A file that is there already was checked before it got its name, so only its size is looked at."""
+    """Fetch all books. An existing file was verified before it got its name, so only its size is checked."""
     books = [book for split in SPLITS for book in _bucket_listing(f"{split}/", folder)]
     total = sum(int(book["size"]) for book in books)
     done, lock = 0, threading.Lock()
@@ -208,7 +208,7 @@ def _fetch_pg19(folder: Path, progress: Progress | None) -> Path:
 
 
 def _bucket_listing(prefix: str, folder: Path) -> list[dict[str, str]]:
-    """Name, size and md5 of every .txt file below a prefix."""
+    """Return name, size and md5 of every .txt file below a prefix."""
     instead = (
         f"fetch train/, validation/ and test/ from {BUCKET_FILES} where there is a network and give the folder above "
         f"the three with --from PATH (for example --from {folder})"
@@ -257,7 +257,7 @@ def _tar_or_folder(folder: Path, name: str) -> Path:
 
 
 class ImageNet64:
-    """The two files as three splits; the order of the training file is that of its names."""
+    """The two files as three splits; the training file is in name order."""
 
     def __init__(self, train: Pictures, valid: Pictures) -> None:
         self._train, self._valid = train, valid

@@ -1,4 +1,4 @@
-"""Any source of text as one stream of documents, cut into parts that fit in memory however long a document is."""
+"""Any text source as a stream of documents, split into parts that fit in memory."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ DEFAULT_COLUMN = "text"
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """At most PART_BYTES of one document; the parts of a document follow each other."""
+    """At most PART_BYTES of one document; the parts of a document are consecutive."""
 
     name: str
-    """Of the document, the same on every machine: the path below the root, 'file.jsonl:17', 'archive.zip/inside.txt'."""
+    """Name of the document, the same on every machine: the path below the root, 'file.jsonl:17', 'archive.zip/inside.txt'."""
     data: bytes
     first: bool
-    """The document begins here."""
+    """Whether the document begins here."""
     last: bool
-    """The document ends here."""
+    """Whether the document ends here."""
     split: str | None
-    """'train', 'validation' or 'test' where the source has its own splits."""
+    """'train', 'validation' or 'test' if the source has predefined splits."""
     position: int
-    """Bytes of the input read so far, of `n_bytes`; never falls."""
+    """Bytes of the input read so far, of `n_bytes`; non-decreasing."""
 
 
 class Documents(Protocol):
     left_out: Counter[str]
-    """What was passed over, by reason; filled while reading."""
+    """Counts of skipped items by reason; filled while reading."""
 
     @property
     def ends(self) -> bool:
-        """An end id stands after each document."""
+        """Whether an EOS id follows each document."""
         ...
 
     @property
     def single(self) -> bool:
-        """One document only: it is divided by its tail."""
+        """Whether there is only one document, which is then split by its tail."""
         ...
 
     @property
     def n_bytes(self) -> int | None:
-        """Size of the input as it lies on the disk."""
+        """Size of the input on disk."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """Plain values that change when the options or the input do."""
+        """Return plain values that change when the options or the input do."""
         ...
 
     def parts(self) -> Iterator[Part]: ...
 
 
 def open_documents(source: str, *, column: str | None = None, max_unpacked_gb: float | None = None) -> Documents:
-    """Everything that can be told before the work starts is refused here: names, columns, what cannot be unpacked."""
+    """Open a source, and check names, columns and archives before any work starts."""
     if source.startswith(HUB):
         hub = HubDocuments(open_hub(source, column or DEFAULT_COLUMN))
-        next(hub.parts())  # which refuses a column that is not there
+        next(hub.parts())  # raises if the column does not exist
         return hub
     found = find(source, "SOURCE", PACKED)
     if column is not None and not any(kind_of(f.name)[0] in ("jsonl", "parquet", "zip", "tar") for f in found.files):
@@ -90,9 +90,10 @@ Piece = tuple[bytes, bool, bool]
 
 
 def cut(read: Callable[[int], bytes]) -> Iterator[Piece]:
-    """One document in pieces of at most PART_BYTES; none for an empty one.
+    """Split one document into pieces of at most PART_BYTES; yields none for an empty one.
 
-    A cut falls after a line if one ends nearby, else between two characters, so that parts can be encoded apart."""
+    A piece ends after a line if one ends nearby, else between two characters, so that pieces can be encoded separately.
+    """
     rest, first = b"", True
     while True:
         data = rest + _read_fully(read, PART_BYTES + 1 - len(rest))
@@ -106,7 +107,7 @@ def cut(read: Callable[[int], bytes]) -> Iterator[Piece]:
 
 
 def cut_text(text: bytes) -> Iterable[Piece]:
-    """The same for a document in memory."""
+    """Split a document that is in memory."""
     return [(text, True, True)] if 0 < len(text) <= PART_BYTES else cut(io.BytesIO(text).read)
 
 
@@ -119,7 +120,7 @@ def _read_fully(read: Callable[[int], bytes], n: int) -> bytes:
 
 
 def _cut_at(data: bytes) -> int:
-    """Where to end a part, given one byte more than it may hold."""
+    """Return where to end a part, given one byte more than it may hold."""
     end = PART_BYTES
     newline = data.rfind(b"\n", max(end - NEWLINE_WITHIN, 0), end)
     if newline >= 0:
@@ -129,7 +130,7 @@ def _cut_at(data: bytes) -> int:
 
 
 class FileDocuments:
-    """The documents in files, by what their names say they hold: text, packed text, archives, JSON lines, parquet."""
+    """Documents in files, by file name: text, compressed text, archives, JSON lines, parquet."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class FileDocuments:
         split_of: Callable[[str], str | None] | None = None,
         max_unpacked_gb: float | None = None,
     ) -> None:
-        """`split_of` tells the split of a document by its name; one without a split is left out."""
+        """`split_of` returns the split of a document by its name; a document without a split is skipped."""
         assert files
         self._files = files
         self._column = column
@@ -156,7 +157,7 @@ class FileDocuments:
         self.ends = not self.single
 
     def identity(self) -> dict[str, Any]:
-        digest = hashlib.sha256()  # of a list that may be a million lines long
+        digest = hashlib.sha256()  # a digest, because the list may have a million entries
         for f in self._files:
             with reading(f.path):
                 info = f.path.stat()
@@ -170,9 +171,9 @@ class FileDocuments:
         }
 
     def check(self) -> None:
-        """Reads the beginnings: columns that are not there and broken files show before any work is done."""
+        """Read the beginnings, so that missing columns and broken files are reported before any work starts."""
         if len(self._files) == 1:
-            next(self.parts())  # which refuses a source without any text
+            next(self.parts())  # raises for a source without any text
         else:
             for file in self._files:
                 if kind_of(file.name)[0] in ("jsonl", "parquet"):
@@ -193,7 +194,7 @@ class FileDocuments:
 
     @property
     def unpacked_bytes(self) -> int:
-        """In the last pass over the source."""
+        """Bytes unpacked in the last pass over the source."""
         return self._budget.n_bytes
 
     def _forget(self) -> None:
@@ -274,7 +275,7 @@ class FileDocuments:
 
 
 class HubDocuments:
-    """A Hugging Face data set: each row a document, in its own splits."""
+    """A Hugging Face dataset: each row is a document, with the predefined splits."""
 
     ends, single, n_bytes = True, False, None
 
@@ -316,7 +317,7 @@ def _no_text(source: str, left_out: Counter[str]) -> UserError:
 
 
 def _never_back(before: int, size: int, tell: Callable[[], int]) -> Callable[[], int]:
-    """The place in the whole input, where a zip may be read out of order, and ends with its table of contents."""
+    """Return a non-decreasing position in the input: a zip may be read out of order, and its table of contents is at the end."""
     furthest = before
 
     def position() -> int:
@@ -328,11 +329,11 @@ def _never_back(before: int, size: int, tell: Callable[[], int]) -> Callable[[],
 
 
 def _with_head(head: bytes, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
-    """Reads what was already taken for a look, then on."""
+    """Return a `read` that first returns the bytes already read."""
     ahead = io.BytesIO(head)
     return lambda n: ahead.read(n) or read(n)
 
 
 def _readable(name: str) -> str:
-    """A name that can be printed and stored, even if it is no UTF-8."""
+    """Return a printable name, even if it is not UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

@@ -1,5 +1,7 @@
-"""The embedded pictures: 3,786 emoji with captions, at 32 x 32 and 16 x 16, divided by concept so that no variant of a
-held-out emoji was ever trained on."""
+"""The built-in images: 3,786 emoji with captions, at 32 x 32 and 16 x 16.
+
+They are split by concept, so that no variant of a held-out emoji is in the training split.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ FOLDER = Path(__file__).parents[1] / "emoji"
 HELD_OUT = {"test": 5, "validation": 5}
 """Percent of the concepts."""
 SALT = "emoji/"
-"""Of the hash. With it no concept is more than a fifth of a split (some have 104 pictures, most have one)."""
+"""Salt of the hash, chosen so that no concept is more than a fifth of a split (some have 104 images, most have one)."""
 
 SKIN_TONES = re.compile(r",( (and )?\S+ skin tone)+")
 PEOPLE = frozenset({"man", "men", "woman", "women", "person", "people", "boy", "girl", "child", "and"})
@@ -31,11 +33,11 @@ ONE_WORD = {
     **dict.fromkeys(("prince", "princess"), "with crown"),
     **dict.fromkeys(("santa", "mrs", "mx"), ""),
 }
-"""Words that tell the gender and the age of one concept."""
+"""Words that express gender or age of the same concept."""
 
 
 def open_emoji(size: int) -> tuple[UInt8[np.ndarray, "n size size 3"], list[str], list[str]]:
-    """The pictures, the caption of each, and the split of each, in the order of the sheet."""
+    """Return the images, the caption of each, and the split of each, in the order of the sheet."""
     from PIL import Image
 
     if size not in SIZES:
@@ -49,8 +51,10 @@ def open_emoji(size: int) -> tuple[UInt8[np.ndarray, "n size size 3"], list[str]
 
 
 def concept(caption: str) -> str:
-    """What all variants in skin tone, gender and direction share: `woman running facing right, dark skin tone` and
-    `man running: sport, ...` are both `running`."""
+    """Return the concept shared by all variants in skin tone, gender and direction.
+
+    `woman running facing right, dark skin tone` and `man running: sport, ...` are both `running`.
+    """
     name = re.sub(r"\(.*?\)", "", caption.split(":")[0])
     name = SKIN_TONES.sub("", name).replace("facing right", "")
     words = [ONE_WORD.get(word, word) for word in name.replace(",", " ").split() if word not in PEOPLE]
@@ -58,8 +62,10 @@ def concept(caption: str) -> str:
 
 
 def divide_emoji(captions: Sequence[str], pictures: UInt8[np.ndarray, "n h w 3"]) -> list[str]:
-    """The split of each picture, by a hash of its concept. Concepts with the same picture (the flags of France and of
-    Clipperton Island) count as one."""
+    """Return the split of each image, by a hash of its concept.
+
+    Concepts with the same image (the flags of France and of Clipperton Island) count as one.
+    """
     concepts = [concept(caption) for caption in captions]
     first_of_picture: dict[bytes, str] = {}
     same_as: dict[str, str] = {}

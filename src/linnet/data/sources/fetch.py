@@ -1,4 +1,4 @@
-"""Fetching one file: resumed where it broke off, checked for size and checksum, and in place only when whole."""
+"""Download one file: resumable, with size and checksum verified, and renamed into place only when complete."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from linnet.core.errors import UserError
 from linnet.data.sources.files import reading
 
 TRIES = 5
-"""Without a single new byte; a connection that drops but gets on may drop as often as it likes."""
+"""Maximum attempts without a single new byte; attempts that make progress are not limited."""
 PAUSE_SECONDS = 1.0
 TIMEOUT_SECONDS = 60.0
 BLOCK_BYTES = 1 << 20
 MAY_PASS = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 Progress = Callable[[int, int | None], None]
-"""Bytes done, and of how many if that is known."""
+"""Callback with the bytes done, and the total if known."""
 
 
 class _Dropped(Exception):
-    """The connection failed in a way that may pass."""
+    """The connection failed in a way that may be transient."""
 
 
 def fetch(
@@ -40,7 +40,7 @@ def fetch(
     size: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """`path`, with the file from `url` in it. What is there already is checked and kept; `path`.part is resumed."""
+    """Download `url` to `path`. An existing file is verified and kept; `path`.part is resumed."""
     checksum = ("sha256", sha256) if sha256 else ("md5", md5) if md5 else None
     if path.exists():
         if wrong := _what_is_wrong(path, checksum, size):
@@ -52,7 +52,7 @@ def fetch(
     resumed = part.exists()
     _download(url, path, part, size, progress)
     wrong = _what_is_wrong(part, checksum, size)
-    if wrong and resumed:  # what was there may be the beginning of something else
+    if wrong and resumed:  # the existing part may belong to another file
         part.unlink()
         _download(url, path, part, size, progress)
         wrong = _what_is_wrong(part, checksum, size)
@@ -68,7 +68,7 @@ def fetch(
 
 
 def read_url(url: str, instead: str) -> bytes:
-    """A small answer. `instead` says what to do without a network."""
+    """Return a small response. `instead` is the advice for the case without a network."""
     attempt = 0
     while True:
         try:
@@ -82,7 +82,7 @@ def read_url(url: str, instead: str) -> bytes:
 
 
 def _download(url: str, path: Path, part: Path, size: int | None, progress: Progress | None) -> None:
-    """Fills `part`, however often the connection drops, as long as something comes."""
+    """Fill `part`, reconnecting as long as there is progress."""
     failures = 0
     while True:
         before = part.stat().st_size if part.exists() else 0
@@ -100,13 +100,13 @@ def _download(url: str, path: Path, part: Path, size: int | None, progress: Prog
 
 
 def _stream(url: str, part: Path, offset: int, size: int | None, progress: Progress | None) -> None:
-    """One connection: appends to `part` what the server sends from `offset` on."""
+    """Append to `part` what the server sends from `offset` on, over one connection."""
     try:
         answer = _open(url, offset)
     except urllib.error.HTTPError as error:
         if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and offset:
             if _total_of(error.headers) == offset:
-                return  # it was whole, only not yet in place
+                return  # it was complete, but not yet renamed
             part.unlink()
             raise _Dropped("the part fetched before is longer than the file") from None
         if _may_pass(error):
@@ -119,7 +119,7 @@ def _stream(url: str, part: Path, offset: int, size: int | None, progress: Progr
             if answer.status == HTTPStatus.PARTIAL_CONTENT and _start_of(answer.headers) != 0:
                 part.unlink(missing_ok=True)
                 raise _Dropped("the server sent another range than was asked for")
-            offset = 0  # it does not know ranges: from the beginning again
+            offset = 0  # the server does not support ranges: restart from the beginning
         length = answer.headers.get("Content-Length")
         total = offset + int(length) if length else size
         with _writing(part):
@@ -152,7 +152,7 @@ def _open(url: str, offset: int) -> Any:
     try:
         return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
-        error.close()  # it holds the connection; its status and headers are all we want
+        error.close()  # it holds the connection; only its status and headers are needed
         raise
 
 
@@ -200,7 +200,7 @@ def _what_is_wrong(path: Path, checksum: tuple[str, str] | None, size: int | Non
 
 
 class _writing:
-    """The disk's refusals, apart from the network's: trying again would not help."""
+    """Converts disk errors to a `UserError`, as opposed to network errors, because retrying would not help."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

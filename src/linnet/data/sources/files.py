@@ -1,4 +1,4 @@
-"""Finding the files a source names: a text file, a folder, a glob, or the running Python's standard library."""
+"""Find the files of a source: a text file, a folder, a glob, or the running Python's standard library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SNIFF_BYTES = 8192
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 FileId = tuple[int, int]
-"""Device and inode: what makes two names one file."""
+"""Device and inode: identifies a file under several names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,12 +33,12 @@ class SourceFile:
     """The path below the source's root, with '/': the same on every machine."""
     size: int
     identity: FileId
-    """Two names of one file (links) are one file, or held-out text could leak into training."""
+    """Used to read a linked file once, so that held-out text cannot leak into training under another name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """The files of a source in the order of their names, and what was left out, by reason."""
+    """The files of a source in name order, and counts of what was left out, by reason."""
 
     root: Path
     files: tuple[SourceFile, ...]
@@ -50,7 +50,7 @@ class Found:
 
 
 def find(source: str, field: str = "data.source", packed: tuple[str, ...] = ()) -> Found:
-    """`packed`: endings (in small letters) of names whose content the caller unpacks, so that a NUL byte is no fault."""
+    """Find the files of a source. `packed`: lower-case suffixes of files that the caller unpacks, so NUL bytes are allowed."""
     if source == EMBEDDED_CORPUS:
         return _python_stdlib()
     paths = named_files(source, field=field)
@@ -61,7 +61,7 @@ def find(source: str, field: str = "data.source", packed: tuple[str, ...] = ()) 
 
 
 def find_held_out(patterns: Sequence[str], below: Path, field: str) -> Found:
-    """The files of several names, each once. A name is looked for as given, then below the root of the source."""
+    """Return the files of several patterns, each once. A pattern is resolved as given, then below the root of the source."""
     parts: list[Found] = []
     for pattern in patterns:
         paths = named_files(pattern, field=field)
@@ -77,7 +77,7 @@ def find_held_out(patterns: Sequence[str], below: Path, field: str) -> Found:
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns the system's refusal to read something into a message that names it."""
+    """Convert an OSError to a `UserError` that names the path."""
     try:
         yield
     except OSError as error:
@@ -105,25 +105,25 @@ def _python_stdlib() -> Found:
 
 
 class NamedFiles(NamedTuple):
-    """What a path, folder or glob names."""
+    """Files that match a path, folder or glob."""
 
     root: Path
     paths: list[Path]
     left_out: Counter[str]
-    """Symbolic links that leave the root are not followed: a folder from elsewhere must not bring in other files of this machine."""
+    """Symbolic links that leave the root are not followed: an untrusted folder must not include other files of this machine."""
 
 
 LINKS_OUT = "links_that_leave_the_folder"
 
 
 def named_files(pattern: str, below: Path = Path(), *, field: str = "SOURCE") -> NamedFiles | None:
-    """The root and the files of a path or glob; None when there is nothing of that name."""
+    """Return the root and the files of a path or glob; None if nothing matches the name."""
     check_local(field, pattern)
     pattern = os.path.expanduser(pattern)
     path = below / pattern
     kind = _kind(path) if pattern else None
     if kind is None:
-        # A name that exists is meant literally, so only now do * ? [ ] mean anything.
+        # A name that exists is meant literally, so wildcards are only expanded if it does not.
         return _globbed(pattern, below) if _has_magic(pattern) else None
     if stat.S_ISDIR(kind):
         left_out = Counter[str]()
@@ -142,7 +142,7 @@ def _globbed(pattern: str, below: Path) -> NamedFiles:
 
 
 def leaves(path: Path, root: Path) -> bool:
-    """Whether a path below `root` leads out of it through a symbolic link."""
+    """Return whether a path below `root` leaves it through a symbolic link."""
     real = os.path.realpath(root)
     return os.path.commonpath((real, os.path.realpath(path))) != real
 
@@ -152,7 +152,7 @@ def _has_magic(pattern: str) -> bool:
 
 
 def _kind(path: Path) -> int | None:
-    """The type bits of a file; None where there is nothing (a broken link among it)."""
+    """Return the mode bits of a file; None if it does not exist or is a broken link."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL character in the name
@@ -162,8 +162,11 @@ def _kind(path: Path) -> int | None:
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset(), *, left_out: Counter[str] | None = None) -> Iterator[Path]:
-    """Every file below, but for hidden ones. Links to folders are followed, each folder once, so no loop is endless. With
-    `left_out`, links that leave the root are not followed but counted there."""
+    """Yield every file below `root` that is not hidden.
+
+    Links to folders are followed, each folder once, so loops end. With `left_out`, links that leave the root are counted there
+    instead of followed.
+    """
 
     def stays(path: str) -> bool:
         if left_out is None or not os.path.islink(path) or not leaves(Path(path), root):
@@ -190,7 +193,7 @@ def _walk(root: Path, skip: frozenset[str] = frozenset(), *, left_out: Counter[s
 def _sift(
     root: Path, paths: Iterable[Path], packed: tuple[str, ...] = (), left_out: Counter[str] | None = None
 ) -> Found:
-    """Regular files with text in them, once each, sorted by name."""
+    """Keep regular files that contain text, once each, sorted by name."""
     named = sorted((Path(os.path.relpath(path, root)).as_posix(), path) for path in paths)
     files: dict[FileId, SourceFile] = {}
     left_out = Counter(left_out)
@@ -235,7 +238,7 @@ def _nothing_matched(source: str) -> str:
 
 
 def _nearest(name: str, field: str) -> str:
-    """What the user may have meant: a similar name beside it, or the last folder of the path that exists."""
+    """Return a suggestion: a similar name in the same folder, or the deepest existing folder of the path."""
     path = Path(os.path.expanduser(name)) if name else Path("?")
     parent = next(p for p in (*path.parents, Path()) if os.path.isdir(p))
     wanted = path.relative_to(parent).parts[0]

@@ -1,4 +1,4 @@
-"""How each kind of file gives its encoded pictures: a picture itself, or the members of a zip, a tar or a parquet."""
+"""Readers of encoded images, by file type: an image file, or the members of a zip, tar or parquet."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PICTURE_SUFFIXES = frozenset(
 )
 DEFAULT_COLUMN = "image"
 MAX_ENCODED_BYTES = 256 << 20
-"""A larger file is no picture to learn from, and would not fit into bounded memory."""
+"""Larger files are skipped, so that memory is bounded."""
 PARQUET_ROWS = 64
-"""Read at a time."""
+"""Rows read at a time."""
 TAR_BLOCK = 512
 
 
@@ -39,7 +39,7 @@ class InputFile:
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A picture inside one input file; `read` is how many bytes of that file have been read with it."""
+    """An image inside one input file; `read` is the number of bytes of that file read so far."""
 
     name: str
     encoded: bytes
@@ -47,11 +47,11 @@ class Member:
 
 
 Reader = Callable[[InputFile, str | None, Counter[str]], Iterator[Member]]
-"""Of a file and the column of a parquet; it counts what it leaves out, by reason."""
+"""Reader of a file, given the parquet column; it counts what it skips, by reason."""
 
 
 def why_not(name: str, size: int = 1) -> str | None:
-    """The reason to leave out a member of an archive, or None."""
+    """Return the reason to skip an archive member, or None."""
     path = PurePosixPath(name)
     if any(part.startswith(".") or part == "__MACOSX" for part in path.parts if part not in (".", "..")):
         return "hidden"
@@ -89,8 +89,10 @@ def _read_zip(file: InputFile, column: str | None, left_out: Counter[str]) -> It
 
 
 def _read_tar(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[Member]:
-    """First finds where each picture lies, then reads them in the order of names: one name and two numbers a picture
-    are all that is held of a tar with millions."""
+    """Index the tar, then read its images in name order.
+
+    Only a name and two numbers per image are in memory, for a tar with millions of them.
+    """
     names: list[bytes] = []
     starts, sizes = array("q"), array("q")
     for info in tar_members(file.path):
@@ -122,7 +124,7 @@ def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
                 # tarfile keeps every member, a kilobyte each.
                 archive.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
                 yield info
-            # tarfile takes a cut or damaged header for the end. The real end is a block of zeros.
+            # tarfile takes a truncated or damaged header for the end. The real end is a block of zeros.
             end = archive.offset
     except DAMAGE as error:
         if is_disk_error(error):
@@ -149,18 +151,18 @@ def _read_parquet(file: InputFile, column: str | None, left_out: Counter[str]) -
                 elif not encoded:
                     left_out["empty"] += 1
                 else:
-                    # Padded, so that the order of rows is the order of names.
+                    # Zero-padded, so that the order of rows is the order of names.
                     yield Member(f"{file.name}:{row - 1:09}", encoded, file.size * row // n_rows)
 
 
 @contextlib.contextmanager
 def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
-    """Damage that shows while the file is read is an error that names it, too."""
+    """Open a parquet file; damage found while reading is also an error that names it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        # Without `pre_buffer` pages are read as they are needed, not a whole row group at once.
+        # Without `pre_buffer` pages are read as needed, not a complete row group at once.
         with pq.ParquetFile(path, pre_buffer=False) as parquet:
             yield parquet
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -179,7 +181,7 @@ def check_column(path: Path, schema: pa.Schema, column: str) -> None:
 
 
 def has_pictures(schema: pa.Schema) -> bool:
-    """A guess: bytes under another name may be anything."""
+    """Guess whether a parquet file contains images: bytes under another name may be anything."""
     return any(_holds_bytes(f.type) and (f.name == DEFAULT_COLUMN or _is_struct(f.type)) for f in schema)
 
 
@@ -190,7 +192,7 @@ def _is_struct(kind: pa.DataType) -> bool:
 
 
 def _holds_bytes(kind: pa.DataType) -> bool:
-    """Bytes, or the struct of `bytes` and `path` that Hugging Face writes."""
+    """Return whether a column is bytes, or the struct of `bytes` and `path` that Hugging Face writes."""
     import pyarrow as pa
 
     if isinstance(kind, pa.StructType):

@@ -1,6 +1,7 @@
-"""Encoded pictures from files, folders, zips, tars and parquet, one at a time in the order of their names.
+"""Encoded images from files, folders, zips, tars and parquet, one at a time in name order.
 
-Nothing is decoded here: pictures travel as they are stored until a worker needs the pixels."""
+Images are not decoded here; workers decode them when they need the pixels.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Picture:
     name: str
     """The path below the root with '/', then the member or the row: the same on every machine."""
     split: str | None
-    """Where the source has splits of its own."""
+    """The split, if the source has predefined splits."""
     encoded: bytes
     position: int
     """Input bytes read so far, of `n_bytes`."""
@@ -49,25 +50,25 @@ class Picture:
 class Pictures(Protocol):
     @property
     def n_bytes(self) -> int | None:
-        """The size of the input as it lies on the disk."""
+        """Size of the input on disk."""
         ...
 
     @property
     def left_out(self) -> Counter[str]:
-        """Filled while reading, by reason."""
+        """Counts of skipped items by reason; filled while reading."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """Plain values that change when the input or an option does."""
+        """Return plain values that change when the input or an option does."""
         ...
 
     def pictures(self) -> Iterator[Picture]:
-        """In the order of names, in bounded memory."""
+        """Yield images in name order, in bounded memory."""
         ...
 
 
 class PictureFiles:
-    """The pictures of some input files, each a picture itself or a container of many."""
+    """The images of some input files, each an image or a container of many."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class PictureFiles:
         digest = hashlib.sha256()
         for file in self._files:
             digest.update(f"{file.name}\0{file.size}\0{file.mtime_ns}\0".encode("utf-8", "surrogateescape"))
-        # A digest, as there may be a million files.
+        # A digest, because there may be a million files.
         return {
             "kind": "pictures",
             "column": self._column,
@@ -99,11 +100,11 @@ class PictureFiles:
 
     @property
     def unpacked_bytes(self) -> int:
-        """In the last pass over the source."""
+        """Bytes unpacked in the last pass over the source."""
         return self._budget.n_bytes
 
     def pictures(self) -> Iterator[Picture]:
-        # Each reading counts anew.
+        # The counts restart with each pass.
         self.left_out.clear()
         self.left_out.update(self._found_left_out)
         start, n = 0, 0
@@ -121,9 +122,10 @@ class PictureFiles:
 
 
 def open_pictures(source: str, *, column: str | None = None, max_unpacked_gb: float | None = None) -> Pictures:
-    """A picture, a zip, tar or parquet of pictures, or a folder or glob of any of these.
+    """Open an image, a zip, tar or parquet of images, or a folder or glob of any of these.
 
-    `column` names the one of a parquet file with the encoded bytes; other files have none."""
+    `column` is the parquet column with the encoded bytes; other files have none.
+    """
     if source.lower().endswith(COMPRESSED_TARS):
         raise invalid("SOURCE", source, "a tar that is not compressed, to be read at random", "decompress it to a .tar")
     found = named_files(source)
@@ -137,7 +139,7 @@ def open_pictures(source: str, *, column: str | None = None, max_unpacked_gb: fl
     if column is not None and not parquets:
         raise invalid("--column", column, "left out for a source without parquet files", "leave it out")
     for file in parquets:
-        # Each footer is read now: a wrong column must not be found out after hours of work.
+        # Each footer is read now, so that a wrong column is not found only after hours of work.
         with reading(file.path), open_parquet(file.path) as parquet:
             check_column(file.path, parquet.schema_arrow, column or DEFAULT_COLUMN)
     return PictureFiles(source, files, left_out, column, max_unpacked_gb)
@@ -154,10 +156,12 @@ def _nothing(source: str, left_out: Counter[str]) -> UserError:
 
 
 def looks_like_pictures(source: str) -> bool:
-    """Whether a source is to be read as pictures: more of its files are, or hold, pictures than not. A file beside a
-    picture with the same stem (a caption, a label) does not count. False where there is nothing."""
+    """Return whether a source should be read as images: more of its files are, or contain, images than not.
+
+    A file with the same stem as an image (a caption, a label) does not count. False if there are no files.
+    """
     if source.lower().endswith(COMPRESSED_TARS):
-        return True  # `open_pictures` says what to do about it; as a text it would be noise
+        return True  # `open_pictures` reports the fix; as text it would be noise
     found = named_files(source)
     paths = found.paths if found else []
     by_suffix: dict[str, list[Path]] = {}
@@ -170,7 +174,7 @@ def looks_like_pictures(source: str) -> bool:
 
 
 def _holds_pictures(suffix: str, path: Path) -> bool:
-    """Judged by the first file of a suffix. A damaged one is not judged here: opening it gives the error."""
+    """Decide by the first file of a suffix. Damage is not reported here: opening the file raises the error."""
     if suffix in PICTURE_SUFFIXES or suffix == ".tar":
         return True
     if suffix == ".zip":
@@ -184,7 +188,7 @@ def _holds_pictures(suffix: str, path: Path) -> bool:
 
 
 def _sift(root: Path, paths: list[Path]) -> tuple[tuple[InputFile, ...], Counter[str]]:
-    """Regular files that may hold pictures, once each, sorted by name; and what was left out."""
+    """Return the regular files that may contain images, once each and sorted by name, and counts of what was left out."""
     files: dict[tuple[int, int], InputFile] = {}
     left_out: Counter[str] = Counter()
     for name, path in sorted((Path(os.path.relpath(path, root)).as_posix(), path) for path in paths):
@@ -202,7 +206,7 @@ def _sift(root: Path, paths: list[Path]) -> tuple[tuple[InputFile, ...], Counter
         elif not info.st_size:
             left_out["empty"] += 1
         elif (info.st_dev, info.st_ino) in files:
-            left_out["linked_twice"] += 1  # or a held-out picture could be trained on under another name
+            left_out["linked_twice"] += 1  # otherwise a held-out image could be trained on under another name
         else:
             files[info.st_dev, info.st_ino] = InputFile(path, name, info.st_size, info.st_mtime_ns)
     return tuple(files.values()), left_out

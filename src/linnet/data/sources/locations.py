@@ -1,5 +1,8 @@
-"""Where the data of a run lies. A config keeps paths as they were typed, and beside them the folder they were typed in (`base`), so
-that a run finds its data from any working directory."""
+"""Resolve the data paths of a run.
+
+A config keeps paths as they were typed and the working directory at that time (`base`), so that a run finds its data from any
+working directory.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,14 @@ from linnet.config.schema import EMBEDDED_CORPUS, EMOJI_PAIRS, DataConfig, Pairs
 from linnet.core.local_path import is_remote
 
 FIELDS = ("source", "images", "texts", "metadata", "encodings", "condition", "validation_files", "test_files")
-"""The settings that name files."""
+"""Settings that name files."""
 EMBEDDED = (EMBEDDED_CORPUS, EMOJI_PAIRS, "builtin")
 
 Config = TypeVar("Config", bound=DataConfig | PairsConfig)
 
 
 def located(cfg: Config) -> Config:
-    """With absolute paths, for whatever relative path leads to something from `base`. The others stay as they were typed: they are
-    looked for from the working directory."""
+    """Make relative paths that exist below `base` absolute. Other paths stay relative to the working directory."""
     base = cfg.base
     if base is None:
         return cfg
@@ -30,7 +32,7 @@ def located(cfg: Config) -> Config:
 
 
 def with_base(cfg: RunConfig) -> RunConfig:
-    """Notes the working directory, if `base` is not known yet and a relative path leads to something from here."""
+    """Set `base` to the working directory, if it is not set yet and a relative path exists from here."""
     here = os.getcwd()
     if cfg.data.base is not None or not any(_exists(here, path) for path in _paths(cfg.data)):
         return cfg
@@ -38,13 +40,13 @@ def with_base(cfg: RunConfig) -> RunConfig:
 
 
 def for_other_machines(cfg: RunConfig) -> RunConfig:
-    """Without the folder that relative data paths start from and the files that the run writes: both belong to this machine."""
+    """Remove `base` and the paths of exported files, which are specific to this machine."""
     data, train = dataclasses.replace(cfg.data, base=None), dataclasses.replace(cfg.train, exports=())
     return dataclasses.replace(cfg, data=data, train=train)
 
 
 def retyped(cfg: RunConfig, before: RunConfig) -> RunConfig:
-    """Paths that flags have changed are relative to the working directory; those that they left stay where `before` had them."""
+    """Make paths that were changed by flags relative to the working directory; unchanged paths keep the `base` of `before`."""
     old, new = before.data, cfg.data
     named = [name for name in FIELDS if hasattr(new, name)]
     changed = [name for name in named if getattr(new, name) != getattr(old, name, None)]
@@ -56,7 +58,7 @@ def retyped(cfg: RunConfig, before: RunConfig) -> RunConfig:
 
 
 def absolute_paths(cfg: DataConfig | PairsConfig) -> dict[str, str | list[str]]:
-    """The absolute form of every setting that names files, for `data.json`."""
+    """Return the absolute form of every setting that names files, for `data.json`."""
     base, found = cfg.base or os.getcwd(), located(cfg)
     shown: dict[str, str | list[str]] = {}
     for name in FIELDS:
@@ -91,7 +93,7 @@ def _absolute(base: str, path: str) -> str:
 
 
 def _exists(base: str, path: str) -> bool:
-    """Whether a relative path or glob leads to something from `base`."""
+    """Return whether a relative path or glob matches something below `base`."""
     if _is_embedded(path) or os.path.isabs(os.path.expanduser(path)) or "\0" in path:
         return False
     place = Path(base, path)

@@ -1,4 +1,4 @@
-"""Reading .npy arrays without trusting them: the header is parsed without Python's own parser, and no pickle is ever loaded."""
+"""Safe reading of untrusted .npy arrays: the header is parsed without Python's parser, and no pickle is ever loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NpyHeader:
     fortran_order: bool
     dtype: np.dtype
     offset: int
-    """Bytes before the numbers."""
+    """Bytes before the data."""
 
     @property
     def n_bytes(self) -> int:
@@ -41,7 +41,7 @@ class NpyHeader:
 
 
 def read_npy_header(file: IO[bytes], where: str) -> NpyHeader:
-    """Reads the header only and checks it. `where` names the array in the error message."""
+    """Read and check the header only. `where` names the array in the error message."""
     start = file.read(8)
     if start[:6] != MAGIC:
         raise _invalid(where, "it does not start as one" if start else "it is empty")
@@ -77,7 +77,7 @@ def _parsed(text: str, where: str, offset: int) -> NpyHeader:
 
 def _shape(text: str, where: str) -> tuple[int, ...]:
     words = [word.strip().removesuffix("L") for word in text.split(",")]
-    if words[-1] == "":  # after a last comma, or there is none at all
+    if words[-1] == "":  # after a trailing comma, or an empty tuple
         words.pop()
     if len(words) > MAX_AXES or not all(word.isascii() and word.isdigit() and len(word) <= 18 for word in words):
         raise _invalid(where, "its shape is damaged")
@@ -97,7 +97,7 @@ def _dtype(name: str, where: str) -> np.dtype:
 
 
 def map_npy(path: Path) -> Shaped[np.ndarray, ...]:
-    """Memory-mapped, not read."""
+    """Memory-map an .npy file."""
     with reading(path), open(path, "rb") as file:
         header = read_npy_header(file, str(path))
         check_size(header, os.fstat(file.fileno()).st_size - header.offset, str(path))
@@ -108,7 +108,7 @@ def map_npy(path: Path) -> Shaped[np.ndarray, ...]:
 
 
 def as_float32(values: Shaped[np.ndarray, ...], where: str) -> Float32[np.ndarray, ...]:
-    """Numbers of a file as float32; those that are finite and do not fit are an error of their own."""
+    """Convert to float32; raises if a finite value overflows."""
     with np.errstate(over="ignore"):
         out = np.asarray(values, np.float32)
     if values.dtype.kind == "f" and (np.isfinite(values) & ~np.isfinite(out)).any():
@@ -119,7 +119,7 @@ def as_float32(values: Shaped[np.ndarray, ...], where: str) -> Float32[np.ndarra
 
 
 def check_size(header: NpyHeader, n_bytes: int, where: str) -> None:
-    """The array must fit into the `n_bytes` that are there, and into numpy."""
+    """Check that the array fits into the available `n_bytes`, and into numpy's limits."""
     if math.prod(max(n, 1) for n in header.shape) * max(header.dtype.itemsize, 1) > MAX_BYTES:
         raise _invalid(where, "its shape is damaged")
     if header.n_bytes > n_bytes:

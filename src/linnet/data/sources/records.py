@@ -1,4 +1,4 @@
-"""Rows of text: JSON lines, parquet and Hugging Face data sets, one column of each, with every skipped row counted."""
+"""Rows of text: one column of JSON lines, parquet or a Hugging Face dataset, with every skipped row counted."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 MAX_LINE = 256 << 20
-"""A longer line is no JSON line; to read on would take all memory."""
+"""A longer line is not a JSON line, and reading it could exhaust memory."""
 BAD_SHARE = 0.01
 TRIED_ROWS = 100
-"""So many rows are read before a column that none of them has is taken for missing."""
+"""Rows to read before a column that none of them has counts as missing."""
 BATCH_BYTES = 4 << 20
 HUB = "hf:"
 SPLIT_NAMES = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
@@ -32,7 +32,7 @@ def no_column(where: str, column: str, there: Iterable[str]) -> UserError:
 
 
 def json_rows(lines: BinaryIO, where: str, column: str, left_out: Counter[str]) -> Iterator[tuple[int, bytes]]:
-    """Line number and text of each JSON line."""
+    """Yield the line number and text of each JSON line."""
     n_rows = n_bad = first_bad = 0
     columns: set[str] | None = set()
     for number, line in _lines(lines, where):
@@ -74,7 +74,7 @@ def _lines(stream: BinaryIO, where: str) -> Iterator[tuple[int, bytes]]:
 
 def _json_object(line: bytes) -> dict[str, Any] | None:
     try:
-        # Bytes that are not UTF-8 come back as they were when the text is encoded again.
+        # Bytes that are not UTF-8 are restored when the text is encoded again.
         row = json.loads(line.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError):
         return None
@@ -91,7 +91,7 @@ def _refuse_bad(where: str, n_rows: int, n_bad: int, first_bad: int) -> None:
 
 
 def _text(value: object, left_out: Counter[str]) -> bytes | None:
-    """The bytes of one cell; None, and counted, when there is nothing to read in it."""
+    """Return the bytes of one cell; None, and counted, if there is no text in it."""
     if isinstance(value, str):
         value = _encoded(value)
     if isinstance(value, bytes) and value:
@@ -103,13 +103,13 @@ def _text(value: object, left_out: Counter[str]) -> bytes | None:
 def _encoded(text: str) -> bytes:
     try:
         return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell and UTF-8 cannot
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can express and UTF-8 cannot
         return text.encode("utf-8", "surrogatepass")
 
 
 @contextlib.contextmanager
 def open_parquet(path: str | PathLike[str], column: str) -> Iterator[pq.ParquetFile]:
-    """An open file that has the column as text; whatever is broken in it, now or later, names the file."""
+    """Open a file that has the column as text; damage found now or while reading is an error that names the file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -125,7 +125,7 @@ def open_parquet(path: str | PathLike[str], column: str) -> Iterator[pq.ParquetF
             if sum(groups) != file.metadata.num_rows or min(groups, default=0) < 0:
                 raise OSError("its parts have another number of rows than the whole")
             yield file
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last from a broken name of a column
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last from a broken column name
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = str(error).splitlines()[0].rstrip(". ") if str(error) else type(error).__name__
@@ -135,18 +135,18 @@ def open_parquet(path: str | PathLike[str], column: str) -> Iterator[pq.ParquetF
 
 
 def parquet_rows(file: pq.ParquetFile, column: str, left_out: Counter[str]) -> Iterator[tuple[int, bytes]]:
-    """Row number (from 1) and text of each row, a few megabytes at a time."""
+    """Yield the row number (from 1) and text of each row, a few megabytes at a time."""
     import pyarrow as pa
 
     number = 0
-    # One group at a time, because large groups are only let go when their reader is.
+    # One group at a time, because large groups are only freed with their reader.
     for group in range(file.num_row_groups):
         rows = _rows_a_batch(file, group)
         for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=[column], use_threads=False):
             cells = batch.column(0)
             if isinstance(cells, pa.DictionaryArray):
                 cells = cells.dictionary_decode()
-            # As binary, because a text column may hold bytes that are not UTF-8.
+            # As binary, because a text column may contain bytes that are not UTF-8.
             for cell in cells.cast(pa.large_binary()):
                 number += 1
                 if (text := _text(cell.as_py(), left_out)) is not None:
@@ -156,20 +156,20 @@ def parquet_rows(file: pq.ParquetFile, column: str, left_out: Counter[str]) -> I
 
 
 def _rows_a_batch(file: pq.ParquetFile, group: int) -> int:
-    # By the size of whole rows: to ask a broken footer for that of one column can end the process.
+    # By the size of complete rows: querying the size of one column in a broken footer can crash the process.
     about = file.metadata.row_group(group)
     return max(1, min(4096, BATCH_BYTES * about.num_rows // max(about.total_byte_size, 1)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HubSet:
-    """A Hugging Face data set, read as a stream: its own splits under our names."""
+    """A Hugging Face dataset, read as a stream, with its splits under our names."""
 
     name: str
     config: str | None
     column: str
     splits: dict[str | None, Iterable[dict[str, Any]]]
-    """By our name; None when the set has one split only, which is then divided as any other source."""
+    """Splits by our name; the name is None if the dataset has only one split, which is then split like any other source."""
     left_out: Counter[str]
 
     def rows(self, split: str | None, left_out: Counter[str]) -> Iterator[tuple[int, bytes]]:
@@ -188,7 +188,7 @@ class HubSet:
 
 
 def open_hub(source: str, column: str) -> HubSet:
-    """`hf:OWNER/NAME[:CONFIG]`, through the package `datasets`."""
+    """Open `hf:OWNER/NAME[:CONFIG]` with the package `datasets`."""
     match = re.fullmatch(HUB + r"((?:[\w.-]+/)?[\w.-]+)(?::([\w.+-]+))?", source)
     if not match:
         raise invalid(
@@ -218,7 +218,7 @@ def open_hub(source: str, column: str) -> HubSet:
 
 
 def _own_splits(found: dict[str, Any]) -> tuple[dict[str | None, Iterable[dict[str, Any]]], Counter[str]]:
-    """The splits under our names, and those that have none or stand for one that is there already."""
+    """Return the splits under our names, and counts of those that have no such name or are duplicates."""
     splits: dict[str | None, Iterable[dict[str, Any]]] = {}
     if len(found) == 1:
         splits[None] = next(iter(found.values()))
@@ -237,7 +237,7 @@ def _own_splits(found: dict[str, Any]) -> tuple[dict[str | None, Iterable[dict[s
 def _reading_hub(name: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the package and all it stands on raise whatever they like
+    except Exception as error:  # the package and its dependencies raise arbitrary exceptions
         reason = (str(error).splitlines() or [""])[0].rstrip(". ") or type(error).__name__
         raise UserError(
             f"the data set {name!r} cannot be read ({reason}). Fix: check its name, its configuration "

@@ -1,4 +1,4 @@
-"""Text files read as they are: bytes into memory, or mapped when there is one large file."""
+"""Plain text files: read into memory, or memory-mapped if there is one large file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from linnet.data.sources.files import reading
 from linnet.data.splits import Piece
 
 MAP_FROM_BYTES = 64 << 20
-"""One file this large is mapped, not read. A smaller one is read, so that editing it cannot disturb a run."""
+"""One file of at least this size is memory-mapped. A smaller one is read, so that editing it cannot affect a run."""
 
 
 def open_text(pieces: Sequence[Piece], sequence_len: int) -> PackedSplit:
@@ -32,7 +32,7 @@ def _mapped(piece: Piece) -> UInt8[np.ndarray, " bytes"]:
 
 
 def _read(pieces: Sequence[Piece]) -> UInt8[np.ndarray, " bytes"]:
-    """All pieces in one array, read into place: no second copy of the text is ever held."""
+    """Read all pieces into one array in place, without a second copy of the text."""
     text = np.empty(sum(p.size for p in pieces), np.uint8)
     at = 0
     for piece in pieces:

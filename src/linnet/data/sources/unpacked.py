@@ -1,4 +1,4 @@
-"""How much a packed source may unpack to: a small file that claims or gives an enormous amount (a decompression bomb) is refused."""
+"""Limit on the unpacked size of a source, against decompression bombs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from linnet.core.errors import UserError, invalid
 RATIO = 100
 """Text compresses to a tenth, logs to a fiftieth; weights and embeddings hardly at all. Bombs reach 1,000 and more."""
 FLOOR_BYTES = 256 << 20
-"""A small source may unpack to so much, whatever its ratio."""
+"""Unpacked size that is always allowed, at any ratio."""
 FLAG = "--max-unpacked-gb"
 
 
 class UnpackBudget:
-    """Counts unpacked bytes, and refuses the source when they exceed the limit."""
+    """Counts unpacked bytes and raises when they exceed the limit."""
 
     def __init__(
         self,
@@ -25,8 +25,10 @@ class UnpackBudget:
         limit_gb: float | None = None,
         flag: str | None = FLAG,
     ) -> None:
-        """The limit is what the user allows, or else a multiple of the packed size. `flag`: how the user allows more; None where
-        the command has no such flag."""
+        """Set the limit to `limit_gb`, or by default to a multiple of the packed size.
+
+        `flag` is the command-line flag that raises the limit; None if the command has none.
+        """
         if limit_gb is not None and not 0 < limit_gb < 1e9:
             raise invalid(flag or FLAG, limit_gb, "a positive number of gigabytes", "use 10")
         self._where, self._packed, self._flag, self._given = where, packed_bytes, flag, limit_gb is not None
@@ -39,7 +41,7 @@ class UnpackBudget:
             raise self._exceeded()
 
     def claim(self, n: int) -> None:
-        """Refuses a claimed size before anything is unpacked, without counting it."""
+        """Check a declared size before anything is unpacked, without counting it."""
         if n > self.limit:
             raise self._exceeded()
 
@@ -53,7 +55,7 @@ class UnpackBudget:
 
 
 class CountedStream(io.RawIOBase):
-    """Unpacked bytes of a stream, counted against a budget while they are read."""
+    """A stream whose bytes are counted against a budget while they are read."""
 
     def __init__(self, stream: BinaryIO, budget: UnpackBudget) -> None:
         self._stream, self._budget = stream, budget
