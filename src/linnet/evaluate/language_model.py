@@ -1,4 +1,4 @@
-"""Evaluation: the state carried through each sequence, every token counted exactly once, sums in float64 on the host."""
+"""Evaluation of language models: state is carried through each sequence, every token counts once, sums are float64 on the host."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Evaluation:
     tokens: int
     bytes: int
     words: int | None
-    """Of the text, where the whole split was read and its words were counted."""
+    """Number of words in the text, if the complete split was read and its words are counted."""
     unit: str
-    """What a byte of the data is: a byte of text, or a dimension of a picture."""
+    """Unit that one byte of the data represents: a `byte` of text, or a `dimension` of an image."""
     nats: float
-    """Sum over all tokens."""
+    """Negative log-likelihood, summed over all tokens."""
     by_position: ByPosition
 
     @property
@@ -41,7 +41,7 @@ class Evaluation:
 
     @property
     def word_perplexity(self) -> float:
-        """As in the papers on books: the likelihood of all tokens, shared among the words of the text."""
+        """Word-level perplexity as in papers on books: exp of the total NLL divided by the number of words."""
         return math.exp(min(self.nats / self.words, 700.0)) if self.words else math.nan
 
     def to_json(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Evaluation:
 
 
 def make_nats(family: TokenFamily, cfg: RunConfig) -> Callable[..., Any]:
-    """The compiled reader of one stretch of sequences."""
+    """Return the jitted function that computes per-token NLL of one segment of sequences."""
     return jax.jit(lambda params, buffers, carry, batch: family.nats(params, buffers, carry, batch, cfg.model))
 
 
@@ -80,7 +80,7 @@ def evaluate(
     limit: int | None = None,
     progress: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
 ) -> Evaluation:
-    """Reads whole sequences stretch by stretch, so that memory does not follow their length."""
+    """Evaluate a split. Sequences are processed in segments of `update_len`, so memory does not grow with their length."""
     data.check_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
     data = data.begun_by(cfg.writer.bos_id)
     nats = nats or make_nats(family, cfg)
@@ -119,7 +119,7 @@ def evaluate(
 
 
 def _beginning(family: TokenFamily, cfg: RunConfig, size: int, mesh: Mesh) -> Callable[[], Any]:
-    """Makes the carry of sequences of which nothing was read, where it is to lie."""
+    """Return a function that makes an empty carry directly in its sharding."""
     shapes = jax.eval_shape(lambda: family.empty_carry(cfg.model, size))
     places = sharding.named_shardings(shapes, family.carry_axes(shapes), mesh, family.RULES)
     return jax.jit(lambda: family.empty_carry(cfg.model, size), out_shardings=places)

@@ -1,4 +1,4 @@
-"""Loss by position in the sequence: bins of positions, and whether longer context helps, with a standard error over sequences."""
+"""Loss by position in the sequence, in bins, and whether longer context helps, with standard errors over sequences."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jaxtyping import Float64
 
 MAX_BINS = 16
 SIGNIFICANT = 2.0
-"""Standard errors that a difference must exceed to be called one."""
+"""Standard errors that a difference must exceed to be significant."""
 MIN_SEQUENCES = 2
 
 
 def position_edges(length: int) -> list[int]:
-    """0, 1, 2, 4, .. up to the length: context helps most at first, so bins grow."""
+    """Bin edges 0, 1, 2, 4, .. up to the length. Bins grow because context helps most at the start."""
     edges = [0, *(2**i for i in range(length.bit_length()) if 2**i < length), length]
     return edges if len(edges) <= MAX_BINS + 1 else [0, *edges[-MAX_BINS:]]
 
 
 class PositionSums:
-    """Sums of nats and of counted tokens, for every sequence and bin: what standard errors over sequences are made from."""
+    """Accumulates sums of nats and of counted tokens per sequence and bin, for standard errors over sequences."""
 
     def __init__(self, length: int) -> None:
         self.edges = position_edges(length)
@@ -31,12 +31,12 @@ class PositionSums:
         self._rows: list[tuple[np.ndarray, np.ndarray]] = []
 
     def begin(self, n_rows: int) -> None:
-        """A new batch of sequences."""
+        """Start a new batch of sequences."""
         shape = (n_rows, len(self.edges) - 1)
         self._rows.append((np.zeros(shape), np.zeros(shape)))
 
     def add(self, start: int, nats: Float64[np.ndarray, "B T"], counted: Float64[np.ndarray, "B T"]) -> None:
-        """Positions `start` and following of the batch begun last."""
+        """Add the positions from `start` on, of the current batch."""
         bins = self._bin_of[start : start + nats.shape[1]]
         for i in np.unique(bins):
             here = bins == i
@@ -53,13 +53,16 @@ class PositionSums:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """From an early bin to the last one. Both are parts of the same sequences, so the error is that of the paired difference."""
+    """Change of the loss from an early bin to the last one.
+
+    Both bins come from the same sequences, so the standard error is that of the paired difference.
+    """
 
     early: int
-    """A number of a bin."""
+    """Index of the early bin."""
     last: int
     nats: float
-    """Loss of the early bin minus loss of the last: above 0 where context helps."""
+    """Loss of the early bin minus loss of the last bin: positive if context helps."""
     standard_error: float | None
     sequences: int
 
@@ -68,7 +71,7 @@ class Change:
 class ByPosition:
     edges: list[int]
     nats: list[float]
-    """Mean per token of each bin; NaN where there was no token."""
+    """Mean nats per token of each bin; NaN for bins without tokens."""
     standard_errors: list[float]
     change: Change | None
 
@@ -84,7 +87,7 @@ class ByPosition:
 def summarize(
     edges: list[int], nats: Float64[np.ndarray, "n bins"], counts: Float64[np.ndarray, "n bins"]
 ) -> ByPosition:
-    """Means over all tokens, and standard errors that treat each sequence as one observation."""
+    """Return means over all tokens, and standard errors that treat each sequence as one observation."""
     n, totals = len(nats), counts.sum(axis=0)
     with np.errstate(invalid="ignore", divide="ignore"):
         means = nats.sum(axis=0) / totals
@@ -107,7 +110,10 @@ def summarize(
 
 
 def compared_bins(edges: Sequence[Any], losses: Sequence[Any]) -> tuple[int, int] | None:
-    """An early bin (the first from a sixteenth of the way to the last) and the last one, among those that hold a number."""
+    """Return the bins to compare: the first that starts at or after 1/16 of the last bin's start, and the last one.
+
+    Only bins with a finite loss are used.
+    """
     held = [i for i, loss in enumerate(losses) if isinstance(loss, (int, float)) and math.isfinite(loss)]
     if len(held) < 2:
         return None

@@ -1,7 +1,7 @@
-"""Evaluation of a prior: the loss of each set of weights, and how good the embeddings are that they predict.
+"""Evaluation of a prior: the loss of each set of weights, and the quality of the embeddings that they predict.
 
-Every pair counts once, whatever the batches; sums are float64 on the host. A pair's draws depend on its place in the split alone, so
-that figures of different steps, weights and batch sizes can be compared.
+Every pair counts once, for any batch size; sums are float64 on the host. A pair's random draws depend only on its index in the split,
+so metrics of different steps, weights and batch sizes are comparable.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from linnet.models.prior.params import PriorParams
 from linnet.models.prior.solver import SolverTable, make_solver
 
 N_DRAWS = 4
-"""Times and noises at which a pair's loss is taken: one would say more of the draw than of the pair."""
+"""Number of (timestep, noise) draws per pair, averaged to reduce the variance of its loss."""
 MAX_CHOSEN = 1000
-"""Pairs for which the best of several candidates is looked for, at most."""
+"""The best of several candidates is evaluated only for at most this many pairs."""
 MAX_KEPT = 10_000
-"""Predicted embeddings kept for retrieval, however many pairs are evaluated."""
+"""Maximum number of predicted embeddings kept for retrieval."""
 FIGURES = (
     "baseline similarity",
     "similarity with text",
@@ -47,13 +47,13 @@ Progress = Callable[[Iterable[PairBatch]], Iterable[PairBatch]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """The first pairs of a split, and what was predicted for them."""
+    """The first evaluated pairs of a split, and the embeddings predicted for them."""
 
     texts: Float32[np.ndarray, "n T"]
     images: Float32[np.ndarray, "n D"]
     embeds: Float32[np.ndarray, "n D"]
     chosen: Float32[np.ndarray, "n D"] | None = None
-    """Of several candidates each the one most like its text, where that was asked for."""
+    """For each pair, the candidate with the highest cosine similarity to its text, if requested."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,14 +62,14 @@ class PriorEvaluation:
     pairs: int
     loss_type: str
     losses: dict[str, float]
-    """By weights: `online`, and `ema` where an average is kept; it is sampled from the last of them."""
+    """Loss by set of weights: `online`, and `ema` if the run keeps one. The last of them is used for sampling."""
     cosines: dict[int, dict[str, float]]
-    """By number of steps: the five figures."""
+    """The five cosine metrics, by number of denoising steps."""
     predicted: dict[int, Predicted]
 
     @property
     def loss(self) -> float:
-        """What the best weights are chosen by: the average's, where there is one."""
+        """Loss by which the best checkpoint is chosen: that of the EMA weights, if there are any."""
         return self.losses[self.sampled]
 
     @property
@@ -77,7 +77,7 @@ class PriorEvaluation:
         return list(self.losses)[-1]
 
     def to_json(self) -> dict[str, Any]:
-        """Under the names that the reference logs them by."""
+        """Return the metrics under the names that the reference logs."""
         named = {f"metrics/{who}-{self.split}/{self.loss_type}-loss": value for who, value in self.losses.items()}
         for n_step, figures in self.cosines.items():
             named |= {f"metrics/{self.sampled}-{self.split}/{name} [steps={n_step}]": v for name, v in figures.items()}
@@ -104,8 +104,11 @@ def evaluate_prior(
     choose: bool = False,
     progress: Progress = lambda batches: batches,
 ) -> PriorEvaluation:
-    """`weights`: as in `PriorEvaluation.losses`. One pass over the split, all figures of a batch together. `choose`: also the best of
-    several candidates, unless there are very many pairs."""
+    """Evaluate a prior in one pass over the split.
+
+    `weights`: sets of weights, named as in `PriorEvaluation.losses`. `choose`: also evaluate the best of several candidates, if
+    at most `MAX_CHOSEN` pairs are evaluated.
+    """
     model, size = cfg.prior, batch_size or cfg.data.batch_size
     check_fit(pairs, model)
     plans = {n: make_solver(model, n) for n in (cfg.train.eval_timesteps if timesteps is None else timesteps)}
@@ -147,7 +150,7 @@ def evaluate_prior(
 
 
 def check_fit(pairs: EmbeddingPairs, model: PriorConfig) -> None:
-    """Refuses data that this model cannot read."""
+    """Raise if the data does not fit the model."""
     if pairs.image_width != model.dim:
         width = pairs.image_width
         raise invalid("model.dim", model.dim, f"the image embeddings' width, {width}", f"use --model.dim {width}")
@@ -167,7 +170,7 @@ def check_fit(pairs: EmbeddingPairs, model: PriorConfig) -> None:
 def row_losses(
     params: PriorParams, batch: PairBatch, key: Array, first_row: int | Int[Array, ""], *, cfg: PriorConfig
 ) -> Float[Array, " B"]:
-    """With all conditions kept, each the mean over its draws."""
+    """Return each row's loss, averaged over its draws, with no condition dropped."""
     n_row = len(batch.image_embed)
     every = jnp.ones((n_row,), bool)
 
@@ -185,7 +188,7 @@ def row_losses(
 def _predict(
     params: PriorParams, batch: PairBatch, plan: SolverTable, key: Array, first_row: int, cfg: PriorConfig
 ) -> Float32[np.ndarray, "B D"]:
-    """Embeddings for a batch's texts, each row's noise by its place in the split."""
+    """Sample embeddings for a batch's texts. A row's noise depends on its index in the split."""
     keys = _row_keys(rng.fold_in_name(key, "noise"), first_row, len(batch.mask))
     encodings = None if batch.encodings is None else jnp.asarray(batch.encodings)
     return np.asarray(sampling.sample(params, jnp.asarray(batch.text_embed), encodings, plan, keys, cfg))
@@ -194,7 +197,7 @@ def _predict(
 def _chosen(
     params: PriorParams, batch: PairBatch, key: Array, first_row: int, cfg: PriorConfig
 ) -> Float32[np.ndarray, "B D"]:
-    """Of each row's candidates the best, as `linnet sample --n` gives it."""
+    """Return the best of each row's candidates, as `linnet sample --n` does."""
     plan = make_solver(cfg, min(CANDIDATE_STEPS, cfg.timesteps), "dpm")
     keys = (rng.fold_in(rng.fold_in_name(key, "candidates"), i) for i in range(N_CANDIDATES))
     candidates = [_predict(params, batch, plan, one, first_row, cfg) for one in keys]
@@ -207,7 +210,7 @@ def _row_keys(key: Array, first_row: int | Int[Array, ""], n_row: int) -> Array:
 
 
 def _rolled(batch: PairBatch, n: int) -> PairBatch:
-    """Every pair with the text of the one before it."""
+    """Give every pair the text of the previous one."""
     order = np.arange(len(batch.mask))
     order[:n] = np.roll(order[:n], 1)
     encodings = None if batch.encodings is None else batch.encodings[order]
@@ -215,7 +218,7 @@ def _rolled(batch: PairBatch, n: int) -> PairBatch:
 
 
 def five_cosines(batch: PairBatch, embeds: np.ndarray, unrelated: np.ndarray, n: int) -> dict[str, float]:
-    """Sums over the pairs that count. Texts and images of different widths have no likeness: those figures are NaN."""
+    """Return the five metrics summed over the first `n` pairs. Comparisons with texts are NaN if text and image widths differ."""
     texts, images = (np.asarray(x[:n], np.float64) for x in (batch.text_embed, batch.image_embed))
     found, other = (np.asarray(x[:n], np.float64) for x in (embeds, unrelated))
     same = texts.shape[1] == images.shape[1]

@@ -1,5 +1,5 @@
-"""Is a prior any good? Its predicted images beside those of three baselines that need no diffusion: how near they are to the true
-images, and how often the right one is found among all by them. A run keeps the answer in `retrieval.json`.
+"""Comparison of a prior with three baselines that need no diffusion: cosine similarity to the true image embeddings, and recall of
+the true image among all. A run stores the results in `retrieval.json`.
 
 Letters: n rows, k rows shown, T width of texts, D width of images.
 """
@@ -23,14 +23,14 @@ from linnet.runs.metrics import replace_text
 FILE_NAME = "retrieval.json"
 PRIOR, BEST = "prior", "best of several"
 N_CANDIDATES, CANDIDATE_STEPS = 16, 16
-"""How many candidates the best is chosen of, in how many steps of DPM-Solver++."""
+"""Candidates per text for best-of-n, and DPM-Solver++ steps for each."""
 BLOCK = 4096
-"""Rows in memory at a time, of what is read and of what is compared."""
+"""Rows read or compared at a time."""
 MAX_FITTED, MAX_CHOOSING = 2**18, 2**13
-"""Rows that ridge regression is fitted on, and that choose its strength: far more than its weights need, and a set of any size
-is done in minutes."""
+"""Maximum rows to fit the ridge regression on, and to choose its strength with. More than enough for its weights, and bounds the
+time to minutes for a dataset of any size."""
 STRENGTHS, USUAL_STRENGTH = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0), 0.1
-"""In units of the mean variance of the texts' dimensions."""
+"""Ridge strengths, in units of the mean variance of the text dimensions."""
 MAX_SHOWN, SHOWN = 40, 32
 
 
@@ -39,16 +39,16 @@ MAX_SHOWN, SHOWN = 40, 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Baselines:
-    """What a prior must beat."""
+    """Baseline predictors that a prior should outperform."""
 
     mean_text: Float64[np.ndarray, " T"]
     mean_image: Float64[np.ndarray, " D"]
     weights: Float64[np.ndarray, "T D"]
     strength: float
-    """Of the ridge, one of STRENGTHS."""
+    """Strength of the ridge penalty, one of STRENGTHS."""
 
     def predict(self, texts: Float[np.ndarray, "n T"]) -> dict[str, Float[np.ndarray, "n D"]]:
-        """An image for each text: the text itself (where the widths agree), the mean image, and by ridge regression."""
+        """Predict an image embedding per text: the text itself (if the widths agree), the mean image, and ridge regression."""
         same = {"text": np.asarray(texts, np.float32)} if len(self.mean_text) == len(self.mean_image) else {}
         mean = np.broadcast_to(self.mean_image.astype(np.float32), (len(texts), len(self.mean_image)))
         return {**same, "mean": mean, "ridge": self._ridge(texts).astype(np.float32)}
@@ -58,7 +58,7 @@ class Baselines:
 
 
 def baselines(pairs: EmbeddingPairs) -> Baselines:
-    """Fitted on the train split, block by block; the validation split chooses the ridge's strength."""
+    """Fit the baselines on the train split, block by block; the validation split selects the ridge strength."""
     n, sums = 0, [np.zeros(pairs.text_width), np.zeros(pairs.image_width)]
     xx, xy = (np.zeros((pairs.text_width, width)) for width in (pairs.text_width, pairs.image_width))
     for texts, images in _blocks(pairs, "train", MAX_FITTED):
@@ -66,9 +66,9 @@ def baselines(pairs: EmbeddingPairs) -> Baselines:
         xx += texts.T @ texts
         xy += texts.T @ images
     mean_text, mean_image = sums[0] / n, sums[1] / n
-    # Around the means, which is what a bias that is not held down amounts to.
+    # Centering the data is equivalent to an unpenalized bias.
     spread, basis = np.linalg.eigh(xx - n * np.outer(mean_text, mean_text))
-    spread = np.maximum(spread, 0.0)  # round-off may leave a hair below 0
+    spread = np.maximum(spread, 0.0)  # rounding can make eigenvalues slightly negative
     turned = basis.T @ (xy - n * np.outer(mean_text, mean_image))
 
     def fitted(strength: float) -> Baselines:
@@ -88,7 +88,7 @@ def baselines(pairs: EmbeddingPairs) -> Baselines:
 def _blocks(
     pairs: EmbeddingPairs, split: str, most: int
 ) -> Iterator[tuple[Float64[np.ndarray, "b T"], Float64[np.ndarray, "b D"]]]:
-    """Texts and images of a split, or of so many rows spread evenly over it."""
+    """Yield texts and images of a split, or of at most `most` rows spread evenly over it."""
     rows = pairs.evaluated(split, most)
     for at in range(0, len(rows), BLOCK):
         part = rows[at : at + BLOCK]
@@ -100,20 +100,23 @@ def _blocks(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """How one way to predict images did."""
+    """Scores of one predictor."""
 
     name: str
     cosine: float
-    """Mean, with the true image."""
+    """Mean cosine similarity with the true image."""
     recall_1: float
-    """How often the true image is the nearest of all n to the predicted one."""
+    """Fraction of rows whose true image is the nearest of all n to the predicted one."""
     recall_10: float
     n: int
 
 
 def compare(predicted: Mapping[str, Float[np.ndarray, "n D"]], images: Float[np.ndarray, "n D"]) -> list[Row]:
-    """A row for each, in their order. Each predicted image looks for its own among the n; a picture that is there several times
-    shares its places among its copies, so that vectors all alike find as much as chance does."""
+    """Return one row of scores per predictor, in order.
+
+    Recall counts how often a predicted image retrieves its true image among the n. Ties and duplicate images share their ranks
+    evenly, so that a constant prediction scores at chance level.
+    """
     distinct, own, copies = np.unique(images, axis=0, return_inverse=True, return_counts=True)
     own, wanted = own.reshape(-1), unit(np.asarray(distinct, np.float32))
     found: list[Row] = []
@@ -143,10 +146,10 @@ def _hits(
     copies: Int64[np.ndarray, " m"],
     at: Sequence[int],
 ) -> Float64[np.ndarray, "k b"]:
-    """The chance that a row's own image is among its nearest k, of m distinct ones that are each there so many times."""
+    """Probability that a row's own image is among its k nearest, with m distinct images and their numbers of copies."""
     mine = scores[np.arange(len(own)), own][:, None]
     nearer, equal = ((scores > mine) @ copies, (scores == mine) @ copies)
-    # A prediction that is no number finds nothing, not even itself.
+    # A NaN prediction scores 0: it compares equal to nothing.
     return np.stack([np.clip((k - nearer) / np.maximum(equal, 1), 0, 1) * (equal > 0) for k in at])
 
 
@@ -159,12 +162,12 @@ def _cosines(a: Float[np.ndarray, "b D"], b: Float[np.ndarray, "b D"]) -> Float6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimilarityMatrix:
-    """Cosines of some rows: caption i with the image predicted for caption j. A good prior's diagonal stands out."""
+    """Cosines of caption i with the image predicted for caption j. A good prior has a dominant diagonal."""
 
     captions: tuple[str, ...]
     cosines: tuple[tuple[float, ...], ...]
     by: str
-    """What stands for caption i: its `text`, or its true `image` where texts are of another width."""
+    """Embedding used for caption i: its `text`, or its true `image` if texts have another width."""
 
     def to_json(self) -> dict[str, Any]:
         rows = [[round(value, 4) if math.isfinite(value) else None for value in row] for row in self.cosines]
@@ -172,7 +175,7 @@ class SimilarityMatrix:
 
     @staticmethod
     def from_json(values: Any) -> SimilarityMatrix | None:
-        """None where that is no square of numbers: a file may hold anything."""
+        """Parse untrusted JSON; None if it is not a valid square matrix."""
         if not isinstance(values, dict):
             return None
         captions, rows, by = values.get("captions"), values.get("cosines"), values.get("by")
@@ -192,7 +195,10 @@ def similarity(
     images: Float[np.ndarray, "n D"],
     n: int = SHOWN,
 ) -> SimilarityMatrix:
-    """Of at most so many rows, spread evenly over those with a text of their own: the same caption twice would hide the diagonal."""
+    """Return the matrix for at most `n` rows, spread evenly over those with distinct texts.
+
+    Repeated captions would obscure the diagonal.
+    """
     assert 1 <= n <= MAX_SHOWN
     assert len(texts) == len(predicted) == len(images)
     single = np.sort(np.unique(texts, axis=0, return_index=True)[1])
@@ -218,8 +224,10 @@ def side_by_side(
     chosen: Float[np.ndarray, "n D"] | None,
     simple: Baselines | None,
 ) -> tuple[list[Row], SimilarityMatrix]:
-    """A prior beside its baselines (where they could be fitted), and captions against what it predicts. The rows are the first of
-    `n_evaluated` that `Pairs.evaluation` spread over the split."""
+    """Compare a prior with its baselines (if they could be fitted), and its predictions with the captions.
+
+    The rows are the first of the `n_evaluated` that `EmbeddingPairs.evaluation` spreads over the split.
+    """
     at = np.arange(len(texts)) * pairs.n_rows(split) // n_evaluated
     best = {} if chosen is None else {BEST: chosen}
     rows = compare({PRIOR: predicted, **best, **({} if simple is None else simple.predict(texts))}, images)
@@ -231,13 +239,13 @@ def side_by_side(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retrieval:
-    """What `retrieval.json` tells."""
+    """Content of `retrieval.json`."""
 
     split: str
     step: int
-    """Of training."""
+    """Training step."""
     n_steps: int
-    """Of denoising."""
+    """Denoising steps."""
     rows: tuple[Row, ...]
     matrix: SimilarityMatrix | None
 
@@ -245,7 +253,7 @@ class Retrieval:
 def write(
     folder: Path, rows: Sequence[Row], matrix: SimilarityMatrix | None, split: str, step: int, n_steps: int
 ) -> Path:
-    """Into a run's folder, whole or not at all."""
+    """Write `retrieval.json` to a run folder, atomically."""
     values = {
         "split": split,
         "step": step,
@@ -259,13 +267,13 @@ def write(
 
 
 def row_json(row: Row) -> dict[str, Any]:
-    """Null where a figure is no number: the model had diverged."""
+    """Return a row as JSON. Nonfinite scores, of a diverged model, become null."""
     values = dataclasses.asdict(row)
     return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
 
 
 def read(folder: Path) -> Retrieval | None:
-    """None where there is no such file, or nothing in it to show."""
+    """Read `retrieval.json`; None if it is missing, invalid or has no rows."""
     try:
         values = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

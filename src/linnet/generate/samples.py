@@ -1,4 +1,4 @@
-"""Samples of a run: what a model writes or paints while it learns, kept beside its checkpoints."""
+"""Text and image samples, such as those written during training to the run's `samples` folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from linnet.runs.vocabulary import Vocabulary
 
 TOP_P = 0.9
 N_PICTURES, SHEET_COLUMNS, SHEET_SIDE = 8, 8, 64
-"""Pictures of a sample; each is drawn about this many points wide."""
+"""Images per sample, columns of the contact sheet, and approximate width of each image in pixels."""
 
 
 def write_sample(
@@ -39,9 +39,12 @@ def write_sample(
     n_tokens: int,
     embeds: Float32[np.ndarray, "n E"] | None = None,
 ) -> Path:
-    """The run's seed draws it at every step, so that samples of different steps can be compared. Pictures are always whole; where
-    the model is told what they show, by `embeds`, they are painted from some of these. Of several processes all draw, each with its
-    part of the weights, and the first one writes."""
+    """Write a sample of the model and return its path.
+
+    Every step uses the run's seed, so that samples of different steps can be compared. Images are always generated completely; a
+    conditional model uses some of the given `embeds`. All processes must call this, since each holds its shards of the weights; only
+    process 0 writes.
+    """
     writes, path = jax.process_index() == 0, sample_path(folder, step, vocabulary.shape)
     if vocabulary.shape is not None:
         seeds = [(cfg.seed + i) % 2**32 for i in range(N_PICTURES)]
@@ -76,7 +79,7 @@ def sample_text(
 ) -> str:
     ids = vocabulary.tokenizer.encode(prompt.encode()).tolist()
     if not ids and cfg.writer.bos_id is None:
-        # Nothing is in front of a sequence: a new document is what follows the end of another.
+        # Without a BOS token, a new document starts after the EOS of the previous one.
         ids = [cfg.writer.end_id]
     pieces = generate(
         family.decoder,
@@ -105,8 +108,11 @@ def sample_pictures(
     embeds: Float32[np.ndarray, "n E"] | None = None,
     guidance: float = 1.0,
 ) -> UInt8[np.ndarray, "n h w 3"]:
-    """Pictures that begin with the values given, equally many for each. Only values are drawn: a special id is no colour. `embeds`:
-    of length 1, what each shall show; a `guidance` above 1 makes more of that than the model does by itself."""
+    """Generate images that start with the given values, the same number for each.
+
+    Special tokens are never sampled, only pixel values. `embeds`: unit-norm conditioning embedding per image; `guidance`:
+    classifier-free guidance scale, 1 for none.
+    """
     decoder, states = family.decoder, None
     if embeds is not None:
         decoder = vq_slots if guidance == 1.0 else CFGDecoder(guidance)
@@ -135,7 +141,7 @@ def sample_pictures(
 
 
 def told_states(decoder: Any, params: Any, embeds: Float32[np.ndarray, "n E"], cfg: VQConfig) -> list[Any]:
-    """One for every row; equal rows share theirs."""
+    """Return a conditioned decoder state per row; equal rows share one."""
     decoder = on_mesh_of(decoder, params)
     made: dict[bytes, Any] = {}
     for embed in embeds:

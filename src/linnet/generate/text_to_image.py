@@ -1,6 +1,6 @@
-"""From words to pixels: an encoder reads the text, a prior draws the embedding of a picture for it, a painter paints that.
+"""Text-to-image generation: an encoder embeds the text, a prior samples an image embedding, and a painter generates the image.
 
-Letters: n pictures, E width of an embedding.
+Letters: n images, E width of an embedding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from linnet.runs.folder import RunFolder
 from linnet.runs.load import Run, open_run
 
 AT_ONCE = 16
-"""Pictures painted together: memory stays bounded however many are asked for."""
+"""Images generated per batch, which bounds memory for any number of images."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Imagination:
     def embeds(
         self, text: str, seeds: Sequence[int], *, steps: int | None = None, guidance: float = 1.0
     ) -> Float32[np.ndarray, "n E"]:
-        """One for every seed, of length 1: what a picture of this text might be. The same seed gives the same as a server."""
+        """Sample one unit-norm image embedding per seed. The server returns the same embeddings for the same seeds."""
         cfg = self.prior.cfg.prior
         plan = make_solver(cfg, default_steps(cfg, "ddim") if steps is None else steps)
         embed, encodings = encode_prompt(self.encoder, text, with_encodings=cfg.text_encodings)
@@ -67,7 +67,7 @@ class Imagination:
         *,
         guidance: float = 1.0,
     ) -> UInt8[np.ndarray, "n h w 3"]:
-        """`settings` of one row, used for all."""
+        """Generate one image per embedding. `settings` has one row, which is used for all images."""
         run, painted = self.painter, []
         if guidance != 1.0 and not run.cfg.vq.p_drop_condition:
             needs = "1: this painter never trained without its embedding (model.p_drop_condition is 0)"
@@ -92,8 +92,10 @@ class Imagination:
         return np.concatenate(painted)
 
     def nearest(self, embeds: Float32[np.ndarray, "n E"], k: int) -> list[list[tuple[str, float]]] | None:
-        """Captions and cosines of the real pictures that embeddings point to, among those that the prior learned from; None where
-        these are not at hand, or have no captions."""
+        """Return captions and cosines of the nearest images in the prior's training data.
+
+        None if the data is not available or has no captions.
+        """
         try:
             found = NeighborIndex(open_pairs(self.prior.cfg.pairs, self.prior.cfg.seed)).nearest(embeds, k)
         except UserError:
@@ -107,7 +109,7 @@ class Imagination:
 
 
 def open_imagination(prior: Path, painter: Path, checkpoint: str = "best") -> Imagination:
-    """Opens the two runs, or says what keeps them from working together."""
+    """Load the prior and the painter. Raises if they cannot be used together."""
     for flag, path in (("--prior", prior), ("--painter", painter)):
         if not RunFolder(path).config.exists():
             raise UserError(

@@ -1,1 +1,1 @@
-"""Optimizers, the moving average of weights, and LoRA adapters."""
+"""Optimizers, EMA of the weights, and LoRA adapters."""

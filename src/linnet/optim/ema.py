@@ -1,6 +1,6 @@
-"""A moving average of the weights: of one decay from the first update on, or as ema-pytorch keeps it, whose decay grows.
+"""Exponential moving average (EMA) of the weights, with a constant decay or the growing decay of ema-pytorch.
 
-The step count before an update decides what the update does; the count after it, how fast the average forgets.
+With a growing decay, the step count before an update decides whether it copies or averages; the count after it sets the decay.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ T = TypeVar("T")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmaConfig:
     beta: float = 0.9999
-    """The largest decay."""
+    """Maximum decay."""
     update_after_step: int = 100
-    """Up to this step the average is a copy of the weights."""
+    """Up to this step the EMA is a copy of the weights."""
     update_every: int = 10
-    """Only every so many steps is anything done."""
+    """Steps between updates of the EMA."""
     inv_gamma: float = 1.0
     power: float | None = 2 / 3
-    """None: nothing grows, the decay is `beta` at every step."""
+    """Exponent of the decay's growth. None: the decay is `beta` at every step."""
     min_value: float = 0.0
-    """The smallest decay, once there is one."""
+    """Minimum decay, once averaging has started."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_value <= self.beta <= 1:
@@ -45,7 +45,7 @@ class EmaConfig:
 
 
 def settings(cfg: TrainConfig) -> EmaConfig | None:
-    """None where no average is kept."""
+    """Return the EMA settings of a run; None if it keeps no EMA."""
     if cfg.ema_decay is None:
         return None
     return EmaConfig(
@@ -59,7 +59,7 @@ def settings(cfg: TrainConfig) -> EmaConfig | None:
 
 
 def decay(cfg: EmaConfig, step: ArrayLike) -> Float[Array, ""]:
-    """At a count of `step` updates seen."""
+    """Return the decay after `step` updates."""
     if cfg.power is None:
         return jnp.full((), cfg.beta, jnp.float32)
     age = jnp.maximum(jnp.asarray(step, jnp.float32) - cfg.update_after_step - 1, 0.0)
@@ -68,12 +68,12 @@ def decay(cfg: EmaConfig, step: ArrayLike) -> Float[Array, ""]:
 
 
 def update(cfg: EmaConfig, ema: T, params: T, step: ArrayLike) -> T:
-    """The average after the update that has seen `step` others before it. At a decay of 0 it is the weights, bit for bit."""
+    """Return the EMA after an update that `step` others preceded. With a decay of 0 it equals the weights, bit for bit."""
     if cfg.power is None:
         return jax.tree.map(lambda old, new: cfg.beta * old + (1 - cfg.beta) * new, ema, params)
     step = jnp.asarray(step, jnp.int32)
     due = step % cfg.update_every == 0
-    # The first true update after the copies begins from the weights too, which is what a decay of 0 says.
+    # The first update after the copies also starts from the weights, hence a decay of 0.
     keep = jnp.where(step <= begins(cfg), 0.0, decay(cfg, step + 1))
 
     def one(old: Any, new: Any) -> Any:
@@ -84,5 +84,5 @@ def update(cfg: EmaConfig, ema: T, params: T, step: ArrayLike) -> T:
 
 
 def begins(cfg: EmaConfig) -> int:
-    """The first step that is due and past the copies: there the reference copies once more."""
+    """Return the first due step after `update_after_step`, at which the reference copies the weights once more."""
     return (cfg.update_after_step // cfg.update_every + 1) * cfg.update_every

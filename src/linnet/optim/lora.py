@@ -1,7 +1,7 @@
-"""Low-rank adapters: a matrix W trains as W + scale * down @ up, with W frozen and out of the optimizer state.
+"""Low-rank adapters (LoRA): a matrix W is replaced by W + scale * down @ up, with W frozen and not in the optimizer state.
 
-The sum is formed before the model runs, so every family, mesh and decoder sees ordinary weights, and what is trained is exactly what
-is exported and served. `up` starts at zero: step 0 is the base model. Letters: K inputs, N outputs, R rank.
+The sum is computed before the model runs, so every family, mesh and decoder uses ordinary weights, and the trained weights are
+exactly those that are exported and served. `up` starts at zero: step 0 is the base model. Letters: K inputs, N outputs, R rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Adapter:
 
 
 def trainable_specs(family: ModelFamily, cfg: RunConfig) -> Any:
-    """What the optimizer updates: all weights, or the adapters by the names of their matrices."""
+    """Return the Specs that the optimizer updates: all weights, or the adapters by the names of their matrices."""
     specs = family.param_specs(cfg.model)
     return adapter_specs(specs, cfg.lora, cfg.family) if cfg.lora.rank else specs
 
@@ -71,12 +71,12 @@ def _of_matrix(spec: Spec, lora: LoraConfig) -> Adapter:
 
 
 def weights_of(params: Any, base: Any) -> Any:
-    """What the model runs with: the trained weights themselves, or their frozen base with the trained adapters merged in."""
+    """Return the weights to run the model with: the trained ones, or the frozen base with the trained adapters merged in."""
     return params if base is None else merge(base, params)
 
 
 def merge(base: Any, adapters: dict[str, Adapter]) -> Any:
-    """The weights of the adapted model. Matrices without an adapter are those of `base`."""
+    """Add the adapters to the base weights. Matrices without an adapter are unchanged."""
 
     def one(path: tuple[Any, ...], weight: Array) -> Array:
         adapter = adapters.get(leaf_name(path))
@@ -86,7 +86,7 @@ def merge(base: Any, adapters: dict[str, Adapter]) -> Any:
 
 
 def merged_config(cfg: RunConfig) -> RunConfig:
-    """Of a run whose adapters are merged: its model is an ordinary one."""
+    """Return the config of a run after its adapters are merged, without LoRA settings."""
     if not cfg.lora.rank:
         return cfg
     parent = None if cfg.parent is None else dataclasses.replace(cfg.parent, adapters=cfg.lora.rank)

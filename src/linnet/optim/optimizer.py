@@ -1,6 +1,6 @@
-"""From gradients to updates: clip, one of four rules, learning rate and schedule, and decay that they scale only if asked to.
+"""Optimizers: gradient clipping, one of four update rules, learning-rate schedule, and weight decay (scaled by lr if `decay_by_lr`).
 
-Layers are stacked on a leading axis; rules that look at a whole matrix see each layer by itself, as if nothing were stacked.
+Layers are stacked on a leading axis; rules that depend on a complete matrix (Adafactor, Muon) are applied to each layer separately.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from linnet.config.schema import OptimConfig
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import named_leaves
 
-FINAL = 0.1  # where cosine and linear end, as a share of the top
-MUON_RMS = 0.2  # the size of Adam's usual update, so that one learning rate suits both of Muon's halves
+FINAL = 0.1  # final value of cosine and linear, relative to the peak
+MUON_RMS = 0.2  # typical RMS of Adam's updates, so that one learning rate suits Muon and Adam parameters
 LION_B1, LION_B2 = 0.95, 0.98
 
 Schedule = Callable[[ArrayLike], Float[Array, "*N"]]
 
 
 def schedule(cfg: OptimConfig) -> Schedule:
-    """The learning rate's multiplier at a step (from 0): up from 0 to 1, down until `cfg.steps`, then held. The dampened ones are
-    the reference prior's: never at 0 at first, and a cosine that comes back up after its end."""
+    """Return the learning-rate multiplier as a function of the step (from 0).
+
+    It warms up from 0 to 1, decays until `cfg.steps`, and is constant after that. The dampened schedules are the reference prior's:
+    their warm-up starts above 0, and the cosine rises again after `cfg.steps`.
+    """
     if cfg.schedule.startswith("dampened"):
         return _dampened(cfg)
     warmup, span = cfg.warmup_steps, cfg.steps - cfg.warmup_steps
@@ -59,14 +62,14 @@ def _dampened(cfg: OptimConfig) -> Schedule:
 
 
 def optimizer(cfg: OptimConfig, specs: Any) -> optax.GradientTransformation:
-    """`specs` is the tree of the parameters' Specs. The state is arrays only, the update a pure function."""
+    """Return the optimizer for parameters with these Specs. Its state contains only arrays, and its update is pure."""
     multiplier = schedule(cfg)
     parts = [
         optax.identity() if cfg.clip is None else optax.clip_by_global_norm(cfg.clip),
         _rule(cfg, specs),
         optax.scale_by_schedule(lambda step: -cfg.lr * multiplier(step)),
     ]
-    # Before the schedule an update still points up the gradient, hence the sign.
+    # Before the schedule the update still has the sign of the gradient, so the decay is negated there.
     decay = _decay(-cfg.decay if cfg.decay_by_lr else cfg.decay, specs, vectors=cfg.decay_vectors)
     parts.insert(2 if cfg.decay_by_lr else 3, decay)
     return optax.chain(*parts)
@@ -84,7 +87,10 @@ def _rule(cfg: OptimConfig, specs: Any) -> optax.GradientTransformation:
 
 
 def _muon_group(spec: Spec) -> _Group:
-    """Embeddings and output weights are rows looked up, not maps between layers: Adam suits them better."""
+    """Return the group of a parameter: matrices use Muon, the rest Adam.
+
+    Embeddings and output weights use Adam too: they are lookup tables rather than maps between layers.
+    """
     if len(spec.layer_shape) == 2 and "vocab" not in spec.axes:
         return _Group("matrices", spec.stack_shape)
     return _Group("rest", ())
@@ -100,7 +106,7 @@ def _adafactor() -> optax.GradientTransformation:
 
 def _muon() -> optax.GradientTransformation:
     def plain(matrices: Any) -> Any:
-        """Nothing is reshaped: rows and columns are what they seem."""
+        """Use each matrix without reshaping."""
         return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), matrices)
 
     def scale(updates: Any, _: Any) -> Any:
@@ -110,7 +116,7 @@ def _muon() -> optax.GradientTransformation:
 
 
 def _decay(decay: float, specs: Any, *, vectors: bool) -> optax.GradientTransformation:
-    """Subtracts `decay` times the parameter; from a vector (within its layer) only with `vectors`."""
+    """Subtract `decay` times the parameter; for vectors (within a layer) only if `vectors` is set."""
 
     def subtract(update: Array, param: Array, spec: Spec) -> Array:
         return update if len(spec.layer_shape) == 1 and not vectors else update - decay * param
@@ -119,7 +125,7 @@ def _decay(decay: float, specs: Any, *, vectors: bool) -> optax.GradientTransfor
 
 
 class _Group(NamedTuple):
-    """Parameters that one rule updates together: `stack` layers (and experts) each, or none when they are seen as they are."""
+    """Parameters that one rule updates together. `stack`: their stacked leading axes (layers, experts) to vmap over, or ()."""
 
     rule: str
     stack: tuple[int, ...]
@@ -132,7 +138,7 @@ class _Group(NamedTuple):
 def _grouped(
     specs: Any, group_of: Callable[[Spec], _Group], rules: dict[str, optax.GradientTransformation]
 ) -> optax.GradientTransformation:
-    """Each group of parameters by its own rule; groups of stacked layers under vmap."""
+    """Update each group of parameters with its own rule, with vmap over stacked layers."""
     groups = {name: group_of(spec) for name, spec in named_leaves(specs, is_spec)}
     transforms = {
         group.name: functools.reduce(lambda rule, _: _each_layer(rule), group.stack, rules[group.rule])

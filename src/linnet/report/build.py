@@ -1,6 +1,6 @@
-"""`report.html`: one page that tells a run, complete in itself, for a screen, a phone or paper.
+"""Generation of `report.html`: a self-contained page about a run, for desktop, phone and print.
 
-It shows what the folder holds and leaves out what it does not. Nothing read from a file is trusted to be HTML.
+It shows whatever the run folder contains; every file is optional. Everything read from files is escaped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MARK = (
 
 
 def write_report(run: Path) -> Path:
-    """Writes `<run>/report.html` from whatever the run's folder holds, and returns its path."""
+    """Write `<run>/report.html` from the files in the run folder, and return its path."""
     page = run / "report.html"
     replace_text(page, render(run))
     return page
@@ -100,7 +100,7 @@ def _compressors(quick: dict[str, Any]) -> tuple[list[tuple[str, float]], float 
 
 
 def wall_seconds(records: Sequence[Record]) -> float:
-    """Time at work: the gap before a start or a resume is time away."""
+    """Return the time the run was active, without the gaps before a start or a resume."""
     total, before = 0.0, None
     for record in records:
         now = finite(record.get("time"))
@@ -170,7 +170,7 @@ Tiles = list[tuple[str, str, str]]
 
 
 def _token_tiles(records: Sequence[Record], config: dict[str, Any], step: int) -> tuple[Tiles, Tiles]:
-    """Of quality, and of amount."""
+    """Return the tiles about quality, and those about amount of training."""
     good: Tiles = []
     for name, title in (("bits_per_byte", "Bits per byte"), ("loss", "Nats per token")):
         steps, values = plots.curve(records, "eval", name)
@@ -217,7 +217,7 @@ def _training(records: Sequence[Record]) -> str:
 
 
 def _insides(records: Sequence[Record], config: dict[str, Any]) -> list[str]:
-    """What only some models have: sections for what the run measured, else a word for what its family would measure."""
+    """Return the family-specific sections (codebooks, experts), or a note that the family's section has no data."""
     made = (report_codebooks, report_experts)
     found = [part for module in made if (part := module.section_of(records, config))]
     expected = report_experts if config.get("family") == "moe" else report_codebooks
@@ -247,7 +247,7 @@ def _evaluations(run: Path) -> str:
             continue
         chart = two_widths(lambda width, height, e=edges, v=losses: plots.position_chart(e, v, width, height), 300)
         if chart:
-            # A place in a picture is not only how much was seen, but what is there.
+            # In an image, position also determines content, so it does not isolate the effect of context.
             words = "" if "bits_per_dim" in data else plots.position_words(by)
             verdict = f'<p class="lead" style="margin:0 0 10px">{escape(words)}</p>' if words else ""
             parts.append(card(f"Loss by position, {split}", verdict + chart))
@@ -262,7 +262,7 @@ def _newest(folder: Path, pattern: str) -> list[Path]:
 
 
 def _pictures(run: Path, title: str, lead: str) -> str:
-    """Sheets painted during training, the newest first, and the last that `linnet sample` painted."""
+    """Return a section with the latest `linnet sample` sheet and the sheets from training, newest first."""
     files = _newest(run / "samples", "*.png")
     shown = [*_newest(run / "samples" / "pictures", "sheet.png"), *files[:MAX_SHEETS]]
     if not shown:

@@ -1,6 +1,6 @@
-"""Lines, bars and heat maps as SVG text: pure functions of their data, so the same numbers give the same bytes.
+"""Line charts, bar charts and heat maps as SVG text. Pure functions: the same data gives the same bytes.
 
-Nothing is loaded and nothing runs: the values under the pointer are shown by CSS alone.
+The charts load no resources and need no scripts; values under the pointer are shown with CSS.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from linnet.report.svg import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Series:
-    """One curve. `faint` is for raw values behind their smoothed curve, `dots` for measurements few and far between."""
+    """One curve. Use `faint` for raw values behind their smoothed curve, and `dots` for sparse measurements."""
 
     name: str
     x: Sequence[float]
@@ -41,7 +41,7 @@ class Series:
 
 
 def thin(x: Sequence[float], y: Sequence[float], limit: int) -> tuple[list[float], list[float]]:
-    """At most about `limit` points that keep the look of a curve: the least and the greatest of each stretch."""
+    """Reduce a curve to about `limit` points, keeping the minimum and maximum of each interval."""
     n = len(x)
     if n <= limit:
         return list(x), list(y)
@@ -69,7 +69,7 @@ def line_chart(
     y_text: Callable[[float], str] = compact,
     points: int = 400,
 ) -> str:
-    """Curves over one axis. `levels` are dashed lines to compare with; what lies above `y_top` is cut off."""
+    """Draw curves over a common x axis. `levels` are dashed reference lines; values above `y_top` are clipped."""
     shown = [s for s in series if len(s.x)]
     ys = [v for s in shown for v in s.y if y_top is None or v <= y_top] + [value for _, value in levels]
     ys += [0.0] if from_zero else []
@@ -91,12 +91,12 @@ def line_chart(
     room = int((right - left) / 72)
     for tick in _ticks(x_scale, room, base=2):
         words, x = compact(tick), x_scale(tick)
-        over = x + len(words) * LETTER / 2 > width  # the last number must not leave the picture
+        over = x + len(words) * LETTER / 2 > width  # keep the last label inside the image
         parts.append(text(width if over else x, bottom + 17, words, "end" if over else "middle"))
     parts.append(text((left + right) / 2, height - 4, x_label, "middle"))
     parts += _levels(levels, y_scale, left, right, y_text)
 
-    # A nested picture cuts off what leaves the plot, with no ids that could clash on a page.
+    # A nested <svg> clips the curves without clip-path ids, which could clash on a page.
     box = f"{number(left - 4)} {number(top - 4)} {number(right - left + 8)} {number(bottom - top + 8)}".split()
     inner = "".join(_curve(s, x_scale, y_scale, points) for s in shown)
     parts.append(
@@ -145,11 +145,11 @@ def _levels(
     for name, value in sorted(levels, key=lambda level: -level[1]):
         y = scale(value)
         parts.append(across(left, y, right, "level"))
-        if labels and y - labels[-1][0] < 14:  # two labels on one spot are none: say them in one breath
+        if labels and y - labels[-1][0] < 14:  # labels would overlap: merge them
             labels[-1][1].append(f"{name} {y_text(value)}")
         else:
             labels.append((y, [f"{name} {y_text(value)}"]))
-    # On the left, where a falling curve is still high; with a rim, should it cross a line all the same.
+    # On the left, where a falling curve is still high; outlined (style `note`) in case a line crosses them.
     return parts + [text(left + 6, y - 5, ", ".join(names), style="note") for y, names in labels]
 
 
@@ -173,7 +173,7 @@ def _readouts(
     y_text: Callable[[float], str],
     most: int,
 ) -> list[str]:
-    """Invisible stripes over the plot; the one under the pointer shows the values there."""
+    """Return invisible stripes over the plot that show their values on hover."""
     main = [s for s in series if s.kind != "faint"]
     if not main:
         return []
@@ -212,7 +212,7 @@ def columns(
     height: float = 230,
     colour: int = 1,
 ) -> str:
-    """One upright bar a label; `ceiling` is a dashed line for the best there could be."""
+    """Draw one vertical bar per label; `ceiling` is a dashed line at the maximum possible value."""
     top, bottom = 32.0, height - 38
     high = max([*values, ceiling[1] if ceiling else 0.0]) or 1.0
     scale = Scale(0.0, high * 1.12, bottom, top)
@@ -244,7 +244,7 @@ def rows(
     width: float = 420,
     y_text: Callable[[float], str] = compact,
 ) -> str:
-    """One lying bar an entry (name, value, colour), with the value at its end."""
+    """Draw one horizontal bar per entry (name, value, colour), with the value at its end."""
     left = 14 + LETTER * 1.1 * max(len(name) for name, _, _ in entries)
     longest = max(value for _, value, _ in entries) or 1.0
     room = width - left - LETTER * 1.2 * max(len(y_text(value)) for _, value, _ in entries) - 8
@@ -270,7 +270,7 @@ def heat_map(
     width: float = 420,
     y_text: Callable[[float], str] = compact,
 ) -> str:
-    """A row of cells for each list of values, the deeper the colour the greater; `x` says where its columns stand."""
+    """Draw a row of cells per list of values, in stronger colours for greater values; `x` are the columns' coordinates."""
     tall = 22.0 if len(values) <= 10 else max(7.0, 220.0 / len(values))
     left, right, top = 14 + LETTER * max(2, len(str(len(values)))), width - 10, 34.0
     bottom = top + tall * len(values)
@@ -295,7 +295,7 @@ def heat_map(
 
 
 def heat_legend(low: float, high: float, width: float, y_text: Callable[[float], str]) -> list[str]:
-    """The scale of the colours, in the upper right corner."""
+    """Return the colour scale, for the upper right corner."""
     end, begin = y_text(high), y_text(low)
     x = width - 10 - len(end) * LETTER - 84
     cells = "".join(rect(x + 4 * i, 4, 4.5, 9, f"h{i}") for i in range(LEVELS))

@@ -1,4 +1,4 @@
-"""The report's section on codebooks: how many codes each unit uses, over time and now."""
+"""The report's section on codebooks: code usage per unit, over time and at the latest step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def section_of(records: Sequence[Record], config: dict[str, Any]) -> str:
-    """Empty where the run has none."""
+    """Return the section, or an empty string if the run has no codebook diagnostics."""
     lines = plots.measured(records, GROUP)
     if not lines:
         return ""
@@ -53,7 +53,7 @@ def _spread(lines: Sequence[Record], name: str, unit: str) -> plots.Draw:
 
 
 def _usage(lines: Sequence[Record], width: float) -> str | None:
-    """Share of codes in use: a row a unit, a column a moment."""
+    """Draw the fraction of codes in use, with one row per unit and one column per step."""
     lines = [r for r in lines if per_part(r, GROUP, "usage")]
     if not lines:
         return None
@@ -74,7 +74,7 @@ def _usage(lines: Sequence[Record], width: float) -> str | None:
 
 
 def _perplexity(record: Record, n_code: float | None, width: float, height: float) -> str | None:
-    """How many codes each unit uses in effect, against how many it has."""
+    """Draw the effective number of codes (perplexity) of each unit, against the codebook size."""
     values = [0.0 if v is None else max(v, 0.0) for v in per_part(record, GROUP, "perplexity")]
     if not values:
         return None

@@ -1,4 +1,4 @@
-"""The report's section on experts: who is chosen how often, layer by layer and over time, and how sure the routers are."""
+"""The report's section on experts: load per layer over time, and confidence of the routers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linnet.report.page import card, half, none, section, table
 from linnet.report.plots import Record, finite, per_part
 
 GROUP = "experts"
-MAX_LAYERS, MAX_EXPERTS = 8, 64  # drawn, so that the page stays light; the table has every layer
+MAX_LAYERS, MAX_EXPERTS = 8, 64  # drawn, to limit the page size; the table has every layer
 NOTHING = section("Experts", none("No expert diagnostics recorded."))
 
 
@@ -29,7 +29,7 @@ KINDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def section_of(records: Sequence[Record], config: dict[str, Any]) -> str:
-    """Empty where the run has none."""
+    """Return the section, or an empty string if the run has no expert diagnostics."""
     lines = plots.measured(records, GROUP)
     if not lines:
         return ""
@@ -78,7 +78,7 @@ def _spread(lines: Sequence[Record], name: str, unit: str) -> plots.Draw:
 
 
 def _loads(record: Record) -> list[list[float | None]]:
-    """Of each layer, each expert's share of choices; nothing where the file is damaged."""
+    """Return each expert's share of choices per layer; empty if the record is damaged."""
     layers = record[GROUP].get("load")
     if not isinstance(layers, list) or not all(isinstance(row, list) for row in layers):
         return []
@@ -86,7 +86,7 @@ def _loads(record: Record) -> list[list[float | None]]:
 
 
 def _layers_drawn(record: Record) -> list[int]:
-    """The first few, or where there are many the least even ones."""
+    """Return the layers to draw: all, or the least balanced ones if there are more than `MAX_LAYERS`."""
     n_layer, balance = len(_loads(record)), per_part(record, GROUP, "balance")
 
     def evenness(layer: int) -> float:
@@ -97,7 +97,10 @@ def _layers_drawn(record: Record) -> list[int]:
 
 
 def _load(lines: Sequence[Record], layer: int) -> plots.Draw:
-    """A row an expert, a column a moment. The deepest colour is twice an even share or more, in every layer alike."""
+    """Draw a layer's load with one row per expert and one column per step.
+
+    The strongest colour means twice an even share or more, in every layer.
+    """
 
     def draw(width: float, _: float) -> str | None:
         rows = [(float(r["step"]), loads[layer]) for r in lines if len(loads := _loads(r)) > layer]

@@ -1,4 +1,4 @@
-"""A square of cosines as SVG, a caption beside every row and over every column."""
+"""A square matrix of cosines as SVG, with captions for rows and columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from linnet.report.charts import heat_legend
 from linnet.report.svg import LETTER, LEVELS, number, rect, text, wrap
 
 MIN_CELL = 16.0
-"""As high as a line of letters: with less room fewer rows are drawn, and all that are drawn can be read."""
+"""Minimum cell size in pixels, the height of a line of text. In less space fewer rows are drawn, so that all are legible."""
 
 
 def matrix_chart(
@@ -22,13 +22,13 @@ def matrix_chart(
     column_label: str,
     width: float = 1040,
 ) -> str:
-    """The deeper the colour the greater, from the least value to the greatest. What is no number is left blank."""
+    """Draw a matrix in stronger colours for greater values, from its minimum to its maximum. Nonfinite values are blank."""
     gutter = min(0.4 * width, 14 + LETTER * max(map(len, names)), 230.0)
     letters = int((gutter - 14) / LETTER)
     shown = _spread(len(names), int((width - gutter - 4) / MIN_CELL))
     short = [shorten(names[i], letters) for i in shown]
     cell = min((width - gutter - 4) / len(shown), 26.0)
-    head = 14 + LETTER * max(map(len, short))  # the columns' captions stand upright
+    head = 14 + LETTER * max(map(len, short))  # the columns' captions are rotated
     top, inside = 40.0 + head, [values[r][c] for r in shown for c in shown if math.isfinite(values[r][c])]
     low, high = (min(inside), max(inside)) if inside else (0.0, 1.0)
     span = high - low or 1.0
@@ -55,6 +55,6 @@ def _spread(n: int, most: int) -> list[int]:
 
 
 def shorten(caption: str, letters: int) -> str:
-    """One line of so many letters; words cut off are marked."""
+    """Shorten a caption to one line of at most `letters` characters, with an ellipsis if truncated."""
     line = " ".join(caption.split())
     return line if len(line) <= letters else line[: max(letters - 1, 1)].rstrip(" ,;:") + "…"

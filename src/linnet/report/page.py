@@ -1,4 +1,4 @@
-"""The frame of a report: a page that carries its own style, and the pieces it is made of. Pure functions to HTML text."""
+"""HTML building blocks of the report: the page with inline CSS, sections, cards and tables. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECURITY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def document(title: str, sections: Sequence[str]) -> str:
-    """A whole page. Its policy forbids it to load or run anything, should a file ever smuggle something in."""
+    """Return a complete page. Its Content-Security-Policy blocks loading and scripts, as a second defence after escaping."""
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{clean(title)}</title>'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -25,7 +25,7 @@ def document(title: str, sections: Sequence[str]) -> str:
         "<footer>Written by <code>linnet report</code>. This page is complete in itself and asks nothing of any server."
         "</footer></main></body></html>\n"
     )
-    return page.encode("utf-8", "replace").decode("utf-8")  # JSON may hold half a character, a file may not
+    return page.encode("utf-8", "replace").decode("utf-8")  # JSON may contain lone surrogates, UTF-8 may not
 
 
 def _style() -> str:
@@ -52,7 +52,7 @@ def card(title: str, body: str) -> str:
 
 
 def two_widths(draw: Draw, height: float, wide: float = 1040) -> str:
-    """A chart drawn twice, so that its letters are of reading size on a desk and on a phone; empty if there is none."""
+    """Draw a chart twice, so that its text is legible on a desktop and on a phone; empty if there is no chart."""
     large, small = draw(wide, height), draw(360, min(height, 260.0))
     return f'<div class="wide">{large}</div><div class="narrow">{small}</div>' if large and small else ""
 
@@ -62,7 +62,7 @@ def half(draw: Draw) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[int] = ()) -> str:
-    """Cells are HTML already: escape at the call."""
+    """Return an HTML table. Cells are HTML: the caller must escape them."""
     right = set(numeric)
     style = [' class="num"' if i in right else "" for i in range(len(head))]
     top = "".join(f"<th{style[i]}>{escape(name)}</th>" for i, name in enumerate(head))

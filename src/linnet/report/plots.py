@@ -1,4 +1,4 @@
-"""The figures of a run, from the lines of its metrics file: what the report shows and what `linnet eval` draws."""
+"""Charts of a run's metrics, for the report and `linnet eval`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Record = dict[str, Any]
 
 BITS = 1.0 / math.log(2.0)
 MAX_PARTS = 512
-LARGEST, LEAST = 1e15, 1e-30  # of numbers worth drawing; what is beyond comes from a damaged file, what is below is 0
+LARGEST, LEAST = 1e15, 1e-30  # plotted range: larger values come from damaged files, smaller ones become 0
 
 
 def finite(value: Any) -> float | None:
-    """A number that can be drawn, or none: a file may hold anything."""
+    """Return an untrusted value as a number that can be plotted, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
         return None
     return float(value) if abs(value) > LEAST else 0.0
 
 
 def setting(config: dict[str, Any], *names: str) -> float | None:
-    """A number of a run's config, or none."""
+    """Return a numeric setting of a run's config, or None."""
     value: Any = config
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
@@ -38,14 +38,14 @@ def setting(config: dict[str, Any], *names: str) -> float | None:
 
 
 def curve(records: Sequence[Record], kind: str, name: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
-    """Steps and values of one measurement, in the order of steps, gaps left out."""
+    """Return steps and values of one metric, ordered by step, without missing values."""
     found = ((finite(r.get("step")), finite(r.get(name))) for r in records if r.get("kind") == kind)
     pairs = sorted(((s, v * scale) for s, v in found if s is not None and v is not None), key=lambda pair: pair[0])
     return [s for s, _ in pairs], [v for _, v in pairs]
 
 
 def smooth(values: Sequence[float], half: int) -> list[float]:
-    """The mean of `half` neighbours either side; fewer near the ends, evenly, so that neither end is pulled."""
+    """Return the moving average over `half` neighbours on each side; the window shrinks symmetrically at the ends."""
     n = len(values)
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
     reach = [min(half, i, n - 1 - i) for i in range(n)]
@@ -59,7 +59,7 @@ def decimals(value: float) -> str:
 def loss_figure(
     records: Sequence[Record], levels: Sequence[tuple[str, float]], width: float, height: float
 ) -> str | None:
-    """Training and validation over steps, in bits per byte where the run counts bytes, else in nats per token."""
+    """Draw training and validation loss over steps, in bits per byte if available, else in nats per token."""
     bits = any(finite(r.get("bits_per_byte")) is not None for r in records)
     name, unit = ("bits_per_byte", "bits per byte") if bits else ("loss", "nats per token")
     x, y = curve(records, "train", name)
@@ -87,13 +87,13 @@ def loss_figure(
 
 
 def top(values: Sequence[float]) -> float:
-    """The first steps fall from so high that the rest would be a flat line: cut the axis where the fall is over."""
+    """Return an upper limit of the y axis that excludes the steep initial drop, which would flatten the rest."""
     ordered = sorted(values)
     return max(ordered[int(0.93 * (len(ordered) - 1))], ordered[0]) * 1.02
 
 
 Draw = Callable[[float, float], str | None]
-"""A figure, drawn at a width and a height."""
+"""Draws a figure at a given width and height; None if there is no data."""
 
 
 TOKEN_SCALARS = (
@@ -104,13 +104,13 @@ TOKEN_SCALARS = (
     ("Commitment loss", "loss_commit", 1.0, "squared distance of keys to codes", 2, True),
     ("Waiting for data", "wait_share", 100.0, "% of a step", 6, False),
 )
-"""Title, name in the metrics, factor, unit (none: a rule, not a measurement), colour, logarithmic."""
+"""Title, name in the metrics, factor, unit (empty: a scheduled value, not a measurement), colour, logarithmic."""
 
 
 def small_figures(
     records: Sequence[Record], wanted: Sequence[tuple[str, str, float, str, int, bool]] = TOKEN_SCALARS
 ) -> Iterator[tuple[str, Draw]]:
-    """Title and figure of each scalar that the run measured: raw and smoothed, from zero or logarithmic."""
+    """Yield title and figure of each scalar that the run logged: raw and smoothed, from zero or logarithmic."""
     for title, name, scale, unit, colour, log in wanted:
         x, y = curve(records, "train", name, scale)
         if log:
@@ -121,7 +121,7 @@ def small_figures(
 
 
 def scalar_figure(title: str, x: list[float], y: list[float], unit: str, colour: int, log: bool) -> Draw:
-    exact = not unit  # the learning rate is a rule, not a measurement: nothing to smooth
+    exact = not unit  # a schedule such as the learning rate is not noisy: do not smooth it
     series = [Series(name=title.lower(), x=x, y=y if exact else smooth(y, max(1, len(y) // 60)), colour=colour)]
     if not exact:
         series.insert(0, Series(name="raw", x=x, y=y, colour=colour, kind="faint"))
@@ -142,21 +142,21 @@ def scalar_figure(title: str, x: list[float], y: list[float], unit: str, colour:
 
 
 def per_part(record: Record, group: str, name: str) -> list[float | None]:
-    """One measurement of the model's insides: a number a part (a unit, a layer); empty where there is none."""
+    """Return one diagnostic of the model, one value per part (unit or layer); empty if it is missing."""
     figures = record.get(group)
     values = figures.get(name) if isinstance(figures, dict) else None
     return [finite(v) for v in values[:MAX_PARTS]] if isinstance(values, list) else []
 
 
 def measured(records: Sequence[Record], group: str) -> list[Record]:
-    """The lines that measured it, in the order of steps."""
+    """Return the training records that contain the group, ordered by step."""
     return sorted(
         (r for r in records if r.get("kind") == "train" and isinstance(r.get(group), dict)), key=lambda r: r["step"]
     )
 
 
 def moments(lines: Sequence[Record], n_row: int, width: float) -> list[Record]:
-    """Lines evenly over time for the columns of a heat map; fewer for many rows, to keep the page light."""
+    """Select records evenly over time as columns of a heat map; fewer for many rows, to limit the page size."""
     most = min(int(width / 17), max(4, 1200 // n_row), len(lines))
     return [lines[round(i)] for i in np.linspace(0, len(lines) - 1, most)]
 
@@ -164,7 +164,7 @@ def moments(lines: Sequence[Record], n_row: int, width: float) -> list[Record]:
 def spread_figure(
     records: Sequence[Record], group: str, name: str, unit: str, width: float, height: float
 ) -> str | None:
-    """Least, mean and greatest over the parts of one measurement."""
+    """Draw minimum, mean and maximum of one diagnostic over the parts."""
     rows_: list[tuple[float, float, float, float]] = []
     for record in records:
         values = [v for v in per_part(record, group, name) if v is not None]
@@ -185,7 +185,7 @@ def spread_figure(
 def part_table(
     record: Record, group: str, part: str, kinds: Sequence[tuple[str, str, Callable[[float], str]]]
 ) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table: a row a part, a column a measurement that the line has."""
+    """Return head and rows of a table with one row per part and one column per diagnostic in the record."""
     found = [(title, form, values) for name, title, form in kinds if (values := per_part(record, group, name))]
     n_part = max((len(values) for _, _, values in found), default=0)
 
@@ -202,20 +202,20 @@ def compressor_figure(model: float, others: Sequence[tuple[str, float]], width: 
     return rows(entries, label="Bits per byte of this model and of compressors", width=width, y_text=decimals)
 
 
-# Does longer context help? The loss by how much a token could look back on.
+# Loss by position: whether longer context helps.
 
 
 Bucket = tuple[int, int | None, float]
-"""First position, one past the last or none, loss."""
+"""First position, end position (exclusive; None if unbounded), loss."""
 
 
 def buckets(edges: Sequence[Any], losses: Sequence[Any]) -> list[Bucket]:
-    """Those that hold a number."""
+    """Return the buckets that have a finite loss."""
     return list(numbered_buckets(edges, losses).values())
 
 
 def numbered_buckets(edges: Sequence[Any], losses: Sequence[Any]) -> dict[int, Bucket]:
-    """By their number in the file."""
+    """Return the buckets that have a finite loss, by their index in the file."""
     found: dict[int, Bucket] = {}
     for i, raw in enumerate(losses):
         start = finite(edges[i]) if i < len(edges) else None
@@ -227,8 +227,10 @@ def numbered_buckets(edges: Sequence[Any], losses: Sequence[Any]) -> dict[int, B
 
 
 def position_words(by: Mapping[str, Any]) -> str:
-    """One sentence from `ByPosition.to_json()`: is the loss of the last positions lower than that of early ones, and how sure is
-    that? Evaluations of earlier versions have no standard errors, and then no verdict."""
+    """Summarize `ByPosition.to_json()` in a sentence: whether the last positions have a lower loss than early ones.
+
+    Gives a verdict only if there are standard errors, which evaluations by earlier versions lack.
+    """
     found = buckets(by["edges"], by["loss"])
     chosen = compared_bins([start for start, _, _ in found], [loss for _, _, loss in found])
     if chosen is None:
@@ -254,7 +256,7 @@ def position_words(by: Mapping[str, Any]) -> str:
 
 
 def position_table(by: Mapping[str, Any]) -> Table:
-    """Loss per bucket of positions, for a terminal."""
+    """Return a table of the loss per bucket of positions, for the terminal."""
     from rich.table import Table
 
     table = Table(title="Loss by position")
@@ -281,7 +283,7 @@ def bucket_name(start: int, end: int | None) -> str:
 
 
 def position_chart(edges: Sequence[Any], losses: Sequence[Any], width: float = 420, height: float = 230) -> str | None:
-    """The loss over the position in the sequence, counted from 1 on a logarithmic axis."""
+    """Draw the loss over the position in the sequence, counted from 1; the axis is logarithmic for wide ranges."""
     found = buckets(edges, losses)
     if not found:
         return None
@@ -300,7 +302,7 @@ def position_chart(edges: Sequence[Any], losses: Sequence[Any], width: float = 4
 
 
 def position_svg(edges: Sequence[Any], losses: Sequence[Any]) -> str:
-    """The same chart as a file of its own."""
+    """Return the position chart as a standalone SVG file."""
     chart = position_chart(edges, losses, width=640, height=340)
     assert chart is not None, "no bucket holds a number"
     return standalone(chart, "Loss by position in the sequence")

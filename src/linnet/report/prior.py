@@ -1,5 +1,5 @@
-"""What a report tells of a prior: losses of both sets of weights, the five cosines, retrieval beside three baselines, and captions
-against the images predicted for them."""
+"""The report's sections on a prior: losses of online and EMA weights, the five cosines, retrieval compared with three baselines, and
+the similarity of captions and predicted images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from linnet.report.page import card, clean, half, none, section, table, two_widt
 from linnet.report.plots import Record, finite
 from linnet.report.svg import compact
 
-MAX_COUNTS = 6  # of step counts drawn: there are six colours
+MAX_COUNTS = 6  # step counts drawn: there are six colours
 
 GOOD_VALUES = {
     "baseline similarity": "The caption with its true image: what the data has. It stays as it is; the others are read against it.",
@@ -29,7 +29,7 @@ GOOD_VALUES = {
     "similarity with unrelated caption": "A caption with the image predicted for another: low, far below the similarity with text.",
     "difference from baseline similarity": "Similarity with text less the baseline similarity: near 0.",
 }
-"""The five figures by the reference's names, and what a good value looks like."""
+"""The five metrics by the reference's names, with a description of good values."""
 
 NAMES = {
     retrieval.PRIOR: "this prior",
@@ -53,7 +53,7 @@ _LOSS = re.compile(r"metrics/(online|ema)-[a-z]+/[a-z0-9]+-loss")
 
 
 def sections(found: Retrieval | None, records: Sequence[Record], evaluations: Sequence[dict[str, Any]]) -> list[str]:
-    """`evaluations`: what `linnet eval` wrote."""
+    """Return the sections of a prior's report. `evaluations`: files written by `linnet eval`."""
     return [
         _loss(records),
         _cosines(records, evaluations),
@@ -63,11 +63,11 @@ def sections(found: Retrieval | None, records: Sequence[Record], evaluations: Se
     ]
 
 
-# The figures of a record
+# Metrics of a record
 
 
 def cosines_of(record: Record) -> dict[int, dict[str, float]]:
-    """By number of denoising steps, then by name."""
+    """Return the cosine metrics of a record, by number of denoising steps, then by name."""
     found: dict[int, dict[str, float]] = {}
     for key, value in record.items():
         told, number = _COSINE.fullmatch(key), finite(value)
@@ -77,13 +77,13 @@ def cosines_of(record: Record) -> dict[int, dict[str, float]]:
 
 
 def losses_of(record: Record) -> dict[str, float]:
-    """By weights: `online`, `ema`."""
+    """Return the losses of a record by set of weights: `online`, `ema`."""
     found = ((_LOSS.fullmatch(key), finite(value)) for key, value in record.items())
     return {told[1]: value for told, value in found if told is not None and value is not None}
 
 
 def tiles(records: Sequence[Record]) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """Title, value and note for the top of the page: of quality, and of amount."""
+    """Return tiles (title, value, note) for the top of the page: about quality, and about amount of training."""
     good: list[tuple[str, str, str]] = []
     steps, values = plots.curve(records, "eval", "loss")
     if values:
@@ -109,7 +109,7 @@ def tiles(records: Sequence[Record]) -> tuple[list[tuple[str, str, str]], list[t
 
 
 def _latest(records: Sequence[Record]) -> Record | None:
-    """The last record that has cosines, the final test's if there was one."""
+    """Return the last record with cosines: the final test's if there was one."""
     judged = [r for r in records if r.get("kind") in ("eval", "test") and cosines_of(r)]
     return judged[-1] if judged else None
 
@@ -190,7 +190,7 @@ def _over_time(told: Sequence[tuple[float, dict[int, dict[str, float]]]], name: 
 
 
 def _level(told: Sequence[tuple[float, dict[int, dict[str, float]]]], name: str) -> list[tuple[str, float]]:
-    """What a figure should be near."""
+    """Return the reference level that a metric should be close to, if it has one."""
     if name == "difference from baseline similarity":
         return [("goal", 0.0)]
     if name != "similarity with text":
@@ -205,7 +205,7 @@ def _level(told: Sequence[tuple[float, dict[int, dict[str, float]]]], name: str)
 
 
 def _all_figures(records: Sequence[Record], evaluations: Sequence[dict[str, Any]]) -> str:
-    """The last of each split, and what was evaluated afterwards: a row for each number of steps."""
+    """Return a table of the last evaluation of each split and those by `linnet eval`, one row per number of steps."""
     last = {_split(r): r for r in records if r.get("kind") in ("eval", "test")}
     shown = [
         *last.items(),
@@ -262,7 +262,7 @@ def _name(row: Row) -> str:
 
 
 def verdict(rows: Iterable[Row]) -> str:
-    """One sentence: whom the prior beats, and in what."""
+    """Return one sentence on which baselines the prior beats, and in which metrics."""
     by_name = {row.name: row for row in rows}
     single, best = by_name.pop(retrieval.PRIOR, None), by_name.pop(retrieval.BEST, None)
     ours, who = (single, "The prior") if best is None else (best, "The best of the prior's candidates")
@@ -297,12 +297,12 @@ def _similarity(found: Retrieval, matrix: SimilarityMatrix) -> str:
 
 
 def clean_line(caption: str) -> str:
-    """Without what no font shows; the chart escapes it."""
+    """Replace unprintable characters by spaces. The chart escapes the result."""
     return "".join(letter if letter.isprintable() else " " for letter in caption)
 
 
 def diagonal_words(matrix: SimilarityMatrix) -> str:
-    """Does the diagonal stand out?"""
+    """Return a sentence that compares the diagonal with the other entries."""
     n, rows = len(matrix.captions), matrix.cosines
     own = [rows[i][i] for i in range(n) if math.isfinite(rows[i][i])]
     others = [rows[i][j] for i in range(n) for j in range(n) if i != j and math.isfinite(rows[i][j])]

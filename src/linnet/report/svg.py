@@ -1,4 +1,4 @@
-"""The ink and paper of our charts: colours for light and dark as CSS variables, scales, ticks, and SVG as text."""
+"""SVG primitives of the charts: light and dark colours as CSS variables, scales, ticks and elements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LEVELS = 20
 
 
 def _ramp(theme: dict[str, str]) -> dict[str, str]:
-    """Opaque shades from the paper to the first colour: cells may overlap by a hair, and no seam shows between them."""
+    """Return opaque shades from the card colour to the first colour. Opaque cells can overlap slightly, which hides seams."""
 
     def mix(share: float) -> str:
         ends = [(int(theme["card"][i : i + 2], 16), int(theme["c1"][i : i + 2], 16)) for i in (1, 3, 5)]
@@ -52,12 +52,12 @@ LIGHT |= _ramp(LIGHT)
 DARK |= _ramp(DARK)
 STYLE += "".join(f".chart .h{i}{{fill:var(--h{i})}}\n" for i in range(LEVELS))
 
-LETTER = 6.8  # a generous mean width of a letter at 12 px, for laying out without a font
+LETTER = 6.8  # estimated (upper) mean width of a letter at 12 px, for layout without font metrics
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """From a value to a place, linear or logarithmic."""
+    """Maps a value to a coordinate, linearly or logarithmically."""
 
     low: float
     high: float
@@ -73,7 +73,7 @@ class Scale:
 
 
 def make_scale(values: Sequence[float], start: float, end: float, *, log: bool = False, pad: float = 0.0) -> Scale:
-    """A scale that shows all the values, and never an empty range."""
+    """Return a scale that covers all the values and has a nonempty range."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if log:
         low, high = (low, high) if high > low else (low / 2, high * 2)
@@ -87,7 +87,7 @@ def make_scale(values: Sequence[float], start: float, end: float, *, log: bool =
 
 
 def linear_ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers (1, 2 or 5 times a power of ten apart) from low to high."""
+    """Return about `count` round numbers from low to high, spaced by 1, 2 or 5 times a power of ten."""
     span, wanted = high - low, max(count, 2)
     power = 10.0 ** math.floor(math.log10(span / wanted))
     gap = min((m * power for m in (1, 2, 5, 10)), key=lambda g: abs(math.log(span / g / wanted)))
@@ -96,7 +96,7 @@ def linear_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float, count: int, base: int) -> list[float]:
-    """Powers of the base, thinned to about `count`; between few powers of ten also their doubles and fives."""
+    """Return powers of the base, thinned to about `count`; for few powers of ten, also 2 and 5 times them."""
     first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
     powers = [float(base) ** i for i in range(first, last + 1)]
     if base == 10 and len(powers) < 3:
@@ -106,7 +106,7 @@ def log_ticks(low: float, high: float, count: int, base: int) -> list[float]:
 
 
 def compact(value: float) -> str:
-    """`0.00042 -> 4.2e-4`, `1.234`, `12,345 -> 12.3k`, `3.1M`: four figures at most."""
+    """Format a number with at most four significant digits: `0.00042 -> 4.2e-4`, `1.234`, `12,345 -> 12.3k`, `3.1M`."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -120,7 +120,7 @@ def compact(value: float) -> str:
 
 
 def tick_words(ticks: Sequence[float]) -> list[str]:
-    """Ticks in words, with as many decimals each as the one that needs most: `1.5, 2.0`, not `1.5, 2`."""
+    """Format ticks with the same number of decimals: `1.5, 2.0`, not `1.5, 2`."""
     words = [compact(tick) for tick in ticks]
     if any(mark in word for word in words for mark in "ekMGT,"):
         return words
@@ -129,7 +129,7 @@ def tick_words(ticks: Sequence[float]) -> list[str]:
 
 
 def number(x: float) -> str:
-    """A coordinate in as few characters as it takes."""
+    """Format a coordinate with at most one decimal."""
     text = f"{x:.1f}"
     return text.removesuffix(".0")
 
@@ -159,7 +159,7 @@ def wrap(parts: Sequence[str], width: float, height: float, label: str) -> str:
 
 
 def standalone(chart: str, title: str) -> str:
-    """A chart as a file of its own: titled, and its colours written out for viewers that know no CSS variables."""
+    """Return a chart as a standalone SVG file with a title, and with CSS variables replaced for viewers that lack them."""
 
     def fill_in(css: str, theme: dict[str, str]) -> str:
         return re.sub(r"var\(--(\w+)\)", lambda m: theme[m[1]], css)

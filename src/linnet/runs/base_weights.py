@@ -1,6 +1,7 @@
-"""The frozen weights that a run's adapters belong to: stored once in the run's folder, so that it is complete by itself.
+"""The frozen base weights of a run with adapters, stored once in the run folder so that the run needs no other files.
 
-They are a checkpoint like any other (checksums, any mesh), in RUN/base. Checkpoints then hold adapters, codebooks and optimizer state.
+They are an ordinary checkpoint (checksums, any mesh) in RUN/base. The run's own checkpoints then hold only adapters, codebooks and
+optimizer state.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def _stored(run: Path) -> Checkpoints:
 
 
 def store(run: Path, base: Any) -> None:
-    """What is there already stays: it is the same, or the run would have been refused."""
+    """Save the base weights. An existing copy is kept: it is identical, or the resume check would have failed."""
     with _stored(run) as stored:
         stored.save(STEP, base, extra={}, wait=True)
 
@@ -32,12 +33,12 @@ def checksums(run: Path) -> dict[str, Any]:
 
 
 def without_base(state: TrainState) -> TrainState:
-    """What a checkpoint holds."""
+    """The part of the state that is saved in a checkpoint."""
     return replace(state, base=None)
 
 
 def restore(run: Path, checkpoints: Checkpoints, target: TrainState, step: Any = "latest", **how: Any) -> Restored:
-    """A checkpoint and, with adapters, the base that they belong to."""
+    """Restore a checkpoint and, with adapters, their base weights."""
     restored = checkpoints.restore(without_base(target), step, **how)
     if target.base is None:
         return restored

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, processor, memory and devices. Nothing that names a machine, a person or a place."""
+"""The environment of a run: versions, processor, memory and devices. Contains nothing that identifies a machine or a person."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 from linnet import __version__
 
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # mallopt options from malloc.h
 
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
 
 
 def describe() -> dict[str, Any]:
-    """Everything a reader needs to judge a figure of this run, as plain JSON."""
+    """Return the environment as JSON values, to put the run's metrics in context."""
     import jax
 
     devices = jax.devices()
@@ -45,7 +45,7 @@ def _version(package: str) -> str | None:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout this package runs from, with `+changes` when files differ; none when installed."""
+    """Return the git commit of the checkout this package runs from, with `+changes` if files differ; None when installed."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
         return None
@@ -76,14 +76,14 @@ def cpu_model() -> str | None:
 
 
 def cores_usable() -> int:
-    """The cores this process may run on, which on a shared machine is fewer than there are."""
+    """Number of cores this process may run on, which can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def memory_bytes() -> int | None:
-    """The memory this process may use: the machine's, or less where a container sets a limit."""
+    """Memory this process may use: the machine's, or the container's limit if lower."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
@@ -96,7 +96,7 @@ def memory_bytes() -> int | None:
 
 
 def rss_bytes() -> int:
-    """Memory this process holds now (where the system does not tell: the most it ever held)."""
+    """Resident memory of this process; its peak if the system does not report the current value."""
     try:
         resident = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -105,21 +105,24 @@ def rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process ever held."""
+    """Peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def give_back_memory() -> None:
-    """Hands freed memory back to the system, where the C library can (glibc). Compiling leaves some 200 MB behind."""
+    """Return freed memory to the system (glibc only). Compilation leaves about 200 MB of it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 def keep_memory() -> None:
-    """Lets the process keep its large buffers from one update to the next, where the C library can (glibc). Else each is asked of the
-    system anew and its pages are cleared once more, a fifth of an update's time. To be called before JAX has started its threads."""
+    """Make malloc keep large buffers between updates instead of returning them to the system (glibc only).
+
+    Otherwise each buffer is mapped again and its pages are zeroed, which takes a fifth of an update's time. Call before JAX starts its
+    threads.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)):

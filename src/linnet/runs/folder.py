@@ -1,6 +1,6 @@
-"""The run folder: where each file of a run lives, and the lock that lets one training at a time write there.
+"""The run folder: the paths of a run's files, and the lock that lets only one training process write to it.
 
-The lock belongs to an open file, so it dies with its process: SIGKILL or a power cut leaves nothing stale.
+The lock belongs to an open file and is released when its process ends, so SIGKILL or a power failure leaves no stale lock.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RunFolder:
         return self.path / "report.html"
 
     def create(self) -> RunFolder:
-        """Makes the folder and the folders in it. What is there already stays as it is."""
+        """Create the folder and its subfolders. Existing files are not changed."""
         try:
             for folder in (self.path, self.checkpoints, self.samples):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Holds the folder for one training. Evaluating and sampling do not lock, so they work meanwhile."""
+        """Lock the folder for training. Evaluation and sampling take no lock, so they can run at the same time."""
         self.create()
         try:
             file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -76,7 +76,7 @@ class RunFolder:
             finally:
                 os.ftruncate(file, 0)
         finally:
-            os.close(file)  # This frees the lock. The file stays: removing it would let two runs lock two files.
+            os.close(file)  # This releases the lock. The file is kept: removing it would let two runs lock two files.
 
 
 def _take(file: int, path: Path) -> None:
@@ -104,12 +104,12 @@ def _held(path: Path, holder: dict[str, Any]) -> UserError:
 def _read(file: int) -> dict[str, Any]:
     try:
         found = json.loads(os.pread(file, 4096, 0))
-    except ValueError:  # The holder has locked but not yet written its name.
+    except ValueError:  # The holder has the lock but has not written its details yet.
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _write(file: int, holder: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # On a full disk the lock holds all the same, only without a name.
+    with contextlib.suppress(OSError):  # On a full disk the lock is still valid, only without details.
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(holder).encode(), 0)

@@ -1,4 +1,4 @@
-"""Opening a trained run: to evaluate, sample or export it."""
+"""Loading of trained runs for evaluation, sampling, serving and export."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from linnet.config import codec as configs
-from linnet.core import quant
-from linnet.parallel import sharding
 from linnet.config.schema import RunConfig
-from linnet.data.sources.locations import with_base
+from linnet.core import quant
+from linnet.core.dtypes import WeightDtype
 from linnet.core.errors import invalid
+from linnet.core.pytree import replace
+from linnet.data.sources.locations import with_base
 from linnet.models import registry
 from linnet.models.base import ModelFamily, TokenFamily
 from linnet.models.tensor_parallel import check_serving, put_weights
-from linnet.parallel.mesh import n_devices, parse_mesh
-from linnet.core.pytree import replace
-from linnet.runs import base_weights as lora_base
-from linnet.runs.checkpoint.manager import Checkpoints
-from linnet.runs.folder import RunFolder
-from linnet.runs import weights as stored_weights
 from linnet.optim.lora import merged_config, trainable_specs
 from linnet.optim.optimizer import optimizer
+from linnet.parallel import sharding
+from linnet.parallel.mesh import n_devices, parse_mesh
+from linnet.runs import base_weights as lora_base
+from linnet.runs import weights as stored_weights
+from linnet.runs.checkpoint.manager import Checkpoints
+from linnet.runs.folder import RunFolder
 from linnet.runs.state import TrainState, abstract_state, fresh_buffers, model_weights, served_weights, start_from
 from linnet.runs.vocabulary import Vocabulary, read_vocabulary
-from linnet.core.dtypes import WeightDtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,24 +39,24 @@ class Run:
     cfg: RunConfig
     family: ModelFamily
     params: Any
-    """The moving average where the run keeps one."""
+    """The EMA weights if the run keeps them, else the trained weights."""
     buffers: Any
     step: int
     folder: Path
 
     @property
     def writer(self) -> TokenFamily:
-        """The family, for what only families of tokens do."""
+        """The run's family as a `TokenFamily`; raises for families that are not language models."""
         return registry.tokens(self.cfg.family)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
-        """Read only when asked for: weights can be exported without it."""
+        """The run's vocabulary. Read lazily, because exporting weights does not need it."""
         return read_vocabulary(self.folder, self.cfg.writer.n_vocab)
 
 
 def decoding_mesh(path: Path, text: str) -> Mesh | None:
-    """The mesh for `--mesh`, where a run can be sampled or served on it; None for one device."""
+    """Return the mesh for `--mesh`, or None for one device. Raises if the run cannot be sampled or served on it."""
     sizes = parse_mesh(text)
     if n_devices(sizes) == 1:
         return None
@@ -72,8 +72,11 @@ def decoding_mesh(path: Path, text: str) -> Mesh | None:
 
 
 def open_run(path: Path, which: str = "best", weights: WeightDtype = "float32", mesh: Mesh | None = None) -> Run:
-    """The weights of a checkpoint, held in so many bits: `best` by validation loss (the latest if none was evaluated), `latest`, or
-    a step. On a mesh each device gets its part, and reads no more."""
+    """Load the weights of a checkpoint in the dtype `weights`.
+
+    `which`: `best` by validation loss (the latest if none was evaluated), `latest`, or a step. On a mesh, each device reads and holds
+    only its shards.
+    """
     if stored_weights.is_weights_only(path):
         return _open_weights(path, which, weights, mesh)
     cfg, state, step = open_state(path, which, mesh, part=served_weights)
@@ -92,7 +95,7 @@ def open_run(path: Path, which: str = "best", weights: WeightDtype = "float32", 
 
 
 def _open_weights(path: Path, which: str, weights: WeightDtype, mesh: Mesh | None) -> Run:
-    """An imported run that was never trained."""
+    """Load an imported run that was never trained."""
     if which not in ("best", "latest", "0"):
         raise invalid("--checkpoint", which, "best, latest or 0 (this run is imported weights)", "use latest")
     cfg = configs.load(RunFolder(path).config)
@@ -101,7 +104,7 @@ def _open_weights(path: Path, which: str, weights: WeightDtype, mesh: Mesh | Non
     if mesh is None:
         params = stored_weights.read_weights(path, specs, weights)
     else:
-        # Leaf by leaf: no device ever holds the whole model.
+        # Leaf by leaf, so that no device ever holds the complete model.
         params = stored_weights.read_weights(
             path, specs, weights, lambda spec, leaf: put_weights(spec, leaf, mesh, family.RULES)
         )
@@ -116,7 +119,7 @@ def open_state(
     *,
     part: Callable[[TrainState], TrainState] | None = None,
 ) -> tuple[RunConfig, TrainState, int]:
-    """The state of a checkpoint, or the part of it that `part` keeps: the rest is not read, and costs no memory."""
+    """Load the state of a checkpoint, or only the part that `part` selects; the rest is not read."""
     folder = RunFolder(path)
     cfg = configs.load(folder.config)
     family = registry.get(cfg.family)
@@ -128,7 +131,7 @@ def open_state(
 
 
 def checkpoint_step(path: Path, which: str) -> int:
-    """The step of the checkpoint that `which` (best, latest or a step) names."""
+    """Return the step of the checkpoint that `which` (best, latest or a step) names."""
     folder = RunFolder(path)
     with Checkpoints(folder.checkpoints, keep=1) as checkpoints:
         return checkpoints.chosen(_chosen(checkpoints, which))
@@ -145,8 +148,10 @@ def _chosen(checkpoints: Checkpoints, which: str) -> int | Literal["latest", "be
 
 
 def write_run(path: Path, cfg: RunConfig, params: Any, buffers: Any, *, step: int = 0, opt_state: Any = None) -> None:
-    """A run with given weights: imported models are evaluated, sampled and trained like any other. With an optimizer state and
-    its step, training continues from there."""
+    """Write a run with the given weights, so that an imported model can be evaluated, sampled and trained like any other run.
+
+    With an optimizer state and its step, training continues from there.
+    """
     family = registry.get(cfg.family)
     state = start_from(family, cfg, optimizer(cfg.optim, family.param_specs(cfg.model)), params, buffers)
     if opt_state is not None:
@@ -154,4 +159,4 @@ def write_run(path: Path, cfg: RunConfig, params: Any, buffers: Any, *, step: in
     folder = RunFolder(path).create()
     with folder.lock(), Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
         checkpoints.save(step, state, extra={}, wait=True)
-        configs.save(with_base(cfg), folder.config)  # last: a folder without it is not a run
+        configs.save(with_base(cfg), folder.config)  # written last: a folder without a config is not a run

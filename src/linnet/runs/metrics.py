@@ -1,7 +1,7 @@
-"""What a run measures: `metrics.jsonl`, one JSON object a line, always; TensorBoard and W&B besides, never in the way.
+"""Metrics of a run: always `metrics.jsonl` (one JSON object per line), optionally TensorBoard and W&B.
 
-A line is on its way to the disk before `write` returns. Trackers each live on a thread of their own behind a bounded
-queue: one that is slow loses points, one that fails is switched off, and the run never waits for either.
+`write` returns after the line was written to the file. Each tracker runs on its own thread behind a bounded queue: a slow tracker
+drops points, a failing one is switched off, and the run never waits for either.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("linnet")
 
 
 class MetricsLog:
-    """Appends to `<run>/metrics.jsonl`, and hands every line to the trackers."""
+    """Appends to `<run>/metrics.jsonl`, and sends every record to the trackers."""
 
     def __init__(
         self, run: Path, trackers: Sequence[BackgroundTracker] = (), clock: Callable[[], float] = time.time
@@ -54,14 +54,14 @@ class MetricsLog:
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
-        """Adds one line and returns what it says. A full disk is reported once and never stops the run."""
+        """Append one line and return its record. A write error such as a full disk is logged once and does not stop the run."""
         record = make_record(kind, step, self._clock(), values)
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         try:
             _write_whole(self._fd, b"\n" + line if self._torn else line)
             self._torn = False
         except OSError as error:
-            self._torn = True  # perhaps half a line is there: the next begins on a line of its own
+            self._torn = True  # part of the line may be written: start the next on a new line
             if not self._warned:
                 log.warning("%s cannot be written (%s); the run goes on without it", self.path, error.strerror)
             self._warned = True
@@ -70,7 +70,7 @@ class MetricsLog:
         return record
 
     def truncate_after(self, step: int) -> list[dict[str, Any]]:
-        """Forgets the figures after `step` (a resumed run writes them again); returns what is left."""
+        """Remove metrics after `step` (a resumed run writes them again), and return the remaining records."""
         figures = ("train", "eval", "test")
         records, n_damaged = _read(self.path)
         if n_damaged:
@@ -97,7 +97,7 @@ class MetricsLog:
 
 
 class NoMetrics:
-    """Of a process that does not write."""
+    """Discards metrics, for processes other than process 0."""
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         pass
@@ -113,7 +113,7 @@ class NoMetrics:
 
 
 def make_record(kind: str, step: int, now: float, values: dict[str, Any]) -> dict[str, Any]:
-    """One line as strict JSON: what is not finite becomes null, and `nonfinite` says which values those were."""
+    """Return one record as strict JSON. Nonfinite values become null and are listed in `nonfinite`."""
     nonfinite: list[str] = []
     record = {"kind": kind, "step": int(step), "time": round(now, 3)}
     record |= {name: _plain(value, name, nonfinite) for name, value in values.items()}
@@ -133,7 +133,7 @@ def _plain(value: Any, where: str, nonfinite: list[str]) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{i}]", nonfinite) for i, item in enumerate(value)]
     array = np.asarray(value)
-    if array.dtype.kind not in "biuf":  # bfloat16 and its kin are of kind V, and float32 holds them all
+    if array.dtype.kind not in "biuf":  # bfloat16 and other ml_dtypes have kind V; float32 represents them all
         array = array.astype(np.float32)
     return _plain(array.tolist(), where, nonfinite)
 
@@ -144,7 +144,7 @@ def _write_whole(fd: int, data: bytes) -> None:
 
 
 def _mend(path: Path) -> None:
-    """A kill, or a full disk, in mid-line leaves half of one: end it, so that the next line stands alone."""
+    """Remove or terminate a partial last line, left by a kill or a full disk, so that the next line starts cleanly."""
     if not path.exists():
         return
     data = path.read_bytes()
@@ -160,17 +160,17 @@ def _mend(path: Path) -> None:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """One line, or None if it is not one that `write` can have written."""
+    """Parse one line; None if `write` cannot have written it."""
     try:
         record = json.loads(line, parse_float=_finite, parse_int=_bounded, parse_constant=_finite)
-    except (ValueError, RecursionError):  # a thousand brackets are a RecursionError
+    except (ValueError, RecursionError):  # deep nesting raises RecursionError
         return None
     known = isinstance(record, dict) and isinstance(record.get("kind"), str)
     return record if known and type(record.get("step")) is int else None
 
 
 def _finite(digits: str) -> float:
-    """Of a number, or of NaN and Infinity, which are not JSON. 1e999 is infinite too."""
+    """Parse a float; reject NaN and Infinity, which are not JSON, and literals such as 1e999 that overflow."""
     value = float(digits)
     if not math.isfinite(value):
         raise ValueError(f"{digits} is not finite")
@@ -178,7 +178,7 @@ def _finite(digits: str) -> float:
 
 
 def _bounded(digits: str) -> int:
-    """Counts and steps: what does not fit in 64 bits cannot become a float or a date either."""
+    """Parse an int; reject values beyond 64 bits, which cannot be a step, a count or a date."""
     value = int(digits)
     if abs(value) >= 2**63:
         raise ValueError("not a count")
@@ -186,12 +186,12 @@ def _bounded(digits: str) -> int:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file (or of the run that holds it). What is no whole line is left out."""
+    """Read the records of a metrics file, given its path or its run folder. Damaged lines are skipped."""
     return _read(path / FILE_NAME if path.is_dir() else path)[0]
 
 
 def _read(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines, and how many more there are that cannot be read."""
+    """Return the records, and the number of lines that cannot be read."""
     try:
         data = file.read_bytes()
     except FileNotFoundError:
@@ -202,7 +202,7 @@ def _read(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Write a text file atomically."""
     atomic_write(path, text.encode(), sync=True)
 
 
@@ -216,7 +216,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in `<run>/tensorboard`. A resumed run hides the points after the step it resumes from."""
+    """TensorBoard event files in `<run>/tensorboard`. A resumed run purges the points after the step it resumes from."""
 
     def __init__(self, run: Path, resume_step: int | None) -> None:
         from tensorboardX import SummaryWriter
@@ -233,7 +233,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A W&B run of the folder's name. Without a key it records offline, for `wandb sync`, rather than ask for one."""
+    """A W&B run named after the folder. Without an API key it records offline, for `wandb sync`, instead of prompting for one."""
 
     def __init__(self, run: Path, config: dict[str, Any]) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
@@ -248,7 +248,7 @@ class WandB:
             mode=os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline"),
             settings=wandb.Settings(init_timeout=30, console="off", silent=True),
         )
-        # A step of our own: W&B drops points whose built-in step is not new, which after a resume it is not.
+        # A custom step metric: W&B drops points whose built-in step does not increase, as happens after a resume.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -266,7 +266,7 @@ def _wandb_id(run: Path) -> str:
 
 
 class BackgroundTracker:
-    """Makes and feeds one tracker on a daemon thread. `send` never waits; what fails is said once and left."""
+    """Creates and feeds one tracker on a daemon thread. `send` never blocks; a failure is logged once and disables the tracker."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], size: int = QUEUE_SIZE) -> None:
         self.name = name
@@ -287,7 +287,7 @@ class BackgroundTracker:
             self._dropped = True
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Sends what is waiting, for so many seconds at most."""
+        """Flush the queue, for at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=0 if self._off.is_set() else timeout)
@@ -302,7 +302,7 @@ class BackgroundTracker:
             while (record := self._queue.get()) is not None and not self._off.is_set():
                 tracker.log(record["step"], dict(flat_scalars(record)))
             tracker.close()
-        # SystemExit and the like too: a tracker's library must never end more than its own thread.
+        # Includes SystemExit: a tracker's library must not end more than its own thread.
         except BaseException as error:
             self._off.set()
             reason = f"{type(error).__name__}: {error}"
@@ -310,8 +310,10 @@ class BackgroundTracker:
 
 
 def flat_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """`train/loss`, `eval/validation/loss`, `train/codebook/entropy/3`: what a tracker shows of a line. A name with a slash is
-    whole already (the reference prior's names, which dashboards know)."""
+    """Flatten a record to tracker names: `train/loss`, `eval/validation/loss`, `train/codebook/entropy/3`.
+
+    Names that contain a slash are used unchanged (the reference prior's names, which existing dashboards expect).
+    """
     kind = record["kind"]
     prefix = f"{kind}/{record['split']}" if "split" in record else kind
     hidden = ("kind", "step", "time", "split", "nonfinite")
@@ -332,7 +334,7 @@ def _flatten(prefix: str, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[st
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Refuses, before a run starts, a tracker that is unknown or not installed."""
+    """Raise, before a run starts, if a tracker is unknown or not installed."""
     for name in names:
         if name not in MODULES:
             raise invalid("train.trackers", name, f"one of {', '.join(MODULES)}", "choose one of them")
@@ -346,7 +348,7 @@ def require_trackers(names: Sequence[str]) -> None:
 def open_trackers(
     names: Sequence[str], run: Path, config: dict[str, Any], resume_step: int | None = None
 ) -> tuple[BackgroundTracker, ...]:
-    """The trackers of a run. Nothing here waits for a network."""
+    """Start the trackers of a run. Does not wait for the network."""
     require_trackers(names)
     makers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoard(run, resume_step),

@@ -1,4 +1,4 @@
-"""The data of a run at a new location: accepted if its content is what the run was trained on."""
+"""Data of a run at a new location, accepted if its content is what the run was trained on."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import json
 from pathlib import Path
 
 from linnet.config.schema import PairsConfig, RunConfig
-from linnet.data import load_dataset
-from linnet.data.sources.locations import located
-from linnet.data.embeddings import open_pairs
 from linnet.core.errors import UserError
+from linnet.data import load_dataset
+from linnet.data.embeddings import open_pairs
+from linnet.data.sources.locations import located
 
 ELSEWHERE = {"images": None, "texts": None, "metadata": None, "encodings": None}
-"""Settings of pairs that `source` replaces."""
+"""Settings of embedding pairs that a new `source` overrides."""
 
 
 def relocated(cfg: RunConfig, source: str) -> RunConfig:
-    """With its data at `source`, relative to the working directory."""
+    """Return the config with its data at `source`, relative to the working directory."""
     beside = ELSEWHERE if isinstance(cfg.data, PairsConfig) else {}
-    # The other paths stay where they are: absolute, since `base` no longer applies.
+    # The other paths become absolute, since `base` no longer applies.
     return dataclasses.replace(cfg, data=dataclasses.replace(located(cfg.data), source=source, base=None, **beside))
 
 
 def data_fingerprint(cfg: RunConfig) -> str:
-    """Opens the data of a run. The fingerprint depends on content only, not on names or places."""
+    """Open the data of a run and return its fingerprint, which depends on content only, not on names or locations."""
     if cfg.family == "prior":
         return open_pairs(cfg.pairs, cfg.seed, encodings=cfg.prior.text_encodings).fingerprint
     return load_dataset(cfg.tokens, cfg.seed).begun_by(cfg.writer.bos_id).fingerprint
 
 
 def recorded_fingerprint(run: Path) -> str | None:
-    """Of the data that a run was trained on; None for one that was never trained."""
+    """Return the fingerprint of the data that a run was trained on; None if it was never trained."""
     try:
         value = json.loads((run / "data.json").read_bytes()).get("fingerprint")
     except (OSError, ValueError, AttributeError, RecursionError):

@@ -1,4 +1,4 @@
-"""The whole state of a training run: what a checkpoint holds, and all that the next step needs; and where each part of it lies."""
+"""The train state (everything that a checkpoint holds and the next step needs), and its shardings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, UInt32
 
+from linnet.config.schema import RunConfig
 from linnet.core import params as weights
 from linnet.core import rng
-from linnet.parallel import sharding
-from linnet.config.schema import RunConfig
-from linnet.models.base import ModelFamily
 from linnet.core.pytree import leaf_name, named_leaves, pytree, replace
+from linnet.models.base import ModelFamily
 from linnet.optim.lora import trainable_specs, weights_of
+from linnet.parallel import sharding
 
 
 @pytree
@@ -25,18 +25,18 @@ class TrainState:
     params: Any
     buffers: Any
     carry: Any
-    """The state between the updates of one sequence; None when a sequence is one update."""
+    """Model state carried between the updates of one sequence; None if a sequence is one update."""
     opt_state: Any
     ema: Any
-    """The moving average of the parameters, or None."""
+    """EMA of the parameters, or None."""
     key: UInt32[Array, ...]
-    """Data of the random key that all streams of the run come from."""
+    """Key data of the PRNG key from which all of the run's keys are derived."""
     skipped: Int[Array, ""]
-    """Updates skipped because something was not finite."""
+    """Number of updates skipped because the loss or gradient was not finite."""
     bad_run: Int[Array, ""]
-    """How many of the latest updates in a row were skipped."""
+    """Number of consecutive skipped updates up to now."""
     base: Any = None
-    """With adapters: the frozen weights. They are stored once beside the checkpoints, not in each of them."""
+    """With adapters: the frozen weights. They are stored once next to the checkpoints, not in each of them."""
 
 
 def fresh_state(
@@ -46,7 +46,10 @@ def fresh_state(
 
 
 def make_state(family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
-    """A jitted function without arguments. The state is made where it lies: no device, and no host, ever holds more than its part."""
+    """Return a jitted function without arguments that initializes the state directly in its sharding.
+
+    No device or host ever holds more than its own shards.
+    """
     key = rng.root(cfg.seed)
 
     def make() -> TrainState:
@@ -63,10 +66,13 @@ def fresh_buffers(family: ModelFamily, cfg: RunConfig) -> Any:
 def start_from(
     family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, params: Any, buffers: Any
 ) -> TrainState:
-    """Step 0 with given weights: a fresh run, an imported model, or the base of adapters."""
+    """Return the state of step 0 with the given weights: of a new run, an imported model, or the base of adapters."""
     base = None
     if cfg.lora.rank:
-        base, params = params, weights.init(trainable_specs(family, cfg), rng.fold_in_name(rng.root(cfg.seed), "adapters"))
+        base, params = (
+            params,
+            weights.init(trainable_specs(family, cfg), rng.fold_in_name(rng.root(cfg.seed), "adapters")),
+        )
     return TrainState(
         base=base,
         step=jnp.zeros((), jnp.int32),
@@ -91,8 +97,11 @@ def begin_from(
     buffers: Any = None,
     **kept: Any,
 ) -> TrainState:
-    """Step 0 with weights that lie on the mesh already, and are given away; all the rest is made where it lies. Buffers are fresh
-    where none are given; `kept` are other fields of the state (opt_state, ema) to take over where they are not None."""
+    """Return the state of step 0 with weights that are already on the mesh, and are donated.
+
+    The rest of the state is created directly in its sharding. Buffers are initialized if None; `kept` are other fields of the state
+    (opt_state, ema) to use where they are not None.
+    """
     given = {name: value for name, value in kept.items() if value is not None}
 
     def start(params: Any, buffers: Any, given: dict[str, Any]) -> TrainState:
@@ -106,7 +115,7 @@ def begin_from(
 def abstract_state(
     family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> TrainState:
-    """Shapes, types and places only: what a checkpoint is restored into, and what a program is compiled for."""
+    """Return shapes, dtypes and shardings of the state, to restore a checkpoint into or to compile for."""
     mesh = sharding.make_mesh() if mesh is None else mesh
     return jax.tree.map(
         lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
@@ -123,9 +132,14 @@ def _shapes(family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransf
     return jax.eval_shape(make)
 
 
-def state_shardings(family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Where every leaf lies: weights, their averages and what the optimiser keeps of them by the family's rules, the carry with its
-    rows, single numbers everywhere."""
+def state_shardings(
+    family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """Return the sharding of every leaf.
+
+    Weights, EMA and optimizer state follow the family's logical axis rules, the carry is sharded with its batch rows, and scalars
+    are replicated.
+    """
     shapes, rules = _shapes(family, cfg, optimizer), family.RULES
     everywhere = jax.tree.map(lambda _: sharding.replicated(mesh), shapes)
     specs = trainable_specs(family, cfg)
@@ -146,8 +160,10 @@ def state_shardings(family: ModelFamily, cfg: RunConfig, optimizer: optax.Gradie
 
 
 def _optimizer_shardings(opt_state: Any, specs: Any, mesh: Mesh, rules: sharding.LogicalAxisRules) -> Any:
-    """An optimiser's leaf that is named as a weight lies as the weight does; where it lacks one of the weight's axes (a mean over
-    it), as the others do."""
+    """Shard each optimizer leaf like the weight of the same name.
+
+    A leaf that lacks one of the weight's axes (a mean over it) is sharded by the remaining axes; other leaves are replicated.
+    """
     known = dict(named_leaves(specs, is_leaf=weights.is_spec))
 
     def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
@@ -166,17 +182,17 @@ def _optimizer_shardings(opt_state: Any, specs: Any, mesh: Mesh, rules: sharding
 
 
 def both_weights(state: TrainState) -> TrainState:
-    """A state (or abstract state) reduced to what is evaluated: parameters, moving average, codebooks and the base of adapters."""
+    """Reduce a state (or abstract state) to what is evaluated: parameters, EMA, codebooks and the base of adapters."""
     return replace(state, step=None, carry=None, opt_state=None, key=None, skipped=None, bad_run=None)
 
 
 def served_weights(state: TrainState) -> TrainState:
-    """A state (or abstract state) reduced to what `model_weights` needs: one set of weights, and the codebooks."""
+    """Reduce a state (or abstract state) to what `model_weights` needs: one set of weights, the codebooks and the base."""
     state = both_weights(state)
     return state if state.ema is None else replace(state, params=None)
 
 
 def model_weights(state: TrainState) -> tuple[Any, Any]:
-    """What is evaluated, sampled and exported: the moving average where there is one; adapters merged into their base."""
+    """Return the weights and buffers to evaluate, sample and export: the EMA if there is one, with adapters merged."""
     params = state.params if state.ema is None else state.ema
     return weights_of(params, state.base), state.buffers

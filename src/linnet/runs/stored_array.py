@@ -1,4 +1,4 @@
-"""Arrays that stay in files until they are wanted, and safetensors files that are written as a stream."""
+"""Arrays that are read from files on demand, and streaming writes of safetensors files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import numpy as np
 from linnet.core.errors import UserError
 from linnet.core.files import parse_json
 
-CHUNK = 8 << 20  # bytes read or looked at in one go
-MAX_HEADER = 100 << 20  # the safetensors library's own bound
+CHUNK = 8 << 20  # bytes read or checked at a time
+MAX_HEADER = 100 << 20  # the limit of the safetensors library
 TYPES = {
     "F32": np.dtype("float32"),
     "F16": np.dtype("float16"),
@@ -31,7 +31,7 @@ TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredArray:
-    """Where the bytes of an array lie: row after row, in this machine's order."""
+    """Location of an array's bytes in a file: row-major, in this machine's byte order."""
 
     path: Path
     offset: int
@@ -48,7 +48,7 @@ class StoredArray:
         return values
 
     def read_into(self, target: np.ndarray) -> None:
-        """`target` is of this shape and type, and may be a part of something larger. Nothing else is allocated but a chunk."""
+        """Read into `target`, which has this shape and dtype and may be a view. Allocates only one chunk."""
         assert (target.shape, target.dtype) == (self.shape, self.dtype)
         matrices = target if target.ndim > 1 else target[None]
         n_rows, width = matrices.shape[-2], matrices.shape[-1] * self.dtype.itemsize
@@ -64,7 +64,7 @@ class StoredArray:
                     part[...] = data.view(self.dtype).reshape(part.shape)
 
     def _fill(self, file: io.FileIO, data: np.ndarray) -> None:
-        """All of it: one call may read less than asked."""
+        """Fill `data` completely: one `readinto` call may return fewer bytes than requested."""
         view = data.data
         while len(view):
             n = file.readinto(view)
@@ -73,7 +73,7 @@ class StoredArray:
             view = view[n:]
 
     def sha256(self) -> str:
-        """Of the bytes, without holding them."""
+        """SHA-256 of the bytes, read in chunks."""
         digest, left = hashlib.sha256(), self.nbytes
         with open(self.path, "rb") as file:
             file.seek(self.offset)
@@ -85,7 +85,7 @@ class StoredArray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """An array to be written. `parts` gives its values in order, piece by piece: the whole is never held."""
+    """An array to be written. `parts` yields its values in order, so that the complete array is never in memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ class Leaf:
 
 
 def write_safetensors(path: Path, leaves: Sequence[Leaf], metadata: dict[str, str]) -> dict[str, str]:
-    """Header first, then each leaf's parts as they come. Returns the SHA-256 of every leaf's bytes."""
+    """Write the header, then the parts of each leaf as they are produced. Returns the SHA-256 of each leaf's bytes."""
     sums: dict[str, str] = {}
     with open(path, "xb") as file:
         file.write(_header(leaves, metadata))
@@ -111,7 +111,7 @@ def write_safetensors(path: Path, leaves: Sequence[Leaf], metadata: dict[str, st
                 digest.update(data)
                 file.write(data)
                 n += len(data)
-                del part, data  # before the next is made: only one is ever held
+                del part, data  # free it before the next part is made
             assert n == leaf.nbytes, f"{leaf.name} has {n} bytes, not {leaf.nbytes}"
             sums[leaf.name] = digest.hexdigest()
         file.flush()
@@ -143,7 +143,7 @@ def _header(leaves: Sequence[Leaf], metadata: dict[str, str]) -> bytes:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, StoredArray], dict[str, str]]:
-    """Where each array lies, and the metadata. The header must describe the file's bytes, all of them and no other."""
+    """Return the location of each array, and the metadata. The header must cover the file's bytes exactly."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:

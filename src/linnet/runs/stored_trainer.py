@@ -1,6 +1,6 @@
-"""Trainer state beside imported weights: `trainer/state.safetensors` holds online weights, their average and Adam's moments.
+"""Imported trainer state: `trainer/state.safetensors` holds online weights, their EMA and Adam's moments.
 
-`linnet train` starts from it at its step. As long as the run has no checkpoint of its own, data and settings may still be chosen.
+`linnet train` continues from its step. Until the run has a checkpoint of its own, data and settings can still be chosen.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from linnet.parallel import sharding
 from linnet.config.schema import RunConfig
 from linnet.core.errors import UserError, invalid
-from linnet.models.base import ModelFamily
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import leaf_name, named_leaves, replace
-from linnet.runs.stored_array import Leaf, StoredArray, read_safetensors, write_safetensors
+from linnet.models.base import ModelFamily
+from linnet.parallel import sharding
 from linnet.runs.state import TrainState, begin_from
+from linnet.runs.stored_array import Leaf, StoredArray, read_safetensors, write_safetensors
 
 FOLDER, FILE = "trainer", "state.safetensors"
 FORMAT = "linnet-trainer"
@@ -31,7 +31,7 @@ FORMAT = "linnet-trainer"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedSoFar:
-    """What a trainer counted up to its step. None: not recorded."""
+    """Counters of an imported trainer at its step. None: not recorded."""
 
     step: int = 0
     samples_seen: int | None = None
@@ -45,7 +45,7 @@ class StoredTrainer:
     optimizer_step: int
     params: Any
     ema: Any
-    """None where no average was kept."""
+    """None if no EMA was kept."""
     mean: Any
     square: Any
 
@@ -68,7 +68,7 @@ def _leaf(name: str, value: np.ndarray) -> Leaf:
 
 
 def trained_so_far(run: Path) -> TrainedSoFar:
-    """Up to the step that training continues from. Imports of earlier versions recorded the step alone."""
+    """Return the counters at the step that training continues from. Imports by earlier versions recorded only the step."""
     metadata = _read(run)[1]
     seen, epoch = (_count(metadata, name) for name in ("samples_seen", "epoch"))
     try:
@@ -79,7 +79,7 @@ def trained_so_far(run: Path) -> TrainedSoFar:
 
 
 def check_trainer(run: Path, cfg: RunConfig) -> None:
-    """Refuses settings that the stored state does not fit, before anything is written."""
+    """Raise if the settings do not fit the stored state, before anything is written."""
     step = trained_so_far(run).step
     if cfg.optim.name != "adamw":
         needs = f"adamw: {run} continues with Adam's moments from step {step}"
@@ -115,7 +115,7 @@ def continue_from(
 
 
 def _with_moments(opt_state: Any, mean: Any, square: Any, step: int) -> Any:
-    """Adam's moments and count in place of fresh ones; the schedule counts the optimizer's updates too."""
+    """Insert the stored Adam moments, and set the counts of Adam and of the schedule to the optimizer's step."""
 
     def counted(old: Any) -> jax.Array:
         return jax.device_put(jnp.asarray(step, old.dtype), old.sharding)

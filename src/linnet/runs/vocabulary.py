@@ -1,34 +1,34 @@
-"""What a run's ids mean: its tokenizer, kept in the run's folder by content, and the shape of its pictures if it writes pictures."""
+"""The vocabulary of a run: its tokenizer, copied into the run folder, and the image shape if the run generates images."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 
-from linnet.data import TokenDataset
-from linnet.tokenizers.base import BytesTokenizer, Tokenizer
-from linnet.tokenizers.load import has_tokenizer, open_tokenizer
 from linnet.core.errors import UserError
 from linnet.core.files import read_json
 from linnet.core.special_tokens import N_BYTE_IDS
+from linnet.data import TokenDataset
+from linnet.tokenizers.base import BytesTokenizer, Tokenizer
+from linnet.tokenizers.load import has_tokenizer, open_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Vocabulary:
     tokenizer: Tokenizer
     shape: tuple[int, int, int] | None
-    """Height, width and channels of a picture; None for text."""
+    """Height, width and channels of an image; None for text."""
 
 
 def keep(folder: Path, data: TokenDataset) -> None:
-    """The first training of a run keeps its tokenizer; every later one must read with the same."""
+    """Save the data's tokenizer to the run folder if there is none yet; otherwise check that they match."""
     if not has_tokenizer(folder):
         data.tokenizer.save(folder)
     check_match(folder, data, open_tokenizer(str(folder)))
 
 
 def check_match(folder: Path, data: TokenDataset, own: Tokenizer) -> None:
-    """Ids of another tokenizer would be read as other text."""
+    """Check that the data was made with the tokenizer `own`: ids of another one would decode to different text."""
     if data.tokenizer.fingerprint != own.fingerprint:
         raise UserError(
             f"the data at {data.cfg.source!r} was made with another tokenizer ({_name(data.tokenizer)}) than the run in {folder} "
@@ -38,7 +38,7 @@ def check_match(folder: Path, data: TokenDataset, own: Tokenizer) -> None:
 
 
 def read_vocabulary(folder: Path, n_vocab: int) -> Vocabulary:
-    """Of a run. One that came from elsewhere without a tokenizer reads bytes, if its vocabulary is that of bytes."""
+    """Read the vocabulary of a run. An import without a tokenizer uses bytes if its vocabulary size matches."""
     if not has_tokenizer(folder) and n_vocab != N_BYTE_IDS:
         raise UserError(
             f"{folder} has {n_vocab} ids and no tokenizer. Fix: put its tokenizer.model or tokenizer.json into that folder, or "

@@ -1,8 +1,7 @@
-"""Runs that are weights alone: config.json and `weights/`, with no optimiser, so that a model larger than memory can be imported.
+"""Weights-only runs: config.json and `weights/`, without optimizer state, so that a model larger than memory can be imported.
 
-Each leaf is a safetensors file, an 8-bit one with both of its parts (NAME/weight and NAME/scales); index.json lists them with
-their SHA-256. Such a run is evaluated, sampled, served and exported like any other, and trained from step 0 if its weights are
-floats.
+Each leaf is a safetensors file (an 8-bit leaf has two arrays, NAME/weight and NAME/scales); index.json lists them with their
+SHA-256. Such a run is evaluated, sampled, served and exported like any other, and trained from step 0 if its weights are floats.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.config import codec as configs
-from linnet.core import quant
 from linnet.config.schema import RunConfig
-from linnet.data.sources.locations import with_base
+from linnet.core import quant
+from linnet.core.dtypes import WeightDtype
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import read_json
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import leaf_name, named_leaves
+from linnet.data.sources.locations import with_base
 from linnet.runs.folder import RunFolder
 from linnet.runs.stored_array import TYPE_NAMES, Leaf, StoredArray, read_safetensors, write_safetensors
 from linnet.runs.weights_file import PAIR
-from linnet.core.dtypes import WeightDtype
 
 FOLDER, INDEX = configs.IMPORTED_WEIGHTS.parts
 VERSION = 1
-ROOM = 1 << 20  # for headers and index
+ROOM = 1 << 20  # bytes for headers and index
 
 
 def has_weights(run: Path) -> bool:
@@ -44,7 +43,7 @@ def has_weights(run: Path) -> bool:
 
 
 def is_weights_only(run: Path) -> bool:
-    """Imported and not trained yet: once there are checkpoints, they are the run."""
+    """Whether the run is imported and not trained yet. Once it has checkpoints, those take precedence."""
     checkpoints = RunFolder(run).checkpoints
     trained = checkpoints.is_dir() and any(entry.name.isdecimal() for entry in checkpoints.iterdir())
     return has_weights(run) and not trained
@@ -55,7 +54,7 @@ def is_quantized(run: Path) -> bool:
 
 
 def fingerprint(run: Path) -> str:
-    """Of all leaves: their names, shapes, types and SHA-256."""
+    """Return a hash over the names, shapes, dtypes and SHA-256 of all leaves."""
     known = {name: [leaf["shape"], leaf["dtype"], leaf["sha256"]] for name, leaf in _index(run).items()}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
@@ -66,7 +65,7 @@ def fingerprint(run: Path) -> str:
 def write_stored_run(
     out: Path, cfg: RunConfig, leaves: Sequence[Leaf], finish: Callable[[Path], None], say: Callable[[str], None]
 ) -> None:
-    """The run appears under its name when it is whole. `finish` adds what belongs beside the weights (a tokenizer)."""
+    """Write a weights-only run atomically: it appears as `out` only when complete. `finish` adds other files (a tokenizer)."""
     check_is_new(out)
     with _workshop(out) as part:
         need, free = sum(leaf.nbytes for leaf in leaves) + ROOM, shutil.disk_usage(part).free
@@ -76,11 +75,11 @@ def write_stored_run(
         finish(part)
         configs.save(with_base(cfg), part / "config.json")
         check_is_new(out)
-        os.rename(part, out)  # takes the place of an empty folder
+        os.rename(part, out)  # replaces an empty folder
 
 
 def held_leaves(params: Any) -> list[Leaf]:
-    """Of a model that is in memory."""
+    """Return the leaves of a model in memory."""
 
     def one(name: str, value: np.ndarray) -> Leaf:
         return Leaf(name=name, shape=value.shape, dtype=value.dtype, parts=lambda: iter([value]))
@@ -97,7 +96,10 @@ def check_is_new(out: Path) -> None:
 
 @contextlib.contextmanager
 def _workshop(out: Path) -> Iterator[Path]:
-    """A folder beside the run, removed if anything fails. Its lock tells a dead import's leavings from a live import's work."""
+    """Temporary folder next to the run, removed if anything fails.
+
+    Its lock distinguishes the leftovers of a dead import from the files of one that is still running.
+    """
     part = out.absolute().with_name(f".{out.absolute().name}.part")
     try:
         part.mkdir(parents=True, exist_ok=True)
@@ -108,7 +110,7 @@ def _workshop(out: Path) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ours = os.fstat(lock).st_ino == part.stat().st_ino
-        except OSError:  # held, or renamed meanwhile
+        except OSError:  # locked by another process, or renamed meanwhile
             ours = False
         if not ours:
             raise UserError(f"{out} is being imported by another process. Fix: wait for it.")
@@ -152,8 +154,7 @@ def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
 def read_weights(
     run: Path, specs: Any, weights: WeightDtype = "float32", place: Callable[[Spec, Any], Any] = lambda _, leaf: leaf
 ) -> Any:
-    """The params tree, leaf by leaf: each is checked, held in as few bits as asked for, and handed to the device; or, by `place`, to
-    several."""
+    """Read the params tree leaf by leaf: each is verified, cast to `weights`, and put on the device (on several by `place`)."""
     index = _index(run)
     files = {name: read_safetensors(run / FOLDER / name)[0] for name in {leaf["file"] for leaf in index.values()}}
     wanted: set[str] = set()

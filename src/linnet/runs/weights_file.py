@@ -1,4 +1,4 @@
-"""A trained model as one safetensors file: weights by name, the run's config and a fingerprint of both in its header."""
+"""Export of a trained model as one safetensors file, with the run's config and a fingerprint of both in its metadata."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from linnet.core import quant
-from linnet.config.schema import RunConfig
 from linnet.config.codec import CONFIG_VERSION, exported_from_dict
+from linnet.config.schema import RunConfig
+from linnet.core import quant
 from linnet.core.errors import UserError, invalid
-from linnet.models import registry
-from linnet.core.files import unwritable
-from linnet.core.files import parse_json
+from linnet.core.files import parse_json, unwritable
 from linnet.core.params import abstract
 from linnet.core.pytree import leaf_name, named_leaves
+from linnet.models import registry
 
 FORMAT, TOKENIZER = "linnet", "tokenizer"
-PAIR = ("weight", "scales")  # what an 8-bit leaf's two arrays are called
+PAIR = ("weight", "scales")  # names of the two arrays of an 8-bit leaf
 
 
 def export_safetensors(
     params: Any, buffers: Any, cfg_json: dict[str, Any], path: Path, tokenizer: dict[str, Any] | None = None
 ) -> str:
-    """Writes the file whole or not at all. `cfg_json` is what `config.to_json` gives; `tokenizer` says how the run's is used (the
-    file itself is not in the export). Returns the fingerprint."""
+    """Write the file atomically, and return its fingerprint.
+
+    `cfg_json` is the result of `config.codec.to_json`; `tokenizer` describes the run's tokenizer, which is not itself exported.
+    """
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in named_leaves({"params": params, "buffers": buffers})}
     config = json.dumps(cfg_json, sort_keys=True)
     mark = fingerprint(arrays, config)
@@ -51,7 +52,7 @@ def export_safetensors(
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:  # the library's own error wraps the system's
+    except (OSError, SafetensorError) as error:  # safetensors wraps the OS error in its own
         raise unwritable(path, error) from None
     finally:
         Path(temporary).unlink(missing_ok=True)
@@ -59,7 +60,7 @@ def export_safetensors(
 
 
 def import_safetensors(path: Path) -> tuple[Any, Any, dict[str, Any]]:
-    """Parameters, buffers and the config as JSON, bit for bit as exported. A changed file is refused."""
+    """Return parameters, buffers and the config as JSON, bit-identical to the export. Raises if the file was changed."""
     arrays, metadata = _read(path)
     _must_be_ours(path, metadata)
     if fingerprint(arrays, metadata["config"]) != metadata["fingerprint"]:
@@ -76,7 +77,7 @@ def import_safetensors(path: Path) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def read_header(path: Path) -> tuple[RunConfig, str]:
-    """The config and the fingerprint of an exported file. No weight is read, so neither is checked against them."""
+    """Return the config and fingerprint of an exported file. Weights are not read, so the fingerprint is not verified."""
     _, metadata = _read(path, arrays=False)
     _must_be_ours(path, metadata)
     return _run_config(json.loads(metadata["config"]), path), metadata["fingerprint"]
@@ -93,7 +94,7 @@ def check_trainable(path: Path) -> None:
 
 
 def exported_tokenizer(path: Path) -> dict[str, Any] | None:
-    """How the tokenizer of the exported run is used: its kind, fingerprint and rules. None: the file does not say."""
+    """Return kind, fingerprint and rules of the exported run's tokenizer; None if the file does not record them."""
     try:
         with safe_open(path, framework="numpy") as file:
             found = json.loads((file.metadata() or {}).get(TOKENIZER, "null"))

@@ -1,4 +1,4 @@
-"""Decisions that all processes of a run take together: to stop, to save, to evaluate.
+"""Agreement between the processes of a run on when to stop, save and evaluate.
 
 Signals and clocks differ between processes, but all must act after the same update. Each process contributes its flags at every
 update; if any process sets one, all act on it one update later. The reduction is dispatched behind the update and read when the
@@ -34,7 +34,7 @@ class ControlSync:
         self._any = jax.jit(lambda x: jnp.max(x, axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def decide(self, flags: ControlFlags) -> ControlFlags:
-        """Return what all processes do now. Every process calls this after every update."""
+        """Return the flags that all processes act on now. Every process calls this after every update."""
         if self._alone:
             self._agreed = flags
             return flags
@@ -47,7 +47,7 @@ class ControlSync:
         return self._agreed
 
     def stops(self, requested: bool) -> bool:
-        """Whether the run ends here. A single process ends as soon as it was requested."""
+        """Whether the run stops here. A single process stops as soon as it is requested."""
         return requested if self._alone else self._agreed.stop
 
     def _answer(self) -> list[bool]:

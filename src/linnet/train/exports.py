@@ -1,6 +1,6 @@
-"""Files that a prior's run writes for DALLE2-pytorch while it trains: the latest and the best, as weights or as a trainer checkpoint.
+"""DALLE2-pytorch files written while a prior trains: the latest and the best, as weights or as a trainer checkpoint.
 
-They are the savers of the reference's tracker (`tracker.save`, local ones). A run needs none of them to resume.
+They correspond to the local savers of the reference's tracker (`tracker.save`). Resuming a run does not need them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from linnet.runs.stored_trainer import TrainedSoFar, has_trainer, trained_so_far
 
 FORM = re.compile(r"(latest|best):(checkpoint|model):(.+)", re.DOTALL)
 FIELDS = ("epoch", "samples_seen")
-"""What a path may name in braces, as the reference's paths do."""
+"""Placeholders allowed in a path, in braces as in the reference."""
 NO_LOSS = 1e9
-"""What the reference has before its first validation."""
+"""The reference's best validation loss before the first validation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Export:
 
 
 def read_exports(cfg: RunConfig) -> list[Export]:
-    """Checked: the form of each, and that the run can be written so."""
+    """Parse `train.exports`, and check that this run can be exported in each of the formats."""
     found = [_parse(text) for text in cfg.train.exports]
     if found and cfg.family != "prior":
         raise invalid("train.exports", cfg.train.exports, f"empty for a {cfg.family} model", "leave it out")
@@ -67,7 +67,7 @@ def _parse(text: str) -> Export:
 
 
 class Exports:
-    """Writes a run's exports. A file that cannot be written is reported and does not end the run, as in the reference."""
+    """Writes a run's exports. As in the reference, a file that cannot be written is reported and does not stop the run."""
 
     def __init__(self, cfg: RunConfig, folder: RunFolder, report: Callable[[int, str], None]) -> None:
         self.cfg, self.folder, self.report = cfg, folder, report
@@ -97,7 +97,7 @@ def _filled(path: str, values: dict[str, int]) -> str:
 
 
 def progress_at(step: int, cfg: RunConfig, run: Path) -> dict[str, int]:
-    """Samples seen and epochs, as the reference counts them. Those of an imported trainer are continued."""
+    """Return samples seen and epochs as the reference counts them. Counts of an imported trainer are continued."""
     try:
         n_pairs = json.loads((run / "data.json").read_text())["splits"]["train"]["pairs"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -110,7 +110,7 @@ def progress_at(step: int, cfg: RunConfig, run: Path) -> dict[str, int]:
 
 
 def trainer_content(state: TrainState, cfg: RunConfig, run: Path) -> dict[str, Any]:
-    """A whole trainer checkpoint of the reference."""
+    """Content of a complete trainer checkpoint in the reference's format."""
     own = Checkpoints(RunFolder(run).checkpoints, keep=cfg.train.keep).best_loss()
     known = [loss for loss in (own, _imported(run).best_validation_loss) if loss is not None]
     progress = progress_at(int(state.step), cfg, run)

@@ -1,4 +1,4 @@
-"""The settings that a fine-tuned run starts with, unless flags say otherwise: the parent's, with a schedule that suits fine-tuning."""
+"""Default settings of a fine-tuned run: those of its parent, with a schedule for fine-tuning."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ from linnet.config.schema import DataConfig, OptimConfig, PairsConfig, RunConfig
 from linnet.config.tuning import LoraConfig, Parent
 
 STEPS = 1000
-"""At most: a parent may have been trained for many more."""
+"""Upper bound on the default number of steps; the parent may have been trained for many more."""
 LR_SHARE = 0.3
-"""Of the parent's peak learning rate. A parent whose weights were fine-tuned keeps its rate."""
+"""Fraction of the parent's peak learning rate. The rate of a parent that is itself fully fine-tuned is kept unchanged."""
 LORA_LR, LORA_LR_BY_WIDTH = 5e-3, 0.6
-"""Adapters: this share of 1 / d_model, and at most so much. Wider models want smaller rates."""
+"""Learning rate of adapters: min(LORA_LR, LORA_LR_BY_WIDTH / d_model). Wider models need smaller rates."""
 WARMUP_SHARE, MAX_WARMUP = 0.05, 100
 
 
 def tuned_config(
     theirs: RunConfig, parent: Parent, *, steps: int | None = None, lora: bool = False, other_data: bool = False
 ) -> RunConfig:
-    """`steps`: of the new run, where they are given, for the warm-up; `other_data`: it will be trained on another source."""
+    """Return the default config of a run that is fine-tuned from `parent`.
+
+    `steps`: steps of the new run, if given (they also set the warm-up). `other_data`: the run trains on another source than its
+    parent.
+    """
     optim = _optim(theirs, min(theirs.optim.steps, STEPS) if steps is None else max(steps, 1), lora)
     data: Any = _without_source(theirs.data) if other_data else theirs.data
-    train = dataclasses.replace(theirs.train, exports=())  # the parent's files: they must not be overwritten
+    train = dataclasses.replace(theirs.train, exports=())  # never overwrite the parent's export files
     return dataclasses.replace(theirs, optim=optim, data=data, train=train, lora=LoraConfig(), parent=parent)
 
 
 def _optim(theirs: RunConfig, steps: int, lora: bool) -> OptimConfig:
     warmup = min(MAX_WARMUP, int(WARMUP_SHARE * steps))
     if lora:
-        lr = min(LORA_LR, LORA_LR_BY_WIDTH / getattr(theirs.model, "d_model", 1))  # a prior is refused later
+        lr = min(LORA_LR, LORA_LR_BY_WIDTH / getattr(theirs.model, "d_model", 1))  # a prior is rejected later
         return OptimConfig(name="adamw", lr=lr, schedule="cosine", steps=steps, warmup_steps=warmup, clip=1.0)
     own = theirs.optim
     # Adapters are trained at a higher rate than the weights they are merged into.
@@ -40,7 +44,7 @@ def _optim(theirs: RunConfig, steps: int, lora: bool) -> OptimConfig:
 
 
 def _without_source(data: DataConfig | PairsConfig) -> DataConfig | PairsConfig:
-    """Lengths and rows stay; which files are held out, and how files are read, belonged to the other source."""
+    """Keep lengths and batch size; held-out files and reading options belong to the parent's source and are reset."""
     if isinstance(data, PairsConfig):
         return PairsConfig(batch_size=data.batch_size, mix=data.mix)
     kept = {name: getattr(data, name) for name in ("sequence_len", "update_len", "batch_size", "condition")}

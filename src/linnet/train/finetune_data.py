@@ -1,4 +1,4 @@
-"""Text for a model that has a tokenizer of its own: encoded with it when fine-tuning starts, into the new run's folder."""
+"""Tokenization of plain text with the parent's tokenizer when fine-tuning starts, stored in the new run's folder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ FOLDER = "tokens"
 
 
 def with_encoded_text(cfg: RunConfig, out: Path, say: Callable[[str], None]) -> RunConfig:
-    """The same run on `out`/tokens, if its source is plain text and the parent has a tokenizer of its own. Text that was encoded
-    before is not encoded again; other text is refused, since it would not be what the run was trained on."""
+    """Encode the run's source into `out`/tokens and return the config that reads it from there.
+
+    Returns `cfg` unchanged unless the source is plain text and the parent has its own tokenizer. Text that is already encoded is
+    reused; if the text has changed since, that is an error, because the run was trained on the earlier text.
+    """
     data = cfg.data
     if not isinstance(data, DataConfig) or data.validation_files or data.test_files or not _is_text(data.source):
         return cfg
@@ -44,7 +47,7 @@ def with_encoded_text(cfg: RunConfig, out: Path, say: Callable[[str], None]) -> 
             f"Encoding {data.source} with the model's tokenizer ({tokenizer.kind}, {tokenizer.n_vocab} ids) into {folder}."
         )
     prepare(task, folder)
-    # The encoded text has splits of its own, so the settings that made them return to their defaults.
+    # The encoded text carries its own splits, so the settings that made them are reset to their defaults.
     plain = DataConfig()
     fractions = {"validation_fraction": plain.validation_fraction, "test_fraction": plain.test_fraction}
     return dataclasses.replace(cfg, data=dataclasses.replace(data, source=str(folder), base=None, **fractions))

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM: the first asks the run to save and stop, the second ends the process at once.
+"""Handling of Ctrl-C and SIGTERM: the first signal makes the run save and stop, the second ends the process at once.
 
-Python runs its signal handlers only between bytecodes, and a compilation or a long step in C++ may hold them up for long. So a
-thread reads the signals from a pipe that C writes to at once, and acts whatever the main thread is doing.
+Python runs signal handlers only between bytecodes, so a compilation or a long step in C++ can delay them. A thread therefore reads
+the signals from a wakeup pipe, which the C handler writes immediately, and acts whatever the main thread is doing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from collections.abc import Iterator
 from types import FrameType
 
 EXIT_INTERRUPTED = 75
-"""The exit code of a run that was asked to stop and did, with its state saved: run the same command again to go on."""
+"""Exit code of a run that was interrupted and saved its state. Run the same command again to resume it."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """`requested` turns true at the first signal. Until `may_save` is called there is nothing to save, and it ends at once."""
+    """Stop request of a run: `requested` becomes true at the first signal.
+
+    Before `may_save` is called there is nothing to save, so the first signal ends the process.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -35,7 +38,7 @@ class Interrupt:
         self._saves = True
 
     def all_saved(self) -> None:
-        """From here on no weights can be lost, and what remains (the last evaluation) is repeated by a resume: end at once."""
+        """Make the first signal end the process: all weights are saved, and a resume repeats the remaining evaluation."""
         self._all_saved = True
 
     def signalled(self, number: int) -> None:
@@ -54,7 +57,7 @@ class Interrupt:
 
 @contextlib.contextmanager
 def watch() -> Iterator[Interrupt]:
-    """Catches the signals while a run lasts. Only the main thread can; elsewhere nothing is caught."""
+    """Handle the signals while the context is open. Has no effect outside the main thread, where Python allows no handlers."""
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
@@ -68,7 +71,7 @@ def watch() -> Iterator[Interrupt]:
                 interrupt.signalled(byte[0])
 
     def ignore(number: int, frame: FrameType | None) -> None:
-        """The thread acts; but a Python handler must be there for C to write to the pipe."""
+        """Do nothing: the thread acts. Python writes to the wakeup pipe only for signals that have a Python handler."""
 
     old_handlers = {number: signal.signal(number, ignore) for number in SIGNALS}
     old_pipe = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

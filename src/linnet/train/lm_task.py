@@ -1,4 +1,4 @@
-"""How a run on tokens is judged: nats and bits per byte of held-out text, and what it writes."""
+"""The language-modeling task: token batches, loss in nats and bits per byte on held-out data, and samples."""
 
 from __future__ import annotations
 

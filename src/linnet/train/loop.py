@@ -1,4 +1,4 @@
-"""The training loop: the life of a run from its config to its last checkpoint. `docs/training.md` tells it in words."""
+"""The training loop, from a run's config to its last checkpoint. See `docs/training.md` for an overview."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ log = logging.getLogger("linnet")
 
 
 class NotFinite(UserError):
-    """Too many updates in a row were skipped."""
+    """Raised when too many consecutive updates were skipped."""
 
     exit_code = 3
 
@@ -60,24 +60,27 @@ class NotFinite(UserError):
 class Outcome:
     step: int
     finished: bool
-    """False: interrupted and saved."""
+    """False if the run was interrupted (its state is saved)."""
     evaluation: EvalResult | None
-    """Of the last validation, if there was one."""
+    """Result of the last validation, if there was one."""
 
 
 def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: int | None = None) -> Outcome:
-    """Trains a run to its end, from its last checkpoint if it has one. `stop_at` ends this part early, saved, as if interrupted."""
+    """Train a run to completion, resuming from its last checkpoint if it has one.
+
+    `stop_at` stops and saves at that step, as an interruption would.
+    """
     require_trackers(cfg.train.trackers)
     read_exports(cfg)
     cfg = _with_base(cfg, folder)
     mesh = sharding.open_mesh(cfg.mesh)
-    trainable_specs(registry.get(cfg.family), cfg)  # refuses adapters that do not fit the model
+    trainable_specs(registry.get(cfg.family), cfg)  # raises if the adapters do not fit the model
     begins = starts_from_parent(cfg, folder)
     task = open_task(cfg, parents.tokenizer_of(cfg) if begins else None)
     with contextlib.ExitStack() as stack:
 
         def open_folder() -> None:
-            """By the first process: it alone writes there, but for the others' shares of a checkpoint."""
+            """Check and create the run folder on process 0. The other processes write only their shards of checkpoints."""
             old = check_resumable(cfg, folder, task.fingerprint)
             is_import = stored_weights.is_weights_only(folder.path)
             if begins:
@@ -94,7 +97,7 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
             for name in ("config.json", "environment.json", "data.json", "metrics.jsonl"):
                 remove_parts(folder.path / name)
             task.keep(folder.path)
-            # An import's file may be older than some settings, and mean something else once there are checkpoints.
+            # An import's config may predate some settings, and would be read differently once there are checkpoints.
             if is_import or old is None or old != cfg:
                 configs.save(cfg, folder.config)
             _write_json(folder.path / "environment.json", environment.describe())
@@ -108,7 +111,7 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
 
 
 def _with_base(cfg: RunConfig, folder: RunFolder) -> RunConfig:
-    """Relative paths of the data are looked for in the working directory, else where the run that is there had them."""
+    """Resolve relative data paths against the working directory, else against the base recorded by the existing run."""
     found = with_base(cfg)
     if found.data.base is None and folder.config.exists():
         base = configs.load(folder.config).data.base
@@ -117,7 +120,7 @@ def _with_base(cfg: RunConfig, folder: RunFolder) -> RunConfig:
 
 
 def starts_from_parent(cfg: RunConfig, folder: RunFolder) -> bool:
-    """A fine-tuned run reads its parent once: from its checkpoint of step 0 on it is complete by itself."""
+    """Whether the run has yet to read its parent's weights. Once it has a checkpoint (step 0), it no longer needs the parent."""
     if stored_weights.is_weights_only(folder.path) or Checkpoints(folder.checkpoints, keep=1).steps():
         return False
     if cfg.lora.rank and cfg.parent is None:
@@ -127,7 +130,7 @@ def starts_from_parent(cfg: RunConfig, folder: RunFolder) -> bool:
 
 
 def _is_first() -> bool:
-    """The process that writes."""
+    """Whether this is process 0, which writes the run's files."""
     return jax.process_index() == 0
 
 
@@ -136,7 +139,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 class _Run:
-    """One part of a run: from where its last checkpoint stands to its end or an interruption."""
+    """One session of a run: from its last checkpoint to its end or an interruption."""
 
     def __init__(
         self,
@@ -164,7 +167,7 @@ class _Run:
         self.evaluated: set[int] = set()
         """Steps whose evaluation is in metrics.jsonl."""
         self.eval_pending = False
-        """Whether the checkpoint that the run resumes from was saved for an evaluation that no step number implies."""
+        """Whether the checkpoint being resumed was saved for an evaluation that its step number does not imply (eval_minutes)."""
 
     def to_end(self, stop_at: int | None) -> Outcome:
         cfg = self.cfg
@@ -186,7 +189,7 @@ class _Run:
             self.evaluated = set(evaluated)
             self._introduce(start)
             evaluation = None
-            if start or self.cfg.parent is not None:  # fine-tuned: step 0 shows what the parent achieves
+            if start or self.cfg.parent is not None:  # fine-tuning evaluates step 0 as the parent's baseline
                 evaluation = self._finish_evaluation(state, start, has_sample)
             state, step, latest = self._steps(state, start, end)
             evaluation = latest or evaluation
@@ -211,9 +214,11 @@ class _Run:
         return MetricsLog(self.folder.path, named)
 
     def _recover(self, start: int) -> tuple[list[int], bool, bool]:
-        """Forgets what was recorded after `start`, and marks the best of the evaluations that were recorded up to it: the last one
-        may have been cut off before it was marked. Returns the evaluated steps, whether the sample of `start` was written, and
-        whether the run was tested."""
+        """Drop metrics recorded after `start`, and mark the best of the evaluations recorded up to it.
+
+        The last evaluation may have been interrupted before it was marked. Returns the evaluated steps, whether the sample of
+        `start` was written, and whether the run was tested.
+        """
         kept = self.metrics.truncate_after(start)
         losses = {record["step"]: record.get("loss") for record in kept if record["kind"] == "eval"}
         self.checkpoints.set_losses(losses, last=start)
@@ -221,18 +226,18 @@ class _Run:
         return list(losses), has_sample, any(record["kind"] == "test" for record in kept)
 
     def _finish_evaluation(self, state: TrainState, start: int, has_sample: bool) -> EvalResult | None:
-        """Does what is missing of the evaluation at `start`, if it was cut off after its checkpoint was saved."""
+        """Complete the evaluation at `start` if it was interrupted after its checkpoint was saved."""
         if start in self.evaluated:
             if self.checkpoints.best() == start:
                 self.exports.write("best", state, start)
             if not has_sample:
                 self._show(state, start)
             return None
-        parent_due = not start and self.task.n_validation > 0  # whatever eval_every is
+        parent_due = not start and self.task.n_validation > 0  # regardless of eval_every
         return self._evaluate(state, start) if self._eval_due(start) or self.eval_pending or parent_due else None
 
     def _restore_or_begin(self) -> tuple[TrainState, int]:
-        """The state to continue from, its step; and, in `self.origin`, where its weights came from."""
+        """Return the state to continue from and its step. Sets `self.origin`, a description of where its weights came from."""
         if stored_weights.is_weights_only(self.folder.path):
             if stored_trainer.has_trainer(self.folder.path) and not self.cfg.lora.rank:
                 self.origin = "an imported trainer checkpoint"
@@ -264,7 +269,7 @@ class _Run:
         return restored.state, restored.step
 
     def _begun(self, state: TrainState) -> tuple[TrainState, int]:
-        """Saved at once where something outside the run was read: from here on the run is complete by itself."""
+        """Save step 0 if it was made from files outside the run, so that the run no longer depends on them."""
         if state.base is not None:
             lora_base.store(self.folder.path, state.base)
         if self.cfg.parent is not None or state.base is not None:
@@ -276,8 +281,10 @@ class _Run:
         self.checkpoints.save(step, lora_base.without_base(state), extra=extra, wait=wait)
 
     def _all_saved(self, step: int) -> None:
-        """Once the last checkpoint is complete, a signal ends the process at once, and a resume repeats the evaluation. Processes of
-        a cluster must agree first, between two batches of the evaluation."""
+        """After the last checkpoint, let a signal end a single process at once; a resume then repeats the evaluation.
+
+        Several processes must agree first, which they do between two batches of the evaluation.
+        """
         if step >= self.cfg.optim.total_steps and jax.process_count() == 1:
             self.interrupt.all_saved()
 
@@ -306,7 +313,7 @@ class _Run:
         return f", {n} devices{processes} ({self.cfg.mesh})" if n > 1 else ""
 
     def _steps(self, state: TrainState, start: int, end: int) -> tuple[TrainState, int, EvalResult | None]:
-        """Updates from `start` to `end` or an interruption. The next batch is made while the device works on this one."""
+        """Run updates from `start` to `end` or an interruption. The next batch is prepared while the device runs this one."""
         cfg, evaluation, step = self.cfg, None, start
         if start >= end:
             return state, start, None
@@ -323,11 +330,11 @@ class _Run:
                 self.peers.stepped(step, waited)
             else:
                 meter.stepped(0.0)
-            if last_metrics is not None:  # one update behind, so that reading it never makes the device wait
+            if last_metrics is not None:  # one update behind, so that reading it never stalls the device
                 self._check_finite(step - 1, last_metrics, state)
             last_metrics = metrics
             if step == start + 1:
-                jax.block_until_ready(state.step)  # run once: from here on there is something to save
+                jax.block_until_ready(state.step)  # the first update is done: there is something to save
                 meter.read()
                 self.interrupt.may_save()
             if step % cfg.train.log_every == 0 or step == cfg.optim.total_steps:
@@ -346,7 +353,7 @@ class _Run:
         return batch, time.perf_counter() - start
 
     def _keep_and_judge(self, step: int, state: TrainState, meter: Meter) -> EvalResult | None:
-        """Saves when due, and always before evaluating: an evaluation that fails costs nothing."""
+        """Save and evaluate when due. A checkpoint is always saved before evaluating, so a failed evaluation loses nothing."""
         train, start = self.cfg.train, time.perf_counter()
         minutes, since_evaluation = (time.monotonic() - self.saved_at) / 60, (time.monotonic() - self.evaluated_at) / 60
         by_minutes = train.eval_minutes and since_evaluation >= train.eval_minutes and self.task.n_validation
@@ -371,8 +378,10 @@ class _Run:
         return bool(every) and step % every == 0 and self.task.n_validation > 0
 
     def _evaluate(self, state: TrainState, step: int) -> EvalResult | None:
-        """Records an evaluation, marks the best checkpoint and writes a sample. A run that is killed in between does the rest when it
-        is resumed (`_recover`, `_finish_evaluation`)."""
+        """Evaluate, record the result, mark the best checkpoint and write a sample.
+
+        If the run is killed in between, the remaining steps are done on resume (`_recover`, `_finish_evaluation`).
+        """
         try:
             result = self.task.evaluate(state, self._watched)
         except Interrupted:
@@ -393,7 +402,7 @@ class _Run:
             self.task.show(state, step, self.folder.samples)
 
     def _test(self, state: TrainState, step: int) -> None:
-        """Of the best weights there are: those of the last step may have been better before."""
+        """Test the best checkpoint, which need not be that of the last step."""
         best = together.broadcast_from_process0(self.checkpoints.best)
         if best is not None and best != step:
             target = both_weights(abstract_state(self.family, self.cfg, self.optimizer, self.mesh))
@@ -425,14 +434,14 @@ class _Run:
         self._watch(step, self.family.alarms(figures, self.cfg.train.collapse_alarm, self.cfg.model))
 
     def _watch(self, step: int, alarms: dict[int, str]) -> None:
-        """Says once when a part of the model collapses, and again only after it has recovered."""
+        """Log an alarm when a part of the model collapses; log it again only after that part has recovered."""
         for unit, words in alarms.items():
             if unit not in self.alarmed:
                 self._event(step, "alarm", words)
         self.alarmed = set(alarms)
 
     def _check_finite(self, step: int, metrics: dict[str, jax.Array], state: TrainState) -> None:
-        """Skipped updates are told; too many in a row end the run. Its weights are still good: a bad update never touches them."""
+        """Log a skipped update, and stop the run after too many in a row. Skipped updates never change the weights."""
         bad = int(metrics["bad_run"])
         if not bad:
             return

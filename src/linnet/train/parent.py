@@ -1,7 +1,7 @@
-"""Fine-tuning: finding what `--from` names, and starting a run from its weights.
+"""Fine-tuning: resolving `--from`, and starting a run from the parent's weights.
 
 A parent is a run (one of its checkpoints), a run of imported weights, or a file written by `linnet export`. It is read once, when the
-fine-tuned run starts; the run's own checkpoint of step 0 makes it independent of the parent from then on.
+fine-tuned run starts; after that the run has its own checkpoint of step 0 and no longer depends on the parent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Kind = Literal["run", "weights", "file"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a parent is, before its weights are read."""
+    """Description of a parent, available without reading its weights."""
 
     path: Path
     kind: Kind
@@ -58,7 +58,7 @@ class Origin:
 
 
 def find_origin(path: Path, which: str = "best") -> Origin:
-    """`which`: best, latest or a step, of a run with checkpoints."""
+    """Resolve the path given to `--from`. `which`: best, latest or a step, for a run with checkpoints."""
     check_local("--from", path)
     if path.is_file():
         return _of_file(path)
@@ -89,7 +89,7 @@ def _of_file(path: Path) -> Origin:
 
 
 def _run_fingerprint(folder: RunFolder, cfg: RunConfig, step: int) -> str:
-    """From the checksums of the weights that would be used: no array is read."""
+    """Hash the checksums of the weights that would be used. No array is read."""
     kinds = ("params/", "ema/", "buffers/")
     rows = snapshot.checksums(Checkpoints(folder.checkpoints, keep=1).path(step))
     described = {name: row for name, row in rows.items() if name.startswith(kinds)}
@@ -99,7 +99,7 @@ def _run_fingerprint(folder: RunFolder, cfg: RunConfig, step: int) -> str:
 
 
 def tokenizer_of(cfg: RunConfig) -> Tokenizer | None:
-    """Of the parent. None where it is not known: a file holds weights and settings only, and a prior reads no tokens."""
+    """Return the parent's tokenizer, or None if unknown: an exported file has no tokenizer, and a prior reads no tokens."""
     if cfg.parent is None or cfg.family == "prior":
         return None
     path = Path(cfg.parent.path)
@@ -108,12 +108,15 @@ def tokenizer_of(cfg: RunConfig) -> Tokenizer | None:
     return BytesTokenizer() if cfg.writer.n_vocab == N_BYTE_IDS else None
 
 
-# Whether a run may start from it.
+# Checks.
 
 
 def check_file_tokenizer(cfg: RunConfig, data: dict[str, Any] | None) -> None:
-    """An exported file has no tokenizer, only its fingerprint: data with other ids would be read as other text. `data`: the kind and
-    fingerprint of the data's tokenizer."""
+    """Check that the data was made with the tokenizer whose fingerprint the exported file records.
+
+    The file does not contain the tokenizer itself; ids of another tokenizer would decode to different text. `data`: kind and
+    fingerprint of the data's tokenizer.
+    """
     if cfg.parent is None or cfg.family == "prior" or data is None or not Path(cfg.parent.path).is_file():
         return
     file = Path(cfg.parent.path)
@@ -132,7 +135,10 @@ def check_file_tokenizer(cfg: RunConfig, data: dict[str, Any] | None) -> None:
 
 
 def check_kind(cfg: RunConfig, kind: str | None) -> None:
-    """Bytes of text and values of pictures have the same ids: only what the parent recorded of its data distinguishes them."""
+    """Check that the data is of the same kind (text or images) as the parent's.
+
+    Bytes of text and pixel values share the same ids, so only the parent's data.json tells them apart.
+    """
     if cfg.parent is None or kind is None:
         return
     try:
@@ -145,7 +151,7 @@ def check_kind(cfg: RunConfig, kind: str | None) -> None:
 
 
 def check_parent(cfg: RunConfig) -> None:
-    """Refuses what cannot be started, before anything is written."""
+    """Raise if the run cannot start from its parent, before anything is written."""
     assert cfg.parent is not None
     origin = find_origin(Path(cfg.parent.path), str(cfg.parent.step))
     if origin.fingerprint != cfg.parent.fingerprint:
@@ -163,7 +169,7 @@ def check_parent(cfg: RunConfig) -> None:
 
 
 def check_model(origin: Origin, cfg: RunConfig) -> None:
-    """The model is the parent's, but for settings that neither change its weights nor what they mean."""
+    """Check that the model equals the parent's, except for settings that change neither the weights nor their meaning."""
     if cfg.family != origin.cfg.family:
         fix = "leave --family out, or train from random weights without --from"
         raise invalid("family", cfg.family, f"{origin.cfg.family}, as in {origin.path}", fix)
@@ -186,7 +192,7 @@ def _check_kept_optimizer(origin: Origin, cfg: RunConfig) -> None:
             "--keep-optimizer", True, "left out with adapters: their optimizer state is their own", "leave it out"
         )
     ours, theirs = cfg.optim, origin.cfg.optim
-    for name in ("name", "decay_by_lr"):  # they decide what the state consists of
+    for name in ("name", "decay_by_lr"):  # they determine the structure of the optimizer state
         if getattr(ours, name) != getattr(theirs, name):
             needs = f"{getattr(theirs, name)!r}, as in {origin.path}, with --keep-optimizer"
             raise invalid(f"optim.{name}", getattr(ours, name), needs, "leave one of the two out")
@@ -196,11 +202,11 @@ def _has_trainer(origin: Origin) -> bool:
     return origin.kind == "weights" and stored_trainer.has_trainer(origin.path)
 
 
-# Starting from it.
+# Initialization.
 
 
 def begin(family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Step 0 of a run with its parent's weights, on the mesh. All processes call it together."""
+    """Return the state of step 0 with the parent's weights, on the mesh. All processes must call it together."""
     assert cfg.parent is not None
     origin = find_origin(Path(cfg.parent.path), str(cfg.parent.step))
     if origin.kind == "run":
@@ -220,7 +226,10 @@ def begin(family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransfor
 def begin_from_weights(
     family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh, path: Path
 ) -> TrainState:
-    """Of a run of imported weights, leaf by leaf. 8-bit weights, which only adapters may start from, are widened to float32."""
+    """Return the state of step 0 with imported weights, read leaf by leaf.
+
+    8-bit weights, which only adapters can be trained on, are converted to float32.
+    """
     specs = family.param_specs(cfg.model)
     return begin_from(
         family, cfg, optimizer, stored_weights.read_weights(path, specs, place=_placing(family, mesh)), mesh
@@ -228,7 +237,7 @@ def begin_from_weights(
 
 
 def _placing(family: ModelFamily, mesh: Mesh) -> Callable[[Spec, Any], jax.Array]:
-    """A weight in its type, on the mesh."""
+    """Return a function that converts a weight to its dtype and puts it on the mesh."""
     return lambda spec, leaf: sharding.host_to_global(quant.to_array(leaf, spec.dtype), spec.axes, mesh, family.RULES)
 
 
@@ -247,7 +256,7 @@ def _begin_from_run(
 
 
 def _rewound(opt_state: Any) -> Any:
-    """Moments and their counts stay; the learning-rate schedule starts anew."""
+    """Reset the step count of the learning-rate schedule; keep the moments and their counts."""
 
     def is_schedule(x: Any) -> bool:
         return isinstance(x, optax.ScaleByScheduleState)

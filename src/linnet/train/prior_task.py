@@ -1,4 +1,4 @@
-"""How a prior's run is judged: losses of online and averaged weights, five cosines, and retrieval beside simple predictors."""
+"""The prior's task: losses of online and EMA weights, five cosines, and retrieval compared with simple baselines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PriorTask:
         self.n_per_update = cfg.data.batch_size
 
     def keep(self, folder: Path) -> None:
-        """Its config names the pairs: nothing else is needed."""
+        """Save nothing: the config already names the pairs."""
         del folder
 
     def describe(self) -> dict[str, Any]:
@@ -62,11 +62,11 @@ class PriorTask:
         return EvalResult(record=_record(result), loss=result.loss, words=result.words())
 
     def show(self, state: TrainState, step: int, folder: Path) -> None:
-        """An embedding is not for looking at: `linnet sample` and the report show what it points to."""
+        """No preview: embeddings are shown by `linnet sample` and in the report."""
         del state, step, folder
 
     def has_sample(self, step: int, folder: Path) -> bool:
-        """A prior writes none."""
+        """Always true: a prior writes no samples."""
         return True
 
     def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> EvalResult:
@@ -93,7 +93,7 @@ class PriorTask:
 
 
 def _record(result: PriorEvaluation) -> dict[str, Any]:
-    """Also how often a predicted embedding finds its own image among all that were evaluated."""
+    """Metrics of an evaluation, with the recall of the true image among all evaluated images."""
     found = {}
     for n_step, predicted in result.predicted.items():
         (row,) = retrieval.compare({retrieval.PRIOR: predicted.embeds}, predicted.images)
@@ -102,7 +102,10 @@ def _record(result: PriorEvaluation) -> dict[str, Any]:
 
 
 def write_retrieval(folder: Path, pairs: EmbeddingPairs, result: PriorEvaluation, step: int) -> Path:
-    """The prior beside its baselines, and captions against predicted images, for the report: at the first number of steps."""
+    """Write the comparison of the prior with its baselines and the caption-image matrix for the report.
+
+    Uses the predictions of the first evaluated number of denoising steps.
+    """
     n_steps, predicted = next(iter(result.predicted.items()))
     given = (predicted.texts, predicted.embeds, predicted.images, predicted.chosen)
     rows, matrix = retrieval.side_by_side(pairs, result.split, result.pairs, *given, retrieval.baselines(pairs))

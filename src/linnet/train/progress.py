@@ -1,6 +1,6 @@
-"""What a person sees while a run works: a bar on a terminal, a line now and then in a log file, nothing when quiet.
+"""Progress display: a bar on a terminal, periodic lines in a log file, nothing when quiet.
 
-Between two drawings `update` only stores numbers, so a loop may call it at every step.
+Between two refreshes `update` only stores numbers, so a loop can call it at every step.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LINE_SECONDS = 10.0
 
 
 class Progress:
-    """`with Progress(1000) as progress: ... progress.update(step, loss=1.2, per_second=5e3)`.
+    """Progress of a run: `with Progress(1000) as progress: ... progress.update(step, loss=1.2, per_second=5e3)`.
 
-    `start` is the step a resumed run begins at; `bits_per_nat` turns the loss into bits per byte, where that means something;
-    `unit` is what is read so many times a second.
+    `start` is the first step of a resumed run; `bits_per_nat` converts the loss to bits per byte (None if not applicable); `unit` is
+    the unit of the throughput.
     """
 
     def __init__(
@@ -80,20 +80,20 @@ class Progress:
         if per_second is not None:
             self._speed = per_second
         now = self._clock()
-        if self._first is None:  # the first step holds the compilation, which says nothing of the others
+        if self._first is None:  # the first step includes compilation, so it is not timed
             self._first = (step, now)
         if now >= self._next:
             self._draw(now)
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif not self._quiet:
             self._print(text)
 
     def track(self, items: Iterable[Item], label: str, total: int | None = None) -> Iterator[Item]:
-        """Goes through `items` with a second bar below this one (an evaluation inside a run)."""
+        """Iterate over `items` with a second bar below this one (an evaluation inside a run)."""
         if self._bar is None:
             return track(items, label, total, quiet=self._quiet, stream=self._stream, clock=self._clock)
         return _with_task(self._bar, items, label, total, self._clock)
@@ -104,7 +104,7 @@ class Progress:
         return (self.total - self.step) * (now - self._first[1]) / (self.step - self._first[0])
 
     def line(self) -> str:
-        """The state in words: what the bar shows beside itself, and the whole of a plain line."""
+        """The current state as one line of plain text."""
         return f"step {self.step:,}/{self.total:,}{self._note(self._clock())}"
 
     def _note(self, now: float) -> str:
@@ -132,7 +132,7 @@ class Progress:
     def _print(self, text: str) -> None:
         try:
             print(text, file=self._stream, flush=True)
-        except OSError:  # whoever read our words is gone; the run is not
+        except OSError:  # the reader of the stream has gone: continue without output
             self._quiet, self._next = True, math.inf
 
 
@@ -145,7 +145,7 @@ def track(
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Item]:
-    """Goes through `items` showing how far it is: a bar on a terminal, a line every ten seconds elsewhere."""
+    """Iterate over `items` with a progress display: a bar on a terminal, a line every ten seconds elsewhere."""
     out = sys.stderr if stream is None else stream
     if total is None and isinstance(items, Sized):
         total = len(items)
@@ -201,6 +201,6 @@ def _rich_bar(stream: TextIO) -> RichProgress:
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TextColumn("{task.fields[note]}", markup=False),
         console=Console(file=stream),
-        auto_refresh=False,  # no thread of its own: the cores belong to the training
+        auto_refresh=False,  # no refresh thread: leave the cores to training
         expand=True,
     )

@@ -1,4 +1,4 @@
-"""Whether a run may go on in a folder: with the settings that it began with, but for those that change nothing of what it learns."""
+"""Resume check: all settings must match the saved config, except those that do not affect training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from linnet.runs import weights as stored_weights
 from linnet.runs.folder import RunFolder
 from linnet.runs.relocated import check_same_data, recorded_fingerprint
 
-# Settings that may change between two parts of one run: they alter neither data order nor parameters (a mesh only their last bits).
+# Settings that may change on resume: they affect neither data order nor parameters (a mesh changes only rounding).
 MUTABLE_ON_RESUME = {
     "train.log_every",
     "train.eval_every",
@@ -36,11 +36,14 @@ MUTABLE_ON_RESUME = {
 
 
 LOCATIONS = {f"data.{name}" for name in (*FIELDS, "base")}
-"""Settings that may change where the content of the data stays the same."""
+"""Settings that may change as long as the content of the data is the same."""
 
 
 def check_resumable(cfg: RunConfig, folder: RunFolder, fingerprint: str | None = None) -> RunConfig | None:
-    """The config of the run that is there already, if this one may continue it. `fingerprint`: of the data that `cfg` names."""
+    """Return the config of the run in `folder` (None if there is none); raise if `cfg` cannot resume it.
+
+    `fingerprint`: fingerprint of the data that `cfg` names.
+    """
     if not folder.config.exists():
         return None
     old = configs.load(folder.config)
@@ -51,7 +54,7 @@ def check_resumable(cfg: RunConfig, folder: RunFolder, fingerprint: str | None =
         check_same_data(folder.path, fingerprint, cfg.data.source)
         names -= LOCATIONS
     changed = sorted(name for name in names if ours.get(name) != theirs.get(name))
-    if stored_weights.is_weights_only(folder.path):  # nothing was trained yet: only the model is settled
+    if stored_weights.is_weights_only(folder.path):  # not trained yet: only the model is fixed
         changed = [name for name in changed if name.startswith(("model", "family"))]
     if changed:
         name = changed[0]
@@ -64,7 +67,7 @@ def check_resumable(cfg: RunConfig, folder: RunFolder, fingerprint: str | None =
 
 
 def _more_steps(old: RunConfig, cfg: RunConfig) -> str:
-    """The learning-rate schedule ends at optim.steps, so a run is prolonged by steps after it."""
+    """Advice for a larger optim.steps: the schedule ends there, so a run is extended with optim.extra_steps."""
     more = cfg.optim.steps - old.optim.steps
     if more <= 0:
         return ""
@@ -73,7 +76,7 @@ def _more_steps(old: RunConfig, cfg: RunConfig) -> str:
 
 
 def _instead(folder: RunFolder, changed: list[str]) -> str:
-    """What would do what was asked for. A new folder alone starts from random weights, so the advice says so."""
+    """Alternatives to suggest in the error. Notes that --out without --from starts from random weights."""
     same = f"give the same settings to continue that run (`linnet train {folder.path}`)"
     if any(name.startswith(("model.", "family", "parent")) for name in changed):
         return f"{same}, or train another model from random weights with another --out."

@@ -1,4 +1,4 @@
-"""One update: loss and gradient (over micro-batches), optimiser, codebooks, moving average; skipped whole if not finite."""
+"""The train step: loss and gradient (over micro-batches), optimizer, codebooks and EMA; a nonfinite update is skipped entirely."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ Metrics = dict[str, Array]
 def make_step(
     family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> Any:
-    """The update as a jitted function, to be called under `jax.set_mesh` of that mesh where it has several devices. The state given
-    is consumed: its memory becomes the new one's, which lies as the old one did."""
+    """Return the jitted update. With several devices, call it under `jax.set_mesh(mesh)`.
+
+    The given state is donated; the new state has the same shardings.
+    """
     there = None
     if mesh is not None:
         there = (state_shardings(family, cfg, optimizer, mesh), sharding.replicated(mesh))
@@ -44,8 +46,10 @@ def compile_step(
     batch: Any,
     mesh: Mesh | None = None,
 ) -> Any:
-    """The update compiled for this state and batch, before it runs: what the compiler leaves behind is given back first, so that
-    it does not add to the peak."""
+    """Compile the update for this state and batch, and return the compiler's freed memory to the system.
+
+    Otherwise that memory would add to the peak of the first update.
+    """
     compiled = make_step(family, cfg, optimizer, mesh).lower(state, batch).compile()
     environment.give_back_memory()
     return compiled
@@ -69,7 +73,7 @@ def update(
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
     carry = state.carry
-    if carry is not None:  # a poisoned carry would spoil the next update too
+    if carry is not None:  # a nonfinite carry would make the next update nonfinite too
         carry = if_finite(aux.carry, family.empty_carry(cfg.model, cfg.data.batch_size))
     skipped = 1 - finite.astype(jnp.int32)
     after = replace(
@@ -98,7 +102,10 @@ def _keys(state: TrainState, cfg: RunConfig) -> Keys:
 def _loss_and_gradient(
     family: ModelFamily, cfg: RunConfig, state: TrainState, batch: Any, keys: Keys
 ) -> tuple[Array, Aux, Any]:
-    """Mean over micro-batches. Rows draw their randomness by their place in the whole batch, so cutting it changes nothing."""
+    """Return loss and gradient, averaged over micro-batches.
+
+    The randomness of a row depends on its index in the full batch, so the number of micro-batches does not change it.
+    """
     n = cfg.train.accumulate
     carry = _sequence_carry(family, cfg, state)
 
@@ -114,7 +121,7 @@ def _loss_and_gradient(
     axes = jax.tree.map(lambda n: n.index("batch"), names, is_leaf=sharding.is_logical_axes)
 
     def rows_of(x: Array, i: Array, names: sharding.LogicalAxes) -> Array:
-        """Of a micro-batch. They lay on some devices only; now they are spread over all."""
+        """Slice the rows of a micro-batch and reshard them over all devices (the slice covers only some)."""
         part = jax.lax.dynamic_slice_in_dim(x, i * rows, rows, names.index("batch"))
         return sharding.constrain(part, names, family.RULES)
 
@@ -142,14 +149,14 @@ def _loss_and_gradient(
 
 
 def _join_rows(first: Array, rest: Array, axis: int) -> Array:
-    """Rows of the first micro-batch and of the others, which scan stacked on a leading axis."""
+    """Concatenate the rows of the first micro-batch with those of the others, which scan stacked on a leading axis."""
     rest = jnp.moveaxis(rest, 0, axis)
     rest = rest.reshape(*rest.shape[:axis], -1, *rest.shape[axis + 2 :])
     return jnp.concatenate([first, rest], axis=axis)
 
 
 def _sequence_carry(family: ModelFamily, cfg: RunConfig, state: TrainState) -> Any:
-    """What the sequence has left so far; nothing at its first update."""
+    """Return the carry from the sequence's previous update, or an empty one at its first update."""
     empty = family.empty_carry(cfg.model, cfg.data.batch_size)
     if state.carry is None:
         return empty

@@ -1,7 +1,7 @@
-"""A run's eye on its processes: who is slow is named in the log, and an error that is only a lost process's echo is told as that.
+"""Straggler detection, and attribution of errors that were caused by a lost peer.
 
-All processes wait for each other in every update, so a slow one slows them all and their step times do not tell which it was. What
-tells is what each does alone: its host's work between updates, and how long a fixed piece of work takes it.
+All processes wait for each other in every update, so a slow one slows them all and step times do not identify it. Two measurements
+that do not depend on the other processes do: the host time between updates, and the time of a fixed probe computation.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from linnet.parallel import cluster
 from linnet.parallel.cluster.heartbeat import Beat, Heartbeat, MissedBeats
 
 TIMES_MEDIAN = 3.0
-"""So much slower than the median is slow."""
+"""A process is slow if it takes more than this many times the median of the others."""
 MIN_SECONDS = 0.01
-"""An update's host work below this is noise."""
+"""Minimum excess of host time per update; smaller differences are noise."""
 
 
 class Watch(Protocol):
     def stepped(self, step: int, host_seconds: float) -> None:
-        """After every update. `host_seconds`: what this process's host did for it by itself, mostly making the batch."""
+        """Record an update. `host_seconds`: host time this process spent on it, mostly preparing the batch."""
         ...
 
 
@@ -54,14 +54,14 @@ class StragglerMonitor:
         self._asked_at = time.monotonic()
         slow = stragglers(dict(self._pulse.ears.signs))
         for index, words in slow.items():
-            if index in self._suspects and index not in self._named:  # seen twice: once may be chance
+            if index in self._suspects and index not in self._named:  # report only after two checks in a row
                 self._say(step, words)
                 self._named.add(index)
         self._named &= set(slow)
         self._suspects = set(slow)
 
     def _hear_silence(self, silent: list[MissedBeats]) -> None:
-        """On the pulse's thread, while the run waits: shown at once, and among the run's events with the next update."""
+        """Display missed beats at once (on the heartbeat's thread), and log the recovery as an event at the next update."""
         for one in silent:
             if one.index not in self._silent:
                 at = f", last seen at step {one.sign.step}" if one.sign and one.sign.step is not None else ""
@@ -77,7 +77,7 @@ class StragglerMonitor:
 
 
 def stragglers(signs: Mapping[int, Beat]) -> dict[int, str]:
-    """Who is much slower than the median, and by what it shows."""
+    """Return a message for each process that is much slower than the median of the others."""
     found: dict[int, str] = {}
     for least, name, of in (
         (MIN_SECONDS, "its host's work for an update takes", lambda sign: sign.host_seconds),
@@ -101,8 +101,11 @@ def stragglers(signs: Mapping[int, Beat]) -> dict[int, str]:
 def monitor(
     *, say: Callable[[int, str], None], tell: Callable[[str], None], saved: Callable[[], int | None]
 ) -> Iterator[Watch]:
-    """While the run lasts. `say(step, words)` writes an event of the run and shows it; `tell` only shows, from any thread; `saved` is
-    the last committed step."""
+    """Monitor the peers while the context is open.
+
+    `say(step, words)` logs an event of the run and displays it; `tell` only displays, from any thread; `saved` returns the last
+    committed step.
+    """
     pulse = cluster.current_heartbeat()
     if pulse is None:
         yield NullMonitor()

@@ -12,97 +12,97 @@ import jax
 from linnet.runs.state import TrainState
 
 Watch = Callable[[Iterable[Any], str, int], Iterable[Any]]
-"""Goes through batches (of what, and how many) showing how far it is; raises `Interrupted` to leave them."""
+"""Iterates over batches with a progress display (label, number of batches); raises `Interrupted` to abort."""
 
 
 class Interrupted(Exception):
-    """An evaluation was interrupted. Nothing of it is kept: it is repeated when the run is resumed."""
+    """An evaluation was interrupted. Its partial result is discarded and it is repeated on resume."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalResult:
     record: dict[str, Any]
-    """For metrics.jsonl."""
+    """Values for metrics.jsonl."""
     loss: float
-    """What the best checkpoint is chosen by."""
+    """Loss by which the best checkpoint is chosen."""
     words: str
-    """A line for whoever watches."""
+    """One-line summary for the terminal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainMetrics:
     record: dict[str, Any]
     loss: float
-    """What the progress shows."""
+    """Loss for the progress display."""
     per_second: float
 
 
 class Task(Protocol):
-    """Of one run and its data."""
+    """Data, metrics and evaluation of one run."""
 
     @property
     def n_validation(self) -> int: ...
 
     @property
     def n_test(self) -> int:
-        """What a finished run is tested on; 0: nothing."""
+        """Number of test rows for a finished run; 0 means no test."""
         ...
 
     @property
     def n_per_update(self) -> int:
-        """Tokens, or pairs."""
+        """Tokens or pairs per update."""
         ...
 
     @property
     def unit(self) -> str:
-        """Of which so many are read a second."""
+        """Unit of the throughput."""
         ...
 
     @property
     def bits_per_nat(self) -> float | None:
-        """From the loss to bits per byte, where that means something."""
+        """Factor from the loss to bits per byte; None if not applicable."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Of the data."""
+        """Fingerprint of the data."""
         ...
 
     def keep(self, folder: Path) -> None:
-        """Whatever later readers of the run need of its data."""
+        """Save to the run folder what later readers need of the data (the tokenizer)."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """The data in plain values, with `warnings`."""
+        """Describe the data as JSON values, with a list of `warnings`."""
         ...
 
     def amount(self) -> str:
-        """How much there is to train on, in words."""
+        """Amount of training data, as text for the log."""
         ...
 
     def batch(self, step: int, share: int = 0, n_shares: int = 1) -> Any:
-        """One of so many equal shares of an update's rows."""
+        """Return the `share`-th of `n_shares` equal parts of an update's rows."""
         ...
 
     def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> TrainMetrics:
-        """A line about training: `values` as an update gave them."""
+        """Metrics of a training step; `values` are the metrics returned by the update."""
         ...
 
     def evaluate(self, state: TrainState, watch: Watch) -> EvalResult: ...
 
     def show(self, state: TrainState, step: int, folder: Path) -> None:
-        """What the model makes at this step, for people to look at."""
+        """Write a sample of the model's output at this step."""
         ...
 
     def has_sample(self, step: int, folder: Path) -> bool:
-        """Whether `show` has nothing left to write for this step."""
+        """Whether the sample of this step is already written (or none is needed)."""
         ...
 
     def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> EvalResult:
-        """What a finished run says of data it never saw; `folder` is the run's."""
+        """Evaluate a finished run on the test split; `folder` is the run's folder."""
         ...
 
 
 def scalars(values: dict[str, jax.Array]) -> dict[str, Any]:
-    """What an update tells in single numbers; its loss has a name of its own in each family."""
+    """Return the scalar metrics of an update, without the loss, which each task logs under its own name."""
     return {name: value for name, value in values.items() if value.ndim == 0 and name != "loss"}

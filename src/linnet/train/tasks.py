@@ -1,4 +1,4 @@
-"""Opening the task of a run."""
+"""Construction of a run's task."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from linnet.train.task import Task
 
 
 def open_task(cfg: RunConfig, tokenizer: Tokenizer | None = None) -> Task:
-    """Opens the run's data, or says what is wrong with it before anything starts. `tokenizer`: what the data must be made with, where
-    the run has none of its own yet."""
+    """Open the run's data and return its task. Raises if the data does not fit the run.
+
+    `tokenizer`: the tokenizer that the data must have been made with, if the run has none of its own yet.
+    """
     if cfg.family == "prior":
         from linnet.train.prior_task import PriorTask
 

@@ -1,4 +1,4 @@
-"""How fast this machine can be, and how near to it a run comes."""
+"""Peak FLOP/s of the device, and throughput and MFU of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def matmul_flops(size: int = 1024, repeats: int = 5) -> tuple[float, float]:
-    """Flops per second and per CPU-second of a float32 matrix product on the default device: the best of a few."""
+    """Measure FLOPs per second and per CPU-second of a float32 matmul on the default device (best of `repeats`)."""
     a = jnp.ones((size, size), jnp.float32)
     product = jax.jit(lambda x: x @ x)
     product(a).block_until_ready()
@@ -24,7 +24,7 @@ def matmul_flops(size: int = 1024, repeats: int = 5) -> tuple[float, float]:
 
 
 class Meter:
-    """Tokens per second since the last reading, and the share of that time spent waiting for data."""
+    """Measures tokens per second, MFU and the fraction of time spent waiting for data, since the last reading."""
 
     def __init__(self, tokens_per_step: int, flops_per_token: float, peak_flops: float) -> None:
         self._tokens, self._flops, self._peak = tokens_per_step, flops_per_token, peak_flops
@@ -35,7 +35,7 @@ class Meter:
         self._waited += waited
 
     def pause(self, seconds: float) -> None:
-        """Time that is not training: evaluation, samples, saving."""
+        """Exclude time that is not training: evaluation, samples, saving."""
         self._paused += seconds
 
     def read(self) -> dict[str, float]:

@@ -1,14 +1,14 @@
-"""A checksum of an array that can be summed over its pieces, however it is cut.
+"""An array checksum that is additive over shards, independent of how the array is sharded.
 
-No machine sees a whole leaf of a sharded state, and a state is read on other meshes than it was written on. So each
-32-bit word of the array is multiplied by an odd weight that depends on its place alone, and the products are added
-modulo 2**64: the sums of any pieces add up to the sum of the whole. A change of a single word is always found. Other
-changes, blocks that trade places among them, pass with a chance of one in 2**32 in the worst case (only the highest
-bits of words are wrong), and of one in 2**63 as a rule.
+No process holds a complete leaf of a sharded state, and a checkpoint may be read on another mesh than it was written on. So
+each 32-bit word of the array is multiplied by an odd weight that depends only on its position, and the products are added
+modulo 2**64: the sums of the shards add up to the sum of the array. A change of a single word is always detected. Other
+changes, including swapped blocks, go undetected with probability 2**-32 in the worst case (only the highest bits of words
+are wrong), and 2**-63 in general.
 
-A weight is a product of one factor for each axis: so the sum of a box is a few products of matrices and vectors, and
-faster than a CRC. Along the last axis, bytes are counted in words of four; where a box begins or ends within a word,
-the missing bytes count as zeros, which add nothing.
+A weight is a product of one factor per axis, so the sum of a box takes a few matrix-vector products and is faster than a
+CRC. Along the last axis, bytes are grouped into 4-byte words; where a box begins or ends within a word, the missing bytes
+count as zeros, which add nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jaxtyping import Array, UInt64
 
 MODULUS = 2**64
 _WORD = 4  # Bytes.
-_SPAN = 1024  # Words of the last axis that share a factor, so that long axes need no long tables.
-_BATCH = 65_536  # Words at a time: what is made of them stays in a core's cache.
+_SPAN = 1024  # Words of the last axis that share a factor, which keeps the tables short.
+_BATCH = 65_536  # Words at a time, so that intermediates stay in a core's cache.
 
 Box = tuple[tuple[int, ...], np.ndarray]
-"""A piece of an array: where its first element stands, and its content."""
+"""A piece of an array: the index of its first element, and its content."""
 
 
 def of_box(start: tuple[int, ...], content: np.ndarray) -> int:
-    """The share of one box in the checksum of its array."""
+    """Contribution of one box to the checksum of its array."""
     if content.size == 0:
         return 0
     start, shape = start or (0,), content.shape or (1,)
@@ -48,7 +48,7 @@ def of_box(start: tuple[int, ...], content: np.ndarray) -> int:
         for top in range(0, len(words), height):
             some = slice(top, top + height)
             sums[some] += np.einsum("rw,w->r", across[some], weights, dtype=np.uint64, casting="unsafe")
-    for axis in reversed(range(len(shape) - 1)):  # From the inside out: a vector for each row left over.
+    for axis in reversed(range(len(shape) - 1)):  # From the innermost axis outwards.
         sums = sums.reshape(-1, shape[axis]) @ _odd(axis, start[axis], shape[axis])
     return int(sums.sum(dtype=np.uint64))
 
@@ -58,7 +58,7 @@ def of_boxes(boxes: list[Box]) -> int:
 
 
 def of_held(array: Array) -> int:
-    """Of all that this process holds of an array, each copy of a piece counted. Equal copies are looked at once."""
+    """Sum over all addressable shards of an array, counting every replica; the sum of a replicated shard is computed once."""
     held: dict[tuple[int, ...], int] = {}
     total = 0
     for shard in array.addressable_shards:
@@ -70,7 +70,7 @@ def of_held(array: Array) -> int:
 
 
 def copies(array: Array) -> int:
-    """How often each element is held, over all processes that hold the array."""
+    """Number of replicas of each element, over all devices of all processes."""
     piece = math.prod(array.sharding.shard_shape(array.shape))
     return len(array.sharding.device_set) * piece // max(1, array.size)
 
@@ -86,7 +86,7 @@ def _last_axis(first: int, count: int) -> UInt64[np.ndarray, " count"]:
 
 
 def _odd(axis: int, first: int, count: int) -> UInt64[np.ndarray, " count"]:
-    """Factors without a pattern: the mixing of SplitMix64, of a counter."""
+    """Pseudorandom odd factors: a counter mixed by SplitMix64."""
     x = np.arange(first, first + count, dtype=np.uint64) + np.uint64((axis + 3) << 48)
     x *= np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""The share of a state that this process writes to a checkpoint, copied off the devices."""
+"""Host copies of the shards that this process writes to a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from linnet.runs.checkpoint import checksum
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class HostShards:
-    """This process's share of a state, off the device: pieces of the leaves by name, random keys as their numbers."""
+    """This process's shards of a state on the host, by leaf name. PRNG keys are stored as key data."""
 
     arrays: dict[str, Array]
-    """For Orbax, which takes the same pieces of them."""
+    """Arrays for Orbax, which writes the same shards of them."""
     boxes: dict[str, list[checksum.Box]]
     kinds: dict[str, str]
 
 
 def nbytes(state: Any) -> int:
-    """Of the whole state, over all processes."""
+    """Size of the complete state, over all processes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in named(state).values())
 
 
 def copy_to_host(state: Any) -> HostShards:
-    """Copies what this process is to write: of the pieces that several devices hold, those called the first copy."""
+    """Copy the shards that this process writes: those with replica id 0."""
     leaves = {name: jnp.asarray(leaf) for name, leaf in named(state).items()}
     for leaf in leaves.values():
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0:
-                shard.data.copy_to_host_async()  # All are on their way before the first is waited for.
+                shard.data.copy_to_host_async()  # Start all transfers before waiting for the first.
     shares = {name: _share(leaf) for name, leaf in leaves.items()}
     return HostShards(
         arrays={name: array for name, (array, _) in shares.items()},
@@ -45,10 +45,10 @@ def copy_to_host(state: Any) -> HostShards:
 
 
 def _share(leaf: Array) -> tuple[Array, list[checksum.Box]]:
-    """What this process writes of a leaf, and the leaf as Orbax is to see it.
+    """Return the leaf for Orbax, and the shards of it that this process writes.
 
-    The host's copy of an array on an accelerator is a real one. On CPU it is a view of memory that the next step may
-    overwrite: there the pieces are copied, and the array that Orbax gets is made of these copies.
+    For an array on an accelerator, the host buffer is a real copy. On CPU it is a view of memory that the next step may
+    overwrite, so the shards are copied and the array for Orbax is built from the copies.
     """
     first = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
     if not _on_cpu(leaf):
@@ -63,7 +63,7 @@ def _share(leaf: Array) -> tuple[Array, list[checksum.Box]]:
 
 
 def _aligned_copy(piece: np.ndarray) -> np.ndarray:
-    """A copy that JAX can use as it stands: what does not begin at a multiple of 64 bytes, it copies again."""
+    """Copy to a 64-byte aligned buffer, which JAX can use without copying it again."""
     room = np.empty(piece.nbytes + 64, np.uint8)
     copy = room[-room.ctypes.data % 64 :][: piece.nbytes].view(piece.dtype).reshape(piece.shape)
     np.copyto(copy, piece)
@@ -71,7 +71,7 @@ def _aligned_copy(piece: np.ndarray) -> np.ndarray:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The leaves by name, with random keys as their numbers. Works on arrays and on abstract leaves."""
+    """Return the leaves by name, with PRNG keys as key data. Works on arrays and on abstract leaves."""
     pairs = list(named_leaves(tree))
     named = {name: _numbers(leaf) for name, leaf in pairs}
     assert len(named) == len(pairs), f"two leaves share a name among {sorted(name for name, _ in pairs)}"
@@ -79,12 +79,12 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def kinds(tree: Any) -> dict[str, str]:
-    """Dtype and shape of every leaf, as in `float32[3, 4]`."""
+    """Return dtype and shape of every leaf, as in `float32[3, 4]`."""
     return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_leaves(tree)}
 
 
 def not_empty(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Orbax refuses arrays without elements. Their shape and dtype are in the manifest, and that is all of them."""
+    """Drop arrays without elements, which Orbax rejects. The manifest records their shape and dtype, which is enough."""
     return {name: leaf for name, leaf in leaves.items() if leaf.size}
 
 

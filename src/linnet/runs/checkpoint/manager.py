@@ -1,8 +1,8 @@
-"""The checkpoints of a run: saved in the background, the latest and the best kept, damage passed over.
+"""The checkpoint manager: asynchronous saves, retention of the latest and the best, and fallback from damaged checkpoints.
 
-A checkpoint is a folder named by its step (see `snapshot`). Only the run that holds the lock may save or set aside;
-readers change nothing on disk. The processes of a run on several machines call these functions together: the first
-one looks at the folder, decides and deletes for all, and each writes and reads its share of the arrays.
+A checkpoint is a folder named by its step (see `reader`). Only the run that holds the lock may save or set aside; readers
+change nothing on disk. The processes of a multi-host run call these functions together: process 0 inspects the folder,
+decides and deletes, and each process writes and reads its shards of the arrays.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import jax
 
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write, remove_parts
-from linnet.runs.checkpoint import silence as quiet
+from linnet.parallel import multihost as together
 from linnet.runs.checkpoint import host_shards as shares
 from linnet.runs.checkpoint import reader as snapshot
-from linnet.parallel import multihost as together
+from linnet.runs.checkpoint import silence as quiet
 from linnet.runs.checkpoint.reader import CorruptCheckpoint, Restored
 from linnet.runs.checkpoint.writer import Deserted, Writer
 
@@ -33,18 +33,17 @@ log = logging.getLogger("linnet")
 
 BEST = "best.json"
 TEMPORARY, DELETED, DAMAGED = ".orbax-checkpoint-tmp", ".deleted-", "damaged-"
-ROOM = 1.1  # A checkpoint needs its arrays' bytes and a little for the files around them.
+ROOM = 1.1  # Free space needed for a checkpoint, relative to the bytes of its arrays.
 
 
 class CheckpointError(UserError):
-    """A checkpoint could not be written. Those saved before it are intact."""
+    """A checkpoint could not be written. Earlier checkpoints are intact."""
 
 
 class Checkpoints:
     """The checkpoints of one run: the `keep` latest ones, and the best.
 
-    Who saves must `close`, best by `with Checkpoints(...) as checkpoints`: a save in flight is lost if Python ends
-    before it.
+    After saving, call `close`, or use `with Checkpoints(...) as checkpoints`: a save in flight is lost if Python exits first.
     """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
@@ -54,7 +53,7 @@ class Checkpoints:
         self.folder = folder.absolute()
         self.keep = keep
         self._writer: Writer | None = None
-        self._in_flight: tuple[int, int] | None = None  # Step and bytes of the save that is being written.
+        self._in_flight: tuple[int, int] | None = None  # Step and bytes of the save in progress.
 
     # Reading.
 
@@ -68,7 +67,7 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The committed step of the lowest validation loss."""
+        """The committed step with the lowest validation loss."""
         losses, steps = self._losses(), self.steps()
         return min((step for step in steps if step in losses), key=lambda step: (losses[step], step), default=None)
 
@@ -89,12 +88,11 @@ class Checkpoints:
         set_aside: bool = False,
         partial: bool = False,
     ) -> Restored:
-        """The state of `step`, bit for bit, in the structure, dtypes and shardings of `target`.
+        """Restore the state of `step`, bit-identical, in the structure, dtypes and shardings of `target`.
 
-        `target` is a pytree of `jax.ShapeDtypeStruct`. With `partial` it may lack whole parts of the state, which are then not
-        read. For "latest" a damaged checkpoint is passed over for the one
-        before it, with a warning. With `set_aside` (for the holder of the run's lock) it is renamed as well, so that
-        its step can be saved again.
+        `target` is a pytree of `jax.ShapeDtypeStruct`. With `partial` it may lack top-level parts of the state, which are then
+        not read. For "latest", a damaged checkpoint is skipped with a warning and the one before it is used. With `set_aside`
+        (only for the holder of the run's lock) it is also renamed, so that its step can be saved again.
         """
         self.wait()
         if set_aside:
@@ -108,23 +106,23 @@ class Checkpoints:
                 restored = snapshot.read_checkpoint(self.path(number), target, partial=partial)
                 break
             except CorruptCheckpoint as why:
-                # If it is not there, the training has deleted an old one meanwhile.
+                # If it no longer exists, the training process has pruned it in the meantime.
                 if together.broadcast_from_process0(lambda: self.path(number).exists()):  # noqa: B023, called at once
                     damaged[number] = str(why)
-        # Only now: when nothing at all can be read, the fault may lie elsewhere, and nothing is renamed.
+        # Rename only now: if no checkpoint can be read, the cause may be elsewhere, and nothing must be renamed.
         together.broadcast_from_process0(lambda: self._pass_over(damaged, restored.step, set_aside=set_aside))
         return restored
 
     # Writing.
 
     def save(self, step: int, state: Any, *, extra: dict[str, Any], wait: bool = False) -> None:
-        """Saves `state` (a pytree of arrays, random keys among them) in the background.
+        """Save `state` (a pytree of arrays, which may include PRNG keys) in the background.
 
-        It returns when the arrays are copied: the caller may donate them at once. `extra` is small and JSON.
-        A step that is saved already stays as it is. The failure of an earlier save is raised here.
+        Returns when the arrays are copied, so the caller may donate them at once. `extra` is a small JSON object. A step that
+        is already saved is not changed. The failure of an earlier save is raised here.
         """
         self.wait()
-        extra = json.loads(json.dumps(extra))  # Fails here if it is not JSON, and no later change of it counts.
+        extra = json.loads(json.dumps(extra))  # Fails here if it is not JSON, and copies it.
         need = math.ceil(ROOM * shares.nbytes(state))
         try:
             if not together.broadcast_from_process0(lambda: self._make_room(step, need)):
@@ -140,7 +138,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the last save is committed, then deletes what need not be kept. Raises if the save failed."""
+        """Wait until the last save is committed, then prune old checkpoints. Raises if the save failed."""
         if self._writer is None or self._in_flight is None:
             return
         step, need = self._in_flight
@@ -152,7 +150,7 @@ class Checkpoints:
         self._prune()
 
     def mark_best(self, step: int, loss: float) -> None:
-        """Tells the validation loss of a step whose save is committed or in flight. The lowest one is kept."""
+        """Record the validation loss of a step whose save is committed or in flight. The step with the lowest loss is kept."""
         in_flight = self._in_flight is not None and self._in_flight[0] == step
         assert in_flight or step in self.steps(), f"step {step} is not saved, so it cannot be marked"
         if math.isfinite(loss):
@@ -161,7 +159,7 @@ class Checkpoints:
             self._prune()
 
     def set_losses(self, losses: Mapping[int, Any], *, last: int) -> None:
-        """Adds the recorded validation losses that are not marked yet, and forgets those of steps after `last`."""
+        """Add validation losses that are not recorded yet, and drop those of steps after `last`."""
         known = self._losses()
         finite = {step: float(loss) for step, loss in losses.items() if type(loss) in (int, float)}
         wanted = {step: loss for step, loss in (finite | known).items() if step <= last}
@@ -169,7 +167,7 @@ class Checkpoints:
             self._write_losses(wanted)
 
     def close(self) -> None:
-        """Waits for what is in flight, then ends Orbax's threads."""
+        """Wait for the save in flight, then stop Orbax's threads."""
         try:
             self.wait()
         finally:
@@ -211,7 +209,7 @@ class Checkpoints:
             )
 
     def _make_room(self, step: int, need: int) -> bool:
-        """Whether to save `step`: not if it is there already. Fails if the disk is too full for it."""
+        """Return whether to save `step`: False if it is already saved. Raises if the disk has too little space."""
         if step in self.steps():
             return False
         if self._writer is None:
@@ -240,7 +238,7 @@ class Checkpoints:
         )
 
     def _set_aside(self, step: int) -> str:
-        """Renames a damaged checkpoint and forgets its loss. An earlier one of the same step keeps its name."""
+        """Rename a damaged checkpoint and drop its loss. Names already taken by the same step are not reused."""
         names = (f"{DAMAGED}{step:09d}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 10_000))))
         name = next(name for name in names if not (self.folder / name).exists())
         self.path(step).rename(self.folder / name)
@@ -248,11 +246,11 @@ class Checkpoints:
         return name
 
     def _prune(self) -> None:
-        """Deletes all but the `keep` latest and the best. A rename comes first, so no reader sees half a checkpoint."""
+        """Delete all but the `keep` latest and the best. Each is renamed first, so no reader sees a partial checkpoint."""
         if jax.process_index() != 0:
             return
         stay = {*self.steps()[-self.keep :], self.best()}
-        _sync(self.folder)  # What replaces the old ones must be on the disk before they go.
+        _sync(self.folder)  # The new checkpoints must be on disk before old ones are deleted.
         for step in self.steps():
             if step not in stay:
                 gone = self.folder / f"{DELETED}{self.path(step).name}"
@@ -263,7 +261,7 @@ class Checkpoints:
                 shutil.rmtree(gone, ignore_errors=True)
 
     def _sweep(self) -> None:
-        """Removes what a killed process left behind."""
+        """Remove temporary files left by a killed process."""
         if not self.folder.is_dir() or jax.process_index() != 0:
             return
         (self.folder / f"{BEST}.tmp").unlink(missing_ok=True)
@@ -273,9 +271,9 @@ class Checkpoints:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def _failed(self, step: int, need: int, error: Exception) -> CheckpointError:
-        """Says what went wrong, and frees what the failed save had written."""
+        """Remove the partial files of a failed save, and return the error to raise."""
         self._in_flight = None
-        if self._writer is not None:  # Orbax's threads may hold more of the same errors: the next save starts anew.
+        if self._writer is not None:  # Its threads may hold further errors, so the next save uses a new one.
             with contextlib.suppress(Exception):
                 self._writer.close()
             self._writer = None
@@ -308,7 +306,7 @@ class Checkpoints:
             return {}
 
     def _write_losses(self, losses: dict[int, float]) -> None:
-        """Replaces the file in one step. Losses of checkpoints that are gone are left out."""
+        """Replace the file atomically, without the losses of deleted checkpoints."""
         if jax.process_index() != 0:
             return
         alive = {*self.steps(), *([self._in_flight[0]] if self._in_flight else [])}
@@ -327,7 +325,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _sync(folder: Path) -> None:
-    """Makes renames in `folder` outlive a power cut."""
+    """Make renames in `folder` durable across a power failure."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -336,7 +334,7 @@ def _sync(folder: Path) -> None:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Whether the disk or a quota is full. TensorStore tells it in words only."""
+    """Whether the disk or a quota is full. TensorStore reports this only in the error message."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True

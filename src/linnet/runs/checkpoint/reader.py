@@ -1,7 +1,7 @@
-"""One checkpoint on disk: the leaves by name, in Orbax's form, and a manifest that proves each one by a checksum.
+"""Reading of one checkpoint: the leaves by name, in Orbax's format, and a manifest with a checksum for each leaf.
 
-A folder with a step for its name is whole (see `writer`). It is read on any mesh, by any number of processes, which
-all call `read` together: each one reads the pieces it needs, and no process ever needs a whole leaf.
+A folder whose name is a step is complete (see `writer`). It can be read on any mesh and by any number of processes, which all
+call `read_checkpoint` together: each one reads only the shards it needs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from jaxtyping import Array
 
 from linnet.core.errors import UserError
 from linnet.core.pytree import named_leaves
+from linnet.parallel import multihost as together
 from linnet.runs.checkpoint import checksum
 from linnet.runs.checkpoint import host_shards as shares
-from linnet.parallel import multihost as together
 
 log = logging.getLogger("linnet")
 
@@ -32,7 +32,7 @@ STATE, MANIFEST = "state", "manifest"
 
 
 class CorruptCheckpoint(Exception):
-    """What is wrong with one checkpoint's files."""
+    """The files of a checkpoint are damaged; the message describes the damage."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,11 @@ class Restored:
 
 
 def read_checkpoint(path: Path, target: Any, *, partial: bool = False) -> Restored:
-    """Reads one checkpoint and proves its content. `CorruptCheckpoint` if it fails, `UserError` if `target` is another model.
+    """Read one checkpoint and verify its checksums.
 
-    With `partial`, `target` may lack whole parts of the saved state (the optimizer state, say): those are neither read nor proven.
-    All processes come to the same end: what one of them cannot read, or finds wrong, is damaged for all.
+    Raises `CorruptCheckpoint` if the files are damaged, and `UserError` if `target` is another model. With `partial`, `target` may
+    lack top-level parts of the saved state (for example the optimizer state), which are then neither read nor verified. All
+    processes reach the same result: if one of them cannot read or verify its shards, the checkpoint is damaged for all.
     """
     manifest, found, fault = {}, {}, None
     try:
@@ -66,7 +67,7 @@ def read_checkpoint(path: Path, target: Any, *, partial: bool = False) -> Restor
 
 
 def checksums(path: Path) -> dict[str, Any]:
-    """Of every leaf by name, with its kind: what distinguishes two checkpoints without reading their arrays."""
+    """Return checksum, dtype and shape of every leaf by name, to compare checkpoints without reading their arrays."""
     try:
         return _read_manifest(path)["leaves"]
     except CorruptCheckpoint as why:
@@ -74,14 +75,16 @@ def checksums(path: Path) -> dict[str, Any]:
 
 
 def _wanted(rows: dict[str, Any], target: Any) -> dict[str, Any]:
-    """The rows of the parts that `target` has (the first component of a name). A part is read whole, so that another model's is
-    still refused."""
+    """Select the rows of the parts (first component of the name) that `target` has.
+
+    A part is always complete, so that a checkpoint of another model is still rejected.
+    """
     parts = {name.partition("/")[0] for name in shares.kinds(target)}
     return {name: row for name, row in rows.items() if name.partition("/")[0] in parts}
 
 
 def _settle(fault: Exception | None, reports: list[dict[str, Any]]) -> None:
-    """Raises if any process has met a fault: its own one first, so that nothing is hidden, or else another's."""
+    """Raise if any process failed: damage if all failures are damage, else this process's own error or another's."""
     if all(report["fault"] is None for report in reports):
         return
     if all(report["damaged"] for report in reports):
@@ -93,10 +96,10 @@ def _settle(fault: Exception | None, reports: list[dict[str, Any]]) -> None:
 
 
 def _read_arrays(path: Path, target: Any) -> dict[str, Array]:
-    """The leaves by name, of each the pieces that this process needs."""
+    """Read the leaves by name, only the shards that this process needs."""
     wanted = {name: _placed(leaf) for name, leaf in shares.named(target).items()}
     stored, myself = shares.not_empty(wanted), jax.process_index()
-    # No process waits for another here: if one of them fails, the others must hear of it, and not wait for ever.
+    # Read without barriers: if one process fails, the others must be able to continue and learn of it.
     alone = ocp.options.MultiprocessingOptions(primary_host=myself, active_processes={myself})
     arrays = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     with contextlib.closing(ocp.Checkpointer(arrays, multiprocessing_options=alone)) as reader:
@@ -105,9 +108,9 @@ def _read_arrays(path: Path, target: Any) -> dict[str, Array]:
             found = reader.restore(
                 path / STATE, args=ocp.args.PyTreeRestore(stored, restore_args=how, partial_restore=True)
             )
-        except (MemoryError, jax.errors.JaxRuntimeError):  # No room for the arrays: the files may well be sound.
+        except (MemoryError, jax.errors.JaxRuntimeError):  # Out of memory: the files may be intact.
             raise
-        except Exception as error:  # Damaged files make Orbax and TensorStore raise nearly anything.
+        except Exception as error:  # Damaged files can raise almost any exception in Orbax and TensorStore.
             raise CorruptCheckpoint(f"the arrays cannot be read: {short(error)}") from error
     for name, leaf in wanted.items():
         if name not in stored:
@@ -122,12 +125,12 @@ def _held_sums(found: dict[str, Array], rows: dict[str, Any]) -> dict[str, int]:
 
 
 def _prove(found: dict[str, Array], rows: dict[str, Any], sums: list[dict[str, int]]) -> None:
-    """Compares what all processes together have read with what was written."""
+    """Verify the checksums of what all processes together have read."""
     wrong, unproven = [], []
     for name, row in rows.items():
         leaf = found[name]
         if "sum" in row:
-            # A leaf on the devices of this process alone was read whole by each process.
+            # A leaf that is fully addressable was read completely by every process.
             expected = row["sum"] * checksum.copies(leaf) * (len(sums) if leaf.is_fully_addressable else 1)
             proven = (sum(each[name] for each in sums) - expected) % checksum.MODULUS == 0
         elif leaf.is_fully_addressable or leaf.is_fully_replicated:
@@ -192,7 +195,7 @@ def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _crc32(name: str, leaf: np.ndarray) -> int:
-    """How whole leaves were proven before they could be cut."""
+    """Checksum of a complete leaf, as in manifests of earlier versions."""
     content = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
     return zlib.crc32(content.data, zlib.crc32(f"{name} {leaf.dtype} {leaf.shape}".encode()))
 

@@ -1,4 +1,4 @@
-"""Keeps Orbax's own words off the terminal."""
+"""Suppression of Orbax's log messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class _NotOrbax(logging.Filter):
-    """What Orbax logs is for its authors; what a user must know is raised or logged by Linnet."""
+    """Drops log records from Orbax. Linnet itself raises or logs whatever the user needs to know."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -21,10 +21,10 @@ class _NotOrbax(logging.Filter):
 
 @functools.cache
 def silence_orbax() -> None:
-    """Keeps Orbax's own words off the terminal, once for the process. Other libraries are heard as before.
+    """Keep Orbax's messages off the terminal, for the rest of the process. Other libraries are not affected.
 
-    When one array of many fails, Orbax raises that error and abandons the other arrays: closes the event loop under
-    them, and leaves their tasks to the garbage collector. Their complaints come later, through these three ways.
+    When one array of many fails, Orbax raises that error and abandons the other arrays: it closes their event loop and leaves
+    their tasks to the garbage collector. Their errors then appear later through these three channels.
     """
     logging.getLogger("absl").addFilter(_NotOrbax())
     logging.getLogger("asyncio").addFilter(_NotOrbax())
@@ -39,7 +39,7 @@ def _report_unraisable(otherwise: Callable[[Any], None], unraisable: Any) -> Non
 
 
 def _from_orbax(error: BaseException | None) -> bool:
-    """Whether an error was raised in Orbax or by TensorStore, whose errors have no frames but always name the store."""
+    """Whether an error was raised by Orbax, or by TensorStore, whose errors have no frames but always name the store."""
     if error is None:
         return False
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -1,9 +1,9 @@
-"""Writes one checkpoint in the background: each process its share of the leaves, through Orbax.
+"""Asynchronous writing of one checkpoint through Orbax, each process writing its shards.
 
-Orbax brings the processes together when all have written; then the first one joins what they wrote and commits it by
-one rename: a folder with a step for its name is whole. A process that cannot write its share (its disk is full, say)
-must still come to that meeting, or the others would wait for it: so its failure is kept for `wait`, where all hear of
-it, and nothing is committed.
+Orbax runs a barrier when all processes have written. Then process 0 merges their manifests and commits the checkpoint by one
+rename, so a folder whose name is a step is always complete. A process that cannot write its shards (for example on a full
+disk) must still reach the barrier, or the others would wait for it. Its failure is therefore stored until `wait`, which
+raises it in all processes, and nothing is committed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
+from linnet.parallel import multihost as together
 from linnet.runs.checkpoint import checksum
 from linnet.runs.checkpoint import host_shards as shares
-from linnet.parallel import multihost as together
 from linnet.runs.checkpoint.reader import MANIFEST, body_checksum, short
 
-CHUNK = 32 * 2**20  # Bytes. Pieces of one chunk are written as they stand; those of more are copied once again.
+CHUNK = 32 * 2**20  # Bytes. Shards of one chunk are written directly; larger ones are copied once more.
 
 
 class Deserted(Exception):
-    """Not all processes came to the end of a save."""
+    """A peer process ended, or did not reach the barrier at the end of a save."""
 
 
 class _Missing(OSError):
-    """The first process finds no manifest of another one."""
+    """Process 0 found no manifest from some process."""
 
 
 @dataclasses.dataclass(repr=False)
@@ -45,9 +45,9 @@ class _ManifestSave(ocp.args.CheckpointArgs):
 
 
 class _ManifestHandler(ocp.AsyncCheckpointHandler):
-    """Writes the manifest beside the arrays: each process the checksums of its pieces, and the first one their sums.
+    """Writes the manifest next to the arrays: each process writes the checksums of its shards, and process 0 adds them up.
 
-    The checksums are computed here, in Orbax's thread.
+    The checksums are computed here, on Orbax's thread.
     """
 
     directory = Path()
@@ -65,7 +65,7 @@ class _ManifestHandler(ocp.AsyncCheckpointHandler):
         return self.directory / f"part-{process}.json"
 
     def finalize(self, directory: Any) -> None:
-        """Called in the first process when all have written, and before the checkpoint gets its name."""
+        """Merge the manifests. Called on process 0 when all have written, before the checkpoint is renamed."""
         parts = [self.part(process) for process in range(jax.process_count())]
         body, *others = [json.loads(part.read_text()) for part in parts]
         for name, row in body["leaves"].items():
@@ -73,7 +73,7 @@ class _ManifestHandler(ocp.AsyncCheckpointHandler):
         with open(self.directory / f"{MANIFEST}.json", "w") as file:
             file.write(json.dumps(body | {"crc32": body_checksum(body)}))
             file.flush()
-            os.fsync(file.fileno())  # As TensorStore does with the arrays, so that a power cut loses nothing.
+            os.fsync(file.fileno())  # As TensorStore does for the arrays, so that a power failure loses nothing.
         for part in parts:
             part.unlink()
 
@@ -84,21 +84,21 @@ class _ManifestHandler(ocp.AsyncCheckpointHandler):
         raise AssertionError("`snapshot.read` reads it")
 
 
-# Orbax wants a class for both ways. Only the first is used.
+# Orbax requires a class for both saving and restoring. Only saving is used.
 ocp.args.register_with_handler(_ManifestHandler, for_save=True, for_restore=True)(_ManifestSave)
 
 
 class Writer(ocp.AsyncCheckpointer):
-    """All processes call its methods together."""
+    """Writes checkpoints asynchronously. All processes must call its methods together."""
 
     def __init__(self) -> None:
-        # Each piece is written once and whole, as in `shares`, and no mesh is noted: it is told again when reading.
-        # Weights do not compress: that time is saved.
+        # Each shard is written once, by one process, as in `host_shards`. The sharding is not stored: it is given again when
+        # reading. Compression is off because weights do not compress.
         types = ocp.type_handlers
         pieces = types.ArrayHandler(use_replica_parallel=False, enable_write_sharding_file=False)
         registry = types.create_type_handler_registry((jax.Array, pieces))
         arrays = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
-        # Folders are made at once: in the background, a process that ends without `close` would wait for them five
+        # Directories are created synchronously: otherwise a process that exits without `close` would wait for them for five
         # minutes.
         now = ocp.AsyncOptions(create_directories_asynchronously=False)
         options = ocp.CompositeOptions(async_options=now)
@@ -108,24 +108,24 @@ class Writer(ocp.AsyncCheckpointer):
         super().__init__(both, async_options=now)
 
     def write(self, path: Path, step: int, copy: shares.HostShards, extra: dict[str, Any]) -> None:
-        """Begins to write in the background. `wait` tells the end, and any failure."""
+        """Start writing in the background. `wait` returns when it is done, and raises any failure."""
         stored = shares.not_empty(copy.arrays)
-        # In chunks: whoever needs a part of a piece, on another mesh, reads little more than that part.
+        # In chunks, so that a process that needs part of a shard (on another mesh) reads little more than that part.
         how = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), stored)
         manifest = _ManifestSave(step=step, extra=extra, boxes=copy.boxes, kinds=copy.kinds)
         self.save(path, args=ocp.args.Composite(state=ocp.args.PyTreeSave(stored, save_args=how), manifest=manifest))
 
     def wait(self) -> None:
-        """Returns when the checkpoint is committed. Raises in all processes if any of them could not write."""
+        """Wait until the checkpoint is committed. Raises in all processes if any of them could not write."""
         try:
             self.wait_until_finished()
-        except TimeoutError as error:  # Also when Orbax hears at the meeting that another process is gone.
+        except TimeoutError as error:  # Also raised when the barrier fails because a process is gone.
             raise Deserted("another process of this run has ended, or did not write its share in time") from error
         fault, self.fault = self.fault, None
         told = together.all_gather_json([None if fault is None else short(fault), isinstance(fault, _Missing)])
         if fault is not None and not isinstance(fault, _Missing):
             raise fault
-        # What a process says of itself comes before what the first one says of it.
+        # A process's own error takes precedence over process 0 reporting that its manifest is missing.
         reasons = sorted((late, process, words) for process, (words, late) in enumerate(told) if words is not None)
         if reasons:
             raise OSError(f"process {reasons[0][1]}: {reasons[0][2]}") from fault
@@ -134,7 +134,7 @@ class Writer(ocp.AsyncCheckpointer):
         return [_Kept(self, await super()._save(*args, **named))]
 
     def _make_on_commit_callback(self, tmpdir: Any, *args: Any) -> Callable[[], None]:  # pyright: ignore
-        """What the first process does when all have written. Orbax lets the others wait until it returns."""
+        """Return the commit callback of process 0, called when all have written. Orbax makes the others wait for it."""
         commit = super()._make_on_commit_callback(tmpdir, *args)
 
         def commit_if_whole() -> None:
@@ -152,7 +152,7 @@ class Writer(ocp.AsyncCheckpointer):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Kept(ocp.Future):
-    """Waits for the work of one process. Its failure is kept, and its part of the manifest withdrawn."""
+    """Waits for the writes of this process. On failure, stores the error and removes its manifest part."""
 
     owner: Writer
     futures: list[ocp.Future]

@@ -1,0 +1,1 @@
+"""Run folders: settings, metrics, weights and checkpoints."""
