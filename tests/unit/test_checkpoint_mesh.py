@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 import jax
 import checkpoint_mesh as cm
-from linnet.train import writer
+from linnet.runs.checkpoint import writer
 from linnet.runs.checkpoint.manager import Checkpoints
 
 folder = Path(sys.argv[1])
@@ -80,7 +80,7 @@ import os, signal, sys, time
 from pathlib import Path
 import jax
 import checkpoint_mesh as cm
-from linnet.train import checksum
+from linnet.runs.checkpoint import checksum
 from linnet.runs.checkpoint.manager import CheckpointError, Checkpoints
 
 mesh = cm.on_mesh(fsdp=2, model=2)

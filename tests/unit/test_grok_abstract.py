@@ -15,7 +15,8 @@ from linnet.models import registry
 COMPILE = """
 import json
 import jax, jax.numpy as jnp
-from linnet import presets, sharding
+from linnet.config import presets
+from linnet.parallel import sharding
 from linnet.models.moe import model
 from linnet.models.moe.params import RULES, param_specs
 

@@ -13,7 +13,8 @@ from compiler_flags import simulated
 PLACES = """
 import dataclasses, json
 import jax
-from linnet import presets, sharding
+from linnet.config import presets
+from linnet.parallel import sharding
 from linnet.models import registry
 from linnet.core.pytree import named_leaves
 from linnet.optim.optimizer import optimizer
@@ -64,11 +65,13 @@ GIVEN = """
 import dataclasses, json, sys
 from pathlib import Path
 import jax, numpy as np
-from linnet import presets, rng, sharding
-from linnet import params as weights
+from linnet.config import presets
+from linnet.core import params as weights
+from linnet.core import rng
+from linnet.parallel import sharding
 from linnet.models import registry
 from linnet.core.pytree import named_leaves
-from linnet.convert import stored_weights
+from linnet.runs import weights as stored_weights
 from linnet.optim.optimizer import optimizer
 from linnet.train.parent import begin_from_weights
 from linnet.runs.state import abstract_state

@@ -164,9 +164,9 @@ import json
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from linnet.plan import program
-from linnet.plan.compiling import compile_for_reading, pretend
+from linnet.plan.compiling import compile_for_reading, use_fake_devices
 
-pretend(8)
+use_fake_devices(8)
 
 def step(params, x):
     def loss(params):

@@ -1,1 +1,1 @@
-"""`linnet bench`: how fast and how large a model is here, each figure measured in a process of its own."""
+"""`linnet bench`: speed and memory benchmarks, each run in its own process."""

@@ -1,7 +1,7 @@
-"""Clients that stream, in a process of their own (`python -m linnet.bench.clients`): a line of JSON in, a line of JSON out.
+"""Streaming clients in a separate process (`python -m linnet.bench.clients`): reads a task and writes its result as a line of JSON.
 
-Bare sockets, one line read at a time and the ids in it counted: on a machine of few cores every millisecond that clients compute is
-missing to the server.
+They use plain sockets and only count the token ids in each line, because on a machine with few cores their CPU time is taken from
+the server.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Clients:
         self.n_tokens = self.n_asked = self.n_answers = 0
 
     async def measure(self, seconds: float) -> dict[str, Any]:
-        """All of them ask again and again. Counted is what arrives within the time, from when tokens first come."""
+        """Run all clients in a loop. Counts the tokens received within the time, after a warm-up."""
         tasks = [asyncio.create_task(self._client(i)) for i in range(self._n)]
         try:
             await asyncio.wait_for(self._flowing(tasks), MAX_START_SECONDS)
             n, since, cpu, own = self.n_tokens, time.perf_counter(), cpu_seconds(self._server), time.process_time()
             done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # they end by a failure only
+                task.result()  # a client ends only by an exception
             tokens, took = self.n_tokens - n, time.perf_counter() - since
             cpu, own = cpu_seconds(self._server) - cpu, time.process_time() - own
         finally:
@@ -51,7 +51,7 @@ class Clients:
         }
 
     async def _flowing(self, tasks: list[asyncio.Task[None]]) -> None:
-        """So many that the states which are read ahead for those who wait have been read: that happens once."""
+        """Wait until enough tokens were received that the initial prefill of waiting requests, which happens once, is done."""
         while self.n_tokens < 32 * self._n:
             await asyncio.sleep(0.005)
             for task in tasks:
@@ -96,12 +96,12 @@ class Clients:
 
 
 def spread(answer: int, number: int) -> int:
-    """From half to one and a half times as long, so that answers which begin together do not end together."""
+    """Vary the length from 0.5 to 1.5 times `answer`, so that responses which start together do not end together."""
     return answer // 2 + 37 * number % answer + 1
 
 
 def cpu_seconds(pid: int) -> float:
-    """That a process has used so far; nothing where the system does not tell."""
+    """Return the CPU time that a process has used so far, or NaN if the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,8 @@
-"""The baseline: the same attention in O(T^2), as fast and as small as we can make it, so that comparing with it is fair.
+"""The dense baseline: the same attention in O(T^2), optimized for speed and memory so that the comparison is fair.
 
-Queries go by chunks of C. A chunk sees the keys of its own chunk and of the window before it at once (with positions and a
-causal mask), then all older keys chunk by chunk with a running softmax: no key after a query's chunk is touched, and no T x T
-matrix is ever held. The backward pass recomputes the weights.
+Queries are processed in chunks of C. A chunk attends to its own keys and those of the window before it at once (with positions and a
+causal mask), then to all older keys chunk by chunk with an online softmax. Keys after a query's chunk are skipped, and no T x T
+matrix is materialized. The backward pass recomputes the attention weights.
 
 Letters: B batch, H heads, T tokens, K key width, V value width, M window, R = M + 1 distances, C chunk.
 """
@@ -30,7 +30,7 @@ class Cuts(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs of the forward pass; `log_sum` is the logarithm of each softmax's denominator."""
+    """Residuals for the backward pass; `log_sum` is the logarithm of each softmax denominator."""
 
     content: Float[Array, "T K"]
     position: Float[Array, "T K"]
@@ -42,7 +42,7 @@ class Saved(NamedTuple):
 
 
 def chunk_len(n_token: int, block_len: int) -> int:
-    """The largest multiple of the block length that divides T and is no longer than `LARGEST_CHUNK`."""
+    """Return the largest multiple of the block length that divides T and is at most `LARGEST_CHUNK`."""
     n_block, rest = divmod(n_token, block_len)
     assert not rest, f"{n_token} tokens are no multiple of the block length {block_len}"
     fits = [n for n in range(1, n_block + 1) if n_block % n == 0 and n * block_len <= LARGEST_CHUNK]
@@ -57,7 +57,7 @@ def dense_attention(
     *,
     block_len: int,
 ) -> Float[Array, "B H T V"]:
-    """What `attention_dense` computes with `agg_cache` and `grad_thru_cache` and without `reset`, gradients included."""
+    """Compute the same as `attention_dense` with `agg_cache` and `grad_thru_cache` and without `reset`, including gradients."""
     cuts = Cuts(chunk_len(values.shape[2], block_len), block_len, distances.shape[1] - 1)
     one_head = functools.partial(_attend, cuts)
     heads = jax.vmap(one_head)
@@ -91,7 +91,7 @@ def _forward(
     def chunk_of_queries(i: Int[Array, ""]) -> tuple[Float[Array, "C V"], Float[Array, " C"]]:
         q, q_position = cut(content, i * c, c), cut(position, i * c, c)
         scores = _near_scores(cuts, i, q, q_position, cut(all_keys, i * c, c + m), distances)
-        top = jnp.max(scores, axis=-1)  # finite: a query always sees itself
+        top = jnp.max(scores, axis=-1)  # finite, because a query attends to its own position
         weight = jnp.exp(scores - top[:, None])
         near = (top, jnp.sum(weight, axis=-1), _product(weight, cut(all_values, i * c, c + m)))
 
@@ -117,7 +117,7 @@ def _backward(cuts: Cuts, saved: Saved, d_out: Float[Array, "T V"]) -> tuple[Arr
     # A softmax's gradient is weight * (d_weight - sum of weight * d_weight), and that sum is out . d_out.
     mean = jnp.sum(saved.out.astype(jnp.float32) * d_out, axis=-1)
     row, column = jnp.arange(c)[:, None], jnp.arange(c + m)[None, :]
-    # Keys older than their block's window learn nothing by scores.
+    # Keys older than their block's window get no gradient from the scores.
     learns = column >= row // cuts.block_len * cuts.block_len
 
     def chunk_of_queries(
@@ -169,24 +169,24 @@ def _near_scores(
     keys: Float[Array, "W K"],
     distances: Float[Array, "R K"],
 ) -> Float[Array, "C W"]:
-    """Chunk i against the M keys before it and its own: column c is M - c keys before the chunk's first query."""
+    """Scores of chunk i against its own keys and the M before it: column c is M - c keys before the chunk's first query."""
     row, column = jnp.arange(cuts.chunk)[:, None], jnp.arange(cuts.chunk + cuts.window)[None, :]
     seen = (column <= row + cuts.window) & (i * cuts.chunk + column >= cuts.window)
     return jnp.where(seen, _product(q, keys.T) + _by_place(cuts, q_position, distances), -jnp.inf)
 
 
 def _by_place(cuts: Cuts, q_position: Float[Array, "C K"], distances: Float[Array, "R K"]) -> Float[Array, "C W"]:
-    """The position term: row a has its M + 1 values at columns a to a + M, the farthest first, and zeros elsewhere."""
+    """Position term of the scores: row a has its M + 1 values at columns a to a + M, the farthest first, and zeros elsewhere."""
     c, m = cuts.chunk, cuts.window
     by_distance = _product(q_position, distances[::-1].T)
-    # Rows one longer than wanted, read as rows of the right length: each starts one place later than the row above.
+    # Rows padded to one more than the target length and reshaped to it: each row is shifted by one relative to the row above.
     return jnp.pad(by_distance, ((0, 0), (0, c))).reshape(-1)[: c * (c + m)].reshape(c, c + m)
 
 
 def _far_scores(
     cuts: Cuts, j: Int[Array, ""], q: Float[Array, "C K"], keys: Float[Array, "C K"]
 ) -> Float[Array, "C C"]:
-    """Against chunk j of the padded keys, all of them older than the window; the padding itself is never seen."""
+    """Scores against chunk j of the padded keys, all older than the window; the padding is masked."""
     real = j * cuts.chunk + jnp.arange(cuts.chunk) >= cuts.window
     return jnp.where(real, _product(q, keys.T), -jnp.inf)
 

@@ -1,4 +1,4 @@
-"""The `vq` model with the dense baseline in place of its attention: the same weights, loss, codebooks and gradients."""
+"""The `vq` model with the dense baseline as its attention: the same weights, loss, codebooks and gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from linnet.nn.positions import sinusoid
 
 
 def check(cfg: VQConfig) -> None:
-    """Refuses what the baseline does not compute. Dropout is no part of it: both models are compared without."""
+    """Raise for settings that the baseline does not support. Dropout is not checked: both models are compared without it."""
     for name, wanted in (("agg_cache", True), ("grad_thru_cache", True), ("reset_at_documents", False)):
         if getattr(cfg, name) != wanted:
             raise invalid(
@@ -30,13 +30,13 @@ def check(cfg: VQConfig) -> None:
 
 
 def dense_family() -> TokenFamily:
-    """`vq` with another loss and another evaluation; all the rest is the family's own."""
+    """Return the `vq` family with the loss and evaluation of the dense model."""
     functions = {name: getattr(vq, name) for name in vq.__all__}
     return cast(TokenFamily, types.SimpleNamespace(**{**functions, "name": "vq-dense", "loss": _loss, "nats": _nats}))
 
 
 def flops_per_token(cfg: VQConfig, n_token: int) -> float:
-    """Of a forward pass, chunks skipped left out: the mean query meets M + (T + C) / 2 keys."""
+    """Return the FLOPs per token of a forward pass without skipped chunks: a query attends to M + (T + C) / 2 keys on average."""
     hk, hv = cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
     keys = cfg.mem_len + (n_token + chunk_len(n_token, cfg.block_len)) / 2
     project = cfg.d_model * (2 * hk + 2 * hv) + hv * cfg.d_model
@@ -70,7 +70,7 @@ def _nats(
 def _forward(
     params: VQParams, buffers: VQBuffers, tokens: Int[Array, "B T"], mask: Float[Array, "B T"], cfg: VQConfig
 ) -> tuple[Float[Array, "B T D"], codebook.CodeStatistics, Float[Array, ""]]:
-    """Last hidden vectors, code statistics of all units, and their commitment losses added up."""
+    """Return the last hidden states, the code statistics of all units, and the sum of their commitment losses."""
     dtype = jnp.dtype(cfg.dtype)
     x = params.embed[tokens].astype(dtype)
     if cfg.pe_abs:

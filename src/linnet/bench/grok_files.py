@@ -1,7 +1,7 @@
-"""Writes a checkpoint in the layout of Grok-1's release, of random numbers (`python -m linnet.bench.grok_files CONFIG FOLDER`).
+"""Write a random checkpoint in the layout of Grok-1's release (`python -m linnet.bench.grok_files CONFIG FOLDER`).
 
-Run as a program, for two reasons: the release's 8-bit pairs are of a class of `__main__`, and the memory that writing takes must not
-count as the reader's.
+It runs as a separate program for two reasons: the release's quantized weights are pickled as a class of `__main__`, and the memory
+used for writing must not count as the importer's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class QuantizedWeight8bit:
 
 
 def write_checkpoint(cfg: MoEConfig, folder: Path) -> int:
-    """The bytes of the largest tensor."""
+    """Write the checkpoint and return the bytes of its largest tensor."""
     folder.mkdir(parents=True)
     generator, specs, largest = np.random.default_rng(0), specs_by_name(cfg), 0
     for number, (_, weight, layer) in enumerate(file_order(cfg)):

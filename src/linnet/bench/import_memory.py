@@ -1,4 +1,4 @@
-"""What importing a Grok-1 checkpoint holds at most, above what the program held before: it should be one tensor, once."""
+"""Peak memory of importing a Grok-1 checkpoint, above that of the program before. The target is a single copy of one tensor."""
 
 from __future__ import annotations
 

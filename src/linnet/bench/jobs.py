@@ -1,4 +1,4 @@
-"""The jobs: the real training step, evaluation, prefill and decode of a config, made ready to be compiled and run."""
+"""Benchmarks of the actual training step, evaluation, prefill and decode of a config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from linnet.runs.state import fresh_buffers, fresh_state
 from linnet.train.step import compile_step
 
 BACKWARD = 3
-"""Flops of a training step over those of its forward pass."""
+"""Ratio of the FLOPs of a training step to those of its forward pass."""
 
 
 def train(cfg: RunConfig) -> Benchmark:
@@ -57,7 +57,7 @@ def evaluation_dense(cfg: RunConfig) -> Benchmark:
 
 
 def _train(cfg: RunConfig, family: TokenFamily, flops: float) -> Benchmark:
-    """Updates one after another on the corpus; the next batch is made while the device works, as the trainer does."""
+    """Consecutive updates on the corpus. As in the trainer, the next batch is made while the device computes."""
     data = load_dataset(cfg.tokens, cfg.seed)
     optimizer = make_optimizer(cfg.optim, family.param_specs(cfg.model))
     state = fresh_state(family, cfg, optimizer)
@@ -82,7 +82,7 @@ def _train(cfg: RunConfig, family: TokenFamily, flops: float) -> Benchmark:
 
 
 def _evaluation(cfg: RunConfig, family: TokenFamily, flops: float) -> Benchmark:
-    """One batch of whole sequences by `evaluate` itself, reading and adding up included."""
+    """One batch of complete sequences with `evaluate` itself, including reading and summing up."""
     data = load_dataset(cfg.tokens, cfg.seed)
     params, buffers = fresh_weights(cfg)
     size = cfg.data.batch_size
@@ -101,7 +101,7 @@ def _evaluation(cfg: RunConfig, family: TokenFamily, flops: float) -> Benchmark:
 
 
 def prefill(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
-    """Prompts one after another, each from its first token read to the first token written. Compiling is all programs of that."""
+    """Consecutive prompts, each from prefill to the first generated token. Compile time includes all programs involved."""
     params, buffers = fresh_weights(cfg, weights)
     prompts, slots, model = _prompts(cfg), _decoder(cfg), cast(Any, cfg.model)
     params = slots.hold(params)
@@ -126,8 +126,8 @@ def prefill(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
 
 
 def decode(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
-    """All slots write `TICKS` tokens a run, after a prompt each. Where a model's context is bounded, each run begins anew: the same
-    tokens again, for it would soon be full."""
+    """All slots generate `TICKS` tokens per run after a prompt. If the model's context is bounded, each run restarts from the same
+    state, because the context would fill up."""
     params, buffers = fresh_weights(cfg, weights)
     prompts, slots, model = _prompts(cfg), _decoder(cfg), cast(Any, cfg.model)
     params = slots.hold(params)
@@ -149,7 +149,7 @@ def decode(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
     def run() -> None:
         nonlocal state, tokens, seen
         assert ticks is not None
-        if kept is not None:  # copies: the program writes into what it is given
+        if kept is not None:  # copied, because the program donates its arguments
             state, tokens, seen = jax.tree.map(jnp.copy, kept)
         state, seen, drawn, _, _ = ticks(prepared, state, tokens, settings, keys, seen)
         tokens = drawn[-1].block_until_ready()
@@ -172,7 +172,7 @@ def _one_by_one(model: Any) -> Any:
 
 
 def fresh_weights(cfg: RunConfig, weights: WeightDtype = "float32") -> tuple[Any, Any]:
-    """Leaf by leaf, each in its fewest bits at once: what a process holds at most is then the model, not its making."""
+    """Initialize the weights leaf by leaf and cast each at once, so that initialization does not raise the peak memory."""
     family, key = registry.get(cfg.family), rng.fold_in_name(rng.root(cfg.seed), "params")
 
     def made(path: tuple[Any, ...], spec: Spec) -> Any:
@@ -192,7 +192,7 @@ def _prompts(cfg: RunConfig) -> list[list[int]]:
 
 
 def _draws(cfg: RunConfig, prompts: list[list[int]]) -> tuple[Array, sampling.SamplingSettings, Array, Array]:
-    """What `decode` takes besides the state: last tokens, settings, random keys, and counts of tokens seen."""
+    """Return the other arguments of `decode`: last tokens, sampling settings, random keys, and counts of seen tokens."""
     n = len(prompts)
     seen = jnp.zeros((n, cfg.writer.n_vocab), jnp.int32)
     last = jnp.asarray([prompt[-1] for prompt in prompts], jnp.int32)

@@ -1,4 +1,4 @@
-"""An engine to measure, and requests that keep it busy."""
+"""An engine to benchmark, and a load generator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from linnet.tokenizers.base import BytesTokenizer
 
 N_SLOTS = 8
 ANSWER = 256
-"""Tokens of an answer. One that ends makes place for the next, as in a server."""
+"""Mean tokens per response. A finished request frees its slot for the next, as in a server."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ _numbers = itertools.count()
 
 
 def ask(engine: Engine, prompt: tuple[int, ...], n_tokens: int, on_event: OnEvent) -> str:
-    """A request that ends by its length alone."""
+    """Submit a request that ends only by its length."""
     id = f"bench-{next(_numbers)}"
     engine.submit(Request(id=id, prompt=prompt, sampling=Sampling(max_tokens=n_tokens, ignore_end=True)), on_event)
     return id
@@ -54,7 +54,7 @@ def random_prompt(n: int, seed: int) -> tuple[int, ...]:
 
 
 class Load:
-    """Twice as many requests as slots, all the time: whoever ends is followed by another."""
+    """Keeps twice as many requests as slots in the engine: each finished request is replaced by another."""
 
     def __init__(self, engine: Engine, answer: int = ANSWER) -> None:
         self._engine, self._answer = engine, answer
@@ -62,7 +62,7 @@ class Load:
         self._ended: queue.Queue[None] = queue.Queue()
 
     def start(self) -> None:
-        """Returns when every slot is busy."""
+        """Submit the requests and wait until every slot is busy."""
         n_slots = self._engine.config.n_slots
         for _ in range(2 * n_slots):
             self._ask()
@@ -80,7 +80,7 @@ class Load:
             self._ask()
 
     def stop(self) -> None:
-        """Returns when the engine has nothing to do."""
+        """Cancel all requests and wait until the engine is idle."""
         for id in list(self._under_way):
             self._engine.cancel(id)
         while self._under_way:

@@ -1,4 +1,4 @@
-"""Clocks and rulers: compile cold, warm up, then repeat a job with a matrix product before, between and after."""
+"""Measurement: compile without a cache, warm up, then repeat a benchmark with a reference matmul before, between and after runs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from linnet.runs.environment import memory_bytes, peak_rss_bytes
 
 MIN_REPETITIONS = 5
 MIN_SECONDS = 0.25
-"""Of one repetition: shorter jobs are run several times in a row, so that clocks and cold caches do not count."""
+"""Minimum duration of a repetition. Shorter jobs are run several times, to reduce the effect of timer resolution and cold caches."""
 MEMORY_SHARE = 0.8
-"""Of the memory this process may use: a job that needs more is not started."""
+"""Fraction of the memory available to this process; a job that needs more is not started."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """How long something took: on the clock on the wall, and added up over all threads of this process."""
+    """Duration in wall time, and in CPU time over all threads of this process."""
 
     seconds: float
     cpu_seconds: float
@@ -33,18 +33,18 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """One thing to measure. `compile` may give the compiled program, to ask it for its memory. `run` executes it once and waits."""
+    """A benchmark. `compile` may return the compiled program, for its memory analysis. `run` executes it once and blocks."""
 
     tokens: int
     flops_per_token: float
     compile: Callable[[], Any]
     run: Callable[[], None]
     extra: Callable[[float], dict[str, Any]] = lambda _: {}
-    """More figures, from the seconds that one run took."""
+    """Returns further metrics, given the seconds per run."""
 
 
 class TooLarge(Exception):
-    """The compiled program says that it needs more memory than there is."""
+    """The compiled program needs more memory than is available."""
 
 
 def timed(run: Callable[[], Any]) -> Span:
@@ -54,7 +54,7 @@ def timed(run: Callable[[], Any]) -> Span:
 
 
 class Gemm:
-    """The yardstick: a float32 matrix product, compiled before anything is measured."""
+    """The reference for machine speed: a float32 matmul, compiled before anything is measured."""
 
     def __init__(self, size: int = GEMM_SIZE) -> None:
         self._flops = 2.0 * size**3
@@ -76,7 +76,7 @@ class Gemm:
 
 
 def measure(job: Benchmark, *, seconds: float, long_once: bool = False, gemm_size: int = GEMM_SIZE) -> dict[str, Any]:
-    """All figures of a job. With `long_once`, a job that takes longer than `seconds` is run but once, and that run counts."""
+    """Return all metrics of a benchmark. With `long_once`, a job that takes longer than `seconds` is run only once."""
     gemm = Gemm(gemm_size)
     compiled: list[Any] = []
     compile_span = timed(lambda: compiled.append(job.compile()))
@@ -110,7 +110,7 @@ def measure(job: Benchmark, *, seconds: float, long_once: bool = False, gemm_siz
 
 
 def _repeat(run: Callable[[], None], times: int, seconds: float, gemm: Gemm) -> list[Span]:
-    """Means over `times` runs each, until there are enough of them and enough time went by."""
+    """Repeat until there are enough repetitions and enough time has passed. Each repetition is the mean of `times` runs."""
 
     def several() -> None:
         for _ in range(times):
@@ -131,7 +131,7 @@ def _median_rate(tokens: int, seconds: list[float]) -> float:
 
 
 def _refuse_too_large(compiled: Any) -> None:
-    """XLA knows what a program will hold at once: better to say so than to be killed."""
+    """Raise if XLA's memory analysis exceeds the limit, instead of being killed by the system."""
     memory, limit = compiled and compiled.memory_analysis(), memory_bytes()
     if memory is None or limit is None:
         return
@@ -141,7 +141,7 @@ def _refuse_too_large(compiled: Any) -> None:
 
 
 def own_peak_bytes() -> int:
-    """The most memory this process held. Not `ru_maxrss` where that can be helped: Linux starts it at the parent's."""
+    """Return the peak memory of this process. `ru_maxrss` is only the fallback, because on Linux it starts at the parent's value."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

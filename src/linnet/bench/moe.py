@@ -1,4 +1,4 @@
-"""`linnet bench moe`: the mixture of experts, its weights held in 32 and in 8 bits, and the memory that importing one takes."""
+"""`linnet bench moe`: the mixture of experts with float32 and int8 weights, and the peak memory of an import."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from linnet.models.moe.config import MoEConfig
 
 HELD: tuple[WeightDtype, ...] = ("float32", "int8")
 SHORT_PARTS = 8
-"""The short prompt is this part of the long one: 64 tokens of 512."""
+"""Ratio of the long prompt to the short one: 512 tokens to 64."""
 IMPORTED = {"d_model": 1536, "n_layer": 2}
-"""So large that one tensor (100 MB) stands out from a process's noise."""
+"""Sizes of the imported model: large enough that one tensor (100 MB) exceeds the noise in a process's memory."""
 
 
 def run_moe(
@@ -59,12 +59,12 @@ def run_moe(
 
 
 def _cpu_seconds(result: dict[str, Any]) -> float:
-    """Of one prompt."""
+    """Return the CPU time per prompt."""
     return result["sequence_len"] / result["tokens_per_cpu_second"]
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """What the table's columns have no room for."""
+    """Return notes on figures that are not in the table."""
     found: list[str] = []
     for row in result["rows"]:
         if "over_its_part" in row:

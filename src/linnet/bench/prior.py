@@ -1,4 +1,4 @@
-"""`linnet bench prior`: training and sampling the diffusion prior, from embeddings alone and with the encodings of every token."""
+"""`linnet bench prior`: training and sampling of the diffusion prior, with and without text token encodings."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from linnet.core.errors import invalid
 from linnet.models.prior.config import PriorConfig
 
 TEXT_LEN = 77
-"""Encodings of a text, where there are any: CLIP's."""
+"""Token encodings per text, as in CLIP."""
 SHAPES = (("train", 0, 64), ("train", TEXT_LEN, 16), ("ddim-64", 0, 64), ("dpm-16", 0, 64), ("ddim-64", TEXT_LEN, 16))
-"""Job, encodings and batch of the targets."""
+"""Job, number of token encodings and batch size of the targets."""
 GROWTH = (("train", 0, 256), ("ddim-16", 0, 64), ("ddim-64", 0, 1), ("ddim-64", 0, 8), ("ddim-64", TEXT_LEN, 1))
-"""What says how the cost grows with steps and batch."""
+"""Further shapes, which show how the cost grows with steps and batch size."""
 COLUMNS = (
     "job", "samples / CPU-s", "target, scaled", "samples / s", "CPU-ms a sample", "compile CPU-s", "peak GB", "MFU",
     "GEMM GFLOP / CPU-s", "reached",
@@ -70,7 +70,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """How the cost of a sample grows."""
+    """Return notes on how the cost per sample grows."""
     took = {(r["job"], r["sequence_len"], r["batch"]): 1e3 / r["tokens_per_cpu_second"] for r in result["rows"]}
 
     def pair(few: tuple[str, int, int], many: tuple[str, int, int], words: str) -> str:

@@ -1,4 +1,4 @@
-"""The jobs of the diffusion prior: the trainer's own update, and sampling from noise to embeddings. What is counted are samples."""
+"""Benchmarks of the diffusion prior: the trainer's update, and sampling. The rates are in samples, not tokens."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PREFIX = "prior-"
 
 
 def prior_job(name: str, cfg: RunConfig) -> Benchmark:
-    """`prior-train`, or a solver and its number of steps, as in `prior-ddim-64`."""
+    """Make the benchmark named `prior-train`, or `prior-SOLVER-STEPS` such as `prior-ddim-64`."""
     what, _, steps = name.removeprefix(PREFIX).partition("-")
     return _sample(cfg, cast(Solver, what), int(steps)) if steps else _train(cfg)
 
 
 def _train(cfg: RunConfig) -> Benchmark:
-    """Updates one after another, each on a batch that is handed over from the host, as the trainer does."""
+    """Consecutive updates, each on a batch transferred from the host, as in the trainer."""
     family, model = registry.get(cfg.family), cfg.prior
     optimizer = make_optimizer(cfg.optim, family.param_specs(model))
     state, batch = fresh_state(family, cfg, optimizer), jax.device_get(pairs(cfg))
@@ -55,7 +55,8 @@ def _train(cfg: RunConfig) -> Benchmark:
 
 
 def _sample(cfg: RunConfig, solver: Solver, steps: int) -> Benchmark:
-    """From texts to embeddings: all texts are read, then every row takes all its steps. Weights are prepared before, as in serving."""
+    """Sampling from text to image embeddings: prefill of all texts, then all solver steps. As in serving, weights are prepared
+    before."""
     model, batch = cfg.prior, pairs(cfg)
     params = sampling.prepare(fresh_weights(cfg)[0], model)
     plan = make_solver(model, steps, solver)
@@ -80,7 +81,7 @@ def _sample(cfg: RunConfig, solver: Solver, steps: int) -> Benchmark:
 
 
 def pairs(cfg: RunConfig) -> PairBatch:
-    """Directions at random: what they mean is nothing to a clock."""
+    """Return a batch of random unit vectors; their values do not affect the timing."""
     model, n = cfg.prior, cfg.data.batch_size
 
     def directions(name: str, *shape: int) -> Any:

@@ -1,4 +1,4 @@
-"""`linnet bench JOB`: checks the request, then measures in a fresh process and compares with the targets."""
+"""`linnet bench JOB`: validate the request, measure in a new process, and compare with the targets."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from linnet.runs.environment import cores_usable
 
 JOBS = ("train", "eval", "prefill", "decode")
 CONTEXT = 1024
-"""Tokens read before decode is measured, and the prompt of prefill, when none is asked for."""
+"""Default context of decode and prompt length of prefill, in tokens."""
 TICKS = 64
-"""Tokens a slot writes in one call."""
+"""Tokens that a slot generates per call."""
 
 
 def run_bench(
@@ -38,7 +38,7 @@ def run_bench(
     compare_cores: bool = False,
     gemm_size: int = GEMM_SIZE,
 ) -> dict[str, Any]:
-    """All figures of one job as plain JSON. `compare_cores` measures again on one core."""
+    """Return all metrics of one job as JSON values. `compare_cores` also measures on one core."""
     cfg = job_config(job, preset, sequence_len, batch)
     _check_time_and_cores(seconds, cores)
     if compare_cores and (cores or cores_usable()) < 2:
@@ -57,7 +57,7 @@ def run_bench(
 
 
 def run_table(*, seconds: float = 10.0, say: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """Every row of the targets' table, the first (training) on one core as well: what docs/benchmarks.md shows."""
+    """Measure every row of the targets, the first (training) also on one core, for the table in docs/benchmarks.md."""
     results: list[dict[str, Any]] = []
     for target in TARGETS:
         say(
@@ -77,7 +77,7 @@ def run_table(*, seconds: float = 10.0, say: Callable[[str], None] = lambda _: N
 
 
 def job_config(job: str, preset: str | RunConfig, sequence_len: int | None, batch: int | None) -> RunConfig:
-    """The preset with the length and batch asked for, on the embedded corpus; or a refusal before any work."""
+    """Return the preset with the requested length and batch size on the embedded corpus, or raise if they are invalid."""
     if job not in JOBS:
         raise invalid("the job", job, f"one of {', '.join(JOBS)}", "choose one of them, or `linnet bench scaling`")
     cfg = presets.get(preset) if isinstance(preset, str) else preset
@@ -132,7 +132,7 @@ def measure_apart(
     long_once: bool = False,
     gemm_size: int = GEMM_SIZE,
 ) -> dict[str, Any]:
-    """One measurement in a process of its own, with what was measured, where and when."""
+    """Measure in a separate process. The result includes the job, its shape, the machine and the date."""
     settings = configs.to_json(cfg)
     settings.pop("version")
     task = {
@@ -158,7 +158,7 @@ def measure_apart(
 
 
 def _length(cfg: RunConfig) -> int:
-    """Tokens of a sequence; of a prior, of a text."""
+    """Return the tokens per sequence; for a prior, the token encodings per text."""
     return cfg.model.max_text_len if isinstance(cfg.model, PriorConfig) else cfg.tokens.sequence_len
 
 

@@ -1,4 +1,4 @@
-"""`linnet bench scaling`: tokens a second as sequences grow, beside dense attention in the same model. Measured points only."""
+"""`linnet bench scaling`: tokens per second by sequence length, compared with dense attention in the same model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from linnet.report.svg import standalone
 
 SHORTEST, LONGEST = 512, 65_536
 BASE_LEN = 2048
-"""The length that others are compared with."""
+"""Reference length for the ratios."""
 
 
 def lengths_up_to(longest: int = LONGEST) -> list[int]:
@@ -38,8 +38,9 @@ def run_scaling(
     gemm_size: int = GEMM_SIZE,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Every length with both kinds of attention, batch 1, one process each; the plot goes to `out`. A length at which one run
-    would take longer than `time_limit` seconds, or more memory than there is, ends its curve, and the result says why."""
+    """Measure every length with both kinds of attention at batch size 1, each in its own process, and write the plot to `out`. A
+    curve ends at a length at which one run would take longer than `time_limit` seconds or more memory than available; the result
+    includes the reason."""
     from linnet.bench import dense_model
 
     cfg = presets.get(preset) if isinstance(preset, str) else preset
@@ -75,10 +76,10 @@ def _without_dropout(cfg: RunConfig) -> RunConfig:
 def _curve(
     measure: Callable[[int], dict[str, Any]], lengths: Sequence[int], growth: float, limit: float
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """The points that could be measured, and why there are no more."""
+    """Return the measured points, and why the curve ended early, if so."""
     points: list[dict[str, Any]] = []
     for length in lengths:
-        # A guess decides whether a point is worth starting; it is never reported as a figure.
+        # The extrapolation only decides whether to measure a point; it is never reported.
         last = points[-1] if points else {"seconds_per_run": 0.0, "sequence_len": length}
         if last["seconds_per_run"] * (length / last["sequence_len"]) ** growth > limit:
             return (
@@ -93,7 +94,7 @@ def _curve(
 
 
 def summarise(job: str, preset: str, curves: dict[str, list[dict[str, Any]]], stops: dict[str, str]) -> dict[str, Any]:
-    """One row a length; the ratios of rates per CPU-second, which a busy machine disturbs least."""
+    """Return one row per length. Ratios use rates per CPU-second, which are least affected by other load on the machine."""
     by_length = {kind: {point["sequence_len"]: point for point in points} for kind, points in curves.items()}
     base = by_length["linear"].get(BASE_LEN)
     rows: list[dict[str, Any]] = []
@@ -118,7 +119,7 @@ def _rate(point: dict[str, Any]) -> float:
 
 
 def plot(result: dict[str, Any]) -> str:
-    """Both curves, both axes logarithmic, as an SVG file."""
+    """Plot both curves on logarithmic axes as SVG."""
     series: list[Series] = []
     for colour, kind in ((1, "linear"), (2, "dense")):
         points = [row[kind] for row in result["points"] if row[kind]]

@@ -1,4 +1,4 @@
-"""`linnet bench serve`: every figure that serving is held to, each job in a process of its own, and whether it is reached."""
+"""`linnet bench serve`: all serving benchmarks, each in its own process, compared with their targets."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ JOBS = {
     "serve-context": "decoding after 65,536 tokens beside 1,024",
 }
 UNBOUNDED = ("serve-pause", "serve-context")
-"""Jobs whose texts are longer than a bounded context."""
+"""Jobs that need an unbounded context."""
 LONGEST_OVER_PREFILL, LONGEST_SESSION, LONGEST_RESTART = 0.015, 0.050, 10.0
 Unit = Literal["share", "times", "chunks", "ms", "s"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the issue's table."""
+    """One metric with its target."""
 
     what: str
     value: float
     unit: Unit
     target: float
     at_least: bool
-    """Or at most."""
+    """Whether the target is a minimum; otherwise it is a maximum."""
     also: bool = True
-    """Something else that must hold."""
+    """A further condition that must hold."""
     told: str
-    """How the value came about."""
+    """Details of the measurement."""
 
     @property
     def reached(self) -> bool:

@@ -1,6 +1,7 @@
-"""The serving job over HTTP: a real server on fresh weights, its restart, first tokens, sessions, and 64 clients that stream.
+"""The HTTP serving benchmark: a real server with random weights, its restart, time to first token, sessions, and 64 streaming
+clients.
 
-The worker asks the server and, while that is idle, measures what it is compared with: raw decoding, and the prefill's own time.
+While the server is idle, the worker measures what it is compared with: raw decoding and prefill.
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ def over_http(
 
 
 def _fits(cfg: RunConfig, n: int) -> bool:
-    """A few tokens are written too."""
+    """Return whether a prompt of `n` tokens fits into the context, with room for a few generated tokens."""
     return cfg.writer.context is None or n + 8 <= cfg.writer.context
 
 
 def first_tokens(server: Server, cfg: RunConfig, params: Any, buffers: Any, n: int) -> dict[str, Any]:
-    """Each time another prompt, so that nothing of it is known; and the same prompt read in this process, the server idle."""
+    """Measure the time to first token with a new prompt each time, so that the prefix cache has no hit, and the prefill of the same
+    prompt in this process while the server is idle."""
     decoder, model = cast(Any, registry.tokens(cfg.family).decoder), cast(Any, cfg.model)
     length = PROMPT if _fits(cfg, PROMPT) else cast(int, model.context) // 2
     held = decoder.hold(params)
@@ -88,7 +90,7 @@ def first_tokens(server: Server, cfg: RunConfig, params: Any, buffers: Any, n: i
 
 
 def prefix_hits(server: Server, n: int) -> dict[str, Any]:
-    """The same long beginning twice, each time with an end of its own."""
+    """Measure the time to first token of two prompts with the same long prefix and different ends."""
     times: list[tuple[float, float]] = []
     for i in range(n):
         shared = random_prompt(SHARED_PROMPT, 2000 + i)
@@ -103,7 +105,7 @@ def prefix_hits(server: Server, n: int) -> dict[str, Any]:
 
 
 def sessions(server: Server, n: int) -> dict[str, Any]:
-    """Saved to bytes that the client holds, and restored from them."""
+    """Measure saving a session to bytes on the client, and restoring it."""
     session = json.loads(server.call("POST", "/v1/sessions", {})[0])["id"]
     ask = {"session": session, "prompt": list(random_prompt(64, 3)), "max_tokens": 8, "ignore_eos": True}
     server.call("POST", "/v1/completions", ask)
@@ -122,7 +124,7 @@ def sessions(server: Server, n: int) -> dict[str, Any]:
 
 
 def streams(server: Server, cfg: RunConfig, clients: int, answer: int, seconds: float, gemm: Gemm) -> dict[str, Any]:
-    """What all clients receive over the `decode` job in this process; in CPU-seconds, the server's own."""
+    """Return the token rate of all clients relative to the `decode` job in this process. CPU time is that of the server."""
     raw = jobs.decode(sized(cfg, cfg.tokens.sequence_len, N_SLOTS))
     raw.compile()
     raw.run()
@@ -133,7 +135,7 @@ def streams(server: Server, cfg: RunConfig, clients: int, answer: int, seconds: 
         def served(seconds: float) -> Rate:
             asked = {"port": server.port, "server": server.process.pid, "clients": clients, "answer": answer}
             got = _told(process, asked | {"seconds": seconds})
-            time.sleep(0.3)  # until the server has heard that all are gone
+            time.sleep(0.3)  # until the server has noticed that all clients disconnected
             client_cpu.append(1e3 * got["client_cpu_seconds"] / max(got["tokens"], 1))
             return Rate(
                 tokens_per_second=got["tokens_per_second"],

@@ -1,4 +1,4 @@
-"""The serving jobs in process: the engine beside raw decoding, streams while a long prompt is read, a long context."""
+"""The in-process serving benchmarks: the engine compared with raw decoding, streams during a long prefill, and a long context."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from linnet.serve.engine import Engine
 from linnet.serve.request import Event, Finished, TokensEvent
 
 STREAMS = 7
-"""Others, while one more is admitted."""
+"""Number of running streams while one more request is admitted."""
 LONG_PROMPT = 32_768
 FAR, NEAR = 65_536, 1_024
 FOREVER = 2**30
 
 
 def throughput(cfg: RunConfig, *, seconds: float, gemm_size: int) -> dict[str, Any]:
-    """The engine with all slots busy over the `decode` job with as many rows."""
+    """Measure the engine with all slots busy, relative to the `decode` job with the same batch size."""
     gemm, cfg = Gemm(gemm_size), sized(cfg, cfg.tokens.sequence_len, N_SLOTS)
     raw = jobs.decode(cfg)
     raw.compile()
@@ -40,7 +40,7 @@ def throughput(cfg: RunConfig, *, seconds: float, gemm_size: int) -> dict[str, A
 
         def served(seconds: float) -> Rate:
             load.start()
-            load.feed(seconds / 5)  # until those who wait are read, too
+            load.feed(seconds / 5)  # until the waiting requests are prefilled too
             first = sample_point(lambda: engine.stats()["tokens_total"])
             load.feed(seconds)
             last = sample_point(lambda: engine.stats()["tokens_total"])
@@ -59,8 +59,8 @@ def throughput(cfg: RunConfig, *, seconds: float, gemm_size: int) -> dict[str, A
 
 
 def pause(cfg: RunConfig, *, seconds: float, gemm_size: int, prompt: int = LONG_PROMPT) -> dict[str, Any]:
-    """Gaps between the deliveries of running streams: while a long prompt is read, and undisturbed for as long. The longest of
-    hundreds of gaps is the machine's own doing as well, so the pause is what the prompt adds to the longest."""
+    """Measure the gaps between token deliveries of running streams during the prefill of a long prompt, and for as long without it.
+    The longest of hundreds of gaps also contains noise of the machine, so the pause is what the prefill adds to the longest gap."""
     gemm = Gemm(gemm_size)
     gemm.measure()
     params, buffers = jobs.fresh_weights(cfg)
@@ -104,7 +104,7 @@ def pause(cfg: RunConfig, *, seconds: float, gemm_size: int, prompt: int = LONG_
 
 
 def gaps(deliveries: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
-    """Between neighbours of each stream, where the gap ends in this time. One that is still open at the end counts too."""
+    """Return the gaps between consecutive deliveries of each stream that end in this interval, including those open at its end."""
     found: list[float] = []
     for times in deliveries:
         reached = [t for t in times if t < end]
@@ -113,7 +113,7 @@ def gaps(deliveries: Sequence[Sequence[float]], start: float, end: float) -> lis
 
 
 def _chunk_seconds(engine: Engine) -> float:
-    """To read one whole chunk, nothing else going on."""
+    """Return the time to prefill one full chunk on an idle engine."""
     backend, tokens = engine.backend, list(random_prompt(engine.backend.chunk_len, 0))
     memory = jax.block_until_ready(backend.read_chunk(backend.empty_memory(), tokens))
     spans = [timed(lambda: jax.block_until_ready(backend.read_chunk(memory, tokens))) for _ in range(9)]
@@ -123,7 +123,7 @@ def _chunk_seconds(engine: Engine) -> float:
 def context(
     cfg: RunConfig, *, seconds: float, gemm_size: int, lengths: tuple[int, int] = (FAR, NEAR)
 ) -> dict[str, Any]:
-    """Decoding after a long context over decoding after a short one."""
+    """Measure decoding after a long context, relative to decoding after a short one."""
     gemm = Gemm(gemm_size)
     far, near = (jobs.decode(sized(cfg, length, 1)) for length in lengths)
     for job in (far, near):

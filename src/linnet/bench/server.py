@@ -1,4 +1,4 @@
-"""A real `linnet serve` to measure: started, asked, and ended."""
+"""Start, call and stop a real `linnet serve` process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Server:
         self.process, self.port, self.ready_seconds = process, port, ready_seconds
 
     def first_token_seconds(self, prompt: Sequence[int]) -> float:
-        """From the call sent to the first token received, over a connection that is open already."""
+        """Return the time from sending a request to receiving the first token, on an open connection."""
         ask = {
             "prompt": list(prompt),
             "max_tokens": 2,
@@ -51,7 +51,7 @@ class Server:
         return took
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[bytes, float]:
-        """The answer's body, and the seconds it took; a JSON object or bytes go in."""
+        """Send a JSON object or bytes, and return the response body and the seconds it took."""
         is_file = isinstance(body, bytes)
         headers = {"Content-Type": "application/octet-stream" if is_file else "application/json"}
         sent = body if is_file or body is None else json.dumps(body)
@@ -82,7 +82,7 @@ class Server:
 
 @contextmanager
 def serving(run: Path, cache: Path, *flags: str) -> Iterator[Server]:
-    """Its compiled programs are kept in `cache`. From the start of the process to the first `/ready` is `ready_seconds`."""
+    """Start a server with its compilation cache in `cache`. `ready_seconds` is the time from process start to the first `/ready`."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Results in words: a table for the terminal, and the rows of docs/benchmarks.md."""
+"""Tables of benchmark results for the terminal and for docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def render(result: dict[str, Any]) -> Table:
-    """One result, figure by figure."""
+    """Make a table of one result, with one row per metric."""
     from rich.table import Table
 
     table = Table(title=f"{result['job']} {result['preset']}", show_header=False, title_justify="left")
@@ -118,7 +118,7 @@ _SCALED = f"Targets are scaled by the measured matrix product over {REFERENCE_GE
 
 
 def markdown(results: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> str:
-    """Results of one machine and commit as a table for docs/benchmarks.md."""
+    """Format the results of one machine and commit as a Markdown table for docs/benchmarks.md."""
     columns = (
         "job", "tokens / CPU-s", "target, scaled", "tokens / s", "compile CPU-s", "peak GB", "MFU", "GEMM GFLOP / CPU-s", "reached",
     )  # fmt: skip
@@ -212,7 +212,7 @@ def _machine(result: dict[str, Any]) -> str:
 
 
 def _held(result: dict[str, Any]) -> str:
-    """The bits of the weights, where they were chosen."""
+    """Return the weight dtype, if it is part of the result."""
     return f", {result['weights']}" if "weights" in result else ""
 
 

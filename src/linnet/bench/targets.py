@@ -1,7 +1,7 @@
-"""What `bench-s`, `bench-moe` and `bench-prior` should reach, as measured with the references on two cores.
+"""Performance targets of `bench-s`, `bench-moe` and `bench-prior`, and the rates of the reference implementations on two cores.
 
-The figures stand for a machine where a matrix product ran at 85 GFLOP a CPU-second.
-A slower machine has a lower bar: rates are scaled by the matrix product of the same run. Compile time and memory are not.
+The rates are for a machine on which a matmul runs at 85 GFLOP per CPU-second. On other machines they are scaled by the matmul rate
+measured in the same run. Compile time and memory limits are not scaled.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ PRESET = "bench-s"
 MOE_PRESET = "bench-moe"
 PRIOR_PRESET = "bench-prior"
 GEMM_SIZE = 2048
-"""Rows and columns of the float32 matrix product that machines are compared by."""
+"""Size of the square float32 matmul that machines are compared by."""
 REFERENCE_GEMM = 85.0
-"""GFLOP a CPU-second of the machine that the targets stand for."""
+"""GFLOP per CPU-second of the machine for which the targets are given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
     job: str
     sequence_len: int | None
-    """None: whatever the context."""
+    """None: any length."""
     batch: int | None
     reference: float
-    """Tokens a CPU-second of the reference; of the prior, samples."""
+    """Tokens (prior: samples) per CPU-second of the reference implementation."""
     tokens_per_cpu_second: float
     compile_cpu_seconds: float | None = None
     peak_rss_bytes: float | None = None
@@ -58,30 +58,30 @@ MOE_TARGETS = (
     Target(job="decode", sequence_len=None, batch=1, reference=4.0, tokens_per_cpu_second=40),
     Target(job="decode", sequence_len=None, batch=8, reference=25, tokens_per_cpu_second=150),
     Target(job="prefill", sequence_len=512, batch=1, reference=93, tokens_per_cpu_second=900),
-    # 64 tokens in 64 tokens' time: the rate of the row above. The reference reads 1,024 for them, in 11 CPU-seconds.
+    # A short prompt should have the rate of the row above. The reference pads 64 tokens to 1,024, which takes 11 CPU-seconds.
     Target(job="prefill", sequence_len=64, batch=1, reference=64 / 11, tokens_per_cpu_second=900),
 )
 PRIOR_TARGETS = (
     Target(job="train", sequence_len=0, batch=64, reference=105, tokens_per_cpu_second=130),
     Target(job="train", sequence_len=77, batch=16, reference=6.4, tokens_per_cpu_second=9),
     Target(job="ddim-64", sequence_len=0, batch=64, reference=5.4, tokens_per_cpu_second=7),
-    # The reference has no such solver: its DDIM in 64 steps stands beside it.
+    # The reference has no such solver; this is its rate with DDIM in 64 steps.
     Target(job="dpm-16", sequence_len=0, batch=64, reference=5.4, tokens_per_cpu_second=25),
     Target(job="ddim-64", sequence_len=77, batch=16, reference=0.27, tokens_per_cpu_second=4),
 )
 CORES_SPEEDUP = 1.7
-"""Training on two cores over training on one."""
+"""Target speed-up of training on two cores over one."""
 DENSE_RATIOS = {8192: 3.0, 32768: 12.0}
-"""Linear over dense, by sequence length."""
+"""Target ratio of the rates of linear and dense attention, by sequence length."""
 MIN_SHARE = 0.9
-"""Tokens a second at 65,536 over those at 2,048."""
+"""Target ratio of the rates at sequence lengths 65,536 and 2,048."""
 
 
 _OF_PRESET = {PRESET: TARGETS, MOE_PRESET: MOE_TARGETS, PRIOR_PRESET: PRIOR_TARGETS}
 
 
 def compare(result: dict[str, Any]) -> dict[str, Any]:
-    """The target of a result and how near it comes; nothing when its shape is not one of the targets'."""
+    """Compare a result with its target. Returns an empty dict if there is no target of its shape."""
     target = find(result)
     if target is None:
         return {}

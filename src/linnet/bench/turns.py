@@ -1,4 +1,4 @@
-"""Two things measured turn by turn. A machine that is slower for a while is slower for both, so the median of ratios is steady."""
+"""Interleaved measurement of two rates. A temporary slowdown of the machine affects both, so the median of their ratios is stable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Edge:
 
 
 def sample_point(count: Callable[[], float]) -> Edge:
-    """Just after a delivery. All slots' tokens come at once: a count at any other moment is off by up to a whole dispatch."""
+    """Sample the token count just after a delivery. The tokens of all slots arrive at once, so a count at any other moment is off by
+    up to one dispatch."""
     until, seen, since, changed = time.perf_counter() + EDGE_SECONDS, count(), time.perf_counter(), False
     while (now := time.perf_counter()) < until:
         time.sleep(0.001)
@@ -51,7 +52,7 @@ def between(first: Edge, last: Edge) -> Rate:
 
 
 def raw_rate(job: Benchmark, seconds: float) -> Rate:
-    """Of a job, over as many runs as fill the time."""
+    """Return the rate of a job over as many runs as fit into the time."""
     n = 0
 
     def several() -> None:
@@ -68,7 +69,7 @@ def raw_rate(job: Benchmark, seconds: float) -> Rate:
 def interleave(
     a: Callable[[float], Rate], b: Callable[[float], Rate], *, each: float, n: int, gemm: Gemm
 ) -> tuple[Rate, Rate]:
-    """Medians of a, and of a over b, over `n` turns of `each` seconds for both of them."""
+    """Return the medians of a and of a / b over `n` turns, in which each is measured for `each` seconds."""
     pairs: list[tuple[Rate, Rate]] = []
     for _ in range(n):
         gemm.measure()

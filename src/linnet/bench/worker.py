@@ -1,7 +1,7 @@
-"""The process of one measurement: a task as JSON comes in, its figures as JSON go out (`python -m linnet.bench.worker`).
+"""Worker process of one measurement (`python -m linnet.bench.worker`): reads a task as JSON and writes its metrics as JSON.
 
-A process of its own makes peak memory and compile time the job's alone. Nothing of JAX is loaded before the cores are chosen,
-for its thread pool is as large as they are many.
+Each measurement has its own process, so that peak memory and compile time are those of the job. JAX is imported after the cores are
+chosen, because its thread pool has one thread per core.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def run_task(task: dict[str, Any]) -> dict[str, Any]:
-    """`{"stopped": why}` in place of figures when the job does not fit into memory."""
+    """Run a task and return its metrics, or `{"stopped": reason}` if the job does not fit into memory."""
     import jax
 
     from linnet.bench.measure import TooLarge
@@ -45,7 +45,7 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _figures(task: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
-    """Each job brings in only what it needs: the rest would count as its memory."""
+    """Run the job. Imports are local, because unneeded modules would count towards the job's memory."""
     seconds, gemm_size = task["seconds"], task["gemm_size"]
     if task["job"].startswith("serve-"):
         from linnet.bench.serve_jobs import SERVE_JOBS

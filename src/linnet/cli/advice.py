@@ -1,4 +1,4 @@
-"""Advice printed at the end of a command, as it must be typed to work."""
+"""Suggested next commands, printed at the end of a command."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def needed_prompt(model: Any) -> str:
-    """For `linnet sample RUN`: a model without a begin id cannot begin with an empty prompt."""
+    """Return the `--prompt` flag for `linnet sample RUN` if the model needs one: without a BOS id the prompt must not be empty."""
     return ' --prompt "The answer"' if getattr(model, "bos_id", 0) is None else ""

@@ -19,27 +19,28 @@ class Flags:
     job: Annotated[
         Literal["train", "eval", "prefill", "decode", "scaling", "table", "serve", "moe", "prior"], tyro.conf.Positional
     ]
-    """What to measure; `scaling`: sequence lengths against a dense baseline; `table`: all rows of docs/benchmarks.md; `serve`: the
-    engine and the server; `moe`: the mixture of experts, in 32 and in 8 bits; `prior`: training and sampling the diffusion prior."""
+    """What to measure. `scaling`: sequence lengths against a dense baseline; `table`: all rows of docs/benchmarks.md; `serve`: the
+    engine and the server; `moe`: the mixture of experts with float32 and int8 weights; `prior`: training and sampling the diffusion
+    prior."""
     preset: Annotated[str | None, tyro.conf.Positional] = None
-    """bench-s where none is named; for `moe` bench-moe, for `prior` bench-prior."""
+    """Preset. Default: bench-s; bench-moe for `moe`, bench-prior for `prior`."""
     sequence_len: int | None = None
-    """Tokens of a sequence; of the context for decode. `scaling`: the longest."""
+    """Sequence length in tokens (`decode`: context length; `scaling`: the longest sequence)."""
     batch: int | None = None
     seconds: float = 10.0
-    """How long to repeat each measurement."""
+    """Minimum time in seconds to repeat each measurement."""
     cores: int | None = None
-    """Bind to so many cores."""
+    """Number of CPU cores to bind to."""
     compare_cores: bool = False
-    """Measure on one core as well, and tell the speed-up."""
+    """Also measure on one core, and report the speed-up."""
     forward_only: bool = False
     """`scaling`: evaluation instead of training."""
     out: Path = Path("scaling.svg")
-    """`scaling`: where the plot goes."""
+    """`scaling`: output file of the plot."""
     json: bool = False
-    """One JSON object."""
+    """Print one JSON object."""
     markdown: bool = False
-    """`table`, `scaling`, `serve`, `moe` and `prior`: a table to paste into a document."""
+    """`table`, `scaling`, `serve`, `moe` and `prior`: print a Markdown table."""
 
 
 def bench_command(argv: list[str]) -> int:

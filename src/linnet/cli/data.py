@@ -50,28 +50,28 @@ def data_command(argv: list[str]) -> int:
 class PrepareFlags:
     source: Annotated[str, tyro.conf.Positional]
     """A text file, folder or glob; .gz .bz2 .xz .zst .zip; .jsonl or .parquet; hf:OWNER/NAME; a folder, zip, tar or parquet of
-    pictures; or enwik8, pg19, imagenet64."""
+    images; or enwik8, pg19, imagenet64."""
     out: Path
-    """The folder to make."""
+    """Output folder."""
     tokenizer: str = "bytes"
-    """`bytes`, a sentencepiece .model, a tokenizer.json, or a folder (prepared data or a run) whose tokenizer is to be used."""
+    """`bytes`, a sentencepiece .model, a tokenizer.json, or a folder (prepared data or a run) with a tokenizer."""
     end_token: str | None = None
-    """The name of the token that ends a document, where the tokenizer does not say."""
+    """Name of the EOS token, if the tokenizer does not define it."""
     column: str | None = None
-    """Of JSONL, parquet and Hugging Face sets: which field holds the text or picture (`text`, `image`)."""
+    """JSONL, parquet and Hugging Face datasets: field with the text or image. Default: `text` or `image`."""
     size: int = 64
-    """Pictures: pixels of a side."""
+    """Images: height and width in pixels."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """A named set that you have already: its file or folder."""
+    """Local file or folder of a named dataset that you already have."""
     validation_fraction: float = 0.05
     test_fraction: float = 0.05
     max_broken: float = 0.01
-    """Pictures: the largest share that may be broken; those are skipped and counted."""
+    """Images: maximum fraction of broken files. Broken files are skipped and counted."""
     workers: int | None = None
-    """Processes; as many as there are cores if not given."""
+    """Number of worker processes. Default: the number of CPU cores."""
     max_unpacked_gb: float | None = None
-    """Refuse a source whose packed files unpack to more gigabytes than this. If not given: 100 times their packed size, and at
-    least 0.27."""
+    """Reject a source whose compressed files unpack to more gigabytes than this. Default: 100 times their packed size, at least
+    0.27."""
     json: bool = False
     """Print one JSON object."""
 
@@ -87,7 +87,7 @@ def _prepare(argv: list[str]) -> int:
     with _bar("preparing", task.source.n_bytes, quiet=flags.json) as progress:
         index = prepare(task, flags.out, workers=flags.workers, progress=progress)
     seconds = time.perf_counter() - start
-    unpacked = getattr(task.source, "unpacked_bytes", 0)  # 0: nothing was packed, or all was done before
+    unpacked = getattr(task.source, "unpacked_bytes", 0)  # 0: nothing was compressed, or everything was already done
     if flags.json:
         about = {"out": str(flags.out), "seconds": seconds, "unpacked_bytes": unpacked}
         print(json.dumps({**about, **_summary(index)}))
@@ -141,7 +141,7 @@ def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
     from linnet.data.sources.images import looks_like_pictures, open_pictures
 
     path = Path(os.path.expanduser(flags.source))
-    if flags.source in NAMED:  # a folder of that name is meant by ./NAME
+    if flags.source in NAMED:  # a folder of that name can be given as ./NAME
         # The size of a download is not known before it begins.
         with _bar("fetching", None, quiet=flags.json) as fetched:
             found = open_named(flags.source, flags.from_, cache_folder(), lambda done, _: fetched(done))
@@ -159,7 +159,7 @@ def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
 
 @contextmanager
 def _bar(label: str, total: int | None, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes on a terminal, nothing elsewhere."""
+    """Show a progress bar in bytes if stderr is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda position: None
         return
@@ -233,14 +233,14 @@ class ShowFlags:
     what: Annotated[Path, tyro.conf.Positional]
     """Prepared data, or a run."""
     step: int = 0
-    """Of training."""
+    """Training step."""
     batch_size: int | None = None
     sequence_len: int | None = None
     seed: int | None = None
     out: Path = Path("step.png")
-    """Pictures: where the sheet goes."""
+    """Images: output file of the contact sheet."""
     json: bool = False
-    """Print ids, documents and mask as one JSON object."""
+    """Print token ids, document ids and loss mask as one JSON object."""
 
 
 def _show(argv: list[str]) -> int:

@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True)
 class EmbedFlags:
     source: Annotated[str, tyro.conf.Positional]
-    """Pictures with captions: a folder with a .txt beside each picture, or with captions.json, .jsonl or .parquet; parquet with both;
-    webdataset tars; emoji-32. Or a folder with img_emb/ and metadata/, whose captions get text embeddings."""
+    """Images with captions: a folder with a .txt next to each image, or with captions.json, .jsonl or .parquet; parquet with both;
+    webdataset tars; emoji-32. Or a folder with img_emb/ and metadata/, for which text embeddings of the captions are computed."""
     out: Path
-    """The folder to make."""
+    """Output folder."""
     encoder: str = "builtin"
     """`builtin`, or open_clip:MODEL/WEIGHTS (needs the extra `clip`)."""
     caption_key: str = "caption"
-    """Of parquet and JSON: which field holds the caption."""
+    """Parquet and JSON: field with the caption."""
     image_key: str | None = None
-    """Of parquet: which column holds the picture (`image`)."""
+    """Parquet: column with the image. Default: `image`."""
     metadata: str | None = None
-    """Where SOURCE is image embeddings (.npy) that need the text's: the parquet files with their captions."""
+    """If SOURCE is image embeddings (.npy) without text embeddings: the parquet files with their captions."""
     text_encodings: Literal["auto", "float16", "float32", "none"] = "auto"
-    """Token encodings of the captions, which priors with model.text_encodings train on: how they are stored, or none. auto: float16
-    where the encoder has them. A caption takes positions x width x 2 bytes (118 KB with ViT-L/14)."""
+    """Storage dtype of the captions' token encodings, needed for priors with model.text_encodings, or none. auto: float16 if the
+    encoder provides them. A caption takes positions x width x 2 bytes (118 KB with ViT-L/14)."""
     text_len: int | None = None
-    """Positions kept of the token encodings; all of the encoder's if not given (77 with CLIP, 48 with builtin)."""
+    """Number of token encoding positions to keep. Default: all positions of the encoder (77 with CLIP, 48 with builtin)."""
     shard_rows: int = 8192
-    """Pictures of one shard."""
+    """Images per shard."""
     json: bool = False
     """Print one JSON object."""
 
@@ -109,7 +109,7 @@ def embed_command(argv: list[str]) -> int:
 
 @contextmanager
 def _counter(*, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """How many are done, on a terminal; nothing elsewhere."""
+    """Show a counter if stderr is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda n: None
         return

@@ -1,4 +1,4 @@
-"""The entry point: finds the subcommand, and turns errors into a sentence and an exit code."""
+"""Command dispatch: run the subcommand, and turn errors into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ DISK_ERRORS = {
     errno.EIO: "check the disk",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
-"""What the system can refuse to any command, and what to do about it."""
+"""System errors that can occur in any command, and their fixes."""
 
-# command -> (module that has a function of that name, what it is for)
+# command -> (module with a function NAME_command, description)
 COMMANDS = {
     "quickstart": (
         "quickstart",
@@ -74,12 +74,12 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         module = importlib.import_module(f"linnet.cli.{COMMANDS[name][0]}")
         code = getattr(module, f"{name.replace('-', '_')}_command")(rest)
-        sys.stdout.flush()  # a full disk behind it shows here, not after the end
+        sys.stdout.flush()  # reports a full disk here instead of at interpreter exit
     except UserError as error:
         failed = error
         print(f"linnet {name}: {error}", file=sys.stderr)
         code = getattr(error, "exit_code", EXIT_USER)
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
+    except BrokenPipeError:  # the reader of stdout exited, as `head` does
         sys.stderr.close()
         code = EXIT_OK
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The entry point of the command line: handles Ctrl-C while the program starts."""
+"""Entry point of the command line, which handles Ctrl-C during startup."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from linnet.cli.interruption import exit_now, install
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The entry point of the command line."""
+    """Run the command line."""
     install()
     try:
         from linnet.cli.dispatch import main as run

@@ -57,7 +57,7 @@ def eval_command(argv: list[str]) -> int:
     data = load_dataset(data_cfg, cfg.seed).begun_by(cfg.writer.bos_id)
     if flags.data_source is not None:
         check_same_data(flags.run, data.fingerprint, flags.data_source)
-    check_match(flags.run, data, run.vocabulary.tokenizer)  # first: where the tokenizers differ, so do their end ids
+    check_match(flags.run, data, run.vocabulary.tokenizer)  # first, because different tokenizers have different EOS ids
     data.check_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
     size = flags.batch_size or cfg.data.batch_size
     n_batch = -(-min(data.split(split).n_windows, flags.limit or 10**12) // size)
@@ -95,7 +95,7 @@ def eval_command(argv: list[str]) -> int:
         }
     if flags.source is not None:
         record["source"] = flags.source
-    # Printed first: a disk that is full or read-only must not cost what was computed.
+    # Printed before it is written: a full or read-only disk must not lose the result.
     if flags.json:
         print(json.dumps(record), flush=True)
     else:
@@ -107,7 +107,7 @@ def eval_command(argv: list[str]) -> int:
 
 
 def _with_lengths(cfg: RunConfig, flags: Flags) -> RunConfig:
-    """The run's config with the lengths that were asked for. An update length that does not divide the sequence is shortened."""
+    """Return the run's config with the requested lengths. The run's own update length is shortened to divide the sequence length."""
     for name in ("sequence_len", "update_len"):
         value = getattr(flags, name)
         if value is not None and value < 1:
@@ -120,7 +120,7 @@ def _with_lengths(cfg: RunConfig, flags: Flags) -> RunConfig:
 
 
 def _data(flags: Flags, trained_on: DataConfig) -> tuple[DataConfig, str]:
-    """What is evaluated: the run's own data or another source, in the run's lengths; and which split of it."""
+    """Return the data config (the run's own data or another source, with the run's lengths) and the split to evaluate."""
     from linnet.config.schema import DataConfig
     from linnet.data.load import is_divided
 
@@ -130,12 +130,12 @@ def _data(flags: Flags, trained_on: DataConfig) -> tuple[DataConfig, str]:
     other = DataConfig(source=flags.source, **lengths)
     if is_divided(flags.source):
         return other, flags.split
-    # All of a plain text is evaluated.
+    # Plain text has no splits, so all of it is evaluated.
     return dataclasses.replace(other, validation_fraction=0.0, test_fraction=0.0), "train"
 
 
 def _write(flags: Flags, record: dict[str, Any], result: Evaluation) -> Path:
-    """Into the run's folder: the figures, and the plot by position, whose path is returned."""
+    """Write the metrics and the plot by position into the run's folder, and return the path of the plot."""
     from linnet.report.plots import position_svg
     from linnet.runs.metrics import replace_text
 
@@ -169,5 +169,5 @@ def _tell(record: dict[str, Any], result: Evaluation) -> None:
         )
     by_position = result.by_position.to_json()
     console.print(position_table(by_position))
-    if result.unit == "byte":  # a place in a picture is not only how much was seen, but what is there
+    if result.unit == "byte":  # in images the loss by position also depends on what is shown there
         console.print(position_words(by_position))

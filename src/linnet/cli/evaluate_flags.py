@@ -22,20 +22,20 @@ class Flags:
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
     weights: WeightDtype = "float32"
-    """The bits that weights are held in. Below 32 both are evaluated, and the difference is printed."""
+    """Weight dtype. If not float32, float32 is evaluated too and the difference is printed."""
     source: str | None = None
-    """Other data to evaluate on: prepared data (its `split`), or a text file, folder or glob, read whole. For a prior: other pairs
-    of embeddings, all of them."""
+    """Other data to evaluate on: prepared data (its `split`), or all of a text file, folder or glob. For a prior: all pairs of
+    another embedding dataset."""
     sequence_len: int | None = None
-    """Tokens of one sequence, after which the state is reset; the run's own if not given. The loss depends on it."""
+    """Tokens per sequence, after which the state is reset. Default: that of the run. The loss depends on it."""
     update_len: int | None = None
-    """Tokens that are computed together; the run's own if not given. It changes speed and memory only."""
+    """Tokens computed together. Default: that of the run. Affects speed and memory only."""
     data_source: Annotated[str | None, tyro.conf.arg(name="data.source")] = None
-    """Where the run's own data is now. Its content must be what the run was trained on."""
+    """New location of the run's own data. The content must be that of training."""
     batch_size: int | None = None
     limit: int | None = None
-    """Only so many sequences (or pairs), spread over the split."""
+    """Maximum number of sequences (or pairs), spread evenly over the split."""
     timesteps: tuple[int, ...] | None = None
-    """A prior: numbers of denoising steps to predict embeddings in; those of its training if not given."""
+    """Prior: numbers of sampling steps to evaluate. Default: train.eval_timesteps of the run."""
     json: bool = False
     """Print one JSON object."""

@@ -1,4 +1,4 @@
-"""`linnet eval` of a prior: losses of both sets of weights, five cosines, and retrieval beside three baselines."""
+"""`linnet eval` for a prior: losses of the trained and EMA weights, five cosines, and retrieval compared with three baselines."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def evaluate_prior_run(flags: Flags) -> int:
         **({"notes": notes} if notes else {}),
     }
     path = flags.run / f"eval_{shown}.json"
-    # Printed first: a disk that is full or read-only must not cost what was computed.
+    # Printed before it is written: a full or read-only disk must not lose the result.
     if flags.json:
         print(json.dumps(record, allow_nan=False), flush=True)
     else:
         _tell(record, result, rows, notes)
-    if rows and flags.source is None and flags.limit is None:  # the report shows whole splits of its own
+    if rows and flags.source is None and flags.limit is None:  # the report shows only complete splits of the run's data
         n_steps = next(iter(result.predicted))
         retrieval.write(flags.run, rows, matrix, split, step, n_steps)
     replace_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
@@ -89,7 +89,7 @@ def evaluate_prior_run(flags: Flags) -> int:
 
 
 def _opened(flags: Flags) -> tuple[RunConfig, dict[str, PriorParams], int]:
-    """Both sets of weights, where the run has both."""
+    """Return the config, the trained and (if any) EMA weights, and the step."""
     from linnet.runs.load import open_run, open_state
     from linnet.runs.state import both_weights
     from linnet.runs.weights import is_weights_only
@@ -110,7 +110,7 @@ def _timesteps(flags: Flags, cfg: RunConfig) -> tuple[int, ...]:
 
 
 def _data(flags: Flags, trained_on: PairsConfig) -> tuple[PairsConfig, str]:
-    """The run's own pairs, or all of another source's; and which split of them."""
+    """Return the data config (the run's own pairs, or all of another source) and the split to evaluate."""
     if flags.source is None:
         return trained_on, flags.split
     whole = {"validation_fraction": 0.0, "test_fraction": 0.0, "split_key": None}
@@ -119,7 +119,7 @@ def _data(flags: Flags, trained_on: PairsConfig) -> tuple[PairsConfig, str]:
 
 
 def _baselines(flags: Flags, cfg: RunConfig, pairs: Any) -> tuple[Any, str]:
-    """Fitted on what the run was trained on, whatever is evaluated; none (and why) where that is not here."""
+    """Fit the baselines on the run's training pairs, whatever data is evaluated. If these are missing, return None and the reason."""
     from linnet.data.embeddings import open_pairs
     from linnet.evaluate import retrieval
     from linnet.evaluate.prior import check_fit

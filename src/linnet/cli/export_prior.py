@@ -1,4 +1,4 @@
-"""`linnet export --format dalle2-prior | dalle2-trainer`: a prior for DALLE2-pytorch."""
+"""`linnet export --format dalle2-prior | dalle2-trainer`: export a prior for DALLE2-pytorch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _trainer(flags: ExportFlags) -> tuple[dict, int]:
 
 
 def _imported_trainer(flags: ExportFlags) -> tuple[RunConfig, TrainState, int]:
-    """The state that an import's training would continue from."""
+    """Return the state from which an imported trainer checkpoint would resume."""
     from linnet.config import codec as configs
     from linnet.convert.dalle2.export import check_trained_alike
     from linnet.models import registry

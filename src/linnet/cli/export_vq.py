@@ -1,4 +1,4 @@
-"""`linnet export --format transformer-vq`: a run becomes a checkpoint of the official code."""
+"""`linnet export --format transformer-vq`: export a run as a checkpoint of the official code."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _flax(run: Path, out: Path | None, checkpoint: str) -> int:
     else:
         cfg, state, step = open_state(run, checkpoint)
         (params, buffers), averaged = model_weights(state), state.ema is not None
-        opt_state = None if cfg.lora.rank else state.opt_state  # of adapters, which are merged into the weights
+        opt_state = None if cfg.lora.rank else state.opt_state  # LoRA: it belongs to adapters, which are merged here
     tree = nest(to_reference(params, buffers, cfg.vq))
     states, remarks = from_opt_state(opt_state, cfg.optim, cfg.vq)
     if averaged and opt_state is not None:
@@ -82,7 +82,7 @@ def _flax(run: Path, out: Path | None, checkpoint: str) -> int:
 
 
 def _settings(cfg: RunConfig) -> dict[str, Any]:
-    """As launch.py takes them. What the official code does not know is left out where it is off."""
+    """Return the arguments for launch.py. Settings that the official code lacks are omitted if they have their default value."""
     from linnet.config.schema import OptimConfig
     from linnet.convert.transformer_vq_settings import GROUPED, OPTIM
     from linnet.models.vq.config import VQConfig
@@ -92,7 +92,7 @@ def _settings(cfg: RunConfig) -> dict[str, Any]:
     switches = {name: int(value) for name, value in model.items() if isinstance(value, bool)}
     optim = {theirs: getattr(cfg.optim, ours) for theirs, ours in OPTIM.items()}
     if cfg.optim.name == "muon":
-        optim["optimizer"] = "adamw"  # whose fresh state the file holds
+        optim["optimizer"] = "adamw"  # the file has a fresh state of it
     if cfg.optim.decay_vectors != OptimConfig.decay_vectors:
         optim[GROUPED] = False
     return {"global_batch_size": cfg.data.batch_size, **_lengths(cfg), **model, **switches, **optim}
@@ -125,7 +125,7 @@ OFFICIAL = frozenset(
         "dtype",
     ]
 )
-"""Settings of the model that launch.py has too."""
+"""Model settings that launch.py has too."""
 
 
 def _lengths(cfg: RunConfig) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Names of files that come from what was asked for."""
+"""File names derived from user text."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ MAX_LETTERS = 40
 
 
 def slugify(words: str, otherwise: str) -> str:
-    """Letters, digits and hyphens of a text, not too many; `otherwise` where it has none."""
+    """Return at most `MAX_LETTERS` word characters and hyphens of a text, or `otherwise` if it has none."""
     return re.sub(r"[^\w]+", "-", words).strip("-")[:MAX_LETTERS].strip("-") or otherwise

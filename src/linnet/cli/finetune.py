@@ -1,4 +1,4 @@
-"""`linnet train --from`: a new run that starts from the weights of another."""
+"""`linnet train --from`: start a new run from the weights of another."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def parse_fine_tuning(argv: list[str], path: Path, words: str) -> tuple[RunConfig, Path, bool]:
-    """The run's settings, its folder, and whether it is quiet. The same command continues a run that was interrupted, without the
-    parent if need be."""
+    """Return the run's config, its folder, and whether it is quiet. The same command resumes an interrupted run, even if the parent
+    no longer exists."""
     if not argv[0].startswith("-"):
         raise UserError(f"{argv[0]!r} and --from {path} both say what to start from. Fix: leave one of them out.")
     out = Path(flag_value(argv, "--out") or Path("runs") / f"{path.absolute().stem}-tuned")
@@ -42,8 +42,8 @@ def parse_fine_tuning(argv: list[str], path: Path, words: str) -> tuple[RunConfi
 
 
 def _with_text(config: RunConfig, out: Path, quiet: bool) -> RunConfig:
-    """Plain text encoded for a model with a tokenizer of its own. Several processes would write the same files, so they need it
-    prepared."""
+    """Encode plain text with the model's own tokenizer. Not done with several processes, which would write the same files: they need
+    prepared data."""
     if find_cluster_env(os.environ) != ALONE:
         return config
     from linnet.train.finetune_data import with_encoded_text
@@ -52,7 +52,7 @@ def _with_text(config: RunConfig, out: Path, quiet: bool) -> RunConfig:
 
 
 def _started(out: Path, path: Path) -> RunConfig | None:
-    """The run that is in the folder already, if it was started from the same parent."""
+    """Return the config of the run in the folder, if there is one; it must have the same parent."""
     if not (out / "config.json").is_file():
         return None
     if out.absolute() == path.absolute():

@@ -30,29 +30,29 @@ USUAL_GUIDANCE = 1.5
 @dataclasses.dataclass(frozen=True)
 class Flags:
     text: Annotated[FreeText, tyro.conf.Positional]
-    """What the pictures shall show."""
+    """Text prompt."""
     prior: Path = PRIOR
-    """A run of the family prior: from the text's embedding to that of a picture."""
+    """Prior run, which predicts an image embedding from the text embedding."""
     painter: Path = PAINTER
-    """A vq run that paints and was trained with data.condition."""
+    """vq run trained on images with data.condition, which generates the images."""
     n: int = 4
-    """How many pictures. The first is the same whatever their number."""
+    """Number of images. The first does not depend on it."""
     seed: int = 0
-    """Picture i is drawn by seed + i."""
+    """Random seed. Image i uses seed + i."""
     steps: int | None = None
-    """Of the prior's diffusion; 64 if not given."""
+    """Sampling steps of the prior. Default: 64."""
     prior_guidance: float = 1.0
-    """Above 1 the prior makes more of the text."""
+    """Classifier-free guidance scale of the prior. 1: no guidance."""
     guidance: float | None = None
-    """Above 1 the painter makes more of the embedding, at twice the work; 1.5 if not given, where the painter can be guided."""
+    """Classifier-free guidance scale of the painter, at twice the cost. 1: no guidance. Default: 1.5 if the painter supports it."""
     temperature: float = 1.0
-    """Of the painter; 0 takes the likeliest value always."""
+    """Sampling temperature of the painter. 0: greedy."""
     top_p: float = 1.0
-    """Of the painter: only the likeliest values that hold this probability together."""
+    """Nucleus sampling threshold of the painter."""
     out: Path | None = None
-    """The PNG with all pictures; each goes to a file of its own beside it. PAINTER/samples/imagined/TEXT.png if not given."""
+    """PNG with all images; each is also written to its own file next to it. Default: PAINTER/samples/imagined/TEXT.png."""
     checkpoint: str = "best"
-    """Of both runs: `best` (by validation loss), `latest`, or a step."""
+    """Checkpoint of both runs: `best` (by validation loss), `latest`, or a step."""
     json: bool = False
     """Print one JSON object."""
 
@@ -101,7 +101,7 @@ def imagine_command(argv: list[str]) -> int:
 
 
 def _check(flags: Flags) -> None:
-    """What makes no sense is refused before anything is opened."""
+    """Validate the flags before any run is opened."""
     if not flags.text.strip():
         raise invalid("TEXT", flags.text, "some words", 'write them, as in `linnet imagine "red heart"`')
     if flags.n < 1:
@@ -116,7 +116,8 @@ def _check(flags: Flags) -> None:
 
 
 def _guidance(flags: Flags, both: Imagination) -> float:
-    """What gave the most faithful pictures (docs/imagine.md), unless the painter never trained without an embedding."""
+    """Return the guidance scale. The default gave the most faithful images (docs/imagine.md), but needs a painter that was also
+    trained without embeddings."""
     if flags.guidance is not None:
         return flags.guidance
     return USUAL_GUIDANCE if both.painter.cfg.vq.p_drop_condition else 1.0

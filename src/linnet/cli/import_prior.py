@@ -1,4 +1,4 @@
-"""`linnet import dalle2-prior`: a checkpoint of the reference's prior becomes a run."""
+"""`linnet import dalle2-prior`: import a checkpoint of DALLE2-pytorch's prior as a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_OTHERS = (
     "agg_cache",
 )
 STEPS = 10_000
-"""Updates that an imported run goes on for, unless it is told."""
+"""Default number of further updates for an imported run."""
 
 
 def import_prior(flags: ImportFlags) -> int:
@@ -99,7 +99,7 @@ def import_prior(flags: ImportFlags) -> int:
 
 
 def release_remark(release: Release, model: PriorConfig) -> str:
-    """What the network computes, and how that is known."""
+    """Return a message about what the network computes, and how that was determined."""
     from linnet.models.prior.releases import NEWEST, OLDEST, WRONG_VELOCITY, parse
 
     text = {
@@ -122,7 +122,7 @@ def release_remark(release: Release, model: PriorConfig) -> str:
 
 
 def write_imported(out: Path, cfg: RunConfig, found: ImportedPrior, trainer: TrainerState | None) -> None:
-    """As weights alone (with what training continues from): until it is trained, data and settings may still be chosen."""
+    """Write a weights-only run, with the trainer state if any. Data and settings can still be changed until it is trained."""
     from linnet.convert.dalle2.trainer import store_trainer
     from linnet.runs.weights import held_leaves, write_stored_run
 
@@ -134,8 +134,8 @@ def write_imported(out: Path, cfg: RunConfig, found: ImportedPrior, trainer: Tra
 
 
 def start_from_checkpoint(path: Path, out: Path, cfg: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The run of the reference's settings, begun from the checkpoint that its tracker loads. What weights tell must agree with the
-    settings; what the release computes comes from the checkpoint."""
+    """Start the run of a reference config from the checkpoint that its tracker loads. The shapes of the weights must agree with the
+    config; the behaviour of the release comes from the checkpoint."""
     from linnet.convert.dalle2.export import BEHAVIOUR
     from linnet.convert.dalle2.prior import read_prior_checkpoint
     from linnet.convert.dalle2.trainer import with_adam
@@ -150,7 +150,7 @@ def start_from_checkpoint(path: Path, out: Path, cfg: RunConfig) -> tuple[RunCon
 
 
 def find_trainer(file: Path, found: ImportedPrior, wanted: str) -> tuple[TrainerState | None, str]:
-    """What training continues from, and a sentence about it."""
+    """Return the trainer state from which training resumes, if any, and a message about it."""
     from linnet.convert.dalle2.trainer import NotContinuable, trainer_state
 
     if wanted == "fresh":
@@ -169,7 +169,8 @@ def find_trainer(file: Path, found: ImportedPrior, wanted: str) -> tuple[Trainer
 
 
 def _settings(path: Path | None) -> tuple[dict[str, Any], Train]:
-    """What the reference's JSON says (the whole of it, or its part `prior`), as fields of our model; and how it was trained."""
+    """Read the reference's JSON (complete, or its part `prior`). Return the model settings as Linnet's fields, and the training
+    settings."""
     from linnet.config.codec import from_dict
     from linnet.convert.dalle2.config import import_settings
     from linnet.convert.dalle2.parts import Train, read_json, read_prior

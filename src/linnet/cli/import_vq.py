@@ -1,4 +1,4 @@
-"""`linnet import transformer-vq`: a checkpoint of the official code becomes a run."""
+"""`linnet import transformer-vq`: import a checkpoint of the official code as a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from linnet.convert.transformer_vq_optim import OfficialOptim
     from linnet.models.vq.config import VQConfig
 
-# As in the paper: enwik8 with adamw, PG-19 with adafactor. The official code offers lion, the paper does not use it.
+# As in the paper: enwik8 with adamw, PG-19 with adafactor. The official code supports lion, which the paper does not use.
 ASSUMED: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 4e-4, "warmup_steps": 10_000, "steps": 125_000, "clip": 0.1, "decay": 2e-4},
     "lion": {"lr": 4e-5, "warmup_steps": 10_000, "steps": 125_000, "clip": 0.1, "decay": 2e-4},
@@ -35,7 +35,7 @@ class Imported:
 
 
 def check_unused_flags(flags: ImportFlags) -> None:
-    """Other kinds of files have no use for these flags."""
+    """Raise if a flag is given that only transformer-vq uses."""
     given = {"--sequence-len": flags.sequence_len, "--update-len": flags.update_len}
     given |= {f"--optim.{name.replace('_', '-')}": value for name, value in dataclasses.asdict(flags.optim).items()}
     for name, value in given.items():
@@ -105,7 +105,7 @@ def _continued(step: int, found: OfficialOptim, chosen: OptimConfig, assumed: li
 def _optim_config(
     found: OfficialOptim | None, settings: dict[str, Any], flags: ImportFlags, where: str
 ) -> tuple[OptimConfig, list[str]]:
-    """The optimizer's settings, and the names of those that nothing states."""
+    """Return the optimizer config, and the names of settings that had to be assumed."""
     from linnet.config.schema import OptimConfig
     from linnet.convert.transformer_vq_settings import optim_config, optim_values
 
@@ -128,7 +128,8 @@ def _optim_config(
 
 
 def _run_config(model: VQConfig, settings: dict[str, Any], flags: ImportFlags, optim: OptimConfig) -> RunConfig:
-    """Lengths: as the user says, else as the file says, rounded up to whole blocks, else a few blocks."""
+    """Return the run config. Lengths come from the flags, else from the file (rounded up to a multiple of the block length), else
+    they are four blocks."""
     from linnet.config.schema import RunConfig
 
     cfg = RunConfig(preset="transformer-vq")

@@ -77,7 +77,7 @@ def import_command(argv: list[str]) -> int:
         write_run(flags.out, cfg, params, buffers, **continued)
         if tokenizer is not None:
             tokenizer.save(flags.out)
-    else:  # an optimiser has no use for it
+    else:  # weights below float32 cannot be trained, so they are stored without an optimizer
         finish = (lambda folder: None) if tokenizer is None else tokenizer.save
         write_stored_run(flags.out, cfg, held_leaves(params), finish, print)
     print(
@@ -87,7 +87,7 @@ def import_command(argv: list[str]) -> int:
 
 
 def _tokenizer(flags: ImportFlags, rules: Rules | None) -> Tokenizer | None:
-    """`rules` are for a file; a folder with a saved tokenizer has its own."""
+    """Open `--tokenizer`. `rules` apply to a file; a folder with a saved tokenizer has its own."""
     from linnet.tokenizers.load import open_tokenizer
 
     if flags.tokenizer is None:
@@ -96,7 +96,7 @@ def _tokenizer(flags: ImportFlags, rules: Rules | None) -> Tokenizer | None:
 
 
 def _exported_tokenizer(flags: ImportFlags, file: Path, cfg: RunConfig) -> Tokenizer | None:
-    """By the rules of the exported run. Exports from before there was a choice were exact, but for Grok-1."""
+    """Open the tokenizer with the rules of the exported run. Exports from before the setting existed are exact, except Grok-1."""
     from linnet.runs.weights_file import exported_tokenizer
 
     if cfg.family == "prior":
@@ -140,7 +140,7 @@ def _grok(flags: ImportFlags, file: Path, out: Path) -> int:
     from linnet.convert.grok.importing import find_grok, import_grok, run_config
 
     found = find_grok(file, flags.settings)
-    # A settings file that states a begin id is of a model that Linnet trained, with a tokenizer used as Linnet uses it.
+    # A settings file with a BOS id belongs to a model trained by Linnet, so its tokenizer is opened with Linnet's default rules.
     tokenizer = _tokenizer(flags, "released" if found.cfg.bos_id is None else None)
     print(f"Sizes: {found.settings or 'as published'}.")
     model = _with_begin(found.cfg if tokenizer is None else _with_tokenizer(found.cfg, tokenizer, flags), flags)

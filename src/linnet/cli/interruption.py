@@ -1,6 +1,6 @@
-"""Ctrl-C while the program starts: imports take seconds, and an interrupt there must end the process without a traceback.
+"""Ctrl-C during startup: imports take seconds, and an interrupt during them must exit without a traceback.
 
-This module imports nothing heavy, so that the handler is installed first."""
+This module has no expensive imports, so that the handler is installed first."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ EXIT_INTERRUPT = 130
 
 
 def install() -> None:
-    """Replaces Python's own SIGINT handler, and no other: a background job ignores the signal, and stays that way."""
+    """Replace Python's default SIGINT handler. Any other handler is kept: a background job continues to ignore the signal."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt, except inside an import: module code may swallow it or turn it into another error, and there is
-    nothing to clean up."""
+    """Raise KeyboardInterrupt, or exit at once inside an import: module code may swallow the exception or turn it into another error,
+    and there is nothing to clean up."""
     if is_importing(frame):
         exit_now()
     signal.default_int_handler(number, frame)

@@ -1,4 +1,4 @@
-"""`linnet launch`: a command in several processes of this machine, as one cluster over the loopback."""
+"""`linnet launch`: run a command in several local processes, as one cluster over the loopback interface."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ save and stop; the second ends them at once. The exit code is that of the proces
 
 COMMAND = [sys.executable, "-c", "from linnet.cli import main; main()"]
 GRACE_SECONDS = 2.0
-"""What the others are given to end by themselves once one has failed: without it they cannot go on."""
+"""Time for the other processes to exit by themselves after one has failed; they cannot continue without it."""
 HURRY_SECONDS = 5.0
-"""What is given after the second signal."""
+"""Time to exit after the second signal."""
 POLL_SECONDS = 0.05
 NOT_MENDED = (0, 2, 3, 75)
-"""Exit codes that another start would only bring again."""
+"""Exit codes after which a restart would not help."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
     processes: int
-    """How many."""
+    """Number of processes."""
     devices_per_process: int | None = None
-    """On CPU: so many devices in each process. One if not given."""
+    """CPU devices per process. Default: 1."""
     restarts: int = 0
-    """How often all are started again after one of them was lost. A run goes on from its last committed checkpoint."""
+    """Maximum number of restarts of all processes after one is lost. A run resumes from its last committed checkpoint."""
 
 
 def launch_command(argv: list[str]) -> int:
@@ -73,8 +73,8 @@ def _check(flags: Flags, command: list[str]) -> None:
 
 
 class _Signals:
-    """Counts Ctrl-C and SIGTERM while the cluster lasts. The processes are in sessions of their own: a terminal's Ctrl-C comes
-    here only."""
+    """Counts SIGINT and SIGTERM while the cluster runs. The processes are in their own sessions, so a terminal's Ctrl-C reaches only
+    the launcher."""
 
     def __init__(self) -> None:
         self.count, self.last = 0, signal.SIGTERM
@@ -92,12 +92,12 @@ class _Signals:
 
 
 class _Cluster:
-    """One life of all processes: it ends when they all have, or soon after the first of them failed."""
+    """One run of all processes. It ends when all have exited, or soon after the first failure."""
 
     def __init__(self, flags: Flags, command: list[str], signals: _Signals) -> None:
         self.flags, self.command, self.signals = flags, command, signals
         self.passed_on = 0
-        self.first_failed: tuple[int, int] | None = None  # which process, and its exit code
+        self.first_failed: tuple[int, int] | None = None  # process index and exit code
         self.kill_at = float("inf")
 
     def to_end(self) -> int:
@@ -144,7 +144,7 @@ class _Cluster:
         )
 
     def _watch(self, processes: list[subprocess.Popen[str]]) -> None:
-        """Passes signals on, notes the first failure, and kills what does not end after it."""
+        """Forward signals, record the first failure, and kill processes that do not exit after it."""
         if self.signals.count > self.passed_on:
             self.passed_on = self.signals.count
             for process in processes:
@@ -167,14 +167,14 @@ class _Cluster:
 
 
 def the_first(failed: list[tuple[int, int]]) -> tuple[int, int]:
-    """Of those seen to have failed at one moment. Who only says that another was lost was not the first."""
+    """Return the first failure among processes found failed at the same time: preferably one that does not report a lost peer."""
     return min(failed, key=lambda one: one[1] == EXIT_PEER_LOST)
 
 
 @contextlib.contextmanager
 def _on_its_cores(i: int, n: int) -> Iterator[None]:
-    """What is started here inherits its share of the cores, where the system can say so (Linux). On shared cores each would start
-    threads for all of them, and updates take half as long again or twice as long."""
+    """Bind processes started in this block to their share of the cores (Linux only). Otherwise each process would start threads for
+    all cores, and updates would take 1.5 to 2 times as long."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -187,7 +187,7 @@ def _on_its_cores(i: int, n: int) -> Iterator[None]:
 
 
 def fair_share(cores: list[int], i: int, n: int) -> list[int]:
-    """The cores of process `i` of `n`: a part of them, or one that it shares with others."""
+    """Return the cores of process `i` of `n`: an equal part, or one shared core if there are more processes than cores."""
     if n >= len(cores):
         return [cores[i % len(cores)]]
     return cores[i * len(cores) // n : (i + 1) * len(cores) // n]
@@ -205,21 +205,21 @@ def _how(code: int) -> str:
 
 
 def _free_port() -> int:
-    """Asked of the system and given back. Another could take it before process 0 does: then the start fails, and is said to."""
+    """Return a free port. If another program takes it before process 0 does, the start fails with an error."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
 
 
 def _read(i: int, out: IO[str] | None, err: IO[str] | None) -> list[threading.Thread]:
-    """Threads that pass on what a process says, line by line, with its number in front."""
+    """Start threads that forward the output of a process line by line, prefixed with its index."""
 
     def pass_on(source: IO[str], to: IO[str]) -> None:
         with source:
             for line in source:
                 with contextlib.suppress(
                     OSError
-                ):  # whoever read our words is gone; the process must not wait for them to be read
+                ):  # the reader of stdout is gone, but the process must not block on a full pipe
                     print(f"[{i}] {line}", end="", file=to, flush=True)
 
     pairs = [(source, to) for source, to in ((out, sys.stdout), (err, sys.stderr)) if source is not None]

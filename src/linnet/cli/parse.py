@@ -1,4 +1,4 @@
-"""Flags to dataclasses, by tyro: unknown or malformed flags are refused with the nearest known one and exit code 2."""
+"""Parse flags into dataclasses with tyro. An unknown or malformed flag exits with code 2 and suggests the closest known one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 def parse(arguments: type[T], argv: list[str], command: str, words: str, default: T | None = None) -> T:
     kwargs: dict[str, Any] = {} if default is None else {"default": default}
     flags: Any = tyro.cli(arguments, args=argv, prog=f"linnet {command}", description=words, **kwargs)
-    # Defaults come from a file here, whose locations a flag may replace; the code that opens them checks them.
+    # Here the defaults come from a config file. Flags may replace its paths, which are checked where they are opened.
     if isinstance(default, RunFlags) and isinstance(flags, RunFlags):
         flags = dataclasses.replace(flags, config=retyped(flags.config, default.config))
     known = dict(_strings(default)) if default is not None else {}
@@ -34,11 +34,11 @@ def parse(arguments: type[T], argv: list[str], command: str, words: str, default
 
 
 def _strings(flags: Any, prefix: str = "") -> Iterator[tuple[str, str | PurePath]]:
-    """Every path and string of a dataclass of flags, by the name it has on the command line, except free text."""
+    """Yield every path and string (except free text) of a flags dataclass, with its name on the command line."""
     hints = typing.get_type_hints(type(flags), include_extras=True)
     for name in (field.name for field in dataclasses.fields(flags)):
         value, hint = getattr(flags, name), hints[name]
-        if isinstance(value, RunConfig):  # its settings are flags of their own, without its name in front
+        if isinstance(value, RunConfig):  # its settings are top-level flags without a prefix
             yield from _strings(value)
         elif dataclasses.is_dataclass(value):
             yield from _strings(value, f"{prefix}{name}.")
@@ -55,26 +55,26 @@ def _strings(flags: Any, prefix: str = "") -> Iterator[tuple[str, str | PurePath
 
 @dataclasses.dataclass(frozen=True)
 class RunFlags:
-    """Flags of a command that trains: where to, and any setting of the run. The preset says which family's model it is."""
+    """Flags of training commands: the output folder and all settings of the run. The preset determines the model family."""
 
     config: Annotated[tyro.conf.AvoidSubcommands[RunConfig], tyro.conf.arg(name="")]
     out: Path | None = None
-    """The run's folder; runs/PRESET (with --from: runs/NAME-tuned) if not given. A run that is there already is continued."""
+    """The run's folder. Default: runs/PRESET (with --from: runs/NAME-tuned). An existing run is resumed."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Fine-tune: start from the weights, codebooks, tokenizer and model settings of a run, of an import, or of a file written by
-    `linnet export`; in place of PRESET. Defaults: its optimizer at 0.3 of its peak learning rate, a cosine schedule over at most
-    1,000 steps, 5% of them warm-up; with --lora.rank: adamw at 0.6 / d_model, at most 5e-3. Flags override all of them."""
+    """Fine-tune: start from the weights, codebooks, tokenizer and model settings of a run, an import, or a file written by `linnet
+    export`, instead of a PRESET. Defaults: its optimizer at 0.3 of its peak learning rate, a cosine schedule over at most 1,000 steps
+    with 5% warm-up; with --lora.rank: adamw at 0.6 / d_model, at most 5e-3. Flags override all of them."""
     checkpoint: str = "best"
-    """Of the run in --from: best (by validation loss), latest or a step."""
+    """Checkpoint of the run in --from: best (by validation loss), latest or a step."""
     keep_optimizer: bool = False
-    """With --from RUN: take over its optimizer state too (the learning-rate schedule starts anew)."""
+    """With --from RUN: load its optimizer state too (the learning rate schedule restarts)."""
     quiet: bool = False
-    """No progress."""
+    """Do not print progress."""
 
 
 def parse_run(argv: list[str], command: str, words: str, base: RunConfig | None = None) -> RunFlags:
-    """`PRESET [flags]`: the preset (or the path of a config.json, or of a run) comes first, flags change it. `base`: what it is,
-    where the caller has read it."""
+    """Parse `PRESET [flags]`: first a preset (or the path of a config.json or a run), then flags that override its settings. `base`:
+    its config, if the caller has read it already."""
     if not argv or argv[0].startswith("-"):
         if argv and argv[0] not in ("-h", "--help"):
             raise UserError(f"name a preset first, as in `linnet {command} quickstart {' '.join(argv)}`. {_known()}")
@@ -85,7 +85,7 @@ def parse_run(argv: list[str], command: str, words: str, base: RunConfig | None 
 
 
 def flag_value(argv: list[str], flag: str) -> str | None:
-    """What a flag is set to, where it is given: `--flag VALUE` or `--flag=VALUE`, with - and _ alike."""
+    """Return the value of a flag given as `--flag VALUE` or `--flag=VALUE` (- and _ are equivalent), or None."""
     for i, word in enumerate(argv):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") != flag:
@@ -97,7 +97,7 @@ def flag_value(argv: list[str], flag: str) -> str | None:
 
 
 def config_first(argv: list[str]) -> list[str]:
-    """`--config FILE` says the same as FILE in front, wherever it stands."""
+    """Move the file of `--config FILE` to the front, so that it is equivalent to FILE in place of PRESET."""
     for i, word in enumerate(argv):
         name, equals, value = word.partition("=")
         if name != "--config":
@@ -124,7 +124,7 @@ def base_config(name: str) -> RunConfig:
 
 
 def _no_run(path: Path) -> str:
-    """Something exists under that name, so the name is no misspelt preset."""
+    """Return the message for a path that exists but is not a run."""
     on_it = f"to train on it as data, `linnet train PRESET --data.source {path}`"
     if not path.is_dir():
         return f"{path} is a file, and neither a preset nor a run. Fix: {on_it}; a config file's name ends in .json."

@@ -28,21 +28,21 @@ With --devices alone, meshes of so many devices are tried, and the one that fits
 class Flags:
     config: Annotated[tyro.conf.AvoidSubcommands[RunConfig], tyro.conf.arg(name="")]
     devices: int | None = None
-    """How many there are. Without --mesh, the best of their meshes is looked for."""
+    """Number of devices. Without --mesh, search for the best mesh."""
     hbm: str | None = None
-    """Memory of a device, as 16GB; the chip's if not given."""
+    """Memory per device, such as 16GB. Default: that of the chip."""
     chip: str = "tpu-v5e"
-    """tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, a100 or h100: whose published figures the times are computed from."""
+    """Chip whose published specifications are used: tpu-v4, tpu-v5e, tpu-v5p, tpu-v6e, a100 or h100."""
     compare_remat: bool = False
-    """The same mesh with each way to compute again in the backward pass."""
+    """Compare all rematerialization settings on the same mesh."""
     serve: bool = False
     """Plan serving instead of training: weights and slots."""
     slots: int = 8
-    """With --serve: sequences that are read and written at once."""
+    """With --serve: number of concurrent sequences."""
     weights: str = "bfloat16"
-    """With --serve: float32, bfloat16 or int8."""
+    """With --serve: weight dtype (float32, bfloat16 or int8)."""
     json: bool = False
-    """One JSON object."""
+    """Print one JSON object."""
 
 
 def plan_command(argv: list[str]) -> int:

@@ -13,7 +13,7 @@ from linnet.config import presets
 @dataclasses.dataclass(frozen=True)
 class Flags:
     json: bool = False
-    """The whole configs, machine-readable."""
+    """Print the complete configs as JSON."""
 
 
 def presets_command(argv: list[str]) -> int:

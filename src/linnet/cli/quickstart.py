@@ -1,4 +1,4 @@
-"""`linnet quickstart`: from nothing to a trained model, its figures, its text and its report, in minutes."""
+"""`linnet quickstart`: train, evaluate and sample a small model, and write its report, in minutes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from linnet.config import presets
 from linnet.config.schema import RunConfig
 from linnet.core.errors import invalid
 
-# The share of the matrix-product rate that training this preset reaches (measured on two cores). It only sets how many steps
-# fit into the minutes asked for.
+# MFU of training this preset relative to the measured matmul rate (measured on two cores). Only used to choose the number of steps
+# for the requested minutes.
 EXPECTED_MFU = 0.30
 SECONDS_BESIDES = 20  # compiling, evaluating, sampling
 
@@ -24,12 +24,12 @@ SECONDS_BESIDES = 20  # compiling, evaluating, sampling
 @dataclasses.dataclass(frozen=True)
 class Flags:
     minutes: float = 3.0
-    """About how long to train on this machine."""
+    """Approximate training time on this machine, in minutes."""
     out: Path = Path("runs/quickstart")
-    """The run's folder. A quickstart that is there already is continued."""
+    """The run's folder. An existing quickstart run is resumed."""
     seed: int = 0
     quiet: bool = False
-    """No progress."""
+    """Do not print progress."""
 
 
 def quickstart_command(argv: list[str]) -> int:
@@ -57,7 +57,7 @@ def quickstart_command(argv: list[str]) -> int:
 
 
 def sized(minutes: float, seed: int) -> RunConfig:
-    """The preset with as many steps as this machine makes in the time, so that the schedule ends when the time does."""
+    """Return the preset with as many steps as this machine completes in the time, so that the schedule ends with it."""
     from linnet.models import registry
     from linnet.train.throughput import matmul_flops
 
@@ -65,7 +65,7 @@ def sized(minutes: float, seed: int) -> RunConfig:
     work = 3 * registry.get(cfg.family).flops_per_token(cfg.model) * cfg.data.batch_size * cfg.tokens.update_len
     seconds = max(minutes * 60 - SECONDS_BESIDES, minutes * 30)
     every = max(5, int(seconds * matmul_flops()[0] * EXPECTED_MFU / work) // 4)
-    steps = 4 * every  # so that the last evaluation is the end
+    steps = 4 * every  # so that the last step is evaluated
     return dataclasses.replace(
         cfg,
         seed=seed,
@@ -75,7 +75,7 @@ def sized(minutes: float, seed: int) -> RunConfig:
 
 
 def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
-    """Held-out text: the model's bits per byte beside those of three compressors, a sample, the report, what to do next."""
+    """Print the model's bits per byte on held-out text beside three compressors, a sample and next steps, and write the report."""
     from rich.console import Console
     from rich.table import Table
 
@@ -111,7 +111,7 @@ def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
     console.print(table)
     console.print("\nWhat it writes:\n", style="bold")
     print(text)
-    # Written after it is printed: a full disk must not cost what was computed.
+    # Written after it is printed: a full disk must not lose the result.
     replace_text(out / "eval_test.json", json.dumps(result.to_json() | {"step": run.step}, indent=2) + "\n")
     figures = {"model": result.to_json(), "compressors": compressors}
     replace_text(out / "quickstart.json", json.dumps(figures, indent=2) + "\n")

@@ -17,7 +17,7 @@ class Flags:
     run: Annotated[Path, tyro.conf.Positional]
     """The run's folder."""
     data_source: Annotated[str | None, tyro.conf.arg(name="data.source")] = None
-    """Where the run's own data is now. Its content must be what the run was trained on."""
+    """New location of the run's own data. The content must be that of training."""
 
 
 def report_command(argv: list[str]) -> int:

@@ -55,9 +55,9 @@ def sample_command(argv: list[str]) -> int:
 
     if flags.prompt_ids and (flags.prompt or flags.prompt_file is not None):
         raise invalid("--prompt-ids", flags.prompt_ids, "given without a text", "leave out --prompt and --prompt-file")
-    drawing_settings(flags, 1, 1.0)  # refuses what makes no sense before the run is opened
+    drawing_settings(flags, 1, 1.0)  # validates the settings before the run is opened
     check_stops(flags.stop)
-    # Bytes that are no text come from the command line as surrogates; a prompt may have any.
+    # Python passes invalid UTF-8 on the command line as surrogates; a prompt may contain any bytes.
     prompt = flags.prompt.encode(errors="surrogateescape") if flags.prompt_file is None else _read(flags.prompt_file)
     is_prior = configs.load(flags.run / "config.json").family == "prior"
     if is_prior:
@@ -81,7 +81,7 @@ def sample_command(argv: list[str]) -> int:
         raise invalid("--complete / --out", str(flags.run), "a run that paints pictures", "leave them out")
     tokenizer = run.vocabulary.tokenizer
     ids = list(flags.prompt_ids) or tokenizer.encode(prompt).tolist()
-    # What is printed is then the decoded whole, as the tokenizer's own library decodes it; else the prompt as it was given.
+    # If set, the prompt is printed as decoded from its ids, as the tokenizer's own library does; otherwise as it was given.
     shows_ids = bool(flags.prompt_ids) or tokenizer.rules == "released"
     stream = generate(
         run.writer.decoder,
@@ -114,7 +114,7 @@ def sample_command(argv: list[str]) -> int:
 
 
 def _print_many(stream: Iterator[list[Piece | None]], begin: str, n: int) -> None:
-    """The first sample streams; the others follow whole."""
+    """Stream the first sample, then print the others."""
     texts: list[list[str]] = [[] for _ in range(n)]
     print(f"--- 1 of {n} ---")
     sys.stdout.write(begin)

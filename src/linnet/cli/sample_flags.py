@@ -1,4 +1,4 @@
-"""Flags of `linnet sample`, and the sampling settings that they give."""
+"""Flags of `linnet sample`, and their sampling settings."""
 
 from __future__ import annotations
 
@@ -21,61 +21,61 @@ class Flags:
     run: Annotated[Path, tyro.conf.Positional]
     """The run's folder."""
     prompt: FreeText = ""
-    """What the text begins with. Priors: what the picture shows."""
+    """Text prompt. Priors: a description of the image."""
     prompt_file: Path | None = None
-    """A file to take the prompt from."""
+    """Read the prompt from this file."""
     prompt_ids: tuple[int, ...] = ()
-    """The prompt as ids of the model's vocabulary, in place of a text."""
+    """The prompt as token ids, instead of a text."""
     add_special_tokens: bool | None = None
-    """False: the model's begin id, if it has one, is not put in front of the prompt."""
+    """False: do not prepend the model's BOS id to the prompt."""
     n: int = 1
-    """How many samples. The first is the same whatever their number. Priors: so many are drawn, and the one most like the text is
+    """Number of samples. The first does not depend on it. Priors: number of candidates, of which the most similar to the text is
     kept."""
     max_tokens: int | None = None
-    """The longest a text may get (512); a `moe` run ends at its context. A picture is always whole."""
+    """Maximum number of new tokens (default: 512). A `moe` run stops at its context length; images are always complete."""
     temperature: float = 1.0
-    """0 takes the likeliest token always."""
+    """Sampling temperature. 0: greedy."""
     top_p: float | None = None
-    """Only the likeliest tokens that hold this probability together: 0.9 for text, 1 for pictures."""
+    """Nucleus sampling threshold. Default: 0.9 for text, 1 for images."""
     top_k: int = 0
-    """Only the k likeliest tokens; 0: all."""
+    """Sample from the k most likely tokens. 0: all."""
     min_p: float = 0.0
-    """Only tokens at least so likely, relative to the likeliest."""
+    """Minimum probability relative to the most likely token."""
     repetition_penalty: float = 1.0
     seed: int = 0
-    """Sample i is drawn by seed + i."""
+    """Random seed. Sample i uses seed + i."""
     stop: tuple[FreeText, ...] = ()
-    """End before any of these strings."""
+    """Stop strings, which are not part of the output."""
     ignore_end: bool = False
-    """Go on after the end of a document."""
+    """Continue after EOS."""
     out: Path | None = None
-    """Pictures: the folder for the PNGs and the sheet; RUN/samples/pictures if not given. Priors: for the embedding and the sheet of
-    its nearest pictures; RUN/samples."""
+    """Output folder. Images: for the PNGs and the contact sheet (default: RUN/samples/pictures). Priors: for the embedding and the
+    contact sheet of its nearest images (default: RUN/samples)."""
     complete: tuple[Path, ...] = ()
-    """Pictures: go on from the upper part of each of these (`--n` times each), which stays as it is."""
+    """Images: complete each of these from its upper part, which is kept (`--n` samples each)."""
     keep: float = 0.5
-    """Pictures: the share of the rows of `--complete` that is seen."""
+    """Images: fraction of the rows of `--complete` that is kept."""
     embedding: Path | None = None
-    """Priors: an .npy with text embeddings (one, or a row each), in place of a prompt."""
+    """Priors: an .npy with one text embedding, or one per row, instead of a prompt."""
     text_encodings: Path | None = None
-    """Priors with model.text_encodings: an .npy with the token encodings that belong to `--embedding`, [texts, positions, width] or
-    [positions, width] of one text; all zeros is padding. With a prompt they are computed."""
+    """Priors with model.text_encodings: an .npy with the token encodings of `--embedding`, of shape [texts, positions, width], or
+    [positions, width] for one text; all-zero rows are padding. For a prompt they are computed."""
     steps: int | None = None
-    """Priors: denoising steps (16 with dpm, 64 with ddim, all with ddpm)."""
+    """Priors: sampling steps. Default: 16 with dpm, 64 with ddim, all with ddpm."""
     solver: Literal["dpm", "ddim", "ddpm"] | None = None
-    """Priors: DPM-Solver++(2M) if not given, DDIM or DDPM."""
+    """Priors: DPM-Solver++(2M) (the default), DDIM or DDPM."""
     guidance: float = 1.0
-    """Priors: how much further than the text says; 1 is as trained."""
+    """Priors: classifier-free guidance scale. 1: no guidance."""
     nearest: int = 8
-    """Priors: how many of the data's pictures to show."""
+    """Priors: number of nearest images of the dataset to show."""
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
     weights: WeightDtype = "float32"
-    """The bits that weights are held in."""
+    """Weight dtype."""
     mesh: str = ""
-    """Devices that share the model, as model=2 or model=2,expert=2; one if not given."""
+    """Device mesh for the model, such as model=2 or model=2,expert=2. Default: one device."""
     json: bool = False
-    """Print one JSON object when all is done, instead of streaming."""
+    """Print one JSON object at the end, instead of streaming."""
 
 
 def refuse_given(flags: Flags, names: tuple[str, ...], why: str) -> None:

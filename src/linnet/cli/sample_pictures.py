@@ -1,4 +1,4 @@
-"""`linnet sample` for a run that paints: PNGs, a contact sheet, and pictures completed from their upper part."""
+"""`linnet sample` for image models: PNGs, a contact sheet, and images completed from their upper part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import UInt8
 
 AT_ONCE = 16
-"""Pictures painted together: more would not be faster, and memory stays bounded however many are asked for."""
+"""Images per batch. Larger batches would not be faster, and the limit bounds the memory."""
 
 
 def paint(flags: Flags, run: Run, shape: tuple[int, int, int]) -> int:
@@ -50,7 +50,7 @@ def paint(flags: Flags, run: Run, shape: tuple[int, int, int]) -> int:
 def _write(
     flags: Flags, pictures: UInt8[np.ndarray, "n h w 3"], given: list[np.ndarray], shape: tuple[int, int, int]
 ) -> list[Path]:
-    """A PNG each, and a sheet; completed pictures stand in rows, each behind the one it was begun from."""
+    """Write one PNG per image and a contact sheet. Completed images form rows, each after the image it was completed from."""
     folder = flags.out or flags.run / "samples" / "pictures"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`linnet sample` for a prior: text to the embedding of a picture, and the pictures of the run's data that lie nearest to it.
+"""`linnet sample` for a prior: predict an image embedding from a text, and find its nearest images in the run's data.
 
 Letters: B texts, n candidates of each, L positions of token encodings, X width of text, D width of an embedding.
 """
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from linnet.runs.load import Run
 
 AT_ONCE = 64
-"""Rows denoised together: memory stays bounded, and a row's bits do not depend on it."""
+"""Rows per batch, which bounds the memory. Sampling is batch-invariant, so results do not depend on it."""
 MAX_GUIDANCE = 100.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Texts:
-    """What is sampled for."""
+    """The texts to sample for."""
 
     embeds: Float32[np.ndarray, "B X"]
     encodings: Float32[np.ndarray, "B L X"] | None
@@ -56,10 +56,10 @@ class Texts:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predicted:
     embeds: Float32[np.ndarray, "B D"]
-    """Of each text the candidate most like it."""
+    """For each text, the candidate most similar to it."""
     chosen: Int64[np.ndarray, " B"]
     cosines: Float32[np.ndarray, "B n"] | None
-    """With the text; none where texts and images are of different widths."""
+    """Cosines of the candidates with the text; None if text and image embeddings have different widths."""
 
 
 def predict(flags: Flags, run: Run, prompt: bytes) -> int:
@@ -98,7 +98,7 @@ def predict(flags: Flags, run: Run, prompt: bytes) -> int:
 
 
 def _plan(flags: Flags, cfg: PriorConfig, solver: Solver) -> SolverTable:
-    """Refuses what cannot be before anything is computed."""
+    """Validate the flags and return the solver table, before anything is computed."""
     if flags.nearest < 1:
         raise invalid("--nearest", flags.nearest, "at least 1", "use 8")
     if not 0 <= flags.guidance <= MAX_GUIDANCE:
@@ -112,7 +112,7 @@ def _plan(flags: Flags, cfg: PriorConfig, solver: Solver) -> SolverTable:
 
 
 def _texts(flags: Flags, run: Run, prompt: str) -> Texts:
-    """From the files that were given, or by encoding the prompt."""
+    """Read the texts from the given files, or encode the prompt."""
     cfg = run.cfg.prior
     if flags.embedding is not None:
         if prompt:
@@ -163,7 +163,7 @@ def _read(flag: str, path: Path) -> Float32[np.ndarray, ...]:
 
 
 def _draw(flags: Flags, run: Run, given: Texts, plan: SolverTable) -> Predicted:
-    """Candidate i is drawn by seed + i, as a server would draw it."""
+    """Sample the candidates. Candidate i uses seed + i, as in the server."""
     cfg, n, texts = run.cfg.prior, flags.n, given.embeds
     params = sampling.prepared(run.params, cfg)
     which = np.repeat(np.arange(len(texts)), n)
@@ -190,7 +190,7 @@ def _draw(flags: Flags, run: Run, given: Texts, plan: SolverTable) -> Predicted:
 
 
 def _gallery(run: Run) -> tuple[NeighborIndex | None, str | None]:
-    """The pictures of the run's data; without them, why not. An embedding is of use all the same."""
+    """Return the index of the run's images, or None and the reason: an embedding is useful without it."""
     try:
         return open_gallery(run.cfg.pairs, run.cfg.seed, run.cfg.prior.dim), None
     except UserError as error:
@@ -198,7 +198,7 @@ def _gallery(run: Run) -> tuple[NeighborIndex | None, str | None]:
 
 
 def _write(flags: Flags, shown: list[str], found: Predicted, nearest: Nearest | None) -> list[Path]:
-    """The embeddings, and where the data has pictures a sheet: a row for each text, the nearest first."""
+    """Write the embeddings and, if the data has images, a contact sheet with one row per text, the nearest image first."""
     words = shown[0] if len(shown) == 1 else shown[0].split("[")[0]
     folder = flags.out or flags.run / "samples"
     place = folder / f"{file_names.slugify(words.strip(), 'prior')}-seed{flags.seed}.npy"

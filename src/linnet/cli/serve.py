@@ -28,40 +28,40 @@ if TYPE_CHECKING:
 
 KEYS = "LINNET_API_KEYS"
 SAY_SECONDS = 5.0
-"""Between two lines about a batch."""
+"""Interval of progress lines in batch mode."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Run folders to serve; NAME=FOLDER gives one another name than its folder's."""
+    """Run folders to serve. NAME=FOLDER sets the model name (default: the folder's name)."""
     host: str = "127.0.0.1"
-    """Anything but a loopback address needs an API key."""
+    """Address to bind to. Any address other than loopback requires an API key."""
     port: int = 8000
     slots: int = 8
-    """Requests of a model that are computed together."""
+    """Maximum number of concurrent requests per model."""
     queue: int = 64
-    """Requests of a model that may wait; beyond that clients are told to come again."""
+    """Maximum number of waiting requests per model. Further clients receive 429 and should retry."""
     prefix_mb: int = 512
-    """Memory for the states of beginnings that were read before; 0: none."""
+    """Memory of the prefix cache, in MB. 0: no prefix cache."""
     sessions_mb: int = 4096
-    """Memory for the states of a model's sessions: beyond it no new one begins, and those that are there go on."""
+    """Memory for the session states of each model, in MB. When it is full no new sessions are created; existing ones continue."""
     sessions: Path | None = None
-    """Sessions are files in this folder: they are there again after a restart, and servers that share it share them."""
+    """Store sessions as files in this folder. They survive a restart, and servers that use the same folder share them."""
     replicas: int = 1
-    """Engine processes behind the one endpoint, each with slots of its own. Any of them goes on with any session."""
+    """Number of engine processes behind the endpoint, each with its own slots. Any replica can continue any session."""
     keys_file: Path | None = None
-    """API keys, one a line; also from the environment, LINNET_API_KEYS, separated by commas."""
+    """File with API keys, one per line. Keys are also read from LINNET_API_KEYS, separated by commas."""
     drain_seconds: float = 30.0
-    """How long running requests may go on after SIGTERM."""
+    """Time for running requests to finish after SIGTERM, in seconds."""
     batch: tuple[Path, Path] | None = None
-    """Answer the requests of a file (OpenAI's batch lines) into another, and exit. Run it again after a kill: it goes on."""
+    """Offline batch: process the requests of an input file (OpenAI batch format) into an output file, and exit. Resumes if killed."""
     checkpoint: str = "best"
     """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
     weights: WeightDtype = "float32"
-    """The bits that weights are held in. `linnet eval RUN --weights int8` tells what fewer of them cost."""
+    """Weight dtype. `linnet eval RUN --weights int8` reports the loss in quality."""
     mesh: str = ""
-    """Devices that share each model, as model=2 or model=2,expert=2; one if not given."""
+    """Device mesh for each model, such as model=2 or model=2,expert=2. Default: one device."""
 
 
 def serve_command(argv: list[str]) -> int:
@@ -92,7 +92,7 @@ def serve_command(argv: list[str]) -> int:
         check_host(flags.host, bool(keys))
         if flags.batch is None:
             check_port(flags.host, flags.port)
-    Keys(keys)  # refuses weak ones before anything is loaded
+    Keys(keys)  # rejects weak keys before anything is loaded
     names = [_name(run) for run in flags.runs]
     if len({name for name, _ in names}) < len(names):
         raise invalid("RUN", " ".join(flags.runs), "runs with names of their own", "name one by NAME=FOLDER")
@@ -131,7 +131,7 @@ def serve_command(argv: list[str]) -> int:
 
 
 def _replicas(argv: list[str], flags: Flags, keys: list[str]) -> int:
-    """The same command again for each replica, on a socket and with its share of the queue; later flags count."""
+    """Run the same command for each replica, on a Unix socket and with its share of the queue. The appended flags take precedence."""
     from linnet.serve.replicas.run import run_front
 
     def command(number: int, sessions: Path) -> list[str]:
@@ -167,7 +167,7 @@ def _batch(app: ASGIApp, models: list[ServedModel | ServedPrior], lines: list[di
 
 
 def _progress() -> Callable[[int, int], None]:
-    """A line now and then, and one at the end."""
+    """Return a callback that prints progress at intervals and at the end."""
     last = time.monotonic()
 
     def say(n: int, n_all: int) -> None:
@@ -180,7 +180,7 @@ def _progress() -> Callable[[int, int], None]:
 
 
 def _open(name: str, folder: Path, flags: Flags, template: ChatTemplate) -> ServedModel | ServedPrior:
-    """A model, ready; and a line about it."""
+    """Load a model and print a line about it."""
     from linnet.runs.load import decoding_mesh, open_run
 
     run = open_run(folder, flags.checkpoint, flags.weights, decoding_mesh(folder, flags.mesh))
@@ -211,7 +211,7 @@ def _open_prior(name: str, run: Run, flags: Flags) -> ServedPrior:
 
 
 def _encoder(run: Run) -> tuple[Encoder | None, str | None]:
-    """Of the vectors it was trained on, or why there is none."""
+    """Return the encoder of the run's training data, or None and the reason."""
     from linnet.data.embeddings.provenance import encoder_of
     from linnet.data.encoders import open_encoder
 
@@ -228,7 +228,7 @@ def _encoder(run: Run) -> tuple[Encoder | None, str | None]:
 
 
 def _gallery(run: Run) -> tuple[NeighborIndex | None, str | None]:
-    """The images of its data, or why there are none: a run whose data is gone is served all the same."""
+    """Return the index of the run's images, or None and the reason: a run is served even if its data is gone."""
     from linnet.data.embeddings.load import open_gallery
     from linnet.serve.prior.served import MAX_GALLERY
 

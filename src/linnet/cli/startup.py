@@ -1,4 +1,4 @@
-"""What every command that computes does first."""
+"""JAX startup, shared by all commands that compute."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from linnet.parallel import cluster
 
 
 def init_jax() -> None:
-    """Compiled programs are kept on disk, so that the second start is quick. JAX's own variable moves or disables the place.
-    Then the other processes are met, if there are any: before the first device is asked for."""
+    """Enable the persistent compilation cache (JAX_COMPILATION_CACHE_DIR moves or disables it), then connect to the other processes,
+    if any, which must happen before devices are initialized."""
     import jax
 
     from linnet.core.files import cache_folder

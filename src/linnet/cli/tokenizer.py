@@ -24,35 +24,35 @@ SUBCOMMANDS = """usage: linnet tokenizer train SOURCE... --out DIR|FILE.model [-
 @dataclasses.dataclass(frozen=True)
 class TrainFlags:
     sources: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """What to learn from: text, folders, globs, archives, JSON lines, parquet, as for `linnet data prepare`."""
+    """Training text: files, folders, globs, archives, JSON lines or parquet, as for `linnet data prepare`."""
     out: Path
-    """A folder (the model is tokenizer.model in it), or a file that ends in .model."""
+    """Output folder (for tokenizer.model), or a file name that ends in .model."""
     vocab_size: int = 8192
-    """Ids in all: 3 special ones, 256 bytes, and the pieces."""
+    """Vocabulary size, including 3 special ids and 256 bytes."""
     model: Literal["bpe", "unigram"] = "bpe"
-    """How the pieces are chosen."""
+    """Sentencepiece algorithm."""
     column: str | None = None
-    """Where the text is in JSON lines and parquet; `text` if not given."""
+    """JSON lines and parquet: field with the text. Default: `text`."""
     sample_bytes: int = 50_000_000
-    """Learn from so much at most, spread evenly over the text."""
+    """Maximum number of bytes to train on, sampled evenly from the text."""
     max_unpacked_gb: float | None = None
-    """Refuse a source whose packed files unpack to more gigabytes than this. If not given: 100 times their packed size, and at
-    least 0.27."""
+    """Reject a source whose compressed files unpack to more gigabytes than this. Default: 100 times their packed size, at least
+    0.27."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ShowFlags:
     text: Annotated[FreeText, tyro.conf.Positional]
-    """What to encode."""
+    """Text to encode."""
     tokenizer: str = "bytes"
     """`bytes`, a sentencepiece .model, a Hugging Face tokenizer.json, or a folder with one (prepared data, a run)."""
     end_token: str | None = None
-    """The token that ends a document, where the tokenizer does not say."""
+    """Name of the EOS token, if the tokenizer does not define it."""
     rules: Literal["exact", "released"] | None = None
-    """`exact`: every byte comes back; `released`: as the library of the file encodes and decodes, which imported models use. If not
-    given: as a run's folder says, and exact for a file."""
+    """`exact`: every byte round-trips; `released`: encode and decode exactly as the file's own library, as for imported models.
+    Default: the setting of a run's folder; exact for a file."""
     json: bool = False
-    """One JSON object."""
+    """Print one JSON object."""
 
 
 def tokenizer_command(argv: list[str]) -> int:
@@ -142,5 +142,5 @@ def _say(words: str) -> None:
 
 
 def _quoted(piece: str) -> str:
-    """Spaces can be seen between quotes."""
+    """Quote a piece, so that spaces are visible."""
     return f"'{piece}'"

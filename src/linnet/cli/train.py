@@ -43,18 +43,18 @@ def train_command(argv: list[str]) -> int:
 
 
 def default_folder(name: str, preset: str) -> Path:
-    """A run is continued in its own folder; anything else goes to runs/PRESET."""
+    """Return the output folder: a run is resumed in its own folder; anything else goes to runs/PRESET."""
     return Path(name) if (Path(name) / "config.json").is_file() else Path("runs") / preset
 
 
 def run_training(config: RunConfig, out: Path, quiet: bool, remarks: Sequence[str] = ()) -> int:
-    """`remarks`: what is to be known about these settings; printed, and kept among the run's events."""
+    """Train a run. `remarks` about its settings are printed and logged as events of the run."""
     from linnet.runs.environment import keep_memory
 
     if (
         config.family == "prior"
-    ):  # a third faster for a quarter more memory; a vq update gains little, and would take 40% more
-        keep_memory()  # before JAX is there
+    ):  # a third faster for 25% more memory; a vq update gains little and would take 40% more memory
+        keep_memory()  # must be called before JAX is imported
     from linnet.cli.startup import init_jax
     from linnet.runs.folder import RunFolder
     from linnet.train.interrupt import EXIT_INTERRUPTED
@@ -74,7 +74,7 @@ def run_training(config: RunConfig, out: Path, quiet: bool, remarks: Sequence[st
 
 
 def _reference(argv: list[str]) -> DallE2Config | None:
-    """The settings file, where it is one of the reference's."""
+    """Read the config file, if it is one of DALLE2-pytorch."""
     if not argv or not argv[0].endswith(".json") or not Path(argv[0]).is_file():
         return None
     from linnet.convert.dalle2.parts import is_reference, read_json, read_parts
@@ -84,7 +84,7 @@ def _reference(argv: list[str]) -> DallE2Config | None:
 
 
 def _train_reference(argv: list[str], parts: DallE2Config) -> int:
-    """Flags are applied before any path of the file is opened: they may correct it."""
+    """Train from a DALLE2-pytorch config. Flags are applied before its paths are opened, because they may correct them."""
     from linnet.convert.dalle2.config import folder_hint, run_config
     from linnet.convert.dalle2.data import open_config
     from linnet.convert.dalle2.tracker import loaded_file
@@ -99,7 +99,7 @@ def _train_reference(argv: list[str], parts: DallE2Config) -> int:
 
 
 def _loaded(config: RunConfig, out: Path, checkpoint: Path) -> tuple[RunConfig, list[str]]:
-    """A new run begins from the checkpoint; one that is there already continues with its own."""
+    """Start a new run from the checkpoint; an existing run resumes from its own."""
     from linnet.cli.import_prior import start_from_checkpoint
     from linnet.cli.startup import init_jax
     from linnet.config import codec as configs
@@ -116,7 +116,7 @@ def _loaded(config: RunConfig, out: Path, checkpoint: Path) -> tuple[RunConfig, 
 
 
 def keep_remarks(config: RunConfig, out: Path, remarks: Sequence[str]) -> None:
-    """Everything that could refuse the run is asked first: a run that does not start leaves nothing."""
+    """Print and log the remarks. All checks that could reject the run come first, so that a run that cannot start writes nothing."""
     import sys
 
     from linnet.runs.folder import RunFolder

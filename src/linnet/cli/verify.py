@@ -22,13 +22,12 @@ Without files it checks this installation against the small set of reference fil
 @dataclasses.dataclass(frozen=True)
 class Flags:
     files: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """Reference files (.npz with weights, inputs and expected outputs), Grok-1's (a model's folder, units, a runner's streams), or the
-    folder of an official Transformer-VQ checkpoint with its official.json.
-    Without any: the small set that is installed with Linnet."""
+    """Reference files: .npz with weights, inputs and expected outputs; Grok-1's (a model's folder, units, a runner's streams); or the
+    folder of an official Transformer-VQ checkpoint with its official.json. Default: the small set that is installed with Linnet."""
     tolerance: float = 1e-5
-    """Largest error allowed, relative to the largest value of each tensor."""
+    """Maximum error, relative to the largest value of each tensor."""
     json: bool = False
-    """One JSON object a file, a line each."""
+    """Print one JSON object per file and line."""
 
 
 def verify_command(argv: list[str]) -> int:
@@ -60,7 +59,7 @@ def verify_command(argv: list[str]) -> int:
 
 
 def _summary(verification: Verification) -> str:
-    """One line about a file that passed. Products in bfloat16 have bounds of their own, which `linnet verify FILE` lists."""
+    """Return one line about a file that passed. Matmuls in bfloat16 have their own bounds, which `linnet verify FILE` lists."""
     errors = [check.error for check in verification.checks]
     exact = [error for error in errors if error <= verification.tolerance]
     line = f"{len(exact)} tensors within {verification.tolerance:g}, largest error {max(exact, default=0.0):.1e}"

@@ -1,4 +1,4 @@
-"""Settings as JSON: reading them strictly, writing them, and reading those of earlier versions."""
+"""JSON serialization of configs: strict reading, writing, and reading configs of earlier versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG_VERSION = 1
 
 
 IMPORTED_WEIGHTS = Path("weights/index.json")
-"""Below a run whose weights were imported."""
+"""Path, relative to the run folder, that exists if the run's weights were imported."""
 
 
 OLD_RELEASES: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ def save(cfg: RunConfig, path: Path) -> None:
 
 
 def load(path: Path) -> RunConfig:
-    """The config of a run. Every field must be known and of its type: a run is repeated exactly or not at all."""
+    """Load the config of a run. Unknown fields and wrong types are errors, so that a run is reproduced exactly or not at all."""
     try:
         values = read_json(path)
     except FileNotFoundError:
@@ -57,8 +57,8 @@ def load(path: Path) -> RunConfig:
 
 
 def run_from_dict(values: dict[str, Any]) -> RunConfig:
-    """Without the version."""
-    family = values.get("family", "vq")  # a config without one is of the first there was
+    """Make a config from JSON values without the version."""
+    family = values.get("family", "vq")  # configs from before there were several families have no such field
     values = _older(values)
     if family not in MODELS:
         raise invalid("family", family, f"one of {', '.join(MODELS)}", "choose one of them")
@@ -66,7 +66,7 @@ def run_from_dict(values: dict[str, Any]) -> RunConfig:
 
 
 def _older(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings as earlier versions wrote them, in today's words."""
+    """Convert the settings of earlier versions to the current schema."""
     model = values.get("model")
     if not isinstance(model, dict):
         return values
@@ -78,7 +78,7 @@ def _older(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_release(release: Any) -> dict[str, Any]:
-    """The settings that a prior's `model.release` stood for, when it was one of three."""
+    """Return the settings that replace a prior's former `model.release`."""
     if release not in OLD_RELEASES:
         needs = f"one of {', '.join(OLD_RELEASES)}: later configs say what the network computes instead"
         raise invalid("model.release", release, needs, "leave it out")
@@ -86,18 +86,18 @@ def _of_release(release: Any) -> dict[str, Any]:
 
 
 def exported_from_dict(values: dict[str, Any]) -> RunConfig:
-    """The config in an export's file, without the version."""
+    """Make a config from the values in an exported file, without the version."""
     return run_from_dict(_with_begin(values, None) if _is_released_grok(values) else values)
 
 
 def _is_released_grok(values: dict[str, Any]) -> bool:
-    """An import of Grok-1 by a version that knew no begin policy. The release reads bare prompts."""
+    """Return whether this is an import of Grok-1 from before the BOS setting existed. The release expects prompts without BOS."""
     model = values.get("model")
     return values.get("preset") == "grok-1" and isinstance(model, dict) and "begin_id" not in model
 
 
 def _is_untrained_import(run: Path) -> bool:
-    """Weights and no checkpoint. A run that was trained since was trained with the end id in front, and keeps it."""
+    """Return whether the run has imported weights and no checkpoint. A run trained since then used EOS as BOS, and keeps it."""
     return (run / IMPORTED_WEIGHTS).is_file() and not any((run / "checkpoints").glob("[0-9]*"))
 
 
@@ -106,8 +106,8 @@ def _with_begin(values: dict[str, Any], begin_id: int | None) -> dict[str, Any]:
 
 
 def from_dict(cls: type, values: Any, where: str, known: dict[str, type] | None = None) -> Any:
-    """A frozen config from plain JSON values; unknown names are refused with the nearest known one. `known`: the types of fields
-    that may be of several."""
+    """Make a frozen config from JSON values. An unknown name is an error that suggests the closest known one. `known` gives the
+    types of fields whose annotation is a union of configs."""
     if not isinstance(values, dict):
         raise invalid(where or "the config", values, "an object of settings", "see config.json of any run")
     fields = {field.name for field in dataclasses.fields(cls)}

@@ -1,4 +1,4 @@
-"""Named runs. `linnet train NAME` starts one; flags change it."""
+"""Presets: named configs. `linnet train NAME` starts one; flags override its settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from linnet.models.moe.config import MoEConfig
 from linnet.models.prior.config import PriorConfig
 from linnet.models.vq.config import VQConfig
 
-# The paper's models differ in size, data and regularisation; codes, window and the carried state are the same.
+# The paper's models differ in size, data and regularization; codebook size, window and carried state are the same.
 _PAPER_STEPS = TrainConfig(log_every=100, eval_every=5000, checkpoint_every=1000, checkpoint_minutes=20, keep=5)
 
 
@@ -34,7 +34,7 @@ def _bench_s() -> RunConfig:
 
 
 def _emoji() -> RunConfig:
-    # A row of the picture is 48 values: blocks of two rows, a window of three.
+    # An image row has 48 values: a block is two rows, the window three.
     return RunConfig(
         preset="emoji",
         model=VQConfig(d_model=128, d_k=32, d_v=256, n_code=64, n_layer=3, block_len=96, mem_len=144, pe_abs=True),
@@ -45,7 +45,7 @@ def _emoji() -> RunConfig:
 
 
 def _emoji_imagine() -> RunConfig:
-    # Embeddings that a prior predicts are off; so are those it learns from, by a cosine of 0.9.
+    # Embeddings predicted by a prior are inexact, so the model trains on noisy ones (cosine similarity about 0.9).
     cfg = _emoji()
     return dataclasses.replace(
         cfg,
@@ -156,7 +156,7 @@ def _vq_moe() -> RunConfig:
 
 
 def _dense_cpu() -> RunConfig:
-    # One expert, always chosen, as wide as the two that a token of moe-cpu goes through: nothing to balance.
+    # A single expert as wide as the two that moe-cpu selects per token, so there is no load to balance.
     cfg = _moe_cpu()
     model = dataclasses.replace(cfg.model, n_expert=1, n_choice=1, widening=6.0, balance_weight=0.0, z_weight=0.0)
     return dataclasses.replace(cfg, preset="dense-cpu", model=model)
@@ -213,7 +213,7 @@ def _grok_1() -> RunConfig:
 
 
 def _bench_prior() -> RunConfig:
-    # Optimiser and moving average are the reference's.
+    # The optimizer and EMA settings are those of the reference.
     return RunConfig(
         preset="bench-prior",
         family="prior",
@@ -227,8 +227,8 @@ def _bench_prior() -> RunConfig:
 
 
 def _prior_emoji() -> RunConfig:
-    # All heads share one key and value, so what a token passes on a layer is one head wide: wide heads matter more than many. A few
-    # thousand pairs are soon learnt by heart: blurred texts and mixed pairs keep the loss of unseen ones falling.
+    # All heads share one key and value (multi-query attention), so a token passes on only one head's width per layer: wide heads
+    # matter more than many. A few thousand pairs overfit quickly; text noise and mixup keep the validation loss falling.
     return RunConfig(
         preset="prior-emoji",
         family="prior",

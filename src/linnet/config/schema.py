@@ -1,4 +1,4 @@
-"""What a run is: one frozen config, checked when made, written to `config.json` and read back whole."""
+"""The config of a run: frozen, validated on construction, and stored in `config.json`."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ EMOJI_PAIRS = "emoji-pairs"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     source: str = EMBEDDED_CORPUS
-    """A text file, a folder, a glob, or `python-stdlib`: the source text of the running Python's standard library."""
+    """A text file, a folder, a glob, or `python-stdlib`: the source code of the running Python's standard library."""
     validation_files: tuple[str, ...] = ()
-    """Files or globs held out for validation; with none, `validation_fraction` of the source."""
+    """Files or globs held out for validation. If empty: `validation_fraction` of the source."""
     test_files: tuple[str, ...] = ()
     validation_fraction: float = 0.05
     test_fraction: float = 0.05
     sequence_len: int = 2048
-    """Tokens of one training sequence; the state is carried through it and reset after it."""
+    """Tokens per training sequence. The recurrent state is carried across its updates and reset after it."""
     update_len: int = 2048
-    """Tokens of a sequence in one optimiser update."""
+    """Tokens of each sequence per optimizer update."""
     batch_size: int = 8
-    """Sequences in one update, over all devices."""
+    """Global batch size in sequences."""
     condition: str | None = None
-    """Pictures: what tells a model with `d_condition` what each shows. `builtin`: its embedding by the built-in encoder; or the path
-    of an .npy with a row for every picture, in their order."""
+    """Images: conditioning embeddings for a model with `d_condition`. `builtin`: computed by the built-in encoder; or the path of an
+    .npy with one row per image, in order."""
 
     base: str | None = None
-    """The folder that relative paths are relative to. Training notes the working directory; `--data.source` names a new location."""
+    """Folder to which relative paths refer: the working directory when training was started. `--data.source` sets a new location."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_len", "update_len", "batch_size"):
@@ -74,37 +74,37 @@ class DataConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairsConfig:
     source: str = EMOJI_PAIRS
-    """A folder with img_emb/ and text_emb/ (clip-retrieval's layout; metadata/ holds captions); parquet with columns of
-    embeddings; webdataset tars with .npy members; an .npz; or `emoji-pairs`."""
+    """A folder with img_emb/ and text_emb/ (clip-retrieval layout; captions in metadata/); parquet files with embedding columns;
+    webdataset tars with .npy members; an .npz; or `emoji-pairs`."""
     images: str | None = None
-    """With `texts`, instead of `source`: the .npy files of the images (a file, folder or glob)."""
+    """With `texts`, instead of `source`: .npy files of the image embeddings (a file, folder or glob)."""
     texts: str | None = None
-    """The .npy files of the texts, one for each of the images'."""
+    """The .npy files of the text embeddings, one per image file."""
     metadata: str | None = None
-    """The parquet files with the captions, one for each of the images'."""
+    """The parquet files with the captions, one per image file."""
     encodings: str | None = None
-    """With `images` and `texts`: the .npy files of the texts' token encodings, one for each of the images'; none: text_encodings/
-    beside a folder text_emb/ that `texts` names. Only read with model.text_encodings."""
+    """With `images` and `texts`: .npy files of the text token encodings, one per image file. None: text_encodings/ next to the
+    folder text_emb/ given as `texts`. Only read with model.text_encodings."""
     image_key: str | None = None
-    """Of parquet, .npz and webdataset: the column, array or ending of the image embeddings; none: a usual one."""
+    """Name of the image embeddings: column (parquet), array (.npz) or member suffix (webdataset). None: try common names."""
     text_key: str | None = None
     caption_key: str = "caption"
-    """Of parquet and .npz."""
+    """Column (parquet) or array (.npz) of the captions."""
     split_key: str | None = None
-    """A column or array that says which rows are held out: true for test, or train, validation and test in words."""
+    """Column or array that assigns rows to splits: booleans (true: test), or the strings train, validation and test."""
     validation_fraction: float = 0.05
-    """Rows are trained on from the front; validation comes after them, and then test."""
+    """Fraction held out for validation. Rows are split in order: training, validation, test."""
     test_fraction: float = 0.05
     batch_size: int = 64
-    """Pairs in one update, over all devices."""
+    """Global batch size in pairs."""
     max_unpacked_gb: float | None = None
-    """Refuse an .npz that unpacks to more gigabytes than this. If not given: 100 times its packed size, and at least 0.27."""
+    """Reject an .npz that unpacks to more gigabytes than this. None: 100 times its packed size, at least 0.27."""
     mix: float = 0.0
-    """Chance that a pair to train on is mixed with another: both its vectors, by one random share, as long as before. A small set
-    is then not learnt by heart."""
+    """Mixup probability: interpolate a training pair with another (both vectors by one random weight, norms kept). Counters
+    overfitting on small datasets."""
 
     base: str | None = None
-    """The folder that relative paths are relative to. Training notes the working directory; `--data.source` names a new location."""
+    """Folder to which relative paths refer: the working directory when training was started. `--data.source` sets a new location."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -125,7 +125,7 @@ class PairsConfig:
 
     @property
     def updates_per_sequence(self) -> int:
-        """A pair is read in one update."""
+        """Always 1: a pair is read in one update."""
         return 1
 
 
@@ -133,31 +133,31 @@ class PairsConfig:
 class OptimConfig:
     name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
     lr: float = 4e-4
-    """Learning rate at the top of the schedule."""
+    """Peak learning rate."""
     schedule: Literal["cosine", "linear", "inv_sqrt", "constant", "dampened_constant", "dampened_cosine"] = "cosine"
-    """`dampened_`: as the prior's reference has it, where the warm-up only holds down a wave that runs from the first update on,
-    and a cosine goes to 0."""
+    """Learning rate schedule. `dampened_*`, as in the prior's reference: the warm-up multiplies a schedule that starts at the first
+    update, and the cosine decays to 0."""
     warmup_steps: int = 100
     steps: int = 1000
-    """Updates until the schedule ends (warm-up included)."""
+    """Length of the schedule in updates, warm-up included."""
     extra_steps: int = 0
-    """Further updates at the schedule's final value."""
+    """Further updates at the final learning rate."""
     clip: float | None = 0.1
-    """Largest global norm of the gradient; none: no clipping."""
+    """Gradient clipping by global norm. None: no clipping."""
     decay: float = 0.0
-    """Fraction of each weight (vectors excepted) taken away by every update, whatever the learning rate."""
+    """Weight decay per update, not scaled by the learning rate. Vectors are excluded."""
     decay_by_lr: bool = False
-    """Scale that fraction by the learning rate, as PyTorch's AdamW does."""
+    """Scale the weight decay by the learning rate, as PyTorch's AdamW does."""
     decay_vectors: bool = False
-    """Decay every parameter, vectors (biases, gains) included: `group_wd_params=False` of DALLE2-pytorch."""
+    """Apply weight decay to vectors (biases, gains) too: `group_wd_params=False` of DALLE2-pytorch."""
     b1: float = 0.9
-    """adamw (and muon's other half): how slowly the mean of gradients changes."""
+    """Adam beta1 (also for Muon's non-matrix parameters)."""
     b2: float = 0.98
-    """adamw (and muon's other half): how slowly the mean of squared gradients changes."""
+    """Adam beta2 (also for Muon's non-matrix parameters)."""
     eps: float = 1e-9
-    """adamw (and muon's other half): added to the root of that mean."""
+    """Adam epsilon (also for Muon's non-matrix parameters)."""
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"
-    """lion: the type its momentum is stored in. The official Transformer-VQ stores bfloat16."""
+    """Lion: storage dtype of the momentum. The official Transformer-VQ uses bfloat16."""
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -168,7 +168,7 @@ class OptimConfig:
             raise invalid(
                 "optim.warmup_steps / optim.extra_steps", (self.warmup_steps, self.extra_steps), "0 or more", "use 0"
             )
-        # The dampened schedules do not end with their warm-up: one that is longer than the run is only never over.
+        # The dampened schedules do not start after the warm-up, so a warm-up longer than the run is valid.
         if self.warmup_steps >= self.steps and not self.schedule.startswith("dampened"):
             raise invalid(
                 "optim.warmup_steps",
@@ -196,44 +196,44 @@ class OptimConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     accumulate: int = 1
-    """Micro-batches summed into one update: the same result in a fraction of the memory."""
+    """Gradient accumulation: number of micro-batches per update. Same result with less memory."""
     ema_decay: float | None = None
-    """Keep a moving average of the parameters with this decay, and evaluate, sample and export it."""
+    """Decay of an exponential moving average (EMA) of the parameters, used for evaluation, sampling and export. None: no EMA."""
     ema_power: float | None = None
-    """Let the decay grow up to `ema_decay` as 1 - (1 + age / ema_inv_gamma) ** -ema_power, as ema-pytorch does (2/3 there); none:
-    it is `ema_decay` from the first update on."""
+    """EMA warm-up: the decay grows as 1 - (1 + age / ema_inv_gamma) ** -ema_power up to `ema_decay`, as in ema-pytorch (2/3 there).
+    None: constant decay."""
     ema_inv_gamma: float = 1.0
     ema_min: float = 0.0
-    """The smallest decay while it grows."""
+    """EMA warm-up: minimum decay."""
     ema_after: int = 0
-    """While it grows: up to this update the average is a copy of the parameters (100 in ema-pytorch)."""
+    """EMA warm-up: until this update the EMA is a copy of the parameters (100 in ema-pytorch)."""
     ema_every: int = 1
-    """While it grows: it is brought up to date every so many updates (10 in ema-pytorch)."""
+    """EMA warm-up: update the EMA every N updates (10 in ema-pytorch)."""
     log_every: int = 20
     eval_every: int = 200
-    """0: only at the end."""
+    """Evaluate every N updates. 0: only at the end."""
     eval_minutes: float = 0.0
-    """Evaluate after so many minutes too; 0: only by updates."""
+    """Also evaluate every N minutes. 0: only by updates."""
     eval_sequences: int | None = None
-    """Validation sequences (or pairs) used during training; none: all of them. `linnet eval` always uses all."""
+    """Number of validation sequences (or pairs) used during training. None: all. `linnet eval` always uses all."""
     eval_timesteps: tuple[int, ...] = (64,)
-    """prior: numbers of denoising steps to evaluate the predicted embeddings at."""
+    """Prior: numbers of sampling steps at which the predicted embeddings are evaluated."""
     checkpoint_every: int = 200
     checkpoint_minutes: float = 10.0
     keep: int = 3
-    """Latest checkpoints kept (the best by validation loss is kept besides)."""
+    """Number of latest checkpoints to keep, in addition to the best by validation loss."""
     max_bad_steps: int = 10
-    """Stop after so many updates in a row whose loss or gradient was not finite."""
+    """Stop after this many consecutive updates with a NaN or infinite loss or gradient."""
     collapse_alarm: float = 0.1
-    """Warn when a codebook's usage perplexity falls below this share of its codes, or an expert's choices below this share of an
-    even one."""
+    """Collapse warning threshold: warn if a codebook's usage perplexity falls below this fraction of its codes, or an expert's load
+    below this fraction of a uniform load."""
     sample_tokens: int = 512
-    """Length of the sample written at each evaluation; 0: none."""
+    """Tokens of the sample generated at each evaluation. 0: no sample."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     exports: tuple[str, ...] = ()
-    """prior: files for DALLE2-pytorch, written while training, each as latest:checkpoint:PATH, best:checkpoint:PATH,
-    latest:model:PATH or best:model:PATH. `checkpoint` has the optimizer state, `model` the averaged weights; a path may name {epoch}
-    and {samples_seen}."""
+    """Prior: DALLE2-pytorch files to write during training, each as latest:checkpoint:PATH, best:checkpoint:PATH, latest:model:PATH
+    or best:model:PATH. `checkpoint` includes the optimizer state, `model` has the EMA weights. A path may contain {epoch} and
+    {samples_seen}."""
 
     def __post_init__(self) -> None:
         for name in ("accumulate", "log_every", "keep", "max_bad_steps"):
@@ -264,15 +264,15 @@ class RunConfig:
     family: Literal["vq", "moe", "prior"] = "vq"
     seed: int = 0
     mesh: str = ""
-    """How devices share the work, as data=2,model=2: rows are cut by data, fsdp and expert, weights by fsdp, model and expert. Empty:
-    one device. A run may go on with another."""
+    """Device mesh, such as data=2,model=2. Batch rows are sharded over data, fsdp and expert; weights over fsdp, model and expert.
+    Empty: one device. A run can be resumed with another mesh."""
     model: VQConfig | MoEConfig | PriorConfig = dataclasses.field(default_factory=VQConfig)
     data: DataConfig | PairsConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     parent: Annotated[Parent | None, tyro.conf.Suppress] = None
-    """What a fine-tuned run started from (`linnet train --from`); none: random weights."""
+    """The parent of a fine-tuned run (`linnet train --from`). None: trained from scratch."""
 
     def __post_init__(self) -> None:
         for name, known in (("model", MODELS), ("data", DATA)):
@@ -314,7 +314,7 @@ class RunConfig:
 
     @property
     def vq(self) -> VQConfig:
-        """The model, for what only that family does."""
+        """The model config of a vq run. Raises for other families."""
         if not isinstance(self.model, VQConfig):
             raise invalid("family", self.family, "vq", "use a vq preset or run")
         return self.model
@@ -327,26 +327,26 @@ class RunConfig:
 
     @property
     def writer(self) -> VQConfig | MoEConfig:
-        """The model, for what all families of tokens do."""
+        """The model config of a token family (vq or moe). Raises for a prior."""
         if isinstance(self.model, PriorConfig):
             raise invalid("family", self.family, "vq or moe, which write tokens", "use a run of such a family")
         return self.model
 
     @property
     def d_condition(self) -> int:
-        """Width of the embeddings that the model is told of; 0: none."""
+        """Width of the conditioning embeddings; 0: unconditional."""
         return self.model.d_condition if isinstance(self.model, VQConfig) else 0
 
     @property
     def tokens(self) -> DataConfig:
-        """The data of a run on tokens."""
+        """The data config of a token run. Raises for a prior."""
         if not isinstance(self.data, DataConfig):
             raise invalid("family", self.family, "vq or moe, which read tokens", "use a run of such a family")
         return self.data
 
     @property
     def pairs(self) -> PairsConfig:
-        """The data of a run on pairs of embeddings."""
+        """The data config of a prior run. Raises for token runs."""
         if not isinstance(self.data, PairsConfig):
             raise invalid("family", self.family, "prior, which reads pairs of embeddings", "use a prior run")
         return self.data

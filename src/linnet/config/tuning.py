@@ -1,4 +1,4 @@
-"""Settings of fine-tuning: where a run's weights came from, and low-rank adapters (LoRA)."""
+"""Fine-tuning settings: the parent of a run, and low-rank adapters (LoRA)."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from linnet.core.errors import invalid
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parent:
-    """What a fine-tuned run started from. Recorded once; only the first start reads the parent itself."""
+    """The weights from which a fine-tuned run was initialized. Recorded once; a resumed run does not read the parent again."""
 
     path: str
-    """Absolute path of the run, import or file at that time."""
+    """Absolute path of the parent run, import or file when the run was started."""
     step: int
-    """The checkpoint that was used; 0 for a file or imported weights."""
+    """Step of the checkpoint that was used; 0 for a file or imported weights."""
     fingerprint: str
-    """Of the weights: SHA-256 over their names, types, shapes and checksums."""
+    """SHA-256 over the names, dtypes, shapes and checksums of the weights."""
     optimizer: bool = False
-    """Whether the optimizer state was taken over as well."""
+    """Whether the optimizer state was loaded too."""
     adapters: int = 0
-    """In an export: the rank of the adapters that were merged into the weights."""
+    """In an export: rank of the adapters that were merged into the weights."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     rank: int = 0
-    """Rank of the low-rank adapters that `--from` trains instead of the weights; 0: train the weights themselves."""
+    """Rank of the low-rank adapters (LoRA) that `--from` trains instead of the weights. 0: full fine-tuning."""
     alpha: float | None = None
-    """An adapter adds (alpha / rank) * down @ up to its matrix; none: twice the rank."""
+    """LoRA alpha: an adapter adds (alpha / rank) * down @ up to its matrix. None: twice the rank."""
     targets: tuple[str, ...] = ()
-    """Matrices to adapt, by name or by a part of it (w_q, layers/w_o, experts); none: those of attention (vq: w_q, w_kvg, w_r, w_res;
-    moe: w_q, w_k, w_v, w_o)."""
+    """Matrices to adapt, by name or part of a name (w_q, layers/w_o, experts). Empty: the attention matrices (vq: w_q, w_kvg, w_r,
+    w_res; moe: w_q, w_k, w_v, w_o)."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:

@@ -1,4 +1,4 @@
-"""How many bits a weight is held in, by name: known without JAX, so that `--help` need not wait for it."""
+"""Names of the weight storage dtypes. Does not import JAX, so that `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from typing import Literal
 
 WeightDtype = Literal["float32", "bfloat16", "int8"]
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16", "int8")
-"""From most bits to fewest."""
+"""In order of decreasing precision."""

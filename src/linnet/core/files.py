@@ -13,15 +13,16 @@ from linnet.core.errors import UserError
 
 
 def remove_parts(path: Path) -> None:
-    """Removes what processes left that were killed while they replaced this file. Nobody may be replacing it now."""
+    """Remove the temporary files of processes killed while writing this file. No process may be writing it now."""
     for left in path.parent.glob(f".{path.name}.*.part"):
         left.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
-    """A file to write into, which replaces `path` when the block ends, and leaves nothing if it fails. The folder is created where
-    needed. With `sync` the content also survives a power cut."""
+    """Open a temporary file that atomically replaces `path` when the block ends, and is removed if the block fails.
+
+    Creates the folder if needed. With `sync` the content is also fsynced, so that it survives a power failure."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,7 @@ def atomic_write(path: Path, content: Any, *, sync: bool = False) -> None:
 
 
 def unwritable(path: Path, error: Exception) -> UserError:
-    """For a disk that is full or read-only, or a folder without permission."""
+    """Return the error for a full or read-only disk, or a folder without write permission."""
     why = error.strerror if isinstance(error, OSError) and error.strerror else error
     return UserError(f"{path} cannot be written ({why}). Fix: choose a folder with room that is yours.")
 
@@ -60,7 +61,7 @@ MAX_JSON_BYTES = 256 << 20
 
 
 def parse_json(content: bytes | str) -> Any:
-    """`json.loads`, with one kind of exception: ValueError, whatever is wrong with the text."""
+    """`json.loads`, but every parse failure is a ValueError."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -70,7 +71,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file. Raises OSError if it cannot be read and ValueError if it is not JSON."""
+    """Return the value of a JSON file. Raises OSError if it cannot be read and ValueError if it is not JSON."""
     with open(path, "rb") as file:
         content = file.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:

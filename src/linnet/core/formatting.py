@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Human-readable formatting of numbers."""
 
 from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """`0:07`, `3:25`, `2:03:25`, `4 d 2:03`: as short as it can be read."""
+    """Format a duration as `0:07`, `3:25`, `2:03:25` or `4 d 2:03`."""
     whole = max(0, round(seconds))
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
     if days:

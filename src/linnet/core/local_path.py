@@ -1,6 +1,6 @@
-"""Object-store locations and other URLs are refused wherever a path is expected.
+"""Reject object-store locations and other URLs where a path is expected.
 
-Without this check `s3://bucket/run` would be taken for a local folder called `s3:`.
+Without this check `s3://bucket/run` would be read as a local folder named `s3:`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from linnet.core.errors import invalid
 
 
 class _NeverAPath:
-    """Marks the type of a setting."""
+    """Type annotation marker of `FreeText`."""
 
 
 FreeText = Annotated[str, _NeverAPath()]
-"""The type of a setting that is never used as a path, so that it may contain a URL. All other strings are checked."""
+"""Type of a setting that is never used as a path and may therefore contain a URL. All other strings are checked."""
 
 # pathlib turns `s3://bucket` into `s3:/bucket`. One letter is a drive, not a scheme. `NAME=` precedes a run of `linnet serve`.
 _TEXT = re.compile(r"(?:[^/=]*=)?([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
@@ -26,7 +26,7 @@ _PATH = re.compile(r"([a-z][a-z0-9+.-]+):/", re.IGNORECASE)
 
 
 def is_free_text(hint: Any) -> bool:
-    """Whether a setting of this type (possibly optional, or a tuple) is marked as free text."""
+    """Return whether a setting of this type (possibly optional, or a tuple) is marked as free text."""
     marked = any(isinstance(mark, _NeverAPath) for mark in getattr(hint, "__metadata__", ()))
     return marked or any(is_free_text(part) for part in typing.get_args(hint))
 
@@ -36,7 +36,7 @@ def is_remote(value: str | PurePath) -> bool:
 
 
 def check_local(field: str, value: str | PurePath) -> None:
-    """Raises if `value` is a URL. A local path that looks like one can be given as an absolute path."""
+    """Raise if `value` is a URL. A local path that resembles one can be given as an absolute path."""
     found = _match(value)
     if found is None:
         return

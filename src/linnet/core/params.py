@@ -1,4 +1,4 @@
-"""`Spec`: each weight is declared once. Init, abstract shapes, counts, shardings and restore targets all come from it."""
+"""`Spec`: each weight is declared once. Init, abstract shapes, counts, shardings and restore targets are derived from it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ STACKS = ("layers", "experts")
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One weight. `axes` names each dimension; leading ones named "layers" or "experts" mark a stack, whose members init, decay
-    and optimisers see one by one. `fan_in` is a normal of variance 1 / (all dimensions but the last), `fan_out` one of variance
-    1 / (the last); `uniform` lies within plus or minus 1 / sqrt(n_in), which is torch's default for linear layers."""
+    """Declaration of one weight.
+
+    `axes` names each dimension. Leading dimensions named "layers" or "experts" form a stack; init, weight decay and optimizers
+    treat its members separately. `fan_in` is a normal of variance 1 / (product of all dimensions but the last), `fan_out` a normal
+    of variance 1 / (last dimension), `uniform` is uniform on +-1 / sqrt(n_in), which is torch's default for linear layers."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: Init = "fan_in"
     dtype: Any = jnp.float32
     least: WeightDtype = "float32"
-    """The fewest bits it may be held in where it only reads: int8 for matrices that do nothing but multiply."""
+    """Lowest precision allowed for inference: int8 for matrices that are only used in matmuls."""
     n_in: int | None = None
-    """Inputs of the layer that a `uniform` weight belongs to (a bias needs it); none: all dimensions but the last."""
+    """Number of inputs of the layer, for `uniform` (a bias needs it). None: the product of all dimensions but the last."""
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), f"shape {self.shape} and axes {self.axes} differ in length"
@@ -44,7 +46,7 @@ class Spec:
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """The shape of one member of the stack: what a reference without stacking would hold."""
+        """Shape of one member of the stack, as in a reference implementation without stacking."""
         return self.shape[len(self.stack_shape) :]
 
     @property
@@ -61,7 +63,7 @@ def map_specs(f: Callable[[Spec], Any], specs: Any) -> Any:
 
 
 def init(specs: Any, key: PRNGKeyArray) -> Any:
-    """Fresh weights. Each leaf draws from the stream of its own name, so adding one changes no other."""
+    """Initialize the weights. Each leaf's key is derived from its name, so adding a weight does not change the others."""
     return jax.tree_util.tree_map_with_path(
         lambda path, spec: _draw(spec, rng.fold_in_name(key, leaf_name(path))), specs, is_leaf=is_spec
     )

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that JAX sees through: how Linnet writes parameters, states and batches."""
+"""Frozen dataclasses registered as JAX pytrees, used for parameters, states and batches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 def static(**kwargs: Any) -> Any:
-    """A field that is part of the structure, not a leaf."""
+    """Declare a field that is part of the tree structure, not a leaf."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def pytree(cls: type[T]) -> type[T]:
-    """Makes `cls` a frozen keyword-only dataclass and registers it as a pytree; leaves carry their field names."""
+    """Make `cls` a frozen keyword-only dataclass and register it as a pytree whose key paths are the field names."""
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     fields = dataclasses.fields(cast(Any, made))
     meta = [f.name for f in fields if f.metadata.get("static")]
@@ -31,12 +31,12 @@ def replace(tree: T, **changes: Any) -> T:
 
 
 def n_bytes(tree: Any) -> int:
-    """Of all its arrays together."""
+    """Return the total bytes of all arrays in the tree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any]]:
-    """Every leaf with its '/'-joined path: the names used in files, messages and reports."""
+    """Yield each leaf with its '/'-joined path, the name used in files, messages and reports."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
         yield leaf_name(path), leaf
 

@@ -1,7 +1,7 @@
-"""Weights in fewer bits: held as int8 with scales, or as bfloat16, and multiplied as they are.
+"""Weight-only quantization: weights stored as int8 with scales, or as bfloat16, and used in matmuls in that form.
 
-A `Quantized` matrix is what Grok-1's release calls an 8-bit pair. Its input rows fall into G equal groups; each group has a scale
-for every output column. Letters: K inputs, N outputs, G groups.
+A `Quantized` matrix corresponds to `QuantizedWeight8bit` of Grok-1's release. Its input rows form G equal groups; each group has
+one scale per output column. Letters: K inputs, N outputs, G groups.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Quantized:
 
 @pytree
 class Bf16Bits:
-    """bfloat16 as its bits. XLA on the CPU widens a bfloat16 array whole wherever a part of it is read; of bits it reads the part."""
+    """A bfloat16 array stored as uint16 bits. XLA on CPU converts a complete bfloat16 array to float32 even where only a slice is
+    read; of a uint16 array it reads only the slice."""
 
     bits: UInt16[Array, "*L K N"]
 
@@ -53,11 +54,11 @@ def is_quantized(x: Any) -> bool:
 
 
 def quantize(matrix: Float[Array, "*L K N"], n_group: int = 1) -> Quantized:
-    """Rounds to the nearest of 255 steps between minus and plus the largest value of each group and column."""
+    """Quantize symmetrically to 255 levels, with one absmax scale per group and output column."""
     *lead, n_in, n_out = matrix.shape
     assert n_in % n_group == 0, f"{n_in} rows do not fall into {n_group} equal groups"
     grouped = matrix.astype(jnp.float32).reshape(*lead, n_group, n_in // n_group, n_out)
-    # Rounded to bfloat16 before it is used, so that the weights make up for the rounding.
+    # The scales are rounded to bfloat16 before the division, so that the int8 weights compensate for the rounding.
     scales = (jnp.max(jnp.abs(grouped), axis=-2) / LARGEST).astype(jnp.bfloat16)
     step = scales.astype(jnp.float32)[..., None, :]
     steps = jnp.round(grouped / jnp.where(step > 0, step, 1.0))
@@ -76,7 +77,7 @@ def as_bits(matrix: BFloat16[Array, "*L K N"]) -> Bf16Bits:
 
 
 def to_array(matrix: Weight, dtype: Any) -> Float[Array, "*L K N"]:
-    """As an ordinary array."""
+    """Convert to an ordinary array of `dtype`."""
     if isinstance(matrix, Quantized):
         return dequantize(matrix, dtype)
     if isinstance(matrix, Bf16Bits):
@@ -85,7 +86,7 @@ def to_array(matrix: Weight, dtype: Any) -> Float[Array, "*L K N"]:
 
 
 def matmul(x: Float[Array, "*B K"], matrix: Weight) -> Float[Array, "*B N"]:
-    """In the type of `x`. The scales multiply the product, not the weights: no scaled copy of a weight is made."""
+    """Multiply in the dtype of `x`. The scales are applied to the product, so that no dequantized copy of the weight is made."""
     if not isinstance(matrix, Quantized):
         return x @ to_array(matrix, x.dtype)
     scales = matrix.scales.astype(x.dtype)
@@ -97,17 +98,17 @@ def matmul(x: Float[Array, "*B K"], matrix: Weight) -> Float[Array, "*B N"]:
 
 
 def concat_outputs(*matrices: Weight) -> Weight:
-    """All of one kind, with equal inputs: one matrix with the outputs of all."""
+    """Concatenate matrices of the same kind and input size along the output axis."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-1), *matrices)
 
 
 def cast_params(params: Any, specs: Any, weights: WeightDtype) -> Any:
-    """Each weight held in as few bits as asked for, and as its spec allows."""
+    """Cast each weight to the requested dtype, or to the lowest precision that its spec allows."""
     return jax.tree.map(lambda spec, leaf: _lowered(leaf, spec, weights), specs, params, is_leaf=is_spec)
 
 
 def storage_dtype(spec: Spec, weights: WeightDtype) -> WeightDtype:
-    """As few bits as asked for, but not fewer than the spec allows."""
+    """Return the requested dtype, or the lowest precision that the spec allows if that is higher."""
     return WEIGHT_DTYPES[min(WEIGHT_DTYPES.index(weights), WEIGHT_DTYPES.index(spec.least))]
 
 

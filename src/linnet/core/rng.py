@@ -1,4 +1,4 @@
-"""Named random streams: a draw depends on the seed, its name and its step, never on what was drawn before it."""
+"""Named random keys: a value depends only on the seed, its name and its step, not on what was sampled before it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def root(seed: int | UInt32[Array, ""]) -> PRNGKeyArray:
 
 
 def fold_in_name(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
-    """The stream called `name` below `key`. CRC32, not hash(): Python's own hash changes from process to process."""
+    """Fold a name into `key`. Uses CRC32, because Python's hash() of a string differs between processes."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
@@ -22,5 +22,5 @@ def fold_in(key: PRNGKeyArray, step: int | Int[Array, ""]) -> PRNGKeyArray:
 
 
 def sample_key(seed: int | UInt32[Array, ""]) -> PRNGKeyArray:
-    """What a sample with this seed is drawn by: in a server as by a command, so that both give the same."""
+    """Return the key of a sample with this seed. The server and the commands share it, so that both give the same result."""
     return fold_in_name(root(seed), "sample")

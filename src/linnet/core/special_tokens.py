@@ -1,5 +1,5 @@
-"""The ids that mean the same in every vocabulary of bytes and pixels: three special ones, then the 256 values of a byte. And
-the rules by which the ids of any vocabulary become text."""
+"""Special token ids of the byte and pixel vocabularies (three special ids, then the 256 byte values), and the detokenization
+rules of any vocabulary."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ N_BYTE_IDS = FIRST_BYTE + 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextRules:
-    """How ids become text: what the streaming and the whole detokenization of a vocabulary have in common."""
+    """Detokenization rules of a vocabulary, shared by the streaming and the one-shot detokenizer."""
 
     id_bytes: Callable[[int], bytes]
-    """What an id stands for inside a text."""
+    """Bytes of an id inside a text."""
     opening_bytes: Callable[[int], bytes] | None = None
-    """What it stands for at the beginning of a text, where that differs: sentencepiece drops the space that it puts in front."""
+    """Bytes of an id at the beginning of a text, if different: sentencepiece drops the space that it prepends when encoding."""
     drops_all: bool = False
-    """Every space at the beginning is dropped; else only the first."""
+    """Whether all leading spaces are dropped, instead of only the first."""
     errors: str = "replace"
-    """How bytes that are not UTF-8 are decoded, as a name for `bytes.decode`."""
+    """Error handler for invalid UTF-8, as passed to `bytes.decode`."""
 
 
 ONE_PER_BYTE = "linnet-one-per-byte"
-"""U+FFFD for every byte of an invalid sequence, as sentencepiece has it; Python's `replace` has one for several bytes."""
+"""Error handler that emits one U+FFFD per invalid byte, as sentencepiece does; Python's `replace` emits one for several bytes."""
 
 
 def _one_per_byte(error: UnicodeError) -> tuple[str, int]:

@@ -1,7 +1,8 @@
-"""The mesh as people write it: `data=2,model=4`. Plain Python, so that a config can be checked before JAX is there.
+"""Mesh specifications such as `data=2,model=4`. Does not import JAX, so that a config can be validated before JAX is loaded.
 
-Four axes, each of size 1 unless asked for. Rows of a batch are cut by data, fsdp and expert together; weights by fsdp (each device
-holds a part and gathers the rest when a layer needs it), model (heads, values, hidden units, vocabulary) and expert.
+There are four axes, each of size 1 by default. Batch rows are sharded over data, fsdp and expert together. Weights are sharded over
+fsdp (each device stores a shard and all-gathers the rest when a layer needs it), model (heads, values, hidden units, vocabulary)
+and expert.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from linnet.core.errors import invalid
 
 MESH_AXES = ("data", "fsdp", "model", "expert")
 BATCH_AXES = ("data", "fsdp", "expert")
-"""A row of the batch is on one device of these."""
+"""Mesh axes over which batch rows are sharded."""
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """All axes with their sizes."""
+    """Return the sizes of all mesh axes."""
     sizes: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
     given: set[str] = set()
     for part in filter(None, (word.strip() for word in text.split(","))):
@@ -36,7 +37,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
-    """As short as it can be written; empty for one device."""
+    """Format a mesh without its axes of size 1; an empty string is one device."""
     return ",".join(f"{name}={sizes[name]}" for name in MESH_AXES if sizes.get(name, 1) > 1)
 
 
@@ -45,12 +46,12 @@ def n_devices(sizes: Mapping[str, int]) -> int:
 
 
 def data_parallel_size(sizes: Mapping[str, int]) -> int:
-    """Into how many parts the rows of a batch are cut."""
+    """Return the number of shards of the batch axis."""
     return math.prod(sizes[name] for name in BATCH_AXES)
 
 
 def check_divides(field: str, value: int, axis: str, sizes: Mapping[str, int]) -> None:
-    """Refuses a mesh whose axis does not divide what it is to cut."""
+    """Raise if the mesh axis does not divide the dimension that it shards."""
     size = sizes[axis]
     if value % size:
         fitting = max(n for n in range(1, size + 1) if value % n == 0)
@@ -59,7 +60,7 @@ def check_divides(field: str, value: int, axis: str, sizes: Mapping[str, int]) -
 
 
 def check_no_experts(sizes: Mapping[str, int]) -> None:
-    """Refuses an axis for experts where there are none."""
+    """Raise if the mesh has an expert axis; for models without experts."""
     if sizes["expert"] > 1:
         needs = "1 for a model without experts"
         raise invalid("mesh axis expert", sizes["expert"], needs, "leave it out, or use data or fsdp instead")

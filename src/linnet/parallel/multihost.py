@@ -1,6 +1,6 @@
-"""What the processes of a run tell each other outside the compiled steps: all call these together, in the same order.
+"""Host-level communication between the processes of a run. All processes must make the same calls in the same order.
 
-A process on its own is told what it said.
+With a single process, each function returns its own input.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from linnet.core.errors import UserError
 
 T = TypeVar("T")
 
-_ROOM = 1024  # Bytes. Messages are padded to a multiple of it: one compiled program serves nearly all.
+_ROOM = 1024  # Bytes. Messages are padded to a multiple of it, so that one compiled program serves nearly all.
 
 
 def all_gather_json(said: Any) -> list[Any]:
-    """What each process says (small and JSON), in the order of the processes."""
+    """Gather a small JSON value from each process, in order of process index."""
     if jax.process_count() == 1:
         return [said]
     text = np.frombuffer(json.dumps(said).encode(), np.uint8)
@@ -33,9 +33,9 @@ def all_gather_json(said: Any) -> list[Any]:
 
 
 def broadcast_from_process0(choose: Callable[[], T]) -> T:
-    """What the first process chooses (small and JSON), on every process. If it refuses or fails, so do all.
+    """Evaluate `choose` on process 0 and return its result (a small JSON value) on every process. An exception is raised on all.
 
-    For what depends on the disk or the clock: processes that look for themselves may see different things.
+    Use it for decisions that depend on the disk or the clock, which processes may see differently.
     """
     if jax.process_count() == 1:
         return choose()

@@ -1,7 +1,7 @@
-"""From names of axes to places on the mesh: one table of rules a family says which mesh axis cuts which named axis.
+"""Sharding by logical axes: one table of rules per model family maps each logical axis to a mesh axis.
 
-The compiler does the rest from these (GSPMD). Where it would do badly, a computation is written for one device's part instead and
-run everywhere by `local`: the collectives are then those at its edges.
+The compiler (GSPMD) partitions the programs accordingly. Where its result would be poor, a computation is written per device
+instead and run by `shard_map_by_axes`, with explicit collectives only at its boundaries.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from linnet.core.params import Spec, map_specs
 from linnet.parallel.mesh import BATCH_AXES, MESH_AXES, mesh_text, n_devices, parse_mesh
 
 LogicalAxes = tuple[str | None, ...]
-"""What each axis of an array is called; None: nobody cuts it."""
+"""Names of an array's axes. None: the axis is not sharded."""
 LogicalAxisRules = Mapping[str, str | tuple[str, ...]]
-"""Which mesh axis, or axes together, cut what. Names that are not in it (layers) stay whole on every device."""
+"""Maps a logical axis to the mesh axis or axes that shard it. Logical axes without a rule (layers) are not sharded."""
 
 ROWS: LogicalAxisRules = {"batch": BATCH_AXES}
-"""Of every family's table."""
+"""The batch rule, part of every family's table."""
 
 
 def make_mesh(sizes: Mapping[str, int] | None = None) -> Mesh:
-    """A mesh with all axes over the first devices there are: of one process a part, of several all of them."""
+    """Make a mesh with all axes. A single process may use the first of its devices only; several processes must use all devices."""
     sizes = dict.fromkeys(MESH_AXES, 1) | dict(sizes or {})
     n, there = n_devices(sizes), jax.device_count()
     if n > there or (jax.process_count() > 1 and n != there):
@@ -60,7 +60,8 @@ def _fix_one_device(n: int) -> str:
 def partition(
     shape: tuple[int, ...], names: LogicalAxes, mesh: Mesh | AbstractMesh, rules: LogicalAxisRules
 ) -> PartitionSpec:
-    """Cuts each axis that has a rule and divides evenly; a mesh axis is used once, by the first that can."""
+    """Return the PartitionSpec: each axis with a rule is sharded if it divides evenly. A mesh axis is used once, by the first such
+    axis."""
     used: set[str] = set()
     cuts: list[tuple[str, ...] | str | None] = []
     for size, name in zip(shape, names, strict=True):
@@ -79,7 +80,7 @@ def named_sharding(shape: tuple[int, ...], names: LogicalAxes, mesh: Mesh, rules
 
 
 def named_shardings(arrays: Any, names: Any, mesh: Mesh, rules: LogicalAxisRules) -> Any:
-    """Of a tree of arrays, abstract or not, and their names."""
+    """Return the shardings of a tree of arrays (concrete or abstract) with logical axes `names`."""
     return jax.tree.map(lambda n, x: named_sharding(x.shape, n, mesh, rules), names, arrays, is_leaf=is_logical_axes)
 
 
@@ -88,16 +89,15 @@ def shardings(specs: Any, mesh: Mesh, rules: LogicalAxisRules) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """On every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-# Inside of programs. The mesh is the one of `jax.set_mesh`; with one device, or none set, nothing changes.
+# Inside jitted programs. The mesh is that of `jax.set_mesh`; with one device, or without a mesh, these have no effect.
 
 
 def current() -> AbstractMesh | None:
     mesh = jax.sharding.get_abstract_mesh()
-    inside = AxisType.Manual in mesh.axis_types  # of `local`: one device's part is all there is
+    inside = AxisType.Manual in mesh.axis_types  # within shard_map, where arrays are local shards
     return None if mesh.empty or mesh.size == 1 or inside else mesh
 
 
@@ -107,7 +107,7 @@ def axis_size(axis: str) -> int:
 
 
 def constrain(x: Array, names: LogicalAxes, rules: LogicalAxisRules) -> Array:
-    """Says where an array lies in the midst of a program."""
+    """Constrain the sharding of an intermediate array."""
     mesh = current()
     if mesh is None:
         return x
@@ -117,8 +117,8 @@ def constrain(x: Array, names: LogicalAxes, rules: LogicalAxisRules) -> Array:
 def shard_map_by_axes(
     f: Callable[..., Any], rules: LogicalAxisRules, args: tuple[Any, ...], ins: tuple[Any, ...], out: Any, like: Any
 ) -> Any:
-    """`f(*args)`, computed on each device from its part of the arguments. `ins` and `out` are trees with names in place of arrays,
-    `like` has the shapes of the whole result. What nobody cuts must come out the same on every device."""
+    """Compute `f(*args)` under shard_map, with shardings given as logical axes. `ins` and `out` are trees with logical axes in place
+    of arrays; `like` has the global shapes of the result. Unsharded outputs must be identical on all devices."""
     mesh = current()
     if mesh is None:
         return f(*args)
@@ -134,14 +134,14 @@ def shard_map_by_axes(
 
 
 def shard_map(f: Callable[..., Any], args: tuple[Any, ...], ins: tuple[Any, ...], out: Any) -> Any:
-    """`f(*args)` of each device's part, on the mesh that is set. `ins` and `out` are cuts, or trees of them that may end above the
-    leaves; what is cut by nobody must come out the same on every device."""
+    """Compute `f(*args)` per device on the current mesh. `ins` and `out` are PartitionSpecs or tree prefixes of them. Unsharded
+    outputs must be identical on all devices."""
     return jax.shard_map(f, in_specs=ins, out_specs=out, check_vma=False)(*args)
 
 
 def quantized_pspec(cuts: PartitionSpec, n_group: int, mesh: Mesh | AbstractMesh) -> Any:
-    """Of an 8-bit matrix and of its scales. Where its inputs are cut, a part has the groups of its own inputs; of one group, or of
-    groups that do not divide so, every part has all."""
+    """Return the PartitionSpecs of a quantized weight and its scales. If the input axis is sharded, the scale groups are sharded with
+    it when there are several and they divide evenly; otherwise they are replicated."""
     by = cuts[-2]
     axes = (by,) if isinstance(by, str) else by or ()
     n_part = math.prod(mesh.shape[axis] for axis in axes)
@@ -154,11 +154,11 @@ def is_logical_axes(x: Any) -> bool:
     return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
 
 
-# At the edges: from and to the host.
+# Transfers from and to the host.
 
 
 def to_host(tree: Any) -> Any:
-    """As numpy, whole, on every process. For what is small: of an array that lies on several processes each gets all."""
+    """Return the complete arrays as numpy on every process. Only for small arrays: those spread over processes are all-gathered."""
     return jax.tree.map(_whole_on_host, tree)
 
 
@@ -171,7 +171,7 @@ def _whole_on_host(x: Any) -> Any:
 
 
 def host_to_global(x: Any, names: LogicalAxes, mesh: Mesh, rules: LogicalAxisRules) -> jax.Array:
-    """An array that every process has whole: each device gets its part."""
+    """Make a global array from one that every process has completely."""
     held = np.asarray(x)
     return jax.make_array_from_callback(
         held.shape, named_sharding(held.shape, names, mesh, rules), lambda index: held[index]
@@ -179,7 +179,7 @@ def host_to_global(x: Any, names: LogicalAxes, mesh: Mesh, rules: LogicalAxisRul
 
 
 def process_batch_slice(n_row: int, mesh: Mesh, rules: LogicalAxisRules) -> tuple[int, int]:
-    """Which of how many equal shares of a batch's rows this process must read for its devices."""
+    """Return (index, count): the batch rows this process must read for its devices, as one of `count` equal slices."""
     held = named_sharding((n_row,), ("batch",), mesh, rules).addressable_devices_indices_map((n_row,)).values()
     bounds = [cast(tuple[slice], index)[0].indices(n_row)[:2] for index in held]
     first, last = min(start for start, _ in bounds), max(stop for _, stop in bounds)
@@ -189,7 +189,7 @@ def process_batch_slice(n_row: int, mesh: Mesh, rules: LogicalAxisRules) -> tupl
 
 
 def global_batch(tree: Any, share: tuple[int, int], n_row: int, mesh: Mesh, rules: LogicalAxisRules) -> Any:
-    """A batch on the mesh, of which this process has read a share."""
+    """Make a global batch from the slice of rows (see `process_batch_slice`) that this process has read."""
     first = share[0] * (n_row // share[1])
 
     def one(part: Any) -> jax.Array:
@@ -207,8 +207,8 @@ def global_batch(tree: Any, share: tuple[int, int], n_row: int, mesh: Mesh, rule
 
 
 def abstract_weights(specs: Any, mesh: Mesh, weights: WeightDtype, rules: LogicalAxisRules, n_group: int = 1) -> Any:
-    """Shapes, types and places of weights held in so many bits: what a program is compiled for without the weights. `n_group`: of
-    the scales of matrices whose inputs are cut by the mesh, as in Grok-1's release."""
+    """Return the shapes, dtypes and shardings of weights stored as `weights`, to compile a program without them. `n_group`: scale
+    groups of matrices whose input axis is sharded, as in Grok-1's release."""
 
     def one(spec: Spec) -> Any:
         cuts = partition(spec.shape, spec.axes, mesh, rules)
@@ -230,7 +230,7 @@ def abstract_weights(specs: Any, mesh: Mesh, weights: WeightDtype, rules: Logica
 
 
 def bytes_per_device(arrays: Any) -> int:
-    """Of sharded arrays, abstract or not."""
+    """Return the bytes per device of sharded arrays (concrete or abstract)."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays)
     )

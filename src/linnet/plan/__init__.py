@@ -1,1 +1,1 @@
-"""What a run would take on devices that are not here: programs compiled for them, read, and never run."""
+"""Resource estimates for hardware you do not have: programs are compiled for it and analyzed, but not run."""

@@ -1,4 +1,4 @@
-"""Chips as their makers describe them: what a roofline stands on. Peaks are for dense products; nobody reaches them."""
+"""Published chip specifications for the roofline model. Peaks are for dense matmuls and are not reached in practice."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class Chip:
     name: str
     bf16_flops: float
     float32_flops: float
-    """Of products of float32 arrays as JAX does them by default there: in bfloat16 on a TPU, in TF32 on a GPU."""
+    """Peak of float32 matmuls at JAX's default precision: bfloat16 on TPU, TF32 on GPU."""
     hbm: float
-    """Bytes."""
+    """Memory in bytes."""
     hbm_bandwidth: float
-    """Bytes a second, as all rates here."""
+    """Bytes per second, like all rates here."""
     link: float
-    """What a chip can send to others of its domain, over all its links together."""
+    """Send bandwidth of a chip within its domain, over all its links together."""
     domain: int
-    """Chips joined by those links: a pod, or the GPUs of a server."""
+    """Number of chips connected by those links: a pod, or the GPUs of a server."""
     network: float
-    """What a chip can send beyond its domain: its share of its host's network."""
+    """Send bandwidth of a chip beyond its domain: its share of the host's network."""
     source: str
 
     def flops(self, dtype: str) -> float:
@@ -42,7 +42,7 @@ CHIPS = {
             hbm_bandwidth=1200e9,
             link=1.1e15 / 4096,  # published for the whole pod, as the bandwidth of an all-reduce
             domain=4096,
-            network=25e9 / 8,  # not published for v4: taken to be as v5e's
+            network=25e9 / 8,  # not published for v4: assumed to equal v5e's
             source=f"{_GOOGLE}, v4",
         ),
         Chip(

@@ -1,4 +1,4 @@
-"""What devices say to each other in one step: kinds, bytes, and between whom, as they stand in a compiled program."""
+"""Collectives of a compiled program: their kinds, bytes and device groups."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 KINDS: tuple[Kind, ...] = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 PASSED_ON = ("bitcast", "copy", "convert", "reshape", "transpose")
 Types = Mapping[tuple[Kind, tuple[int, ...], int], int]
-"""Bytes of an element of what is sent, by kind, group and number of elements."""
+"""Bytes per element sent, by kind, group and number of elements."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
     kind: Kind
     n_bytes: float
-    """Of the whole array: what a gather ends with, what a reduction begins with."""
+    """Bytes of the complete array: the output of a gather, the input of a reduction."""
     group: tuple[int, ...]
-    """Devices that take part: those of the first of the groups, which are all alike."""
+    """Devices of the first replica group; all groups have the same structure."""
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends, by the algorithms that need the least."""
+        """Bytes sent per device with bandwidth-optimal algorithms."""
         return sum(self.sent_by_level(math.inf))
 
     def sent_by_level(self, domain: float) -> tuple[float, float]:
-        """Within fast domains of so many neighbouring devices, and between them. A reduction across domains is done in steps:
-        scattered within each, summed between them, gathered within each."""
+        """Return the bytes sent per device within fast domains of `domain` neighbouring devices, and between them. A reduction across
+        domains is hierarchical: reduce-scatter within each, all-reduce between them, all-gather within each."""
         n_domain = len({device // domain for device in self.group})
         near = len(self.group) // n_domain
         if self.kind == "collective-permute":
@@ -48,8 +48,8 @@ class Collective:
         return within, twice * self.n_bytes * (n_domain - 1) / n_domain / near
 
     def on_more_rows(self, n_device: int, n_lead: int, times: int) -> Collective:
-        """The same on a mesh whose leading axis (of `n_lead`) is `times` as long and whose devices hold what they held. A gather
-        along that axis ends with more: its parts are as large as before."""
+        """Return this collective on a mesh whose leading axis (of size `n_lead`) is `times` as long, with the same data per device.
+        The result of a gather along that axis grows, because its shards keep their size."""
         stride = n_device // n_lead
         if self.kind == "collective-permute" or len({device // stride for device in self.group}) == 1:
             return self
@@ -59,9 +59,9 @@ class Collective:
 
 
 def collectives_of(one: Instruction, where: Computation, module: Module, types: Types) -> list[Collective]:
-    """None where the instruction is no collective, or where nobody else takes part; several where this machine's compiler joined
-    what others would do in different ways. `types`: what was sent before the compiler widened it for this machine, which has no
-    bfloat16 arithmetic."""
+    """Return the collectives of an instruction: none if it is not a collective or has only one device per group, several if the CPU
+    compiler combined collectives of different kinds. `types`: element sizes before the compiler widened them for the CPU, which has
+    no bfloat16 arithmetic."""
     kind = _kind(one)
     if kind is None:
         return []
@@ -75,7 +75,7 @@ def collectives_of(one: Instruction, where: Computation, module: Module, types: 
         if kind == "reduce-scatter":
             n_bytes *= len(group)
         if kind == "all-reduce" and _only_cut(_part(one, number, where), where, module, shape.size // len(group)):
-            done = "reduce-scatter"  # compilers for accelerators make it one; the one for CPUs does not
+            done = "reduce-scatter"  # accelerator compilers make this rewrite; the CPU compiler does not
         total[done] = total.get(done, 0.0) + n_bytes
     return [Collective(kind=kind, n_bytes=n_bytes, group=group) for kind, n_bytes in total.items()]
 
@@ -85,7 +85,7 @@ def _kind(one: Instruction) -> Kind | None:
 
 
 def _part(one: Instruction, number: int, where: Computation) -> str:
-    """The name of one of the arrays that an instruction gives."""
+    """Return the name of one of an instruction's output arrays."""
     if len(one.shapes) == 1:
         return one.name
     parts = (user.name for user in where.users(one.name) if user.text("index") == str(number))
@@ -93,15 +93,15 @@ def _part(one: Instruction, number: int, where: Computation) -> str:
 
 
 def _carried(one: Instruction, kind: Kind) -> tuple[Shape, ...]:
-    """A start's result is a pair of what goes in and what comes out."""
+    """Return the output shapes. The result of an async start is the pair of input and output."""
     if not one.opcode.endswith("-start") or kind == "all-reduce":
         return one.shapes
     return one.shapes[1:2]
 
 
 def types_of(module: Module) -> Types:
-    """The true types of what is sent, from a program that was cut for its devices but not yet fitted to this machine. Of two arrays
-    alike in all but their types the narrower one decides."""
+    """Return the original element sizes, from the program after SPMD partitioning but before CPU-specific passes. If two arrays differ
+    only in dtype, the narrower one is used."""
     types: dict[tuple[Kind, tuple[int, ...], int], int] = {}
     for computation in module.computations.values():
         for one in computation:
@@ -115,7 +115,7 @@ def types_of(module: Module) -> Types:
 
 
 def _only_cut(name: str, where: Computation, module: Module, size: int) -> bool:
-    """Whether every reader of a sum takes no more than its own share of it."""
+    """Return whether every user of an all-reduce reads only its own shard of the result."""
     readers = where.users(name) if name else []
     return bool(readers) and all(_cuts(name, reader, where, module, size) for reader in readers)
 
@@ -154,7 +154,7 @@ _GROUPS = re.compile(
 
 @functools.cache
 def _first_group(text: str) -> tuple[int, ...]:
-    """All of XLA's three ways to write groups: lists, a shuffled count, and axes of a mesh."""
+    """Parse the first group from any of XLA's three notations: lists, iota with a transpose, and mesh axes."""
     if text.startswith("{"):
         return tuple(map(int, re.findall(r"\d+", text)))
     if text.startswith("mesh"):
@@ -164,8 +164,7 @@ def _first_group(text: str) -> tuple[int, ...]:
 
 
 def _first_of_mesh(text: str) -> tuple[int, ...]:
-    """The devices that differ only in the named axes. A name may stand for a part of its axis, as 'a':(2)4: the four within each of
-    two."""
+    """Return the devices that differ only in the named axes. A name may select a sub-axis: 'a':(2)4 is the four within each of two."""
     axes, chosen = text.split("{")
     given, _, ids = axes.partition("]")
     names = re.findall(r"'(\w+)'=(\d+)", given)
@@ -186,7 +185,7 @@ _CHOSEN = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 
 
 def _shuffled(text: str) -> np.ndarray:
-    """`[4,2]T(1,0)`: counted in one order, read in another."""
+    """Parse an iota with an optional transpose, such as `[4,2]T(1,0)`."""
     shape, _, order = text.partition("T")
     count = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
     return count.transpose(_numbers(order)) if order else count

@@ -1,4 +1,4 @@
-"""Programs compiled to be read, not run: what the compiler says of them, in the types that the model has."""
+"""Compile programs for analysis, without running them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import jax
 class Compiled:
     text: str
     cut: str | None
-    """The program right after it was cut for its devices; None where there is one device."""
+    """HLO after SPMD partitioning, before CPU-specific passes; None with one device."""
     argument_bytes: int
     output_bytes: int
-    """Beyond what reuses the arguments' memory."""
+    """Outputs that do not alias an argument."""
     temporary_bytes: int
 
 
 def use_fake_devices(n_device: int) -> None:
-    """So many devices, of a processor that is there once. To be called before JAX looks for devices."""
+    """Make JAX expose `n_device` fake CPU devices. Call this before JAX initializes its backends."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", n_device)
-    # A program out of the cache was not compiled, and leaves nothing to read.
+    # A cached program is not compiled, so it would not dump its HLO.
     jax.config.update("jax_enable_compilation_cache", False)
 
 
 def compile_for_reading(lowered: Any) -> Compiled:
-    """Of a `jax.stages.Lowered`. Nothing is optimised for running, which does not change what is read."""
+    """Compile a `jax.stages.Lowered` and return its HLO and memory analysis. Backend optimizations are off; they do not change it."""
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "xla_backend_optimization_level": 0,

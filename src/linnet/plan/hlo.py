@@ -1,4 +1,4 @@
-"""The text of a compiled program, as computations of instructions: as much of XLA's grammar as counting needs."""
+"""Parser for the HLO text of a compiled program. Covers the part of XLA's grammar that counting needs."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Instruction:
     name: str
     opcode: str
     shapes: tuple[Shape, ...]
-    """Of the result; of a tuple, of each of its arrays."""
+    """Shapes of the result: one per array if it is a tuple."""
     operands: tuple[str, ...]
     attributes: str
 
     def called(self, attribute: str) -> str | None:
-        """The computation that `attribute` (body, calls, ..) names."""
+        """Return the computation named by `attribute` (body, calls, ...)."""
         found = re.search(rf"{attribute}=%([\w.\-]+)", self.attributes)
         return found[1] if found else None
 
@@ -55,7 +55,7 @@ class Instruction:
         return [name for key in ("true_computation", "false_computation") if (name := self.called(key)) is not None]
 
     def numbers(self, attribute: str) -> tuple[int, ...]:
-        """The list of integers that an attribute holds; empty where there is none."""
+        """Return an attribute's list of integers; empty if there is none."""
         found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
         return tuple(map(int, found[1].split(","))) if found and found[1] else ()
 
@@ -65,7 +65,7 @@ class Instruction:
 
     @property
     def known_trips(self) -> int | None:
-        """How often a loop runs, where the compiler knows."""
+        """Trip count of a loop, if known to the compiler."""
         found = re.search(r'"known_trip_count":(\{[^}]*\})', self.attributes)
         return int(json.loads(found[1])["n"]) if found else None
 
@@ -92,7 +92,7 @@ class Module:
 
 
 def width(dtype: str) -> int:
-    """Bytes of an element."""
+    """Return the bytes per element."""
     if dtype in BYTES:
         return BYTES[dtype]
     bits = re.match(r"[a-z]+(\d+)", dtype)
@@ -139,14 +139,14 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _operands(opcode: str, text: str) -> tuple[str, ...]:
-    """Names; of a parameter its number, and of a constant nothing."""
+    """Return the operand names; for a parameter its number, for a constant nothing."""
     if opcode == "parameter":
         return (text,)
     return tuple(re.findall(r"%([\w.\-]+)", _COMMENT.sub("", text))) if opcode != "constant" else ()
 
 
 def _closing(text: str, opening: int) -> int:
-    """Where the bracket that opens at `opening` closes."""
+    """Return the index of the bracket that closes the one at `opening`."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, opening):
         depth += 1 if found[0] == "(" else -1

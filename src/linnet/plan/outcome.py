@@ -1,4 +1,4 @@
-"""What a plan says: plain figures, which go from the process that compiles to the one that asked as JSON."""
+"""The result of planning a training run, serialized as JSON between the compiling process and its caller."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from linnet.plan.collectives import Collective
 from linnet.plan.program import Program
 
 MAX_DEVICES = 2048
-"""Of a mesh that is compiled whole: one process cannot pretend to have more. A part stands for a larger one."""
+"""Maximum size of a mesh that is compiled completely: the limit of fake devices per process. Larger meshes are extrapolated from a
+part of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device."""
+    """Memory per device, in bytes."""
 
     parameters: int
     optimizer: int
     average: int
-    """The moving average of the parameters."""
+    """The EMA of the parameters."""
     codebooks: int
     carry: int
-    """The state of the sequences between two updates."""
+    """The state of the sequences carried between updates."""
     batch: int
     temporary: int
-    """Gradients, activations and whatever else lives only within an update. Compiled for this machine, which computes bfloat16 in
-    float32: of such a model this is an upper bound."""
+    """Gradients, activations and other temporaries of an update. An upper bound for bfloat16 models, because the program is compiled
+    for the CPU, which computes bfloat16 in float32."""
     results: int
 
     @property
     def state(self) -> int:
-        """What lives between two updates."""
+        """Bytes that persist between updates."""
         return self.parameters + self.optimizer + self.average + self.codebooks + self.carry
 
     @property
@@ -49,18 +50,18 @@ class Plan:
     rows: int
     memory: Memory
     program: Program
-    """What one device does in one update."""
+    """Work of one device in one update."""
     useful_flops: float
-    """That the model needs for an update, by its family's formula: all devices together, nothing computed twice."""
+    """Model FLOPs of an update by the family's formula: over all devices, without recomputation."""
     dtype: str
     compiled_mesh: str | None
-    """The smaller mesh that stood for this one."""
+    """The smaller mesh that was compiled in place of this one, if any."""
     assumed_turns: float | None
-    """Of loops over an expert's tokens: all experts chosen equally often."""
+    """Assumed trip count of loops over an expert's tokens, with a uniform load."""
 
 
 def useful_flops(cfg: RunConfig) -> float:
-    """Of an update: three times the forward pass."""
+    """Return the model FLOPs of an update: three times those of the forward pass."""
     per_row = 1 if isinstance(cfg.model, PriorConfig) else cfg.tokens.update_len
     return 3.0 * registry.get(cfg.family).flops_per_token(cfg.model) * cfg.data.batch_size * per_row
 

@@ -1,4 +1,4 @@
-"""From a run and a number of devices to meshes worth compiling, and from their plans to the one to use."""
+"""Mesh search: choose candidate meshes for a run and a number of devices, and the best of their plans."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from linnet.plan.outcome import MAX_DEVICES, Plan
 from linnet.plan.sizes import in_words
 
 SHORT_LIST = 4
-"""Meshes compiled when none is asked for: each takes the compiler seconds to a minute."""
+"""Maximum number of meshes compiled if none is given. Each takes seconds to a minute to compile."""
 
 
 def plan_apart(runs: Sequence[RunConfig], most: int = MAX_DEVICES) -> Iterator[Plan]:
-    """Plans of these runs as they come, compiled in a process of their own: only a fresh one can pretend to have the devices."""
+    """Yield the plans of these runs, compiled in a separate process: fake devices must be set up before JAX is initialized."""
     command = [sys.executable, "-m", "linnet.plan.worker"]
     with (
-        tempfile.TemporaryFile("w+") as said,  # the compiler talks a lot, and matters only where it fails
+        tempfile.TemporaryFile("w+") as said,  # compiler output, shown only on failure
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True) as process,
     ):
         assert process.stdin is not None
@@ -53,7 +53,7 @@ def with_mesh(cfg: RunConfig, mesh: str) -> RunConfig:
 
 
 def enumerate_meshes(cfg: RunConfig, n: int) -> list[RunConfig]:
-    """The run on every mesh of `n` devices that fits it."""
+    """Return the run on every mesh of `n` devices that is valid for it."""
     found: list[RunConfig] = []
     for sizes in _factored(n, len(MESH_AXES)):
         try:
@@ -72,7 +72,7 @@ def _factored(n: int, axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def with_enough_rows(cfg: RunConfig, n: int) -> RunConfig:
-    """The run itself where some mesh of `n` devices fits it; else with one row for each of them."""
+    """Return the run itself if some mesh of `n` devices is valid for it; otherwise with one row per device."""
     if enumerate_meshes(cfg, n):
         return cfg
     data: Any = dataclasses.replace(cfg.data, batch_size=n * cfg.train.accumulate)
@@ -80,7 +80,8 @@ def with_enough_rows(cfg: RunConfig, n: int) -> RunConfig:
 
 
 def short_list(cfg: RunConfig, n: int, hbm: float) -> list[RunConfig]:
-    """Of the meshes whose state would fit, those that seem to have the least to say; where none fits, those that hold the least."""
+    """Return the candidate meshes: those whose state is estimated to fit with the least communication; if none fits, those with the
+    least state per device."""
     if n < 1:
         raise invalid("--devices", n, "at least 1", "say how many there are")
     guesses = [(estimate(run), run) for run in enumerate_meshes(cfg, n)]
@@ -94,7 +95,7 @@ def short_list(cfg: RunConfig, n: int, hbm: float) -> list[RunConfig]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Guess:
-    """Bytes a device, roughly: which meshes to compile is decided by these, and nothing else."""
+    """Rough estimate in bytes per device, used only to choose which meshes to compile."""
 
     held: float
     sent: float
@@ -133,7 +134,7 @@ def _carry_bytes(cfg: RunConfig) -> float:
 
 
 def recommended(plans: Sequence[Plan], chip: Chip, hbm: float) -> Plan | None:
-    """Of those that fit, the one with the least to say; None where none fits."""
+    """Return the plan with the least communication time among those that fit, or None."""
 
     def communication(plan: Plan) -> float:
         return roofline.times(plan.program, plan.memory.state, chip, plan.dtype).communication
@@ -142,7 +143,7 @@ def recommended(plans: Sequence[Plan], chip: Chip, hbm: float) -> Plan | None:
 
 
 def suggestions(cfg: RunConfig, plans: Sequence[Plan], hbm: float) -> list[str]:
-    """Words for a run that does not fit: what to change, the cheapest first."""
+    """Return suggested changes for a run that does not fit, the cheapest first."""
     least = min(plans, key=lambda plan: plan.memory.total)
     words: list[str] = []
     sizes = parse_mesh(least.mesh)
@@ -167,7 +168,7 @@ def suggestions(cfg: RunConfig, plans: Sequence[Plan], hbm: float) -> list[str]:
 
 
 def remat_plans(cfg: RunConfig) -> list[RunConfig]:
-    """The run with each way to compute again in the backward pass."""
+    """Return the run with each rematerialization setting."""
     models: list[Any] = [dataclasses.replace(cfg.model, remat=remat) for remat in ("none", "some", "full")]
     return [dataclasses.replace(cfg, model=model) for model in models]
 

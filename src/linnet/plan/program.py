@@ -1,7 +1,7 @@
-"""What a compiled program does in one call, counted from its own text: products, collectives, and what they move.
+"""Cost analysis of a compiled program from its HLO text: matmul FLOPs, collectives and bytes moved per call.
 
-XLA's own count takes the body of a loop once, however often it runs; here every loop counts as often as it does. Work other than
-products (norms, exponentials, sorting) is not counted as FLOPs, as is usual.
+XLA's own cost analysis counts a loop body once; here it is multiplied by the trip count. As usual, only matmuls count as FLOPs
+(not norms, exponentials or sorting).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from linnet.plan.hlo import Computation, Instruction, Module, parse, width
 
 
 class UnknownTrips(ValueError):
-    """A loop runs as often as its data say, and nobody said how often to count it."""
+    """The trip count of a loop depends on data, and no count was given for it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """Of one device, in one call."""
+    """Costs of one call on one device."""
 
     flops: float
     product_bytes: float
-    """Operands read and results written by the products: what passes through memory where all else is fused into them."""
+    """Bytes read and written by matmuls: the memory traffic if everything else is fused into them."""
     collectives: dict[Collective, float]
-    """How often each happens."""
+    """Each collective with its number of executions."""
     n_assumed: int
-    """Loops whose number of turns was assumed."""
+    """Number of loops whose trip count was assumed."""
 
     def sent(self) -> float:
         return sum(one.sent * times for one, times in self.collectives.items())
@@ -44,9 +44,9 @@ Trips = Callable[[Instruction], float]
 
 
 def read(text: str, *, cut: str | None = None, trips: Trips | None = None, element: int | None = None) -> Program:
-    """`cut`: the same program as it was cut for its devices, before it was fitted to this machine, which tells the true types of
-    what is sent. `trips`: how often to count a loop that the data decide on; without it such a loop is an error. `element`: bytes
-    of a float in products, where the model's are narrower than this machine's."""
+    """Analyze a program. `cut`: its HLO after SPMD partitioning, before CPU-specific passes, for the original dtypes of collectives.
+    `trips`: trip counts of data-dependent loops; without it such a loop is an error. `element`: maximum bytes per element in matmuls,
+    if the model's dtype is narrower than what the CPU computes in."""
     module = parse(text)
     types = types_of(parse(cut)) if cut is not None else {}
     return _Reader(module, types, trips, element).of(module.entry)
@@ -69,7 +69,7 @@ class _Reader:
     def _one(self, one: Instruction, where: Computation) -> Program:
         if one.opcode == "while":
             return self._loop(one)
-        if one.opcode == "conditional":  # one branch runs: the one with the most to do
+        if one.opcode == "conditional":  # count the most expensive branch
             return max(map(self.of, one.branches()), key=lambda branch: (branch.flops, branch.sent()))
         if one.opcode in ("fusion", "call", "async-start"):
             return _sum([self.of(name) for name in one.all_called()])
@@ -123,7 +123,7 @@ def _plus(total: Program, more: Program, times: float) -> Program:
 
 
 def on_more_rows(program: Program, n_device: int, n_lead: int, times: int) -> Program:
-    """The same on a mesh of `n_device` whose leading axis, of `n_lead`, is `times` as long, with as many rows more."""
+    """Extrapolate from a mesh of `n_device` devices to one whose leading axis (of size `n_lead`) and rows are `times` as many."""
     collectives: dict[Collective, float] = {}
     for one, n in program.collectives.items():
         more = one.on_more_rows(n_device, n_lead, times)

@@ -1,4 +1,4 @@
-"""How fast a step could be at best: the time of its products, of its memory, of its collectives; the longest of them bounds it."""
+"""Roofline model: a lower bound of the step time from compute, memory and communication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Bound = Literal["compute", "memory", "communication"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds of one step. All three could go on at once; a real step takes longer than the longest."""
+    """Seconds per step. All three can overlap; a real step takes longer than the longest of them."""
 
     compute: float
     memory: float
@@ -34,7 +34,7 @@ class Times:
 
 
 def times(program: Program, state_bytes: float, chip: Chip, dtype: str) -> Times:
-    """`state_bytes`: what the step reads and writes once besides its products: weights, optimiser, carried state."""
+    """Return the roofline times. `state_bytes` (weights, optimizer, carried state) are read and written once per step."""
     near, far = sent_by_level(program, chip)
     return Times(
         compute=program.flops / chip.flops(dtype),
@@ -44,11 +44,11 @@ def times(program: Program, state_bytes: float, chip: Chip, dtype: str) -> Times
 
 
 def sent_by_level(program: Program, chip: Chip) -> tuple[float, float]:
-    """Bytes that a device sends over its links, and over the network."""
+    """Return the bytes that a device sends over its links, and over the network."""
     levels = [(one.sent_by_level(chip.domain), times) for one, times in program.collectives.items()]
     return sum(near * times for (near, _), times in levels), sum(far * times for (_, far), times in levels)
 
 
 def share_of_peak(useful_flops: float, n_device: int, step: float, chip: Chip, dtype: str) -> float:
-    """Useful: what the model needs, recomputation and doubled work not counted. An upper bound on what can be reached."""
+    """Return the upper bound of the model FLOPs utilization (MFU). Recomputation and replicated work are not counted as useful."""
     return useful_flops / (n_device * chip.flops(dtype) * step)

@@ -1,6 +1,6 @@
-"""What serving takes: weights and slots on each device of a mesh, the state of a session, and how many fit. Shapes only, no program.
+"""Memory estimates for serving: weights and slots per device, session state, and how many sessions fit. Computed from shapes only.
 
-Rows of a batch are not cut here: a mesh serves one replica, and more rows are more replicas.
+The batch is not sharded here: a mesh serves one replica; add replicas for a larger batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from linnet.parallel.mesh import MESH_AXES, n_devices, parse_mesh
 from linnet.plan.sizes import in_words
 
 SHORT_TEXT = 1024
-"""Tokens of a short conversation: of a state that grows with its text, one figure would say nothing."""
+"""Tokens of a short conversation, the second length at which a session state that grows with its text is reported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,19 +34,19 @@ class Serving:
     parameters: int
     weights: WeightDtype
     weight_bytes: float
-    """On each device, with what decoding computes from them ahead."""
+    """Per device, including the weights prepared for decoding."""
     read_bytes: float
-    """Of those, what is read for every token."""
+    """The part of `weight_bytes` that is read for each token."""
     slot_bytes: float
-    """Of one slot, on each device."""
+    """Bytes of one slot per device."""
     session_bytes: float
-    """Of one session's state as a value, whole: what is kept and moved. The longest that the model allows."""
+    """Bytes of one complete session state as saved or moved, at the longest context that the model allows."""
     short_session_bytes: float
-    """After SHORT_TEXT tokens."""
+    """The same after SHORT_TEXT tokens."""
     flops_per_token: int
 
     def n_slot(self, hbm: float) -> int:
-        """Slots that fit beside the weights, where they share the memory with nothing else."""
+        """Return the number of slots that fit in memory beside the weights, if nothing else uses it."""
         return max(0, math.floor((hbm - self.weight_bytes) / self.slot_bytes))
 
 
@@ -64,7 +64,7 @@ def plan_serving(cfg: RunConfig, weights: str) -> Serving:
     placed = sharding.abstract_weights(specs, mesh, held, decoding_rules(family.RULES), n_group=sizes["model"])
     mine, whole = sharding.bytes_per_device(placed), _bytes(placed)
     read = float(mine)
-    if isinstance(model, VQConfig):  # decoding holds a second copy, cut and joined as it wants it
+    if isinstance(model, VQConfig):  # decoding keeps a second copy of the weights in its own layout
         buffers = params.abstract(family.buffer_specs(model))
         ahead = jax.eval_shape(lambda p, b: family.decoder.prepare(p, b, model), placed, buffers)
         read = _bytes(ahead) * mine / whole
@@ -84,7 +84,7 @@ def plan_serving(cfg: RunConfig, weights: str) -> Serving:
 
 
 def _slot_bytes(model: Any, family: Any, n_part: int) -> float:
-    """Values (of one head) or heads of keys and values are cut by the mesh's model axis; small figures are everywhere."""
+    """Return the bytes per slot and device. The model axis shards the heads (vq with one head: the values); the rest is replicated."""
     slots = jax.eval_shape(lambda: family.decoder.init_slots(model, 1))
     if isinstance(model, VQConfig):
         cut = _bytes(slots.units if model.n_head > 1 else [unit.total for unit in slots.units])

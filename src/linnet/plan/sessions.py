@@ -1,4 +1,4 @@
-"""What session traffic a cluster of replicas holds, from the bytes of a state and published figures of chips."""
+"""Session capacity of a cluster of replicas, from the session state's size and published chip specifications."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from linnet.plan.chips import Chip
 from linnet.plan.serving import Serving
 
 TURN = 256
-"""Tokens of an answer."""
+"""Tokens per response."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Of one replica at best: every slot busy, its tick bound by memory or by products. Of N replicas all of it is N times as much,
-    for they share nothing but the store; what that must carry is N times `store_rate`."""
+    """Best case of one replica: every slot is busy, and a tick is bound by memory or compute. N replicas have N times the capacity,
+    because they share only the store, whose load is N times `store_rate`."""
 
     sessions: int
-    """Held at once in the devices' memory."""
+    """Concurrent sessions in device memory."""
     tick: float
-    """Seconds in which each of them writes a token."""
+    """Seconds per tick, in which each session generates one token."""
     turns: float
-    """Answers a second."""
+    """Responses per second."""
     move: float
-    """Seconds in which a session leaves for another replica over the network of its chips."""
+    """Seconds to move a session to another replica over the network."""
     moved_share: float
-    """Of the turns that may begin with a move before the network is the bound; 1: every one."""
+    """Fraction of turns that can begin with a move before the network is the bottleneck; 1: all of them."""
 
     def store_rate(self, share: float, session_bytes: float) -> float:
-        """Bytes a second to and from a store, where so many turns begin elsewhere: written once, read once."""
+        """Return the bytes per second to and from a store if this fraction of turns moves replica (one write and one read each)."""
         return 2 * self.turns * share * session_bytes
 
 
 def traffic(plan: Serving, chip: Chip, dtype: str) -> Traffic | None:
-    """None where the weights leave no room for a slot."""
+    """Return the traffic of one replica, or None if no slot fits beside the weights."""
     n = plan.n_slot(chip.hbm)
     if not n:
         return None

@@ -1,4 +1,4 @@
-"""Bytes as people write and read them."""
+"""Parse and format sizes in bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BINARY = {f"{p}ib": 1024.0**i for i, p in enumerate("kmgt", 1)}
 
 
 def parse_size(text: str, field: str) -> float:
-    """`16GB`, `16GiB`, `80e9`."""
+    """Parse a size such as `16GB`, `16GiB` or `80e9`."""
     found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([a-zA-Z]*)\s*", text)
     units = _UNITS | _BINARY
     if not found or found[2].lower() not in units:

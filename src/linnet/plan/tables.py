@@ -1,5 +1,5 @@
-"""The tables of docs/scale.md: each preset on meshes of up to 4,096 devices, with as many rows a device as before (weak), and with
-the preset's own batch (strong)."""
+"""The tables of docs/scale.md: each preset on meshes of up to 4,096 devices, with a constant batch per device (weak scaling) and
+with the preset's global batch (strong scaling)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from linnet.plan.words import markdown
 DEVICES = (1, 8, 64, 256, 1024, 4096)
 PRESETS = ("enwik8", "pg19", "imagenet64", "grok-1")
 ROWS = {"enwik8": 4, "pg19": 4, "imagenet64": 4, "grok-1": 1}
-"""Of a device, where their number is kept. Memory decides: a row's carried state and activations take gigabytes."""
+"""Rows per device for weak scaling. Limited by memory: a row's carried state and activations take gigabytes."""
 
 
 def weak(preset: str, n: int) -> RunConfig:
-    """As many rows a device however many there are. Eight devices share the weights of a large vq model, 256 those of grok-1."""
+    """Return the run with a constant batch per device. Weights of large vq models are sharded over 8 devices, of grok-1 over 256."""
     if preset == "grok-1":
         expert = min(n, 8)
         fsdp = min(n // expert, 32)
@@ -40,7 +40,7 @@ def weak(preset: str, n: int) -> RunConfig:
 
 
 def strong(preset: str, n: int) -> RunConfig | None:
-    """The preset's own batch: where rows run out, devices share the model's width. None where nothing is left to share."""
+    """Return the run with the preset's global batch. Devices beyond one per row go to the model axis; None if that is not possible."""
     cfg = presets.get(preset)
     rows = min(n, cfg.data.batch_size)
     sizes = {"expert" if preset == "grok-1" else "data": rows, "model": n // rows}
@@ -92,7 +92,7 @@ def _row(plan: Plan, chip: Chip) -> list[str]:
 
 
 def where_it_stops(plans: Sequence[Plan], chip: Chip) -> str:
-    """The first mesh on which devices talk longer than they work."""
+    """Return a sentence that names the first mesh bound by communication."""
     for plan in plans:
         times = roofline.times(plan.program, plan.memory.state, chip, plan.dtype)
         if times.communication > max(times.compute, times.memory):
@@ -101,7 +101,7 @@ def where_it_stops(plans: Sequence[Plan], chip: Chip) -> str:
 
 
 def remat_table(runs: Sequence[RunConfig], plans: Sequence[Plan]) -> str:
-    """What it saves, and what it costs, to compute again in the backward pass."""
+    """Make a table of the memory savings and FLOPs cost of rematerialization."""
     header = ("preset", "mesh", "remat", "temporaries a device", "TFLOPs a device", "of them the model's own")
     rows = [
         (
@@ -137,7 +137,7 @@ def chips_table() -> str:
 
 
 def sessions_table(plans: Sequence[tuple[str, Serving]], chip: Chip) -> str:
-    """One replica of each."""
+    """Make a table of the capacity of one replica of each preset."""
     header = (
         "preset",
         "a replica",
@@ -175,7 +175,7 @@ def sessions_table(plans: Sequence[tuple[str, Serving]], chip: Chip) -> str:
 
 
 def replicas_table(plans: Sequence[tuple[str, Serving]], chip: Chip) -> str:
-    """Of N replicas: sessions held, answers a second, and what a shared store would carry."""
+    """Make a table of N replicas: concurrent sessions, responses per second and the load of a shared store."""
     header = ("replicas", *(f"{preset}: sessions, answers/s, store" for preset, _ in plans))
     found = [(plan, traffic(plan, chip, "bfloat16")) for _, plan in plans]
     rows: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""The update of a run, compiled for its mesh without one weight: bytes a device by kind, FLOPs, collectives."""
+"""Plan of a training run: its update is compiled for its mesh from abstract shapes, for bytes per device, FLOPs and collectives."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from linnet.train.step import make_step
 
 
 def plan_training(cfg: RunConfig, most: int = MAX_DEVICES) -> Plan:
-    """Of a mesh larger than `most`, a part is compiled: fewer rows on a shorter data axis, so that every device holds and does just
-    the same; collectives along that axis are then drawn out to its length."""
+    """Plan the update of a run. For a mesh larger than `most`, a part with a shorter data axis and the same rows per device is
+    compiled, so that memory and work per device are the same; collectives along that axis are extrapolated to its full length."""
     sizes = parse_mesh(cfg.mesh)
     part, times = _foldable(cfg, most)
     part_sizes = parse_mesh(part.mesh)
@@ -54,7 +54,7 @@ def plan_training(cfg: RunConfig, most: int = MAX_DEVICES) -> Plan:
 
 @functools.cache
 def _compiled(cfg: RunConfig) -> tuple[Memory, program.Program]:
-    """One part may stand for several meshes."""
+    """Compile and analyze the update. Cached, because one part may represent several meshes."""
     mesh = sharding.make_mesh(parse_mesh(cfg.mesh))
     family: ModelFamily = registry.get(cfg.family)
     optimizer = make_optimizer(cfg.optim, trainable_specs(family, cfg))
@@ -83,10 +83,10 @@ def _compiled(cfg: RunConfig) -> tuple[Memory, program.Program]:
 
 
 def _foldable(cfg: RunConfig, most: int) -> tuple[RunConfig, int]:
-    """The run on as much of its data axis as can be compiled, and how many times shorter that is."""
+    """Return the run with its data axis halved until it can be compiled, and the factor by which it is shorter."""
     sizes, times = parse_mesh(cfg.mesh), 1
     while n_devices(sizes) > most and sizes["data"] % 4 == 0:
-        sizes["data"] //= 2  # two are left: else there were no axis to draw out
+        sizes["data"] //= 2  # at least 2 remain, because an axis of size 1 has no collectives to extrapolate
         times *= 2
     data: Any = dataclasses.replace(cfg.data, batch_size=cfg.data.batch_size // times)
     return dataclasses.replace(cfg, mesh=mesh_text(sizes), data=data), times
@@ -101,21 +101,21 @@ def _always(turns: float) -> program.Trips:
 
 
 def even_turns(cfg: RunConfig) -> float | None:
-    """How often an expert's loop over its tokens runs when all experts are chosen equally often; None without experts. No other
-    loop of an update waits for data to say how often it runs."""
+    """Return the trip count of the loop over an expert's tokens with a uniform load, or None without experts. No other loop of an
+    update has a data-dependent trip count."""
     model = cfg.model
     if isinstance(model, PriorConfig) or not model.n_expert:
         return None
     sizes = parse_mesh(cfg.mesh)
     rows = cfg.data.batch_size // cfg.train.accumulate // data_parallel_size(sizes)
-    # Devices that share the experts look at each other's tokens.
+    # With expert parallelism each device processes the tokens of all devices along the expert axis.
     pairs = rows * cfg.tokens.update_len * sizes["expert"] * model.n_choice
     height = experts.training_block(pairs, model.n_expert // sizes["expert"])
     return float(math.ceil(pairs / model.n_expert / height))
 
 
 def abstract_batch(cfg: RunConfig, family: ModelFamily, mesh: Mesh) -> Any:
-    """Shapes, types and places of what an update reads."""
+    """Return the shapes, dtypes and shardings of a training batch."""
     rows = cfg.data.batch_size
 
     def array(dtype: Any, *rest: int) -> Any:

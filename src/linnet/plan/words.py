@@ -1,4 +1,4 @@
-"""A plan in words: one mesh in full, several side by side."""
+"""Text reports of plans: one mesh in detail, or several in a table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADER = ("mesh", "state", "temporaries", "in all", "TFLOPs", "sent", "compute",
 
 
 def by_kind(memory: Memory) -> list[tuple[str, int]]:
-    """What there is of, in words."""
+    """Return the nonzero kinds of memory with their labels."""
     return [(words, getattr(memory, name)) for name, words in KINDS.items() if getattr(memory, name)]
 
 
@@ -63,7 +63,7 @@ def _times(plan: Plan, chip: Chip) -> list[str]:
 
 
 def remarks(plan: Plan) -> list[str]:
-    """What a reader must know of how the figures came about."""
+    """Return notes on the assumptions behind the figures."""
     lines: list[str] = []
     if plan.dtype == "bfloat16":
         lines.append(
@@ -93,7 +93,7 @@ def row(plan: Plan, chip: Chip, hbm: float) -> tuple[str, ...]:
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """As wide as they need to be: a line is one mesh, wherever it goes."""
+    """Format aligned columns, one line per mesh. Lines are not wrapped to the terminal width."""
     widths = [max(len(cells[i]) for cells in (header, *rows)) for i in range(len(header))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()

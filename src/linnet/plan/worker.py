@@ -1,5 +1,5 @@
-"""The process that compiles: runs and their meshes as JSON come in, a plan of each as a line of JSON goes out
-(`python -m linnet.plan.worker`). It pretends to have the devices, and never gives them anything to do.
+"""Worker process that compiles plans (`python -m linnet.plan.worker`): reads runs as JSON from stdin and writes one plan per line
+of JSON. It uses fake devices and runs nothing on them.
 """
 
 from __future__ import annotations

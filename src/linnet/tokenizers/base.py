@@ -1,5 +1,5 @@
-"""What turns bytes into ids and back. `open_tokenizer` knows the bytes themselves, sentencepiece models, and Hugging Face
-tokenizer.json files; each has a fingerprint, so that data and model can be held to the same one."""
+"""The tokenizer interface and the byte tokenizer. `load.open_tokenizer` opens these, sentencepiece models and Hugging Face
+tokenizer.json files. Each tokenizer has a fingerprint, which is used to check that data and model match."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ BYTES = "bytes"
 BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE = "tokenizer.bytes", "tokenizer.model", "tokenizer.json"
 TOKENIZER_FILES = (BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE)
 END_FILE = "tokenizer.end"
-"""The name of the end token, beside a saved model: a model file need not say which of its tokens ends a document."""
+"""File with the name of the EOS token, next to a saved model: a model file need not define which token is EOS."""
 SETTINGS_FILE = "tokenizer_settings.json"
-"""The rules by which a saved model is used. Without this file: `exact`, as in every version before there was a choice."""
+"""File with the `Rules` of a saved tokenizer. Without it the rules are `exact`, as in all versions before the setting existed."""
 Rules = Literal["exact", "released"]
-"""`exact`: every byte string comes back as it was. `released`: as the library of the model file encodes and decodes."""
+"""`exact`: every byte string round-trips. `released`: encodes and decodes exactly as the model file's own library does."""
 
 
 class Tokenizer(Protocol):
-    """Can be pickled for worker processes, and holds no open file."""
+    """Tokenizer interface. Instances can be pickled for worker processes and hold no open file."""
 
     @property
     def kind(self) -> str: ...
@@ -36,49 +36,49 @@ class Tokenizer(Protocol):
     def n_vocab(self) -> int: ...
     @property
     def end_id(self) -> int:
-        """Ends a document. No text is ever encoded to it."""
+        """The EOS id, which ends a document. No text is encoded to it."""
         ...
 
     @property
     def exact(self) -> bool:
-        """Every byte string comes back as it was: the vocabulary has a piece for every byte."""
+        """Whether every byte string round-trips, because the vocabulary has a piece for each byte."""
         ...
 
     @property
     def rules(self) -> Rules: ...
     @property
     def text_rules(self) -> TextRules:
-        """How ids become text, piece by piece; `decode` follows them too."""
+        """The detokenization rules for single ids; `decode` follows them too."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the kind, the content, the end id and the rules."""
+        """SHA-256 of the kind, the content, the EOS id and the rules."""
         ...
 
     def encode(self, data: bytes, *, continues: bool = False) -> Int32[np.ndarray, " n"]:
-        """Without an end id. Bytes that are not UTF-8 are no error. `continues`: the text continues another, so nothing that
-        belongs in front of a text is added to it."""
+        """Encode without EOS. Invalid UTF-8 is allowed. `continues`: the text continues another, so no prefix (such as
+        sentencepiece's leading space) is added."""
         ...
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, " n"]) -> bytes:
-        """Of a whole text. An id that stands for no text adds nothing."""
+        """Decode a complete text. Control ids add nothing."""
         ...
 
     def id_bytes(self, token: int) -> bytes:
-        """What one id stands for, inside a text."""
+        """Return the bytes of one id inside a text."""
         ...
 
     def lengths(self) -> Int32[np.ndarray, " vocab"]:
-        """The number of bytes of every id."""
+        """Return the number of bytes of each id."""
         ...
 
     def pieces(self, ids: Sequence[int] | Int32[np.ndarray, " n"]) -> list[str]:
-        """Names for people to read."""
+        """Return human-readable names of the ids."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Writes what `open_tokenizer(folder)` needs."""
+        """Write the files that `open_tokenizer(folder)` needs."""
         ...
 
 
@@ -86,7 +86,7 @@ _BYTE = tuple(bytes((value,)) for value in range(256))
 
 
 class BytesTokenizer:
-    """A byte is an id. Nothing to learn, nothing to lose."""
+    """Byte-level tokenizer: byte b is id b + 3, after three special ids."""
 
     kind = BYTES
     n_vocab = N_BYTE_IDS
@@ -125,7 +125,7 @@ class BytesTokenizer:
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of a whole sequence of ids."""
+    """Decode a complete sequence of ids to a string."""
     return tokenizer.decode(ids).decode(errors=tokenizer.text_rules.errors)
 
 
@@ -134,7 +134,7 @@ def settings_json(tokenizer: Tokenizer) -> bytes:
 
 
 def readable(piece: bytes, token: int) -> str:
-    """The text of a piece, or its bytes as <0xNN> where it is not a text that can be printed."""
+    """Return the text of a piece, or its bytes as <0xNN> if it is not printable."""
     text = piece.decode(errors="replace")
     if text.isprintable() and "\ufffd" not in text:
         return text or f"<id {token}>"

@@ -1,5 +1,5 @@
-"""Hugging Face tokenizer.json files, by the `tokenizers` package: byte-level (GPT-2 and its like), with byte fallback (Llama
-and its like), and the rest, which cannot give back every byte and say so."""
+"""Hugging Face tokenizer.json files, read with the `tokenizers` package: byte-level (GPT-2 style), with byte fallback (Llama
+style), and others, which do not round-trip every byte and have `exact` false."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ END_TOKENS = (
     "<|im_end|>",
     "[SEP]",
 )
-"""The first of these among the special tokens ends a document."""
+"""Known EOS tokens in order of precedence: the first that is a special token of the file is used."""
 UNKNOWN_TOKENS = ("<unk>", "[UNK]", "<|unk|>")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -39,7 +39,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def open_huggingface(
     content: bytes, end_token: str | None = None, name: str = HUGGINGFACE_FILE, rules: Rules = "exact"
 ) -> PieceTokenizer:
-    # Worker processes are the parallelism; threads of the package's own would fight them and warn when forked.
+    # Encoding is parallelized by worker processes; the package's own threads would compete with them and warn when forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     spec = _spec(content, name)
     plain = _tokenizer(spec, name)
@@ -52,7 +52,7 @@ def open_huggingface(
     bytes_of = _bytes_of(spec, plain, [token for token in names if token is not None])
     table = [b"" if i in silent else literal.get(i) or bytes_of(str(token)) for i, token in enumerate(names)]
     byte_ids = _byte_ids(spec, names, silent)
-    # A model that loses something anyway keeps its own ways.
+    # A tokenizer that is lossy anyway keeps its own prefix handling.
     used = plain if byte_ids is None else _tokenizer(_without_prefix(spec), name)
     return PieceTokenizer(
         Model(
@@ -72,7 +72,7 @@ def open_huggingface(
 
 
 def _released(spec: Mapping[str, Any], name: str, plain: Tokenizer, table: Sequence[bytes]) -> Released:
-    """As the package itself encodes and decodes, but that a text never becomes a control id."""
+    """Return the package's own encoding and decoding, except that text is never encoded to a control id."""
     whole, continuing = _encoder(plain), _encoder(_tokenizer(_without_prefix(spec), name))
     word = next((i for i, piece in enumerate(table) if piece.startswith(b" ") and len(piece) > 1), None)
     drops = word is not None and plain.decode([word], skip_special_tokens=False).encode() == table[word][1:]
@@ -88,7 +88,7 @@ def _released(spec: Mapping[str, Any], name: str, plain: Tokenizer, table: Seque
 
 
 def byte_letters() -> dict[str, int]:
-    """The letter that stands for each byte in byte-level vocabularies: itself if it can be seen, else one from 256 on."""
+    """Return the GPT-2 byte alphabet: the character that represents each byte, itself if printable, else one from U+0100 on."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unseen = sorted(set(range(256)) - set(seen))
     return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(unseen)}
@@ -114,7 +114,7 @@ def _tokenizer(spec: Mapping[str, Any], name: str) -> Tokenizer:
         raise not_a_tokenizer(name, f"a tokenizer.json that the package `tokenizers` can read ({error})") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # what a text spells out is text, never a control id
+    tokenizer.encode_special_tokens = True  # special tokens spelled out in a text are encoded as text
     return tokenizer
 
 
@@ -131,7 +131,7 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
 
 
 def _names(tokenizer: Tokenizer) -> list[str | None]:
-    """By id; None where the vocabulary has a hole."""
+    """Return the token names by id, with None for unused ids."""
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     names: list[str | None] = [None] * (max(vocab.values(), default=-1) + 1)
     for token, i in vocab.items():
@@ -158,7 +158,7 @@ def _some(special: Mapping[str | None, int]) -> str:
 
 
 def _parts(step: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """A step of the pipeline, or the steps of a sequence of them."""
+    """Yield a pipeline step, or the steps of a (nested) sequence."""
     if step is None:
         return
     inner = next((step[key] for key in ("normalizers", "pretokenizers", "decoders") if key in step), None)
@@ -174,7 +174,7 @@ def _types(step: Mapping[str, Any] | None) -> set[str | None]:
 
 
 def _bytes_of(spec: Mapping[str, Any], tokenizer: Tokenizer, names: Sequence[str]) -> Callable[[str], bytes]:
-    """What a token stands for inside a text, by the kind of decoder."""
+    """Return a function from a token to its bytes inside a text, by the kind of decoder."""
     types = _types(spec.get("decoder"))
     if "ByteLevel" in types:
         letters = byte_letters()
@@ -189,7 +189,7 @@ def _bytes_of(spec: Mapping[str, Any], tokenizer: Tokenizer, names: Sequence[str
             return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
 
         return metaspace
-    # Any other decoder is asked what a token adds after a word.
+    # For any other decoder, decode the token after a word and take the difference.
     word = next((token for token in sorted(names, key=len) if token.isalnum()), names[0])
     decoder = tokenizer.decoder
 
@@ -202,7 +202,7 @@ def _bytes_of(spec: Mapping[str, Any], tokenizer: Tokenizer, names: Sequence[str
 
 
 def _byte_ids(spec: Mapping[str, Any], names: Sequence[str | None], silent: set[int]) -> list[int] | None:
-    """The id of every byte, where the vocabulary has them all."""
+    """Return the id of each byte, or None if the vocabulary does not have all of them."""
     types = _types(spec.get("decoder"))
     by_name = {token: i for i, token in enumerate(names) if token is not None and i not in silent}
     if "ByteLevel" in types:
@@ -215,14 +215,14 @@ def _byte_ids(spec: Mapping[str, Any], names: Sequence[str | None], silent: set[
 
 
 def _without_prefix(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """No space before a text that has none: a part of a document is no beginning, and each text must come back as it was."""
+    """Return the spec without an added space prefix, which would break the round trip and is wrong inside a document."""
     changed = json.loads(json.dumps(spec))
     normalizer = changed.get("normalizer")
     if normalizer is not None:
         kept = [part for part in _parts(normalizer) if part.get("type") != "Prepend"]
         changed["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
     splitter = changed.get("pre_tokenizer")
-    if "WhitespaceSplit" not in _types(splitter):  # there the prefix is what is left of the spaces
+    if "WhitespaceSplit" not in _types(splitter):  # with it, the prefix is all that remains of the spaces
         for part in _parts(splitter):
             assert isinstance(part, dict)
             had = part.pop("add_prefix_space", None)

@@ -1,4 +1,4 @@
-"""Opening a tokenizer by name, from a file or from a folder."""
+"""Open a tokenizer by name, from a file or from a folder."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from linnet.tokenizers.base import (
 
 
 def open_tokenizer(name: str, *, end_token: str | None = None, rules: Rules | None = None) -> Tokenizer:
-    """`bytes`, a model file, or a folder with a saved tokenizer. `end_token` names the token that ends a document. `rules`: those of
-    a saved tokenizer are used if not given, and `exact` for a file."""
+    """Open `bytes`, a model file, or a folder with a saved tokenizer. `end_token` names the EOS token. `rules` defaults to those of
+    the saved tokenizer, or `exact` for a file."""
     if name == BYTES:
         return _bytes(end_token)
     check_local("--tokenizer", name)
@@ -50,8 +50,8 @@ def open_tokenizer(name: str, *, end_token: str | None = None, rules: Rules | No
 
 
 def _saved_rules(folder: Path) -> Rules:
-    """As the folder's settings say. A run without them is either older than they are, and exact; or its tokenizer belongs to a
-    model from elsewhere that reads bare ids, as Grok-1 does, and is used as released."""
+    """Return the rules in the folder's settings file. Without one, the rules are `released` if the model uses no BOS, as imported
+    models such as Grok-1, and `exact` otherwise (a run from before the setting existed)."""
     file = folder / SETTINGS_FILE
     if not file.is_file():
         return "released" if _reads_bare_ids(folder) else "exact"
@@ -84,7 +84,7 @@ def _bytes(end_token: str | None) -> BytesTokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """A tokenizer was saved there."""
+    """Return whether the folder has a saved tokenizer."""
     return bool(_saved(folder))
 
 

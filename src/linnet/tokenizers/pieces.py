@@ -1,9 +1,9 @@
-"""A tokenizer of pieces, by one of two rules.
+"""Subword tokenizer with one of two rules.
 
-`exact` gives back every byte. What a model encodes is compared with what it was given, from blocks to lines to words; what
-differs (odd spaces, normalised letters, bytes that are not UTF-8) goes through the 256 byte pieces.
+`exact` round-trips every byte. The encoding is compared with its input, first by blocks, then by lines, then by words; words that
+differ (unusual spaces, normalized characters, invalid UTF-8) are encoded with the 256 byte pieces.
 
-`released` is what the library of the model file does, with nothing switched off: how the model's own authors encode and decode.
+`released` encodes and decodes exactly as the model file's own library does, and so as the model was trained.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ from linnet.models.detokenize import joined_bytes
 from linnet.tokenizers.base import END_FILE, SETTINGS_FILE, Rules, fingerprint, readable, settings_json
 
 BLOCK_CHARS = 4096
-"""Models take short texts faster than long ones, and hold less memory."""
+"""Target block size: the libraries encode short texts faster and with less memory than long ones."""
 LONGEST_BLOCK_CHARS = 16 * BLOCK_CHARS
 
 Split = Callable[[str], list[str]]
 
-# Python's stand-ins for the bytes that are no UTF-8: each run of them is a word of its own.
+# Each run of surrogate escapes (Python's representation of invalid UTF-8 bytes) is a separate word.
 _WORD = re.compile(r"[\udc80-\udcff]+|\s*[^\s\udc80-\udcff]+|\s+")
-# Their ends apart: a model that takes them for spaces may still have the rest of the line right.
+# Newlines are separate, because a model that normalizes them to spaces may still encode the rest of the line exactly.
 _LINE = re.compile(r"[^\n]+|\n+")
 _NOT_UTF8 = re.compile(r"[\udc80-\udcff]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is inside a model file."""
+    """The contents of a model file, independent of its library."""
 
     kind: str
     file: str
-    """Its name when saved."""
+    """File name under which the model is saved."""
     content: bytes
     names: Sequence[str]
     table: Sequence[bytes]
-    """What each id stands for inside a text; nothing for control ids."""
+    """Bytes of each id inside a text; empty for control ids."""
     end_id: int
     byte_ids: Sequence[int] | None
-    """The piece of every byte; None if one has none."""
+    """The id of each byte; None unless all 256 bytes have one."""
     unknown_id: int | None
     encode_texts: Callable[[list[str]], list[list[int]]]
     reopen: Callable[[bytes, str, str, Rules], PieceTokenizer]
-    """From content, the name of the end token, the file's name and the rules: how a worker process gets its own."""
+    """Reopens the tokenizer in a worker process from the content, the EOS token's name, the file name and the rules."""
     released: Released | None = None
-    """How the file's own library encodes and decodes, where that is to be followed."""
+    """The library's own encoding and decoding, with the rules `released`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Released:
     encode: Callable[[str], list[int]]
-    """A whole text."""
+    """Encodes a complete text."""
     encode_continuing: Callable[[str], list[int]]
-    """Text that continues another: without the space that belongs in front of a text."""
+    """Encodes text that continues another, without the space prefix."""
     opening: Sequence[bytes] | None
-    """What each id stands for at the beginning of a text; None: the same as inside."""
+    """Bytes of each id at the beginning of a text. None: the same as inside."""
     drops_all: bool
     errors: str
-    """Both as in `TextRules`."""
+    """`drops_all` and `errors` are as in `TextRules`."""
 
 
 class PieceTokenizer:
@@ -79,7 +79,7 @@ class PieceTokenizer:
         self.end_id = model.end_id
         self.rules: Rules = "exact" if model.released is None else "released"
         self.exact = model.byte_ids is not None and model.released is None
-        # Other ids for the same text are another tokenizer; `exact` has the fingerprint that it had before there were two rules.
+        # The rules change the ids and therefore the fingerprint; that of `exact` is the same as before there were two rules.
         kind = model.kind if model.released is None else f"{model.kind} {self.rules}"
         self.fingerprint = fingerprint(kind, model.content, model.end_id)
 
@@ -152,7 +152,7 @@ class PieceTokenizer:
                 yield [byte_ids[byte] for byte in data]
 
     def _encode_lossy(self, text: str) -> Int32[np.ndarray, " n"]:
-        """A control id that a text spells out becomes the unknown id: no text may end a document."""
+        """Encode, replacing control ids that the text spells out by the unknown id: a text must not produce EOS."""
         ids = _joined(self._model.encode_texts(blocks(text)))
         control = self.lengths()[ids] == 0
         if self._model.unknown_id is None:
@@ -161,7 +161,7 @@ class PieceTokenizer:
 
 
 def blocks(text: str) -> list[str]:
-    """Cut where a line begins, so that no model would have joined what is parted; only a giant line is cut elsewhere."""
+    """Split into blocks at line starts, so that no piece would span a boundary. Only an extremely long line is split elsewhere."""
     found, begin = [], 0
     while begin < len(text):
         end = _block_end(text, begin + BLOCK_CHARS, begin + LONGEST_BLOCK_CHARS)
@@ -179,7 +179,8 @@ def words(text: str) -> list[str]:
 
 
 def _block_end(text: str, low: int, high: int) -> int:
-    """The first line after `low` that begins with a letter; else the last space before `high`; else `high`."""
+    """Return the start of the first line after `low` that does not begin with whitespace; else the last space before `high`; else
+    `high`."""
     newline = text.find("\n", low, high)
     while newline >= 0:
         if not text[newline + 1 : newline + 2].isspace():

@@ -1,4 +1,4 @@
-"""Sentencepiece models: what each piece stands for, and how to ask for the pieces of a text."""
+"""Sentencepiece models: the bytes of each piece, and encoding."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 SPACE = "\u2581"
-"""Stands for a space inside a piece."""
+"""Represents a space inside a piece."""
 KIND = "sentencepiece"
 MIN_LOG_LEVEL = 3
-"""Fatal only: the library prints errors about damaged models to stderr, besides raising them."""
+"""Log fatal errors only: the library also prints errors about damaged models to stderr when it raises them."""
 CHANGED = "  a  B\ufb01\u2460\u212b  "
-"""Spaces and letters that every normaliser but the identity changes."""
+"""A text that every normalizer other than the identity changes."""
 
 
 def open_sentencepiece(
@@ -37,11 +37,11 @@ def open_sentencepiece(
     released = None
     if rules == "released" and not (complete and _is_own(processor)):
         released = _released(processor, _processor(content, name)[0], names, table, bytes_of)
-    elif complete:  # else the model loses something anyway, and keeps its own ways
+    elif complete:  # a lossy model keeps its own normalization
         processor.OverrideNormalizerSpec(add_dummy_prefix=False, remove_extra_whitespaces=False)
 
     def encode_texts(texts: list[str]) -> list[list[int]]:
-        return [processor.EncodeAsIds(text) for text in texts]  # a list at once would start threads
+        return [processor.EncodeAsIds(text) for text in texts]  # encoding a list would start threads
 
     return PieceTokenizer(
         Model(
@@ -61,7 +61,7 @@ def open_sentencepiece(
 
 
 def _processor(content: bytes, name: str) -> tuple[SentencePieceProcessor, list[str]]:
-    """And the names of its pieces."""
+    """Return the processor and the names of its pieces."""
     import sentencepiece
     from sentencepiece import SentencePieceProcessor
 
@@ -78,8 +78,8 @@ def _processor(content: bytes, name: str) -> tuple[SentencePieceProcessor, list[
 
 
 def _is_own(processor: SentencePieceProcessor) -> bool:
-    """Made by `linnet tokenizer train`: its normaliser changes nothing, so that both rules give the same ids, and `exact` also gives
-    back what is not UTF-8."""
+    """Return whether the model was made by `linnet tokenizer train`. Its normalizer is the identity, so that both rules give the same
+    ids, and `exact` also round-trips invalid UTF-8."""
     special = (processor.pad_id(), processor.eos_id(), processor.unk_id(), processor.bos_id())
     return special == (PAD, EOS, UNKNOWN, -1) and processor.Normalize(CHANGED) == CHANGED.replace(" ", SPACE)
 
@@ -91,7 +91,7 @@ def _released(
     table: list[bytes],
     bytes_of: Mapping[int, bytes],
 ) -> Released:
-    """As sentencepiece itself encodes and decodes. What it decodes an unknown id to is noted in `table`."""
+    """Return sentencepiece's own encoding and decoding. Sets the bytes of unknown ids in `table` to what it decodes them to."""
     continuing.OverrideNormalizerSpec(add_dummy_prefix=False)
     opening = list(table)
     for i, name in enumerate(names):
@@ -113,13 +113,13 @@ def _whole(processor: SentencePieceProcessor) -> Callable[[str], list[int]]:
 
 
 def _drops_space(processor: SentencePieceProcessor, names: Sequence[str], opening: Sequence[bytes]) -> bool:
-    """Whether the decoder drops a space at the beginning. (The file's settings cannot be asked for without protobuf.)"""
+    """Return whether the decoder drops a leading space. (The file's settings cannot be read without protobuf.)"""
     i = next((i for i, name in enumerate(names) if name.startswith(SPACE)), None)
     return i is not None and processor.DecodeIds([i]).encode() == opening[i]
 
 
 def _drops_all(processor: SentencePieceProcessor, names: Sequence[str]) -> bool:
-    """Two spaces in a row can come from a piece that is a space and nothing else."""
+    """Return whether the decoder drops all leading spaces, tested with two pieces that are a single space each."""
     if SPACE not in names:
         return False
     return not processor.DecodeIds([names.index(SPACE)] * 2)

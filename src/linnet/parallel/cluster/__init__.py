@@ -1,4 +1,4 @@
-"""The processes of one run: their environment, how they connect and exit (`lifecycle`), and the heartbeat between them."""
+"""Multi-process runs: cluster environment, startup and exit (`lifecycle`), and the heartbeat between processes."""
 
 from linnet.parallel.cluster.environment import Member
 from linnet.parallel.cluster.exit import EXIT_PEER_LOST

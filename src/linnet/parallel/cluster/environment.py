@@ -1,7 +1,7 @@
-"""Which of how many processes this is, read from the environment before JAX is there.
+"""Process index and count, read from the environment before JAX is imported.
 
-Asked in this order: Linnet's own variables (set by `linnet launch`, or by hand), Slurm, a TPU pod, an indexed Job of Kubernetes.
-What is said by halves is refused by its name: a process that took itself for alone would write into the others' run.
+Sources in order of precedence: Linnet's own variables (set by `linnet launch` or by hand), Slurm, a TPU pod, an indexed Kubernetes
+Job. Incomplete settings are an error: a process that wrongly assumed a single-process run would write into the shared run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from linnet.core.errors import UserError, invalid
 COORDINATOR, PROCESSES, PROCESS_ID = "LINNET_COORDINATOR", "LINNET_PROCESSES", "LINNET_PROCESS_ID"
 LOST_SECONDS, START_SECONDS = "LINNET_LOST_SECONDS", "LINNET_START_SECONDS"
 LAUNCHER = "LINNET_LAUNCHER"
-"""The process id of `linnet launch`: without it nobody would restart or stop the cluster, so its processes end with it."""
+"""Process id of `linnet launch`. The cluster's processes exit when it is gone, because nothing else would stop or restart them."""
 
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
@@ -33,7 +33,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterEnv:
-    """What the environment says. JAX finds out the rest itself where the kind is neither alone nor explicit."""
+    """Cluster settings found in the environment. For kinds other than alone and explicit, JAX detects the rest."""
 
     kind: Kind
     coordinator: str | None = None
@@ -43,7 +43,7 @@ class ClusterEnv:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """`lost`: seconds without a sign of life after which a process counts as gone. `start`: until all must have come."""
+    """Seconds without a heartbeat after which a process counts as lost (`lost`), and until all must have connected (`start`)."""
 
     lost: float
     start: float
@@ -53,7 +53,7 @@ ALONE = ClusterEnv(kind="alone")
 
 
 def find_cluster_env(environ: Mapping[str, str], devices: Path = Path("/dev")) -> ClusterEnv:
-    """`devices`: where the chips of a TPU machine show."""
+    """Detect the cluster environment. `devices` is the folder with the device files of TPU chips."""
     if any(name in environ for name in (COORDINATOR, PROCESSES, PROCESS_ID)):
         return _explicit(environ)
     if "SLURM_STEP_NODELIST" in environ and environ.get("SLURM_NTASKS", "1") != "1":
@@ -78,7 +78,7 @@ def _explicit(environ: Mapping[str, str]) -> ClusterEnv:
         )
     if count < 1:
         raise invalid(PROCESSES, count, "at least 1", "set it to the number of processes")
-    if count == 1:  # says so whatever Slurm or Kubernetes say: a sweep's tasks are no cluster
+    if count == 1:  # overrides Slurm and Kubernetes: the tasks of a sweep are not a cluster
         return ALONE
     index = _whole(environ, PROCESS_ID)
     if index is None:
@@ -110,7 +110,7 @@ def _slurm(environ: Mapping[str, str]) -> ClusterEnv:
 
 
 def _is_tpu(environ: Mapping[str, str], devices: Path) -> bool:
-    """A machine with chips and their library. JAX knows the pod they belong to, also when that is one machine only."""
+    """Return whether this machine has TPU chips and libtpu. JAX detects their pod, even if it is a single machine."""
     here = any(devices.glob("accel[0-9]*")) or any(devices.glob("vfio/[0-9]*"))
     wanted = environ.get("JAX_PLATFORMS", "tpu")
     return here and "tpu" in wanted and importlib.util.find_spec("libtpu") is not None

@@ -1,7 +1,7 @@
-"""How a process of a cluster ends when another is gone: one clear sentence, then at once, whatever the main thread is stuck in.
+"""Immediate exit of a process whose peer is lost: print one clear message and exit, even if the main thread is blocked.
 
-JAX ends a process whose coordinator is gone by C's abort(), after a page about its own insides, and asks Python nothing. So the
-sentence is also said from abort's own signal, with a handler that C calls: Python's own would wait for the main thread.
+When the coordinator is gone, JAX logs its internals and calls C's abort() without giving Python control. The message is therefore
+also printed from a C-level SIGABRT handler; a Python signal handler would wait for the main thread.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from collections.abc import Callable
 from typing import NoReturn
 
 EXIT_PEER_LOST = 76
-"""The exit code of a process that stopped because another one was gone: starting all of them again mends it."""
+"""Exit code of a process that stopped because a peer was lost. Restarting all processes fixes it."""
 
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _speaking = threading.Lock()
-_kept: list[object] = []  # C holds no reference to the handler it calls
+_kept: list[object] = []  # keeps the handlers alive: C holds no Python reference to them
 
 
 def exit_now(words: str, code: int = EXIT_PEER_LOST, after: float = 0.0) -> NoReturn:
-    """Says it and ends this process from any thread. Whoever comes second waits for the end of the first."""
+    """Print `words` and exit the process, from any thread. A second caller blocks until the first has exited."""
     _speaking.acquire()
-    with contextlib.suppress(OSError, ValueError):  # whoever read our words may be gone, but we still have to leave
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed, but the process must still exit
         print(words, file=sys.stderr, flush=True)
     time.sleep(after)
     os._exit(code)
 
 
 def on_abort(words: Callable[[], str | None]) -> None:
-    """When C++ aborts, says `words` and leaves; where it returns None, the abort has nothing to do with the others and goes on."""
+    """On SIGABRT, print the message that `words` returns and exit. If it returns None, the abort is unrelated to the cluster and
+    proceeds."""
 
     def aborted(number: int) -> None:
         found = words()

@@ -1,8 +1,8 @@
-"""Signs of life: every process tells the others where it is, and process 0 says who is gone.
+"""Heartbeat: every process reports its progress, and process 0 decides which process is lost.
 
-The signs lie in the key-value store of JAX's coordination service, which lives in process 0. Each process writes its own and
-reads one verdict; only process 0 reads all, so that a thousand processes cost it a thousand short messages a beat and no more.
-Process 0 is missed by its store giving no answer. Time in which this process itself stood still counts for nobody's silence.
+Heartbeats are stored in the key-value store of JAX's coordination service, which runs in process 0. Each process writes its own
+beat and reads one verdict; only process 0 reads all beats, so that a thousand processes cost it a thousand short messages per
+beat. Process 0 counts as lost when its store stops answering. Time in which this process itself was suspended is not counted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from linnet.parallel.cluster.environment import LAUNCHER, Member, Timeouts
 
 SIGNS, VERDICT = "linnet/signs/", "linnet/verdict/"
 FAILED_SECONDS = 5.0
-"""How long a process that failed by itself is given company: the others may be about to fail of the same, and to say it better."""
+"""Grace period after a process reports a failure, so that peers hitting the same error can report it too."""
 PROBE, PROBE_TIMES, PROBES = bytes(1 << 20), 16, 15
-"""Some milliseconds of one core: more than a scheduler gives at once, so that a crowded core shows as well as a slow one."""
+"""A probe takes some milliseconds of one core, longer than a scheduler time slice, so that it detects both oversubscribed and slow
+cores."""
 FIX = "Fix: start the same command again in all processes (`linnet launch --restarts N` does it by itself)."
 
 
 class Store(Protocol):
-    """What is used of JAX's client."""
+    """The methods used of JAX's coordination service client."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
 
@@ -38,18 +39,18 @@ class Store(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What a process says of itself with every beat."""
+    """The status that a process reports with every heartbeat."""
 
     index: int
     host: str
     beat: int
     step: int | None = None
     host_seconds: float | None = None
-    """A usual update's work of the host: mostly making the batch."""
+    """Median host time per step, mostly spent on making the batch."""
     probe_seconds: float | None = None
-    """A fixed piece of work for one core."""
+    """Median time of the CPU probe, a fixed amount of work for one core."""
     broken: bool = False
-    """It has lost a connection to another: this run cannot go on."""
+    """Whether the process has lost a connection to a peer, so that the run cannot continue."""
     failed: str | None = None
 
 
@@ -66,7 +67,7 @@ class MissedBeats:
 
 
 class FailureDetector:
-    """What process 0 hears: when each process last gave a new sign, on a clock that stands still with this process."""
+    """Tracks on process 0 when each process last sent a new heartbeat, on a clock that excludes suspensions of this process."""
 
     def __init__(self, count: int) -> None:
         self.signs: dict[int, Beat] = {}
@@ -75,7 +76,7 @@ class FailureDetector:
         self._now = 0.0
 
     def hear(self, signs: list[Beat], awake: float) -> None:
-        """`awake`: seconds since the last time that this process was not stopped."""
+        """Record new heartbeats. `awake` is the time in seconds since the last call, without suspensions of this process."""
         self._now += awake
         for sign in signs:
             before = self.signs.get(sign.index)
@@ -94,32 +95,32 @@ class FailureDetector:
         return sorted(quiet, key=lambda one: -one.seconds)
 
     def verdict(self, lost: float, lost_if_broken: float) -> str | None:
-        """Who is gone, in words, if anybody is. Where a connection broke, less silence is enough."""
+        """Return a message that names the failed or lost processes, or None. After a broken connection a shorter timeout applies."""
         for index, at in self._failed.items():
             if self._now - at >= min(FAILED_SECONDS, lost):
                 return f"Process {index} on {self.signs[index].host} failed: {self.signs[index].failed}"
         broken = any(sign.broken for sign in self.signs.values())
         silent = self.silent(min(lost, lost_if_broken) if broken else lost)
-        gone = [one for one in silent if one.index not in self._failed]  # those have said why, and are named by that
+        gone = [one for one in silent if one.index not in self._failed]  # the failed are reported above
         if not gone:
             return None
         return f"Gone: {'; '.join(map(str, gone[:3]))}{'; and more' if len(gone) > 3 else ''}."
 
 
 class Heartbeat:
-    """The two threads of a process: one beats and listens, one counts how long the store gives no answer."""
+    """The heartbeat threads of a process: one sends and reads heartbeats, the other times out the coordinator."""
 
     def __init__(
         self, store: Store, member: Member, bounds: Timeouts, coordinator: str, leave: Callable[[str, float], Any]
     ) -> None:
-        """`leave(words, after)` ends the process so many seconds after it said them."""
+        """`leave(words, after)` prints `words` and exits the process `after` seconds later."""
         self._coordinator = coordinator
         self.member, self.bounds = member, bounds
         self.ears = FailureDetector(member.count)
         self.on_silence: Callable[[list[MissedBeats]], None] | None = None
-        """Called by process 0 with every beat: who has been silent for a while, though not yet for so long as to be gone."""
+        """Called by process 0 at every beat with the processes whose heartbeat is late, but not yet timed out."""
         self.saved: Callable[[], str] = lambda: ""
-        """What is kept of the run, in a sentence."""
+        """Returns a sentence about the last saved checkpoint, for the exit message."""
         self.every = min(1.0, bounds.lost / 6)
         self.late = max(2 * self.every, bounds.lost / 6)
         self._store, self._leave = store, leave
@@ -127,7 +128,7 @@ class Heartbeat:
         self._step: int | None = None
         self._failed: str | None = None
         self.broken = False
-        """Told to the others: a connection broke here, so that this run cannot go on."""
+        """Reported to the peers: this process lost a connection, so that the run cannot continue."""
         self._host_seconds: deque[float] = deque(maxlen=PROBES)
         self._probes: deque[float] = deque(maxlen=PROBES)
         self._stop = threading.Event()
@@ -137,7 +138,7 @@ class Heartbeat:
         ]
 
     def start(self) -> Heartbeat:
-        self._tell()  # before anything else, so that silence has a host's name
+        self._tell()  # sent first, so that a lost process can be reported with its host name
         for thread in self._threads:
             thread.start()
         return self
@@ -152,7 +153,7 @@ class Heartbeat:
         self._host_seconds.append(host_seconds)
 
     def fail(self, words: str) -> None:
-        """Tells the others that this process ends, and why."""
+        """Report to the peers that this process exits, and why."""
         self._failed = words
         self._beat += 1
         self._tell()
@@ -172,13 +173,13 @@ class Heartbeat:
             try:
                 self._tell()
                 found = self._listen(min(time.monotonic() - last, 3 * self.every))
-            except Exception:  # of whatever kind: without an answer the other thread ends this process in time
+            except Exception:  # any error: if the store stays unreachable, the other thread exits this process in time
                 continue
             finally:
                 last = time.monotonic()
             self._unanswered = 0.0
             if found is not None and not self._stop.is_set():
-                # The store goes with process 0: it stays until the others have had time to read the verdict.
+                # The store ends with process 0, so process 0 waits until the others have had time to read the verdict.
                 self._leave(self.gone(found), 2.5 * self.every if self.member.index == 0 else 0.0)
 
     def _tell(self) -> None:
@@ -188,7 +189,7 @@ class Heartbeat:
             beat=self._beat,
             step=self._step,
             host_seconds=_median(self._host_seconds),
-            probe_seconds=_median(self._probes) if len(self._probes) == PROBES else None,  # few of them are noise
+            probe_seconds=_median(self._probes) if len(self._probes) == PROBES else None,  # fewer are too noisy
             broken=self.broken,
             failed=self._failed,
         )
@@ -207,7 +208,7 @@ class Heartbeat:
 
     def _count(self) -> None:
         while not self._stop.wait(self.every):
-            self._unanswered += self.every  # a clock that stands still with this process
+            self._unanswered += self.every  # not wall time: suspensions of this process must not count
             if self._unanswered > self.bounds.lost and not self._stop.is_set():
                 self._leave(self.no_answer(), 0.0)
             if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):

@@ -1,4 +1,4 @@
-"""Joining the other processes, before JAX looks for devices, and leaving them. A process that is alone does nothing here."""
+"""Startup of a multi-process run, before JAX initializes its devices, and its shutdown. No effect with a single process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _pulse: Heartbeat | None = None
 
 
 def initialize() -> Member:
-    """Meets the other processes, if the environment tells of any, and watches them from then on. Once in a process."""
+    """Connect to the other processes, if the environment defines any, and start the heartbeat. Later calls have no effect."""
     global _pulse
     if _pulse is not None:
         return _pulse.member
@@ -40,28 +40,28 @@ def initialize() -> Member:
     _initialize(place, bounds)
     service = _service()
     member = Member(index=service.process_id, count=service.num_processes, host=socket.gethostname())
-    if member.count > 1:  # watched before the first device is asked for: all wait for all there, too
+    if member.count > 1:  # before devices are initialized, because that too waits for all processes
         address = str(service.coordinator_address)
         _pulse = Heartbeat(
             service.client, member, bounds, address, lambda words, after: exit_now(words, after=after)
         ).start()
-        atexit.register(_end_together)  # runs before JAX's own end, which was registered earlier
+        atexit.register(_end_together)  # runs before JAX's own exit handler, which was registered earlier
     return member
 
 
 def describe() -> Member:
-    """Which process this is, of how many, and where."""
+    """Return the index and host of this process, and the process count."""
     return _pulse.member if _pulse is not None else Member(index=0, count=1, host=socket.gethostname())
 
 
 def current_heartbeat() -> Heartbeat | None:
-    """The signs of life, where there are several processes."""
+    """Return the heartbeat, or None with a single process."""
     return _pulse
 
 
 def attribute_failure(error: BaseException) -> None:
-    """Where an error may come from another process's end, waits until the pulse has named that one and ended this process. Returns
-    if nobody is gone: then the error is this process's own."""
+    """If the error may be caused by a lost peer, wait for the heartbeat to report that peer and exit this process. Returns if no
+    peer is lost: then the error is this process's own."""
     if _pulse is None or _pulse.broken or not is_peer_failure(error):
         return
     _pulse.broken = True
@@ -69,14 +69,14 @@ def attribute_failure(error: BaseException) -> None:
 
 
 def shutdown(code: int, error: BaseException | None = None) -> None:
-    """Called with the exit code of a command. A process that failed tells why and goes: waiting for the others to come to the
-    same end, as JAX does, would be in vain."""
+    """Exit with the code of a command. A failed process reports its error and exits at once: the peers would never reach the exit
+    barrier at which JAX waits for them."""
     if _pulse is None or code in (0, 75):
         return
     if error is not None:
         attribute_failure(error)
     words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    with contextlib.suppress(Exception):  # if process 0 is gone, so is whoever would read it
+    with contextlib.suppress(Exception):  # if process 0 is gone, there is nothing to report to
         _pulse.fail(f"exit code {code}" if error is None else words)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -84,24 +84,24 @@ def shutdown(code: int, error: BaseException | None = None) -> None:
 
 
 def _linger(pulse: Heartbeat) -> float:
-    """The store goes with process 0."""
+    """Return how long to wait before exit: process 0 stays while the others read the verdict, because it runs the store."""
     return FAILED_SECONDS + 3 * pulse.every if pulse.member.index == 0 else 0.0
 
 
 def _end_together() -> None:
-    """Nobody leaves before all have come, so that nobody is missed; then nobody is watched any more."""
+    """Barrier at exit, so that no process mistakes a normal exit for a failure; then stop the heartbeat."""
     assert _pulse is not None
     uncaught = getattr(sys, "last_value", None)
     if uncaught is not None:
         shutdown(1, uncaught)
-    _service().client.wait_at_barrier("linnet/end", 24 * 3600 * 1000)  # the pulse ends this wait if somebody is gone
+    _service().client.wait_at_barrier("linnet/end", 24 * 3600 * 1000)  # the heartbeat ends this wait if a peer is lost
     _pulse.stop()
 
 
 def _initialize(place: ClusterEnv, bounds: Timeouts) -> None:
     import jax
 
-    # Without it the CPU's devices of other processes cannot be reached; other devices have their own ways.
+    # CPU devices of other processes are only reachable with gloo; other backends have their own transports.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     how: dict[str, Any] = {}
     if place.kind == "explicit":
@@ -115,11 +115,12 @@ def _initialize(place: ClusterEnv, bounds: Timeouts) -> None:
         jax.distributed.initialize(
             **how,
             initialization_timeout=round(bounds.start),
-            heartbeat_timeout_seconds=max(15, round(3 * bounds.lost)),  # JAX's own, coarser: ours comes first
+            # Longer than the timeout of Linnet's own heartbeat, which should fire first.
+            heartbeat_timeout_seconds=max(15, round(3 * bounds.lost)),
             shutdown_timeout_seconds=max(15, round(3 * bounds.lost)),
         )
     except (RuntimeError, ValueError, OSError) as error:
-        # Of many kinds, all about the neighbourhood: a port that is taken, a host without a name, no right to ask Kubernetes.
+        # Various environment errors: a port in use, an unresolvable host, missing Kubernetes permissions.
         exit_now(f"The processes could not be brought together ({str(error).strip().splitlines()[0]}). {_CHECK}")
 
 
@@ -130,15 +131,15 @@ _CHECK = (
 
 
 def _service() -> Any:
-    """JAX's own state: its client of the coordination service, which Orbax uses, too. There is no public name for it, and the public
-    ones for this process's number would look for devices first."""
+    """Return JAX's distributed state, for its coordination service client (which Orbax uses too). There is no public API for it, and
+    `jax.process_index` would initialize the devices first."""
     from jax._src import distributed
 
     return distributed.global_state
 
 
 def _aborted(place: ClusterEnv, bounds: Timeouts) -> str | None:
-    """What an abort of JAX's means, or None where it is about something else."""
+    """Return the message for an abort by JAX, or None if it is unrelated to the cluster."""
     if _pulse is None:
         who = f"process {place.index} of {place.count}" if place.index is not None else "this process"
         return f"The processes did not come together within {bounds.start:g} s, or one was lost meanwhile: {who} stops. {_CHECK}"

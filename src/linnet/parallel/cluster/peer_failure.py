@@ -1,4 +1,4 @@
-"""Errors that are only a lost process's echo: a connection that broke shows as whatever JAX happened to be doing."""
+"""Recognition of errors caused by a lost peer: a broken connection surfaces as an error of whatever JAX was doing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|DEADLINE_EXCEEDED|ABORTED|CA
 
 
 def is_peer_failure(error: BaseException | None) -> bool:
-    """Whether a status of JAX's runtime is at the bottom of it, whoever passed it on. The class says little: it is a ValueError as
-    often as a JaxRuntimeError. It may also be an error of this process's own."""
+    """Return whether the error, or one in its chain of causes, has a status of the JAX runtime. The exception class does not tell: it
+    can be a ValueError or a JaxRuntimeError. The error may also be this process's own."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if STATUS.match(str(error)):
