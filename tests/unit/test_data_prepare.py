@@ -126,7 +126,7 @@ def test_a_killed_preparation_goes_on_and_ends_the_same(tmp_path: Path, monkeypa
     monkeypatch.setattr(chunks_module, "CHUNK_BYTES", 200)
     source = Listed(many(60))
     prepare(task_of(source), tmp_path / "straight")
-    real, calls = prepare_module.encode_chunk, 0
+    real, calls = prepare_module.write_shard, 0
 
     def dies(*args: Any) -> Any:
         nonlocal calls
