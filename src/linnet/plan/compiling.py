@@ -44,7 +44,9 @@ def compile_for_reading(lowered: Any) -> Compiled:
         cut = found[0].read_text() if found else None
     text = compiled.as_text()
     parts = re.search(r"num_partitions=(\d+)", text)
-    assert cut is not None or parts is None or parts[1] == "1", "the program came out of a cache: `use_fake_devices` comes first"
+    assert cut is not None or parts is None or parts[1] == "1", (
+        "the program came out of a cache: `use_fake_devices` comes first"
+    )
     memory = compiled.memory_analysis()
     return Compiled(
         text=text,
