@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -45,10 +45,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(run: Path, *flags: str, keys: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def serving(
+    run: Path, *flags: str, beside: Sequence[Path] = (), keys: str = ""
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     port = free_port()
     program = str(Path(sys.executable).with_name("linnet"))
-    command = [program, "serve", str(run), "--port", str(port), "--slots", "2", *flags]
+    command = [program, "serve", str(run), *map(str, beside), "--port", str(port), "--slots", "2", *flags]
     environment = {**os.environ, "LINNET_API_KEYS": keys}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     address = f"http://127.0.0.1:{port}"
