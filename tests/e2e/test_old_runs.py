@@ -237,14 +237,21 @@ def test_8_bit_weights_are_evaluated_as_then(made: Path) -> None:
     assert found["loss"] == pytest.approx(EXPECTED["moe-int8"]["loss"], rel=2e-3)
 
 
+def files(folder: Path, root: str) -> list[Path]:
+    """The files of one export, below its folder."""
+    found = [folder / root, *(folder / root).rglob("*")]
+    return sorted(path.relative_to(folder) for path in found if path.is_file())
+
+
 @pytest.mark.parametrize("file", EXPORTS)
 def test_an_export_is_the_same_and_is_imported_as_then(made: Path, file: str) -> None:
     run, *flags = EXPORTS[file]
     (made / "again" / file).parent.mkdir(parents=True)
     linnet("export", run, *flags, "--out", f"again/{file}")
-    for path in sorted((made / "again").rglob("*")):
-        if path.is_file():
-            assert content(path) == content(made / "exports" / path.relative_to(made / "again")), path.name
+    root = Path(file).parts[0]  # a file, or a folder of several
+    assert files(made / "again", root) == files(made / "exports", root)
+    for path in files(made / "again", root):
+        assert content(made / "again" / path) == content(made / "exports" / path), path
     found, expected = import_again(file), EXPECTED["imports"][file]
     if run == "moe-int8" or file == "moe-hf":  # as above
         assert found["loss"] == pytest.approx(expected["loss"], rel=2e-3)

@@ -22,6 +22,22 @@ def test_every_file_that_the_page_names_exists() -> None:
     assert [name for name in named if not (SOURCE / name).exists()] == []
 
 
+def test_every_module_that_another_page_names_exists() -> None:
+    pages = [
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "pyproject.toml",
+        ROOT / ".pre-commit-config.yaml",
+    ]
+    named = {
+        (page.name, name.removeprefix("src/linnet/"))
+        for page in pages
+        for name in re.findall(r"((?:[a-z0-9_]+/)+[a-z0-9_]+\.py)", page.read_text())
+        if name.split("/")[0] not in ("tests", "scripts", "examples")
+    }
+    assert [one for one in sorted(named) if not (SOURCE / one[1]).exists()] == []
+
+
 def test_the_picture_and_the_map_have_every_package() -> None:
     picture = (ROOT / "docs" / "architecture.svg").read_text()
     assert set(re.findall(r'font-weight="600"[^>]*>(\w+)<', picture)) == packages()

@@ -39,7 +39,7 @@ def attend(
     real: Bool[Array, "B T"],
     scores: SoftCap,
 ) -> Float[Array, "B T Q K"]:
-    """Attend from blocks of queries to all keys up to the end of each block, so that memory grows linearly with the length and
+    """Attend from blocks of queries to all keys up to the end of each block, so that scores need a sixteenth of the memory and
     little of the masked future is computed. `real`: which keys may be attended to."""
     n_token = q.shape[1]
     size = max(QUERY_BLOCK, -(-n_token // 16))

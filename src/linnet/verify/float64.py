@@ -62,7 +62,9 @@ def _apply(equation: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         return _scan(settings, values)
     if name == "scatter-add":  # its reduction is a jaxpr with a fixed dtype
         return [jax.lax.scatter_add(*values, **{key: settings[key] for key in SCATTER})]
-    if name in BITWISE or any(isinstance(value, (Jaxpr, ClosedJaxpr)) for value in settings.values()):
+    if name in BITWISE or any(
+        isinstance(leaf, (Jaxpr, ClosedJaxpr)) for leaf in jax.tree.leaves(list(settings.values()))
+    ):
         raise NotImplementedError(f"the operation {name!r} cannot be evaluated in float64")
     if name == "convert_element_type" and settings["new_dtype"] == jnp.float32:
         settings["new_dtype"] = np.dtype(np.float64)

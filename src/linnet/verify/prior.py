@@ -138,7 +138,10 @@ def _judged_in_float64(
     """
     if replay.in_float64 is None or all(check.passed for check in checks):
         return checks
-    exact = replay.in_float64()
+    try:
+        exact = replay.in_float64()
+    except NotImplementedError:  # the float32 comparison stands
+        return checks
     return [
         check
         if check.passed or check.name not in exact

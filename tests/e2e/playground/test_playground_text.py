@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from playground_page import Asked, answer, context_length, ended, needs_browser, run, sung
 from playground_server import N_HELD, VERSE, SingingModel
 from playwright.sync_api import Page, Route, expect
-from waiting import until
+from waiting import PATIENCE, until
 
 pytestmark = needs_browser
 N_FIRST = len("The linnet sings: ")
@@ -195,7 +196,9 @@ def _new_session_held_on_its_way(page: Page) -> Route:
     held: list[Route] = []
     page.route("**/v1/sessions", lambda route: held.append(route))  # a built-in method cannot be a handler
     page.click("#session-new")
+    end = time.monotonic() + PATIENCE
     while not held:
+        assert time.monotonic() < end, "the page did not ask for a session"
         page.wait_for_timeout(5)  # in which playwright delivers its events
     return held[0]
 
@@ -223,7 +226,8 @@ def test_a_session_that_cannot_be_created_starts_no_run(page: Page, text: Singin
     call.abort()
     expect(page.locator("#problem")).to_be_visible()
     expect(page.locator("#run")).to_have_attribute("aria-disabled", "false")
-    assert len(text.requests) == n_before
+    run(page, "one", max_tokens=3)
+    assert len(text.requests) == n_before + 1
 
 
 def test_the_context_grows_while_the_state_stands(page: Page, asked: Asked) -> None:

@@ -69,8 +69,8 @@ def attribute_failure(error: BaseException) -> None:
 
 
 def shutdown(code: int, error: BaseException | None = None) -> None:
-    """Exit with the code of a command. A failed process reports its error and exits at once: the peers would never reach the exit
-    barrier at which JAX waits for them."""
+    """Exit with the code of a failed command; return for a single process and for codes 0 and 75. A failed process reports its error
+    and exits at once: the peers would never reach the exit barrier at which JAX waits for them."""
     if _pulse is None or code in (0, 75):
         return
     if error is not None:

@@ -81,7 +81,7 @@ class _ManifestHandler(ocp.AsyncCheckpointHandler):
         raise AssertionError("only the asynchronous way is used")
 
     def restore(self, directory: Any, args: Any = None) -> None:
-        raise AssertionError("`snapshot.read` reads it")
+        raise AssertionError("`reader.read_checkpoint` reads it")
 
 
 # Orbax requires a class for both saving and restoring. Only saving is used.
