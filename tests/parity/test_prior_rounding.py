@@ -76,6 +76,20 @@ def test_a_float32_program_is_evaluated_in_float64() -> None:
     np.testing.assert_allclose(gradient, numeric, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
+        lambda x: jax.lax.while_loop(lambda y: y[0] < 9, lambda y: y + 1, x),
+        lambda x: jax.lax.bitcast_convert_type(x, jnp.int32),
+    ],
+    ids=["cond", "while", "bits"],
+)
+def test_a_program_that_float64_cannot_stand_for_is_declined(function: Any) -> None:
+    with pytest.raises(NotImplementedError, match="float64"):
+        evaluate_in_float64(function, jnp.ones(3, jnp.float32))
+
+
 def test_the_gradients_pass_on_every_processor(gradients: Path) -> None:
     """At this size the query's gradient is 6.7e-6 off in the file; where Linnet's own rounding goes the other way, they are further
     apart than 1e-5, though neither is that far from the float64 value."""
@@ -96,6 +110,18 @@ def test_an_error_of_float32_alone_is_not_taken_for_rounding(gradients: Path, na
     passed, note = _error(verify_prior(gradients, {"losses": wrong}, 1e-5), name)
     assert not passed
     assert "float64" in note
+
+
+def test_where_float64_declines_the_float32_comparison_stands(gradients: Path) -> None:
+    def declines() -> dict[str, Any]:
+        raise NotImplementedError
+
+    def wrong(golden: Any) -> PriorReplay:
+        replay = replay_losses(golden)
+        values = {**replay.values, QUERY: np.asarray(replay.values[QUERY]) * np.float32(1.001)}
+        return dataclasses.replace(replay, values=values, in_float64=declines)
+
+    assert not _error(verify_prior(gradients, {"losses": wrong}, 1e-5), QUERY)[0]
 
 
 def test_an_error_of_the_formula_is_not_taken_for_rounding(gradients: Path, monkeypatch: pytest.MonkeyPatch) -> None:
