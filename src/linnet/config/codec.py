@@ -10,22 +10,17 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from linnet.config.schema import DATA, MODELS, RunConfig
+from linnet.config.schema import DATA, RunConfig
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write, read_json
+from linnet.models import registry
+from linnet.models.model_config import ModelConfig
 
 CONFIG_VERSION = 1
 
 
 IMPORTED_WEIGHTS = Path("weights/index.json")
 """Path, relative to the run folder, that exists if the run's weights were imported."""
-
-
-OLD_RELEASES: dict[str, dict[str, Any]] = {
-    "1.15": {},
-    "1.6": {"text_conditioning": "learned_padding"},
-    "0.15": {"text_conditioning": "mask", "text_mask": "given", "scores": "product", "last_norm": "plain"},
-}
 
 
 def to_json(cfg: Any) -> dict[str, Any]:
@@ -59,30 +54,18 @@ def load(path: Path) -> RunConfig:
 def run_from_dict(values: dict[str, Any]) -> RunConfig:
     """Make a config from JSON values without the version."""
     family = values.get("family", "vq")  # configs from before there were several families have no such field
-    values = _older(values)
-    if family not in MODELS:
-        raise invalid("family", family, f"one of {', '.join(MODELS)}", "choose one of them")
-    return from_dict(RunConfig, values, "", {"model": MODELS[family], "data": DATA[family]})
+    model = registry.config_class(family)
+    return from_dict(RunConfig, _older(values, model), "", {"model": model, "data": DATA[model.READS]})
 
 
-def _older(values: dict[str, Any]) -> dict[str, Any]:
+def _older(values: dict[str, Any], cls: type[ModelConfig]) -> dict[str, Any]:
     """Convert the settings of earlier versions to the current schema."""
     model = values.get("model")
     if not isinstance(model, dict):
         return values
     if isinstance(model.get("remat"), bool):
         model = model | {"remat": "full" if model["remat"] else "none"}
-    if values.get("family") == "prior" and "release" in model:
-        model = {name: value for name, value in model.items() if name != "release"} | _of_release(model["release"])
-    return values | {"model": model}
-
-
-def _of_release(release: Any) -> dict[str, Any]:
-    """Return the settings that replace a prior's former `model.release`."""
-    if release not in OLD_RELEASES:
-        needs = f"one of {', '.join(OLD_RELEASES)}: later configs say what the network computes instead"
-        raise invalid("model.release", release, needs, "leave it out")
-    return OLD_RELEASES[release]
+    return values | {"model": cls.from_older(model)}
 
 
 def exported_from_dict(values: dict[str, Any]) -> RunConfig:

@@ -246,24 +246,24 @@ def _prior_emoji() -> RunConfig:
 
 
 PRESETS = {
-    "quickstart": ("a small model of the embedded corpus: minutes on two cores", _quickstart),
-    "bench-s": ("the model that the benchmarks measure", _bench_s),
-    "emoji": ("pictures: 3,786 embedded emoji at 16 x 16, some 25 minutes on two cores", _emoji),
-    "emoji-imagine": ("pictures painted from an embedding: the emoji again, for `linnet imagine`", _emoji_imagine),
+    "quickstart": ("Small vq model of the built-in corpus; minutes on two cores", _quickstart),
+    "bench-s": ("vq model of the benchmarks", _bench_s),
+    "emoji": ("Image model of 3,786 built-in emoji at 16 x 16; 25 minutes on two cores", _emoji),
+    "emoji-imagine": ("Like emoji, conditioned on image embeddings, for `linnet imagine`", _emoji_imagine),
     "prior-emoji": (
-        "text to image embeddings, on 3,786 embedded emoji and their captions: minutes on two cores",
+        "Diffusion prior, trained on 3,786 built-in emoji and their captions; minutes on two cores",
         _prior_emoji,
     ),
-    "enwik8-cpu": ("a small model of enwik8: a good hour on two cores", _enwik8_cpu),
-    "enwik8": ("Transformer-VQ of the paper on enwik8 (0.99 bits per byte there)", _enwik8),
-    "pg19": ("Transformer-VQ of the paper on PG-19 (26.6 word-level perplexity there)", _pg19),
-    "moe-cpu": ("a small mixture of experts on the embedded corpus: minutes on two cores", _moe_cpu),
-    "vq-moe": ("linear-time attention and experts in one model: minutes on two cores", _vq_moe),
-    "dense-cpu": ("moe-cpu without a choice: a dense model of equal active parameters, to compare with", _dense_cpu),
-    "bench-prior": ("the diffusion prior that the benchmarks measure", _bench_prior),
-    "bench-moe": ("the mixture of experts that the benchmarks measure", _bench_moe),
-    "grok-1": ("Grok-1 as released: its sizes; import the weights with `linnet import grok-1`", _grok_1),
-    "imagenet64": ("Transformer-VQ of the paper on ImageNet64 (3.16 bits per byte there)", _imagenet64),
+    "enwik8-cpu": ("Small vq model of enwik8; more than an hour on two cores", _enwik8_cpu),
+    "enwik8": ("Transformer-VQ paper, enwik8 (0.99 bits per byte in the paper)", _enwik8),
+    "pg19": ("Transformer-VQ paper, PG-19 (26.6 word-level perplexity in the paper)", _pg19),
+    "moe-cpu": ("Small mixture of experts, built-in corpus; minutes on two cores", _moe_cpu),
+    "vq-moe": ("Linear-time attention with experts, built-in corpus; minutes on two cores", _vq_moe),
+    "dense-cpu": ("Dense model with the active parameters of moe-cpu, for comparison", _dense_cpu),
+    "bench-prior": ("Diffusion prior of the benchmarks", _bench_prior),
+    "bench-moe": ("Mixture of experts of the benchmarks", _bench_moe),
+    "grok-1": ("Grok-1 with the published sizes; `linnet import grok-1` imports the weights", _grok_1),
+    "imagenet64": ("Transformer-VQ paper, ImageNet64 (3.16 bits per byte in the paper)", _imagenet64),
 }
 
 

@@ -3,42 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal, TypeVar
 
 from linnet.config.tuning import LoraConfig, Parent
-from linnet.core.errors import invalid
-from linnet.models.moe.config import MoEConfig
+from linnet.core.errors import UserError, invalid
+from linnet.models import registry
+from linnet.models.model_config import DataKind, ModelConfig, PairModelConfig, TokenModelConfig
 from linnet.models.prior.config import PriorConfig
 from linnet.models.vq.config import VQConfig
 from linnet.parallel.mesh import BATCH_AXES, data_parallel_size, parse_mesh
 
 EMBEDDED_CORPUS = "python-stdlib"
 EMOJI_PAIRS = "emoji-pairs"
+M = TypeVar("M", bound=ModelConfig)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     source: str = EMBEDDED_CORPUS
-    """A text file, a folder, a glob, or `python-stdlib`: the source code of the running Python's standard library."""
+    """Training data: a text file, folder or glob, data written by `linnet data prepare`, or a built-in dataset
+    (`python-stdlib`: the source code of this Python's standard library)."""
     validation_files: tuple[str, ...] = ()
     """Files or globs held out for validation. If empty: `validation_fraction` of the source."""
     test_files: tuple[str, ...] = ()
+    """Files or globs held out for the test split. If empty: `test_fraction` of the source."""
     validation_fraction: float = 0.05
+    """Fraction of the source held out for validation."""
     test_fraction: float = 0.05
+    """Fraction of the source held out for testing."""
     sequence_len: int = 2048
-    """Tokens per training sequence. The recurrent state is carried across its updates and reset after it."""
+    """Sequence length in tokens. The recurrent state is carried across the updates of a sequence and reset after it."""
     update_len: int = 2048
-    """Tokens of each sequence per optimizer update."""
+    """Tokens per sequence and optimizer update (truncated backpropagation through time)."""
     batch_size: int = 8
     """Global batch size in sequences."""
     condition: str | None = None
-    """Images: conditioning embeddings for a model with `d_condition`. `builtin`: computed by the built-in encoder; or the path of an
-    .npy with one row per image, in order."""
+    """Images: conditioning embeddings for a model with `model.d_condition`. `builtin`: computed by the built-in encoder; or an
+    .npy file with one row per image, in order."""
 
     base: str | None = None
-    """Folder to which relative paths refer: the working directory when training was started. `--data.source` sets a new location."""
+    """Folder that relative paths refer to: the working directory in which training was started. Recorded automatically."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_len", "update_len", "batch_size"):
@@ -70,12 +74,17 @@ class DataConfig:
     def updates_per_sequence(self) -> int:
         return self.sequence_len // self.update_len
 
+    @property
+    def n_per_row(self) -> int:
+        """Tokens of a row in one update."""
+        return self.update_len
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairsConfig:
     source: str = EMOJI_PAIRS
-    """A folder with img_emb/ and text_emb/ (clip-retrieval layout; captions in metadata/); parquet files with embedding columns;
-    webdataset tars with .npy members; an .npz; or `emoji-pairs`."""
+    """Embedding pairs: a folder with img_emb/ and text_emb/ (clip-retrieval layout; captions in metadata/), parquet files with
+    embedding columns, webdataset tars with .npy members, an .npz file, or `emoji-pairs`."""
     images: str | None = None
     """With `texts`, instead of `source`: .npy files of the image embeddings (a file, folder or glob)."""
     texts: str | None = None
@@ -88,6 +97,7 @@ class PairsConfig:
     image_key: str | None = None
     """Name of the image embeddings: column (parquet), array (.npz) or member suffix (webdataset). None: try common names."""
     text_key: str | None = None
+    """Name of the text embeddings, like `image_key`. None: try common names."""
     caption_key: str = "caption"
     """Column (parquet) or array (.npz) of the captions."""
     split_key: str | None = None
@@ -95,6 +105,7 @@ class PairsConfig:
     validation_fraction: float = 0.05
     """Fraction held out for validation. Rows are split in order: training, validation, test."""
     test_fraction: float = 0.05
+    """Fraction held out for testing."""
     batch_size: int = 64
     """Global batch size in pairs."""
     max_unpacked_gb: float | None = None
@@ -104,7 +115,7 @@ class PairsConfig:
     overfitting on small datasets."""
 
     base: str | None = None
-    """Folder to which relative paths refer: the working directory when training was started. `--data.source` sets a new location."""
+    """Folder that relative paths refer to: the working directory in which training was started. Recorded automatically."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -128,18 +139,25 @@ class PairsConfig:
         """Always 1: a pair is read in one update."""
         return 1
 
+    @property
+    def n_per_row(self) -> int:
+        """Always 1: a row is one pair."""
+        return 1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
+    """Optimizer."""
     lr: float = 4e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "inv_sqrt", "constant", "dampened_constant", "dampened_cosine"] = "cosine"
     """Learning rate schedule. `dampened_*`, as in the prior's reference: the warm-up multiplies a schedule that starts at the first
     update, and the cosine decays to 0."""
     warmup_steps: int = 100
+    """Linear learning rate warm-up, in updates."""
     steps: int = 1000
-    """Length of the schedule in updates, warm-up included."""
+    """Number of optimizer updates: the length of the learning rate schedule, warm-up included."""
     extra_steps: int = 0
     """Further updates at the final learning rate."""
     clip: float | None = 0.1
@@ -203,6 +221,7 @@ class TrainConfig:
     """EMA warm-up: the decay grows as 1 - (1 + age / ema_inv_gamma) ** -ema_power up to `ema_decay`, as in ema-pytorch (2/3 there).
     None: constant decay."""
     ema_inv_gamma: float = 1.0
+    """EMA warm-up: time scale in updates (see `ema_power`)."""
     ema_min: float = 0.0
     """EMA warm-up: minimum decay."""
     ema_after: int = 0
@@ -210,16 +229,19 @@ class TrainConfig:
     ema_every: int = 1
     """EMA warm-up: update the EMA every N updates (10 in ema-pytorch)."""
     log_every: int = 20
+    """Log metrics every N updates."""
     eval_every: int = 200
     """Evaluate every N updates. 0: only at the end."""
     eval_minutes: float = 0.0
-    """Also evaluate every N minutes. 0: only by updates."""
+    """Also evaluate every N minutes. 0: never by time."""
     eval_sequences: int | None = None
     """Number of validation sequences (or pairs) used during training. None: all. `linnet eval` always uses all."""
     eval_timesteps: tuple[int, ...] = (64,)
     """Prior: numbers of sampling steps at which the predicted embeddings are evaluated."""
     checkpoint_every: int = 200
+    """Save a checkpoint every N updates. 0: never by updates."""
     checkpoint_minutes: float = 10.0
+    """Also save a checkpoint every N minutes. 0: never by time."""
     keep: int = 3
     """Number of latest checkpoints to keep, in addition to the best by validation loss."""
     max_bad_steps: int = 10
@@ -230,6 +252,7 @@ class TrainConfig:
     sample_tokens: int = 512
     """Tokens of the sample generated at each evaluation. 0: no sample."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Also log metrics to TensorBoard or Weights & Biases (needs the extra of that name)."""
     exports: tuple[str, ...] = ()
     """Prior: DALLE2-pytorch files to write during training, each as latest:checkpoint:PATH, best:checkpoint:PATH, latest:model:PATH
     or best:model:PATH. `checkpoint` includes the optimizer state, `model` has the EMA weights. A path may contain {epoch} and
@@ -254,35 +277,36 @@ class TrainConfig:
             raise invalid("train.eval_timesteps", self.eval_timesteps, "numbers of steps from 2 on", "use 64")
 
 
-MODELS: dict[str, type] = {"vq": VQConfig, "moe": MoEConfig, "prior": PriorConfig}
-DATA: dict[str, type] = {"vq": DataConfig, "moe": DataConfig, "prior": PairsConfig}
+DATA: dict[DataKind, type[DataConfig] | type[PairsConfig]] = {"tokens": DataConfig, "pairs": PairsConfig}
+"""The data settings by what a family reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     preset: str = "custom"
-    family: Literal["vq", "moe", "prior"] = "vq"
+    """Name of the preset, recorded in config.json."""
+    family: str = "vq"
+    """Model family. It is determined by the preset."""
     seed: int = 0
+    """Random seed of the initialization, data order and dropout."""
     mesh: str = ""
-    """Device mesh, such as data=2,model=2. Batch rows are sharded over data, fsdp and expert; weights over fsdp, model and expert.
-    Empty: one device. A run can be resumed with another mesh."""
-    model: VQConfig | MoEConfig | PriorConfig = dataclasses.field(default_factory=VQConfig)
+    """Device mesh, such as data=2,model=2. The batch is sharded over data, fsdp and expert; weights over fsdp, model and
+    expert. A run can be resumed on another mesh. Default: one device."""
+    model: ModelConfig = dataclasses.field(default_factory=VQConfig)
     data: DataConfig | PairsConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    parent: Annotated[Parent | None, tyro.conf.Suppress] = None
+    parent: Parent | None = None
     """The parent of a fine-tuned run (`linnet train --from`). None: trained from scratch."""
 
     def __post_init__(self) -> None:
-        for name, known in (("model", MODELS), ("data", DATA)):
-            if not isinstance(getattr(self, name), known[self.family]):
-                got, needs = type(getattr(self, name)).__name__, known[self.family].__name__
+        model = registry.config_class(self.family)
+        for name, known in (("model", model), ("data", DATA[model.READS])):
+            if not isinstance(getattr(self, name), known):
+                got, needs = type(getattr(self, name)).__name__, known.__name__
                 raise invalid(name, got, f"{needs} with family {self.family!r}", "use the family's own")
-        if isinstance(self.model, PriorConfig):
-            self._check_timesteps(self.model.timesteps)
-        else:
-            self.model.check_lengths(self.tokens.sequence_len, self.tokens.update_len)
+        self.model.check_run(self.data, self.train)
         if self.data.batch_size % self.train.accumulate:
             raise invalid(
                 "data.batch_size",
@@ -307,48 +331,63 @@ class RunConfig:
         fitting = _round_up(self.data.batch_size, parts * self.train.accumulate)
         return f"use --data.batch-size {fitting}, or a mesh whose axes {', '.join(BATCH_AXES)} make fewer parts"
 
-    def _check_timesteps(self, most: int) -> None:
-        if any(n > most for n in self.train.eval_timesteps):
-            needs = f"at most the diffusion's model.timesteps ({most})"
-            raise invalid("train.eval_timesteps", self.train.eval_timesteps, needs, f"use {min(64, most)}")
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the model is one of tokens."""
+        return self.model.READS == "tokens"
+
+    def model_as(self, config: type[M]) -> M:
+        """Return the model config as that of one family. Raises for other families."""
+        if not isinstance(self.model, config):
+            name = registry.name_of(config)
+            raise invalid("family", self.family, name, f"use a {name} preset or run")
+        return self.model
 
     @property
     def vq(self) -> VQConfig:
         """The model config of a vq run. Raises for other families."""
-        if not isinstance(self.model, VQConfig):
-            raise invalid("family", self.family, "vq", "use a vq preset or run")
-        return self.model
+        return self.model_as(VQConfig)
 
     @property
     def prior(self) -> PriorConfig:
-        if not isinstance(self.model, PriorConfig):
-            raise invalid("family", self.family, "prior", "use a prior preset or run")
+        """The model config of a prior run. Raises for other families."""
+        return self.model_as(PriorConfig)
+
+    @property
+    def lm(self) -> TokenModelConfig:
+        """The model config of a token family. Raises for other families."""
+        if not isinstance(self.model, TokenModelConfig):
+            raise self._wrong_kind("tokens", "which write tokens")
         return self.model
 
     @property
-    def writer(self) -> VQConfig | MoEConfig:
-        """The model config of a token family (vq or moe). Raises for a prior."""
-        if isinstance(self.model, PriorConfig):
-            raise invalid("family", self.family, "vq or moe, which write tokens", "use a run of such a family")
+    def pair_model(self) -> PairModelConfig:
+        """The model config of a family that reads pairs of embeddings. Raises for other families."""
+        if not isinstance(self.model, PairModelConfig):
+            raise self._wrong_kind("pairs", "which reads pairs of embeddings")
         return self.model
 
     @property
     def d_condition(self) -> int:
         """Width of the conditioning embeddings; 0: unconditional."""
-        return self.model.d_condition if isinstance(self.model, VQConfig) else 0
+        return self.model.condition_width if isinstance(self.model, TokenModelConfig) else 0
+
+    def _wrong_kind(self, reads: DataKind, words: str) -> UserError:
+        needs = f"{' or '.join(registry.names(reads))}, {words}"
+        return invalid("family", self.family, needs, "use a run of such a family")
 
     @property
     def tokens(self) -> DataConfig:
         """The data config of a token run. Raises for a prior."""
         if not isinstance(self.data, DataConfig):
-            raise invalid("family", self.family, "vq or moe, which read tokens", "use a run of such a family")
+            raise self._wrong_kind("tokens", "which read tokens")
         return self.data
 
     @property
     def pairs(self) -> PairsConfig:
         """The data config of a prior run. Raises for token runs."""
         if not isinstance(self.data, PairsConfig):
-            raise invalid("family", self.family, "prior, which reads pairs of embeddings", "use a prior run")
+            raise self._wrong_kind("pairs", "which reads pairs of embeddings")
         return self.data
 
 

@@ -1,4 +1,4 @@
-"""User errors. Each message names the field, the value it got, what is required and the fix."""
+"""The package's exceptions. Each message names the field, the value it got, what is required and the fix."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ MAX_CHARACTERS = 2000
 """Maximum length of a message. Linnet's own text is shorter, but text quoted from a file can have any length."""
 
 
-class UserError(ValueError):
+class LinnetError(Exception):
+    """Base class of the exceptions that the public API raises."""
+
+
+class UserError(LinnetError, ValueError):
     """An invalid request by the user. The command line prints it without a traceback and exits with code 2.
 
     The message may quote names and values from an untrusted file, so control characters are escaped and its length is bounded."""
+
+    field: str | None = None
+    """The field that `invalid` named."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(_shortened(_printable(message)))
@@ -23,7 +30,9 @@ def invalid(field: str, got: Any, needs: str, fix: str) -> UserError:
     """Return (not raise) the error of an invalid value.
 
     Usage: `raise invalid("data.update_len", 1000, "a multiple of model.block_len (128)", "use 1024")`."""
-    return UserError(f"{field} is {got!r}, but it must be {needs}. Fix: {fix}.")
+    error = UserError(f"{field} is {got!r}, but it must be {needs}. Fix: {fix}.")
+    error.field = field
+    return error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

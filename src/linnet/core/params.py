@@ -31,7 +31,7 @@ class Spec:
     axes: tuple[str | None, ...]
     init: Init = "fan_in"
     dtype: Any = jnp.float32
-    least: WeightDtype = "float32"
+    min_dtype: WeightDtype = "float32"
     """Lowest precision allowed for inference: int8 for matrices that are only used in matmuls."""
     n_in: int | None = None
     """Number of inputs of the layer, for `uniform` (a bias needs it). None: the product of all dimensions but the last."""

@@ -109,7 +109,7 @@ def cast_params(params: Any, specs: Any, weights: WeightDtype) -> Any:
 
 def storage_dtype(spec: Spec, weights: WeightDtype) -> WeightDtype:
     """Return the requested dtype, or the lowest precision that the spec allows if that is higher."""
-    return WEIGHT_DTYPES[min(WEIGHT_DTYPES.index(weights), WEIGHT_DTYPES.index(spec.least))]
+    return WEIGHT_DTYPES[min(WEIGHT_DTYPES.index(weights), WEIGHT_DTYPES.index(spec.min_dtype))]
 
 
 def _lowered(leaf: Weight, spec: Spec, weights: WeightDtype) -> Weight:

@@ -20,11 +20,11 @@ T = TypeVar("T")
 _ROOM = 1024  # Bytes. Messages are padded to a multiple of it, so that one compiled program serves nearly all.
 
 
-def all_gather_json(said: Any) -> list[Any]:
+def all_gather_json(value: Any) -> list[Any]:
     """Gather a small JSON value from each process, in order of process index."""
     if jax.process_count() == 1:
-        return [said]
-    text = np.frombuffer(json.dumps(said).encode(), np.uint8)
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     lengths = np.asarray(multihost_utils.process_allgather(np.int32(text.size))).reshape(-1)
     padded = np.zeros(-(-int(lengths.max()) // _ROOM) * _ROOM, np.uint8)
     padded[: text.size] = text

@@ -19,7 +19,8 @@ from jaxtyping import Array
 from linnet.core import quant
 from linnet.core.dtypes import WeightDtype
 from linnet.core.errors import invalid
-from linnet.core.params import Spec, map_specs
+from linnet.core.params import Spec, is_spec, map_specs
+from linnet.core.pytree import leaf_name
 from linnet.parallel.mesh import BATCH_AXES, MESH_AXES, mesh_text, n_devices, parse_mesh
 
 LogicalAxes = tuple[str | None, ...]
@@ -206,11 +207,13 @@ def global_batch(tree: Any, share: tuple[int, int], n_row: int, mesh: Mesh, rule
     return jax.tree.map(one, tree)
 
 
-def abstract_weights(specs: Any, mesh: Mesh, weights: WeightDtype, rules: LogicalAxisRules, n_group: int = 1) -> Any:
+def abstract_weights(
+    specs: Any, mesh: Mesh, weights: WeightDtype, rules: LogicalAxisRules, n_group: int | Mapping[str, int] = 1
+) -> Any:
     """Return the shapes, dtypes and shardings of weights stored as `weights`, to compile a program without them. `n_group`: scale
-    groups of matrices whose input axis is sharded, as in Grok-1's release."""
+    groups of matrices whose input axis is sharded, as in Grok-1's release; or of every matrix, by name."""
 
-    def one(spec: Spec) -> Any:
+    def one(path: tuple[Any, ...], spec: Spec) -> Any:
         cuts = partition(spec.shape, spec.axes, mesh, rules)
 
         def array(shape: tuple[int, ...], dtype: Any, cuts: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -219,14 +222,17 @@ def abstract_weights(specs: Any, mesh: Mesh, weights: WeightDtype, rules: Logica
         held = quant.storage_dtype(spec, weights)
         if held != "int8":
             return array(spec.shape, held, cuts)
-        groups = n_group if cuts[-2] is not None else 1
+        if isinstance(n_group, int):
+            groups = n_group if cuts[-2] is not None else 1
+        else:
+            groups = n_group[leaf_name(path)]
         both = quantized_pspec(cuts, groups, mesh)
         return quant.Quantized(
             weight=cast(Any, array(spec.shape, jnp.int8, both.weight)),
             scales=cast(Any, array((*spec.shape[:-2], groups, spec.shape[-1]), jnp.bfloat16, both.scales)),
         )
 
-    return map_specs(one, specs)
+    return jax.tree_util.tree_map_with_path(one, specs, is_leaf=is_spec)
 
 
 def bytes_per_device(arrays: Any) -> int:
