@@ -1,14 +1,18 @@
-"""Decode loop: several decoding steps (read a token, sample the next) in one program, for every token family."""
+"""Decode programs: several decoding steps (read a token, sample the next) in one program, for every token family."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from linnet.models.decoder import DecodeProgram
+from linnet.models.tensor_parallel import WHOLE, Parts
+from linnet.nn.batch_invariant import COMPILER_OPTIONS
 from linnet.nn.losses import top_logprobs
 from linnet.nn.sampling import LogitMask, SamplingSettings, sample, uniforms
 
@@ -36,19 +40,95 @@ def decode_loop(
     chances = jax.vmap(lambda after: uniforms(keys, slots.position + after))(1 + jnp.arange(n_ticks))
 
     def step(i: Array, state: tuple[Any, Array, Array, Any]) -> tuple[Any, Array, Array, Any]:
-        slots, seen, tokens, told = state
+        slots, seen, tokens, sampled = state
         slots, logits = tick(slots, tokens)
         tokens, logprobs = sample(logits, settings, chances[i], seen, rules, slots.position)
         new = (tokens, logprobs, top_logprobs(logits, n_top) if n_top else None)
-        told = jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, 0), told, new)
-        return slots, seen.at[rows, tokens].add(1), tokens, told
+        sampled = jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, 0), sampled, new)
+        return slots, seen.at[rows, tokens].add(1), tokens, sampled
 
     def room(dtype: Any, *shape: int) -> Array:
         return jnp.zeros((n_ticks, tokens.shape[0], *shape), dtype)
 
     top = (room(jnp.int32, n_top), room(jnp.float32, n_top)) if n_top else None
-    told = (room(jnp.int32), room(jnp.float32), top)
+    sampled = (room(jnp.int32), room(jnp.float32), top)
     slots, seen, _, (drawn, logprobs, top) = jax.lax.fori_loop(
-        0, n_ticks if n is None else n, step, (slots, seen, tokens, told)
+        0, n_ticks if n is None else n, step, (slots, seen, tokens, sampled)
     )
     return slots, seen, drawn, logprobs, top
+
+
+class Tick(Protocol):
+    def __call__(
+        self, prepared: Any, slots: Any, tokens: Int[Array, " B"], active: Bool[Array, " B"], cfg: Any, of: Parts, /
+    ) -> tuple[Any, Float[Array, "B A"]]:
+        """Read one token in every active slot, and return the slots and the logits of the next token. Inactive slots may tick too:
+        their contents are meaningless. On a mesh, everything given belongs to one of the model's shards `of`."""
+        ...
+
+
+Sharded = Callable[..., tuple[Any, ...]]
+"""`(run, prepared, slots, cfg, *rest)`: call `run(prepared, slots, cfg, parts, *rest)`, on a mesh for each device's shard. `run`
+returns slots and replicated results."""
+
+
+def on_one_device(run: Sharded, prepared: Any, slots: Any, cfg: Any, *rest: Any) -> tuple[Any, ...]:
+    return run(prepared, slots, cfg, WHOLE, *rest)
+
+
+def tick_program(tick: Tick, sharded: Sharded = on_one_device, options: dict[str, Any] = COMPILER_OPTIONS) -> Any:
+    """Return the program of a single tick, without sampling."""
+
+    @partial(jax.jit, static_argnames="cfg", donate_argnames="slots", compiler_options=options)
+    def one_tick(
+        prepared: Any, slots: Any, tokens: Int[Array, " B"], cfg: Any, active: Bool[Array, " B"] | None = None
+    ) -> tuple[Any, Float[Array, "B A"]]:
+        """Read one token in every active slot and return the logits of the next."""
+
+        def run(prepared: Any, slots: Any, cfg: Any, of: Parts, tokens: Any, active: Any) -> tuple[Any, ...]:
+            return tick(prepared, slots, tokens, active, cfg, of)
+
+        active = jnp.ones(tokens.shape, bool) if active is None else active
+        return cast(Any, sharded(run, prepared, slots, cfg, tokens, active))
+
+    return one_tick
+
+
+def decode_program(
+    tick: Tick, sharded: Sharded = on_one_device, options: dict[str, Any] = COMPILER_OPTIONS
+) -> DecodeProgram:
+    """Return the program that runs `decode_loop` with this tick. The slots and the counts of ids are donated."""
+
+    @partial(
+        jax.jit,
+        static_argnames=("cfg", "n_ticks", "n_top"),
+        donate_argnames=("slots", "seen"),
+        compiler_options=options,
+    )
+    def decode(
+        prepared: Any,
+        slots: Any,
+        tokens: Int[Array, " B"],
+        settings: SamplingSettings,
+        keys: PRNGKeyArray,
+        seen: Int[Array, "B A"],
+        rules: LogitMask | None = None,
+        active: Bool[Array, " B"] | None = None,
+        n: int | Int[Array, ""] | None = None,
+        *,
+        cfg: Any,
+        n_ticks: int,
+        n_top: int = 0,
+    ) -> tuple[Any, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"], Top | None]:
+        def run(prepared: Any, slots: Any, cfg: Any, of: Parts, *given: Any) -> tuple[Any, ...]:
+            tokens, active, settings, keys, seen, rules, n = given
+
+            def one(slots: Any, tokens: Int[Array, " B"]) -> tuple[Any, Float[Array, "B A"]]:
+                return tick(prepared, slots, tokens, active, cfg, of)
+
+            return decode_loop(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
+
+        active = jnp.ones(tokens.shape, bool) if active is None else active
+        return cast(Any, sharded(run, prepared, slots, cfg, tokens, active, settings, keys, seen, rules, n))
+
+    return decode

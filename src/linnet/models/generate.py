@@ -7,7 +7,7 @@ Memory is constant for any length: only the slots are kept.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -18,6 +18,7 @@ from linnet.core import rng
 from linnet.core.errors import invalid
 from linnet.core.special_tokens import FIRST_BYTE, TextRules
 from linnet.models.bos import empty_prompt, in_front
+from linnet.models.decoder import DecodeProgram
 from linnet.models.detokenize import TextAssembler, check_stops
 from linnet.models.tensor_parallel import mesh_of, on_mesh_of, replicate
 from linnet.nn.sampling import LogitMask, SamplingSettings
@@ -28,37 +29,25 @@ N_TICKS = 32  # tokens per dispatch
 Finish = Literal["end", "stop", "length"]
 
 
-class Decoder(Protocol):
-    """Decoding interface of a family that generation needs; implemented, for example, by `linnet.models.vq.slots`."""
+class BatchDecoder(Protocol):
+    """The part of a `Decoder` that generation needs. Classifier-free guidance has no more than this."""
 
-    def hold(self, params: Any) -> Any:
-        """Cast the weights to the dtypes that this decoder uses."""
-        ...
+    @property
+    def cast_weights(self) -> Callable[[Any], Any]: ...
 
-    def prepare(self, params: Any, buffers: Any, cfg: Any) -> Any: ...
+    @property
+    def prepare(self) -> Callable[[Any, Any, Any], Any]: ...
 
-    def init_slots(self, cfg: Any, n: int) -> Any: ...
+    @property
+    def init_slots(self) -> Callable[[Any, int], Any]: ...
 
-    def admit(self, params: Any, buffers: Any, prompt: Sequence[int], cfg: Any, state: Any = None, /) -> Any: ...
+    @property
+    def insert(self) -> Callable[[Any, Any, Any], Any]: ...
 
-    def insert(self, slots: Any, one: Any, i: int) -> Any: ...
+    @property
+    def decode(self) -> DecodeProgram: ...
 
-    def decode(
-        self,
-        prepared: Any,
-        slots: Any,
-        tokens: Any,
-        settings: SamplingSettings,
-        keys: Any,
-        seen: Any,
-        rules: LogitMask | None = None,
-        active: Any = None,
-        n: Any = None,
-        *,
-        cfg: Any,
-        n_ticks: int,
-        n_top: int = 0,
-    ) -> tuple[Any, Any, Any, Any, Any]: ...
+    def prefill(self, params: Any, buffers: Any, prompt: Sequence[int], cfg: Any, state: Any = None, /) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +69,7 @@ BYTES = TextRules(id_bytes=byte_of)
 
 
 def generate(
-    decoder: Decoder,
+    decoder: BatchDecoder,
     params: Any,
     buffers: Any,
     cfg: Any,
@@ -130,7 +119,7 @@ def generate(
 
 
 def _stream(
-    decoder: Decoder,
+    decoder: BatchDecoder,
     params: Any,
     buffers: Any,
     cfg: Any,
@@ -145,7 +134,7 @@ def _stream(
 ) -> Iterator[list[Piece | None]]:
     n_slot = len(rows)
     decoder = on_mesh_of(decoder, params)
-    params = decoder.hold(params)
+    params = decoder.cast_weights(params)
     prepared = decoder.prepare(params, buffers, cfg)
     slots = decoder.init_slots(cfg, n_slot)
     first = np.full((n_slot,), cfg.end_id, np.int32)
@@ -157,7 +146,7 @@ def _stream(
         *read, last = prompt
         one = state = states[places[0]]
         if read:
-            one = decoder.admit(params, buffers, read, cfg, *([] if state is None else [state]))
+            one = decoder.prefill(params, buffers, read, cfg, *([] if state is None else [state]))
         for i in places:
             slots = slots if one is None else decoder.insert(slots, one, i)
             first[i] = last
@@ -194,7 +183,9 @@ def _only(allowed: Sequence[int], n: int, n_vocab: int) -> LogitMask:
     bias = np.full((n, n_vocab), -np.inf, np.float32)
     bias[:, list(allowed)] = 0.0
     none = jnp.zeros((n, n_vocab), bool)
-    return LogitMask(bias=jnp.asarray(bias), late=none, late_until=jnp.zeros((n,), jnp.int32), prompted=none)
+    return LogitMask(
+        bias=jnp.asarray(bias), min_token_mask=none, min_token_until=jnp.zeros((n,), jnp.int32), in_prompt=none
+    )
 
 
 class _Row:

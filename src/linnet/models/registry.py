@@ -1,28 +1,71 @@
-"""Model families by name."""
+"""Model families by name. To add a family, add its folder and one line to `FAMILIES`."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from linnet.core.errors import invalid
-from linnet.models.base import ModelFamily, TokenFamily
+from linnet.models.model_config import DataKind, ModelConfig
 
-TOKENS = ("vq", "moe")
-ALL = (*TOKENS, "prior")
+if TYPE_CHECKING:
+    from linnet.models.base import ModelFamily, TokenFamily
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a family is, each as `module:name`. Both are imported when they are first needed, so `linnet --help` loads no JAX."""
+
+    config: str
+    """The config class, whose module must not import JAX."""
+    family: str
+    """The `ModelFamily`."""
+
+
+FAMILIES: dict[str, Entry] = {
+    "vq": Entry("linnet.models.vq.config:VQConfig", "linnet.models.vq.family:FAMILY"),
+    "moe": Entry("linnet.models.moe.config:MoEConfig", "linnet.models.moe.family:FAMILY"),
+    "prior": Entry("linnet.models.prior.config:PriorConfig", "linnet.models.prior.family:FAMILY"),
+}
+
+
+def config_class(name: str) -> type[ModelConfig]:
+    """Return the config class of a family, without loading JAX."""
+    return _imported(_entry(name).config)
 
 
 def get(name: str) -> ModelFamily:
-    """Import and return a family. The import is lazy so that `linnet --help` does not load JAX."""
-    if name not in ALL:
-        raise invalid("family", name, f"one of {', '.join(ALL)}", "use one of them")
-    return cast(ModelFamily, cast(Any, importlib.import_module(f"linnet.models.{name}.family")))
+    return _imported(_entry(name).family)
 
 
 def tokens(name: str) -> TokenFamily:
-    """Return a family of token models."""
-    if name not in TOKENS:
-        raise invalid(
-            "family", name, f"{' or '.join(TOKENS)}, which read and write tokens", "use a run of such a family"
-        )
-    return cast(TokenFamily, get(name))
+    """Return a family of token models; raise for others."""
+    from linnet.models.base import TokenFamily
+
+    family = get(name)
+    if not isinstance(family, TokenFamily):
+        needs = f"{' or '.join(names('tokens'))}, which read and write tokens"
+        raise invalid("family", name, needs, "use a run of such a family")
+    return family
+
+
+def names(reads: DataKind | None = None) -> tuple[str, ...]:
+    """Return the names of all families, or of those that are trained on data of this kind."""
+    return tuple(name for name in FAMILIES if reads in (None, config_class(name).READS))
+
+
+def name_of(config: type[ModelConfig]) -> str:
+    """Return the name of the family with this config class."""
+    return next(name for name in FAMILIES if config_class(name) is config)
+
+
+def _entry(name: object) -> Entry:
+    if not isinstance(name, str) or name not in FAMILIES:  # a config file may hold anything
+        raise invalid("family", name, f"one of {', '.join(FAMILIES)}", "choose one of them")
+    return FAMILIES[name]
+
+
+def _imported(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)

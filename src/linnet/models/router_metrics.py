@@ -44,10 +44,10 @@ def expert_diagnostics(metrics: dict[str, Array]) -> dict[str, Any]:
     }
 
 
-def expert_warnings(figures: dict[str, Any], least: float, n_expert: int) -> dict[int, str]:
+def expert_warnings(figures: dict[str, Any], min_fraction: float, n_expert: int) -> dict[int, str]:
     return {
         layer: f"The experts of layer {layer} collapse: the idlest gets {value:.2%} of all choices, an even share is "
         f"{1 / n_expert:.2%}. Try a larger --model.balance-weight or a lower learning rate."
         for layer, value in enumerate(figures["experts"]["idlest"])
-        if value < least / n_expert
+        if value < min_fraction / n_expert
     }

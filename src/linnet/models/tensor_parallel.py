@@ -40,7 +40,7 @@ class Parts:
     def n(self) -> int:
         return self.model * self.expert
 
-    def added(self, x: Float[Array, "*B D"], *axes: str) -> Float[Array, "*B D"]:
+    def psum(self, x: Float[Array, "*B D"], *axes: str) -> Float[Array, "*B D"]:
         """Sum over all shards in float32, because summing values rounded to 16 bits would lose precision."""
         axes = tuple(axis for axis in axes if getattr(self, axis) > 1)
         return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
@@ -58,7 +58,7 @@ class Parts:
 
         return jax.tree.map(one, table)
 
-    def together(self, scores: Float[Array, "*B A"], n: int) -> Float[Array, "*B A"]:
+    def all_gather_logits(self, scores: Float[Array, "*B A"], n: int) -> Float[Array, "*B A"]:
         """All-gather the columns of logits that may be sharded over the vocabulary."""
         if scores.shape[-1] == n:
             return scores
@@ -68,7 +68,7 @@ class Parts:
         """Return the index of this shard's first expert."""
         return jax.lax.axis_index("expert") * (n_expert // self.expert) if self.expert > 1 else 0
 
-    def of_experts(self, routing: Routing) -> Routing:
+    def local_routing(self, routing: Routing) -> Routing:
         """Return the routing for this shard's experts: pairs routed to other shards get the id of no expert."""
         if self.expert == 1:
             return routing

@@ -36,9 +36,9 @@ class LogitMask:
     """Per-token constraints, one row per request. When given, token counts cover generated tokens only, not the prompt."""
 
     bias: Float[Array, "B A"]  # added to the logits; -inf forbids
-    late: Bool[Array, "B A"]  # forbidden before position `late_until`
-    late_until: Int[Array, " B"]
-    prompted: Bool[Array, "B A"]  # tokens of the prompt, to which the repetition penalty also applies
+    min_token_mask: Bool[Array, "B A"]  # forbidden before position `min_token_until`
+    min_token_until: Int[Array, " B"]
+    in_prompt: Bool[Array, "B A"]  # tokens of the prompt, to which the repetition penalty also applies
 
 
 def sampling_settings(
@@ -106,7 +106,7 @@ def sample(
     scores = logits if seen is None else penalise(logits, settings, seen, rules)
     if rules is not None:
         assert position is not None
-        too_early = rules.late & (position < rules.late_until)[:, None]
+        too_early = rules.min_token_mask & (position < rules.min_token_until)[:, None]
         scores = jnp.where(too_early, -jnp.inf, scores + rules.bias)
     greedy = settings.temperature <= 0.0
     warm = scores / jnp.where(greedy, 1.0, settings.temperature)[:, None]
@@ -192,7 +192,7 @@ def penalise(
 ) -> Float[Array, "B A"]:
     """Apply the penalties. Repetition divides a positive logit of a token that occurred by the penalty and multiplies a negative one.
     Presence and frequency penalties are subtracted from the logits of generated tokens."""
-    occurred = seen > 0 if rules is None else (seen > 0) | rules.prompted
+    occurred = seen > 0 if rules is None else (seen > 0) | rules.in_prompt
     penalty = settings.repetition_penalty[:, None]
     scores = jnp.where(occurred, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     written = seen.astype(jnp.float32)

@@ -99,7 +99,7 @@ def insert(slots: Slots, one: Memory, i: int) -> Slots:
     return _set_position(slots, i, one.n_read)
 
 
-def alone(one: Memory, cfg: MoEConfig) -> Slots:
+def single_slot(one: Memory, cfg: MoEConfig) -> Slots:
     """Return a single slot that holds this sequence."""
     slots = init_slots(cfg, 1)
     if sharding.current() is None:
@@ -108,7 +108,7 @@ def alone(one: Memory, cfg: MoEConfig) -> Slots:
     return insert(slots, one, 0)
 
 
-def placed(one: Memory) -> Memory:
+def to_device(one: Memory) -> Memory:
     """Move a state from elsewhere to the devices, sharded as the programs expect it."""
     return replace(one, blocks=tuple(_placed(block) for block in one.blocks))
 

@@ -8,14 +8,18 @@ from typing import ClassVar, Literal
 
 from linnet.core.errors import invalid
 from linnet.core.special_tokens import EOS, PAD
-from linnet.models.bos import BeginId, bos_id, check_begin
+from linnet.models.bos import BeginId, check_begin
 from linnet.models.hidden import ffn_size
+from linnet.models.model_config import TokenModelConfig
 from linnet.nn.remat import Remat
 from linnet.parallel.mesh import check_divides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(TokenModelConfig):
+    EXPORT_FORMATS: ClassVar[tuple[str, ...]] = ("grok-hf",)
+    REPORT_SECTIONS: ClassVar[tuple[str, ...]] = ("experts",)
+    READS_IN_ONE_UPDATE: ClassVar[bool] = True
     FREE_WHEN_TUNED: ClassVar[frozenset[str]] = frozenset(("context", "balance_weight", "z_weight", "dtype", "remat"))
     """Settings that fine-tuning may change: they affect training, speed or the context length, not the weights."""
     n_vocab: int = 259
@@ -23,31 +27,37 @@ class MoEConfig:
     end_id: int = EOS
     """EOS id of the tokenizer, which ends a document."""
     begin_id: BeginId = dataclasses.field(default="end", repr=False)  # see `linnet.models.bos`
-    """BOS id, prepended to every sequence: `end` (model.end_id), an id, or none (as in Grok-1's release)."""
+    """BOS id, prepended to every sequence: `end` (the EOS id), an id, or None for no BOS (as in the Grok-1 release)."""
     pad_id: int = PAD
     """Padding id; masked in attention within a sequence."""
     d_model: int = 256
+    """Model width."""
     d_k: int = 64
     """Key and value width per head."""
     n_q_head: int = 4
+    """Number of query heads."""
     n_kv_head: int = 2
     """Key and value heads; each serves n_q_head / n_kv_head query heads."""
     n_layer: int = 4
+    """Number of layers."""
     n_expert: int = 8
+    """Number of experts per layer."""
     n_choice: int = 2
     """Experts per token (top-k routing)."""
     widening: float = 8.0
     """Hidden size of an expert: 2/3 of this times d_model, rounded up to a multiple of 8."""
-    context: int = 1024
+    context: int = 1024  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen, and never unlimited
     """Context length: maximum tokens of prompt and completion together."""
     embed_scale: float = 1.0
     """Multiplier of the input embeddings."""
     logit_scale: float = 1.0
+    """Multiplier of the logits."""
     score_scale: float = 0.125
     """Multiplier of q . k, usually d_k ** -0.5."""
     score_cap: float = 30.0
     """Soft cap of attention scores: cap * tanh(score / cap)."""
     rope_base: float = 10_000.0
+    """Base of the rotary position embeddings (RoPE theta)."""
     balance_weight: float = 0.01
     """Weight of the load-balancing loss, which penalises uneven use of experts."""
     z_weight: float = 0.001
@@ -87,9 +97,8 @@ class MoEConfig:
                 raise invalid(f"model.{name}", getattr(self, name), "0 or more", "use 0 for none")
 
     @property
-    def bos_id(self) -> int | None:
-        """BOS id prepended to every sequence; None: no BOS."""
-        return bos_id(self.begin_id, self.end_id)
+    def routing(self) -> tuple[int, int] | None:
+        return self.n_expert, self.n_choice
 
     @property
     def d_ffn(self) -> int:

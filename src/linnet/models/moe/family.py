@@ -8,29 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from linnet.models.base import Aux, Keys
+from linnet.models.base import Aux, Keys, TokenFamily
 from linnet.models.moe import model
-from linnet.models.moe import slots as decoder
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import RULES, MoEParams, param_specs
+from linnet.models.moe.slots import DECODER
 from linnet.models.router_metrics import expert_diagnostics, expert_warnings, router_cost, router_metrics
 from linnet.nn import moe as ex
-
-name = "moe"
-
-
-def buffer_specs(cfg: MoEConfig) -> None:
-    """Return None: the model has no buffers."""
-    del cfg
-
-
-def empty_carry(cfg: MoEConfig, batch_size: int) -> None:
-    """Return None: a sequence is one update, so there is no carry."""
-    del cfg, batch_size
-
-
-def carry_axes(carry: None) -> None:
-    del carry
 
 
 def loss(
@@ -58,14 +42,6 @@ def loss(
     return total, Aux(metrics=metrics, statistics=None, carry=None)
 
 
-def merge_statistics(a: None, b: None) -> None:
-    del a, b
-
-
-def update_buffers(buffers: None, statistics: None, cfg: MoEConfig) -> None:
-    del buffers, statistics, cfg
-
-
 def nats(params: MoEParams, buffers: None, carry: None, batch: Any, cfg: MoEConfig) -> tuple[Float[Array, "B T"], None]:
     del buffers, carry
     x, _ = model.forward(params, batch.inputs, cfg)
@@ -77,27 +53,20 @@ def diagnostics(buffers: None, metrics: dict[str, Array], cfg: MoEConfig) -> dic
     return expert_diagnostics(metrics)
 
 
-def alarms(figures: dict[str, Any], least: float, cfg: MoEConfig) -> dict[int, str]:
-    return expert_warnings(figures, least, cfg.n_expert)
+def collapse_warnings(figures: dict[str, Any], min_fraction: float, cfg: MoEConfig) -> dict[int, str]:
+    return expert_warnings(figures, min_fraction, cfg.n_expert)
 
 
-def flops_per_token(cfg: MoEConfig) -> int:
-    return model.n_flops_per_token(cfg)
-
-
-__all__ = [
-    "RULES",
-    "alarms",
-    "buffer_specs",
-    "carry_axes",
-    "decoder",
-    "diagnostics",
-    "empty_carry",
-    "flops_per_token",
-    "loss",
-    "merge_statistics",
-    "name",
-    "nats",
-    "param_specs",
-    "update_buffers",
-]
+FAMILY = TokenFamily(
+    name="moe",
+    config=MoEConfig,
+    rules=RULES,
+    param_specs=param_specs,
+    loss=loss,
+    flops_per_token=model.n_flops_per_token,
+    diagnostics=diagnostics,
+    collapse_warnings=collapse_warnings,
+    lora_targets=("layers/w_q", "layers/w_k", "layers/w_v", "layers/w_o"),
+    decoder=DECODER,
+    nats=nats,
+)

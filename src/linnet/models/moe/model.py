@@ -15,7 +15,7 @@ from linnet.core import quant
 from linnet.core.pytree import pytree
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import RULES, LayerParams, MoEParams
-from linnet.nn import losses as likelihood
+from linnet.nn import losses
 from linnet.nn import moe as ex
 from linnet.nn.gqa import SoftCap, attend
 from linnet.nn.linear import linear
@@ -94,7 +94,7 @@ def nats(
     params: MoEParams, x: Float[Array, "B T D"], targets: Int[Array, "B T"], cfg: MoEConfig
 ) -> Float[Array, "B T"]:
     """Return -log p(target) in float32."""
-    return likelihood.token_nll(logits(params, x, cfg), targets)
+    return losses.token_nll(logits(params, x, cfg), targets)
 
 
 def n_flops_per_token(cfg: MoEConfig, n_token: int | None = None) -> int:

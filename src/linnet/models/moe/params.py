@@ -50,14 +50,16 @@ def param_specs(cfg: MoEConfig) -> MoEParams:
     n, d, f = cfg.n_layer, cfg.d_model, cfg.d_ffn
     qk, hk = cfg.n_q_head * cfg.d_k, cfg.n_kv_head * cfg.d_k
 
-    def layer(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any = "fan_in", least: Any = "int8") -> Spec:
-        return Spec((n, *shape), ("layers", *axes), init, least=least)
+    def layer(
+        shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any = "fan_in", min_dtype: Any = "int8"
+    ) -> Spec:
+        return Spec((n, *shape), ("layers", *axes), init, min_dtype=min_dtype)
 
     def gain() -> Spec:
         return layer((d,), ("model",), "ones", "float32")
 
     return MoEParams(
-        embed=Spec((cfg.n_vocab, d), ("vocab", "model"), "fan_out", least="bfloat16"),
+        embed=Spec((cfg.n_vocab, d), ("vocab", "model"), "fan_out", min_dtype="bfloat16"),
         layers=LayerParams(
             attention_in_gain=gain(),
             attention_out_gain=gain(),
@@ -67,7 +69,7 @@ def param_specs(cfg: MoEConfig) -> MoEParams:
             w_k=layer((d, hk), ("model", "kv_heads")),
             w_v=layer((d, hk), ("model", "kv_heads")),
             w_o=layer((qk, d), ("heads", "model")),
-            router=layer((d, cfg.n_expert), ("model", None), least="float32"),
+            router=layer((d, cfg.n_expert), ("model", None), min_dtype="float32"),
             experts=ExpertWeights(
                 gate=layer((cfg.n_expert, d, f), ("experts", "model", "hidden")),
                 value=layer((cfg.n_expert, d, f), ("experts", "model", "hidden")),

@@ -13,13 +13,14 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
 from linnet.core import quant
 from linnet.core.pytree import replace
-from linnet.models import decoding as drawing
+from linnet.models.decoder import Decoder
+from linnet.models.decoding import decode_program, tick_program
 from linnet.models.moe import cache, model
-from linnet.models.moe.cache import BLOCK, Memory, Slots, alone, init_slots, insert, placed
+from linnet.models.moe.cache import BLOCK, Memory, Slots, init_slots, insert, single_slot, to_device
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import RULES, LayerParams, MoEParams, param_specs
 from linnet.models.tensor_parallel import EVERYWHERE, WHOLE, Parts, decoding_rules, parts, pspec, weight_pspecs
@@ -29,7 +30,6 @@ from linnet.nn.gqa import gqa_cached
 from linnet.nn.linear import linear
 from linnet.nn.norm import rms_norm_gain
 from linnet.nn.positions import apply_rope
-from linnet.nn.sampling import LogitMask, SamplingSettings
 from linnet.nn.tiled import group_rows, moe_decode, tiled_matmul, tiled_matmul_rows
 from linnet.parallel import sharding
 from linnet.parallel.sharding import shard_map
@@ -40,7 +40,7 @@ ROWS = 64
 OPTIONS = {**COMPILER_OPTIONS, "xla_allow_excess_precision": False}
 
 
-def hold(params: MoEParams) -> MoEParams:
+def cast_weights(params: MoEParams) -> MoEParams:
     """Return the weights as served: bfloat16 matrices are stored as bits, which can be read in tiles."""
 
     def held(leaf: Any) -> Any:
@@ -50,30 +50,24 @@ def hold(params: MoEParams) -> MoEParams:
     return jax.tree.map(held, params, is_leaf=quant.is_quantized)
 
 
-def prepare(params: MoEParams, buffers: Any, cfg: MoEConfig) -> MoEParams:
-    """Return the params unchanged: nothing is precomputed, so no second copy of the weights is made."""
-    del buffers, cfg
-    return params
-
-
 def _by_parts(
     run: Callable[..., tuple[Any, ...]], params: MoEParams, slots: Slots, cfg: MoEConfig, *rest: Any
 ) -> tuple[Any, ...]:
-    """Call `run(params, slots, parts, *rest)`, on a mesh for each device's shard. `run` returns slots and replicated results."""
+    """Call `run(params, slots, cfg, parts, *rest)`, on a mesh for each device's shard. `run` returns slots and replicated results."""
     if sharding.current() is None:
-        return run(params, slots, WHOLE, *rest)
+        return run(params, slots, cfg, WHOLE, *rest)
     of, rules = parts(), decoding_rules(RULES)
     slot_cuts = jax.tree.map(
         lambda names, x: pspec(x.shape, names, rules), cache.SLOT_NAMES, slots, is_leaf=sharding.is_logical_axes
     )
 
     def here(params: MoEParams, slots: Slots, rest: tuple[Any, ...]) -> tuple[Any, Any]:
-        slots, *told = run(params, slots, of, *rest)
-        return slots, told
+        slots, *outputs = run(params, slots, cfg, of, *rest)
+        return slots, outputs
 
     ins = (weight_pspecs(param_specs(cfg), params, rules), slot_cuts, EVERYWHERE)
-    slots, told = shard_map(here, (params, slots, rest), ins, (slot_cuts, EVERYWHERE))
-    return slots, *told
+    slots, outputs = shard_map(here, (params, slots, rest), ins, (slot_cuts, EVERYWHERE))
+    return slots, *outputs
 
 
 def empty_state(cfg: MoEConfig) -> Memory:
@@ -93,17 +87,6 @@ def chunk_len(cfg: MoEConfig) -> int:
     return min(CHUNK, half, -(-cfg.context // ROWS) * ROWS)
 
 
-def admit(
-    params: MoEParams, buffers: Any, prompt: Sequence[int], cfg: MoEConfig, memory: Memory | None = None
-) -> Memory:
-    """Prefill a prompt that fits the context (after `memory`, if given) in chunks of one size, so that one program serves all."""
-    memory = empty_state(cfg) if memory is None else memory
-    size = chunk_len(cfg)
-    for start in range(0, len(prompt), size):
-        memory = prefill_chunk(params, buffers, memory, prompt[start : start + size], cfg)
-    return memory
-
-
 def prefill_chunk(params: MoEParams, buffers: Any, memory: Memory, tokens: Sequence[int], cfg: MoEConfig) -> Memory:
     """Prefill at most `chunk_len(cfg)` tokens; the engine calls this between ticks. Padding costs little."""
     del buffers
@@ -112,7 +95,7 @@ def prefill_chunk(params: MoEParams, buffers: Any, memory: Memory, tokens: Seque
     assert n_read <= cfg.context, f"{n_read} tokens do not fit a context of {cfg.context}"
     padded = np.full((size,), cfg.pad_id, np.int32)
     padded[: len(tokens)] = tokens
-    one = alone(memory, cfg)
+    one = single_slot(memory, cfg)
     one, _ = _read(params, one, padded, np.int32(len(tokens)), cfg=cfg)
     return cache.extract(one, 0, n_read, memory)
 
@@ -131,7 +114,7 @@ def chunk_logprobs(
     tokens there."""
     del buffers
     assert tokens.shape[1] % ROWS == 0, f"a chunk is padded to a multiple of {ROWS}, got {tokens.shape[1]}"
-    one = alone(memory, cfg)
+    one = single_slot(memory, cfg)
     _, x = _read(params, one, jnp.asarray(tokens)[0], np.int32(tokens.shape[1]), cfg=cfg)
     return _logprobs(params, x, jnp.asarray(targets)[0], cfg=cfg, n_top=n_top)
 
@@ -151,11 +134,11 @@ def _read(
     params: MoEParams, one: Slots, tokens: Int[Array, " C"], length: Int[Array, ""], *, cfg: MoEConfig
 ) -> tuple[Slots, Float[Array, "C D"]]:
     """Read `length` of these tokens into the only slot. Also returns the hidden vectors after them."""
-    return cast(Any, _by_parts(partial(_read_here, cfg=cfg), params, one, cfg, tokens, length))
+    return cast(Any, _by_parts(_read_here, params, one, cfg, tokens, length))
 
 
 def _read_here(
-    params: MoEParams, one: Slots, of: Parts, tokens: Int[Array, " C"], length: Int[Array, ""], *, cfg: MoEConfig
+    params: MoEParams, one: Slots, cfg: MoEConfig, of: Parts, tokens: Int[Array, " C"], length: Int[Array, ""]
 ) -> tuple[Slots, Float[Array, "C D"]]:
     start = one.position[0]
     # Writes beyond the capacity are dropped: `dynamic_update_slice` would move them back onto earlier tokens.
@@ -181,7 +164,7 @@ def _read_here(
                 return _block(keys, number, 0, j), _block(values, number, 0, j), real
 
             mixed = gqa_cached(q, position, read, position[-1] + 1, BLOCK, model.scores(cfg))
-            y = of.added(linear(mixed.reshape(ROWS, -1), p.w_o), "model")
+            y = of.psum(linear(mixed.reshape(ROWS, -1), p.w_o), "model")
             part = part + rms_norm_gain(y, p.attention_out_gain)
             return jax.lax.dynamic_update_slice_in_dim(h, part, i * ROWS, 0), keys, values
 
@@ -189,8 +172,8 @@ def _read_here(
         x = rms_norm_gain(h, p.experts_in_gain)
         routing = ex.route(x, p.router, cfg.n_choice)
         n_here = cfg.n_expert // of.expert
-        y = ex.moe_grouped(x, of.of_experts(routing), experts, first=number * n_here, n_token=length)
-        y = of.added(y, "model", "expert")
+        y = ex.moe_grouped(x, of.local_routing(routing), experts, first=number * n_here, n_token=length)
+        y = of.psum(y, "model", "expert")
         return (h + rms_norm_gain(y, p.experts_out_gain), keys, values), None
 
     h = _embed(params, tokens, cfg, of)
@@ -199,59 +182,15 @@ def _read_here(
     return Slots(keys=keys, values=values, tokens=all_tokens, position=one.position + length), h
 
 
-@partial(jax.jit, static_argnames="cfg", donate_argnames="slots", compiler_options=OPTIONS)
-def tick(
-    params: MoEParams, slots: Slots, tokens: Int[Array, " B"], cfg: MoEConfig, active: Bool[Array, " B"] | None = None
-) -> tuple[Slots, Float[Array, "B A"]]:
-    """Read one token in every active slot and return the logits of the next."""
-    active = jnp.ones(tokens.shape, bool) if active is None else active
-    return cast(Any, _by_parts(partial(_tick, cfg=cfg), params, slots, cfg, tokens, active))
-
-
-@partial(
-    jax.jit,
-    static_argnames=("cfg", "n_ticks", "n_top"),
-    donate_argnames=("slots", "seen"),
-    compiler_options=OPTIONS,
-)
-def decode(
-    params: MoEParams,
-    slots: Slots,
-    tokens: Int[Array, " B"],
-    settings: SamplingSettings,
-    keys: PRNGKeyArray,
-    seen: Int[Array, "B A"],
-    rules: LogitMask | None = None,
-    active: Bool[Array, " B"] | None = None,
-    n: int | Int[Array, ""] | None = None,
-    *,
-    cfg: MoEConfig,
-    n_ticks: int,
-    n_top: int = 0,
-) -> Any:
-    """Run `decode_loop`. Inactive slots do not advance and cost nothing."""
-    active = jnp.ones(tokens.shape, bool) if active is None else active
-
-    def run(params: MoEParams, slots: Slots, of: Parts, tokens: Any, active: Any, settings: Any, *rest: Any) -> Any:
-        keys, seen, rules, n = rest
-
-        def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
-            return _tick(params, slots, of, tokens, active, cfg=cfg)
-
-        return drawing.decode_loop(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
-
-    return _by_parts(run, params, slots, cfg, tokens, active, settings, keys, seen, rules, n)
-
-
 def _tick(
     params: MoEParams,
     slots: Slots,
-    of: Parts,
     tokens: Int[Array, " B"],
     active: Bool[Array, " B"],
-    *,
     cfg: MoEConfig,
+    of: Parts,
 ) -> tuple[Slots, Float[Array, "B A"]]:
+    """Read one token in every active slot. Inactive slots do not advance and cost nothing."""
     # A request ends before its context does; the remaining ticks of its dispatch write into the spare block.
     position = jnp.minimum(slots.position, cache.room(cfg) - 1)
     at = jnp.arange(tokens.shape[0])
@@ -287,19 +226,19 @@ def _tick(
             return jax.lax.dynamic_update_slice_in_dim(mixed, one, i, 0), keys, values
 
         mixed, keys, values = jax.lax.fori_loop(0, n_active, slot, (jnp.zeros_like(q), keys, values))
-        y = of.added(tiled_matmul(mixed.reshape(len(tokens), -1), layers.w_o, here), "model")
+        y = of.psum(tiled_matmul(mixed.reshape(len(tokens), -1), layers.w_o, here), "model")
         h = h + rms_norm_gain(y, gain(layers.attention_out_gain))
         x = rms_norm_gain(h, gain(layers.experts_in_gain))
         first = of.first_expert(cfg.n_expert)
         y = moe_decode(x, layers.router, experts, number, active, cfg.n_choice, first)
-        y = of.added(y, "model", "expert")
+        y = of.psum(y, "model", "expert")
         return h + rms_norm_gain(y, gain(layers.experts_out_gain)), keys, values
 
     state = (_embed(params, tokens, cfg, of), slots.keys, slots.values)
     h, keys, values = jax.lax.fori_loop(0, cfg.n_layer, layer, state)
     x = rms_norm_gain(h, params.out_gain)
     scores = tiled_matmul_rows(x, params.embed, dense).astype(jnp.float32) * cfg.logit_scale
-    scores = of.together(scores, cfg.n_vocab)
+    scores = of.all_gather_logits(scores, cfg.n_vocab)
     position = slots.position + active
     return Slots(keys=keys, values=values, tokens=read_tokens, position=position), scores
 
@@ -329,22 +268,28 @@ def extract(
     return cache.extract(slots, i, n_read, known)
 
 
-__all__ = [
-    "Memory",
-    "Slots",
-    "abstract_state",
-    "admit",
-    "alone",
-    "chunk_len",
-    "chunk_logprobs",
-    "decode",
-    "empty_state",
-    "extract",
-    "hold",
-    "init_slots",
-    "insert",
-    "placed",
-    "prefill_chunk",
-    "prepare",
-    "tick",
-]
+tick = tick_program(_tick, _by_parts, OPTIONS)
+decode = decode_program(_tick, _by_parts, OPTIONS)
+
+
+def sharded(slots: Slots, cfg: MoEConfig) -> Any:
+    """Return the arrays that the model axis shards."""
+    del cfg
+    return slots.keys, slots.values
+
+
+DECODER = Decoder(
+    init_slots=init_slots,
+    empty_state=empty_state,
+    abstract_state=abstract_state,
+    chunk_len=chunk_len,
+    prefill_chunk=prefill_chunk,
+    chunk_logprobs=chunk_logprobs,
+    insert=insert,
+    single_slot=single_slot,
+    extract=extract,
+    decode=decode,
+    cast_weights=cast_weights,
+    to_device=to_device,
+    sharded_slots=sharded,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,29 +10,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from linnet.core import rng
-from linnet.models.base import Aux, Keys
-from linnet.models.prior import diffusion
+from linnet.core.pytree import replace
+from linnet.models.base import Aux, EmbeddingSampler, Keys, ModelFamily
+from linnet.models.prior import diffusion, sampling
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.diffusion import SELF_CONDITIONED
 from linnet.models.prior.flops import flops_of
 from linnet.models.prior.layers import unit
 from linnet.models.prior.params import RULES, PriorParams, param_specs
+from linnet.models.prior.solver import make_solver
 
-name = "prior"
-
-
-def buffer_specs(cfg: PriorConfig) -> None:
-    """Return None: the model has no buffers."""
-    del cfg
-
-
-def empty_carry(cfg: PriorConfig, batch_size: int) -> None:
-    """Return None: pairs are independent, so there is no carry."""
-    del cfg, batch_size
-
-
-def carry_axes(carry: None) -> None:
-    del carry
+N_DRAWS = 4
+"""Number of (timestep, noise) draws per evaluated pair, averaged to reduce the variance of its loss."""
 
 
 def loss(
@@ -64,25 +54,6 @@ def _blurred(
     return unit(text + amount * length * width**-0.5 * noise) * length
 
 
-def merge_statistics(a: None, b: None) -> None:
-    del a, b
-
-
-def update_buffers(buffers: None, statistics: None, cfg: PriorConfig) -> None:
-    del buffers, statistics, cfg
-
-
-def diagnostics(buffers: None, metrics: dict[str, Array], cfg: PriorConfig) -> dict[str, Any]:
-    del buffers, metrics, cfg
-    return {}
-
-
-def alarms(figures: dict[str, Any], least: float, cfg: PriorConfig) -> dict[int, str]:
-    """Return no warnings: the model has no parts that can collapse."""
-    del figures, least, cfg
-    return {}
-
-
 def flops_per_token(cfg: PriorConfig) -> int:
     """Return the FLOPs per pair, over all tokens of its sequence."""
     n_text = (cfg.max_text_len if cfg.text_encodings or not cfg.masks_text else 0) + cfg.n_text_token
@@ -90,17 +61,33 @@ def flops_per_token(cfg: PriorConfig) -> int:
     return int(passes * flops_of(cfg, n_text + cfg.n_new_token, n_past=0, n_last=1))
 
 
-__all__ = [
-    "RULES",
-    "alarms",
-    "buffer_specs",
-    "carry_axes",
-    "diagnostics",
-    "empty_carry",
-    "flops_per_token",
-    "loss",
-    "merge_statistics",
-    "name",
-    "param_specs",
-    "update_buffers",
-]
+@partial(jax.jit, static_argnums=4)
+def row_losses(
+    params: PriorParams, batch: Any, key: PRNGKeyArray, first_row: int | Int[Array, ""], cfg: PriorConfig
+) -> Float[Array, " B"]:
+    """Return each row's loss, averaged over its draws, with no condition dropped."""
+    n_row = len(batch.image_embed)
+    every = jnp.ones((n_row,), bool)
+
+    def one(total: Array, i: Array) -> tuple[Array, None]:
+        draws = diffusion.draw(rng.fold_in(rng.fold_in_name(key, "draws"), i), first_row, n_row, cfg)
+        draws = replace(draws, keep_text=every, keep_image=every, dropout=None)
+        images, texts = jnp.asarray(batch.image_embed), jnp.asarray(batch.text_embed)
+        encodings = None if batch.encodings is None else jnp.asarray(batch.encodings)
+        return total + diffusion.row_losses(params, images, texts, encodings, draws, cfg), None
+
+    total, _ = jax.lax.scan(one, jnp.zeros((n_row,), jnp.float32), jnp.arange(N_DRAWS))
+    return total / N_DRAWS
+
+
+FAMILY = ModelFamily(
+    name="prior",
+    config=PriorConfig,
+    rules=RULES,
+    param_specs=param_specs,
+    loss=loss,
+    flops_per_token=flops_per_token,
+    sampler=EmbeddingSampler(
+        prepare=sampling.prepared, solver=make_solver, sample=sampling.sample, row_losses=row_losses
+    ),
+)

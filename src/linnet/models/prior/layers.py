@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from linnet.models.prior.config import Norm, PriorConfig
 from linnet.models.prior.params import N_BUCKET, LayerParams
 from linnet.models.prior.product import product
-from linnet.nn import batch_invariant as rows
+from linnet.nn import batch_invariant
 
 EPSILON = 1e-5
 COSINE_SCALE = 16.0
@@ -61,7 +61,7 @@ def unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
 def times(x: Float[Array, "*B D"], weight: Any) -> Float[Array, "*B E"]:
     if not isinstance(weight, tuple):
         return product(x, weight)
-    return rows.matmul(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+    return batch_invariant.matmul(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
 
 
 def rotary_frequencies(width: int) -> Float[np.ndarray, " R"]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from linnet.core import rng
 from linnet.core.pytree import pytree
-from linnet.models.prior import layers as parts
+from linnet.models.prior import layers
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.params import LayerParams, PriorParams
 from linnet.models.prior.tokens import new_tokens, text_tokens
@@ -79,8 +79,8 @@ def read_text(
     places = None if n_encodings is None else _places(n_encodings, tokens, cfg)
     x, keys, values = _run(params, _in(params, tokens, cfg), past, seen, cfg, places=places)
     last = _layer(params, -1)
-    normed = parts.layer_norm(x, last.attention_gain, cfg.norms)
-    k, v = parts.keys_values(normed, last, past.keys.shape[2] - 1 if places is None else _at(places, x.shape[1]), cfg)
+    normed = layers.layer_norm(x, last.attention_gain, cfg.norms)
+    k, v = layers.keys_values(normed, last, past.keys.shape[2] - 1 if places is None else _at(places, x.shape[1]), cfg)
     keys, values = (jnp.concatenate([a, b[None]]) for a, b in ((keys, k), (values, v)))
     return TextMemory(
         keys=jnp.concatenate([past.keys, keys], axis=2),
@@ -142,24 +142,24 @@ def layer(
     first, n_token = past_keys.shape[1] - 1, x.shape[1]
     n_query = n_query or n_token
     at = first + n_token - n_query
-    normed = parts.layer_norm(x, p.attention_gain, cfg.norms)
-    k, v = parts.keys_values(normed, p, first if places is None else _at(places, n_token), cfg)
+    normed = layers.layer_norm(x, p.attention_gain, cfg.norms)
+    k, v = layers.keys_values(normed, p, first if places is None else _at(places, n_token), cfg)
     keys, values = jnp.concatenate([past_keys, k], axis=1), jnp.concatenate([past_values, v], axis=1)
-    looks = jnp.asarray(parts.visible(at, n_query))
+    looks = jnp.asarray(layers.visible(at, n_query))
     looks = looks if seen is None else looks & seen[:, None]
     drop_attention, drop_ff = _dropout(dropout, number)
     bias = bias if cfg.bias_scale == 1.0 else bias * cfg.bias_scale
     where = at if places is None else _at(places, n_query)
-    table = parts.position_bias(bias, at, n_query) if isinstance(where, int) else parts.row_bias(bias, where)
+    table = layers.position_bias(bias, at, n_query) if isinstance(where, int) else layers.row_bias(bias, where)
     x = x[:, -n_query:]
-    x = x + parts.attend(normed[:, -n_query:], p, keys, values, table, looks, where, cfg, drop_attention)
-    return x + parts.feed_forward(x, p, cfg, drop_ff), k, v
+    x = x + layers.attend(normed[:, -n_query:], p, keys, values, table, looks, where, cfg, drop_attention)
+    return x + layers.feed_forward(x, p, cfg, drop_ff), k, v
 
 
 def head(params: PriorParams, x: Float[Array, "*B D"], cfg: PriorConfig) -> Float[Array, "*B D"]:
     if params.out_gain is not None:
-        x = parts.layer_norm(x, params.out_gain, cfg.last_norm)
-    return x if params.w_proj is None else parts.times(x, params.w_proj)[..., : cfg.dim]
+        x = layers.layer_norm(x, params.out_gain, cfg.last_norm)
+    return x if params.w_proj is None else layers.times(x, params.w_proj)[..., : cfg.dim]
 
 
 def no_text(params: PriorParams, n_row: int, cfg: PriorConfig) -> TextMemory:
@@ -167,11 +167,11 @@ def no_text(params: PriorParams, n_row: int, cfg: PriorConfig) -> TextMemory:
     stack = params.layers
     null = stack.null_kv if isinstance(stack, LayerParams) else jnp.stack([p.null_kv for p in stack])
     null = jnp.broadcast_to(null[:, None, :, None].astype(cfg.dtype), (cfg.depth, n_row, 2, 1, cfg.d_head))
-    return TextMemory(keys=parts.scaled_key(null[:, :, 0], cfg), values=null[:, :, 1], seen=None)
+    return TextMemory(keys=layers.scaled_key(null[:, :, 0], cfg), values=null[:, :, 1], seen=None)
 
 
 def _in(params: PriorParams, tokens: Float[Array, "B N D"], cfg: PriorConfig) -> Float[Array, "B N D"]:
-    return tokens if params.in_gain is None else parts.layer_norm(tokens, params.in_gain, cfg.norms)
+    return tokens if params.in_gain is None else layers.layer_norm(tokens, params.in_gain, cfg.norms)
 
 
 def _run(
@@ -217,8 +217,8 @@ def _places(n_encodings: Int[Array, " B"], tokens: Float[Array, "B N D"], cfg: P
     return jnp.concatenate([before, n_encodings[:, None] + 1 + jnp.arange(cfg.n_text_token)], axis=1)
 
 
-def _at(places: Int[Array, "B SN"], n_query: int) -> parts.Places:
-    return parts.Places(of_query=places[:, -n_query:] - 1, of_key=places, n=places.shape[1])
+def _at(places: Int[Array, "B SN"], n_query: int) -> layers.Places:
+    return layers.Places(of_query=places[:, -n_query:] - 1, of_key=places, n=places.shape[1])
 
 
 def _more(seen: Bool[Array, "B S"] | None, new: Float[Array, "B N D"]) -> Bool[Array, "B SN"] | None:

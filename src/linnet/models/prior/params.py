@@ -70,7 +70,7 @@ def param_specs(cfg: PriorConfig) -> PriorParams:
     hk = cfg.n_head * k
 
     def layer(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init = "uniform") -> Spec:
-        return Spec((n, *shape), ("layers", *axes), init, least="int8" if init == "uniform" else "float32")
+        return Spec((n, *shape), ("layers", *axes), init, min_dtype="int8" if init == "uniform" else "float32")
 
     def affine(n_in: int, n_out: int) -> Affine:
         bias = Spec((n_out,), ("hidden",), "uniform", n_in=n_in)

@@ -26,7 +26,7 @@ from linnet.models.prior.network import TextMemory, denoise, read_text
 from linnet.models.prior.params import LayerParams, PriorParams
 from linnet.models.prior.solver import SolverTable
 from linnet.models.prior.tokens import padding_of
-from linnet.nn import batch_invariant as rows
+from linnet.nn import batch_invariant
 from linnet.nn.batch_invariant import COMPILER_OPTIONS
 
 # Otherwise XLA skips roundings to bfloat16 where it can, depending on the number of rows.
@@ -72,7 +72,11 @@ def prepare(params: PriorParams, cfg: PriorConfig) -> PriorParams:
 
     def cut(path: tuple[Any, ...], leaf: Any) -> Any:
         name = path[-1].name
-        return rows.split_k(_apart(leaf.astype(cfg.dtype))) if name.startswith("w") or name == "encoding" else leaf
+        return (
+            batch_invariant.split_k(_apart(leaf.astype(cfg.dtype)))
+            if name.startswith("w") or name == "encoding"
+            else leaf
+        )
 
     layers = [jax.tree.map(lambda w, i=i: w[i], params.layers) for i in range(cfg.depth)]
     whole = PriorParams(**{**vars(params), "layers": tuple(layers)})
@@ -82,7 +86,11 @@ def prepare(params: PriorParams, cfg: PriorConfig) -> PriorParams:
 def _apart(matrix: Float[Array, "D E"]) -> Float[Array, "D E2"]:
     """Pad a matrix with zero columns if its rows are a multiple of the page size: their starts would evict each other from the cache,
     which can halve the speed of the product."""
-    return matrix if matrix.shape[1] * matrix.dtype.itemsize % PAGE else jnp.pad(matrix, [(0, 0), (0, rows.LANES)])
+    return (
+        matrix
+        if matrix.shape[1] * matrix.dtype.itemsize % PAGE
+        else jnp.pad(matrix, [(0, 0), (0, batch_invariant.LANES)])
+    )
 
 
 prepared = jax.jit(prepare, static_argnums=1)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
-from linnet.models.prior import layers as parts
+from linnet.models.prior import layers
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.params import Affine, PriorParams, TimeNetwork
 
@@ -139,9 +139,9 @@ def _expand(x: Float[Array, "B X"], affine: Affine | None, n: int, cfg: PriorCon
 
 def _affine(x: Float[Array, "B D"], affine: Affine, n_out: int) -> Float[Array, "B E"]:
     """Apply an affine map. `SplitK` weights are padded, so extra columns are removed."""
-    return (parts.times(x, affine.w)[..., :n_out] + affine.b).astype(x.dtype)
+    return (layers.times(x, affine.w)[..., :n_out] + affine.b).astype(x.dtype)
 
 
 def _project(encodings: Any, params: PriorParams, cfg: PriorConfig) -> Float[Array, "B L D"]:
     x = encodings.astype(cfg.dtype)
-    return x if params.encoding is None else parts.times(x, params.encoding)[..., : cfg.dim]
+    return x if params.encoding is None else layers.times(x, params.encoding)[..., : cfg.dim]

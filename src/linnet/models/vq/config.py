@@ -8,16 +8,17 @@ from typing import ClassVar, Literal
 
 from linnet.core.errors import invalid
 from linnet.core.special_tokens import EOS
-from linnet.models.bos import BeginId, bos_id, check_begin
+from linnet.models.bos import BeginId, check_begin
 from linnet.models.hidden import ffn_size
+from linnet.models.model_config import TokenModelConfig
 from linnet.nn.remat import Remat
 from linnet.parallel.mesh import check_divides, check_no_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VQConfig:
-    context: ClassVar[int | None] = None
-    """Maximum tokens of a sequence; None: unlimited."""
+class VQConfig(TokenModelConfig):
+    EXPORT_FORMATS: ClassVar[tuple[str, ...]] = ("transformer-vq", "transformer-vq-npz")
+    REPORT_SECTIONS: ClassVar[tuple[str, ...]] = ("codebooks",)
     FREE_WHEN_TUNED: ClassVar[frozenset[str]] = frozenset(
         (
             "block_len",
@@ -45,15 +46,17 @@ class VQConfig:
     end_id: int = EOS
     """EOS id of the tokenizer, which ends a document."""
     begin_id: BeginId = dataclasses.field(default="end", repr=False)  # see `linnet.models.bos`
-    """BOS id, prepended to every sequence: `end` (model.end_id), an id, or none."""
+    """BOS id, prepended to every sequence: `end` (the EOS id), an id, or None for no BOS."""
     d_model: int = 256
+    """Model width."""
     d_k: int = 64
     """Key width per head."""
     d_v: int = 512
     """Value width per head."""
     n_head: int = 1
+    """Number of attention heads."""
     n_code: int = 256
-    """Codes per head."""
+    """Codebook size per head."""
     n_layer: int = 4
     """Number of layers; a layer is two gated attention units."""
     block_len: int = 128
@@ -69,9 +72,11 @@ class VQConfig:
     pe_lam: float = 100_000.0
     """Longest wavelength of the sinusoids."""
     p_dropemb: float = 0.0
+    """Dropout on the token embeddings."""
     p_dropsin: float = 0.0
     """Dropout on the sinusoids, constant within a sequence."""
     p_dropres: float = 0.0
+    """Dropout on the output of each residual branch."""
     p_droplyr: float = 0.0
     """LayerDrop probability: one draw per unit and example, constant within a sequence."""
     e_tie: bool = False
@@ -79,6 +84,7 @@ class VQConfig:
     e_preln: bool = False
     """Apply a norm before the output projection."""
     e_scale: float = 1.0
+    """Multiplier of the logits."""
     n_expert: int = 0
     """Experts of an MoE block after each unit; 0: none, as in the paper."""
     n_choice: int = 2
@@ -180,9 +186,23 @@ class VQConfig:
             )
 
     @property
-    def bos_id(self) -> int | None:
-        """BOS id prepended to every sequence; None: no BOS."""
-        return bos_id(self.begin_id, self.end_id)
+    def routing(self) -> tuple[int, int] | None:
+        return (self.n_expert, self.n_choice) if self.n_expert else None
+
+    @property
+    def condition_width(self) -> int:
+        return self.d_condition
+
+    @property
+    def can_guide(self) -> bool:
+        return self.p_drop_condition > 0
+
+    @property
+    def update_multiple(self) -> int:
+        return self.block_len
+
+    def for_single_tokens(self) -> VQConfig:
+        return dataclasses.replace(self, block_len=1)
 
     @property
     def n_unit(self) -> int:

@@ -14,12 +14,12 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
 from linnet.core import quant
 from linnet.core.pytree import replace
 from linnet.core.quant import Weight, concat_outputs
-from linnet.models import decoding as drawing
+from linnet.models.decoding import decode_program, tick_program
 from linnet.models.tensor_parallel import WHOLE, Parts, decoding_rules, weight_pspecs
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.decode_state import (
@@ -33,14 +33,13 @@ from linnet.models.vq.decode_state import (
     prepared_cuts,
     slot_cuts,
 )
-from linnet.models.vq.model import distance_vectors, key_scale, told
+from linnet.models.vq.model import add_condition, distance_vectors, key_scale
 from linnet.models.vq.params import RULES, VQBuffers, VQParams, buffer_specs
 from linnet.nn import codebook
-from linnet.nn.batch_invariant import COMPILER_OPTIONS, LANES, matmul, split_k
+from linnet.nn.batch_invariant import LANES, matmul, split_k
 from linnet.nn.moe import Mixture
 from linnet.nn.norm import rms_norm, rms_norm_affine, rms_norm_gain
 from linnet.nn.positions import sinusoid
-from linnet.nn.sampling import LogitMask, SamplingSettings
 from linnet.nn.tiled import moe_decode
 from linnet.parallel import sharding
 from linnet.parallel.sharding import shard_map
@@ -111,66 +110,21 @@ def table_size(cfg: VQConfig) -> int:
     return cfg.n_code if cfg.agg_cache else 0
 
 
-@partial(jax.jit, static_argnames="cfg", donate_argnames="slots", compiler_options=COMPILER_OPTIONS)
-def tick(
-    prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig
-) -> tuple[Slots, Float[Array, "B A"]]:
-    """Read one token in every slot and return the logits of the next."""
-
-    def run(prepared: Prepared, slots: Slots, cfg: VQConfig, of: Parts, tokens: Any) -> tuple[Any, ...]:
-        return read_token(prepared, slots, tokens, cfg, of)
-
-    return cast(Any, by_parts(run, prepared, slots, cfg, slot_cuts(cfg.n_head, cfg.n_unit), tokens))
-
-
-@partial(
-    jax.jit,
-    static_argnames=("cfg", "n_ticks", "n_top"),
-    donate_argnames=("slots", "seen"),
-    compiler_options=COMPILER_OPTIONS,
-)
-def decode(
+def read_token(
     prepared: Prepared,
     slots: Slots,
     tokens: Int[Array, " B"],
-    settings: SamplingSettings,
-    keys: PRNGKeyArray,
-    seen: Int[Array, "B A"],
-    rules: LogitMask | None = None,
-    active: Bool[Array, " B"] | None = None,
-    n: int | Int[Array, ""] | None = None,
-    *,
+    active: Bool[Array, " B"] | None,
     cfg: VQConfig,
-    n_ticks: int,
-    n_top: int = 0,
-) -> tuple[Slots, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"], tuple[Array, Array] | None]:
-    """Run `decode_loop`. Inactive slots tick with the others; their contents are meaningless."""
-    del active
-
-    def run(
-        prepared: Prepared, slots: Slots, cfg: VQConfig, of: Parts, tokens: Any, settings: Any, keys: Any, *rest: Any
-    ) -> tuple[Any, ...]:
-        seen, rules, n = rest
-
-        def one(slots: Slots, tokens: Int[Array, " B"]) -> tuple[Slots, Float[Array, "B A"]]:
-            return read_token(prepared, slots, tokens, cfg, of)
-
-        return drawing.decode_loop(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
-
-    return cast(
-        Any,
-        by_parts(run, prepared, slots, cfg, slot_cuts(cfg.n_head, cfg.n_unit), tokens, settings, keys, seen, rules, n),
-    )
-
-
-def read_token(
-    prepared: Prepared, slots: Slots, tokens: Int[Array, " B"], cfg: VQConfig, of: Parts = WHOLE
+    of: Parts = WHOLE,
 ) -> tuple[Slots, Float[Array, "B A"]]:
-    """One tick, to be traced into a larger program. `cfg` is the config of one device's shard of the model."""
+    """One tick, to be traced into a larger program. `cfg` is the config of one device's shard of the model. All slots tick, active or
+    not."""
+    del active
     dtype = jnp.dtype(cfg.dtype)
     x = of.rows(prepared.embed, tokens, cfg.n_vocab).astype(dtype)
     if cfg.d_condition:
-        x = x + told(prepared.place, slots.condition, slots.position, cfg).astype(dtype)
+        x = x + add_condition(prepared.place, slots.condition, slots.position, cfg).astype(dtype)
     if cfg.pe_abs:
         wave = sinusoid(slots.position, cfg.d_model, cfg.pe_lam)
         x = x + (prepared.position_scale * wave).astype(dtype)
@@ -181,7 +135,7 @@ def read_token(
     units = []
     for weights, memory in zip(prepared.units, slots.units, strict=True):
         y, memory = _unit(x, weights, memory, column, distance, begins, cfg)
-        x = x + of.added(y, "model")
+        x = x + of.psum(y, "model")
         if weights.mixture is not None:
             x = x + _mixture(x, weights.mixture, cfg, of)
         units.append(memory)
@@ -189,7 +143,7 @@ def read_token(
     if cfg.e_preln:
         x = rms_norm_affine(x, prepared.out_gain, prepared.out_norm_bias)
     logits = matmul(x, prepared.logits)[:, : prepared.logits_bias.shape[0]] + prepared.logits_bias
-    logits = of.together(cfg.e_scale * logits, cfg.n_vocab)
+    logits = of.all_gather_logits(cfg.e_scale * logits, cfg.n_vocab)
     return replace(slots, units=tuple(units), position=slots.position + 1), logits
 
 
@@ -247,7 +201,7 @@ def _mixture(x: Float[Array, "B D"], mixture: Mixture, cfg: VQConfig, of: Parts)
     h = rms_norm_gain(x, mixture.in_gain)
     first = of.first_expert(cfg.n_expert)
     y = moe_decode(h, mixture.router[None], mixture.experts, 0, everyone, cfg.n_choice, first)
-    return rms_norm_gain(of.added(y, "model", "expert"), mixture.out_gain)
+    return rms_norm_gain(of.psum(y, "model", "expert"), mixture.out_gain)
 
 
 def _write(
@@ -294,3 +248,11 @@ def leave_ring(
     if write:
         memory = replace(memory, total=memory.total.at[rows, code].set(total))
     return memory, (code, total)
+
+
+def _by_parts(run: Any, prepared: Prepared, slots: Slots, cfg: VQConfig, *rest: Any) -> tuple[Any, ...]:
+    return by_parts(run, prepared, slots, cfg, slot_cuts(cfg.n_head, cfg.n_unit), *rest)
+
+
+tick = tick_program(read_token, _by_parts)
+decode = decode_program(read_token, _by_parts)

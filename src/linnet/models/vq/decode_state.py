@@ -167,8 +167,8 @@ def by_parts(
     mine, of = part_config(cfg), parts()
 
     def here(prepared: Prepared, slots: Any, rest: tuple[Any, ...]) -> tuple[Any, Any]:
-        slots, *told = run(prepared, slots, mine, of, *rest)
-        return slots, told
+        slots, *outputs = run(prepared, slots, mine, of, *rest)
+        return slots, outputs
 
-    slots, told = shard_map(here, (prepared, slots, rest), (prepared_cuts(cfg), cut, EVERYWHERE), (cut, EVERYWHERE))
-    return slots, *told
+    slots, outputs = shard_map(here, (prepared, slots, rest), (prepared_cuts(cfg), cut, EVERYWHERE), (cut, EVERYWHERE))
+    return slots, *outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,29 +12,21 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from linnet.core import rng
 from linnet.core.pytree import pytree
-from linnet.models.base import Aux, Keys
+from linnet.models.base import Aux, Keys, TokenFamily
 from linnet.models.router_metrics import expert_diagnostics, expert_warnings, router_cost, router_metrics
 from linnet.models.vq import model
-from linnet.models.vq import slots as decoder
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.diagnostics import codebook_figures
+from linnet.models.vq.guided import CFGDecoder
 from linnet.models.vq.params import RULES, VQBuffers, VQParams, buffer_specs, param_specs
+from linnet.models.vq.slots import DECODER
 from linnet.nn import codebook
-
-name = "vq"
 
 
 @pytree
 class Statistics:
     seen: codebook.CodeStatistics  # G H S (K)
     candidates: Any  # G H S K, or None without dead-code restarts
-
-
-def empty_carry(cfg: VQConfig, batch_size: int) -> model.VQCarry:
-    return model.empty_carry(cfg, batch_size)
-
-
-carry_axes = model.carry_axes
 
 
 def loss(
@@ -134,25 +127,25 @@ def reading_block_len(cfg: VQConfig) -> int:
     return min(cfg.block_len, 64) if jax.default_backend() == "cpu" else cfg.block_len
 
 
+def reading_config(cfg: VQConfig) -> VQConfig:
+    return dataclasses.replace(cfg, block_len=reading_block_len(cfg))
+
+
 def diagnostics(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfig) -> dict[str, Any]:
     figures = codebook_figures(buffers, metrics, cfg)
     return figures | expert_diagnostics(metrics) if cfg.n_expert else figures
 
 
-def alarms(figures: dict[str, Any], least: float, cfg: VQConfig) -> dict[int, str]:
+def collapse_warnings(figures: dict[str, Any], min_fraction: float, cfg: VQConfig) -> dict[int, str]:
     collapsed = {
         unit: f"The codebook of unit {unit} collapses: it uses as much as {value:.1f} of {cfg.n_code} codes. Try "
         "--model.restart-dead-codes, a lower learning rate, or a larger --model.c-beta."
         for unit, value in enumerate(figures.get("codebook", {}).get("perplexity", []))
-        if value < least * cfg.n_code
+        if value < min_fraction * cfg.n_code
     }
     # Expert warnings are keyed after the units, so that a unit can have both kinds.
-    more = expert_warnings(figures, least, cfg.n_expert) if cfg.n_expert else {}
+    more = expert_warnings(figures, min_fraction, cfg.n_expert) if cfg.n_expert else {}
     return collapsed | {cfg.n_unit + unit: words for unit, words in more.items()}
-
-
-def flops_per_token(cfg: VQConfig) -> int:
-    return model.n_flops_per_token(cfg)
 
 
 def augment_condition(embeds: Float[Array, "B E"], dropout: model.Dropout, cfg: VQConfig) -> Float[Array, "B E"]:
@@ -179,19 +172,22 @@ def _dropout(keys: Keys, first_row: int | Int[Array, ""], batch_size: int) -> mo
     )
 
 
-__all__ = [
-    "RULES",
-    "alarms",
-    "buffer_specs",
-    "carry_axes",
-    "decoder",
-    "diagnostics",
-    "empty_carry",
-    "flops_per_token",
-    "loss",
-    "merge_statistics",
-    "name",
-    "nats",
-    "param_specs",
-    "update_buffers",
-]
+FAMILY = TokenFamily(
+    name="vq",
+    config=VQConfig,
+    rules=RULES,
+    param_specs=param_specs,
+    buffer_specs=buffer_specs,
+    empty_carry=model.empty_carry,
+    carry_axes=model.carry_axes,
+    loss=loss,
+    merge_statistics=merge_statistics,
+    update_buffers=update_buffers,
+    diagnostics=diagnostics,
+    collapse_warnings=collapse_warnings,
+    flops_per_token=model.n_flops_per_token,
+    lora_targets=("units/w_q", "units/w_kvg", "units/w_r", "units/w_res"),
+    decoder=dataclasses.replace(DECODER, guided=CFGDecoder),
+    nats=nats,
+    reading_config=reading_config,
+)

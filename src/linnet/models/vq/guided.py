@@ -10,22 +10,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from linnet.core.pytree import pytree, replace
-from linnet.models import decoding as drawing
+from linnet.models.decoder import DecodeProgram
+from linnet.models.decoding import decode_program
 from linnet.models.tensor_parallel import EVERYWHERE, Parts
+from linnet.models.vq import decode
 from linnet.models.vq import slots as one_by_one
 from linnet.models.vq.config import VQConfig
-from linnet.models.vq.decode import read_token
 from linnet.models.vq.decode_state import Prepared, Slots, by_parts, slot_cuts
 from linnet.models.vq.model import VQCarry
 from linnet.models.vq.params import VQBuffers, VQParams
-from linnet.nn.batch_invariant import COMPILER_OPTIONS
-from linnet.nn.sampling import LogitMask, SamplingSettings
 
 Pair = tuple[VQCarry, VQCarry]
 
@@ -46,7 +44,7 @@ class CFGDecoder:
 
     guidance: float
 
-    def hold(self, params: VQParams) -> VQParams:
+    def cast_weights(self, params: VQParams) -> VQParams:
         return params
 
     def prepare(self, params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
@@ -60,7 +58,7 @@ class CFGDecoder:
     def conditioned_state(self, params: VQParams, embed: Float[Array, " E"], cfg: VQConfig) -> Pair:
         return one_by_one.conditioned_state(params, embed, cfg), one_by_one.empty_state(cfg)
 
-    def admit(
+    def prefill(
         self,
         params: VQParams,
         buffers: VQBuffers,
@@ -68,55 +66,33 @@ class CFGDecoder:
         cfg: VQConfig,
         state: Pair | None = None,
     ) -> Pair:
-        told, untold = state or (None, None)
-        read = partial(one_by_one.admit, params, buffers, prompt, cfg)
-        return read(told), read(untold)
+        conditional, unconditional = state or (None, None)
+        read = partial(one_by_one.DECODER.prefill, params, buffers, prompt, cfg)
+        return read(conditional), read(unconditional)
 
     def insert(self, slots: CFGSlots, one: Pair, i: int) -> CFGSlots:
         both = one_by_one.insert(slots.both, one[0], i)
         return replace(slots, both=one_by_one.insert(both, one[1], slots.guidance.shape[0] + i))
 
-    def decode(self, *given: Any, **options: Any) -> Any:
-        return decode(*given, **options)
+    @property
+    def decode(self) -> DecodeProgram:
+        return _decode
 
 
-@partial(
-    jax.jit,
-    static_argnames=("cfg", "n_ticks", "n_top"),
-    donate_argnames=("slots", "seen"),
-    compiler_options=COMPILER_OPTIONS,
-)
-def decode(
-    prepared: Prepared,
-    slots: CFGSlots,
-    tokens: Int[Array, " B"],
-    settings: SamplingSettings,
-    keys: PRNGKeyArray,
-    seen: Int[Array, "B A"],
-    rules: LogitMask | None = None,
-    active: Any = None,
-    n: int | Int[Array, ""] | None = None,
-    *,
-    cfg: VQConfig,
-    n_ticks: int,
-    n_top: int = 0,
-) -> tuple[CFGSlots, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"], tuple[Array, Array] | None]:
-    """Run `decode_loop`; both sequences of a pair read the sampled token."""
-    del active
+def read_token(
+    prepared: Prepared, slots: CFGSlots, tokens: Int[Array, " B"], active: Any, cfg: VQConfig, of: Parts
+) -> tuple[CFGSlots, Float[Array, "B A"]]:
+    """Read the token in both sequences of each pair, and mix their logits."""
+    both, logits = decode.read_token(prepared, slots.both, jnp.concatenate([tokens, tokens]), active, cfg, of)
+    conditional, unconditional = jnp.split(logits, 2)
+    guidance = slots.guidance[:, None]
+    mixed = jnp.where(guidance == 1.0, conditional, unconditional + guidance * (conditional - unconditional))
+    return replace(slots, both=both), mixed
 
-    def run(
-        prepared: Prepared, slots: CFGSlots, cfg: VQConfig, of: Parts, tokens: Any, settings: Any, keys: Any, *rest: Any
-    ) -> tuple[Any, ...]:
-        seen, rules, n = rest
 
-        def one(slots: CFGSlots, tokens: Int[Array, " B"]) -> tuple[CFGSlots, Float[Array, "B A"]]:
-            both, logits = read_token(prepared, slots.both, jnp.concatenate([tokens, tokens]), cfg, of)
-            told, untold = jnp.split(logits, 2)
-            guidance = slots.guidance[:, None]
-            mixed = jnp.where(guidance == 1.0, told, untold + guidance * (told - untold))
-            return replace(slots, both=both), mixed
-
-        return drawing.decode_loop(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
-
+def _by_parts(run: Any, prepared: Prepared, slots: CFGSlots, cfg: VQConfig, *rest: Any) -> tuple[Any, ...]:
     cut = CFGSlots(both=slot_cuts(cfg.n_head, cfg.n_unit), guidance=cast(Any, EVERYWHERE))
-    return cast(Any, by_parts(run, prepared, slots, cfg, cut, tokens, settings, keys, seen, rules, n))
+    return by_parts(run, prepared, slots, cfg, cut, *rest)
+
+
+_decode = decode_program(read_token, _by_parts)

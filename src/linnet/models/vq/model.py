@@ -20,10 +20,8 @@ from linnet.core.quant import Weight, concat_outputs
 from linnet.models.hidden import ffn_size
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.params import RULES, UnitParams, VQBuffers, VQParams, head_axis
-from linnet.nn import codebook
-from linnet.nn import losses as likelihood
+from linnet.nn import codebook, losses, vq_attention_scan
 from linnet.nn import moe as experts
-from linnet.nn import vq_attention_scan as attention_blocks
 from linnet.nn.linear import linear
 from linnet.nn.norm import rms_norm, rms_norm_affine, rms_norm_gain
 from linnet.nn.positions import sinusoid
@@ -107,7 +105,7 @@ def conditioned(params: VQParams, carry: VQCarry, embeds: Float[Array, "B E"], c
     return replace(carry, condition=jnp.matmul(wide, params.w_condition, precision="highest"))
 
 
-def told(
+def add_condition(
     places: Float[Array, "P D"], condition: Float[Array, "*B D"], position: Int[Array, "*B"], cfg: VQConfig
 ) -> Float[Array, "*B D"]:
     """Return the condition scaled by the gain of a position, which is added to the input there."""
@@ -135,13 +133,13 @@ def forward(
     block_len = n_token if dense else block_len or cfg.block_len
     documents = jnp.zeros_like(tokens) if documents is None else documents
     if length is not None:
-        documents = jnp.where(jnp.arange(n_token) < length[:, None], documents, attention_blocks.EMPTY)
-    documents = into_blocks(documents, block_len, attention_blocks.EMPTY)
+        documents = jnp.where(jnp.arange(n_token) < length[:, None], documents, vq_attention_scan.EMPTY)
+    documents = into_blocks(documents, block_len, vq_attention_scan.EMPTY)
     mask = jnp.ones(tokens.shape, jnp.float32) if mask is None else mask
     x = params.embed[into_blocks(tokens, block_len)].astype(dtype)
     if cfg.d_condition:
         place = into_blocks(carry.position[:, None] + jnp.arange(n_token), block_len)
-        x = x + told(params.place, carry.condition[:, None], place, cfg).astype(dtype)
+        x = x + add_condition(params.place, carry.condition[:, None], place, cfg).astype(dtype)
     if cfg.pe_abs:
         position = into_blocks(carry.position[:, None] + jnp.arange(n_token), block_len)
         x = x + (params.position_scale * sinusoid(position, cfg.d_model, cfg.pe_lam)).astype(dtype)
@@ -164,7 +162,7 @@ def forward(
         return x, (state, aux)
 
     # Norms, SiLU and similar operations are cheaper to recompute than to store.
-    attended = attention_blocks.KEPT
+    attended = vq_attention_scan.KEPT
     keep = {"none": (PROJECTED, *attended), "some": attended, "full": ()}[cfg.remat]
     unit = jax.checkpoint(unit, policy=jax.checkpoint_policies.save_only_these_names(*keep), prevent_cse=False)
     inputs = (params.units, codes, carry.attention, jnp.arange(cfg.n_unit), params.mixture)
@@ -366,7 +364,7 @@ def _fold_rows(keys: PRNGKeyArray, index: Array) -> PRNGKeyArray:
 
 def nats(params: VQParams, x: Float[Array, "B T D"], targets: Int[Array, "B T"], cfg: VQConfig) -> Float[Array, "B T"]:
     """Return -log p(target) in float32."""
-    return likelihood.token_nll(logits(params, x, cfg), targets)
+    return losses.token_nll(logits(params, x, cfg), targets)
 
 
 def n_flops_per_token(cfg: VQConfig, block_len: int | None = None) -> int:

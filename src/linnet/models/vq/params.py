@@ -64,11 +64,11 @@ def param_specs(cfg: VQConfig) -> VQParams:
     g, d, hk, hv = cfg.n_unit, cfg.d_model, cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
     heads = head_axis(cfg)
 
-    def unit(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any, least: Any = "float32") -> Spec:
-        return Spec((g, *shape), ("layers", *axes), init, least=least)
+    def unit(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any, min_dtype: Any = "float32") -> Spec:
+        return Spec((g, *shape), ("layers", *axes), init, min_dtype=min_dtype)
 
     return VQParams(
-        embed=Spec((cfg.n_vocab, d), ("vocab", "model"), "normal", least="bfloat16"),
+        embed=Spec((cfg.n_vocab, d), ("vocab", "model"), "normal", min_dtype="bfloat16"),
         position_scale=Spec((), (), "zeros") if cfg.pe_abs else None,
         units=UnitParams(
             norm_gain=unit((d,), ("model",), "ones"),
@@ -82,7 +82,7 @@ def param_specs(cfg: VQConfig) -> VQParams:
         ),
         out_gain=Spec((d,), ("model",), "ones") if cfg.e_preln else None,
         out_norm_bias=Spec((d,), ("model",), "zeros") if cfg.e_preln else None,
-        w_out=None if cfg.e_tie else Spec((d, cfg.n_vocab), ("model", "vocab"), "fan_in", least="int8"),
+        w_out=None if cfg.e_tie else Spec((d, cfg.n_vocab), ("model", "vocab"), "fan_in", min_dtype="int8"),
         out_bias=Spec((cfg.n_vocab,), ("vocab",), "zeros"),
         mixture=_mixture_specs(cfg) if cfg.n_expert else None,
         w_condition=Spec((cfg.d_condition, d), (None, "model"), "fan_in") if cfg.d_condition else None,
@@ -100,17 +100,17 @@ def _mixture_specs(cfg: VQConfig) -> Mixture:
     n, d, f = cfg.n_expert, cfg.d_model, ffn_size(cfg.d_model, cfg.widening)
 
     def unit(
-        shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any = "fan_in", least: Any = "float32"
+        shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any = "fan_in", min_dtype: Any = "float32"
     ) -> Spec:
-        return Spec((cfg.n_unit, *shape), ("layers", *axes), init, least=least)
+        return Spec((cfg.n_unit, *shape), ("layers", *axes), init, min_dtype=min_dtype)
 
     return Mixture(
         in_gain=unit((d,), ("model",), "ones"),
         router=unit((d, n), ("model", None)),
         experts=ExpertWeights(
-            gate=unit((n, d, f), ("experts", "model", "hidden"), least="int8"),
-            value=unit((n, d, f), ("experts", "model", "hidden"), least="int8"),
-            out=unit((n, f, d), ("experts", "hidden", "model"), least="int8"),
+            gate=unit((n, d, f), ("experts", "model", "hidden"), min_dtype="int8"),
+            value=unit((n, d, f), ("experts", "model", "hidden"), min_dtype="int8"),
+            out=unit((n, f, d), ("experts", "hidden", "model"), min_dtype="int8"),
         ),
         out_gain=unit((d,), ("model",), "ones"),
     )

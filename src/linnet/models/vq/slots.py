@@ -21,9 +21,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from linnet.core.pytree import replace
+from linnet.models.decoder import Decoder
 from linnet.models.tensor_parallel import EVERYWHERE, decoding_rules, pspec
 from linnet.models.vq.config import VQConfig
-from linnet.models.vq.decode import code_vectors, decode, leave_ring, prepare, table_size, tick
+from linnet.models.vq.decode import code_vectors, decode, leave_ring, prepare, table_size
 from linnet.models.vq.decode_state import (
     Prepared,
     Slots,
@@ -74,10 +75,6 @@ def _empty_slots(cfg: VQConfig, n: int) -> Slots:
     )
 
 
-def hold(params: VQParams) -> VQParams:
-    return params
-
-
 def empty_state(cfg: VQConfig) -> VQCarry:
     """Return the state of an empty sequence."""
     return empty_carry(cfg, 1)
@@ -90,7 +87,7 @@ def conditioned_state(params: VQParams, embed: Float[Array, " E"], cfg: VQConfig
 
 
 @jax.jit
-def placed(one: VQCarry) -> VQCarry:
+def to_device(one: VQCarry) -> VQCarry:
     """Move a state from elsewhere to the devices, sharded as the programs expect it."""
     return _on_mesh(one)
 
@@ -114,18 +111,6 @@ def abstract_state(cfg: VQConfig, n_read: int) -> VQCarry:
     """Return a state of the right shapes, which do not depend on the tokens read."""
     del n_read
     return empty_carry(cfg, 1)
-
-
-def admit(
-    params: VQParams, buffers: VQBuffers, prompt: Sequence[int], cfg: VQConfig, carry: VQCarry | None = None
-) -> VQCarry:
-    """Prefill a prompt of any length (after `carry`, if given) in chunks of one size: one program serves all of them, and a smaller
-    one a short last chunk."""
-    carry = empty_carry(cfg, 1) if carry is None else carry
-    size = chunk_len(cfg)
-    for start in range(0, len(prompt), size):
-        carry = prefill_chunk(params, buffers, carry, prompt[start : start + size], cfg)
-    return carry
 
 
 def prefill_chunk(
@@ -233,7 +218,7 @@ def _insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
 
 
 @partial(jax.jit, static_argnames="cfg")
-def alone(one: VQCarry, cfg: VQConfig) -> Slots:
+def single_slot(one: VQCarry, cfg: VQConfig) -> Slots:
     """Return a single slot that holds this sequence."""
     return insert(init_slots(cfg, 1), one, 0)
 
@@ -312,25 +297,25 @@ def _clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
     return Slots(units=tuple(map(empty, slots.units)), position=slots.position.at[i].set(0), condition=condition)
 
 
-__all__ = [
-    "Prepared",
-    "Slots",
-    "UnitMemory",
-    "abstract_state",
-    "admit",
-    "alone",
-    "chunk_len",
-    "chunk_logprobs",
-    "clear",
-    "conditioned_state",
-    "decode",
-    "empty_state",
-    "extract",
-    "hold",
-    "init_slots",
-    "insert",
-    "placed",
-    "prefill_chunk",
-    "prepare",
-    "tick",
-]
+def sharded(slots: Slots, cfg: VQConfig) -> Any:
+    """Return the arrays that the model axis shards: everything per head, or the values of a single head."""
+    return slots.units if cfg.n_head > 1 else [unit.total for unit in slots.units]
+
+
+DECODER = Decoder(
+    init_slots=init_slots,
+    empty_state=empty_state,
+    abstract_state=abstract_state,
+    chunk_len=chunk_len,
+    prefill_chunk=prefill_chunk,
+    chunk_logprobs=chunk_logprobs,
+    insert=insert,
+    single_slot=single_slot,
+    extract=extract,
+    decode=decode,
+    prepare=prepare,
+    copies_weights=True,
+    to_device=to_device,
+    sharded_slots=sharded,
+    conditioned_state=conditioned_state,
+)
