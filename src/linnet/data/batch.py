@@ -24,7 +24,7 @@ class Batch:
     loss_mask: Float32[Array | np.ndarray, "B T"]
     condition: Any = None  # B E: the image embedding of each sequence (zeros where there is none), or None
 
-    def stretch(self, start: int, stop: int) -> Batch:
+    def slice(self, start: int, stop: int) -> Batch:
         """Return positions start to stop of the same sequences."""
         inputs, targets, doc_ids, mask = (
             np.asarray(x)[:, start:stop] for x in (self.inputs, self.targets, self.doc_ids, self.loss_mask)
@@ -56,7 +56,7 @@ class Split(Protocol):
     @property
     def n_windows(self) -> int: ...
     def window(self, i: int) -> Window: ...
-    def stretch(self, i: int, start: int, stop: int) -> Window:
+    def slice(self, i: int, start: int, stop: int) -> Window:
         """Return positions start to stop of window i."""
         ...
 
@@ -102,7 +102,7 @@ def cut(
     # A slice that starts in mid-window is read from one position earlier: that token is its first input.
     before = min(start, 1)
     for row, window in enumerate(windows):
-        part = split.stretch(window, start - before, stop)
+        part = split.slice(window, start - before, stop)
         targets[row], doc_ids[row], mask[row] = (values[before:] for values in part)
         inputs[row, 0] = part.targets[0] if before else split.first_input(window)
     if not before:

@@ -75,7 +75,7 @@ def of_pictures(source: str, splits: Mapping[str, Split], shape: tuple[int, int,
 
 def refuse_condition_of_text(cfg: DataConfig) -> None:
     if cfg.condition is not None:
-        raise invalid("data.condition", cfg.condition, f"none: {cfg.source} is text, not pictures", "leave it out")
+        raise invalid("data.condition", cfg.condition, f"none: {cfg.source} is text, not images", "leave it out")
 
 
 def _embedded(splits: Mapping[str, Split], shape: tuple[int, int, int]) -> tuple[Float32[np.ndarray, "n E"], str]:
@@ -120,11 +120,11 @@ def _from_file(source: str, n_pictures: int) -> tuple[Float32[np.ndarray, "n E"]
         raise invalid("data.condition", source, needs, "use builtin, or correct the path") from None
     if rows.ndim != 2 or len(rows) != n_pictures or not np.issubdtype(rows.dtype, np.floating):
         got = f"{source}, {rows.dtype} of shape {rows.shape}"
-        raise invalid("data.condition", got, f"a row of numbers for each of {n_pictures} pictures", "embed them again")
+        raise invalid("data.condition", got, f"a row of numbers for each of {n_pictures} images", "embed them again")
     rows = as_float32(rows, source)
     length = np.linalg.norm(rows, axis=1, keepdims=True)
     bad = np.flatnonzero(~(np.isfinite(length) & (length > 0)))
     if bad.size:
         needs = "rows of finite numbers that are not all zero"
-        raise invalid("data.condition", f"{source}, row {bad[0]} ({bad.size} in all)", needs, "embed them again")
+        raise invalid("data.condition", f"{source}, row {bad[0]} ({bad.size} in total)", needs, "embed them again")
     return rows / length, sha256_of(path)

@@ -13,7 +13,7 @@ from jaxtyping import Float32
 
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError, invalid
-from linnet.data import shuffle as order
+from linnet.data import shuffle
 from linnet.data.batch import Batch, Split, cut
 from linnet.data.conditioning import Condition
 from linnet.data.splits import SPLITS
@@ -46,9 +46,9 @@ class TokenDataset:
         assert step >= 0
         sequence, update = divmod(step, self.cfg.updates_per_sequence)
         length = self.cfg.update_len
-        rows = order.host_slice(self.cfg.batch_size, host, n_hosts)
+        rows = shuffle.host_slice(self.cfg.batch_size, host, n_hosts)
         first = sequence * self.cfg.batch_size + rows.start
-        windows = order.window_indices(self.seed, first, len(rows), self.train.n_windows)
+        windows = shuffle.window_indices(self.seed, first, len(rows), self.train.n_windows)
         return cut(self.train, windows, update * length, (update + 1) * length, len(rows), self.embeds("train"))
 
     def evaluation(self, split: str, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
@@ -117,7 +117,7 @@ class TokenDataset:
             if not width:
                 fix = "set --data.condition builtin, or --model.d-condition 0"
                 raise invalid(
-                    "data.condition", None, f"embeddings of width {d_condition}: the model is told of them", fix
+                    "data.condition", None, f"embeddings of width {d_condition}: the model is conditioned on them", fix
                 )
             needs = f"{width}, the width of the embeddings of data.condition ({self.cfg.condition})"
             raise invalid("model.d_condition", d_condition, needs, f"use --model.d-condition {width}")
@@ -125,7 +125,7 @@ class TokenDataset:
             raise invalid("model.n_vocab", n_vocab, f"at least the data's {self.n_vocab} ids", f"use {self.n_vocab}")
         if self.tokenizer.end_id != end_id:
             end = self.tokenizer.end_id
-            raise invalid("model.end_id", end_id, f"the id that ends a document in the data, {end}", f"use {end}")
+            raise invalid("model.end_id", end_id, f"the EOS id of the data, {end}", f"use {end}")
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -124,9 +124,7 @@ def _check(index: Index) -> None:
     """Check types and ranges, because the file may be damaged or untrusted; names in it must not leave its folder."""
     about, shape = index.tokenizer, index.shape
     _require(index.kind in ("text", "pixels") and index.dtype in DTYPES, "its kind or its dtype is unknown")
-    _require(
-        _is_count(index.first_id) and isinstance(index.source, dict), "its first_id or its source is no such value"
-    )
+    _require(_is_count(index.first_id) and isinstance(index.source, dict), "its first_id or its source is invalid")
     _require(
         shape is None or (isinstance(shape, list) and len(shape) == 3 and all(_is_count(n) and n for n in shape)),
         "its shape is not height, width and channels",
@@ -138,7 +136,8 @@ def _check(index: Index) -> None:
         "its tokenizer is not described",
     )
     _require(
-        isinstance(index.held_out, str) and isinstance(index.left_out, dict), "it does not say what is held or left out"
+        isinstance(index.held_out, str) and isinstance(index.left_out, dict),
+        "it does not describe held-out or skipped files",
     )
     for shard in index.shards:
         _require(_is_plain_name(shard.file) and _is_count(shard.tokens), "a shard is not described")
@@ -247,7 +246,7 @@ def _file_problems(path: Path, size: int | None, sha256: str | None) -> list[str
     if size is not None and path.stat().st_size != size:
         return [f"{path} has {path.stat().st_size:,} bytes and should have {size:,}"]
     if sha256 is not None and sha256_of(path) != sha256:
-        return [f"{path} was altered: its checksum is not the one of the index"]
+        return [f"{path} was modified: its checksum differs from the index"]
     return []
 
 

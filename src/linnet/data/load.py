@@ -42,12 +42,12 @@ def load_dataset(cfg: DataConfig, seed: int) -> TokenDataset:
     if is_unfinished(path):
         raise UserError(
             f"data.source is {cfg.source!r}, whose preparation was not finished. Fix: run the same `linnet data prepare` again: "
-            "it goes on where it stopped."
+            "it resumes where it stopped."
         )
     if cfg.source in NAMED and not path.exists():
         raise UserError(
             f"data.source is {cfg.source!r}, which is not prepared here. Fix: run `linnet data prepare {cfg.source} --out "
-            f"{cfg.source}` (it tells which file to fetch if it cannot), or name the folder it was prepared in with --data.source."
+            f"{cfg.source}` (it says which file to download if it cannot), or name the folder it was prepared in with --data.source."
         )
     return _text(cfg, seed)
 
@@ -60,14 +60,16 @@ def is_divided(source: str) -> bool:
 def _text(cfg: DataConfig, seed: int) -> TokenDataset:
     if cfg.source != EMBEDDED_CORPUS and looks_like_pictures(cfg.source):
         raise UserError(
-            f"data.source is {cfg.source!r}, which is pictures or a tar: those are prepared first. Fix: run `linnet data prepare "
+            f"data.source is {cfg.source!r}, which contains images or is a tar: prepare it first. Fix: run `linnet data prepare "
             f"{cfg.source} --out DIR` and train with --data.source DIR (it prints the whole command)."
         )
     source = find(cfg.source)
     division = make_splits(source, cfg)
     train, validation, test = (open_text(division.pieces[name], cfg.sequence_len) for name in SPLITS)
     if not train.n_tokens:
-        raise invalid("data.source", cfg.source, "large enough to leave something to train on", "name a larger source")
+        raise invalid(
+            "data.source", cfg.source, "large enough to leave a fraction for training", "name a larger source"
+        )
     refuse_condition_of_text(cfg)
     origin = {"source": cfg.source, "root": str(source.root), "left_out": division.left_out, "held_out": division.how}
     return TokenDataset(
@@ -83,7 +85,7 @@ def _text(cfg: DataConfig, seed: int) -> TokenDataset:
 
 
 def _prepared(cfg: DataConfig, seed: int, folder: Path) -> TokenDataset:
-    _refuse_division(cfg, "was divided when it was prepared")
+    _refuse_division(cfg, "was split when it was prepared")
     index = indexes.load(folder)
     indexes.refuse_damage(folder, index)
     shape = None if index.shape is None else (index.shape[0], index.shape[1], index.shape[2])
@@ -108,7 +110,7 @@ def _prepared(cfg: DataConfig, seed: int, folder: Path) -> TokenDataset:
 
 
 def _emoji(cfg: DataConfig, seed: int, size: int) -> TokenDataset:
-    _refuse_division(cfg, "is divided by what its pictures show")
+    _refuse_division(cfg, "is split by what its images show")
     shape = (size, size, 3)
     _refuse_cut_pictures(cfg, shape)
     pictures, _, split_of = open_emoji(size)
@@ -136,7 +138,7 @@ def _refuse_division(cfg: DataConfig, why: str) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
     for name in _DIVIDED_BY:
         if getattr(cfg, name) != defaults[name]:
-            raise invalid(f"data.{name}", getattr(cfg, name), f"left alone: {cfg.source} {why}", "leave it out")
+            raise invalid(f"data.{name}", getattr(cfg, name), f"left unset: {cfg.source} {why}", "leave it out")
 
 
 def _refuse_cut_pictures(cfg: DataConfig, shape: tuple[int, int, int] | None) -> None:
@@ -144,6 +146,6 @@ def _refuse_cut_pictures(cfg: DataConfig, shape: tuple[int, int, int] | None) ->
         raise invalid(
             "data.sequence_len",
             cfg.sequence_len,
-            f"one picture of {cfg.source}, {' x '.join(map(str, shape))} values",
+            f"one image of {cfg.source}, {' x '.join(map(str, shape))} values",
             f"use --data.sequence-len {math.prod(shape)} (and an update_len that divides it)",
         )

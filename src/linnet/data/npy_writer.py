@@ -68,5 +68,5 @@ class RowWriter:
             with contextlib.suppress(OSError):
                 self._part.unlink()
             raise UserError(
-                f"{self._path} cannot be written ({error.strerror}). Fix: choose a folder with room that is yours."
+                f"{self._path} cannot be written ({error.strerror}). Fix: choose a writable folder with free space."
             ) from None

@@ -115,9 +115,9 @@ class PackedSplit:
         return self._content[start:stop]
 
     def window(self, i: int) -> Window:
-        return self.stretch(i, 0, self.sequence_len)
+        return self.slice(i, 0, self.sequence_len)
 
-    def stretch(self, i: int, start: int, stop: int) -> Window:
+    def slice(self, i: int, start: int, stop: int) -> Window:
         assert 0 <= i < self.n_windows, f"window {i} of {self.n_windows}"
         assert 0 <= start < stop <= self.sequence_len
         first, length = self._n_unpredicted + i * self.sequence_len + start, stop - start

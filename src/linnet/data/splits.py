@@ -73,7 +73,7 @@ def _refuse_overlap(named: dict[str, Found]) -> None:
         raise invalid(
             "data.test_files",
             str(both[0].path),
-            "apart from data.validation_files, which names the same file",
+            "disjoint from data.validation_files, which names the same file",
             "take it out of one of them",
         )
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Int32
@@ -27,6 +28,14 @@ Rules = Literal["exact", "released"]
 """`exact`: every byte string round-trips. `released`: encodes and decodes exactly as the model file's own library does."""
 
 
+class SpecialToken(NamedTuple):
+    id: int
+    lstrip: bool = False
+    """In a template, the token takes the spaces before it."""
+    rstrip: bool = False
+    """In a template, the token takes the spaces after it."""
+
+
 class Tokenizer(Protocol):
     """Tokenizer interface. Instances can be pickled for worker processes and hold no open file."""
 
@@ -42,6 +51,11 @@ class Tokenizer(Protocol):
     @property
     def exact(self) -> bool:
         """Whether every byte string round-trips, because the vocabulary has a piece for each byte."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, SpecialToken]:
+        """Control tokens by name, for chat templates. No text is encoded to them."""
         ...
 
     @property
@@ -93,6 +107,7 @@ class BytesTokenizer:
     end_id = EOS
     exact = True
     rules: Rules = "exact"
+    special_tokens: Mapping[str, SpecialToken] = MappingProxyType({"<end>": SpecialToken(EOS)})
 
     @property
     def text_rules(self) -> TextRules:

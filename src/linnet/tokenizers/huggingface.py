@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import parse_json
 from linnet.core.special_tokens import ONE_PER_BYTE
-from linnet.tokenizers.base import HUGGINGFACE_FILE, Rules, not_a_tokenizer
+from linnet.tokenizers.base import HUGGINGFACE_FILE, Rules, SpecialToken, not_a_tokenizer
 from linnet.tokenizers.pieces import Model, PieceTokenizer, Released
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def open_huggingface(
             encode_texts=_encoder(used),
             reopen=open_huggingface,
             released=_released(spec, name, plain, table) if rules == "released" else None,
+            special={i: SpecialToken(i, token.lstrip, token.rstrip) for i, token in added.items()},
         )
     )
 
@@ -124,7 +125,7 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
             return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         except Exception as error:  # the package raises no narrower kind
             raise UserError(
-                f"the tokenizer cannot encode a text ({error}). Fix: its tokenizer.json is damaged; fetch or make it again."
+                f"the tokenizer cannot encode a text ({error}). Fix: its tokenizer.json is corrupt; download or create it again."
             ) from None
 
     return encode_texts
@@ -193,12 +194,12 @@ def _bytes_of(spec: Mapping[str, Any], tokenizer: Tokenizer, names: Sequence[str
     word = next((token for token in sorted(names, key=len) if token.isalnum()), names[0])
     decoder = tokenizer.decoder
 
-    def asked(token: str) -> bytes:
+    def encode_token(token: str) -> bytes:
         if decoder is None:
             return f" {token}".encode()
         return decoder.decode([word, token]).removeprefix(decoder.decode([word])).encode()
 
-    return asked
+    return encode_token
 
 
 def _byte_ids(spec: Mapping[str, Any], names: Sequence[str | None], silent: set[int]) -> list[int] | None:

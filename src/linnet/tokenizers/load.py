@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import check_local
 from linnet.tokenizers.base import (
@@ -70,8 +70,8 @@ def _reads_bare_ids(folder: Path) -> bool:
     if not (folder / "config.json").is_file():
         return False
     with contextlib.suppress(UserError):
-        cfg = configs.load(folder / "config.json")
-        return cfg.family != "prior" and cfg.writer.bos_id is None
+        cfg = codec.load(folder / "config.json")
+        return cfg.reads_tokens and cfg.lm.bos_id is None
     return False
 
 
@@ -95,10 +95,12 @@ def _saved(folder: Path) -> list[Path]:
 def _in_folder(folder: Path) -> Path:
     there = _saved(folder)
     if not there:
-        raise not_a_tokenizer(str(folder), f"a folder that holds one of {', '.join(TOKENIZER_FILES)}")
+        raise not_a_tokenizer(str(folder), f"a folder that contains one of {', '.join(TOKENIZER_FILES)}")
     if len(there) > 1:
         names = " and ".join(path.name for path in there)
-        raise invalid("--tokenizer", str(folder), f"a folder with one tokenizer (it holds {names})", f"use {there[0]}")
+        raise invalid(
+            "--tokenizer", str(folder), f"a folder with one tokenizer (it contains {names})", f"use {there[0]}"
+        )
     return there[0]
 
 

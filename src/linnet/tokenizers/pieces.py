@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jaxtyping import Int32
 from linnet.core.files import atomic_write
 from linnet.core.special_tokens import ONE_PER_BYTE, TextRules
 from linnet.models.detokenize import joined_bytes
-from linnet.tokenizers.base import END_FILE, SETTINGS_FILE, Rules, fingerprint, readable, settings_json
+from linnet.tokenizers.base import END_FILE, SETTINGS_FILE, Rules, SpecialToken, fingerprint, readable, settings_json
 
 BLOCK_CHARS = 4096
 """Target block size: the libraries encode short texts faster and with less memory than long ones."""
@@ -56,6 +56,8 @@ class Model:
     """Reopens the tokenizer in a worker process from the content, the EOS token's name, the file name and the rules."""
     released: Released | None = None
     """The library's own encoding and decoding, with the rules `released`."""
+    special: Mapping[int, SpecialToken] = dataclasses.field(default_factory=dict)
+    """Control ids with settings of their own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,10 @@ class PieceTokenizer:
         # The rules change the ids and therefore the fingerprint; that of `exact` is the same as before there were two rules.
         kind = model.kind if model.released is None else f"{model.kind} {self.rules}"
         self.fingerprint = fingerprint(kind, model.content, model.end_id)
+        control = (i for i, piece in enumerate(model.table) if not piece)
+        self.special_tokens: Mapping[str, SpecialToken] = {
+            model.names[i]: model.special.get(i, SpecialToken(i)) for i in control
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         model = self._model

@@ -73,7 +73,7 @@ def _processor(content: bytes, name: str) -> tuple[SentencePieceProcessor, list[
         processor.LoadFromSerializedProto(content)
         names = [processor.IdToPiece(i) for i in range(processor.GetPieceSize())]
     if not names:
-        raise not_a_tokenizer(name, "a sentencepiece model (this file is none, or is cut short)")
+        raise not_a_tokenizer(name, "a sentencepiece model (this file is not one, or is truncated)")
     return processor, names
 
 

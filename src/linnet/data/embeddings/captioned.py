@@ -52,11 +52,11 @@ def open_captioned(source: str, caption_key: str = "caption", image_key: str | N
     if source == EMOJI:
         return CaptionedSource(identity={"source": EMOJI}, samples=_emoji, has_splits=True)
     if source.lower().endswith(COMPRESSED_TARS):
-        raise invalid("SOURCE", source, "a tar that is not compressed, to be read at random", "decompress it to a .tar")
+        raise invalid("SOURCE", source, "an uncompressed tar, for random access", "decompress it to a .tar")
     found = named_files(source)
     if found is None:
         raise invalid(
-            "SOURCE", source, f"pictures with captions: a folder, glob, tar or parquet, or {EMOJI}", "correct the path"
+            "SOURCE", source, f"images with captions: a folder, glob, tar or parquet, or {EMOJI}", "correct the path"
         )
     root, paths = found.root, sorted(found.paths)
     tables = [path for path in paths if path.name in CAPTION_FILES]
@@ -68,8 +68,8 @@ def open_captioned(source: str, caption_key: str = "caption", image_key: str | N
         raise invalid(
             "SOURCE",
             source,
-            f"pictures, webdataset tars or parquet with pictures, one of them (it has {' and '.join(kinds) or 'none'})",
-            "name one kind, as a glob if need be",
+            f"images, webdataset tars or parquet with images, one of them (it has {' and '.join(kinds) or 'none'})",
+            "name one kind, for example with a glob",
         )
     beside = [] if tables else [path for path in paths if path.suffix.lower() == ".txt"]
     used = [*tables, *beside, *pictures] if pictures else tars or parquets
@@ -188,7 +188,7 @@ def _table_rows(path: Path, key: str) -> Iterator[tuple[str, str]]:
                 else parse_json(text)
             )
         except ValueError as error:
-            raise UserError(f"{path} is no JSON ({error}). Fix: correct it.") from None
+            raise UserError(f"{path} is not JSON ({error}). Fix: correct it.") from None
     if isinstance(rows, dict) and all(isinstance(caption, str) for caption in rows.values()):
         yield from rows.items()
         return
@@ -196,7 +196,7 @@ def _table_rows(path: Path, key: str) -> Iterator[tuple[str, str]]:
         file = next((str(row[name]) for name in FILE_KEYS if row.get(name)), None) if isinstance(row, dict) else None
         if file is None or row.get(key) is None:
             raise UserError(
-                f"{path}, entry {i} does not name a picture and its {key}. Fix: write {{picture: caption}}, or entries with "
+                f"{path}, entry {i} does not name an image and its {key}. Fix: write {{image: caption}}, or entries with "
                 f"`file_name` and `{key}`."
             )
         yield file, str(row[key])

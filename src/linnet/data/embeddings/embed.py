@@ -105,8 +105,8 @@ def embed(task: Task, out: Path, progress: Callable[[int], None] = lambda n: Non
         raise invalid(
             "SOURCE",
             task.source.identity["source"],
-            f"pictures with captions (left out: {reasons})",
-            "give each picture a caption",
+            f"images with captions (left out: {reasons})",
+            "give each image a caption",
         )
     notes = dataclasses.replace(notes, finished=True)
     notes.save(out)
@@ -131,7 +131,7 @@ def refuse_unfinished(folder: Path) -> None:
     if notes is not None and not notes.finished:
         raise UserError(
             f"{folder} was not finished: {notes.n_pairs:,} pairs are embedded so far. Fix: run the same `linnet data embed` again: it "
-            "goes on where it stopped."
+            "resumes where it stopped."
         )
 
 
@@ -140,7 +140,7 @@ def begin(asked: dict[str, Any], out: Path) -> Notes:
     if notes is None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise invalid(
-                "--out", str(out), "a new folder, or one that an earlier run of this command began", "name another"
+                "--out", str(out), "a new folder, or one that an earlier run of this command started", "name another"
             )
         notes = Notes(asked=asked)
         notes.save(out)

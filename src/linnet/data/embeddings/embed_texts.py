@@ -48,7 +48,7 @@ def embed_texts(
     for image, size, path, one in zip(images, sizes, metadata, captions, strict=True):
         refuse_unequal(image, size, path, one.sizes[0], "caption")
     if any(out.resolve() in path.resolve().parents for path in (*images, *metadata)):
-        raise invalid("--out", str(out), "another folder than SOURCE, which is left as it is", "name a new folder")
+        raise invalid("--out", str(out), "a folder other than SOURCE, which is not modified", "name a new folder")
     identity = _identity(images_at, encoder, caption_key, [*images, *metadata])
     notes = begin(identity | encodings.identity(), out)
     for i in range(len(notes.blocks), len(images)):
@@ -93,5 +93,5 @@ def _copy(path: Path, to: Path) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise UserError(
-            f"{path} cannot be copied to {to} ({error.strerror}). Fix: choose a folder with room."
+            f"{path} cannot be copied to {to} ({error.strerror}). Fix: choose a folder with free space."
         ) from None

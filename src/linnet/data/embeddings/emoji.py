@@ -50,7 +50,7 @@ def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) ->
             raise invalid(
                 f"data.{name}",
                 getattr(cfg, name),
-                f"left alone: {cfg.source} is divided by what its pictures show",
+                f"left unset: {cfg.source} is split by what its images show",
                 "leave it out",
             )
     pictures, captions, split_of = open_emoji(SIZE)

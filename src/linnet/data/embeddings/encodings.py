@@ -48,7 +48,7 @@ def choose_encodings(encoder: Encoder, dtype: EncodingType | Literal["auto"], le
         dtype = "float16" if encoder.text_len else "none"
     if dtype == "none":
         if length is not None:
-            raise invalid("--text-len", length, "left out where no token encodings are written", "leave it out")
+            raise invalid("--text-len", length, "omitted if no token encodings are written", "leave it out")
         return NO_ENCODINGS
     if not encoder.text_len:
         encoder.encode_texts([""])  # raises the reason
@@ -73,7 +73,7 @@ class CaptionShard:
         dtype = np.dtype(self._settings.dtype)
         if np.abs(kept).max(initial=0.0) > np.finfo(dtype).max:
             raise UserError(
-                f"{self._encoder.name} gave a token encoding that {dtype} cannot hold. Fix: use --text-encodings float32."
+                f"{self._encoder.name} gave a token encoding that {dtype} cannot represent. Fix: use --text-encodings float32."
             )
         if self._file is None:
             self._file = RowWriter(self._path, kept.shape[1:], dtype)

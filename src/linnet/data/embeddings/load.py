@@ -33,7 +33,9 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Embed
     to.
     """
     if cfg.mix and encodings:
-        raise invalid("data.mix", cfg.mix, "0 with model.text_encodings: token encodings cannot be mixed", "use 0")
+        raise invalid(
+            "data.mix", cfg.mix, "0 with model.text_encodings: mixup cannot be applied to token encodings", "use 0"
+        )
     cfg = located(cfg)
     if cfg.source == EMOJI_PAIRS and cfg.images is None:
         return emoji.open_emoji_pairs(cfg, seed, encodings=encodings)
@@ -54,15 +56,15 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Embed
     for what in ("image", "text"):
         if len(kept) and not UNIT[0] <= found[what].mean_length <= UNIT[1]:
             warnings.append(
-                f"The {what} embeddings have a mean length of {found[what].mean_length:.3g}; the prior is made for vectors of length "
-                "1, as encoders of the CLIP kind give after normalising."
+                f"The {what} embeddings have a mean norm of {found[what].mean_length:.3g}; the prior expects vectors of norm "
+                "1, as CLIP encoders give after normalization."
             )
     rows, how = divide(cfg, kept, source.split_of)
     if not len(rows["train"]):
         raise UserError(
             f"no pair of {_shown(cfg)} is left to train on ({len(bad):,} of {source.images.n_rows:,} were left out"
             + (f": {warnings[0]}" if warnings else "")
-            + "). Fix: name a source with good rows, or hold out fewer."
+            + "). Fix: name a source with valid rows, or hold out fewer."
         )
     left_out = dict(source.left_out)
     for one in found.values():
@@ -91,8 +93,8 @@ def open_gallery(cfg: PairsConfig, seed: int, width: int) -> NeighborIndex:
     """Return an index of the image embeddings for predictions of this width."""
     pairs = open_pairs(cfg, seed)
     if pairs.image_width != width:
-        needs = f"a set with embeddings of images as wide as the prior's, {width}; these are {pairs.image_width} wide"
-        raise invalid("data.source", cfg.images or cfg.source, needs, "put back the data that the run was trained on")
+        needs = f"a dataset whose image embeddings have the prior's width, {width}; these have {pairs.image_width}"
+        raise invalid("data.source", cfg.images or cfg.source, needs, "restore the data that the run was trained on")
     return NeighborIndex(pairs)
 
 
@@ -117,7 +119,7 @@ def find_source(cfg: PairsConfig, *, encodings: bool = False) -> PairSource:
         tokens = below["encodings"] if encodings else None
         return sources.from_npy(cfg, str(below["image"]), below["text"], below["metadata"], tokens)
     if place.lower().endswith(COMPRESSED_TARS):
-        raise invalid("data.source", cfg.source, "a tar that is not compressed, to be read at random", "decompress it")
+        raise invalid("data.source", cfg.source, "an uncompressed tar, for random access", "decompress it")
     named = named_files(place)
     if named is None:
         needs = f"an existing file, folder or glob, or {EMOJI_PAIRS!r}"
@@ -142,7 +144,7 @@ def find_source(cfg: PairsConfig, *, encodings: bool = False) -> PairSource:
         cfg.source,
         "embeddings of one kind: img_emb/ and text_emb/ with .npy, .parquet, webdataset .tar, or one .npz "
         + (f"(it has {', '.join(present)})" if present else "(it has none of these)"),
-        "name one kind; pictures with captions become pairs by `linnet data embed SOURCE --out DIR`",
+        "name one kind; to make pairs from images with captions, run `linnet data embed SOURCE --out DIR`",
     )
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Float32, Int64
 from linnet.config.schema import PairsConfig
 from linnet.core.errors import UserError, invalid
 from linnet.core.pytree import replace
-from linnet.data import shuffle as order
+from linnet.data import shuffle
 from linnet.data.embeddings.batch import PairBatch
 from linnet.data.embeddings.captions import Captions
 from linnet.data.embeddings.vectors import Vectors
@@ -47,9 +47,9 @@ class EmbeddingPairs:
         Each host reads its own rows; the global batch is the same for any number of hosts.
         """
         assert step >= 0
-        share = order.host_slice(self.cfg.batch_size, host, n_hosts)
+        share = shuffle.host_slice(self.cfg.batch_size, host, n_hosts)
         train = self.rows["train"]
-        chosen = order.window_indices(self.seed, step * self.cfg.batch_size + share.start, len(share), len(train))
+        chosen = shuffle.window_indices(self.seed, step * self.cfg.batch_size + share.start, len(share), len(train))
         batch = self.at(train[chosen], len(share))
         return batch if not self.cfg.mix else self._mixed(batch, step, share)
 

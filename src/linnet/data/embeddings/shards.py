@@ -23,7 +23,7 @@ def find_shards(place: str, suffix: str, field: str) -> list[Path]:
         out = found.left_out[LINKS_OUT]
         links = f" (left out: {out} links that leave the folder)" if out else ""
         raise invalid(
-            field, place, f"something with {suffix} files in it{links}", f"name the folder of the {suffix} files"
+            field, place, f"a source with {suffix} files in it{links}", f"name the folder of the {suffix} files"
         )
     return sorted(paths, key=in_order)
 
@@ -60,7 +60,7 @@ def match(images: Sequence[Path], others: Sequence[Path], what: str) -> list[Pat
         if missing:
             raise UserError(
                 f"{_few(str(having[number]) for number in missing)} {'have' if len(missing) > 1 else 'has'} no partner: {kind} "
-                f"with the number {_few(map(str, missing))} is missing. Fix: fetch or make it, or move its partner away."
+                f"with the number {_few(map(str, missing))} is missing. Fix: download or create it, or remove its partner."
             )
     return [other_by_number[number] for number in by_number]
 

@@ -81,7 +81,7 @@ def _metadata(
     """Return captions, splits and warnings."""
     if metadata is None:
         if cfg.split_key is not None:
-            raise invalid("data.split_key", cfg.split_key, "left out for a source without metadata", "leave it out")
+            raise invalid("data.split_key", cfg.split_key, "omitted for a source without metadata", "leave it out")
         return None, None, []
     paths = match(image_paths, find_shards(metadata, ".parquet", "data.metadata"), "metadata")
     without = None
@@ -157,7 +157,7 @@ def from_npz(cfg: PairsConfig, path: Path, *, encodings: bool = False) -> PairSo
 
 def from_tars(cfg: PairsConfig, paths: Sequence[Path]) -> PairSource:
     if cfg.split_key is not None:
-        raise invalid("data.split_key", cfg.split_key, "left out for webdataset tars", "leave it out")
+        raise invalid("data.split_key", cfg.split_key, "omitted for webdataset tars", "leave it out")
     endings = {
         what: (key.lower().removeprefix("."),) if key else tuple(f"{name}.npy" for name in (*USUAL[what], *STEMS[what]))
         for what, key in (("image", cfg.image_key), ("text", cfg.text_key))

@@ -108,7 +108,7 @@ def _refuse_overflow(values: np.ndarray, written: np.ndarray, first: int, where:
     bad = np.flatnonzero((np.isfinite(values) & ~np.isfinite(written)).any(axis=1))
     if bad.size:
         raise UserError(
-            f"{where.format(first + bad[0])} holds a number too large for float32 (beyond 3.4e38). Fix: scale the embeddings, or "
+            f"{where.format(first + bad[0])} contains a number too large for float32 (beyond 3.4e38). Fix: scale the embeddings, or "
             "leave this row out."
         )
 
@@ -151,7 +151,7 @@ def _writing(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{place} cannot be written ({error.strerror}). Fix: free some room there, or set XDG_CACHE_HOME to a folder with room."
+            f"{place} cannot be written ({error.strerror}). Fix: free some space there, or set XDG_CACHE_HOME to another folder."
         ) from None
 
 

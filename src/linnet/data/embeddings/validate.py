@@ -60,9 +60,9 @@ def scan(vectors: Vectors, what: str, *, padded: bool = False) -> ValidationResu
         bad["overflow"] += [start + row for row in one.overflow]
         bad["zero"] += [] if padded else [start + row for row in one.zero]
     words = {
-        "not_finite": "hold NaN or infinity",
-        "overflow": "hold numbers too large for float32 (beyond 3.4e38)",
-        "zero": "are all zeros and point nowhere",
+        "not_finite": "contain NaN or infinity",
+        "overflow": "contain numbers too large for float32 (beyond 3.4e38)",
+        "zero": "are all zeros",
     }
     warnings = [
         f"{len(rows):,} of {vectors.n_rows:,} {what} embeddings {words[reason]} and are left out: {_names(vectors, rows)}."

@@ -109,7 +109,7 @@ def open_npy(path: Path, identity: str, *, n_axes: int = 2) -> ArrayShard:
     array = map_npy(path)
     if array.ndim != n_axes or not all(array.shape[1:]):
         needs = f"an array of {'rows' if n_axes == 2 else 'rows of positions'} of numbers ({n_axes} axes)"
-        raise invalid(f"the shape of {path}", array.shape, needs, "save one embedding a row")
+        raise invalid(f"the shape of {path}", array.shape, needs, "save one embedding per row")
     if array.dtype.kind != "f":
         raise invalid(f"the type of {path}", str(array.dtype), "float16, float32 or float64", "save it as one of those")
     return ArrayShard(path, identity, array)

@@ -97,7 +97,7 @@ def open_tar(path: Path, image_endings: tuple[str, ...], text_endings: tuple[str
     found = _Samples(image_endings, text_endings)
     with reading(path), open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
-            raise UserError(f"{path} is empty. Fix: fetch or make it again, or leave it out.")
+            raise UserError(f"{path} is empty. Fix: download or create it again, or leave it out.")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         for info in tar_members(path):
             if info.isreg() and info.sparse is None:
@@ -171,7 +171,7 @@ class _Samples:
         wanted = ", ".join(f".{ending}" for ending, what in self._endings.items() if what == name)
         there = ", ".join(f".{ending}" for ending, _ in self._seen.most_common(6)) or "nothing"
         more = (
-            "; if it holds pictures or captions to be embedded, run `linnet data embed` on it first"
+            "; if it contains images or captions to embed, run `linnet data embed` on it first"
             if {"jpg", "png", "webp", "txt", "jpeg"} & self._seen.keys()
             else ""
         )

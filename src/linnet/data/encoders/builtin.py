@@ -1,7 +1,7 @@
 """The built-in text and image encoder: its weights ship with the package, so it works without a download.
 
 Made by `scripts/train_encoders.py --teacher emoji_pairs_256.npz` with its default settings on the emoji's training concepts
-(measured on 2026-11-16; docs/pairs.md has the table). Recall over the 386 emoji of held-out concepts: text to image 17.1% at 1 and
+(measured on 2026-11-16, see docs/text-to-image.md). Recall over the 386 emoji of held-out concepts: text to image 17.1% at 1 and
 50.0% at 10; image to text 14.5% and 47.4%. Chance is 0.3% and 2.6%.
 """
 

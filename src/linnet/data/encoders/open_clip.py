@@ -52,8 +52,8 @@ class OpenClip:
             # A weights file does not record that it needs the quick GELU, so the model name must.
             by_path = f"{architecture}-quickgelu/PATH" if activation else f"{architecture}/PATH"
             raise UserError(
-                f"open_clip cannot open {model} ({_first_line(error)}). Fix: correct the name, or fetch its weights where there is a "
-                f"network and use open_clip:{by_path}."
+                f"open_clip cannot open {model} ({_first_line(error)}). Fix: correct the name, or download its weights on a machine "
+                f"with network access and use open_clip:{by_path}."
             ) from None
         self._model.eval()
         self._reading = threading.Lock()
@@ -104,12 +104,14 @@ class OpenClip:
     def _why_not(self) -> str:
         """Reason why there are no token encodings; empty if there are."""
         if self._end is None:
-            return "its tokenizer is not CLIP's, so which positions are padding is not known"
+            return "its tokenizer is not CLIP's, so the padding positions are unknown"
         embeds, hidden, _ = self._read(["a linnet"])
         if hidden.ndim != 3:
             return f"its text network has no norm {LAST_NORM} over all positions"
         if hidden.shape[2] != embeds.shape[1]:
-            return f"they are {hidden.shape[2]} wide and its embeddings {embeds.shape[1]}, and a prior reads both as one width"
+            return (
+                f"they are {hidden.shape[2]} wide and its embeddings {embeds.shape[1]}, but a prior needs equal widths"
+            )
         return ""
 
     def _read(

@@ -46,7 +46,7 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shares:
+class SplitFractions:
     validation: float
     test: float
 
@@ -84,7 +84,7 @@ class Gatherer:
         return chunk
 
 
-def text_chunks(source: Documents, shares: Shares) -> Iterator[tuple[Chunk, int]]:
+def text_chunks(source: Documents, fractions: SplitFractions) -> Iterator[tuple[Chunk, int]]:
     """Yield chunks, each with the number of input bytes read so far."""
     gatherer, position, inside_word = Gatherer(), 0, False
     for part in source.parts():
@@ -92,18 +92,18 @@ def text_chunks(source: Documents, shares: Shares) -> Iterator[tuple[Chunk, int]
         item = Item(part.name, part.data, part.first, part.last, inside_word)
         inside_word = part.data[-1:] not in (b"", *(SPACE[i : i + 1] for i in range(len(SPACE))))
         position = part.position
-        for chunk in gatherer.add(part.split, WHOLE if source.single else shares.of(part.name), item):
+        for chunk in gatherer.add(part.split, WHOLE if source.single else fractions.of(part.name), item):
             yield chunk, position
     for chunk in gatherer.rest():
         yield chunk, position
 
 
-def picture_chunks(source: Pictures, shares: Shares) -> Iterator[tuple[Chunk, int]]:
+def picture_chunks(source: Pictures, fractions: SplitFractions) -> Iterator[tuple[Chunk, int]]:
     gatherer, position = Gatherer(), 0
     for picture in source.pictures():
         position = picture.position
         item = Item(picture.name, picture.encoded, True, True, False)
-        for chunk in gatherer.add(picture.split, shares.of(picture.name), item):
+        for chunk in gatherer.add(picture.split, fractions.of(picture.name), item):
             yield chunk, position
     for chunk in gatherer.rest():
         yield chunk, position

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int64
 from linnet.data.index import Shard, SplitIndex, sha256_of
 from linnet.data.npy_writer import write_array
 from linnet.data.packed import Joined
-from linnet.data.prepare.chunks import WHOLE, Shares
+from linnet.data.prepare.chunks import WHOLE, SplitFractions
 from linnet.data.prepare.shards import ShardManifest, parts_of
 from linnet.data.prepare.shards import count_words as words_in
 from linnet.data.splits import SPLITS
@@ -81,7 +81,7 @@ class Stream:
 
 def gather_splits(
     streams: dict[str, Stream],
-    shares: Shares,
+    fractions: SplitFractions,
     out: Path,
     shards: list[Shard],
     dtype: str,
@@ -95,13 +95,13 @@ def gather_splits(
 
     `tokenizer` is None if the content is bytes; `unit` is the number of tokens that must stay together (those of an image).
     """
-    wanted = [name for name in ("validation", "test") if getattr(shares, name) > 0]
+    wanted = [name for name in ("validation", "test") if getattr(fractions, name) > 0]
     how = "the source's own splits" if given else "whole documents, by a hash of their names"
     streams = dict(streams)
     if not given and (WHOLE in streams or any(not _tokens(streams, name) for name in wanted)):
         # A single text, or too few documents for the hash to fill each split.
         how = "the tail of the stream"
-        streams = _by_tail(_joined(streams), shares, out, shards, dtype, tokenizer, unit)
+        streams = _by_tail(_joined(streams), fractions, out, shards, dtype, tokenizer, unit)
     splits = {name: _write_split(name, streams.get(name), out, count_words) for name in SPLITS}
     return splits, how
 
@@ -124,7 +124,7 @@ def _joined(streams: dict[str, Stream]) -> Stream:
 
 def _by_tail(
     whole: Stream,
-    shares: Shares,
+    fractions: SplitFractions,
     out: Path,
     shards: list[Shard],
     dtype: str,
@@ -133,7 +133,7 @@ def _by_tail(
 ) -> dict[str, Stream]:
     """Split into train, validation and test, in order. Only the held-out parts are read again, to count their bytes and words."""
     total = whole.tokens
-    sizes = {name: int(getattr(shares, name) * total / unit + 1e-6) * unit for name in ("validation", "test")}
+    sizes = {name: int(getattr(fractions, name) * total / unit + 1e-6) * unit for name in ("validation", "test")}
     bounds = (0, total - sum(sizes.values()), total - sizes["test"], total)
     ranges = dict(zip(SPLITS, itertools.pairwise(bounds), strict=True))
     parts = {name: whole.cut(*bounds) for name, bounds in ranges.items()}

@@ -25,7 +25,7 @@ from linnet.core.files import atomic_write
 from linnet.core.special_tokens import FIRST_BYTE
 from linnet.data import index as indexes
 from linnet.data.index import Index, Shard
-from linnet.data.prepare.chunks import Chunk, Shares, picture_chunks, text_chunks
+from linnet.data.prepare.chunks import Chunk, SplitFractions, picture_chunks, text_chunks
 from linnet.data.prepare.divide import Stream, gather_splits
 from linnet.data.prepare.shards import PixelEncoder, ShardManifest, TextEncoder, finished, write_shard
 from linnet.data.sources.documents import Documents
@@ -38,12 +38,12 @@ POOL_FROM_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
+class PrepareConfig:
     """All settings that determine the output."""
 
     source: Documents | Pictures
     tokenizer: Tokenizer
-    shares: Shares
+    fractions: SplitFractions
     size: int | None
     """Image height and width in pixels; None for documents."""
     max_broken: float
@@ -58,7 +58,7 @@ class Task:
             "version": indexes.VERSION,
             "source": self.source.identity(),
             "tokenizer": self.tokenizer.fingerprint,
-            "shares": dataclasses.asdict(self.shares),
+            "shares": dataclasses.asdict(self.fractions),
             "size": self.size,
         }
 
@@ -67,8 +67,8 @@ class Task:
 
     def chunks(self) -> Iterator[tuple[Chunk, int]]:
         if self.size is None:
-            return text_chunks(cast(Documents, self.source), self.shares)
-        return picture_chunks(cast(Pictures, self.source), self.shares)
+            return text_chunks(cast(Documents, self.source), self.fractions)
+        return picture_chunks(cast(Pictures, self.source), self.fractions)
 
     @property
     def ends(self) -> bool:
@@ -77,7 +77,11 @@ class Task:
 
 
 def prepare(
-    task: Task, out: Path, *, workers: int | None = None, progress: Callable[[int], None] = lambda position: None
+    task: PrepareConfig,
+    out: Path,
+    *,
+    workers: int | None = None,
+    progress: Callable[[int], None] = lambda position: None,
 ) -> Index:
     """Prepare `out`, or resume an earlier attempt; repeating a finished task changes nothing."""
     plan = json.loads(json.dumps(task.plan()))
@@ -143,7 +147,7 @@ def _begin(out: Path, accounts: Path, plan: dict[str, Any]) -> None:
 
 
 def _encoded(
-    task: Task,
+    task: PrepareConfig,
     encoder: TextEncoder | PixelEncoder,
     out: Path,
     accounts: Path,
@@ -168,7 +172,7 @@ def _encoded(
                 account = result()
             except concurrent.futures.process.BrokenProcessPool:
                 raise UserError(
-                    "a worker process died, perhaps for want of memory. What is done is kept. Fix: run the same command again, "
+                    "a worker process died, possibly out of memory. Finished work is kept. Fix: run the same command again, "
                     "with fewer --workers."
                 ) from None
             progress(position)
@@ -195,7 +199,7 @@ def _emptied(chunk: Chunk) -> Chunk:
 
 
 def _index(
-    task: Task,
+    task: PrepareConfig,
     encoder: TextEncoder | PixelEncoder,
     streams: dict[str, list[tuple[str, ShardManifest]]],
     given: bool,
@@ -215,7 +219,7 @@ def _index(
     shape = [encoder.size, encoder.size, 3] if isinstance(encoder, PixelEncoder) else None
     splits, held_out = gather_splits(
         found,
-        task.shares,
+        task.fractions,
         out,
         shards,
         encoder.dtype,
@@ -244,14 +248,14 @@ def _index(
     )
 
 
-def _refuse_broken(task: Task, broken: Counter[str], accounts: list[ShardManifest], n_whole: int) -> None:
+def _refuse_broken(task: PrepareConfig, broken: Counter[str], accounts: list[ShardManifest], n_whole: int) -> None:
     n = broken.total()
     if n <= task.max_broken * (n + n_whole):
         return
     first = next(account.broken_first for account in accounts if account.broken_first)
     raise UserError(
-        f"{n} of {n + n_whole} pictures are broken, more than --max-broken {task.max_broken:g} allows. The first: {first}. "
-        f"Fix: repair or remove them, or run again with --max-broken {min(1.0, n / (n + n_whole) + 0.005):.2f} (what is done is kept)."
+        f"{n} of {n + n_whole} images are broken, more than --max-broken {task.max_broken:g} allows. The first: {first}. "
+        f"Fix: repair or remove them, or rerun with --max-broken {min(1.0, n / (n + n_whole) + 0.005):.2f} (finished work is kept)."
     )
 
 

@@ -33,7 +33,7 @@ def train_sentencepiece(
     sample_bytes: int,
     column: str | None = None,
     max_unpacked_gb: float | None = None,
-    say: Callable[[str], None] = lambda words: None,
+    log: Callable[[str], None] = lambda words: None,
 ) -> bytes:
     """Return the content of a model file. Predefined validation and test splits of a source are excluded."""
     if vocab_size <= N_BYTE_IDS:
@@ -45,12 +45,12 @@ def train_sentencepiece(
     parts = (part.data for documents in opened for part in documents.parts() if part.split in (None, "train"))
     sample = spread(stretches(parts, min(STRETCH_BYTES, sample_bytes)), sample_bytes)
     # A list, not an iterator: the trainer would replace our exceptions with its own.
-    texts = [text for stretch in sample for text in sentences(stretch)]
+    texts = [text for span in sample for text in sentences(span)]
     for name, n in sorted(sum((documents.left_out for documents in opened), Counter[str]()).items()):
-        say(f"left out: {n:,} {name.replace('_', ' ')}")
+        log(f"left out: {n:,} {name.replace('_', ' ')}")
     if not texts:
-        raise invalid("SOURCE", ", ".join(sources), "something with letters in it", "name text to learn from")
-    say(f"learning from {sum(map(len, sample)):,} bytes of text")
+        raise invalid("SOURCE", ", ".join(sources), "text with letters in it", "name text to learn from")
+    log(f"learning from {sum(map(len, sample)):,} bytes of text")
     return _train(texts, vocab_size, model)
 
 
@@ -88,8 +88,8 @@ def spread(items: Iterable[bytes], most: int) -> list[bytes]:
 def sentences(text: bytes) -> Iterator[str]:
     """Yield the lines of a text in the form that the trainer accepts."""
     for line in text.decode(errors="surrogateescape").splitlines():
-        for stretch in _NEVER_IN_A_PIECE.split(line):
-            yield from _SHORT_LINE.findall(stretch)
+        for span in _NEVER_IN_A_PIECE.split(line):
+            yield from _SHORT_LINE.findall(span)
 
 
 def _train(texts: Sequence[str], vocab_size: int, model: Literal["bpe", "unigram"]) -> bytes:
@@ -122,7 +122,7 @@ def _train(texts: Sequence[str], vocab_size: int, model: Literal["bpe", "unigram
 def _why(message: str, vocab_size: int) -> UserError:
     """Convert an error of the trainer; its message contains the possible vocabulary size."""
     if found := _TOO_SMALL.search(message):
-        needs = f"at least {found[1]} for the letters of this text"
+        needs = f"at least {found[1]} for the characters of this text"
         return invalid("--vocab-size", vocab_size, needs, f"use {found[1]} or more")
     if found := _TOO_LARGE.search(message):
         needs = f"at most {found[1]} for this text"

@@ -94,8 +94,8 @@ def unpacking(path: str | PathLike[str]) -> Iterator[None]:
 
 def _broken(path: str | PathLike[str], error: Exception) -> UserError:
     return UserError(
-        f"{path} is damaged or cut short, and cannot be unpacked ({error or type(error).__name__}). Fix: it is broken or not what "
-        "its name says; fetch or pack it again, or leave it out of the source."
+        f"{path} is corrupt or truncated, and cannot be unpacked ({error or type(error).__name__}). Fix: it is broken or not what "
+        "its name says; download or pack it again, or leave it out of the source."
     )
 
 
@@ -148,7 +148,7 @@ def tar_members(stream: BinaryIO, left_out: Counter[str]) -> Iterator[tuple[str,
                 yield info.name, cast(BinaryIO, content)
     # tarfile accepts a tar that was truncated inside a header; only the zero blocks at the end prove that it is complete.
     if any(watched.last):
-        raise tarfile.ReadError("it ends before its end mark")
+        raise tarfile.ReadError("it ends before its end marker")
 
 
 class _LastBlock:

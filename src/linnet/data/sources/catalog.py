@@ -47,7 +47,7 @@ def open_named(
 ) -> Documents | Pictures:
     """Open a dataset from the user's copy, or fetch it into `cache`."""
     if name not in NAMED:
-        raise invalid("SOURCE", name, f"one of the named sets {', '.join(NAMED)}", "name one of those, or a path")
+        raise invalid("SOURCE", name, f"one of the named datasets {', '.join(NAMED)}", "name one of those, or a path")
     if from_path is not None and not from_path.exists():
         raise invalid("--from", str(from_path), "an existing file or folder", f"give the path of {name}")
     return NAMED[name].open(from_path, cache, progress)
@@ -117,7 +117,7 @@ class StreamDocuments:
             raise UserError(
                 f"{self._path} is not {self._stream.name}: it holds {n_bytes:,} bytes with the sha256 "
                 f"{digest.hexdigest()}, and must hold {self._stream.n_bytes:,} with {self._stream.sha256}. "
-                f"Fix: fetch it again from {self._stream.url}."
+                f"Fix: download it again from {self._stream.url}."
             )
 
     def parts(self) -> Iterator[Part]:
@@ -140,7 +140,7 @@ class StreamDocuments:
                 if name.rpartition("/")[2] == self._stream.name:
                     yield content, raw
                     return
-            raise UserError(f"{self._path} holds no {self._stream.name}. Fix: fetch it from {self._stream.url}.")
+            raise UserError(f"{self._path} holds no {self._stream.name}. Fix: download it from {self._stream.url}.")
 
 
 def _at_most(n: int, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
@@ -210,7 +210,7 @@ def _fetch_pg19(folder: Path, progress: Progress | None) -> Path:
 def _bucket_listing(prefix: str, folder: Path) -> list[dict[str, str]]:
     """Return name, size and md5 of every .txt file below a prefix."""
     instead = (
-        f"fetch train/, validation/ and test/ from {BUCKET_FILES} where there is a network and give the folder above "
+        f"download train/, validation/ and test/ from {BUCKET_FILES} on a machine with network access and give the folder above "
         f"the three with --from PATH (for example --from {folder})"
     )
     items: list[dict[str, str]] = []
@@ -224,7 +224,7 @@ def _bucket_listing(prefix: str, folder: Path) -> list[dict[str, str]]:
             answer = json.loads(read_url(url, instead))
             items += [item for item in answer.get("items", []) if item["name"].endswith(".txt")]
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
-            raise UserError(f"{url} did not answer with a listing. Fix: {instead}.") from None
+            raise UserError(f"{url} did not return a listing. Fix: {instead}.") from None
         page = answer.get("nextPageToken")
     return items
 

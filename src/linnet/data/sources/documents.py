@@ -74,7 +74,7 @@ def open_documents(source: str, *, column: str | None = None, max_unpacked_gb: f
         return hub
     found = find(source, "SOURCE", PACKED)
     if column is not None and not any(kind_of(f.name)[0] in ("jsonl", "parquet", "zip", "tar") for f in found.files):
-        raise invalid("--column", column, "left out, since the source is plain text", "leave --column out")
+        raise invalid("--column", column, "omitted, since the source is plain text", "leave --column out")
     documents = FileDocuments(
         found.files,
         column=column or DEFAULT_COLUMN,
@@ -311,8 +311,8 @@ def _no_text(source: str, left_out: Counter[str]) -> UserError:
     return invalid(
         "SOURCE",
         source,
-        f"something with text in it (left out: {reasons or 'nothing'})",
-        "name files that hold text (a NUL byte in the first 8 KB is taken for binary)",
+        f"a source with text in it (left out: {reasons or 'nothing'})",
+        "name files that hold text (a NUL byte in the first 8 KB counts as binary)",
     )
 
 

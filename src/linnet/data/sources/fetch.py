@@ -44,7 +44,7 @@ def fetch(
     checksum = ("sha256", sha256) if sha256 else ("md5", md5) if md5 else None
     if path.exists():
         if wrong := _what_is_wrong(path, checksum, size):
-            raise UserError(f"{path} is not the file from {url}: {wrong}. Fix: remove it, and it is fetched again.")
+            raise UserError(f"{path} is not the file from {url}: {wrong}. Fix: remove it to download it again.")
         return path
     part = path.with_name(path.name + ".part")
     with _writing(part):
@@ -59,7 +59,7 @@ def fetch(
     if wrong:
         part.unlink()
         raise UserError(
-            f"{url} did not give the file that was expected: {wrong}. Fix: try again later, or give the right file "
+            f"{url} did not return the expected file: {wrong}. Fix: try again later, or give the right file "
             "with --from PATH."
         )
     with _writing(path):
@@ -77,7 +77,7 @@ def read_url(url: str, instead: str) -> bytes:
         except (OSError, http.client.HTTPException) as error:
             attempt += 1
             if attempt >= TRIES or not _may_pass(error):
-                raise UserError(f"{url} cannot be fetched ({_reason(error)}). Fix: {instead}.") from None
+                raise UserError(f"{url} cannot be downloaded ({_reason(error)}). Fix: {instead}.") from None
         time.sleep(PAUSE_SECONDS * attempt)
 
 
@@ -108,7 +108,7 @@ def _stream(url: str, part: Path, offset: int, size: int | None, progress: Progr
             if _total_of(error.headers) == offset:
                 return  # it was complete, but not yet renamed
             part.unlink()
-            raise _Dropped("the part fetched before is longer than the file") from None
+            raise _Dropped("the part downloaded before is longer than the file") from None
         if _may_pass(error):
             raise _Dropped(_reason(error)) from None
         raise
@@ -118,7 +118,7 @@ def _stream(url: str, part: Path, offset: int, size: int | None, progress: Progr
         if answer.status != HTTPStatus.PARTIAL_CONTENT or _start_of(answer.headers) != offset:
             if answer.status == HTTPStatus.PARTIAL_CONTENT and _start_of(answer.headers) != 0:
                 part.unlink(missing_ok=True)
-                raise _Dropped("the server sent another range than was asked for")
+                raise _Dropped("the server sent another range than requested")
             offset = 0  # the server does not support ranges: restart from the beginning
         length = answer.headers.get("Content-Length")
         total = offset + int(length) if length else size
@@ -172,7 +172,7 @@ def _may_pass(error: BaseException) -> bool:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, urllib.error.HTTPError):
-        return f"the server answers {error.code} {error.reason}"
+        return f"the server returned {error.code} {error.reason}"
     if isinstance(error, urllib.error.URLError):
         return str(error.reason)
     return str(error) or type(error).__name__
@@ -180,7 +180,7 @@ def _reason(error: BaseException) -> str:
 
 def _unreachable(url: str, path: Path, reason: str) -> UserError:
     return UserError(
-        f"{url} cannot be fetched ({reason}). Fix: fetch it where there is a network and put it at {path}, or give it "
+        f"{url} cannot be downloaded ({reason}). Fix: download it on a machine with network access and put it at {path}, or give it "
         "with --from PATH."
     )
 
@@ -210,6 +210,6 @@ class _writing:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
             raise UserError(
-                f"{self._path} cannot be written ({error.strerror or error}). Fix: make room there, or give the file "
+                f"{self._path} cannot be written ({error.strerror or error}). Fix: free some space there, or give the file "
                 "with --from PATH."
             ) from None

@@ -98,7 +98,7 @@ def _python_stdlib() -> Found:
         raise invalid(
             "data.source",
             EMBEDDED_CORPUS,
-            f"a Python that comes with its source text (none is below {root})",
+            f"a Python that comes with its source files (none is below {root})",
             "set --data.source to a text file or folder of your own",
         )
     return found
@@ -223,9 +223,9 @@ def _with_content(found: Found, field: str, source: str) -> Found:
     raise invalid(
         field,
         source,
-        f"something with text in it (left out: {reasons})",
-        "name text; for archives, parquet and pictures run `linnet data prepare` first and name its folder; save UTF-16 as UTF-8 "
-        "(a NUL byte in the first 8 KB is taken for binary)"
+        f"a source with text in it (left out: {reasons})",
+        "name text; for archives, parquet and images run `linnet data prepare` first and name its folder; save UTF-16 as UTF-8 "
+        "(a NUL byte in the first 8 KB counts as binary)"
         if LINKS_OUT not in found.left_out
         else "name what the links point to: symbolic links that leave the source's folder are not followed",
     )
@@ -234,7 +234,7 @@ def _with_content(found: Found, field: str, source: str) -> Found:
 def _nothing_matched(source: str) -> str:
     if _has_magic(source) and any(os.path.isdir(p) for p in glob.glob(os.path.expanduser(source), recursive=True)):
         return f"it matches folders only; use {source.rstrip('/')}/** for the files in them"
-    return "correct the pattern (** reaches into folders), or put files there (hidden ones are left out)"
+    return "correct the pattern (** reaches into folders), or put files there (hidden files are skipped)"
 
 
 def _nearest(name: str, field: str) -> str:

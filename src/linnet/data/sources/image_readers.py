@@ -133,7 +133,7 @@ def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
     with open(path, "rb") as file:
         file.seek(end)
         if file.read(TAR_BLOCK) != bytes(TAR_BLOCK):
-            raise _damaged(path, "it has no end mark where its last readable member ends")
+            raise _damaged(path, "it has no end marker where its last readable member ends")
 
 
 def _read_parquet(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[Member]:
@@ -175,9 +175,7 @@ def check_column(path: Path, schema: pa.Schema, column: str) -> None:
     usable = [field.name for field in schema if _holds_bytes(field.type)]
     if column not in usable:
         names = ", ".join(usable) or f"none of its columns ({', '.join(schema.names)})"
-        raise invalid(
-            "--column", column, f"a column of encoded pictures; in {path} that is {names}", "name one of them"
-        )
+        raise invalid("--column", column, f"a column of encoded images; in {path} that is {names}", "name one of them")
 
 
 def has_pictures(schema: pa.Schema) -> bool:
@@ -201,7 +199,7 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def _damaged(path: Path, why: object) -> UserError:
-    return UserError(f"{path} is damaged or cut short ({why}). Fix: fetch or make it again, or leave it out.")
+    return UserError(f"{path} is corrupt or truncated ({why}). Fix: download or create it again, or leave it out.")
 
 
 READERS: dict[str, Reader] = {

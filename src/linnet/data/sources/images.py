@@ -127,17 +127,17 @@ def open_pictures(source: str, *, column: str | None = None, max_unpacked_gb: fl
     `column` is the parquet column with the encoded bytes; other files have none.
     """
     if source.lower().endswith(COMPRESSED_TARS):
-        raise invalid("SOURCE", source, "a tar that is not compressed, to be read at random", "decompress it to a .tar")
+        raise invalid("SOURCE", source, "an uncompressed tar, for random access", "decompress it to a .tar")
     found = named_files(source)
     if found is None:
-        raise invalid("SOURCE", source, "an existing picture, zip, tar, parquet, folder or glob", "correct the path")
+        raise invalid("SOURCE", source, "an existing image, zip, tar, parquet, folder or glob", "correct the path")
     files, left_out = _sift(found.root, found.paths)
     left_out += found.left_out
     if not files:
         raise _nothing(source, left_out)
     parquets = [file for file in files if file.path.suffix.lower() == ".parquet"]
     if column is not None and not parquets:
-        raise invalid("--column", column, "left out for a source without parquet files", "leave it out")
+        raise invalid("--column", column, "omitted for a source without parquet files", "leave it out")
     for file in parquets:
         # Each footer is read now, so that a wrong column is not found only after hours of work.
         with reading(file.path), open_parquet(file.path) as parquet:
@@ -150,8 +150,8 @@ def _nothing(source: str, left_out: Counter[str]) -> UserError:
     return invalid(
         "SOURCE",
         source,
-        f"something with pictures in it (left out: {reasons})",
-        f"name pictures ({' '.join(sorted(PICTURE_SUFFIXES))}), or a .zip, .tar or .parquet of them",
+        f"a source with images in it (left out: {reasons})",
+        f"name images ({' '.join(sorted(PICTURE_SUFFIXES))}), or a .zip, .tar or .parquet of them",
     )
 
 

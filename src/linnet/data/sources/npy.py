@@ -54,14 +54,14 @@ def read_npy_header(file: IO[bytes], where: str) -> NpyHeader:
         raise _invalid(where, f"its header claims {size:,} bytes")
     text = file.read(size)
     if len(text) < size:
-        raise _invalid(where, "it is cut short")
+        raise _invalid(where, "it is truncated")
     return _parsed(text.decode("latin-1"), where, 8 + width + size)
 
 
 def _parsed(text: str, where: str, offset: int) -> NpyHeader:
     found = _HEADER.fullmatch(text)
     if not found:
-        raise _invalid(where, "its header is damaged, or it is no plain array")
+        raise _invalid(where, "its header is damaged, or it is not a plain array")
     entries: dict[str, tuple[str, str]] = {}
     for i in range(3):
         key = found[f"k{i}"] or found[f"q{i}"]
@@ -69,7 +69,7 @@ def _parsed(text: str, where: str, offset: int) -> NpyHeader:
         entries[key] = (kind, found[f"{kind}{i}"])
     descr, order, shape = (entries.get(name, ("", "")) for name in ("descr", "fortran_order", "shape"))
     if descr[0] not in ("t", "u") or order[0] != "b" or shape[0] != "s":
-        raise _invalid(where, "its header is damaged, or it is no plain array")
+        raise _invalid(where, "its header is damaged, or it is not a plain array")
     return NpyHeader(
         shape=_shape(shape[1], where), fortran_order=order[1] == "True", dtype=_dtype(descr[1], where), offset=offset
     )
@@ -113,7 +113,7 @@ def as_float32(values: Shaped[np.ndarray, ...], where: str) -> Float32[np.ndarra
         out = np.asarray(values, np.float32)
     if values.dtype.kind == "f" and (np.isfinite(values) & ~np.isfinite(out)).any():
         raise UserError(
-            f"{where} holds numbers too large for float32 (beyond 3.4e38). Fix: scale them, or embed again."
+            f"{where} contains numbers too large for float32 (beyond 3.4e38). Fix: scale them, or embed again."
         )
     return out
 
@@ -124,10 +124,12 @@ def check_size(header: NpyHeader, n_bytes: int, where: str) -> None:
         raise _invalid(where, "its shape is damaged")
     if header.n_bytes > n_bytes:
         raise UserError(
-            f"{where} is cut short: {n_bytes:,} bytes, but its shape {header.shape} of {header.dtype} needs {header.n_bytes:,}. "
-            "Fix: make or fetch it again, or leave it out."
+            f"{where} is truncated: {n_bytes:,} bytes, but its shape {header.shape} of {header.dtype} needs {header.n_bytes:,}. "
+            "Fix: create or download it again, or leave it out."
         )
 
 
 def _invalid(where: str, why: str) -> UserError:
-    return UserError(f"{where} is no .npy array of numbers ({why}). Fix: make or fetch it again, or leave it out.")
+    return UserError(
+        f"{where} is not an .npy array of numbers ({why}). Fix: create or download it again, or leave it out."
+    )

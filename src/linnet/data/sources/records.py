@@ -66,7 +66,7 @@ def _lines(stream: BinaryIO, where: str) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(line) > MAX_LINE:
             raise UserError(
-                f"{where}: line {number} is longer than {MAX_LINE:,} bytes. Fix: one JSON object a line, or give it a "
+                f"{where}: line {number} is longer than {MAX_LINE:,} bytes. Fix: write one JSON object per line, or give it a "
                 "name that does not end in .jsonl to read it as plain text."
             )
         yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -85,7 +85,7 @@ def _refuse_bad(where: str, n_rows: int, n_bad: int, first_bad: int) -> None:
     if n_bad > BAD_SHARE * n_rows:
         raise UserError(
             f"{where}: {n_bad:,} of {n_rows:,} lines are not JSON objects (the first is line {first_bad}), more than "
-            f"{BAD_SHARE:.0%}. Fix: one JSON object a line, or give it a name that does not end in .jsonl to read it "
+            f"{BAD_SHARE:.0%}. Fix: write one JSON object per line, or give it a name that does not end in .jsonl to read it "
             "as plain text."
         )
 
@@ -130,7 +130,7 @@ def open_parquet(path: str | PathLike[str], column: str) -> Iterator[pq.ParquetF
             raise
         reason = str(error).splitlines()[0].rstrip(". ") if str(error) else type(error).__name__
         raise UserError(
-            f"{path} is no whole parquet file ({reason}). Fix: it is cut short or broken; fetch it again, or leave it out."
+            f"{path} is not a complete parquet file ({reason}). Fix: it is truncated or corrupt; download it again, or leave it out."
         ) from None
 
 
@@ -152,7 +152,7 @@ def parquet_rows(file: pq.ParquetFile, column: str, left_out: Counter[str]) -> I
                 if (text := _text(cell.as_py(), left_out)) is not None:
                     yield number, text
     if number != file.metadata.num_rows:
-        raise OSError(f"it holds {number:,} rows and should hold {file.metadata.num_rows:,}")
+        raise OSError(f"it holds {number:,} rows and should contain {file.metadata.num_rows:,}")
 
 
 def _rows_a_batch(file: pq.ParquetFile, group: int) -> int:
@@ -211,7 +211,7 @@ def open_hub(source: str, column: str) -> HubSet:
         raise invalid(
             "SOURCE",
             source,
-            f"a data set with the splits train, validation or test (it has: {', '.join(found)})",
+            f"a dataset with the splits train, validation or test (it has: {', '.join(found)})",
             "name another configuration with hf:OWNER/NAME:CONFIG, or download its files and name them",
         )
     return HubSet(name=name, config=config, column=column, splits=splits, left_out=left_out)
@@ -240,6 +240,6 @@ def _reading_hub(name: str) -> Iterator[None]:
     except Exception as error:  # the package and its dependencies raise arbitrary exceptions
         reason = (str(error).splitlines() or [""])[0].rstrip(". ") or type(error).__name__
         raise UserError(
-            f"the data set {name!r} cannot be read ({reason}). Fix: check its name, its configuration "
+            f"the dataset {name!r} cannot be read ({reason}). Fix: check its name, its configuration "
             "(hf:OWNER/NAME:CONFIG) and the network, or download its files and name them as SOURCE."
         ) from error
