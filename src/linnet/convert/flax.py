@@ -50,7 +50,7 @@ def read_flax(path: Path) -> dict[str, Any]:
         tree = msgpack.unpackb(data, ext_hook=_extension, raw=False, strict_map_key=True)
         tree = _join_chunks(tree, "")
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise UserError(f"{path} is not a whole Flax msgpack file ({error}). Fix: copy it again.") from None
+        raise UserError(f"{path} is not a complete Flax msgpack file ({error}). Fix: copy it again.") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds {type(tree).__name__}, not a tree of weights. Fix: name the checkpoint file.")
     return tree

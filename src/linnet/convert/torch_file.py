@@ -110,7 +110,7 @@ class _Reader(PickleStack):
 
     def read(self) -> Any:
         if self.take(2)[:1] != b"\x80" or self.data[1] not in (2, 3, 4, 5):
-            self.refuse("its pickle does not begin as one")
+            self.refuse("its pickle does not start as one")
         for _ in range(MAX_OPCODES):
             code = self.take(1)
             if code == b".":
@@ -123,7 +123,7 @@ class _Reader(PickleStack):
     def result(self) -> Any:
         value = self.pop()
         if self.stack or self.at != len(self.data):
-            self.refuse("something is left over after the end")
+            self.refuse("data remains after the end")
         self.check_extent(value)
         return value
 
@@ -158,7 +158,7 @@ class _Reader(PickleStack):
 
     def take(self, n: int) -> bytes:
         if n < 0 or self.at + n > len(self.data):
-            self.refuse("its pickle is cut short")
+            self.refuse("its pickle is truncated")
         self.at += n
         return self.data[self.at - n : self.at]
 
@@ -172,7 +172,7 @@ class _Reader(PickleStack):
     def line(self) -> str:
         end = self.data.find(b"\n", self.at)
         if end < 0:
-            self.refuse("its pickle is cut short")
+            self.refuse("its pickle is truncated")
         found = self.text(end - self.at)
         self.at += 1
         return found
@@ -209,12 +209,12 @@ class _Reader(PickleStack):
         elif called.key in INERT:
             self.push(Inert(called.module, called.name, arguments))
         else:
-            self.refuse("it calls something that makes no tensor")
+            self.refuse("it calls something that does not create a tensor")
 
     def new(self) -> None:
         arguments, kind = self.pop(), self.pop()
         if not isinstance(kind, Name) or kind.key not in INERT:
-            self.refuse("it makes something that is not part of a checkpoint")
+            self.refuse("it creates something that is not part of a checkpoint")
         self.push(Inert(kind.module, kind.name, arguments))
 
     def build(self) -> None:

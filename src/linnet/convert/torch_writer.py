@@ -80,7 +80,7 @@ class _Pickler:
                 self._value(item)
             self.out += b"e" if isinstance(value, list) else b"t"
         else:
-            raise TypeError(f"a checkpoint holds no {type(value).__name__}")
+            raise TypeError(f"a checkpoint cannot contain {type(value).__name__}")
 
     def _int(self, value: int) -> None:
         if 0 <= value < 256:

@@ -110,7 +110,7 @@ def import_config(
         raise invalid(
             f"--{missing[0].replace('_', '-')}",
             None,
-            "given: the weights do not tell it",
+            "given: the weights do not determine it",
             f"add {wanted} as the model was trained (the paper's: 512)",
         )
     return config_from_reference(values)

@@ -75,15 +75,15 @@ def read_optimizer(opt_state: Mapping[str, Any]) -> OfficialOptim:
     rule: Rule | None = next((rule for rule, kept in KEPT.items() if set(kept) == names), None)
     if rule is None:
         raise Unmapped(
-            f"its rule keeps {', '.join(sorted(names)) or 'nothing'}, which is neither adamw, lion nor adafactor"
+            f"its optimizer stores {', '.join(sorted(names)) or 'nothing'}, which is neither adamw, lion nor adafactor"
         )
     if "count" not in state or not all(isinstance(state[name], dict) for name in KEPT[rule]):
-        raise Unmapped("its rule's state is not whole")
+        raise Unmapped("its optimizer state is incomplete")
     if at > 1 or any(links[:at]) or not isinstance(counted, dict) or set(counted) != {"count"}:
-        raise Unmapped("its chain has other links than clipping, rule, schedule and decay")
+        raise Unmapped("its chain has transformations other than clipping, optimizer, schedule and decay")
     after = links[at + 2 :]
     if after and after != [{"inner_state": {}}]:
-        raise Unmapped("its chain has other links after the schedule than decay")
+        raise Unmapped("its chain has transformations other than decay after the schedule")
     return OfficialOptim(
         rule=rule,
         clips=at == 1,
@@ -96,7 +96,7 @@ def read_optimizer(opt_state: Mapping[str, Any]) -> OfficialOptim:
 def _count(schedule: Any, rule: Any) -> int:
     counts = [np.asarray(count) for count in (schedule, rule)]
     if any(count.shape or count.dtype.kind not in "iu" or count < 0 for count in counts) or counts[0] != counts[1]:
-        raise Unmapped("the counts of its rule and its schedule differ")
+        raise Unmapped("the step counts of its optimizer and its schedule differ")
     return int(counts[0])
 
 
@@ -154,7 +154,7 @@ def from_opt_state(state: Any, optim: OptimConfig, cfg: VQConfig) -> tuple[dict[
     rule: Rule = "adamw" if optim.name == "muon" else optim.name
     if optim.name == "muon" or state is None:
         state = None
-        remarks.append(f"The optimizer state in the file is a fresh one of {rule}.")
+        remarks.append(f"The file contains a fresh optimizer state of {rule}.")
     found = {} if state is None else _states(state)
     count = np.asarray(found["count"] if found else 0, np.int32)
     kept = {name: _kept(name, rule, found.get(name), cfg) for name in KEPT[rule]}
@@ -176,7 +176,7 @@ def _differences(optim: OptimConfig) -> list[str]:
     if optim.name == "muon":
         said.append("The official code has no muon.")
     if optim.decay and (optim.decay_by_lr or optim.decay_vectors):
-        said.append("The official code scales decay by nothing, and never decays vectors.")
+        said.append("The official code does not scale weight decay, and never applies it to vectors.")
     if optim.name == "adamw" and any(getattr(optim, name) != value for name, value in BETAS.items()):
         said.append(f"The official code's adamw has b1 {BETAS['b1']}, b2 {BETAS['b2']} and eps {BETAS['eps']:g}.")
     if optim.name == "lion" and optim.momentum_dtype != "bfloat16":

@@ -18,12 +18,8 @@ from linnet.config.tuning import LoraConfig
 from linnet.core.errors import invalid
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import leaf_name, named_leaves, pytree, static
+from linnet.models import registry
 from linnet.models.base import ModelFamily
-
-DEFAULT_TARGETS = {
-    "vq": ("units/w_q", "units/w_kvg", "units/w_r", "units/w_res"),
-    "moe": ("layers/w_q", "layers/w_k", "layers/w_v", "layers/w_o"),
-}
 
 
 @pytree
@@ -36,17 +32,16 @@ class Adapter:
 def trainable_specs(family: ModelFamily, cfg: RunConfig) -> Any:
     """Return the Specs that the optimizer updates: all weights, or the adapters by the names of their matrices."""
     specs = family.param_specs(cfg.model)
-    return adapter_specs(specs, cfg.lora, cfg.family) if cfg.lora.rank else specs
+    return adapter_specs(specs, cfg.lora, family) if cfg.lora.rank else specs
 
 
-def adapter_specs(specs: Any, lora: LoraConfig, family: str) -> dict[str, Adapter]:
-    if family not in DEFAULT_TARGETS:
-        raise invalid(
-            "lora.rank", lora.rank, f"0 with family {family!r}", f"adapters are for {', '.join(DEFAULT_TARGETS)}"
-        )
+def adapter_specs(specs: Any, lora: LoraConfig, family: ModelFamily) -> dict[str, Adapter]:
+    if not family.lora_targets:
+        able = ", ".join(name for name in registry.names() if registry.get(name).lora_targets)
+        raise invalid("lora.rank", lora.rank, f"0 with family {family.name!r}", f"adapters are for {able}")
     matrices = {name: spec for name, spec in named_leaves(specs, is_spec) if len(spec.layer_shape) == 2}
     chosen: dict[str, Spec] = {}
-    for target in lora.targets or DEFAULT_TARGETS[family]:
+    for target in lora.targets or family.lora_targets:
         found = {name: spec for name, spec in matrices.items() if f"/{target}/" in f"/{name}/"}
         if not found:
             raise invalid(

@@ -55,8 +55,8 @@ def schedule(cfg: OptimConfig) -> Schedule:
 def _dampened(cfg: OptimConfig) -> Schedule:
     def multiplier(step: ArrayLike) -> Float[Array, "*N"]:
         now = jnp.asarray(step, jnp.float32)
-        held = jnp.minimum(1.0, (now + 1) / cfg.warmup_steps) if cfg.warmup_steps else jnp.ones_like(now)
-        return held * 0.5 * (1 + jnp.cos(jnp.pi * now / cfg.steps)) if cfg.schedule == "dampened_cosine" else held
+        warm = jnp.minimum(1.0, (now + 1) / cfg.warmup_steps) if cfg.warmup_steps else jnp.ones_like(now)
+        return warm * 0.5 * (1 + jnp.cos(jnp.pi * now / cfg.steps)) if cfg.schedule == "dampened_cosine" else warm
 
     return multiplier
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet.core.pytree import replace
-from linnet.runs.checkpoint import reader as snapshot
+from linnet.runs.checkpoint import reader
 from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.checkpoint.reader import Restored
 from linnet.runs.state import TrainState
@@ -29,7 +29,7 @@ def store(run: Path, base: Any) -> None:
 
 
 def checksums(run: Path) -> dict[str, Any]:
-    return snapshot.checksums(_stored(run).path(STEP))
+    return reader.checksums(_stored(run).path(STEP))
 
 
 def without_base(state: TrainState) -> TrainState:

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import RunConfig
 from linnet.core import quant
 from linnet.core.dtypes import WeightDtype
-from linnet.core.errors import invalid
+from linnet.core.errors import UserError, invalid
+from linnet.core.local_path import check_local
 from linnet.core.pytree import replace
 from linnet.data.sources.locations import with_base
 from linnet.models import registry
@@ -26,16 +27,17 @@ from linnet.optim.lora import merged_config, trainable_specs
 from linnet.optim.optimizer import optimizer
 from linnet.parallel import sharding
 from linnet.parallel.mesh import n_devices, parse_mesh
-from linnet.runs import base_weights as lora_base
+from linnet.runs import base_weights, weights_file
 from linnet.runs import weights as stored_weights
 from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.folder import RunFolder
 from linnet.runs.state import TrainState, abstract_state, fresh_buffers, model_weights, served_weights, start_from
 from linnet.runs.vocabulary import Vocabulary, read_vocabulary
+from linnet.tokenizers.base import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class LoadedRun:
     cfg: RunConfig
     family: ModelFamily
     params: Any
@@ -43,16 +45,21 @@ class Run:
     buffers: Any
     step: int
     folder: Path
+    """The run's folder, or the file written by `linnet export`."""
+    tokenizer: Tokenizer | None = None
+    """Used instead of the folder's own. An exported file has none."""
 
     @property
-    def writer(self) -> TokenFamily:
+    def lm(self) -> TokenFamily:
         """The run's family as a `TokenFamily`; raises for families that are not language models."""
         return registry.tokens(self.cfg.family)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
         """The run's vocabulary. Read lazily, because exporting weights does not need it."""
-        return read_vocabulary(self.folder, self.cfg.writer.n_vocab)
+        if self.tokenizer is not None:
+            return Vocabulary(tokenizer=self.tokenizer, shape=None)
+        return read_vocabulary(self.folder, self.cfg.lm.n_vocab)
 
 
 def decoding_mesh(path: Path, text: str) -> Mesh | None:
@@ -60,9 +67,9 @@ def decoding_mesh(path: Path, text: str) -> Mesh | None:
     sizes = parse_mesh(text)
     if n_devices(sizes) == 1:
         return None
-    cfg = configs.load(RunFolder(path).config)
-    if cfg.family == "prior":
-        raise invalid("--mesh", text, "left out: a prior is small enough for one device", "leave it out")
+    cfg = read_config(path)
+    if registry.get(cfg.family).decoder is None:
+        raise invalid("--mesh", text, f"left out: a {cfg.family} is small enough for one device", "leave it out")
     check_serving(sizes, "--mesh", text)
     cfg.model.check_mesh(sizes)
     if jax.process_count() > 1:
@@ -71,12 +78,14 @@ def decoding_mesh(path: Path, text: str) -> Mesh | None:
     return sharding.open_mesh(text)
 
 
-def open_run(path: Path, which: str = "best", weights: WeightDtype = "float32", mesh: Mesh | None = None) -> Run:
+def open_run(path: Path, which: str = "best", weights: WeightDtype = "float32", mesh: Mesh | None = None) -> LoadedRun:
     """Load the weights of a checkpoint in the dtype `weights`.
 
     `which`: `best` by validation loss (the latest if none was evaluated), `latest`, or a step. On a mesh, each device reads and holds
-    only its shards.
+    only its shards. The path may also be a file written by `linnet export`.
     """
+    if path.is_file():
+        return _open_export(path, which, weights, mesh)
     if stored_weights.is_weights_only(path):
         return _open_weights(path, which, weights, mesh)
     cfg, state, step = open_state(path, which, mesh, part=served_weights)
@@ -84,21 +93,21 @@ def open_run(path: Path, which: str = "best", weights: WeightDtype = "float32", 
     family = registry.get(cfg.family)
     specs = family.param_specs(cfg.model)
     params = quant.cast_params(params, specs, weights)
-    return Run(
+    return LoadedRun(
         cfg=merged_config(cfg),
         family=family,
-        params=params if mesh is None else put_weights(specs, params, mesh, family.RULES),
+        params=params if mesh is None else put_weights(specs, params, mesh, family.rules),
         buffers=buffers,
         step=step,
         folder=path,
     )
 
 
-def _open_weights(path: Path, which: str, weights: WeightDtype, mesh: Mesh | None) -> Run:
+def _open_weights(path: Path, which: str, weights: WeightDtype, mesh: Mesh | None) -> LoadedRun:
     """Load an imported run that was never trained."""
     if which not in ("best", "latest", "0"):
         raise invalid("--checkpoint", which, "best, latest or 0 (this run is imported weights)", "use latest")
-    cfg = configs.load(RunFolder(path).config)
+    cfg = codec.load(RunFolder(path).config)
     family = registry.get(cfg.family)
     specs, buffers = family.param_specs(cfg.model), fresh_buffers(family, cfg)
     if mesh is None:
@@ -106,10 +115,38 @@ def _open_weights(path: Path, which: str, weights: WeightDtype, mesh: Mesh | Non
     else:
         # Leaf by leaf, so that no device ever holds the complete model.
         params = stored_weights.read_weights(
-            path, specs, weights, lambda spec, leaf: put_weights(spec, leaf, mesh, family.RULES)
+            path, specs, weights, lambda spec, leaf: put_weights(spec, leaf, mesh, family.rules)
         )
-        buffers = put_weights(family.buffer_specs(cfg.model), buffers, mesh, family.RULES)
-    return Run(cfg=cfg, family=family, params=params, buffers=buffers, step=0, folder=path)
+        buffers = put_weights(family.buffer_specs(cfg.model), buffers, mesh, family.rules)
+    return LoadedRun(cfg=cfg, family=family, params=params, buffers=buffers, step=0, folder=path)
+
+
+def _open_export(path: Path, which: str, weights: WeightDtype, mesh: Mesh | None) -> LoadedRun:
+    """Load a safetensors file written by `linnet export`."""
+    if which not in ("best", "latest", "0"):
+        raise invalid("--checkpoint", which, "best, latest or 0 (this is a file of exported weights)", "use latest")
+    params, buffers, values = weights_file.import_safetensors(path)
+    cfg = merged_config(codec.exported_from_dict({name: value for name, value in values.items() if name != "version"}))
+    family = registry.get(cfg.family)
+    specs = family.param_specs(cfg.model)
+    params = quant.cast_params(params, specs, weights)
+    if mesh is not None:
+        params = put_weights(specs, params, mesh, family.rules)
+        buffers = put_weights(family.buffer_specs(cfg.model), buffers, mesh, family.rules)
+    return LoadedRun(cfg=cfg, family=family, params=params, buffers=buffers, step=0, folder=path)
+
+
+def read_config(path: Path) -> RunConfig:
+    """Return the config of a run, an import or an exported file, without its weights."""
+    check_local("run", path)
+    if path.is_file() and path.suffix != ".safetensors":
+        raise UserError(
+            f"{path} is neither a run nor a .safetensors file of `linnet export`. Fix: import it first, `linnet import KIND {path} "
+            "--out RUN`."
+        )
+    if path.is_file():
+        return weights_file.read_header(path)[0]
+    return codec.load(RunFolder(path).config)
 
 
 def open_state(
@@ -121,12 +158,14 @@ def open_state(
 ) -> tuple[RunConfig, TrainState, int]:
     """Load the state of a checkpoint, or only the part that `part` selects; the rest is not read."""
     folder = RunFolder(path)
-    cfg = configs.load(folder.config)
+    cfg = codec.load(folder.config)
     family = registry.get(cfg.family)
     target = abstract_state(family, cfg, optimizer(cfg.optim, trainable_specs(family, cfg)), mesh)
     with Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
         wanted = target if part is None else part(target)
-        restored = lora_base.restore(path, checkpoints, wanted, _chosen(checkpoints, which), partial=part is not None)
+        restored = base_weights.restore(
+            path, checkpoints, wanted, _chosen(checkpoints, which), partial=part is not None
+        )
     return cfg, restored.state, restored.step
 
 
@@ -159,4 +198,4 @@ def write_run(path: Path, cfg: RunConfig, params: Any, buffers: Any, *, step: in
     folder = RunFolder(path).create()
     with folder.lock(), Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
         checkpoints.save(step, state, extra={}, wait=True)
-        configs.save(with_base(cfg), folder.config)  # written last: a folder without a config is not a run
+        codec.save(with_base(cfg), folder.config)  # written last: a folder without a config is not a run

@@ -25,9 +25,9 @@ def relocated(cfg: RunConfig, source: str) -> RunConfig:
 
 def data_fingerprint(cfg: RunConfig) -> str:
     """Open the data of a run and return its fingerprint, which depends on content only, not on names or locations."""
-    if cfg.family == "prior":
-        return open_pairs(cfg.pairs, cfg.seed, encodings=cfg.prior.text_encodings).fingerprint
-    return load_dataset(cfg.tokens, cfg.seed).begun_by(cfg.writer.bos_id).fingerprint
+    if not cfg.reads_tokens:
+        return open_pairs(cfg.pairs, cfg.seed, encodings=cfg.pair_model.text_encodings).fingerprint
+    return load_dataset(cfg.tokens, cfg.seed).begun_by(cfg.lm.bos_id).fingerprint
 
 
 def recorded_fingerprint(run: Path) -> str | None:

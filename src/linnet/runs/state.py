@@ -140,7 +140,7 @@ def state_shardings(
     Weights, EMA and optimizer state follow the family's logical axis rules, the carry is sharded with its batch rows, and scalars
     are replicated.
     """
-    shapes, rules = _shapes(family, cfg, optimizer), family.RULES
+    shapes, rules = _shapes(family, cfg, optimizer), family.rules
     everywhere = jax.tree.map(lambda _: sharding.replicated(mesh), shapes)
     specs = trainable_specs(family, cfg)
     params = sharding.shardings(specs, mesh, rules)

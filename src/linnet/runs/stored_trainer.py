@@ -94,7 +94,7 @@ def continue_from(
 ) -> tuple[TrainState, int]:
     arrays, metadata = _read(run)
     step, optimizer_step = int(metadata["step"]), int(metadata["optimizer_step"])
-    specs, rules = family.param_specs(cfg.model), family.RULES
+    specs, rules = family.param_specs(cfg.model), family.rules
 
     def tree(prefix: str) -> Any:
         def one(path: tuple[Any, ...], spec: Spec) -> jax.Array:

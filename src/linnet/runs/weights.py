@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import RunConfig
 from linnet.core import quant
 from linnet.core.dtypes import WeightDtype
@@ -33,7 +33,7 @@ from linnet.runs.folder import RunFolder
 from linnet.runs.stored_array import TYPE_NAMES, Leaf, StoredArray, read_safetensors, write_safetensors
 from linnet.runs.weights_file import PAIR
 
-FOLDER, INDEX = configs.IMPORTED_WEIGHTS.parts
+FOLDER, INDEX = codec.IMPORTED_WEIGHTS.parts
 VERSION = 1
 ROOM = 1 << 20  # bytes for headers and index
 
@@ -63,7 +63,7 @@ def fingerprint(run: Path) -> str:
 
 
 def write_stored_run(
-    out: Path, cfg: RunConfig, leaves: Sequence[Leaf], finish: Callable[[Path], None], say: Callable[[str], None]
+    out: Path, cfg: RunConfig, leaves: Sequence[Leaf], finish: Callable[[Path], None], log: Callable[[str], None]
 ) -> None:
     """Write a weights-only run atomically: it appears as `out` only when complete. `finish` adds other files (a tokenizer)."""
     check_is_new(out)
@@ -71,9 +71,9 @@ def write_stored_run(
         need, free = sum(leaf.nbytes for leaf in leaves) + ROOM, shutil.disk_usage(part).free
         if need > free:
             raise invalid("--out", str(out), f"on a disk with {need:,} bytes free (it has {free:,})", "make room")
-        write_weights(part, leaves, say)
+        write_weights(part, leaves, log)
         finish(part)
-        configs.save(with_base(cfg), part / "config.json")
+        codec.save(with_base(cfg), part / "config.json")
         check_is_new(out)
         os.rename(part, out)  # replaces an empty folder
 
@@ -125,13 +125,13 @@ def _workshop(out: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def write_weights(run: Path, leaves: Sequence[Leaf], say: Callable[[str], None]) -> None:
+def write_weights(run: Path, leaves: Sequence[Leaf], log: Callable[[str], None]) -> None:
     folder = run / FOLDER
     folder.mkdir(parents=True)
     index: dict[str, Any] = {}
     for file, members in _files(leaves).items():
         size = sum(leaf.nbytes for leaf in members)
-        say(f"{file}: {size:,} bytes")
+        log(f"{file}: {size:,} bytes")
         sums = write_safetensors(folder / file, members, {"format": "linnet-weights"})
         for leaf in members:
             described = {"shape": list(leaf.shape), "dtype": TYPE_NAMES[leaf.dtype], "file": file}

@@ -36,7 +36,7 @@ def model_config(prior: Prior) -> PriorConfig:
         needs = f"prior.timesteps ({prior.timesteps}), or null for continuous time"
         raise invalid("prior.net.num_timesteps", net.num_timesteps, needs, f"use {prior.timesteps}")
     if prior.predict_v and prior.training_clamp_l2norm:
-        needs = "false with prior.predict_v: a velocity has no such length"
+        needs = "false with prior.predict_v: a velocity does not have the norm of an embedding"
         raise invalid("prior.training_clamp_l2norm", True, needs, "leave it out")
     settings = {**dataclasses.asdict(net), "max_text_len": net.max_text_len or MAX_TEXT_LEN}
     return network_config(settings, **_diffusion(prior))
@@ -77,7 +77,7 @@ def optim_config(train: Train, steps: int) -> OptimConfig:
     """
     wave = train.cosine_decay_max_steps
     if wave is not None and wave > steps:
-        needs = f"at most the {steps:,} updates that there are: here a wave ends with its run"
+        needs = f"at most the {steps:,} updates of the run: here the cosine ends with its run"
         raise invalid("train.cosine_decay_max_steps", wave, needs, f"use {steps}, or more epochs")
     return OptimConfig(
         name="adamw",
@@ -154,8 +154,8 @@ def _check(parts: DallE2Config) -> None:
         raise invalid("data.num_data_points", parts.data.num_data_points, "at least 1", "leave it out for all")
     for name in ("current_epoch", "num_samples_seen"):
         if getattr(train, name) and loaded_file(parts) is None:
-            needs = "0: Linnet goes on with its own runs by itself, and exactly"
-            fix = "leave it out; a checkpoint of the reference becomes a run by `linnet import dalle2-prior FILE`"
+            needs = "0: Linnet resumes its own runs by itself, exactly"
+            fix = "leave it out; to start from a checkpoint of the reference, use `linnet import dalle2-prior FILE`"
             raise invalid(f"train.{name}", getattr(train, name), needs, fix)
     loaded_file(parts)
     export_targets(parts)
@@ -164,9 +164,9 @@ def _check(parts: DallE2Config) -> None:
 def _check_splits(splits: Splits) -> None:
     shares = (splits.train, splits.val, splits.test)
     if not all(0 <= share <= 1 for share in shares) or abs(sum(shares) - 1) > ROUND_OFF:
-        raise invalid("data.splits", shares, f"shares that sum to 1 (these sum to {sum(shares):g})", "correct them")
+        raise invalid("data.splits", shares, f"fractions that sum to 1 (these sum to {sum(shares):g})", "correct them")
     if not splits.train:
-        raise invalid("data.splits.train", 0, "above 0", "leave something to train on")
+        raise invalid("data.splits.train", 0, "above 0", "leave a fraction for training")
 
 
 def folder_hint(parts: DallE2Config, path: Path) -> Path:
@@ -179,21 +179,21 @@ def remarks(parts: DallE2Config) -> Iterator[str]:
     """Yield remarks on settings that are applied differently or ignored, without an effect on training."""
     prior, train = parts.prior, parts.train
     if prior.image_size is not None or prior.image_channels != 3:
-        yield "prior.image_size and image_channels are not used: embeddings are read, not pictures."
+        yield "prior.image_size and image_channels are not used: embeddings are read, not images."
     if prior.clip is not None:
         name = f"{prior.clip.make} {prior.clip.model}"
-        yield f"prior.clip ({name}) is not opened: the embeddings of the files are used, which should be that model's."
+        yield f"prior.clip ({name}) is not loaded: the embeddings in the files are used, which should come from that model."
     if prior.sample_timesteps is not None:
         n = prior.sample_timesteps
         yield f"prior.sample_timesteps is chosen when sampling: `linnet sample RUN --solver ddim --steps {n}`."
     if not prior.predict_x_start:
-        yield "The reference clips what it predicts to [-1, 1] while sampling; here only with --model.clip-start."
+        yield "The reference clips predicted embeddings to [-1, 1] while sampling; Linnet does so only with --model.clip-start."
     if prior.predict_v and (prior.sampling_clamp_l2norm or prior.sampling_final_clamp_l2norm):
-        yield "prior.sampling_clamp_l2norm and sampling_final_clamp_l2norm do nothing with prior.predict_v."
+        yield "prior.sampling_clamp_l2norm and sampling_final_clamp_l2norm have no effect with prior.predict_v."
     if train.amp:
         yield "train.amp is bfloat16 here (model.dtype), not float16: no loss scaling is needed."
     if train.best_validation_loss != FRESH_LOSS:
-        yield "train.best_validation_loss is not used: the best is the best of this run."
+        yield "train.best_validation_loss is not used: the best checkpoint is that of this run."
     if loaded_file(parts) is not None and (train.current_epoch or train.num_samples_seen):
-        yield "train.current_epoch and num_samples_seen are not used: the checkpoint of tracker.load holds them."
+        yield "train.current_epoch and num_samples_seen are not used: the checkpoint of tracker.load contains them."
     yield from tracker_remarks(parts)

@@ -44,7 +44,7 @@ def open_config(parts: DallE2Config, asked: RunConfig) -> tuple[RunConfig, list[
         raise invalid(
             "prior.condition_on_text_encodings",
             True,
-            f"false where the data has no token encodings of its texts ({FOLDERS['encodings']}/ beside the embeddings)",
+            f"false if the data has no token encodings of its texts ({FOLDERS['encodings']}/ beside the embeddings)",
             "make the pairs with `linnet data embed`, which writes them, or add --model.no-text-encodings --model.max-text-len 0 to "
             "train on the embeddings alone",
         )
@@ -57,7 +57,7 @@ def open_config(parts: DallE2Config, asked: RunConfig) -> tuple[RunConfig, list[
         optim = dataclasses.replace(optim, steps=made.steps, extra_steps=made.extra_steps)
         if optim.warmup_steps > steps:
             said.append(
-                f"train.warmup_steps is {optim.warmup_steps:,}, more than the {steps:,} updates that the pairs make: the learning "
+                f"train.warmup_steps is {optim.warmup_steps:,}, more than the {steps:,} updates that the pairs give: the learning "
                 "rate does not reach train.lr, as in the reference."
             )
     return dataclasses.replace(asked, data=data, optim=optim), said
@@ -69,11 +69,11 @@ def _length(parts: DallE2Config, rows: dict[str, int], data: PairsConfig) -> tup
     if wanted is None or wanted == total:
         return _exactly(parts.train.epochs * rows["train"], data), []
     if wanted > total:
-        words = f"data.num_data_points is {wanted:,}, but there are {total:,} pairs: an epoch is these."
+        words = f"data.num_data_points is {wanted:,}, but there are {total:,} pairs: an epoch is all of them."
         return _exactly(parts.train.epochs * rows["train"], data), [words]
     words = (
-        f"data.num_data_points is {wanted:,} of {total:,} pairs: the training is as long as it would be with so many, but its pairs "
-        "are drawn from all. To leave some out, name fewer files with --data.images."
+        f"data.num_data_points is {wanted:,} of {total:,} pairs: training has as many updates as with that number, but "
+        "draws from all pairs. To leave some out, name fewer files with --data.images."
     )
     return updates(parts, wanted, data.batch_size), [words]
 
@@ -92,7 +92,7 @@ def _places(parts: DallE2Config, asked: PairsConfig, base: PairsConfig) -> tuple
             defaults = PairsConfig()
             shares = {name: getattr(defaults, name) for name in ("validation_fraction", "test_fraction")}
             asked = dataclasses.replace(asked, **shares)
-            words = [f"data.splits is not followed: {EMOJI_PAIRS} is divided by what its pictures show."]
+            words = [f"data.splits is ignored: {EMOJI_PAIRS} is split by what its images show."]
         return asked, words
     assert asked.images is not None
     _local("data.image_url", asked.images)
@@ -105,11 +105,11 @@ def _places(parts: DallE2Config, asked: PairsConfig, base: PairsConfig) -> tuple
             _local(field, value)
     root = _layout(asked)
     if root is not None:
-        words = [f"The text embeddings (and captions, if there are) are those beside the images', in {root}."]
+        words = [f"Text embeddings (and captions, if any) are read from beside the image embeddings, in {root}."]
         return dataclasses.replace(asked, source=str(root), images=None, metadata=None), words
     if asked.texts is None:
         raise _captions_only(asked, parts.prior.clip)
-    said = f"data.meta_url ({base.metadata}) is no path here, so no captions can be shown. To show them: --data.metadata PATH."
+    said = f"data.meta_url ({base.metadata}) is not a local path, so no captions can be shown. To show them: --data.metadata PATH."
     return asked, [said] if "metadata" in left else []
 
 
@@ -125,7 +125,7 @@ def _layout(data: PairsConfig) -> Path | None:
         raise invalid(
             "data.meta_url",
             data.metadata,
-            f"{captions}, which lies beside the text embeddings",
+            f"{captions}, which is beside the text embeddings",
             f"use it, or name all three: --data.images {images} --data.texts {root / FOLDERS['text']} --data.metadata PATH",
         )
     return root
@@ -139,7 +139,7 @@ def _local(field: str, value: str) -> None:
     if PLACEHOLDER.fullmatch(value):
         raise invalid(field, value, "a path: this is a placeholder", f"edit the file, or add {FLAGS[field]}")
     if is_remote(value):
-        needs = "a path on this machine: training reads at random and opens no addresses"
+        needs = "a path on this machine: training reads at random and does not open URLs"
         raise invalid(field, value, needs, f"download it, and add {FLAGS[field]}")
 
 

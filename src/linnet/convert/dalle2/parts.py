@@ -204,7 +204,7 @@ def read_json(path: Path) -> Any:
         return int(value) if value.is_integer() else value
 
     def never(text: str) -> Any:
-        raise UserError(f"{path} has {text}, which is no number. Fix: correct it.")
+        raise UserError(f"{path} has {text}, which is not a number. Fix: correct it.")
 
     try:
         return json.loads(path.read_bytes(), parse_float=number, parse_constant=never)
@@ -226,7 +226,7 @@ def read_parts(values: Mapping[str, Any], path: Path) -> DallE2Config:
     odd = next((name for name in DECODERS if name in values), None)
     if odd is not None:
         raise invalid(
-            f"{path}", f"with a part {odd!r}", "of a prior; Linnet has no such decoder", "name a prior's file"
+            f"{path}", f"a config with {odd!r}", "that of a prior; Linnet has no decoder", "name the config of a prior"
         )
     _require(values, "", "prior", "data")
     _require(values["data"], "data.", "image_url")
@@ -249,4 +249,4 @@ def _require(values: Any, where: str, *names: str) -> None:
         raise invalid(where.rstrip(".") or "the file", values, "an object of settings", "see the reference's examples")
     for name in names:
         if values.get(name) is None:
-            raise UserError(f"{where}{name} is missing. Fix: add it, as the reference's own examples have it.")
+            raise UserError(f"{where}{name} is missing. Fix: add it, as in the reference's examples.")

@@ -81,7 +81,7 @@ def read_prior_checkpoint(
 def find_states(loaded: Any, path: Path) -> dict[Which, dict[str, Any]]:
     """Return the state dicts of the prior by kind, for any layout of the file."""
     if not isinstance(loaded, dict):
-        raise UserError(f"{path} holds no state dict. Fix: name a checkpoint of a DALLE2-pytorch prior.")
+        raise UserError(f"{path} contains no state dict. Fix: name a checkpoint of a DALLE2-pytorch prior.")
     found: dict[Which, dict[str, Any]] = {}
     places: tuple[tuple[str, Which], ...] = (("ema_model", "ema"), ("model", "online"))
     for name, which in places:
@@ -103,7 +103,7 @@ def find_states(loaded: Any, path: Path) -> dict[Which, dict[str, Any]]:
     if not found:
         raise UserError(
             f"{path} has no weights of a diffusion prior (no '{NETWORK}{MARK}'). "
-            "Fix: name a trainer's checkpoint, a model's, or its average's."
+            "Fix: name the checkpoint of a trainer, a model or an EMA."
         )
     return found
 

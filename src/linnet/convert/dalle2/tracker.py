@@ -61,19 +61,19 @@ def tracker_remarks(parts: DallE2Config) -> Iterator[str]:
     tracker = parts.tracker
     log = tracker.log or Log(wandb_entity=tracker.wandb_entity, wandb_project=tracker.wandb_project)
     if tracker.overwrite_data_path:
-        yield "tracker.overwrite_data_path is not followed: a run that is there is continued, never overwritten."
+        yield "tracker.overwrite_data_path is ignored: an existing run is resumed, never overwritten."
     if tracker.kind == "wandb" and not has_wandb():
         yield (
-            "The tracker is wandb, which is not installed, so figures go to metrics.jsonl alone. For both: "
+            "The tracker is wandb, which is not installed, so metrics go to metrics.jsonl only. For both: "
             "pip install 'linnet-lm[wandb]'."
         )
     named = ", ".join(f"wandb_{name}" for name in WANDB_NAMES if getattr(log, f"wandb_{name}") is not None)
     if named and tracker.kind == "wandb" and has_wandb():
-        yield f"{named} of the tracker are not used: set WANDB_ENTITY and WANDB_PROJECT; a run is called as its folder."
+        yield f"{named} of the tracker are not used: set WANDB_ENTITY and WANDB_PROJECT; a run is named after its folder."
     elif named and tracker.kind != "wandb":
         yield f"{named} of the tracker are not used: it is {tracker.kind}."
     if log.resume or log.auto_resume or log.wandb_resume or (tracker.load and tracker.load.only_auto_resume):
-        yield "The tracker's resume settings are not used: the same command continues a run, in its folder and in wandb."
+        yield "The tracker's resume settings are not used: the same command resumes a run, in its folder and in wandb."
     if log.verbose or tracker.verbose:
         yield "The tracker's verbose is not used: progress is shown unless --quiet."
     if tracker.init_config:
@@ -96,12 +96,12 @@ def _savers(parts: DallE2Config) -> Iterator[str]:
         )
     remote = sorted({save.save_to for save in parts.tracker.save} - {"local"})
     if remote:
-        yield f"tracker.save to {' and '.join(remote)} is not followed: nothing is sent anywhere."
+        yield f"tracker.save to {' and '.join(remote)} is ignored: nothing is uploaded."
     local = _local_savers(parts)
     if any(save.save_meta_to is not None for save in local):
-        yield "tracker.save.save_meta_to is not followed: the settings are config.json in the run's folder."
+        yield "tracker.save.save_meta_to is ignored: the settings are config.json in the run's folder."
     if any(save.save_all for save in local):
-        yield "tracker.save.save_all is not followed: use {epoch} or {samples_seen} in save_latest_to to keep several."
+        yield "tracker.save.save_all is ignored: use {epoch} or {samples_seen} in save_latest_to to keep several."
     odd = [n for n in ("huggingface_repo", "token_path", "wandb_run_path") if any(getattr(save, n) for save in local)]
     if odd:
         yield f"{', '.join(odd)} of tracker.save are not used: it saves to local files."

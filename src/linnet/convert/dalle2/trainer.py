@@ -75,7 +75,7 @@ def trainer_state(loaded: Mapping[str, Any], cfg: PriorConfig, version: str | No
         raise _refusal("its parameters were not all updated equally often" if counts else "nothing was trained yet")
     average = loaded.get("ema")
     if isinstance(average, dict) and number(average.get("step")) not in (None, step):
-        raise _refusal("its moving average counts other steps than its trainer")
+        raise _refusal("its EMA has another step count than its trainer")
     return TrainerState(
         step=step,
         optimizer_step=counts.pop(),

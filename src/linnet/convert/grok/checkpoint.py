@@ -58,7 +58,7 @@ def _files(folder: Path) -> dict[int, list[Path]]:
             continue
         match = FILE.fullmatch(path.name)
         if match is None or not path.is_file():
-            raise UserError(f"{path} is no part of a checkpoint (tensorNNNNN_SSS). Fix: move it elsewhere.")
+            raise UserError(f"{path} is not part of a checkpoint (tensorNNNNN_SSS). Fix: move it elsewhere.")
         shards.setdefault(int(match[1]), {})[int(match[2])] = path
     for number, of in shards.items():
         if set(of) != set(range(len(of))):
@@ -73,7 +73,7 @@ def _must_be_all(folder: Path, files: dict[int, list[Path]], n: int, cfg: MoECon
         return
     missing, extra = sorted(wanted - set(files)), sorted(set(files) - wanted)
     first = f"tensor{(missing or extra)[0]:05d}_000"
-    what = f"has no {first} ({len(missing)} missing)" if missing else f"has {first} ({len(extra)} too many)"
+    what = f"has no {first} ({len(missing)} missing)" if missing else f"has {first} ({len(extra)} extra)"
     raise UserError(
         f"{folder} {what}: a model of {cfg.n_layer} layers has the tensors 0 to {n - 1}. Fix: download what is missing, or give "
         "the model's sizes with --settings if they are not the published ones."
@@ -84,14 +84,12 @@ def _tensor(label: str, paths: Sequence[Path], weight: Weight, shape: tuple[int,
     shards = [read_pickle(path) for path in paths]
     pairs, arrays = [s for s in shards if isinstance(s, StoredPair)], [s for s in shards if isinstance(s, StoredArray)]
     if pairs and (arrays or weight.leaf not in QUANTIZED):
-        raise invalid(label, "an 8-bit pair", "an array of float32", "take all files from one checkpoint")
+        raise invalid(label, "an 8-bit pair", "an array of float32", "use files of one checkpoint only")
     if pairs:
         return _pair(label, pairs, weight, shape)
     for array in arrays:
         if array.dtype not in (np.float32, jnp.bfloat16):
-            raise invalid(
-                label, str(array.dtype), "an array of floats or an 8-bit pair", "take the file of the release"
-            )
+            raise invalid(label, str(array.dtype), "an array of floats or an 8-bit pair", "use the file of the release")
     return _joined(label, arrays, places(label, shape, [array.shape for array in arrays], weight.splits), shape)
 
 
@@ -105,8 +103,8 @@ def _pair(label: str, pairs: Sequence[StoredPair], weight: Weight, shape: tuple[
             one.shape[-1],
         )
         if not alike or one.shape[-2] % its.shape[-2]:
-            needs = f"{one.shape} with {one.shape[-2]} cut to a number that divides it"
-            raise invalid(f"the scales' shape in {label}", its.shape, needs, "take the file of the release")
+            needs = f"{one.shape} with {one.shape[-2]} reduced to a number that divides it"
+            raise invalid(f"the scales' shape in {label}", its.shape, needs, "use the file of the release")
         sizes.add(one.shape[-2] // its.shape[-2])
     if len(sizes) > 1:
         raise invalid(f"the rows of one scale in {label}", sorted(sizes), "the same in all shards", "download it again")
@@ -178,7 +176,7 @@ def _misfit(label: str, shape: tuple[int, ...], shards: Sequence[tuple[int, ...]
 def _joined(label: str, arrays: Sequence[StoredArray], at: Sequence[Place], shape: tuple[int, ...]) -> Tensor:
     types = {array.dtype for array in arrays}
     if len(types) > 1:
-        raise invalid(f"the types of {label}", sorted(map(str, types)), "one for all shards", "download it again")
+        raise invalid(f"the dtypes of {label}", sorted(map(str, types)), "one for all shards", "download it again")
 
     def read() -> np.ndarray:
         values, done = np.empty(shape, arrays[0].dtype), dict[str, StoredArray]()

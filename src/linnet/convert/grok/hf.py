@@ -54,8 +54,8 @@ def read_conversion(path: Path, cfg: MoEConfig) -> Tensors:
     extra = sorted(set(arrays) - used - {HEAD})
     if extra:
         raise UserError(
-            f"{path} has {extra[0]!r} ({len(extra)} too many), which a model of {cfg.n_layer} layers and {cfg.n_expert} experts "
-            "has not. Fix: give the model's sizes with --settings."
+            f"{path} has {extra[0]!r} ({len(extra)} extra), which a model of {cfg.n_layer} layers and {cfg.n_expert} experts "
+            "does not have. Fix: give the model's sizes with --settings."
         )
     if HEAD in arrays:
         _must_be_tied(path, arrays[HEAD], arrays[converted_name(BY_LEAF["embed"], scheme, None)])
@@ -125,7 +125,7 @@ def export_conversion(params: Any, cfg: MoEConfig, out: Path, largest: int = LAR
     8-bit weights become float32, which represents them exactly.
     """
     if out.exists():
-        raise UserError(f"{out} is there already, and nothing is overwritten. Fix: choose another --out.")
+        raise UserError(f"{out} already exists, and nothing is overwritten. Fix: choose another --out.")
     out.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:

@@ -12,7 +12,7 @@ from linnet.convert.grok.checkpoint import checkpoint_files, find_folder, read_c
 from linnet.convert.grok.hf import conversion_files, is_conversion, read_conversion
 from linnet.convert.grok.leaves import Tensors, to_leaves
 from linnet.convert.grok.settings import find_settings, grok_config
-from linnet.convert.import_plan import Plan, plan_from_config, plan_from_files
+from linnet.convert.import_plan import ImportPlan, plan_from_config, plan_from_files
 from linnet.core.dtypes import WeightDtype
 from linnet.core.errors import UserError
 from linnet.models.moe.config import MoEConfig
@@ -44,12 +44,12 @@ def find_grok(path: Path, settings: Path | None) -> Found:
         tensors = read_conversion(path, cfg)
         return Found(cfg=cfg, settings=settings, tensors=tensors, files=conversion_files(path), turned=True)
     raise UserError(
-        f"{path} holds no Grok-1 checkpoint. Fix: name the folder with ckpt-0 (files tensorNNNNN_SSS), a .safetensors file, or a "
+        f"{path} contains no Grok-1 checkpoint. Fix: name the folder with ckpt-0 (files tensorNNNNN_SSS), a .safetensors file, or a "
         "folder with model.safetensors or model.safetensors.index.json."
     )
 
 
-def plan_import(path: Path | None, settings: Path | None, weights: WeightDtype) -> Plan:
+def plan_import(path: Path | None, settings: Path | None, weights: WeightDtype) -> ImportPlan:
     if path is None:
         return plan_from_config(grok_config(settings))
     found = find_grok(path, settings)
@@ -71,6 +71,6 @@ def import_grok(
     weights: WeightDtype,
     *,
     finish: Callable[[Path], None],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
-    write_stored_run(out, cfg, to_leaves(found.tensors, found.cfg, weights), finish, say)
+    write_stored_run(out, cfg, to_leaves(found.tensors, found.cfg, weights), finish, log)

@@ -62,8 +62,8 @@ def to_leaves(tensors: Tensors, cfg: MoEConfig, weights: WeightDtype) -> list[Le
         pairs, floats = [t for t in found if isinstance(t, Pair)], [t for t in found if isinstance(t, Tensor)]
         if pairs and floats:
             raise UserError(
-                f"{floats[0].label} is of {floats[0].dtype}, but {pairs[0].weight.label} is an 8-bit pair: "
-                "layers of one model are alike. Fix: take all files from one checkpoint."
+                f"{floats[0].label} has dtype {floats[0].dtype}, but {pairs[0].weight.label} is an 8-bit pair: "
+                "all layers of a model have the same format. Fix: use files of one checkpoint only."
             )
         leaves += _pair_leaves(name, spec, pairs) if pairs else _float_leaves(name, spec, floats, weights)
     return leaves
@@ -75,7 +75,7 @@ def _pair_leaves(name: str, spec: Spec, pairs: Sequence[Pair]) -> list[Leaf]:
         if pair.scales.shape != first.shape:
             raise UserError(
                 f"{pair.scales.label} has scales of shape {pair.scales.shape}, but {first.label} of {first.shape}: "
-                "layers of one model are alike. Fix: take all files from one checkpoint."
+                "all layers of a model have the same format. Fix: use files of one checkpoint only."
             )
     scales = (*spec.shape[:-2], *first.shape[-2:])
     return [
@@ -85,7 +85,7 @@ def _pair_leaves(name: str, spec: Spec, pairs: Sequence[Pair]) -> list[Leaf]:
 
 
 def _float_leaves(name: str, spec: Spec, tensors: Sequence[Tensor], weights: WeightDtype) -> list[Leaf]:
-    if spec.least == "int8" and weights == "int8":
+    if spec.min_dtype == "int8" and weights == "int8":
         return _quantizing(name, spec, tensors)
     to = _float_type(spec, [tensor.dtype for tensor in tensors], weights)
     return [Leaf(name=name, shape=spec.shape, dtype=to, parts=_reader(tensors, to))]
@@ -94,7 +94,7 @@ def _float_leaves(name: str, spec: Spec, tensors: Sequence[Tensor], weights: Wei
 def _float_type(spec: Spec, found: Sequence[np.dtype], weights: WeightDtype) -> np.dtype:
     """Return bfloat16 only if that is lossless or was requested."""
     bfloat16 = np.dtype(jnp.bfloat16)
-    if spec.least != "float32" and (weights != "float32" or all(dtype == bfloat16 for dtype in found)):
+    if spec.min_dtype != "float32" and (weights != "float32" or all(dtype == bfloat16 for dtype in found)):
         return bfloat16
     return np.dtype("float32")
 

@@ -82,13 +82,13 @@ class _Reader(PickleStack):
 
     def read(self) -> StoredArray | StoredPair:
         if self.take(2) != bytes([0x80, PROTOCOL]):
-            self.refuse(f"it does not begin as a pickle of protocol {PROTOCOL}")
+            self.refuse(f"it does not start as a pickle of protocol {PROTOCOL}")
         for _ in range(MAX_OPCODES):
             code = self.take(1)
             if code == b".":
                 return self.result()
             if code not in OPCODES:
-                self.refuse(f"{_opcode_name(code)} is no part of an array")
+                self.refuse(f"{_opcode_name(code)} is not part of an array")
             OPCODES[code](self)
         self.refuse(f"it has more than {MAX_OPCODES} opcodes")
 
@@ -102,7 +102,7 @@ class _Reader(PickleStack):
 
     def take(self, n: int) -> bytes:
         if n > self.size - self.at:
-            self.refuse(f"{n} bytes should follow, but the file has {self.size - self.at}: it is cut short")
+            self.refuse(f"{n} bytes should follow, but the file has {self.size - self.at}: it is truncated")
         found = self.file.read(n)
         if len(found) != n:
             self.refuse("the file ends early")
@@ -135,14 +135,14 @@ class _Reader(PickleStack):
     def payload(self, n_length: int) -> None:
         n = self.number(n_length)
         if n > self.size - self.at:
-            self.refuse(f"{n} bytes should follow, but the file has {self.size - self.at}: it is cut short")
+            self.refuse(f"{n} bytes should follow, but the file has {self.size - self.at}: it is truncated")
         self.push(_Bytes(self.at, n))
         self.at += n
         self.file.seek(self.at)
 
     def recall(self, place: int) -> None:
         if place >= len(self.memo):
-            self.refuse(f"value {place} is recalled before it was kept")
+            self.refuse(f"value {place} is read before it was stored")
         self.push(self.memo[place])
 
     def memoize(self) -> None:
@@ -159,7 +159,7 @@ class _Reader(PickleStack):
     def new(self) -> None:
         arguments, name = self.pop(), self.pop()
         if not (isinstance(name, Name) and name.key == PAIR and arguments == ()):
-            self.refuse("it makes an object that is no 8-bit pair")
+            self.refuse("it creates an object that is not an 8-bit pair")
         self.push(_Object("pair"))
 
     def call(self) -> None:
@@ -177,7 +177,7 @@ class _Reader(PickleStack):
             if isinstance(of, str) and of in TYPES:
                 return self.push(_Object("dtype", TYPES[of]))
             self.refuse(f"it has values of type {_shown(of)}")
-        self.refuse("it calls something that makes no array")
+        self.refuse("it calls something that does not create an array")
 
     def is_byte(self, value: Any, expected: bytes) -> bool:
         if not isinstance(value, _Bytes) or value.size != 1:
@@ -190,7 +190,7 @@ class _Reader(PickleStack):
     def item(self, pairs: list[Any]) -> None:
         values = self.pop()
         if not isinstance(values, dict) or len(pairs) % 2:
-            self.refuse("values are set in what is no table")
+            self.refuse("values are set in something that is not a dict")
         for name, value in zip(pairs[::2], pairs[1::2], strict=True):
             if name not in ("weight", "scales") or name in values or not isinstance(value, _Object):
                 self.refuse(f"an 8-bit pair has no {_shown(name)}")
@@ -200,7 +200,7 @@ class _Reader(PickleStack):
     def build(self) -> None:
         state, target = self.pop(), self.pop()
         if not isinstance(target, _Object) or target.built:
-            self.refuse("it changes an object that is whole")
+            self.refuse("it modifies a complete object")
         if target.kind == "dtype":
             self.build_dtype(target, state)
         elif target.kind == "array":
@@ -214,7 +214,7 @@ class _Reader(PickleStack):
         """Check version 3, byte order, no subarrays and no fields, and sizes that the type itself fixes."""
         fits = isinstance(state, tuple) and len(state) == 8 and state[0] == 3 and state[2:5] == (None, None, None)
         if not (fits and all(type(value) is int for value in (state[0], *state[5:]))):
-            self.refuse("a type is not plain")
+            self.refuse("a dtype is not a plain one")
         if state[1] != target.value[1]:
             self.refuse(f"the byte order {_shown(state[1])} is not that of the release")
 
@@ -223,9 +223,9 @@ class _Reader(PickleStack):
             self.refuse("an array's state is not of version 1")
         _, shape, dtype, columns_first, data = state
         if not (isinstance(shape, tuple) and len(shape) <= MAX_AXES and all(type(n) is int and n > 0 for n in shape)):
-            self.refuse("an array's shape is not one")
+            self.refuse("an array's shape is invalid")
         if not (isinstance(dtype, _Object) and dtype.kind == "dtype" and dtype.built):
-            self.refuse("an array has no type")
+            self.refuse("an array has no dtype")
         if columns_first is not False:
             self.refuse("an array is stored columns first, which the release never does")
         if not isinstance(data, _Bytes) or data.size != math.prod(shape) * dtype.value[0].itemsize:
@@ -237,18 +237,18 @@ class _Reader(PickleStack):
             self.refuse("an 8-bit pair needs weight and scales")
         weight, scales = (self.finished(state[name]) for name in ("weight", "scales"))
         if weight.dtype != np.int8 or scales.dtype != jnp.bfloat16:
-            self.refuse(f"an 8-bit pair is of int8 and bfloat16, not {weight.dtype} and {scales.dtype}")
+            self.refuse(f"an 8-bit pair must be int8 and bfloat16, not {weight.dtype} and {scales.dtype}")
         return StoredPair(weight=weight, scales=scales)
 
     def finished(self, value: Any) -> StoredArray:
         if not (isinstance(value, _Object) and value.kind == "array" and value.built):
-            self.refuse("an array is not whole")
+            self.refuse("an array is incomplete")
         return value.value
 
     def result(self) -> StoredArray | StoredPair:
         value = self.pop()
         if self.stack or self.at != self.size:
-            self.refuse("something is left over after the end")
+            self.refuse("data remains after the end")
         if isinstance(value, _Object) and value.kind == "pair" and value.built:
             return value.value
         return self.finished(value)

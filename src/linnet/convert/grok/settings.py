@@ -6,8 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from linnet.config import codec as configs
-from linnet.config import presets
+from linnet.config import codec, presets
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import read_json
 from linnet.models.moe.config import MoEConfig
@@ -54,7 +53,7 @@ def find_settings(checkpoint: Path) -> Path | None:
 def grok_config(settings: Path | None) -> MoEConfig:
     """Return the published config, updated from a file with any of the names above or Linnet's own; other names are ignored."""
     published = dataclasses.asdict(_published())
-    return configs.from_dict(MoEConfig, published if settings is None else {**published, **_read(settings)}, "model.")
+    return codec.from_dict(MoEConfig, published if settings is None else {**published, **_read(settings)}, "model.")
 
 
 def _published() -> MoEConfig:
@@ -80,7 +79,7 @@ def _read(path: Path) -> dict[str, Any]:
         if known is not None and value is not None:
             if known in values and values[known] != value:
                 raise invalid(
-                    f"{name} in {path}", value, f"{values[known]}, which another name says", "keep one of them"
+                    f"{name} in {path}", value, f"{values[known]}, as set by another name", "keep one of them"
                 )
             values[known] = value
     if not values:

@@ -59,13 +59,13 @@ def of_boxes(boxes: list[Box]) -> int:
 
 def of_held(array: Array) -> int:
     """Sum over all addressable shards of an array, counting every replica; the sum of a replicated shard is computed once."""
-    held: dict[tuple[int, ...], int] = {}
+    sums: dict[tuple[int, ...], int] = {}
     total = 0
     for shard in array.addressable_shards:
         start = start_of(shard)
-        if start not in held:
-            held[start] = of_box(start, np.asarray(shard.data))
-        total += held[start]
+        if start not in sums:
+            sums[start] = of_box(start, np.asarray(shard.data))
+        total += sums[start]
     return total % MODULUS
 
 

@@ -22,10 +22,8 @@ import jax
 
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write, remove_parts
-from linnet.parallel import multihost as together
-from linnet.runs.checkpoint import host_shards as shares
-from linnet.runs.checkpoint import reader as snapshot
-from linnet.runs.checkpoint import silence as quiet
+from linnet.parallel import multihost
+from linnet.runs.checkpoint import host_shards, reader, silence
 from linnet.runs.checkpoint.reader import CorruptCheckpoint, Restored
 from linnet.runs.checkpoint.writer import Deserted, Writer
 
@@ -49,7 +47,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int) -> None:
         if keep < 1:
             raise invalid("checkpoint.keep", keep, "at least 1", "keep 1 or more checkpoints")
-        quiet.silence_orbax()
+        silence.silence_orbax()
         self.folder = folder.absolute()
         self.keep = keep
         self._writer: Writer | None = None
@@ -98,19 +96,19 @@ class Checkpoints:
         if set_aside:
             self._sweep()
         if step != "latest":
-            return self._restore_one(target, together.broadcast_from_process0(lambda: self.chosen(step)), partial)
+            return self._restore_one(target, multihost.broadcast_from_process0(lambda: self.chosen(step)), partial)
         damaged: dict[int, str] = {}
         while True:
-            number = together.broadcast_from_process0(lambda: self._newest(damaged))
+            number = multihost.broadcast_from_process0(lambda: self._newest(damaged))
             try:
-                restored = snapshot.read_checkpoint(self.path(number), target, partial=partial)
+                restored = reader.read_checkpoint(self.path(number), target, partial=partial)
                 break
             except CorruptCheckpoint as why:
                 # If it no longer exists, the training process has pruned it in the meantime.
-                if together.broadcast_from_process0(lambda: self.path(number).exists()):  # noqa: B023, called at once
+                if multihost.broadcast_from_process0(lambda: self.path(number).exists()):  # noqa: B023, called at once
                     damaged[number] = str(why)
         # Rename only now: if no checkpoint can be read, the cause may be elsewhere, and nothing must be renamed.
-        together.broadcast_from_process0(lambda: self._pass_over(damaged, restored.step, set_aside=set_aside))
+        multihost.broadcast_from_process0(lambda: self._pass_over(damaged, restored.step, set_aside=set_aside))
         return restored
 
     # Writing.
@@ -123,11 +121,11 @@ class Checkpoints:
         """
         self.wait()
         extra = json.loads(json.dumps(extra))  # Fails here if it is not JSON, and copies it.
-        need = math.ceil(ROOM * shares.nbytes(state))
+        need = math.ceil(ROOM * host_shards.nbytes(state))
         try:
-            if not together.broadcast_from_process0(lambda: self._make_room(step, need)):
+            if not multihost.broadcast_from_process0(lambda: self._make_room(step, need)):
                 return
-            copy = shares.copy_to_host(state)
+            copy = host_shards.copy_to_host(state)
             if self._writer is None:
                 self._writer = Writer()
             self._in_flight = (step, need)
@@ -221,7 +219,7 @@ class Checkpoints:
 
     def _restore_one(self, target: Any, step: int, partial: bool) -> Restored:
         try:
-            return snapshot.read_checkpoint(self.path(step), target, partial=partial)
+            return reader.read_checkpoint(self.path(step), target, partial=partial)
         except CorruptCheckpoint as why:
             raise UserError(
                 f"The checkpoint of step {step} in {self.folder} is damaged ({why}). "
@@ -287,7 +285,7 @@ class Checkpoints:
             )
         if not _is_full(error):
             return CheckpointError(
-                f"The checkpoint of step {step} could not be written to {self.folder} ({snapshot.short(error)}). "
+                f"The checkpoint of step {step} could not be written to {self.folder} ({reader.short(error)}). "
                 f"{intact} Fix: see that the folder can be written, then resume."
             )
         free = _free_bytes(self.folder)

@@ -22,9 +22,8 @@ from jaxtyping import Array
 
 from linnet.core.errors import UserError
 from linnet.core.pytree import named_leaves
-from linnet.parallel import multihost as together
-from linnet.runs.checkpoint import checksum
-from linnet.runs.checkpoint import host_shards as shares
+from linnet.parallel import multihost
+from linnet.runs.checkpoint import checksum, host_shards
 
 log = logging.getLogger("linnet")
 
@@ -58,7 +57,7 @@ def read_checkpoint(path: Path, target: Any, *, partial: bool = False) -> Restor
         report = {"fault": None, "damaged": True, "sums": _held_sums(found, manifest["leaves"])}
     except Exception as error:
         fault, report = error, {"fault": str(error), "damaged": isinstance(error, CorruptCheckpoint), "sums": {}}
-    reports = together.all_gather_json(report)
+    reports = multihost.all_gather_json(report)
     _settle(fault, reports)
     _prove(found, manifest["leaves"], [each["sums"] for each in reports])
     leaves = [_like(found[name], leaf) for name, leaf in named_leaves(target)]
@@ -79,7 +78,7 @@ def _wanted(rows: dict[str, Any], target: Any) -> dict[str, Any]:
 
     A part is always complete, so that a checkpoint of another model is still rejected.
     """
-    parts = {name.partition("/")[0] for name in shares.kinds(target)}
+    parts = {name.partition("/")[0] for name in host_shards.kinds(target)}
     return {name: row for name, row in rows.items() if name.partition("/")[0] in parts}
 
 
@@ -97,8 +96,8 @@ def _settle(fault: Exception | None, reports: list[dict[str, Any]]) -> None:
 
 def _read_arrays(path: Path, target: Any) -> dict[str, Array]:
     """Read the leaves by name, only the shards that this process needs."""
-    wanted = {name: _placed(leaf) for name, leaf in shares.named(target).items()}
-    stored, myself = shares.not_empty(wanted), jax.process_index()
+    wanted = {name: _placed(leaf) for name, leaf in host_shards.named(target).items()}
+    stored, myself = host_shards.not_empty(wanted), jax.process_index()
     # Read without barriers: if one process fails, the others must be able to continue and learn of it.
     alone = ocp.options.MultiprocessingOptions(primary_host=myself, active_processes={myself})
     arrays = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
@@ -140,7 +139,7 @@ def _prove(found: dict[str, Array], rows: dict[str, Any], sums: list[dict[str, i
             continue
         if not proven:
             wrong.append(name)
-    if wrong := sorted({name for each in together.all_gather_json(wrong) for name in each}):
+    if wrong := sorted({name for each in multihost.all_gather_json(wrong) for name in each}):
         raise CorruptCheckpoint(f"the content of {_some(wrong)} does not match its checksum")
     if unproven and jax.process_index() == 0:
         log.warning(
@@ -168,7 +167,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _refuse_other_model(path: Path, rows: dict[str, Any], target: Any) -> None:
-    saved, asked = {name: row["kind"] for name, row in rows.items()}, shares.kinds(target)
+    saved, asked = {name: row["kind"] for name, row in rows.items()}, host_shards.kinds(target)
     both = saved.keys() & asked.keys()
     faults = {
         "missing in it": sorted(asked.keys() - both),
@@ -184,7 +183,7 @@ def _refuse_other_model(path: Path, rows: dict[str, Any], target: Any) -> None:
 
 
 def _like(found: Array, leaf: Any) -> Array:
-    if not shares.is_key(leaf):
+    if not host_shards.is_key(leaf):
         return found
     return jax.random.wrap_key_data(found, impl=jax.random.key_impl(jnp.empty((), dtype=leaf.dtype)))
 
