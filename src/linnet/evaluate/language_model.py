@@ -81,28 +81,28 @@ def evaluate(
     progress: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
 ) -> Evaluation:
     """Evaluate a split. Sequences are processed in segments of `update_len`, so memory does not grow with their length."""
-    data.check_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
-    data = data.begun_by(cfg.writer.bos_id)
+    data.check_fit(cfg.lm.n_vocab, cfg.lm.end_id, cfg.d_condition)
+    data = data.begun_by(cfg.lm.bos_id)
     nats = nats or make_nats(family, cfg)
     size = batch_size or cfg.data.batch_size
     mesh = sharding.make_mesh() if mesh is None else mesh
     begin = _beginning(family, cfg, size, mesh)
-    length, stretch = cfg.tokens.sequence_len, cfg.tokens.update_len
+    length, update_len = cfg.tokens.sequence_len, cfg.tokens.update_len
     total, count, n_bytes = np.zeros(length), np.zeros(length), 0
     positions = PositionSums(length)
     lengths = data.tokenizer.lengths()
     for batch in progress(data.evaluation(split, size, limit)):
         carry = begin()
         positions.begin(size)
-        for start in range(0, length, stretch):
-            part = batch.stretch(start, start + stretch)
-            placed = sharding.global_batch(part, (0, 1), size, mesh, family.RULES)
+        for start in range(0, length, update_len):
+            part = batch.slice(start, start + update_len)
+            placed = sharding.global_batch(part, (0, 1), size, mesh, family.rules)
             values, carry = nats(params, buffers, carry, placed)
             values = sharding.to_host(values)
             counted = np.asarray(part.loss_mask, np.float64)
             nats_here = np.asarray(values, np.float64)
-            total[start : start + stretch] += (nats_here * counted).sum(axis=0)
-            count[start : start + stretch] += counted.sum(axis=0)
+            total[start : start + update_len] += (nats_here * counted).sum(axis=0)
+            count[start : start + update_len] += counted.sum(axis=0)
             positions.add(start, nats_here, counted)
             n_bytes += int((counted * lengths[np.asarray(part.targets)]).sum())
     chosen = data.split(split)
@@ -121,5 +121,5 @@ def evaluate(
 def _beginning(family: TokenFamily, cfg: RunConfig, size: int, mesh: Mesh) -> Callable[[], Any]:
     """Return a function that makes an empty carry directly in its sharding."""
     shapes = jax.eval_shape(lambda: family.empty_carry(cfg.model, size))
-    places = sharding.named_shardings(shapes, family.carry_axes(shapes), mesh, family.RULES)
+    places = sharding.named_shardings(shapes, family.carry_axes(shapes), mesh, family.rules)
     return jax.jit(lambda: family.empty_carry(cfg.model, size), out_shardings=places)

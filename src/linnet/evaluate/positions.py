@@ -114,12 +114,12 @@ def compared_bins(edges: Sequence[Any], losses: Sequence[Any]) -> tuple[int, int
 
     Only bins with a finite loss are used.
     """
-    held = [i for i, loss in enumerate(losses) if isinstance(loss, (int, float)) and math.isfinite(loss)]
-    if len(held) < 2:
+    finite = [i for i, loss in enumerate(losses) if isinstance(loss, (int, float)) and math.isfinite(loss)]
+    if len(finite) < 2:
         return None
-    last = held[-1]
-    early = next(i for i in held if edges[i] >= edges[last] / 16)
-    return (held[-2] if early == last else early), last
+    last = finite[-1]
+    early = next(i for i in finite if edges[i] >= edges[last] / 16)
+    return (finite[-2] if early == last else early), last
 
 
 def _error(influence: np.ndarray) -> np.ndarray:

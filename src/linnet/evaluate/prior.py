@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float32, Int
 
 from linnet.config.schema import RunConfig
 from linnet.core import rng
@@ -23,13 +23,11 @@ from linnet.core.pytree import replace
 from linnet.data.embeddings import EmbeddingPairs, PairBatch
 from linnet.data.embeddings.neighbors import unit
 from linnet.evaluate.retrieval import CANDIDATE_STEPS, N_CANDIDATES
-from linnet.models.prior import diffusion, sampling
-from linnet.models.prior.config import PriorConfig
-from linnet.models.prior.params import PriorParams
-from linnet.models.prior.solver import SolverTable, make_solver
+from linnet.models import registry
+from linnet.models.base import EmbeddingSampler
+from linnet.models.model_config import PairModelConfig
+from linnet.models.prior.sampling import best
 
-N_DRAWS = 4
-"""Number of (timestep, noise) draws per pair, averaged to reduce the variance of its loss."""
 MAX_CHOSEN = 1000
 """The best of several candidates is evaluated only for at most this many pairs."""
 MAX_KEPT = 10_000
@@ -83,7 +81,7 @@ class PriorEvaluation:
             named |= {f"metrics/{self.sampled}-{self.split}/{name} [steps={n_step}]": v for name, v in figures.items()}
         return {"split": self.split, "pairs": self.pairs, "loss": self.loss, **named}
 
-    def words(self) -> str:
+    def summary(self) -> str:
         both = ", ".join(f"{who} {value:.4f}" for who, value in self.losses.items())
         return f"{self.split} loss {both}" + "".join(
             f"; in {n_step} steps cosine {figures['similarity with original image']:.4f} with the image, "
@@ -94,7 +92,7 @@ class PriorEvaluation:
 
 def evaluate_prior(
     cfg: RunConfig,
-    weights: dict[str, PriorParams],
+    weights: dict[str, Any],
     pairs: EmbeddingPairs,
     split: str,
     *,
@@ -109,10 +107,11 @@ def evaluate_prior(
     `weights`: sets of weights, named as in `PriorEvaluation.losses`. `choose`: also evaluate the best of several candidates, if
     at most `MAX_CHOSEN` pairs are evaluated.
     """
-    model, size = cfg.prior, batch_size or cfg.data.batch_size
+    model, sampler = cfg.pair_model, _sampler(cfg)
+    size = batch_size or cfg.data.batch_size
     check_fit(pairs, model)
-    plans = {n: make_solver(model, n) for n in (cfg.train.eval_timesteps if timesteps is None else timesteps)}
-    sampled = sampling.prepared(list(weights.values())[-1], model)
+    plans = {n: sampler.solver(model, n) for n in (cfg.train.eval_timesteps if timesteps is None else timesteps)}
+    sampled = sampler.prepare(list(weights.values())[-1], model)
     key = rng.fold_in_name(rng.root(cfg.seed), "evaluation")
     losses = dict.fromkeys(weights, 0.0)
     sums: dict[int, dict[str, float]] = {n: dict.fromkeys(FIGURES, 0.0) for n in plans}
@@ -124,22 +123,22 @@ def evaluate_prior(
         n = int(np.sum(batch.mask))
         batch = batch if model.text_encodings else replace(batch, encodings=None)
         for who, params in weights.items():
-            values = np.asarray(row_losses(params, batch, key, seen, cfg=model), np.float64)
+            values = np.asarray(sampler.row_losses(params, batch, key, seen, model), np.float64)
             losses[who] += float(values[:n].sum())
         for n_step, plan in plans.items():
-            embeds = _predict(sampled, batch, plan, key, seen, model)
-            rolled = _predict(sampled, _rolled(batch, n), plan, key, seen, model)
+            embeds = _predict(sampler, sampled, batch, plan, key, seen, model)
+            rolled = _predict(sampler, sampled, _rolled(batch, n), plan, key, seen, model)
             for name, value in five_cosines(batch, embeds, rolled, n).items():
                 sums[n_step][name] += value
             if seen < MAX_KEPT:
                 kept[n_step].append((np.asarray(batch.text_embed[:n]), np.asarray(batch.image_embed[:n]), embeds[:n]))
         if choose:
-            chosen.append(_chosen(sampled, batch, key, seen, model)[:n])
+            chosen.append(_chosen(sampler, sampled, batch, key, seen, model)[:n])
         seen += n
     return PriorEvaluation(
         split=split,
         pairs=seen,
-        loss_type=model.loss,
+        loss_type=model.loss_name,
         losses={who: value / seen for who, value in losses.items()},
         cosines={n_step: {name: v / seen for name, v in figures.items()} for n_step, figures in sums.items()},
         predicted={
@@ -149,7 +148,14 @@ def evaluate_prior(
     )
 
 
-def check_fit(pairs: EmbeddingPairs, model: PriorConfig) -> None:
+def _sampler(cfg: RunConfig) -> EmbeddingSampler:
+    sampler = registry.get(cfg.family).sampler
+    if sampler is None:
+        raise invalid("family", cfg.family, "one that predicts embeddings", "use a run of such a family")
+    return sampler
+
+
+def check_fit(pairs: EmbeddingPairs, model: PairModelConfig) -> None:
     """Raise if the data does not fit the model."""
     if pairs.image_width != model.dim:
         width = pairs.image_width
@@ -166,42 +172,29 @@ def check_fit(pairs: EmbeddingPairs, model: PriorConfig) -> None:
         raise invalid("model.max_text_len", model.max_text_len, needs, f"use --model.max-text-len {pairs.text_len}")
 
 
-@functools.partial(jax.jit, static_argnames=("cfg",))
-def row_losses(
-    params: PriorParams, batch: PairBatch, key: Array, first_row: int | Int[Array, ""], *, cfg: PriorConfig
-) -> Float[Array, " B"]:
-    """Return each row's loss, averaged over its draws, with no condition dropped."""
-    n_row = len(batch.image_embed)
-    every = jnp.ones((n_row,), bool)
-
-    def one(total: Array, i: Array) -> tuple[Array, None]:
-        draws = diffusion.draw(rng.fold_in(rng.fold_in_name(key, "draws"), i), first_row, n_row, cfg)
-        draws = replace(draws, keep_text=every, keep_image=every, dropout=None)
-        images, texts = jnp.asarray(batch.image_embed), jnp.asarray(batch.text_embed)
-        encodings = None if batch.encodings is None else jnp.asarray(batch.encodings)
-        return total + diffusion.row_losses(params, images, texts, encodings, draws, cfg), None
-
-    total, _ = jax.lax.scan(one, jnp.zeros((n_row,), jnp.float32), jnp.arange(N_DRAWS))
-    return total / N_DRAWS
-
-
 def _predict(
-    params: PriorParams, batch: PairBatch, plan: SolverTable, key: Array, first_row: int, cfg: PriorConfig
+    sampler: EmbeddingSampler,
+    params: Any,
+    batch: PairBatch,
+    plan: Any,
+    key: Array,
+    first_row: int,
+    cfg: PairModelConfig,
 ) -> Float32[np.ndarray, "B D"]:
     """Sample embeddings for a batch's texts. A row's noise depends on its index in the split."""
     keys = _row_keys(rng.fold_in_name(key, "noise"), first_row, len(batch.mask))
     encodings = None if batch.encodings is None else jnp.asarray(batch.encodings)
-    return np.asarray(sampling.sample(params, jnp.asarray(batch.text_embed), encodings, plan, keys, cfg))
+    return np.asarray(sampler.sample(params, jnp.asarray(batch.text_embed), encodings, plan, keys, cfg))
 
 
 def _chosen(
-    params: PriorParams, batch: PairBatch, key: Array, first_row: int, cfg: PriorConfig
+    sampler: EmbeddingSampler, params: Any, batch: PairBatch, key: Array, first_row: int, cfg: PairModelConfig
 ) -> Float32[np.ndarray, "B D"]:
     """Return the best of each row's candidates, as `linnet sample --n` does."""
-    plan = make_solver(cfg, min(CANDIDATE_STEPS, cfg.timesteps), "dpm")
+    plan = sampler.solver(cfg, min(CANDIDATE_STEPS, cfg.timesteps), "dpm")
     keys = (rng.fold_in(rng.fold_in_name(key, "candidates"), i) for i in range(N_CANDIDATES))
-    candidates = [_predict(params, batch, plan, one, first_row, cfg) for one in keys]
-    return np.asarray(sampling.best(jnp.stack(candidates, axis=1), jnp.asarray(batch.text_embed)))
+    candidates = [_predict(sampler, params, batch, plan, one, first_row, cfg) for one in keys]
+    return np.asarray(best(jnp.stack(candidates, axis=1), jnp.asarray(batch.text_embed)))
 
 
 @functools.partial(jax.jit, static_argnums=2)

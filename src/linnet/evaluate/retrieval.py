@@ -72,8 +72,8 @@ def baselines(pairs: EmbeddingPairs) -> Baselines:
     turned = basis.T @ (xy - n * np.outer(mean_text, mean_image))
 
     def fitted(strength: float) -> Baselines:
-        held = spread + strength * spread.mean()
-        weights = basis @ np.divide(turned, held[:, None], out=np.zeros_like(turned), where=held[:, None] > 0)
+        damped = spread + strength * spread.mean()
+        weights = basis @ np.divide(turned, damped[:, None], out=np.zeros_like(turned), where=damped[:, None] > 0)
         return Baselines(mean_text=mean_text, mean_image=mean_image, weights=weights, strength=strength)
 
     if not pairs.n_rows("validation"):
@@ -205,8 +205,8 @@ def similarity(
     n = min(n, len(single))
     rows: list[int] = single[np.arange(n) * len(single) // n].tolist()
     same = texts.shape[1] == images.shape[1]
-    asked = unit(np.asarray((texts if same else images)[rows], np.float64))
-    cosines = asked @ unit(np.asarray(predicted[rows], np.float64)).T
+    queries = unit(np.asarray((texts if same else images)[rows], np.float64))
+    cosines = queries @ unit(np.asarray(predicted[rows], np.float64)).T
     return SimilarityMatrix(
         captions=tuple(f"row {row}" if captions is None else captions[row] for row in rows),
         cosines=tuple(map(tuple, cosines.tolist())),

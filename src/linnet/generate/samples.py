@@ -11,15 +11,13 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from linnet.config.schema import RunConfig
+from linnet.core.errors import invalid
 from linnet.core.files import atomic_write
 from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS
 from linnet.data.images import contact_sheet, pixels_of_ids
 from linnet.models.base import TokenFamily
 from linnet.models.generate import generate
 from linnet.models.tensor_parallel import on_mesh_of
-from linnet.models.vq import slots as vq_slots
-from linnet.models.vq.config import VQConfig
-from linnet.models.vq.guided import CFGDecoder
 from linnet.nn.sampling import SamplingSettings, sampling_settings
 from linnet.runs.vocabulary import Vocabulary
 
@@ -78,9 +76,9 @@ def sample_text(
     seed: int,
 ) -> str:
     ids = vocabulary.tokenizer.encode(prompt.encode()).tolist()
-    if not ids and cfg.writer.bos_id is None:
+    if not ids and cfg.lm.bos_id is None:
         # Without a BOS token, a new document starts after the EOS of the previous one.
-        ids = [cfg.writer.end_id]
+        ids = [cfg.lm.end_id]
     pieces = generate(
         family.decoder,
         params,
@@ -115,8 +113,8 @@ def sample_pictures(
     """
     decoder, states = family.decoder, None
     if embeds is not None:
-        decoder = vq_slots if guidance == 1.0 else CFGDecoder(guidance)
-        states = told_states(decoder, params, embeds, cfg.vq)
+        decoder = _conditional(family, guidance)
+        states = told_states(decoder, params, embeds, cfg.model)
     size, n_seen = int(np.prod(shape)), len(seen[0])
     ids = [[value + FIRST_BYTE for value in values] for values in seen]
     if n_seen < size:
@@ -140,7 +138,15 @@ def sample_pictures(
     return pixels
 
 
-def told_states(decoder: Any, params: Any, embeds: Float32[np.ndarray, "n E"], cfg: VQConfig) -> list[Any]:
+def _conditional(family: TokenFamily, guidance: float) -> Any:
+    """Return the decoder of a conditional model, with classifier-free guidance unless the scale is 1."""
+    decoder = family.decoder
+    if decoder.conditioned_state is None or (guidance != 1.0 and decoder.guided is None):
+        raise invalid("family", family.name, "one whose models are conditioned on embeddings", "use a run of vq")
+    return decoder if guidance == 1.0 or decoder.guided is None else decoder.guided(guidance)
+
+
+def told_states(decoder: Any, params: Any, embeds: Float32[np.ndarray, "n E"], cfg: Any) -> list[Any]:
     """Return a conditioned decoder state per row; equal rows share one."""
     decoder = on_mesh_of(decoder, params)
     made: dict[bytes, Any] = {}

@@ -27,6 +27,7 @@ from linnet.runs.stored_trainer import TrainedSoFar, has_trainer, trained_so_far
 FORM = re.compile(r"(latest|best):(checkpoint|model):(.+)", re.DOTALL)
 FIELDS = ("epoch", "samples_seen")
 """Placeholders allowed in a path, in braces as in the reference."""
+TRAINER_FORMAT = "dalle2-trainer"
 NO_LOSS = 1e9
 """The reference's best validation loss before the first validation."""
 
@@ -41,7 +42,7 @@ class Export:
 def read_exports(cfg: RunConfig) -> list[Export]:
     """Parse `train.exports`, and check that this run can be exported in each of the formats."""
     found = [_parse(text) for text in cfg.train.exports]
-    if found and cfg.family != "prior":
+    if found and TRAINER_FORMAT not in cfg.model.EXPORT_FORMATS:
         raise invalid("train.exports", cfg.train.exports, f"empty for a {cfg.family} model", "leave it out")
     if found and jax.process_count() > 1:
         raise invalid("train.exports", cfg.train.exports, "empty with several processes", "export after training")

@@ -10,8 +10,8 @@ from pathlib import Path
 from linnet.config.schema import EMBEDDED_CORPUS, DataConfig, RunConfig
 from linnet.data import index as indexes
 from linnet.data.load import EMOJI
-from linnet.data.prepare.chunks import Shares
-from linnet.data.prepare.pipeline import Task, is_unfinished, prepare
+from linnet.data.prepare.chunks import SplitFractions
+from linnet.data.prepare.pipeline import PrepareConfig, is_unfinished, prepare
 from linnet.data.sources.catalog import NAMED
 from linnet.data.sources.documents import open_documents
 from linnet.data.sources.images import looks_like_pictures
@@ -22,7 +22,7 @@ from linnet.train.parent import tokenizer_of
 FOLDER = "tokens"
 
 
-def with_encoded_text(cfg: RunConfig, out: Path, say: Callable[[str], None]) -> RunConfig:
+def with_encoded_text(cfg: RunConfig, out: Path, log: Callable[[str], None]) -> RunConfig:
     """Encode the run's source into `out`/tokens and return the config that reads it from there.
 
     Returns `cfg` unchanged unless the source is plain text and the parent has its own tokenizer. Text that is already encoded is
@@ -34,16 +34,16 @@ def with_encoded_text(cfg: RunConfig, out: Path, say: Callable[[str], None]) -> 
     tokenizer = open_tokenizer(str(out)) if has_tokenizer(out) else tokenizer_of(cfg)
     if tokenizer is None or tokenizer.kind == BYTES:
         return cfg
-    task = Task(
+    task = PrepareConfig(
         source=open_documents(data.source),
         tokenizer=tokenizer,
-        shares=Shares(validation=data.validation_fraction, test=data.test_fraction),
+        fractions=SplitFractions(validation=data.validation_fraction, test=data.test_fraction),
         size=None,
         max_broken=0.0,
     )
     folder = out / FOLDER
     if not indexes.is_prepared(folder):
-        say(
+        log(
             f"Encoding {data.source} with the model's tokenizer ({tokenizer.kind}, {tokenizer.n_vocab} ids) into {folder}."
         )
     prepare(task, folder)

@@ -41,6 +41,12 @@ class Interrupt:
         """Make the first signal end the process: all weights are saved, and a resume repeats the remaining evaluation."""
         self._all_saved = True
 
+    def signalled_within(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal in a program that calls the trainer, such as a notebook: never end its process."""
+        if self._event.is_set() or self._all_saved or not self._saves:
+            raise KeyboardInterrupt
+        self.signalled(number)
+
     def signalled(self, number: int) -> None:
         if self._event.is_set():
             _leave("Stopped at once: the second signal does not wait.", 128 + number)
@@ -56,11 +62,20 @@ class Interrupt:
 
 
 @contextlib.contextmanager
-def watch() -> Iterator[Interrupt]:
-    """Handle the signals while the context is open. Has no effect outside the main thread, where Python allows no handlers."""
+def watch(*, may_exit: bool = True) -> Iterator[Interrupt]:
+    """Handle the signals while the context is open. Has no effect outside the main thread, where Python allows no handlers.
+
+    Without `may_exit` only Ctrl-C is handled, and raises KeyboardInterrupt where it would end the process."""
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
+        return
+    if not may_exit:
+        old = signal.signal(signal.SIGINT, interrupt.signalled_within)
+        try:
+            yield interrupt
+        finally:
+            signal.signal(signal.SIGINT, old)
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -88,6 +103,6 @@ def watch() -> Iterator[Interrupt]:
         os.close(reader)
 
 
-def _leave(words: str, code: int) -> None:
-    print(words, file=sys.stderr, flush=True)
+def _leave(message: str, code: int) -> None:
+    print(message, file=sys.stderr, flush=True)
     os._exit(code)

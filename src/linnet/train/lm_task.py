@@ -25,10 +25,10 @@ class LMTask:
 
     def __init__(self, cfg: RunConfig, tokenizer: Tokenizer | None = None) -> None:
         self._cfg, self._family = cfg, registry.tokens(cfg.family)
-        self._data = load_dataset(cfg.tokens, cfg.seed).begun_by(cfg.writer.bos_id)
+        self._data = load_dataset(cfg.tokens, cfg.seed).begun_by(cfg.lm.bos_id)
         if tokenizer is not None and cfg.parent is not None:
             vocabulary.check_match(Path(cfg.parent.path), self._data, tokenizer)
-        self._data.check_fit(cfg.writer.n_vocab, cfg.writer.end_id, cfg.d_condition)
+        self._data.check_fit(cfg.lm.n_vocab, cfg.lm.end_id, cfg.d_condition)
         if self._data.train.n_tokens < cfg.tokens.update_len:
             needs = f"at least data.update_len ({cfg.tokens.update_len}) tokens to train on (it leaves {self._data.train.n_tokens})"
             raise invalid(
@@ -91,7 +91,7 @@ class LMTask:
         return EvalResult(
             record={name: value for name, value in result.to_json().items() if name != "per_position"},
             loss=result.loss,
-            words=f"validation {result.bits_per_byte:.4f} bits per {result.unit} ({result.loss:.4f} nats per token)",
+            summary=f"validation {result.bits_per_byte:.4f} bits per {result.unit} ({result.loss:.4f} nats per token)",
         )
 
     def show(self, state: TrainState, step: int, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The training loop, from a run's config to its last checkpoint. See `docs/training.md` for an overview."""
+"""The training loop, from a run's config to its last checkpoint. See `docs/train.md` for an overview."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import RunConfig
 from linnet.core import params as weights
 from linnet.core.errors import UserError, invalid
@@ -26,10 +27,8 @@ from linnet.models.base import ModelFamily
 from linnet.optim.lora import trainable_specs
 from linnet.optim.optimizer import optimizer as make_optimizer
 from linnet.optim.optimizer import schedule
-from linnet.parallel import multihost as together
-from linnet.parallel import sharding
-from linnet.runs import base_weights as lora_base
-from linnet.runs import environment, stored_trainer
+from linnet.parallel import multihost, sharding
+from linnet.runs import base_weights, environment, stored_trainer
 from linnet.runs import weights as stored_weights
 from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.folder import RunFolder
@@ -43,7 +42,7 @@ from linnet.train.progress import Progress
 from linnet.train.resume import check_resumable
 from linnet.train.step import compile_step
 from linnet.train.stragglers import monitor
-from linnet.train.task import EvalResult, Interrupted, Task
+from linnet.train.task import EvalResult, Interrupted, Task, scalars
 from linnet.train.tasks import open_task
 from linnet.train.throughput import Meter, matmul_flops
 
@@ -65,10 +64,23 @@ class Outcome:
     """Result of the last validation, if there was one."""
 
 
-def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: int | None = None) -> Outcome:
+OnStep = Callable[[int, dict[str, float]], None]
+"""Called with each completed step and its scalar metrics, such as `grad_norm` and the `loss` that is also logged."""
+
+
+def train(
+    cfg: RunConfig,
+    folder: RunFolder,
+    *,
+    quiet: bool = False,
+    stop_at: int | None = None,
+    on_step: OnStep | None = None,
+    may_exit: bool = True,
+) -> Outcome:
     """Train a run to completion, resuming from its last checkpoint if it has one.
 
-    `stop_at` stops and saves at that step, as an interruption would.
+    `stop_at` stops and saves at that step, as an interruption would. `may_exit`: whether a signal may end the process when there is
+    nothing to save; otherwise Ctrl-C then raises KeyboardInterrupt.
     """
     require_trackers(cfg.train.trackers)
     read_exports(cfg)
@@ -99,22 +111,22 @@ def train(cfg: RunConfig, folder: RunFolder, *, quiet: bool = False, stop_at: in
             task.keep(folder.path)
             # An import's config may predate some settings, and would be read differently once there are checkpoints.
             if is_import or old is None or old != cfg:
-                configs.save(cfg, folder.config)
+                codec.save(cfg, folder.config)
             _write_json(folder.path / "environment.json", environment.describe())
 
-        interrupt = stack.enter_context(watch())
-        together.broadcast_from_process0(open_folder)
+        interrupt = stack.enter_context(watch(may_exit=may_exit))
+        multihost.broadcast_from_process0(open_folder)
         stack.enter_context(jax.set_mesh(mesh))
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, keep=cfg.train.keep))
         quiet = quiet or not _is_first()
-        return _Run(cfg, folder, mesh, task, checkpoints, interrupt, quiet).to_end(stop_at)
+        return _Run(cfg, folder, mesh, task, checkpoints, interrupt, quiet, on_step).to_end(stop_at)
 
 
 def _with_base(cfg: RunConfig, folder: RunFolder) -> RunConfig:
     """Resolve relative data paths against the working directory, else against the base recorded by the existing run."""
     found = with_base(cfg)
     if found.data.base is None and folder.config.exists():
-        base = configs.load(folder.config).data.base
+        base = codec.load(folder.config).data.base
         return dataclasses.replace(found, data=dataclasses.replace(found.data, base=base))
     return found
 
@@ -150,14 +162,15 @@ class _Run:
         checkpoints: Checkpoints,
         interrupt: Interrupt,
         quiet: bool,
+        on_step: OnStep | None,
     ) -> None:
         self.cfg, self.folder, self.mesh, self.task, self.checkpoints = cfg, folder, mesh, task, checkpoints
-        self.interrupt, self.quiet = interrupt, quiet
+        self.interrupt, self.quiet, self.on_step = interrupt, quiet, on_step
         self.control = ControlSync(mesh)
         self.family: ModelFamily = registry.get(cfg.family)
         self.optimizer: optax.GradientTransformation = make_optimizer(cfg.optim, trainable_specs(self.family, cfg))
         self.exports = Exports(cfg, folder, lambda step, why: self._event(step, "warning", why))
-        self.share = sharding.process_batch_slice(cfg.data.batch_size, mesh, self.family.RULES)
+        self.share = sharding.process_batch_slice(cfg.data.batch_size, mesh, self.family.rules)
         self.saved_at = self.evaluated_at = time.monotonic()
         self.alarmed: set[int] = set()
         parent = cfg.parent
@@ -180,12 +193,12 @@ class _Run:
                 total, start=start, quiet=self.quiet, bits_per_nat=self.task.bits_per_nat, unit=self.task.unit
             ) as self.progress,
             monitor(
-                say=lambda step, words: self._event(step, "straggler", words),
-                tell=self.progress.say,
+                log=lambda step, words: self._event(step, "straggler", words),
+                notify=self.progress.log,
                 saved=self.checkpoints.latest,
             ) as self.peers,
         ):
-            evaluated, has_sample, tested = together.broadcast_from_process0(lambda: self._recover(start))
+            evaluated, has_sample, tested = multihost.broadcast_from_process0(lambda: self._recover(start))
             self.evaluated = set(evaluated)
             self._introduce(start)
             evaluation = None
@@ -210,7 +223,7 @@ class _Run:
         if not _is_first():
             return NoMetrics()
         trackers = self.cfg.train.trackers
-        named = open_trackers(trackers, self.folder.path, configs.to_json(self.cfg), resume_step=start or None)
+        named = open_trackers(trackers, self.folder.path, codec.to_json(self.cfg), resume_step=start or None)
         return MetricsLog(self.folder.path, named)
 
     def _recover(self, start: int) -> tuple[list[int], bool, bool]:
@@ -250,13 +263,13 @@ class _Run:
             return self._begun(
                 parents.begin_from_weights(self.family, self.cfg, self.optimizer, self.mesh, self.folder.path)
             )
-        if together.broadcast_from_process0(lambda: not self.checkpoints.steps()):
+        if multihost.broadcast_from_process0(lambda: not self.checkpoints.steps()):
             if self.cfg.parent is not None:
                 return self._begun(parents.begin(self.family, self.cfg, self.optimizer, self.mesh))
             self.origin = f"random weights (seed {self.cfg.seed})"
             return fresh_state(self.family, self.cfg, self.optimizer, self.mesh), 0
         target = abstract_state(self.family, self.cfg, self.optimizer, self.mesh)
-        restored = lora_base.restore(self.folder.path, self.checkpoints, target, set_aside=True)
+        restored = base_weights.restore(self.folder.path, self.checkpoints, target, set_aside=True)
         theirs = restored.extra.get("data")
         if theirs is not None and theirs != self.task.fingerprint:
             raise UserError(
@@ -271,14 +284,14 @@ class _Run:
     def _begun(self, state: TrainState) -> tuple[TrainState, int]:
         """Save step 0 if it was made from files outside the run, so that the run no longer depends on them."""
         if state.base is not None:
-            lora_base.store(self.folder.path, state.base)
+            base_weights.store(self.folder.path, state.base)
         if self.cfg.parent is not None or state.base is not None:
             self._save(0, state, wait=True)
         return state, 0
 
     def _save(self, step: int, state: TrainState, *, wait: bool = False, evaluate: bool = False) -> None:
         extra = {"data": self.task.fingerprint, "evaluate": evaluate}
-        self.checkpoints.save(step, lora_base.without_base(state), extra=extra, wait=wait)
+        self.checkpoints.save(step, base_weights.without_base(state), extra=extra, wait=wait)
 
     def _all_saved(self, step: int) -> None:
         """After the last checkpoint, let a signal end a single process at once; a resume then repeats the evaluation.
@@ -331,7 +344,7 @@ class _Run:
             else:
                 meter.stepped(0.0)
             if last_metrics is not None:  # one update behind, so that reading it never stalls the device
-                self._check_finite(step - 1, last_metrics, state)
+                self._finish_step(step - 1, last_metrics, state)
             last_metrics = metrics
             if step == start + 1:
                 jax.block_until_ready(state.step)  # the first update is done: there is something to save
@@ -343,13 +356,21 @@ class _Run:
                 self.progress.update(step)
             evaluation = self._keep_and_judge(step, state, meter) or evaluation
         if last_metrics is not None:
-            self._check_finite(step, last_metrics, state)
+            self._finish_step(step, last_metrics, state)
         return state, step, evaluation
+
+    def _finish_step(self, step: int, metrics: dict[str, jax.Array], state: TrainState) -> None:
+        self._check_finite(step, metrics, state)
+        if self.on_step is not None:
+            values = jax.device_get(metrics)
+            loss = self.task.logged(step, values, defaultdict(float)).loss  # without throughput, which it does not need
+            plain = {name: float(value) for name, value in scalars(values).items()}
+            self.on_step(step, {**plain, "loss_total": float(values["loss"]), "loss": loss})
 
     def _next_batch(self, step: int) -> tuple[Any, float]:
         start = time.perf_counter()
         rows = self.task.batch(step, *self.share)
-        batch = sharding.global_batch(rows, self.share, self.cfg.data.batch_size, self.mesh, self.family.RULES)
+        batch = sharding.global_batch(rows, self.share, self.cfg.data.batch_size, self.mesh, self.family.rules)
         return batch, time.perf_counter() - start
 
     def _keep_and_judge(self, step: int, state: TrainState, meter: Meter) -> EvalResult | None:
@@ -393,28 +414,28 @@ class _Run:
         self.checkpoints.mark_best(step, result.loss)
         if lowest is None or result.loss < lowest:
             self.exports.write("best", state, step)
-        self.progress.say(f"step {step}: {result.words}")
+        self.progress.log(f"step {step}: {result.summary}")
         self._show(state, step)
         return result
 
     def _show(self, state: TrainState, step: int) -> None:
-        if not any(together.all_gather_json(self.interrupt.requested)):
+        if not any(multihost.all_gather_json(self.interrupt.requested)):
             self.task.show(state, step, self.folder.samples)
 
     def _test(self, state: TrainState, step: int) -> None:
         """Test the best checkpoint, which need not be that of the last step."""
-        best = together.broadcast_from_process0(self.checkpoints.best)
+        best = multihost.broadcast_from_process0(self.checkpoints.best)
         if best is not None and best != step:
             target = both_weights(abstract_state(self.family, self.cfg, self.optimizer, self.mesh))
-            state = lora_base.restore(self.folder.path, self.checkpoints, target, "best", partial=True).state
+            state = base_weights.restore(self.folder.path, self.checkpoints, target, "best", partial=True).state
         with contextlib.suppress(Interrupted):
             result = self.task.test(state, step if best is None else best, self.folder.path, self._watched)
             self.metrics.write("test", step, **result.record)
-            self.progress.say(result.words)
+            self.progress.log(result.summary)
 
     def _watched(self, batches: Iterable[Any], label: str, n_batch: int) -> Iterable[Any]:
         for batch in self.progress.track(batches, label, n_batch):
-            if any(together.all_gather_json(self.interrupt.requested)):
+            if any(multihost.all_gather_json(self.interrupt.requested)):
                 raise Interrupted
             yield batch
 
@@ -431,14 +452,14 @@ class _Run:
             **figures,
         )
         self.progress.update(step, loss=logged.loss, per_second=logged.per_second)
-        self._watch(step, self.family.alarms(figures, self.cfg.train.collapse_alarm, self.cfg.model))
+        self._watch(step, self.family.collapse_warnings(figures, self.cfg.train.collapse_alarm, self.cfg.model))
 
-    def _watch(self, step: int, alarms: dict[int, str]) -> None:
+    def _watch(self, step: int, warnings: dict[int, str]) -> None:
         """Log an alarm when a part of the model collapses; log it again only after that part has recovered."""
-        for unit, words in alarms.items():
+        for unit, words in warnings.items():
             if unit not in self.alarmed:
                 self._event(step, "alarm", words)
-        self.alarmed = set(alarms)
+        self.alarmed = set(warnings)
 
     def _check_finite(self, step: int, metrics: dict[str, jax.Array], state: TrainState) -> None:
         """Log a skipped update, and stop the run after too many in a row. Skipped updates never change the weights."""
@@ -462,4 +483,4 @@ class _Run:
 
     def _event(self, step: int, event: str, message: str) -> None:
         self.metrics.write("event", step, event=event, message=message)
-        self.progress.say(message)
+        self.progress.log(message)

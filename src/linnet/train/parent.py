@@ -17,7 +17,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import RunConfig
 from linnet.config.tuning import Parent
 from linnet.core import quant
@@ -28,10 +28,9 @@ from linnet.core.pytree import replace
 from linnet.core.special_tokens import N_BYTE_IDS
 from linnet.models.base import ModelFamily
 from linnet.parallel import sharding
-from linnet.runs import base_weights as lora_base
-from linnet.runs import stored_trainer, weights_file
+from linnet.runs import base_weights, stored_trainer, weights_file
 from linnet.runs import weights as stored_weights
-from linnet.runs.checkpoint import reader as snapshot
+from linnet.runs.checkpoint import reader
 from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.folder import RunFolder
 from linnet.runs.load import checkpoint_step, open_state
@@ -71,7 +70,7 @@ def find_origin(path: Path, which: str = "best") -> Origin:
         raise UserError(
             f"--from {path}: the folder holds no run (no config.json). Fix: name a run made by `linnet train` or `import`."
         )
-    cfg = configs.load(folder.config)
+    cfg = codec.load(folder.config)
     if stored_weights.is_weights_only(path):
         return Origin(path=path, kind="weights", cfg=cfg, step=0, fingerprint=stored_weights.fingerprint(path))
     step = checkpoint_step(path, which)
@@ -91,21 +90,21 @@ def _of_file(path: Path) -> Origin:
 def _run_fingerprint(folder: RunFolder, cfg: RunConfig, step: int) -> str:
     """Hash the checksums of the weights that would be used. No array is read."""
     kinds = ("params/", "ema/", "buffers/")
-    rows = snapshot.checksums(Checkpoints(folder.checkpoints, keep=1).path(step))
+    rows = reader.checksums(Checkpoints(folder.checkpoints, keep=1).path(step))
     described = {name: row for name, row in rows.items() if name.startswith(kinds)}
     if cfg.lora.rank:
-        described |= {f"base/{name}": row for name, row in lora_base.checksums(folder.path).items()}
+        described |= {f"base/{name}": row for name, row in base_weights.checksums(folder.path).items()}
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def tokenizer_of(cfg: RunConfig) -> Tokenizer | None:
-    """Return the parent's tokenizer, or None if unknown: an exported file has no tokenizer, and a prior reads no tokens."""
-    if cfg.parent is None or cfg.family == "prior":
+    """Return the parent's tokenizer, or None if unknown: an exported file has no tokenizer, and some models read no tokens."""
+    if cfg.parent is None or not cfg.reads_tokens:
         return None
     path = Path(cfg.parent.path)
     if path.is_dir() and has_tokenizer(path):
         return open_tokenizer(str(path))
-    return BytesTokenizer() if cfg.writer.n_vocab == N_BYTE_IDS else None
+    return BytesTokenizer() if cfg.lm.n_vocab == N_BYTE_IDS else None
 
 
 # Checks.
@@ -117,11 +116,11 @@ def check_file_tokenizer(cfg: RunConfig, data: dict[str, Any] | None) -> None:
     The file does not contain the tokenizer itself; ids of another tokenizer would decode to different text. `data`: kind and
     fingerprint of the data's tokenizer.
     """
-    if cfg.parent is None or cfg.family == "prior" or data is None or not Path(cfg.parent.path).is_file():
+    if cfg.parent is None or not cfg.reads_tokens or data is None or not Path(cfg.parent.path).is_file():
         return
     file = Path(cfg.parent.path)
     known = weights_file.exported_tokenizer(file)
-    if known is None and cfg.writer.n_vocab == N_BYTE_IDS:
+    if known is None and cfg.lm.n_vocab == N_BYTE_IDS:
         known = {"kind": BytesTokenizer().kind, "fingerprint": BytesTokenizer().fingerprint}
     theirs = str((known or {}).get("fingerprint", ""))
     if theirs != data["fingerprint"]:
@@ -238,7 +237,7 @@ def begin_from_weights(
 
 def _placing(family: ModelFamily, mesh: Mesh) -> Callable[[Spec, Any], jax.Array]:
     """Return a function that converts a weight to its dtype and puts it on the mesh."""
-    return lambda spec, leaf: sharding.host_to_global(quant.to_array(leaf, spec.dtype), spec.axes, mesh, family.RULES)
+    return lambda spec, leaf: sharding.host_to_global(quant.to_array(leaf, spec.dtype), spec.axes, mesh, family.rules)
 
 
 def _begin_from_run(

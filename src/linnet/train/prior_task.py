@@ -21,8 +21,8 @@ class PriorTask:
 
     def __init__(self, cfg: RunConfig) -> None:
         self._cfg = cfg
-        self._pairs = open_pairs(cfg.pairs, cfg.seed, encodings=cfg.prior.text_encodings)
-        check_fit(self._pairs, cfg.prior)
+        self._pairs = open_pairs(cfg.pairs, cfg.seed, encodings=cfg.pair_model.text_encodings)
+        check_fit(self._pairs, cfg.pair_model)
         self.fingerprint = self._pairs.fingerprint
         self.n_validation, self.n_test = self._pairs.n_rows("validation"), self._pairs.n_rows("test")
         self.n_per_update = cfg.data.batch_size
@@ -49,7 +49,7 @@ class PriorTask:
             "loss": values["loss"],
             "mfu": rates["mfu"],
             "wait_share": rates["wait_share"],
-            f"tracking/training-{self._cfg.prior.loss}": values["loss"],
+            f"tracking/training-{self._cfg.pair_model.loss_name}": values["loss"],
             "tracking/samples-sec": speed,
             "tracking/samples-seen": seen,
             "tracking/epoch": seen // self._pairs.n_rows("train"),
@@ -59,7 +59,7 @@ class PriorTask:
 
     def evaluate(self, state: TrainState, watch: Watch) -> EvalResult:
         result = self._evaluated(state, "validation", watch, self._cfg.train.eval_sequences)
-        return EvalResult(record=_record(result), loss=result.loss, words=result.words())
+        return EvalResult(record=_record(result), loss=result.loss, summary=result.summary())
 
     def show(self, state: TrainState, step: int, folder: Path) -> None:
         """No preview: embeddings are shown by `linnet sample` and in the report."""
@@ -73,7 +73,7 @@ class PriorTask:
         result = self._evaluated(state, "test", watch, None, choose=True)
         if result.predicted:
             write_retrieval(folder, self._pairs, result, step)
-        return EvalResult(record=_record(result), loss=result.loss, words=result.words())
+        return EvalResult(record=_record(result), loss=result.loss, summary=result.summary())
 
     def _evaluated(
         self, state: TrainState, split: str, watch: Watch, limit: int | None, choose: bool = False

@@ -1,4 +1,4 @@
-"""Progress display: a bar on a terminal, periodic lines in a log file, nothing when quiet.
+"""Progress display: a bar on a terminal or in a notebook, periodic lines in a log file, nothing when quiet.
 
 Between two refreshes `update` only stores numbers, so a loop can call it at every step.
 """
@@ -11,13 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from types import TracebackType
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from linnet.core.formatting import duration
+from linnet.train.notebook import NotebookBar, in_notebook
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
+
+    Bar = RichProgress | NotebookBar
 
 Item = TypeVar("Item")
 
@@ -49,17 +51,17 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._quiet = quiet
-        self._every = BAR_SECONDS if is_terminal(self._stream) else LINE_SECONDS
+        self._every = BAR_SECONDS if shows_bar(self._stream) else LINE_SECONDS
         self._loss: float | None = None
         self._speed: float | None = None
         self._first: tuple[int, float] | None = None
         self._next = math.inf if quiet else clock() + self._every
-        self._bar: RichProgress | None = None
-        self._task: TaskID | None = None
+        self._bar: Bar | None = None
+        self._task: Any = None
 
     def __enter__(self) -> Progress:
-        if not self._quiet and is_terminal(self._stream):
-            self._bar = _rich_bar(self._stream)
+        if not self._quiet and shows_bar(self._stream):
+            self._bar = _make_bar(self._stream)
             self._task = self._bar.add_task(self.label, total=self.total, completed=self.step, note="starting")
             self._bar.start()
             self._bar.refresh()
@@ -85,7 +87,7 @@ class Progress:
         if now >= self._next:
             self._draw(now)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line above the bar."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -151,8 +153,8 @@ def track(
         total = len(items)
     if quiet:
         yield from items
-    elif is_terminal(out):
-        with _rich_bar(out) as bar:
+    elif shows_bar(out):
+        with _make_bar(out) as bar:
             yield from _with_task(bar, items, label, total, clock)
     else:
         shown = clock()
@@ -164,11 +166,11 @@ def track(
 
 
 def _with_task(
-    bar: RichProgress, items: Iterable[Item], label: str, total: int | None, clock: Callable[[], float]
+    bar: Bar, items: Iterable[Item], label: str, total: int | None, clock: Callable[[], float]
 ) -> Iterator[Item]:
     if total is None and isinstance(items, Sized):
         total = len(items)
-    task = bar.add_task(label, total=total, note="")
+    task: Any = bar.add_task(label, total=total, note="")
     drawn = begun = clock()
     try:
         bar.refresh()
@@ -185,17 +187,25 @@ def _with_task(
         bar.refresh()
 
 
+def shows_bar(stream: TextIO) -> bool:
+    return is_terminal(stream) or (stream is sys.stderr and in_notebook())
+
+
 def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _make_bar(stream: TextIO) -> Bar:
+    return _rich_bar(stream) if is_terminal(stream) else NotebookBar()
 
 
 def _rich_bar(stream: TextIO) -> RichProgress:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import Progress as RichBar
     from rich.table import Column
 
-    return Bar(
+    return RichBar(
         TextColumn("[bold]{task.description}"),
         BarColumn(bar_width=None),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import RunConfig
 from linnet.core.errors import UserError
 from linnet.data.sources.locations import FIELDS
@@ -46,7 +46,7 @@ def check_resumable(cfg: RunConfig, folder: RunFolder, fingerprint: str | None =
     """
     if not folder.config.exists():
         return None
-    old = configs.load(folder.config)
+    old = codec.load(folder.config)
     ours, theirs = _flat(cfg), _flat(old)
     names = (ours.keys() | theirs.keys()) - MUTABLE_ON_RESUME - {"data.base"}
     moved = [name for name in LOCATIONS if ours.get(name) != theirs.get(name)]

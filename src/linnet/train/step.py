@@ -123,7 +123,7 @@ def _loss_and_gradient(
     def rows_of(x: Array, i: Array, names: sharding.LogicalAxes) -> Array:
         """Slice the rows of a micro-batch and reshard them over all devices (the slice covers only some)."""
         part = jax.lax.dynamic_slice_in_dim(x, i * rows, rows, names.index("batch"))
-        return sharding.constrain(part, names, family.RULES)
+        return sharding.constrain(part, names, family.rules)
 
     def one(i: Array) -> tuple[Array, Aux, Any]:
         part = jax.tree.map(lambda x: rows_of(x, i, ("batch", *(None,) * (x.ndim - 1))), batch)

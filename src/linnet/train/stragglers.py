@@ -33,8 +33,8 @@ class NullMonitor:
 
 
 class StragglerMonitor:
-    def __init__(self, pulse: Heartbeat, say: Callable[[int, str], None], tell: Callable[[str], None]) -> None:
-        self._pulse, self._say, self._tell = pulse, say, tell
+    def __init__(self, pulse: Heartbeat, log: Callable[[int, str], None], notify: Callable[[str], None]) -> None:
+        self._pulse, self._log, self._notify = pulse, log, notify
         self._named: set[int] = set()
         self._silent: dict[int, float] = {}
         self._unwritten: list[str] = []
@@ -48,14 +48,14 @@ class StragglerMonitor:
         if self._pulse.member.index != 0:
             return
         while self._unwritten:
-            self._say(step, self._unwritten.pop(0))
+            self._log(step, self._unwritten.pop(0))
         if time.monotonic() - self._asked_at < self._pulse.late:
             return
         self._asked_at = time.monotonic()
         slow = stragglers(dict(self._pulse.ears.signs))
-        for index, words in slow.items():
+        for index, message in slow.items():
             if index in self._suspects and index not in self._named:  # report only after two checks in a row
-                self._say(step, words)
+                self._log(step, message)
                 self._named.add(index)
         self._named &= set(slow)
         self._suspects = set(slow)
@@ -66,7 +66,7 @@ class StragglerMonitor:
             if one.index not in self._silent:
                 at = f", last seen at step {one.sign.step}" if one.sign and one.sign.step is not None else ""
                 host = f" on {one.sign.host}" if one.sign else ""
-                self._tell(f"Waiting for process {one.index}{host} since {one.seconds:.0f} s{at}.")
+                self._notify(f"Waiting for process {one.index}{host} since {one.seconds:.0f} s{at}.")
             self._silent[one.index] = one.seconds
         for index in set(self._silent) - {one.index for one in silent}:
             sign = self._pulse.ears.signs.get(index)
@@ -99,11 +99,11 @@ def stragglers(signs: Mapping[int, Beat]) -> dict[int, str]:
 
 @contextlib.contextmanager
 def monitor(
-    *, say: Callable[[int, str], None], tell: Callable[[str], None], saved: Callable[[], int | None]
+    *, log: Callable[[int, str], None], notify: Callable[[str], None], saved: Callable[[], int | None]
 ) -> Iterator[Watch]:
     """Monitor the peers while the context is open.
 
-    `say(step, words)` logs an event of the run and displays it; `tell` only displays, from any thread; `saved` returns the last
+    `log(step, message)` logs an event of the run and displays it; `notify` only displays, from any thread; `saved` returns the last
     committed step.
     """
     pulse = cluster.current_heartbeat()
@@ -112,7 +112,7 @@ def monitor(
         return
     pulse.saved = lambda: _kept(saved)
     try:
-        yield StragglerMonitor(pulse, say, tell)
+        yield StragglerMonitor(pulse, log, notify)
     except Exception as error:
         cluster.attribute_failure(error)
         raise

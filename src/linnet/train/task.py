@@ -25,7 +25,7 @@ class EvalResult:
     """Values for metrics.jsonl."""
     loss: float
     """Loss by which the best checkpoint is chosen."""
-    words: str
+    summary: str
     """One-line summary for the terminal."""
 
 

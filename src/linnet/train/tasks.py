@@ -12,7 +12,7 @@ def open_task(cfg: RunConfig, tokenizer: Tokenizer | None = None) -> Task:
 
     `tokenizer`: the tokenizer that the data must have been made with, if the run has none of its own yet.
     """
-    if cfg.family == "prior":
+    if not cfg.reads_tokens:
         from linnet.train.prior_task import PriorTask
 
         return PriorTask(cfg)
