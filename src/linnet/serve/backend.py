@@ -59,59 +59,63 @@ class Backend:
     def __init__(self, family: TokenFamily, cfg: Any, params: Any, buffers: Any, n_slots: int) -> None:
         self.decoder: Any = on_mesh_of(family.decoder, params)
         mesh = mesh_of(params)
-        self._everywhere = None if mesh is None else sharding.replicated(mesh)
+        self._replicated = None if mesh is None else sharding.replicated(mesh)
+        if (
+            mesh is None
+        ):  # a checkpoint's weights are on a mesh of one device, and states computed from them would be, too
+            params, buffers = jax.device_put((params, buffers), jax.devices()[0])
         self.cfg, self.n_slots = cfg, n_slots
-        self._params, self._buffers = self.decoder.hold(params), buffers
+        self._params, self._buffers = self.decoder.cast_weights(params), buffers
         self._prepared = self.decoder.prepare(self._params, buffers, cfg)
         self.chunk_len: int = self.decoder.chunk_len(cfg)
-        self._nothing_read = self.placed(self.decoder.empty_state(cfg))
+        self._empty_memory = self.to_device(self.decoder.empty_state(cfg))
         self.reset()
         self.state_bytes: int = n_bytes(self._slots) // n_slots
 
     def reset(self) -> None:
         """Empty all slots: at startup, and after a failure that may have left them in an undefined state."""
-        first = self._everywhere or jax.devices()[0]
+        first = self._replicated or jax.devices()[0]
         slots = self.decoder.init_slots(self.cfg, self.n_slots)
-        self._slots = slots if self._everywhere else jax.device_put(slots, first)
+        self._slots = slots if self._replicated else jax.device_put(slots, first)
         self._tokens = jax.device_put(np.zeros((self.n_slots,), np.int32), first)
         self._written = jax.device_put(np.zeros((self.n_slots, self.cfg.n_vocab), np.int32), first)
-        self._table = _RuleTable(self.n_slots, self.cfg.n_vocab, self._everywhere)
-        self._held = [0] * self.n_slots
+        self._table = _SamplingTable(self.n_slots, self.cfg.n_vocab, self._replicated)
+        self._n_held = [0] * self.n_slots
         """Tokens in each slot's memory."""
-        self._known: list[Any] = [None] * self.n_slots
+        self._earlier: list[Any] = [None] * self.n_slots
         """An earlier state of each slot's request, for families whose states share the parts that no longer change."""
 
     def warm_up(self) -> None:
         """Compile every program that a request may need, so that the first request does not wait for compilation. (Prompt
         log-probabilities are compiled on first use.)"""
         longest = self.chunk_len if self.cfg.context is None else min(self.chunk_len, self.cfg.context)
-        self.read_chunk(self.empty_memory(), [self.cfg.end_id] * longest)
-        memory = self.read_chunk(self.empty_memory(), [self.cfg.end_id])
-        seat = self.seat(memory, self.cfg.end_id, 1)
-        self.rule(0, seat, Sampling(), (), frozenset())
-        self.begin(0, seat)
+        self.prefill_chunk(self.empty_memory(), [self.cfg.end_id] * longest)
+        memory = self.prefill_chunk(self.empty_memory(), [self.cfg.end_id])
+        state = self.make_state(memory, self.cfg.end_id, 1)
+        self.set_sampling(0, state, Sampling(), (), frozenset())
+        self.first_token(0, state)
         for with_top in (False, True):
             jax.block_until_ready(self.dispatch(1, [0], with_top=with_top, keep=[0]).tokens)
-        after = self.take(0, 1)
+        after = self.save(0, 1)
         self.memory_after(after, ())
-        self.put(0, after)
+        self.load(0, after)
         self.reset()
 
-    def placed(self, memory: Any) -> Any:
+    def to_device(self, memory: Any) -> Any:
         """Put a memory on the devices with the sharding that the programs return. With another placement (a memory read from a
         file, for example) the programs would be compiled again, and the first such request would wait for it."""
-        return self.decoder.placed(memory) if self._everywhere else jax.device_put(memory, jax.devices()[0])
+        return self.decoder.to_device(memory) if self._replicated else jax.device_put(memory, jax.devices()[0])
 
     # Reading prompts
 
     def empty_memory(self) -> Any:
-        return self._nothing_read  # memories are immutable, so all requests share one
+        return self._empty_memory  # memories are immutable, so all requests share one
 
     def abstract_state(self, n_read: int) -> Any:
         """Return the shapes and dtypes of a memory of `n_read` tokens."""
         return self.decoder.abstract_state(self.cfg, n_read)
 
-    def read_chunk(self, memory: Any, tokens: Sequence[int]) -> Any:
+    def prefill_chunk(self, memory: Any, tokens: Sequence[int]) -> Any:
         """Prefill at most `chunk_len` tokens, without waiting for the device."""
         return self.decoder.prefill_chunk(self._params, self._buffers, memory, tokens, self.cfg)
 
@@ -130,8 +134,8 @@ class Backend:
             self._params, self._buffers, memory, padded[0], padded[1], cfg=self.cfg, n_top=self._n_top(with_top)
         )
         rows = [] if top is None else zip(*(np.asarray(one)[: len(targets)].tolist() for one in top), strict=True)
-        likeliest = [[Choice(i, v) for i, v in zip(*row, strict=True)] for row in rows]
-        return np.asarray(values)[: len(targets)].tolist(), likeliest
+        top_choices = [[Choice(i, v) for i, v in zip(*row, strict=True)] for row in rows]
+        return np.asarray(values)[: len(targets)].tolist(), top_choices
 
     def _n_top(self, with_top: bool) -> int:
         """The maximum that a request may ask for, so that one program serves all requests."""
@@ -139,46 +143,48 @@ class Backend:
 
     # Slots
 
-    def seat(self, memory: Any, token: int, n_read: int) -> SlotState:
+    def make_state(self, memory: Any, token: int, n_read: int) -> SlotState:
         written = np.zeros((self.cfg.n_vocab,), np.int32)
         return SlotState(memory=memory, token=np.int32(token), written=written, n_read=n_read, n_held=n_read)
 
-    def put(self, slot: int, seat: SlotState) -> None:
+    def load(self, slot: int, state: SlotState) -> None:
         """Load a request's state into the slot."""
-        self._slots = self.decoder.insert(self._slots, seat.memory, slot)
-        self._held[slot], self._known[slot] = seat.n_held, seat.memory
-        self._tokens, self._written = _set_row(self._tokens, self._written, slot, seat.token, seat.written)
+        self._slots = self.decoder.insert(self._slots, state.memory, slot)
+        self._n_held[slot], self._earlier[slot] = state.n_held, state.memory
+        self._tokens, self._written = _set_row(self._tokens, self._written, slot, state.token, state.written)
 
-    def begin(self, slot: int, seat: SlotState) -> Dispatch:
+    def first_token(self, slot: int, state: SlotState) -> Dispatch:
         """Sample a request's first token unbatched, then load the request into the slot: it does not wait for the current dispatch
         of many ticks, nor the other slots for it. The returned dispatch has one column."""
-        alone = self.decoder.alone(seat.memory, self.cfg)
-        one, written, tokens, logprobs, top = self._tick_alone(alone, slot, seat.token, seat.written)
-        n_held = seat.n_held + 1
-        memory = self.decoder.extract(self._prepared, one, 0, self.cfg, n_held, seat.memory)
-        self.put(slot, SlotState(memory=memory, token=tokens, written=written, n_read=seat.n_read, n_held=n_held))
-        return Dispatch(n_ticks=1, tokens=tokens, logprobs=logprobs, top=top, before={0: seat})
+        single = self.decoder.single_slot(state.memory, self.cfg)
+        one, written, tokens, logprobs, top = self._tick_single(single, slot, state.token, state.written)
+        n_held = state.n_held + 1
+        memory = self.decoder.extract(self._prepared, one, 0, self.cfg, n_held, state.memory)
+        self.load(slot, SlotState(memory=memory, token=tokens, written=written, n_read=state.n_read, n_held=n_held))
+        return Dispatch(n_ticks=1, tokens=tokens, logprobs=logprobs, top=top, before={0: state})
 
-    def rule(self, slot: int, seat: SlotState, sampling: Sampling, prompt: Sequence[int], late: frozenset[int]) -> None:
+    def set_sampling(
+        self, slot: int, state: SlotState, sampling: Sampling, prompt: Sequence[int], min_token_ids: frozenset[int]
+    ) -> None:
         """Set the slot's sampling settings from here on."""
         # The position of a sampled token counts the tokens read by then: the first one is at n_read + 1.
-        self._table.set(slot, sampling, prompt, late, until=seat.n_read + 1 + sampling.min_tokens)
+        self._table.set(slot, sampling, prompt, min_token_ids, until=state.n_read + 1 + sampling.min_tokens)
 
-    def take(self, slot: int, n_read: int) -> SlotState:
+    def save(self, slot: int, n_read: int) -> SlotState:
         """Return the state of the slot's request. The slot's own contents are unused from then on."""
-        held, known = self._held[slot], self._known[slot]
-        memory = self.decoder.extract(self._prepared, self._slots, slot, self.cfg, held, known)
-        self._known[slot] = memory
+        n_held, earlier = self._n_held[slot], self._earlier[slot]
+        memory = self.decoder.extract(self._prepared, self._slots, slot, self.cfg, n_held, earlier)
+        self._earlier[slot] = memory
         token, written = _row(self._tokens, self._written, slot)
-        return SlotState(memory=memory, token=token, written=written, n_read=n_read, n_held=held)
+        return SlotState(memory=memory, token=token, written=written, n_read=n_read, n_held=n_held)
 
-    def restrict(self, slot: int, allowed: Bool[np.ndarray, " A"]) -> bool:
+    def mask_next(self, slot: int, allowed: Bool[np.ndarray, " A"]) -> bool:
         """Restrict the next tick to these ids. Returns False if the slot's own bias rules out all of them."""
-        return self._table.restrict(slot, allowed)
+        return self._table.mask_next(slot, allowed)
 
     def dispatch(self, n_ticks: int, running: Sequence[int], *, with_top: bool, keep: Sequence[int]) -> Dispatch:
         """Start 1 to `N_TICKS` ticks of the running slots without waiting for them. `keep`: slots whose prior state is returned."""
-        before = {slot: self.take(slot, 0) for slot in keep}
+        before = {slot: self.save(slot, 0) for slot in keep}
         active = np.zeros((self.n_slots,), bool)
         active[list(running)] = True
         settings, rules, keys = self._table.on_device()
@@ -198,20 +204,20 @@ class Backend:
         )
         self._tokens = _at(tokens, np.int32(n_ticks - 1))
         for slot in running:
-            self._held[slot] += n_ticks
+            self._n_held[slot] += n_ticks
         return Dispatch(n_ticks=n_ticks, tokens=tokens, logprobs=logprobs, top=top, before=before)
 
     def memory_after(self, before: SlotState, written: Sequence[int]) -> Any:
         """Return the memory after `before` has read its token and then `written`. Computed by ticks, so that it is bit-identical to
         the memory in the slot."""
-        one = self.decoder.alone(before.memory, self.cfg)
+        one = self.decoder.single_slot(before.memory, self.cfg)
         nothing = np.zeros((self.cfg.n_vocab,), np.int32)
         for token in (int(before.token), *written):
-            one, *_ = self._tick_alone(one, 0, np.int32(token), nothing)  # the sampled token is ignored
+            one, *_ = self._tick_single(one, 0, np.int32(token), nothing)  # the sampled token is ignored
         n_held = before.n_held + 1 + len(written)
         return self.decoder.extract(self._prepared, one, 0, self.cfg, n_held, before.memory)
 
-    def _tick_alone(self, one: Any, slot: int, token: Any, written: Any) -> Any:
+    def _tick_single(self, one: Any, slot: int, token: Any, written: Any) -> Any:
         """Run one tick of a single sequence with a slot's sampling settings."""
         settings, rules, keys = self._table.row(slot)
         return self.decoder.decode(
@@ -228,22 +234,24 @@ class Backend:
         )
 
 
-class _RuleTable:
+class _SamplingTable:
     """Sampling settings and logit masks of all slots, kept on the host and sent to the device after a change."""
 
-    def __init__(self, n_slots: int, n_vocab: int, everywhere: NamedSharding | None = None) -> None:
-        self._everywhere = everywhere
+    def __init__(self, n_slots: int, n_vocab: int, replicated: NamedSharding | None = None) -> None:
+        self._replicated = replicated
         """Replicated over the mesh; None without a mesh."""
         self._settings = jax.tree.map(lambda x: np.array(x), sampling_settings(n_slots))
         self._bias = np.zeros((n_slots, n_vocab), np.float32)
-        self._late = np.zeros((n_slots, n_vocab), bool)
-        self._late_until = np.zeros((n_slots,), np.int32)
-        self._prompted = np.zeros((n_slots, n_vocab), bool)
-        self._keys = jax.device_put(_keys(n_slots), everywhere)
-        self._restricted: dict[int, np.ndarray] = {}
+        self._min_token_mask = np.zeros((n_slots, n_vocab), bool)
+        self._min_token_until = np.zeros((n_slots,), np.int32)
+        self._in_prompt = np.zeros((n_slots, n_vocab), bool)
+        self._keys = jax.device_put(_keys(n_slots), replicated)
+        self._next_mask: dict[int, np.ndarray] = {}
         self._device: tuple[SamplingSettings, LogitMask] | None = None
 
-    def set(self, slot: int, sampling: Sampling, prompt: Sequence[int], late: frozenset[int], until: int) -> None:
+    def set(
+        self, slot: int, sampling: Sampling, prompt: Sequence[int], min_token_ids: frozenset[int], until: int
+    ) -> None:
         for name in (field.name for field in dataclasses.fields(self._settings)):
             getattr(self._settings, name)[slot] = getattr(sampling, name)
         bias = self._bias[slot]
@@ -253,33 +261,40 @@ class _RuleTable:
         for token, value in sampling.logit_bias.items():
             bias[token] += value
         bias[list(sampling.banned)] = -np.inf
-        self._late[slot] = False
-        self._late[slot, list(late)] = True
-        self._late_until[slot] = until
-        self._prompted[slot] = False
+        self._min_token_mask[slot] = False
+        self._min_token_mask[slot, list(min_token_ids)] = True
+        self._min_token_until[slot] = until
+        self._in_prompt[slot] = False
         if sampling.repetition_penalty != 1.0:
-            self._prompted[slot, list(set(prompt))] = True
+            self._in_prompt[slot, list(set(prompt))] = True
         self._keys = _set_key(self._keys, slot, np.uint32(sampling.seed))
-        self._restricted.pop(slot, None)  # left over from an earlier request that got stuck
+        self._next_mask.pop(slot, None)  # left over from an earlier request that got stuck
         self._device = None
 
-    def restrict(self, slot: int, allowed: Bool[np.ndarray, " A"]) -> bool:
-        self._restricted[slot] = allowed
+    def mask_next(self, slot: int, allowed: Bool[np.ndarray, " A"]) -> bool:
+        self._next_mask[slot] = allowed
         return bool((allowed & (self._bias[slot] > -np.inf)).any())
 
     def on_device(self) -> tuple[SamplingSettings, LogitMask, PRNGKeyArray]:
         if self._device is None:
             # Copy first: the device may read the host's memory asynchronously, while the table changes.
-            table = (self._settings, self._bias, self._late, self._late_until, self._prompted)
-            settings, bias, late, late_until, prompted = jax.device_put(jax.tree.map(np.copy, table), self._everywhere)
-            self._device = settings, LogitMask(bias=bias, late=late, late_until=late_until, prompted=prompted)
+            table = (self._settings, self._bias, self._min_token_mask, self._min_token_until, self._in_prompt)
+            settings, bias, min_token_mask, min_token_until, in_prompt = jax.device_put(
+                jax.tree.map(np.copy, table), self._replicated
+            )
+            self._device = (
+                settings,
+                LogitMask(
+                    bias=bias, min_token_mask=min_token_mask, min_token_until=min_token_until, in_prompt=in_prompt
+                ),
+            )
         settings, rules = self._device
-        if self._restricted:
+        if self._next_mask:
             bias = self._bias.copy()
-            for slot, allowed in self._restricted.items():
+            for slot, allowed in self._next_mask.items():
                 bias[slot, ~allowed] = -np.inf
-            self._restricted = {}
-            rules = dataclasses.replace(rules, bias=jax.device_put(bias, self._everywhere))
+            self._next_mask = {}
+            rules = dataclasses.replace(rules, bias=jax.device_put(bias, self._replicated))
         return settings, rules, self._keys
 
     def row(self, slot: int) -> tuple[SamplingSettings, LogitMask, PRNGKeyArray]:

@@ -1,21 +1,28 @@
-"""A run's chat template: how a conversation becomes one text, and which strings end the answer. It is data only, without code.
+"""A run's chat template: how a conversation becomes a prompt, and what ends the answer.
 
-A run may provide its own as `chat_template.json`. All of it is plain text and is tokenized as such (no special tokens).
+A run may have one of its own: `chat_template.json`, which is data without code and is tokenized as plain text (no special tokens);
+or one of Hugging Face, in `chat_template.jinja` or in `tokenizer_config.json` (`serve/jinja_template.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from linnet.core.errors import UserError, invalid
-from linnet.serve.request import MAX_STOP_BYTES, MAX_STOPS
+import jinja2
 
-FILE = "chat_template.json"
+from linnet.core.errors import UserError, invalid
+from linnet.core.files import parse_json
+from linnet.serve.jinja_template import JinjaTemplate
+from linnet.serve.request import MAX_STOP_BYTES, MAX_STOPS
+from linnet.tokenizers.base import Tokenizer
+
+FILE, JINJA_FILE, CONFIG_FILE = "chat_template.json", "chat_template.jinja", "tokenizer_config.json"
 MAX_BYTES = 1 << 16
+MAX_CONFIG_BYTES = 1 << 24
 ROLES = ("system", "developer", "user", "assistant")
 NEEDED = ("user", "assistant")
 FIELDS = ("beginning", "roles", "answer", "stop", "between")
@@ -41,6 +48,21 @@ class ChatTemplate:
     between: str
     """Text between an answer and the next message of a session. A stop string that ended the answer has already been read."""
 
+    def encode(
+        self, messages: Sequence[tuple[str, str]], tokenizer: Tokenizer, *, last: int | None = None
+    ) -> list[int]:
+        """Return the prompt of (role, content) pairs. `last`: the last id of a session that these messages continue."""
+        text = self.text(messages, goes_on=last is not None)
+        return tokenizer.encode(text.encode(), continues=last is not None).tolist()
+
+    def stops(self, tokenizer: Tokenizer) -> tuple[tuple[str, ...], frozenset[int]]:
+        """Return the strings and the ids that end an answer."""
+        return self.stop, frozenset()
+
+    def card(self) -> dict[str, Any]:
+        """Return the template in the format of `chat_template.json`."""
+        return {**dataclasses.asdict(self), "stop": list(self.stop)}
+
     def text(self, messages: Iterable[tuple[str, str]], *, goes_on: bool) -> str:
         """Render (role, content) pairs as one text. `goes_on`: the text continues a session that is not empty."""
         parts = [self.between if goes_on else self.beginning]
@@ -53,7 +75,10 @@ class ChatTemplate:
         known = self.roles.get(role) or (self.roles.get("system") if role == "developer" else None)
         if known is None:
             raise invalid(
-                "the role of a message", role, f"one of {', '.join(self.roles)} with this model", "use another"
+                "the role of a message",
+                role,
+                f"one of {', '.join(self.roles)} for this model",
+                "use one of these roles",
             )
         return known
 
@@ -68,12 +93,75 @@ PLAIN = ChatTemplate(
 """One line per message, followed by the start of the answer's line."""
 
 
-def read_template(folder: Path) -> ChatTemplate:
+Template = ChatTemplate | JinjaTemplate
+
+
+def read_template(folder: Path) -> Template:
     """Read and validate a run's own template; return the plain one if it has none."""
-    path = folder / FILE
-    if not path.exists():
+    if (folder / FILE).exists():
+        return _Checked(folder / FILE).template()
+    path = folder / CONFIG_FILE
+    config = parse_config(path, _read(path, MAX_CONFIG_BYTES)) if path.exists() else {}
+    source = named_template(path, config.get("chat_template"))
+    if (folder / JINJA_FILE).exists():
+        path = folder / JINJA_FILE
+        source = _decode(path, _read(path, MAX_BYTES))
+    if source is None:
         return PLAIN
-    return _Checked(path).template()
+    template = JinjaTemplate(source=source, tokens=special_tokens(config))
+    try:
+        template.check()
+    except jinja2.TemplateError as error:
+        raise invalid(str(path), str(error)[:200], "a Jinja chat template", "correct it, or remove it") from None
+    return template
+
+
+def parse_config(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        config = parse_json(data)
+    except ValueError as error:
+        raise invalid(str(path), str(error)[:200], "JSON", "restore it, or remove it") from None
+    if not isinstance(config, dict):
+        raise invalid(str(path), type(config).__name__, "an object of settings", "restore it, or remove it")
+    return config
+
+
+def named_template(path: Path, value: Any) -> str | None:
+    """Return the template of a tokenizer_config.json: a string, or the one called `default` in a list of named templates."""
+    if isinstance(value, list):
+        named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+        if "default" not in named:
+            needs = (
+                f"a string, or a list with a template named 'default' (it has {', '.join(map(str, named)) or 'none'})"
+            )
+            raise invalid(f"{path}: chat_template", "a list", needs, f"write the template to {JINJA_FILE}")
+        value = named["default"]
+    if value is not None and not isinstance(value, str):
+        raise invalid(f"{path}: chat_template", value, "a string or a list of named templates", "correct it")
+    return value
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens of a tokenizer_config.json, which are strings or objects with `content`."""
+    found = {name: one.get("content") if isinstance(one, dict) else one for name, one in config.items()}
+    return {name: one for name, one in found.items() if name.endswith("_token") and isinstance(one, str)}
+
+
+def _read(path: Path, most: int) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise invalid(str(path), error.strerror, "a readable file", "check its permissions") from None
+    if len(data) > most:
+        raise invalid(f"the size of {path}", len(data), f"at most {most} bytes", "shorten it")
+    return data
+
+
+def _decode(path: Path, data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise invalid(str(path), str(error)[:200], "text in UTF-8", "correct its encoding") from None
 
 
 class _Checked:
@@ -81,18 +169,13 @@ class _Checked:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise invalid(str(path), error.strerror, "a file that can be read", "check its rights") from None
-        if len(data) > MAX_BYTES:
-            raise invalid(f"the size of {path}", len(data), f"at most {MAX_BYTES} bytes", "shorten it")
+        data = _read(path, MAX_BYTES)
         try:
             self._fields = json.loads(data.decode(), object_pairs_hook=self._once)
         except UserError:  # a duplicate field
             raise
         except (ValueError, RecursionError) as error:
-            raise invalid(str(path), str(error)[:200], "JSON in UTF-8", "see docs/serving.md") from None
+            raise invalid(str(path), str(error)[:200], "JSON in UTF-8", "see docs/serve.md") from None
         self._object("the template", self._fields, FIELDS)
 
     def template(self) -> ChatTemplate:
@@ -135,15 +218,13 @@ class _Checked:
         if not isinstance(value, str):
             raise self._refuse(field, value, "a string", "put it in quotes")
         if any(0xD800 <= ord(letter) < 0xE000 for letter in value):
-            raise self._refuse(
-                field, ascii(value)[:80], "text that is Unicode", "leave out the half of a surrogate pair"
-            )
+            raise self._refuse(field, ascii(value)[:80], "valid Unicode text", "remove the unpaired surrogate")
         return value
 
     def _object(self, field: str, value: Any, known: tuple[str, ...]) -> dict[str, Any]:
         if not isinstance(value, dict):
             got = "missing" if value is None else value
-            raise self._refuse(field, got, f"an object with {', '.join(known)}", "see docs/serving.md")
+            raise self._refuse(field, got, f"an object with {', '.join(known)}", "see docs/serve.md")
         for name in value:
             if name not in known:
                 raise self._refuse(

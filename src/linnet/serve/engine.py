@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from linnet.core.errors import UserError, invalid
 from linnet.models.base import TokenFamily
+from linnet.models.bos import in_front
 from linnet.serve.backend import N_TICKS, Backend, Dispatch
 from linnet.serve.engine_loop import EngineLoop
 from linnet.serve.grammar import Grammars
 from linnet.serve.job import Job
 from linnet.serve.prefix_cache import PrefixCache
-from linnet.serve.request import Choice, OnEvent, Request
+from linnet.serve.request import Choice, OnEvent, Request, TooLong
 from linnet.serve.scheduler import Plan
 from linnet.serve.state import State, model_fingerprint
 from linnet.tokenizers.base import Tokenizer
@@ -39,18 +40,18 @@ class EngineConfig:
     """Maximum prompt length in tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("n_slots", "max_waiting", "max_prompt"):
-            if getattr(self, name) < 1:
-                raise invalid(f"--{name.replace('_', '-')}", getattr(self, name), "at least 1", "use the default")
+        for name, value in (("--slots", self.n_slots), ("--queue", self.max_waiting), ("max_prompt", self.max_prompt)):
+            if value < 1:
+                raise invalid(name, value, "at least 1", "use the default")
         if self.prefix_bytes < 0:
-            raise invalid("--prefix-bytes", self.prefix_bytes, "0 or more", "use 0 for no prefix cache")
+            raise invalid("--prefix-mb", self.prefix_bytes >> 20, "0 or more", "use 0 for no prefix cache")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Flight:
+class _InFlight:
     """A dispatch that has not been read back yet, and the job of each of its columns."""
 
-    ticket: Dispatch
+    dispatch: Dispatch
     jobs: dict[int, Job]
 
 
@@ -73,7 +74,7 @@ class Engine(EngineLoop[Job]):
         self.prefix = PrefixCache(self.backend.chunk_len, config.prefix_bytes)
         self._cfg, self._tokenizer = cfg, tokenizer
         self._grammars = Grammars(tokenizer, n_vocab=cfg.n_vocab)
-        self._flight: _Flight | None = None
+        self._flight: _InFlight | None = None
         self._n_tokens = 0
 
     # From any thread
@@ -93,10 +94,28 @@ class Engine(EngineLoop[Job]):
             matcher=matcher,
         )
         if job.memory is not None:
-            job.memory = self.backend.placed(job.memory)
+            job.memory = self.backend.to_device(job.memory)
         elif request.use_prefix_cache:
             job.keys = self.prefix.keys(job.to_read)
         self._queue(job, job.n_chunks(self.backend.chunk_len))
+
+    def append(self, state: State | None, ids: Sequence[int]) -> State:
+        """Return the state after these ids, which are read as a prompt is but not answered. None: start a sequence, with the model's
+        BOS id. Computed in the caller's thread; the engine may run other requests meanwhile."""
+        self._check_ids(ids)
+        front = in_front(self._cfg.bos_id, True) if state is None else (state.last,)
+        n_read = 0 if state is None else state.n_tokens - 1
+        memory = self.backend.empty_memory() if state is None else self.backend.to_device(state.memory)
+        *to_read, last = (*front, *ids)
+        n_tokens, context = n_read + len(to_read) + 1, self._cfg.context
+        if context is not None and n_tokens > context:
+            needs = f"at most {context} tokens: the model reads no more"
+            raise TooLong(str(invalid("the conversation", f"{n_tokens} tokens", needs, "begin another")))
+        size = self.backend.chunk_len
+        for start in range(0, len(to_read), size):
+            memory = self.backend.prefill_chunk(memory, to_read[start : start + size])
+        n_front = len(front) if state is None else state.n_front
+        return State(memory=memory, last=last, n_tokens=n_tokens, model=self.fingerprint, n_front=n_front)
 
     def stats(self) -> dict[str, float]:
         with self._changed:
@@ -104,9 +123,9 @@ class Engine(EngineLoop[Job]):
             return {
                 "slots": self.config.n_slots,
                 "waiting": scheduler.waiting,
-                "reading": scheduler.reading,
+                "reading": scheduler.prefilling,
                 "running": scheduler.running,
-                "parked": scheduler.parked,
+                "parked": scheduler.preempted,
                 "tokens_total": self._n_tokens,
                 "prefix_hits": self.prefix.hits,
                 "prefix_misses": self.prefix.misses,
@@ -114,46 +133,51 @@ class Engine(EngineLoop[Job]):
                 "state_bytes": self.backend.state_bytes,
             }
 
+    def _check_ids(self, ids: Iterable[int]) -> None:
+        n_vocab = self._cfg.n_vocab
+        wrong = next((token for token in ids if not 0 <= token < n_vocab), None)
+        if wrong is not None:
+            raise invalid("a token id", wrong, f"0 to {n_vocab - 1}", "use the model's tokenizer")
+
     def _check(self, request: Request) -> None:
         n_vocab = self._cfg.n_vocab
         if len(request.prompt) > self.config.max_prompt:
-            most = self.config.max_prompt
+            maximum = self.config.max_prompt
             raise invalid(
-                "the prompt", f"{len(request.prompt)} tokens", f"at most {most}", "send it in parts, with a session"
+                "the prompt", f"{len(request.prompt)} tokens", f"at most {maximum}", "send it in parts with a session"
             )
         sampling = request.sampling
-        named = {*sampling.logit_bias, *(sampling.allowed or ()), *sampling.banned, *sampling.stop_ids, *request.prompt}
-        wrong = [token for token in named if not 0 <= token < n_vocab]
-        if wrong:
-            raise invalid("a token id", wrong[0], f"0 to {n_vocab - 1}", "use the model's tokenizer")
+        self._check_ids(
+            {*sampling.logit_bias, *(sampling.allowed or ()), *sampling.banned, *sampling.stop_ids, *request.prompt}
+        )
         if request.state is not None and request.state.model != self.fingerprint:
-            raise UserError("the state belongs to another model. Fix: go on with the model that made it.")
+            raise UserError("the state belongs to another model. Fix: continue it with the model that created it.")
         if len(sampling.banned) >= n_vocab:
-            raise invalid("banned", "every id", "at least one id left", "ban fewer")
-        gone = sampling.banned | sampling.stop_ids | (frozenset() if sampling.ignore_end else {self._cfg.end_id})
-        n_left = n_vocab - len(gone) if sampling.allowed is None else len(sampling.allowed - gone)
+            raise invalid("banned_token_ids", "every id", "at least one id fewer", "ban fewer ids")
+        excluded = sampling.banned | sampling.stop_ids | (frozenset() if sampling.ignore_end else {self._cfg.end_id})
+        n_left = n_vocab - len(excluded) if sampling.allowed is None else len(sampling.allowed - excluded)
         if sampling.min_tokens and not n_left:
-            needs = "0 where only ids that end the text may be drawn"
-            raise invalid("min_tokens", sampling.min_tokens, needs, "allow another id, or leave it out")
+            needs = "0 if only ids that end the text may be sampled"
+            raise invalid("min_tokens", sampling.min_tokens, needs, "allow another id, or omit min_tokens")
 
     # In the engine's thread
 
     def _execute(self, plan: Plan) -> None:
         for id, reason in plan.ended:
             self._jobs.pop(id).finish(reason)
-        for id, slot in plan.park:
+        for id, slot in plan.preempt:
             job = self._jobs[id]
-            job.seat, job.slot = self.backend.take(slot, _positions(job)), None
-        if plan.read is not None:
-            self._read(self._jobs[plan.read])
-        begun = [flight for id, slot in plan.place if (flight := self._place(self._jobs[id], slot)) is not None]
+            job.slot_state, job.slot = self.backend.save(slot, _positions(job)), None
+        if plan.prefill is not None:
+            self._prefill(self._jobs[plan.prefill])
+        begun = [flight for id, slot in plan.load if (flight := self._load(self._jobs[id], slot)) is not None]
         running = self._running() if plan.tick else {}
         constrained = any(job.matcher is not None for job in running.values())
         before, self._flight = self._flight, None
         if constrained:  # the next mask depends on the last token
             self._collect(before, *begun)
             before, begun = None, []
-            running = {slot: job for slot, job in self._running().items() if self._may_go_on(slot, job)}
+            running = {slot: job for slot, job in self._running().items() if self._mask_by_grammar(slot, job)}
         if running:
             self._flight = self._dispatch(running, constrained)
         self._collect(before, *begun)
@@ -165,51 +189,51 @@ class Engine(EngineLoop[Job]):
         with self._changed:  # other threads add jobs
             return {job.slot: job for job in self._jobs.values() if job.slot is not None}
 
-    def _may_go_on(self, slot: int, job: Job) -> bool:
+    def _mask_by_grammar(self, slot: int, job: Job) -> bool:
         """Restrict a slot to the ids that its grammar allows next. If there are none, end this request, and only this one."""
         if job.matcher is None:
             return True
         try:
-            if self.backend.restrict(slot, job.allowed_next()):
+            if self.backend.mask_next(slot, job.allowed_next()):
                 return True
             error = (
-                "no token that the grammar allows is left by the ids that are allowed, banned or too early (min_tokens). Fix: "
-                "rule out fewer ids, or change the grammar."
+                "allowed_token_ids, banned_token_ids and min_tokens exclude every token that the grammar allows here. Fix: exclude "
+                "fewer ids, or change the grammar."
             )
-        except UserError as refusal:
-            error = str(refusal)
+        except UserError as failure:
+            error = str(failure)
         self._end(job, "stuck", error=error)
         return False
 
-    def _dispatch(self, running: dict[int, Job], constrained: bool) -> _Flight:
+    def _dispatch(self, running: dict[int, Job], constrained: bool) -> _InFlight:
         n_ticks = 1 if constrained else self._n_ticks(running)
-        ticket = self.backend.dispatch(
+        dispatch = self.backend.dispatch(
             n_ticks,
             list(running),
             with_top=any(job.request.sampling.top_logprobs for job in running.values()),
             keep=[slot for slot, job in running.items() if job.request.return_state],
         )
         for job in running.values():
-            self._asked(job, n_ticks)
-        return _Flight(ticket, dict(running))
+            self._count_dispatched(job, n_ticks)
+        return _InFlight(dispatch, dict(running))
 
     def _n_ticks(self, running: dict[int, Job]) -> int:
         """Ticks of the next dispatch. While requests wait for a slot: until the first slot is free, but at least `MIN_TICKS`;
         otherwise as many as the longest answer needs."""
-        left = [job.max_tokens - job.n_asked for job in running.values()]
+        left = [job.max_tokens - job.n_dispatched for job in running.values()]
         with self._changed:
             wanted = self._scheduler.wants_slots
         return min(N_TICKS, max(MIN_TICKS, min(left)) if wanted else max(left))
 
-    def _asked(self, job: Job, n_ticks: int) -> None:
+    def _count_dispatched(self, job: Job, n_ticks: int) -> None:
         """Count tokens that were dispatched. If they complete the answer, release the slot without waiting for their values."""
-        job.n_asked += n_ticks
-        if job.n_asked >= job.max_tokens:
+        job.n_dispatched += n_ticks
+        if job.n_dispatched >= job.max_tokens:
             job.slot = None
             with self._changed:
-                self._scheduler.leaves(job.request.id)
+                self._scheduler.release_slot(job.request.id)
 
-    def _read(self, job: Job) -> None:
+    def _prefill(self, job: Job) -> None:
         """Prefill one chunk of a prompt, after the chunks that are in the prefix cache."""
         size = self.backend.chunk_len
         if job.memory is None:
@@ -230,53 +254,56 @@ class Engine(EngineLoop[Job]):
             logprobs, top = self.backend.chunk_logprobs(job.memory, chunk, targets, with_top=with_top)
             job.logprobs += logprobs
             job.top += [tuple(row[: job.request.sampling.top_logprobs]) for row in top]
-        job.memory = self.backend.read_chunk(job.memory, chunk)
+        job.memory = self.backend.prefill_chunk(job.memory, chunk)
         job.n_read += len(chunk)
         n = job.n_read // size
         if len(chunk) == size and n <= len(job.keys) and self.prefix.wants(n, len(job.keys)):
             self.prefix.add(job.keys[n - 1], job.memory)
 
-    def _place(self, job: Job, slot: int) -> _Flight | None:
+    def _load(self, job: Job, slot: int) -> _InFlight | None:
         """Load a request into its slot. A new request also samples its first token, unless its grammar allows none."""
-        is_fresh = job.seat is None
-        if job.seat is None:
+        is_fresh = job.slot_state is None
+        if job.slot_state is None:
             while job.n_read < len(job.to_read):  # the prefix cache had fewer chunks than expected
-                self._read(job)
+                self._prefill(job)
             memory = self.backend.empty_memory() if job.memory is None else job.memory
-            job.seat = self.backend.seat(memory, job.last, _positions(job))
-            job.tell_prompt_read()
-        seat = job.seat
-        self.backend.rule(slot, seat, job.request.sampling, job.prompt, job.late)
-        job.seat, job.slot, job.memory = None, slot, None
+            job.slot_state = self.backend.make_state(memory, job.last, _positions(job))
+            job.notify_prefill_done()
+        state = job.slot_state
+        prompt = (*job.request.appended, *job.prompt)
+        self.backend.set_sampling(slot, state, job.request.sampling, prompt, job.min_token_ids)
+        job.slot_state, job.slot, job.memory = None, slot, None
         if not is_fresh:
-            self.backend.put(slot, seat)
+            self.backend.load(slot, state)
             return None
-        if not self._may_go_on(slot, job):
+        if not self._mask_by_grammar(slot, job):
             return None
-        flight = _Flight(self.backend.begin(slot, seat), {0: job})
-        self._asked(job, 1)
+        flight = _InFlight(self.backend.first_token(slot, state), {0: job})
+        self._count_dispatched(job, 1)
         return flight
 
-    def _collect(self, *flights: _Flight | None) -> None:
+    def _collect(self, *flights: _InFlight | None) -> None:
         """Read dispatches back and send each job its tokens."""
         for flight in flights:
             if flight is None:
                 continue
-            n = flight.ticket.n_ticks
-            tokens, logprobs = np.asarray(flight.ticket.tokens)[:n], np.asarray(flight.ticket.logprobs)[:n]
+            n = flight.dispatch.n_ticks
+            tokens, logprobs = np.asarray(flight.dispatch.tokens)[:n], np.asarray(flight.dispatch.logprobs)[:n]
             for column, job in flight.jobs.items():
                 if not job.is_done:
-                    self._tell(job, column, flight.ticket, tokens[:, column].tolist(), logprobs[:, column].tolist())
+                    self._deliver(
+                        job, column, flight.dispatch, tokens[:, column].tolist(), logprobs[:, column].tolist()
+                    )
 
-    def _tell(self, job: Job, column: int, ticket: Dispatch, tokens: list[int], logprobs: list[float]) -> None:
-        likeliest = None
-        if ticket.top is not None and job.request.sampling.top_logprobs:
-            ids, values = (np.asarray(one)[: ticket.n_ticks, column].tolist() for one in ticket.top)
-            likeliest = [[Choice(i, v) for i, v in zip(*row, strict=True)] for row in zip(ids, values, strict=True)]
+    def _deliver(self, job: Job, column: int, dispatch: Dispatch, tokens: list[int], logprobs: list[float]) -> None:
+        top_choices = None
+        if dispatch.top is not None and job.request.sampling.top_logprobs:
+            ids, values = (np.asarray(one)[: dispatch.n_ticks, column].tolist() for one in dispatch.top)
+            top_choices = [[Choice(i, v) for i, v in zip(*row, strict=True)] for row in zip(ids, values, strict=True)]
         try:
-            n, reason, stopped_by = job.take(tokens, logprobs, likeliest)
-        except UserError as refusal:  # its grammar exceeded the limits: only this request ends
-            self._end(job, "stuck", error=str(refusal))
+            n, reason, stopped_by = job.take(tokens, logprobs, top_choices)
+        except UserError as failure:  # its grammar exceeded the limits: only this request ends
+            self._end(job, "stuck", error=str(failure))
             return
         self._n_tokens += n
         if reason is None:
@@ -285,7 +312,7 @@ class Engine(EngineLoop[Job]):
             return
         state = None
         if job.request.return_state:
-            memory = self.backend.memory_after(ticket.before[column], tokens[: n - 1])
+            memory = self.backend.memory_after(dispatch.before[column], tokens[: n - 1])
             state = State(
                 memory=memory,
                 last=tokens[n - 1],

@@ -92,7 +92,7 @@ class EngineLoop(abc.ABC, Generic[J]):
         """Add a job to the queue. Raises `QueueFull`, or `Draining` if the engine is about to stop."""
         with self._changed:
             if self._draining:
-                raise Draining("the server is about to stop. Fix: try another one, or try again later.")
+                raise Draining("the server is shutting down. Fix: use another server, or try again later.")
             request = job.request
             self._scheduler.submit(
                 request.id,
@@ -124,7 +124,7 @@ class EngineLoop(abc.ABC, Generic[J]):
             try:
                 self._execute(plan)
             except Exception as error:
-                log.exception("a batch failed")
+                log.exception("A batch failed.")
                 self._fail_batch(str(error))
 
     def _end(self, job: J, reason: FinishReason, **told: Any) -> None:

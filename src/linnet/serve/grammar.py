@@ -17,7 +17,7 @@ from linnet.tokenizers.base import Tokenizer
 
 MAX_GRAMMAR_BYTES = 32 * 1024
 _LONGEST_REASON = 300
-_DEAD_END = "the text can neither go on nor end in this vocabulary"
+_DEAD_END = "no token of the vocabulary can continue or end the text"
 _NAMES = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a Lark grammar"}
 # Work is bounded in llguidance's own units rather than in seconds, so that acceptance does not depend on the machine's load.
 _LIMITS = LLParserLimits(
@@ -36,7 +36,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, *, n_vocab: int | None = None) -> None:
         """`n_vocab`: the model's vocabulary size, if larger than the tokenizer's. The additional ids are never allowed."""
         n_ids = tokenizer.n_vocab if n_vocab is None else n_vocab
-        assert n_ids >= tokenizer.n_vocab, "a tokenizer with ids that the model has not"
+        assert n_ids >= tokenizer.n_vocab, "the tokenizer has ids outside the model's vocabulary"
         self._end = tokenizer.end_id
         self._text_ids = np.zeros(n_ids, bool)
         self._text_ids[: tokenizer.n_vocab] = tokenizer.lengths() > 0
@@ -50,7 +50,7 @@ class Grammars:
         try:
             n_bytes = len(constraint.grammar.encode())
             if n_bytes > MAX_GRAMMAR_BYTES:
-                needs, fix = f"at most {MAX_GRAMMAR_BYTES:,} bytes long", "make it smaller"
+                needs, fix = f"at most {MAX_GRAMMAR_BYTES:,} bytes", "make it smaller"
                 raise invalid(kind, f"{n_bytes:,} bytes", needs, fix)
             lark = f"{_TO_LARK[kind](constraint.grammar)}\n{self._options}"
             # Mark it as Lark explicitly: llguidance would take text that begins with a brace for another grammar format.
@@ -92,7 +92,7 @@ class Matcher:
 
     def advance(self, token: int) -> None:
         """Consume an id that the mask allowed."""
-        assert token == self._end or not self.is_finished, "a token after the text had ended"
+        assert token == self._end or not self.is_finished, "a token after the end of the text"
         if not self._matcher.consume_token(token):
             assert "doesn't satisfy the grammar" not in self._matcher.get_error(), (
                 f"the token {token} is not allowed here"
@@ -140,7 +140,9 @@ def _from_json_schema(text: str) -> str:
 def _from_regex(text: str) -> str:
     n_backslashes = len(text) - len(text.rstrip("\\"))
     if n_backslashes % 2:  # llguidance would drop it
-        raise invalid("regex", text[-80:], "complete (a single backslash ends it)", "write two for a backslash")
+        raise invalid(
+            "regex", text[-80:], "complete (it ends with a single backslash)", "write two backslashes for a literal one"
+        )
     return f"start: /{regex_to_lark(text, '')}/"
 
 
@@ -155,5 +157,5 @@ def _unusable(kind: str, reason: str) -> UserError:
     first = " ".join(reason.split("<backtrace>")[0].split("<non-verbose/>")[0].split())
     short = first if len(first) <= _LONGEST_REASON else first[:_LONGEST_REASON] + "..."
     return UserError(
-        f"{kind} cannot be used: {short or 'it is not understood'}. Fix: give {_NAMES[kind]} that llguidance can follow."
+        f"{kind} cannot be used: {short or 'it cannot be parsed'}. Fix: use {_NAMES[kind]} that llguidance supports."
     )

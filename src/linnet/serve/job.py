@@ -64,9 +64,9 @@ class Job:
         self.logprobs: list[float] = []
         self.top: list[tuple[Choice, ...]] = []
         """`logprobs` and `top` are those of the prompt."""
-        self.seat: SlotState | None = None
+        self.slot_state: SlotState | None = None
         self.slot: int | None = None
-        self.n_asked = 0
+        self.n_dispatched = 0
         """Tokens for which a dispatch was started; none are needed beyond `max_tokens`."""
         self.is_done = False
         sampling = request.sampling
@@ -78,20 +78,21 @@ class Job:
             sampling.stop,
             min_tokens=sampling.min_tokens,
             before=prompt if request.shows_prompt else (),
-            continues=matcher is not None or (not begins and (request.shows_prompt or not prompt)),
+            continues=matcher is not None
+            or (not begins and (request.shows_prompt or not (prompt or request.appended))),
         )
 
     @property
-    def late(self) -> frozenset[int]:
+    def min_token_ids(self) -> frozenset[int]:
         """Ids that may not be sampled before `min_tokens`."""
         return (self.ends | self.request.sampling.stop_ids) if self.request.sampling.min_tokens else frozenset()
 
     def allowed_next(self) -> Bool[np.ndarray, " vocab"]:
-        """Return the ids that the grammar allows, without those in `late` before `min_tokens`."""
+        """Return the ids that the grammar allows, without those in `min_token_ids` before `min_tokens`."""
         assert self.matcher is not None
         allowed = self.matcher.mask()
         if self._n_written < self.request.sampling.min_tokens:
-            allowed[list(self.late)] = False
+            allowed[list(self.min_token_ids)] = False
         return allowed
 
     def n_chunks(self, chunk_len: int) -> int:
@@ -100,7 +101,7 @@ class Job:
     def next_chunk(self, chunk_len: int) -> list[int]:
         return self.to_read[self.n_read : self.n_read + chunk_len]
 
-    def tell_prompt_read(self) -> None:
+    def notify_prefill_done(self) -> None:
         n = self.n_prompt
         # Without a token before it, the first token of the prompt is not predicted.
         unpredicted = len(self.to_read) + 1 == n
@@ -152,7 +153,7 @@ class Job:
     ) -> None:
         assert not self.is_done, f"{self.request.id} ended twice"
         self.is_done = True
-        self.memory = self.seat = None
+        self.memory = self.slot_state = None
         self._emit(
             Finished(
                 reason=reason,
@@ -181,12 +182,12 @@ def _fitted(request: Request, n_before: int, n_first: int, context: int | None) 
         return prompt, max_tokens
     most = context - n_before - n_first
     if most < min(1, len(prompt)):
-        needs = f"shorter: the model reads {context} tokens, answer included, and has no room for more"
-        raise _too_long("the session", f"{n_before} tokens long", needs, "begin another")
+        needs = f"shorter: the context of {context} tokens (prompt and answer) is full"
+        raise _too_long("the session", f"{n_before} tokens long", needs, "start another session")
     if len(prompt) > most:
         if not request.cut_prompt:
-            needs = f"at most {most}: the model reads {context} tokens, answer included"
-            fix = "shorten it, or have its front cut (truncate_prompt)"
+            needs = f"at most {most}: the context is {context} tokens (prompt and answer)"
+            fix = "shorten it, or set truncate_prompt to drop tokens at its start"
             raise _too_long("the prompt", f"{len(prompt)} tokens", needs, fix)
         # Leave room for the answer, but keep at least half of the room for the prompt.
         prompt = prompt[-max(most - max_tokens + 1, (most + 1) // 2) :]

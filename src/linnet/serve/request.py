@@ -23,9 +23,7 @@ class QueueFull(UserError):
     """The queue is full; retry after `retry_after` seconds."""
 
     def __init__(self, waiting: int, retry_after: float) -> None:
-        super().__init__(
-            f"{waiting} requests are waiting already, as many as may. Fix: try again in {retry_after:.0f} s."
-        )
+        super().__init__(f"the queue is full ({waiting} requests are waiting). Fix: try again in {retry_after:.0f} s.")
         self.retry_after = retry_after
 
 
@@ -46,7 +44,9 @@ class SessionInUse(UserError):
     """Another call is using the session. Only one at a time may continue it, since two would overwrite each other's state."""
 
     def __init__(self, id: str) -> None:
-        super().__init__(f"session {id!r} is in use by another call. Fix: wait for its end, or fork the session.")
+        super().__init__(
+            f"session {id!r} is in use by another call. Fix: wait until that call ends, or fork the session."
+        )
 
 
 class AnswerLost(UserError):
@@ -54,8 +54,8 @@ class AnswerLost(UserError):
 
     def __init__(self, id: str) -> None:
         super().__init__(
-            f"session {id!r} went on by this call, but its answer was lost with the replica that made it. Fix: go on from there; "
-            "fork a session before a call that must be repeatable."
+            f"session {id!r} was advanced by this call, but the answer was lost when the replica died. Fix: continue from the new "
+            "state; to be able to repeat a call, fork the session before it."
         )
 
 
@@ -122,7 +122,9 @@ class Sampling:
         for bias in self.logit_bias.values():
             _between("logit_bias", bias, -100.0, 100.0)
         if self.allowed is not None and not self.allowed - self.banned:
-            raise invalid("allowed", "no id", "at least one id that is not banned", "leave it out to allow all")
+            raise invalid(
+                "allowed_token_ids", "no id", "at least one id that is not banned", "omit it to allow all ids"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,8 @@ class Request:
     """Time on the engine's clock."""
     state: Any = None
     """State to continue from, as returned by a finished request or restored from a session; None: start empty."""
+    appended: tuple[int, ...] = ()
+    """Prompt ids that `state` has already read since its last answer (`Engine.append`). They count as part of the prompt."""
     return_state: bool = False
     """Return the state after the last token with `Finished`."""
     cut_prompt: bool = False
@@ -214,4 +218,4 @@ def _between(field: str, value: float, low: float, high: float, *, above: bool =
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or not (low < value if above else low <= value) or value > high:
         needs = f"{'above' if above else 'at least'} {low:g} and at most {high:g}"
-        raise invalid(field, value, needs, f"use a number that is {needs}")
+        raise invalid(field, value, needs, f"use a number {needs}")

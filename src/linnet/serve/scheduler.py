@@ -1,7 +1,7 @@
 """Admission, prefill order and preemption, decided between ticks in plain Python, without a clock, threads or a device.
 
-States of a request: "waiting"; "reading" (prefilled chunk by chunk: it has a state but no slot); "ready"; "running" in a slot until it
-ends or is preempted ("parked"); and "leaving" (its last tokens are dispatched and its slot is released before they are read back).
+States of a request: "waiting"; "prefilling" (chunk by chunk: it has a state but no slot); "ready"; "running" in a slot until it
+ends or is preempted; and "draining" (its last tokens are dispatched and its slot is released before they are read back).
 Its level is its priority, plus one for every `age_seconds` outside a slot. Higher levels go first, and among equal levels those that
 came first. A running request keeps the level it was admitted with until it has generated `quantum` tokens. Then its level is its
 priority again, a request of the same level may preempt it, and it goes to the back of the queue.
@@ -20,7 +20,7 @@ RETRY_AFTER = 1.0
 QUICK_CHUNKS = 4
 """Maximum consecutive chunks, or one complete prompt if that is less, of prompts shorter than the one whose turn it is."""
 
-_State = Literal["waiting", "reading", "ready", "running", "parked", "leaving"]
+_State = Literal["waiting", "prefilling", "ready", "running", "preempted", "draining"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Plan:
     """Finish these requests with this reason, and drop their state."""
     free: tuple[int, ...]
     """Clear these slots, whose requests have ended or released them."""
-    park: tuple[tuple[str, int], ...]
+    preempt: tuple[tuple[str, int], ...]
     """Preempt these requests: save the state of this slot."""
-    read: str | None
+    prefill: str | None
     """Prefill one chunk of this prompt."""
-    place: tuple[tuple[str, int], ...]
+    load: tuple[tuple[str, int], ...]
     """Load these requests into these slots: they are prefilled (the last chunk possibly in this plan), or were preempted."""
     tick: bool
     """Whether any slot is running."""
@@ -48,7 +48,7 @@ class _Job:
     deadline: float | None
     n_left: int
     """Chunks of the prompt left to prefill."""
-    ticket: int
+    sequence: int
     """Sequence number in the queue."""
     since: float
     """When it was submitted or last preempted."""
@@ -64,7 +64,7 @@ class _Job:
 class Scheduler:
     """The queue and slot assignment of one engine.
 
-    States outside slots (reading, ready or parked) take memory, so there are at most `max_held` of them. The upper half of this
+    States outside slots (prefilling, ready or preempted) take memory, so there are at most `max_held` of them. The upper half of this
     capacity is reserved for requests that can get a slot: one is free, or their level is above that of a running request.
     """
 
@@ -75,16 +75,16 @@ class Scheduler:
         *,
         quantum: int = 512,
         age_seconds: float = 10.0,
-        max_held: int | None = None,
+        max_states: int | None = None,
     ) -> None:
-        self._max_held = max(4, 2 * n_slots) if max_held is None else max_held
-        assert min(n_slots, max_waiting, quantum, self._max_held - 1) >= 1
+        self._max_states = max(4, 2 * n_slots) if max_states is None else max_states
+        assert min(n_slots, max_waiting, quantum, self._max_states - 1) >= 1
         assert age_seconds > 0
         self._max_waiting, self._quantum, self._age_seconds = max_waiting, quantum, age_seconds
         self._jobs: dict[str, _Job] = {}
         self._slots: list[_Job | None] = [None] * n_slots
         self._to_clear: list[int] = []
-        self._n_tickets = 0
+        self._n_sequence = 0
         self._quick_left = QUICK_CHUNKS
 
     # Updates from the engine
@@ -95,7 +95,7 @@ class Scheduler:
         assert n_chunks >= 0
         if self.waiting >= self._max_waiting:
             raise QueueFull(self.waiting, RETRY_AFTER)
-        self._jobs[id] = _Job(id, priority, deadline, n_chunks, ticket=self._ticket(), since=now)
+        self._jobs[id] = _Job(id, priority, deadline, n_chunks, sequence=self._next_sequence(), since=now)
 
     def cancel(self, id: str) -> None:
         """End a request in the next plan, whatever its state. An unknown id has already ended and is ignored."""
@@ -113,12 +113,12 @@ class Scheduler:
         if id in self._jobs:
             self._jobs[id].n_tokens += n_tokens
 
-    def leaves(self, id: str) -> None:
+    def release_slot(self, id: str) -> None:
         """Release the slot of a running request whose last tokens are dispatched. It ends when they have been read back."""
         job = self._jobs[id]
         assert job.state == "running", job.state
-        self._vacate(job)
-        job.state = "leaving"
+        self._free_slot(job)
+        job.state = "draining"
 
     def ended(self, id: str) -> None:
         """Remove a request that finished or failed. Later plans contain it only to clear its slot."""
@@ -132,9 +132,9 @@ class Scheduler:
         return sum(job.state == "waiting" and not job.is_cancelled for job in self._jobs.values())
 
     @property
-    def reading(self) -> int:
+    def prefilling(self) -> int:
         """Requests in prefill, with chunks left."""
-        return self._count("reading")
+        return self._count("prefilling")
 
     @property
     def ready(self) -> int:
@@ -147,19 +147,19 @@ class Scheduler:
         return self._count("running")
 
     @property
-    def leaving(self) -> int:
+    def draining(self) -> int:
         """Requests that released their slots and whose last tokens are not read back yet."""
-        return self._count("leaving")
+        return self._count("draining")
 
     @property
-    def parked(self) -> int:
+    def preempted(self) -> int:
         """Preempted requests."""
-        return self._count("parked")
+        return self._count("preempted")
 
     @property
     def wants_slots(self) -> bool:
         """Whether any request needs a slot and has none."""
-        return any(job.state not in ("running", "leaving") for job in self._jobs.values())
+        return any(job.state not in ("running", "draining") for job in self._jobs.values())
 
     def has_begun(self, id: str) -> bool:
         """Whether its prefill has started, so that it has a state."""
@@ -172,15 +172,15 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan:
         """Return the actions before the next tick. The scheduler assumes that they are carried out."""
-        ended = self._end_from_outside(now)
+        ended = self._end_cancelled(now)
         free, self._to_clear = tuple(self._to_clear), []
-        read = self._read(now)
-        park, place = self._fill_slots(now)
-        return Plan(ended, free, park, read, place, tick=any(self._slots))
+        prefill = self._prefill(now)
+        preempt, load = self._fill_slots(now)
+        return Plan(ended, free, preempt, prefill, load, tick=any(self._slots))
 
     # Decisions
 
-    def _end_from_outside(self, now: float) -> tuple[tuple[str, Literal["cancelled", "deadline"]], ...]:
+    def _end_cancelled(self, now: float) -> tuple[tuple[str, Literal["cancelled", "deadline"]], ...]:
         ended: list[tuple[str, Literal["cancelled", "deadline"]]] = []
         for job in list(self._jobs.values()):
             if job.is_cancelled:
@@ -192,15 +192,15 @@ class Scheduler:
             self._remove(job)
         return tuple(ended)
 
-    def _read(self, now: float) -> str | None:
+    def _prefill(self, now: float) -> str | None:
         """Choose the prompt whose next chunk is prefilled. Requests that need no prefill become ready on the way."""
-        while (choice := self._next_to_read(now)) is not None:
+        while (choice := self._next_to_prefill(now)) is not None:
             job, is_first = choice
             if job.n_left == 0:
                 job.state = "ready"
                 continue
             job.n_left -= 1
-            job.state = "reading" if job.n_left else "ready"
+            job.state = "prefilling" if job.n_left else "ready"
             if is_first:
                 self._quick_left = QUICK_CHUNKS
             else:
@@ -208,64 +208,64 @@ class Scheduler:
             return job.id
         return None
 
-    def _next_to_read(self, now: float) -> tuple[_Job, bool] | None:
+    def _next_to_prefill(self, now: float) -> tuple[_Job, bool] | None:
         """Alternate between the first in the queue and the shortest prompt, so that neither long nor short prompts are delayed.
 
         The shortest must have at least the first one's priority. Age does not count, because a long prompt ages during its prefill.
         """
-        rank = {job: self._rank(job, now) for job in self._jobs.values() if job.state in ("waiting", "reading")}
-        readable = self._readable(rank, now)
-        if not readable:
+        rank = {job: self._rank(job, now) for job in self._jobs.values() if job.state in ("waiting", "prefilling")}
+        candidates = self._prefillable(rank, now)
+        if not candidates:
             return None
-        first = min(readable, key=rank.__getitem__)
+        first = min(candidates, key=rank.__getitem__)
         quick = min(
-            (job for job in readable if job.priority >= first.priority or job.n_left == 0),
+            (job for job in candidates if job.priority >= first.priority or job.n_left == 0),
             key=lambda job: (job.n_left, rank[job]),
         )
         if quick.n_left and self._quick_left == 0:
             return first, True
         return quick, quick is first
 
-    def _readable(self, rank: dict[_Job, tuple[int, int]], now: float) -> list[_Job]:
+    def _prefillable(self, rank: dict[_Job, tuple[int, int]], now: float) -> list[_Job]:
         """Return the unfinished prefills, and the waiting requests for whose states there is room."""
         if not rank:
             return []
         head = min(rank, key=rank.__getitem__)
         # The last place is reserved for the head of the queue; otherwise short prompts would take every place that becomes free.
         kept = int(head.state == "waiting")
-        full = self._max_held - sum(job.state in ("reading", "ready", "parked") for job in self._jobs.values())
-        half = full - (self._max_held + 1) // 2
+        full = self._max_states - sum(job.state in ("prefilling", "ready", "preempted") for job in self._jobs.values())
+        half = full - (self._max_states + 1) // 2
         lowest = None if None in self._slots else min(self._level(job, now) for job in self._running())
 
         def has_room(job: _Job) -> bool:
             room = full if lowest is None or -rank[job][0] > lowest else half
             return room > (0 if job is head else kept)
 
-        return [job for job in rank if job.state == "reading" or has_room(job)]
+        return [job for job in rank if job.state == "prefilling" or has_room(job)]
 
     def _fill_slots(self, now: float) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
         """Return the requests to preempt and those to load: free slots are filled first, then those of preempted requests."""
-        line = [job for job in self._jobs.values() if job.state in ("ready", "parked")]
+        line = [job for job in self._jobs.values() if job.state in ("ready", "preempted")]
         line.sort(key=lambda job: self._rank(job, now))
         # A request is not preempted before it has generated a token, so that every admission makes progress.
         victims = sorted(
             (job for job in self._running() if job.n_tokens), key=lambda job: self._preemption_key(job, now)
         )
         open_slots = [i for i, job in enumerate(self._slots) if job is None]
-        park: list[tuple[str, int]] = []
-        place: list[tuple[str, int]] = []
+        preempt: list[tuple[str, int]] = []
+        load: list[tuple[str, int]] = []
         for job in line:
             if open_slots:
                 slot = open_slots.pop(0)
             elif victims and self._preempts(job, victims[0], now):
                 victim = victims.pop(0)
-                slot = self._park(victim, now)
-                park.append((victim.id, slot))
+                slot = self._preempt(victim, now)
+                preempt.append((victim.id, slot))
             else:
                 break
-            self._place(job, slot, now)
-            place.append((job.id, slot))
-        return tuple(park), tuple(place)
+            self._load(job, slot, now)
+            load.append((job.id, slot))
+        return tuple(preempt), tuple(load)
 
     def _preempts(self, job: _Job, running: _Job, now: float) -> bool:
         mine, other = self._level(job, now), self._level(running, now)
@@ -273,10 +273,10 @@ class Scheduler:
 
     def _preemption_key(self, job: _Job, now: float) -> tuple[int, int, int]:
         """Order of preemption: lowest level first, then most tokens beyond the quantum, then latest in the queue."""
-        return self._level(job, now), -job.n_tokens if self._is_spent(job) else 0, -job.ticket
+        return self._level(job, now), -job.n_tokens if self._is_spent(job) else 0, -job.sequence
 
     def _rank(self, job: _Job, now: float) -> tuple[int, int]:
-        return -self._level(job, now), job.ticket
+        return -self._level(job, now), job.sequence
 
     def _level(self, job: _Job, now: float) -> int:
         if job.slot is None:
@@ -290,33 +290,33 @@ class Scheduler:
 
     # State changes
 
-    def _place(self, job: _Job, slot: int, now: float) -> None:
+    def _load(self, job: _Job, slot: int, now: float) -> None:
         job.state, job.slot, job.n_tokens = "running", slot, 0
         job.waited += now - job.since
         self._slots[slot] = job
 
-    def _park(self, job: _Job, now: float) -> int:
+    def _preempt(self, job: _Job, now: float) -> int:
         """Preempt a request and return its slot, which the caller must fill immediately."""
         assert job.slot is not None
         if self._is_spent(job):
-            job.waited, job.ticket = 0.0, self._ticket()
+            job.waited, job.sequence = 0.0, self._next_sequence()
         slot = job.slot
-        job.state, job.slot, job.since = "parked", None, now
+        job.state, job.slot, job.since = "preempted", None, now
         return slot
 
     def _remove(self, job: _Job) -> None:
         del self._jobs[job.id]
-        self._vacate(job)
+        self._free_slot(job)
 
-    def _vacate(self, job: _Job) -> None:
+    def _free_slot(self, job: _Job) -> None:
         if job.slot is not None:
             self._slots[job.slot] = None
             self._to_clear.append(job.slot)
             job.slot = None
 
-    def _ticket(self) -> int:
-        self._n_tickets += 1
-        return self._n_tickets
+    def _next_sequence(self) -> int:
+        self._n_sequence += 1
+        return self._n_sequence
 
     def _running(self) -> list[_Job]:
         return [job for job in self._slots if job is not None]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet.models.base import TokenFamily
-from linnet.serve.chat_template import PLAIN, ChatTemplate
+from linnet.serve.chat_template import PLAIN, Template
 from linnet.serve.engine import Engine, EngineConfig
 from linnet.serve.request import OnEvent, Request
 from linnet.serve.session_folder import FolderSessions
@@ -21,7 +21,7 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     shape: tuple[int, int, int] | None
-    template: ChatTemplate
+    template: Template
     family: str
     n_vocab: int
     bos_id: int | None
@@ -57,7 +57,7 @@ def serve_model(
     tokenizer: Tokenizer,
     shape: tuple[int, int, int] | None,
     config: EngineConfig,
-    template: ChatTemplate = PLAIN,
+    template: Template = PLAIN,
     session_bytes: int = MAX_BYTES,
     session_folder: Path | None = None,
 ) -> ServedModel:

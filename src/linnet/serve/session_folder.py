@@ -56,8 +56,8 @@ class FolderSessions:
             with _locked(self._folder / "room.lock"):
                 pass
         except OSError as error:
-            needs = f"a folder that can be written ({error.strerror})"
-            raise invalid("--sessions", str(folder), needs, "choose another") from None
+            needs = f"a writable folder ({error.strerror})"
+            raise invalid("--sessions", str(folder), needs, "choose another folder") from None
         self._held: dict[str, tuple[int, str]] = {}
         """Lock file descriptor and owning call, by session id."""
 

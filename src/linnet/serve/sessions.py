@@ -31,14 +31,16 @@ def new_id() -> str:
 
 def check_room_for(n: int, most: int, n_bytes: int, most_bytes: int) -> None:
     if n >= most:
-        raise UserError(f"there are {most} sessions, as many as may be. Fix: delete one first.")
+        raise UserError(f"the maximum number of sessions ({most}) is reached. Fix: delete a session first.")
     if n_bytes >= most_bytes:
         held = f"{n_bytes >> 20:,} MB of {most_bytes >> 20:,}"
-        raise UserError(f"the sessions' states fill their room ({held}). Fix: delete one first.")
+        raise UserError(
+            f"the memory for session states is full ({held}). Fix: delete a session first, or raise --sessions-mb."
+        )
 
 
 def nothing_read(id: str) -> UserError:
-    return UserError(f"the session {id[:64]!r} has read nothing yet. Fix: continue it once before saving it.")
+    return UserError(f"session {id[:64]!r} is empty. Fix: use it in a call before saving it.")
 
 
 class Sessions:

@@ -81,13 +81,17 @@ def from_bytes(content: bytes, like: Callable[[int], Any], model: str) -> State:
         checksum, n_tokens, last = meta["sha256"], int(about["n_tokens"]), int(about["last"])
         n_front = int(about.get("n_front", 1))
     except (SafetensorError, ValueError, KeyError, TypeError):
-        raise UserError("the state is damaged or not a state at all. Fix: use the file as it was saved.") from None
+        raise UserError(
+            "the state is damaged, or the file is not a session state. Fix: use the file as it was saved."
+        ) from None
     if checksum != _checksum(arrays, about):
-        raise UserError("the state was altered since it was saved. Fix: use the file as it was saved.")
+        raise UserError(
+            "the state was modified after it was saved (wrong checksum). Fix: use the file as it was saved."
+        )
     if about["model"] != model:
         raise UserError(
-            f"the state belongs to another model ({about['model'][:12]}, this one is {model[:12]}). Fix: restore it with the model "
-            "that made it."
+            f"the state belongs to another model ({about['model'][:12]}; this one is {model[:12]}). Fix: restore it with the model "
+            "that created it."
         )
     shape = like(n_tokens - 1) if 0 < n_tokens < 1 << 40 else None
     wanted = dict(named_leaves(shape))
@@ -95,7 +99,7 @@ def from_bytes(content: bytes, like: Callable[[int], Any], model: str) -> State:
         arrays[name].shape == leaf.shape and arrays[name].dtype == leaf.dtype for name, leaf in wanted.items()
     )
     if shape is None or not fits:
-        raise UserError("the state does not fit this model. Fix: restore it with the model that made it.")
+        raise UserError("the state does not match this model's shapes. Fix: restore it with the model that created it.")
     leaves = [arrays[name] for name in wanted]
     memory = jax.tree.unflatten(jax.tree.structure(shape), leaves)
     return State(memory=memory, last=last, n_tokens=n_tokens, model=model, n_front=n_front)

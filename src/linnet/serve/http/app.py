@@ -14,11 +14,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from linnet import __version__
 from linnet.core.errors import invalid
-from linnet.serve.http import images, openai_text, priors, schemas, sessions
-from linnet.serve.http import info as about
-from linnet.serve.http import responses as shapes
+from linnet.core.version import __version__
+from linnet.serve.http import images, info, openai_text, priors, responses, schemas, sessions
 from linnet.serve.http.auth import AllowedHosts, Keys
 from linnet.serve.http.errors import ApiError, to_api_error
 from linnet.serve.http.lifecycle import Lifecycle
@@ -37,71 +35,94 @@ async def _document(service: Service, http: HttpRequest) -> Response:
 
 
 ENDPOINTS = (
-    Endpoint("GET", "/v1/models", about.list_models, "The models served", gives=shapes.ModelList),
-    Endpoint("GET", "/v1/models/{id:path}", about.show_model, "One model", gives=shapes.ModelCard | shapes.PriorCard),
+    Endpoint("GET", "/v1/models", info.list_models, "List the models", gives=responses.ModelList),
+    Endpoint(
+        "GET",
+        "/v1/models/{id:path}",
+        info.show_model,
+        "Describe a model",
+        gives=responses.ModelCard | responses.PriorCard,
+    ),
     Endpoint(
         "POST",
         "/v1/completions",
         openai_text.completions,
-        "Go on from a text",
+        "Complete a text",
         takes=schemas.CompletionRequest,
-        gives=shapes.TextAnswer,
+        gives=responses.TextAnswer,
         streams=True,
     ),
     Endpoint(
         "POST",
         "/v1/chat/completions",
         openai_text.chat,
-        "Answer a conversation",
+        "Complete a chat",
         takes=schemas.ChatRequest,
-        gives=shapes.ChatAnswer,
+        gives=responses.ChatAnswer,
         streams=True,
     ),
     Endpoint(
         "POST",
         "/v1/images/generations",
         images.images,
-        "Draw pictures",
+        "Generate images",
         takes=schemas.ImageRequest,
-        gives=shapes.ImagesAnswer,
+        gives=responses.ImagesAnswer,
         streams=True,
     ),
     Endpoint(
         "POST",
         "/v1/priors/sample",
         priors.sample,
-        "From a text to the embedding of an image",
+        "Predict image embeddings from text",
         takes=schemas.PriorRequest,
-        gives=shapes.PriorAnswer,
+        gives=responses.PriorAnswer,
         streams=True,
     ),
-    Endpoint("POST", "/v1/tokenize", about.tokenize, "Text to ids", takes=schemas.TokenizeRequest, gives=shapes.Tokens),
     Endpoint(
-        "POST", "/v1/detokenize", about.detokenize, "Ids to text", takes=schemas.DetokenizeRequest, gives=shapes.Text
+        "POST",
+        "/v1/tokenize",
+        info.tokenize,
+        "Encode a text to token ids",
+        takes=schemas.TokenizeRequest,
+        gives=responses.Tokens,
     ),
     Endpoint(
-        "POST", "/v1/sessions", sessions.create, "A new session", takes=schemas.SessionRequest, gives=shapes.SessionCard
+        "POST",
+        "/v1/detokenize",
+        info.detokenize,
+        "Decode token ids to text",
+        takes=schemas.DetokenizeRequest,
+        gives=responses.Text,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/sessions",
+        sessions.create,
+        "Create a session",
+        takes=schemas.SessionRequest,
+        gives=responses.SessionCard,
     ),
     Endpoint(
         "POST",
         "/v1/sessions/restore",
         sessions.restore,
-        "A session from a file",
+        "Restore a session from a file",
         takes="file",
-        gives=shapes.SessionCard,
+        gives=responses.SessionCard,
         query=("model",),
     ),
-    Endpoint("GET", "/v1/sessions/{id}", sessions.show, "One session", gives=shapes.SessionCard),
-    Endpoint("DELETE", "/v1/sessions/{id}", sessions.delete, "Forget it", gives=shapes.Deleted, statuses=(409,)),
-    Endpoint("POST", "/v1/sessions/{id}/fork", sessions.fork, "A second one like it", gives=shapes.SessionCard),
-    Endpoint("GET", "/v1/sessions/{id}/state", sessions.save, "Save it to a file", gives=FILE),
-    Endpoint("GET", "/health", about.health, "Whether it lives", gives=shapes.Status, is_open=True),
+    Endpoint("GET", "/v1/sessions/{id}", sessions.show, "Describe a session", gives=responses.SessionCard),
     Endpoint(
-        "GET", "/ready", about.ready, "Whether it takes calls", gives=shapes.Status, is_open=True, statuses=(503,)
+        "DELETE", "/v1/sessions/{id}", sessions.delete, "Delete a session", gives=responses.Deleted, statuses=(409,)
     ),
-    Endpoint("GET", "/metrics", about.metrics, "For Prometheus", gives="text/plain"),
-    Endpoint("GET", "/openapi.json", _document, "This document", gives=dict),
-    Endpoint("GET", "/", about.playground, "The playground", gives="text/html"),
+    Endpoint("POST", "/v1/sessions/{id}/fork", sessions.fork, "Fork a session", gives=responses.SessionCard),
+    Endpoint("GET", "/v1/sessions/{id}/state", sessions.save, "Save a session to a file", gives=FILE),
+    Endpoint("GET", "/health", info.health, "Liveness probe", gives=responses.Status, is_open=True),
+    Endpoint("GET", "/ready", info.ready, "Readiness probe", gives=responses.Status, is_open=True, statuses=(503,)),
+    Endpoint("GET", "/metrics", info.metrics, "Prometheus metrics", gives="text/plain"),
+    Endpoint("GET", "/openapi.json", _document, "The OpenAPI document", gives=dict),
+    Endpoint("GET", "/", info.playground, "The playground page", gives="text/html"),
 )
 
 
@@ -123,7 +144,7 @@ def make_app(
     by_name = {model.name: model for model in models}
     if not models or len(by_name) < len(models):
         names = [model.name for model in models]
-        raise invalid("models", names, "at least one, each with a name of its own", "rename one")
+        raise invalid("models", names, "at least one, with unique names", "rename one")
     limits, lifecycle, metrics = limits or Limits(), lifecycle or Lifecycle(), Metrics(models)
     service = Service(all_models=tuple(models), limits=limits, metrics=metrics, lifecycle=lifecycle, clock=clock)
     edge = Middleware(
@@ -148,6 +169,8 @@ def _route(service: Service, endpoint: Endpoint) -> Callable[[HttpRequest], Awai
 
 async def no_route(http: HttpRequest, error: Exception) -> Response:
     problem = to_api_error(error, http.scope["state"]["request_id"])
-    known = {404: "there is nothing at this path", 405: "this path does not know this method"}
+    known = {404: "unknown path", 405: "method not allowed for this path"}
     message = known.get(problem.status, str(problem))
-    return ApiError(problem.status, f"{message}. Fix: see /openapi.json.", headers=problem.headers).response()
+    return ApiError(
+        problem.status, f"{message}. Fix: see /openapi.json for the endpoints.", headers=problem.headers
+    ).response()

@@ -23,7 +23,9 @@ class Keys:
         for key in keys:
             if len(key) < FEWEST_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
                 needs = f"at least {FEWEST_CHARACTERS} printable ASCII characters without spaces"
-                raise invalid("an API key", f"of {len(key)} characters", needs, "make one with `openssl rand -hex 24`")
+                raise invalid(
+                    "an API key", f"of {len(key)} characters", needs, "create one with `openssl rand -hex 24`"
+                )
         self._digests = [_digest(key) for key in keys]
 
     def owner(self, path: str, authorization: str | None) -> str:
@@ -38,7 +40,7 @@ class Keys:
         scheme = "Basic" if path == "/" else "Bearer"
         raise ApiError(
             401,
-            "there is no valid API key. Fix: send the header `Authorization: Bearer KEY`.",
+            "missing or invalid API key. Fix: send the header `Authorization: Bearer KEY`.",
             code="invalid_api_key",
             headers={"www-authenticate": f'{scheme} realm="linnet"'},
         )
@@ -49,6 +51,9 @@ class AllowedHosts:
 
     With DNS rebinding, a foreign page can resolve its own name to 127.0.0.1, make a visitor's browser call this server, and read the
     responses. The browser still sends that name in the Host header.
+
+    Starlette's TrustedHostMiddleware compares exact names only: it would refuse 127.0.0.2, `localhost.` and HTTP/1.0 clients that
+    send no Host header, and it responds in plain text with status 400.
     """
 
     def __init__(self, bound: str | None) -> None:
@@ -60,8 +65,10 @@ class AllowedHosts:
             return
         name = _without_port(host)
         if name != self._bound.lower() and not is_loopback(name):
-            message = f"this server does not answer under the name {name[:100]!r}"
-            raise ApiError(403, f"{message}. Fix: call it as 127.0.0.1, or serve with API keys.", code="unknown_host")
+            message = f"the host name {name[:100]!r} is not allowed"
+            raise ApiError(
+                403, f"{message}. Fix: use 127.0.0.1, or start the server with API keys.", code="unknown_host"
+            )
 
 
 def is_loopback(host: str) -> bool:

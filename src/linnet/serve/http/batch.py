@@ -44,9 +44,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             needs = 'an object with "custom_id", "url" and "body"'
             raise invalid(f"line {number} of {path}", line[:80], needs, "see OpenAI's batch format") from None
         if body.get("stream"):
-            raise invalid(f"line {number} of {path}", "stream: true", "an answer in one piece", "leave stream out")
+            raise invalid(f"line {number} of {path}", "stream: true", "a request without stream", "omit stream")
         if name in seen:
-            raise invalid(f"custom_id of line {number} of {path}", name, "a name of its own", "rename it")
+            raise invalid(f"custom_id of line {number} of {path}", name, "unique", "rename it")
         seen.add(name)
         lines.append(value)
     return lines
@@ -61,7 +61,9 @@ def done_before(path: Path) -> set[str]:
     try:
         names = {parse_json(line)["custom_id"] for line in whole.splitlines() if line.strip()}
     except (ValueError, KeyError, TypeError):
-        raise invalid("the output file", str(path), "answers of this batch, or a new file", "choose another") from None
+        raise invalid(
+            "the output file", str(path), "responses of this batch, or a new file", "choose another file"
+        ) from None
     if whole != content:
         os.truncate(path, len(whole))  # in place, so that the lines before it are never at risk
     return names
@@ -74,9 +76,9 @@ async def run_batch(
     *,
     at_once: int,
     key: str | None,
-    say: Callable[[int, int], None],
+    log: Callable[[int, int], None],
 ) -> tuple[int, int]:
-    """Run the lines that have no response yet. Returns how many were run and how many failed. `say(n, total)` reports progress."""
+    """Run the lines that have no response yet. Returns how many were run and how many failed. `log(n, total)` reports progress."""
     known = done_before(out)
     to_do = [line for line in lines if line["custom_id"] not in known]
     left = iter(to_do)
@@ -91,7 +93,7 @@ async def run_batch(
             file.flush()
             n_done += 1
             n_failed += status != 200
-            say(n_done, len(to_do))
+            log(n_done, len(to_do))
 
     with contextlib.ExitStack() as stack:
         try:

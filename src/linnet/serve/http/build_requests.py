@@ -60,9 +60,24 @@ async def encode(model: Model, text: str, limits: Limits, *, continues: bool = F
     return checked_prompt(ids.tolist(), model, limits)
 
 
+async def encode_chat(
+    model: Model, messages: Sequence[tuple[str, str]], limits: Limits, *, last: int | None
+) -> tuple[int, ...]:
+    """Apply the chat template and check the prompt's length. `last`: the last id of a session that the messages continue."""
+    encoded = functools.partial(model.template.encode, messages, model.tokenizer, last=last)
+    is_small = sum(len(content.encode()) for _, content in messages) <= SMALL_TEXT
+    ids = encoded() if is_small else await to_thread.run_sync(encoded)
+    return checked_prompt(ids, model, limits)
+
+
 def checked_prompt(ids: Sequence[int], model: Model, limits: Limits) -> tuple[int, ...]:
     if len(ids) > limits.prompt_tokens:
-        raise invalid("prompt", f"{len(ids)} tokens", f"at most {limits.prompt_tokens} tokens", "send less")
+        raise invalid(
+            "prompt",
+            f"{len(ids)} tokens",
+            f"at most {limits.prompt_tokens} tokens",
+            "shorten it, or send it in parts with a session",
+        )
     check_ids("prompt", ids, model.n_vocab)
     return tuple(ids)
 
@@ -70,7 +85,9 @@ def checked_prompt(ids: Sequence[int], model: Model, limits: Limits) -> tuple[in
 def check_ids(field: str, ids: Iterable[int] | None, n_vocab: int) -> None:
     worst = max(ids or (), default=0)
     if worst >= n_vocab:
-        raise invalid(f"a token id of {field}", worst, f"an id of the model, 0 to {n_vocab - 1}", "use /v1/tokenize")
+        raise invalid(
+            f"a token id of {field}", worst, f"an id of the vocabulary, 0 to {n_vocab - 1}", "use /v1/tokenize"
+        )
 
 
 def base_sampling(ask: SamplingRequest, **more: Any) -> Sampling:
@@ -87,10 +104,11 @@ def text_sampling(
     max_tokens: int,
     top_logprobs: int,
     more_stops: tuple[str, ...] = (),
+    more_stop_ids: frozenset[int] = frozenset(),
 ) -> Sampling:
-    """Build the sampling settings of a text request. `more_stops`: the chat template's stop strings."""
+    """Build the sampling settings of a text request. `more_stops`, `more_stop_ids`: those of the chat template."""
     if max_tokens > limits.max_tokens:
-        raise invalid("max_tokens", max_tokens, f"at most {limits.max_tokens}", "ask for fewer")
+        raise invalid("max_tokens", max_tokens, f"at most {limits.max_tokens}", "request fewer tokens")
     for field in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
         check_ids(field, getattr(ask, field), model.n_vocab)
     given = {name: getattr(ask, name) for name in PASSED_ON_TEXT if getattr(ask, name) is not None}
@@ -101,7 +119,7 @@ def text_sampling(
         allowed=None if ask.allowed_token_ids is None else frozenset(ask.allowed_token_ids),
         banned=frozenset(ask.banned_token_ids or ()),
         stop=tuple(dict.fromkeys((*more_stops, *stop))),
-        stop_ids=frozenset(ask.stop_token_ids or ()),
+        stop_ids=more_stop_ids | frozenset(ask.stop_token_ids or ()),
         ignore_end=bool(ask.ignore_eos),
         max_tokens=max_tokens,
         top_logprobs=top_logprobs,
@@ -127,7 +145,7 @@ def constraint(ask: TextRequest) -> Constraint | None:
         asked.append(Constraint(kind="json_schema", grammar=schema))
     if len(asked) > 1:
         raise invalid(
-            "the number of constraints", len(asked), "at most 1", "use one of response_format, regex, grammar"
+            "the number of constraints", len(asked), "at most 1", "use one of response_format, regex and grammar"
         )
     return asked[0] if asked else None
 
@@ -148,7 +166,7 @@ def build_requests(
         raise invalid("the number of answers", got, f"at most {limits.answers}", "send several calls")
     deadline = ask.deadline_seconds
     if deadline is not None and deadline > limits.deadline_seconds:
-        raise invalid("deadline_seconds", deadline, f"at most {limits.deadline_seconds:g}", "allow fewer")
+        raise invalid("deadline_seconds", deadline, f"at most {limits.deadline_seconds:g}", "use a smaller value")
     return [
         Request(
             id=f"{id}-{p * n_each + i}",
@@ -167,7 +185,7 @@ def build_requests(
 async def acquire_session(model: Model, ask: TextRequest, call: str) -> StartState:
     """Return the initial state, and hold the session, if there is one, until `commit_session` or `StartState.release`."""
     if ask.session is not None and ask.state is not None:
-        raise invalid("state", "given with a session", "left out then", "give one of the two")
+        raise invalid("state", "given with a session", "omitted then", "give one of the two")
     if ask.session is not None:
         held = SessionLease(model, ask.session, call)
         try:
@@ -180,7 +198,7 @@ async def acquire_session(model: Model, ask: TextRequest, call: str) -> StartSta
         try:
             data = base64.b64decode(ask.state, validate=True)
         except (binascii.Error, ValueError):
-            raise invalid("state", "not base64", "as `return_state` gave it", "send it unchanged") from None
+            raise invalid("state", "not base64", "as returned by `return_state`", "send it unchanged") from None
         session = await to_thread.run_sync(model.sessions.unpack, data)
         return StartState(session.state, session.n_tokens)
     return StartState()

@@ -47,17 +47,17 @@ class Connection(H11Protocol):
     def _give_up(self) -> None:
         self._head_timer = None
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-            message = f"the headers did not arrive within {self.head_seconds:g} s. Fix: send them at once."
+            message = f"the headers did not arrive within {self.head_seconds:g} s. Fix: send them without delay."
             self._refuse(ApiError(408, message, code="slow_headers"))
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn while it handles the error, so `sys.exception` has it."""
         error = sys.exception()
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
-            self._refuse(ApiError(431, "the headers are too large. Fix: send fewer or shorter ones."))
+            self._refuse(ApiError(431, "the headers are too large. Fix: send fewer or shorter headers."))
         else:
             reason = f" ({error})" if isinstance(error, h11.RemoteProtocolError) else ""
-            self._refuse(ApiError(400, f"this is not HTTP{reason}. Fix: send a request as of HTTP/1.1."))
+            self._refuse(ApiError(400, f"invalid HTTP request{reason}. Fix: send an HTTP/1.1 request."))
 
     def _refuse(self, problem: ApiError) -> None:
         """Send an error without going through the app, and close the connection. In the middle of a response, only close it."""

@@ -86,7 +86,7 @@ def too_many(message: str, code: str, retry_after: float) -> ApiError:
 
 
 def draining() -> ApiError:
-    message = "the server is about to stop and takes nothing new. Fix: try another server, or later."
+    message = "the server is shutting down and accepts no new requests. Fix: use another server, or try again later."
     return ApiError(503, message, code="draining", headers={"retry-after": "5"})
 
 
@@ -95,7 +95,7 @@ def to_api_error(error: Exception, request_id: str) -> ApiError:
     problem = as_problem(error)
     if problem is None:
         FAILURES.error(json.dumps({"request_id": request_id, "failure": traceback.format_exception(error)}))
-        message = f"the server failed; its log tells why under the request id {request_id}"
+        message = f"internal server error. Fix: see the server's log for request id {request_id}."
         problem = ApiError(500, message, code="internal")
     return problem
 
@@ -106,22 +106,24 @@ def of_ending(finished: TerminalEvent, request_id: str) -> ApiError | None:
         case "stop" | "length":
             return None
         case "stuck":
-            message = f"the answer cannot go on: {finished.error or 'its grammar leaves no token'}"
+            message = f"the answer cannot continue: {finished.error or 'its grammar allows no token'}"
             return ApiError(422, message, code="no_token_left")
         case "deadline":
-            message = "the deadline passed before the answer was whole. Fix: allow more seconds, or ask for less."
+            message = "the deadline passed before the answer was complete. Fix: raise deadline_seconds, or request fewer tokens."
             return ApiError(504, message, param="deadline_seconds", code="deadline", headers=NO_RETRY)
         case "cancelled":
-            return ApiError(503, "the request was cancelled by the server. Fix: try again.", code="cancelled")
+            return ApiError(503, "the server cancelled the request. Fix: try again.", code="cancelled")
         case "error":
             FAILURES.error(json.dumps({"request_id": request_id, "failure": finished.error}))
-            message = f"the engine failed on this request ({request_id}): {finished.error or 'no reason was given'}"
+            message = f"the engine failed on this request ({request_id}): {finished.error or 'unknown reason'}"
             return ApiError(500, message, code="engine")
 
 
 def _invalid(error: ValidationError) -> ApiError:
     if error.error_count() > 1000:  # listing them all would take long
-        return ApiError(400, f"{error.error_count()} fields are wrong. Fix: see /openapi.json for those there are.")
+        return ApiError(
+            400, f"{error.error_count()} fields are invalid. Fix: see /openapi.json for the fields and their bounds."
+        )
     found = error.errors(include_url=False, include_context=False, include_input=False)
     # pydantic reports a field of a union type once per member.
     reasons: dict[str, list[str]] = {}

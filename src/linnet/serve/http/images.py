@@ -54,13 +54,13 @@ async def images(service: Service, http: HttpRequest) -> Response:
 
 def _shape(ask: ImageRequest, model: Model) -> tuple[int, int, int]:
     if model.shape is None:
-        raise invalid("model", model.name, "a model of pixels", "see `picture` in /v1/models")
+        raise invalid("model", model.name, "a pixel model", "use a model whose `picture` in /v1/models is not null")
     height, width, _ = model.shape
     if ask.size not in (None, "auto", f"{width}x{height}"):
-        raise invalid("size", ask.size, f"{width}x{height}, the model's", "leave it out")
+        raise invalid("size", ask.size, f"{width}x{height}, the model's size", "omit it")
     n = math.prod(model.shape)
     if model.context is not None and n > model.context:
-        needs = f"one that reads the {n} values of a picture (its context is {model.context})"
+        needs = f"one whose context ({model.context}) holds the {n} values of an image"
         raise invalid("model", model.name, needs, "use another model")
     return model.shape
 

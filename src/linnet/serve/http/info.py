@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from importlib import resources
+from typing import cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from linnet.models.bos import in_front
-from linnet.serve.chat_template import ChatTemplate
 from linnet.serve.http.build_requests import check_ids, encode
 from linnet.serve.http.errors import ApiError
 from linnet.serve.http.limits import read_json
 from linnet.serve.http.metrics import CONTENT_TYPE
 from linnet.serve.http.model import Model, PriorModel, is_prior
-from linnet.serve.http.responses import ModelCard, ModelList, PriorCard, RoleCard, TemplateCard, Text, Tokens
+from linnet.serve.http.responses import JinjaCard, ModelCard, ModelList, PriorCard, TemplateCard, Text, Tokens
 from linnet.serve.http.schemas import DetokenizeRequest, TokenizeRequest
 from linnet.serve.http.service import Service
 from linnet.tokenizers.base import text_of
@@ -69,22 +69,8 @@ async def metrics(service: Service, http: HttpRequest) -> Response:
 async def playground(service: Service, http: HttpRequest) -> Response:
     page = resources.files("linnet.serve") / "playground" / "index.html"
     if not page.is_file():
-        raise ApiError(404, "this server has no playground. Fix: see /openapi.json for what it has.")
+        raise ApiError(404, "this server has no playground. Fix: see /openapi.json for its endpoints.")
     return HTMLResponse(page.read_text(), headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
-
-
-def _template(template: ChatTemplate) -> TemplateCard:
-    """Return a template in the format of `chat_template.json`."""
-    roles: dict[str, RoleCard] = {
-        role: {"prefix": one.prefix, "suffix": one.suffix} for role, one in template.roles.items()
-    }
-    return {
-        "beginning": template.beginning,
-        "roles": roles,
-        "answer": template.answer,
-        "stop": list(template.stop),
-        "between": template.between,
-    }
 
 
 def _card(model: Model | PriorModel) -> ModelCard | PriorCard:
@@ -130,5 +116,5 @@ def _token_card(model: Model) -> ModelCard:
         "context": model.context,
         "state_bytes": model.state_bytes,
         "picture": None if model.shape is None else list(model.shape),
-        "chat_template": _template(model.template),
+        "chat_template": cast(TemplateCard | JinjaCard, model.template.card()),
     }

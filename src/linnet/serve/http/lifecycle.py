@@ -101,8 +101,8 @@ def check_port(host: str, port: int) -> None:
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        needs = f"one that {host} lets us listen on ({error.strerror})"
-        refused = invalid("--port", port, needs, "use another --port, or stop the process that listens there")
+        needs = f"a port that can be bound on {host} ({error.strerror})"
+        refused = invalid("--port", port, needs, "use another --port, or stop the process that uses this one")
         raise PortInUse(str(refused)) if error.errno == errno.EADDRINUSE else refused from None
 
 
@@ -169,4 +169,4 @@ def log_lines(file: TextIO, names: Sequence[str] = ("linnet.access", "linnet.fai
 
 def check_host(host: str, has_keys: bool) -> None:
     if not has_keys and not is_loopback(host):
-        raise invalid("--host", host, "a loopback address while there is no API key", "give a key, or use 127.0.0.1")
+        raise invalid("--host", host, "a loopback address unless there are API keys", "use --keys-file, or 127.0.0.1")

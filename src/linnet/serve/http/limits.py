@@ -40,7 +40,7 @@ class Limits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not value > 0:
-                raise invalid(f"limits.{field.name}", value, "above 0", "leave it out for the default")
+                raise invalid(f"limits.{field.name}", value, "above 0", "omit it to use the default")
 
 
 class Calls:
@@ -53,7 +53,7 @@ class Calls:
     @contextlib.contextmanager
     def one(self, owner: str) -> Iterator[None]:
         if self._running[owner] >= self._most:
-            message = f"{self._most} calls with this key are under way, as many as may. Fix: wait for one to end."
+            message = f"{self._most} calls with this key are running, the maximum. Fix: wait until one ends."
             raise too_many(message, "too_many_calls", 1)
         self._running[owner] += 1
         try:
@@ -66,7 +66,9 @@ class Calls:
 
 def check_headers(headers: Headers) -> None:
     if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
-        raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes. Fix: send fewer or shorter ones.")
+        raise ApiError(
+            431, f"the headers are larger than {MAX_HEADER_BYTES} bytes. Fix: send fewer or shorter headers."
+        )
 
 
 async def read_json(http: HttpRequest, kind: type[Body], limits: Limits, *, state_bytes: int = 0) -> Body:
@@ -96,7 +98,7 @@ async def read_bytes(http: HttpRequest, most: int, seconds: float) -> bytes:
                     raise _too_large(most)
                 parts.append(part)
     except TimeoutError:
-        message = f"the body did not arrive within {seconds:g} s"
+        message = f"the body did not arrive within {seconds:g} s. Fix: send it faster, or send less."
         raise ApiError(408, message, code="slow_body", headers={"connection": "close"}) from None
     except ClientDisconnect:
         raise ClientGone from None
@@ -106,9 +108,11 @@ async def read_bytes(http: HttpRequest, most: int, seconds: float) -> bytes:
 def _must_be(http: HttpRequest, kind: str) -> None:
     got = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if got != kind:
-        raise ApiError(415, f"the content type is {got[:100]!r}, but it must be {kind}. Fix: say so in Content-Type.")
+        raise ApiError(
+            415, f"the content type is {got[:100]!r}, but it must be {kind}. Fix: set the Content-Type header."
+        )
 
 
 def _too_large(most: int) -> ApiError:
-    message = f"the body is larger than {most} bytes. Fix: send less."
+    message = f"the body is larger than {most} bytes. Fix: send a smaller one."
     return ApiError(413, message, code="body_too_large", headers={"connection": "close"})

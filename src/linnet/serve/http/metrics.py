@@ -17,20 +17,43 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 GROWING = ("_total", "_hits", "_misses")
 """Suffixes of engine statistics that are counters; the others are gauges."""
+HELP = {
+    "slots": "Slots",
+    "waiting": "Requests in the queue",
+    "reading": "Requests in prefill",
+    "running": "Requests in slots",
+    "parked": "Preempted requests",
+    "tokens_total": "Tokens generated",
+    "prefix_hits": "Prompts with a prefix in the prefix cache",
+    "prefix_misses": "Prompts without a prefix in the prefix cache",
+    "prefix_bytes": "Size of the prefix cache in bytes",
+    "state_bytes": "Size of one conversation in its slot in bytes",
+    "sessions": "Sessions",
+    "session_bytes": "Size of all session states in bytes",
+    "steps_total": "Denoising steps",
+    "samples_total": "Embeddings sampled",
+}
+"""Descriptions of the engine statistics."""
 
 
 class Metrics:
     def __init__(self, models: Sequence[Served]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCounts(models))
-        self._http = Counter("linnet_http_requests", "Calls by status", ["route", "status"], registry=self._registry)
-        self._first = self._seconds("linnet_time_to_first_token_seconds", "From the call to the first token")
-        self._between = self._seconds("linnet_time_between_tokens_seconds", "Mean of the tokens that came together")
-        self._prompt = self._tokens("linnet_prompt_tokens", "Tokens of prompts")
-        self._cached = self._tokens("linnet_prompt_tokens_cached", "Of them from the prefix cache")
-        self._produced = self._tokens("linnet_completion_tokens", "Tokens of answers")
-        self._sample = self._seconds("linnet_sample_seconds", "From the call to a prior's embedding")
-        self._ended = Counter("linnet_ended", "Requests by ending", ["model", "reason"], registry=self._registry)
+        self._http = Counter(
+            "linnet_http_requests", "HTTP requests by route and status", ["route", "status"], registry=self._registry
+        )
+        self._first = self._seconds("linnet_time_to_first_token_seconds", "Time from the request to the first token")
+        self._between = self._seconds(
+            "linnet_time_between_tokens_seconds", "Time per output token, averaged over tokens delivered together"
+        )
+        self._prompt = self._tokens("linnet_prompt_tokens", "Prompt tokens")
+        self._cached = self._tokens("linnet_prompt_tokens_cached", "Prompt tokens found in the prefix cache")
+        self._produced = self._tokens("linnet_completion_tokens", "Generated tokens")
+        self._sample = self._seconds("linnet_sample_seconds", "Time from the request to a prior's embedding")
+        self._ended = Counter(
+            "linnet_ended", "Finished requests by reason", ["model", "reason"], registry=self._registry
+        )
 
     def answered(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
@@ -107,7 +130,7 @@ class _EngineCounts(Collector):
                 family = families.get(name)
                 if family is None:
                     kind = CounterMetricFamily if name.endswith(GROWING) else GaugeMetricFamily
-                    family = families[name] = kind(f"linnet_engine_{name}", f"The engine's {name}", labels=["model"])
+                    family = families[name] = kind(f"linnet_engine_{name}", HELP[name], labels=["model"])
                 assert isinstance(family, CounterMetricFamily | GaugeMetricFamily)
                 family.add_metric([model.name], value)
         return families.values()

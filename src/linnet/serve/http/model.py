@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float32
 from typing_extensions import TypeIs
 
-from linnet.serve.chat_template import ChatTemplate
+from linnet.serve.chat_template import Template
 from linnet.serve.prior.request import OnSampleEvent, SampleRequest
 from linnet.serve.prior.served import Neighbour
 from linnet.serve.request import OnEvent, Request
@@ -99,7 +99,7 @@ class Model(Served, Protocol):
         ...
 
     @property
-    def template(self) -> ChatTemplate: ...
+    def template(self) -> Template: ...
     @property
     def n_vocab(self) -> int: ...
     @property
@@ -160,4 +160,4 @@ class PriorModel(Served, Protocol):
 
 
 def is_prior(model: Model | PriorModel) -> TypeIs[PriorModel]:
-    return model.family == "prior"
+    return not hasattr(model, "tokenizer")

@@ -20,6 +20,7 @@ from linnet.serve.http.build_requests import (
     checked_prompt,
     commit_session,
     encode,
+    encode_chat,
     text_sampling,
 )
 from linnet.serve.http.errors import of_ending
@@ -99,25 +100,29 @@ async def chat(service: Service, http: HttpRequest) -> Response:
     ask = await read_json(http, ChatRequest, service.limits, state_bytes=service.most_state_bytes)
     model = service.model(ask.model)
     if ask.top_logprobs and not ask.logprobs:
-        raise invalid("top_logprobs", ask.top_logprobs, "left out unless logprobs is true", "set logprobs to true")
+        raise invalid("top_logprobs", ask.top_logprobs, "omitted unless logprobs is true", "set logprobs to true")
     if ask.max_tokens is not None and ask.max_completion_tokens is not None:
-        raise invalid("max_tokens", ask.max_tokens, "left out beside max_completion_tokens", "give one of the two")
+        raise invalid("max_tokens", ask.max_tokens, "omitted if max_completion_tokens is given", "give one of the two")
     asked = ask.max_tokens if ask.max_completion_tokens is None else ask.max_completion_tokens
     max_tokens = min(service.limits.chat_tokens, service.limits.max_tokens) if asked is None else asked
+    stops, stop_ids = model.template.stops(model.tokenizer)
     sampling = text_sampling(
         ask,
         model,
         service.limits,
         max_tokens=max_tokens,
         top_logprobs=ask.top_logprobs or 0,
-        more_stops=model.template.stop,
+        more_stops=stops,
+        more_stop_ids=stop_ids,
     )
     n = ask.n or 1
     messages = [(message.role, message.text) for message in ask.messages]
     start = await _start(model, ask, n, http.scope["state"]["request_id"])
     try:
-        text = model.template.text(messages, goes_on=start.n_tokens > 0)
-        prompt = await encode(model, text, service.limits, continues=start.n_tokens > 0)
+        last = start.state.last if start.n_tokens > 0 else None
+        prompt = await encode_chat(model, messages, service.limits, last=last)
+        if last is None and ask.add_special_tokens is not False and prompt[:1] == (model.bos_id,):
+            prompt = prompt[1:]  # the template wrote the BOS id, which the engine prepends
     except BaseException:
         start.release()
         raise
@@ -167,19 +172,23 @@ def _several(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int
 def _check_completion(ask: CompletionRequest, n: int, best_of: int) -> bool:
     """Validate a completion request, and return whether only the prompt is scored."""
     if best_of < n:
-        raise invalid("best_of", best_of, f"at least n ({n})", "leave it out")
+        raise invalid("best_of", best_of, f"at least n ({n})", "omit it")
     if best_of > n and ask.stream:
-        raise invalid("best_of", best_of, "n in a stream: the best is known only at the end", "leave out stream")
+        raise invalid(
+            "best_of", best_of, "n in a stream, because the best answers are known only at the end", "omit stream"
+        )
     if ask.max_tokens != 0:
         return False
     if not ask.echo or ask.session or ask.return_state:
-        raise invalid("max_tokens", 0, "at least 1, but for echo without a session", "ask for one token or more")
+        raise invalid(
+            "max_tokens", 0, "at least 1, except with echo and without a session", "request at least one token"
+        )
     return True
 
 
 async def _start(model: Model, ask: TextRequest, n_answers: int, call: str) -> StartState:
     if n_answers > 1 and (ask.session is not None or ask.return_state):
-        raise invalid("the number of answers", n_answers, "1 where a state is kept", "fork the session for each answer")
+        raise invalid("the number of answers", n_answers, "1 if a state is kept", "fork the session for each answer")
     return await acquire_session(model, ask, call)
 
 

@@ -18,21 +18,21 @@ from linnet.serve.http.service import Service
 Handler = Callable[[Service, HttpRequest], Awaitable[Response]]
 REF = "#/components/schemas/{model}"
 ERRORS = {
-    400: "A field is wrong or unknown",
-    401: "No valid API key",
-    403: "Called by a name that is not the server's",
-    404: "Not there",
-    405: "Not this method",
-    408: "The body came too slowly",
+    400: "A field is invalid or unknown",
+    401: "The API key is missing or invalid",
+    403: "The Host header does not name this server",
+    404: "Not found",
+    405: "Method not allowed",
+    408: "The request body arrived too slowly",
     409: "The session is in use",
-    413: "The body is too large",
-    415: "The body is of another type",
-    422: "The request's own rules leave nothing to answer with",
-    429: "Too much at once; see Retry-After",
-    431: "The headers are too large",
-    500: "The server failed",
-    503: "The server is about to stop, or a replica of it did",
-    504: "The deadline passed",
+    413: "The request body is too large",
+    415: "Unsupported media type",
+    422: "The constraints of the request allow no token",
+    429: "Too many requests; see Retry-After",
+    431: "The request headers are too large",
+    500: "Internal server error",
+    503: "The server is shutting down, or a replica has failed",
+    504: "The deadline has passed",
 }
 AT_THE_DOOR = (403, 431)
 """Errors of the middleware, which probes can also receive."""
@@ -69,7 +69,11 @@ def describe(endpoints: Sequence[Endpoint], version: str) -> Mapping[str, Any]:
         paths.setdefault(path, {})[one.method.lower()] = _operation(one, schemas)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Linnet", "version": version, "description": "OpenAI's shapes, and states that never grow."},
+        "info": {
+            "title": "Linnet",
+            "version": version,
+            "description": "OpenAI-compatible API, with sessions of constant size.",
+        },
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -123,9 +127,9 @@ def _responses(one: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
         status = {"application/json": {"schema": _schema(one.gives, schemas)}}
         extra = {str(code): {"description": ERRORS[code], "content": status} for code in one.statuses}
         refused = {str(code): {"description": ERRORS[code], "content": problem} for code in AT_THE_DOOR}
-        return {"200": {"description": "Good", "content": good}, **extra, **refused}
+        return {"200": {"description": "Success", "content": good}, **extra, **refused}
     errors = {str(code): {"description": ERRORS[code], "content": problem} for code in ending}
-    return {"200": {"description": "Good", "content": good}, **errors}
+    return {"200": {"description": "Success", "content": good}, **errors}
 
 
 def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:

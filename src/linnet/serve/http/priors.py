@@ -44,11 +44,11 @@ async def sample(service: Service, http: HttpRequest) -> Response:
     ask = await read_json(http, PriorRequest, service.limits)
     model = service.prior(ask.model)
     if ask.nearest and not model.gallery_rows:
-        raise invalid("nearest", ask.nearest, "0: this model has no gallery", "leave it out")
+        raise invalid("nearest", ask.nearest, "0, because this model has no gallery", "omit it")
     if ask.progress is not None and not ask.stream:
-        raise invalid("progress", ask.progress, "left out unless stream is true", "set stream to true")
+        raise invalid("progress", ask.progress, "omitted unless stream is true", "set stream to true")
     if ask.eta is not None and ask.solver != "ddim":
-        raise invalid("eta", ask.eta, "left out unless solver is ddim", "set solver to ddim")
+        raise invalid("eta", ask.eta, "omitted unless solver is ddim", "set solver to ddim")
     id = f"prior-{uuid.uuid4().hex}"
     # Checked before any work is done: the number of texts is known without encoding them.
     n_texts = max(len(_several(ask.input)), len(_vectors(ask.embeddings)))
@@ -71,22 +71,22 @@ def _check_bounds(service: Service, ask: PriorRequest, n_texts: int) -> None:
         got = f"{n_texts} texts x {n}"
         raise invalid("the number of answers", got, f"at most {limits.answers}", "send several calls")
     if ask.deadline_seconds is not None and ask.deadline_seconds > limits.deadline_seconds:
-        raise invalid("deadline_seconds", ask.deadline_seconds, f"at most {limits.deadline_seconds:g}", "allow fewer")
+        raise invalid(
+            "deadline_seconds", ask.deadline_seconds, f"at most {limits.deadline_seconds:g}", "use a smaller value"
+        )
 
 
 async def _texts(ask: PriorRequest, model: PriorModel) -> list[Text]:
     """Encode the input texts, or validate the given embeddings."""
     if (ask.input is None) == (ask.embeddings is None):
-        raise invalid("input and embeddings", "none or both", "one of the two", "give input, or its embeddings")
+        raise invalid("input and embeddings", "none or both", "one of the two", "give input or embeddings")
     if ask.text_encodings is not None and ask.embeddings is None:
-        needs = "left out with input, whose encodings are computed here; with embeddings they are needed"
-        raise invalid("text_encodings", "given without embeddings", needs, "leave it out, or give the embeddings, too")
+        needs = "omitted with input, whose encodings the server computes"
+        raise invalid("text_encodings", "given without embeddings", needs, "omit it, or give embeddings as well")
     if ask.input is not None:
         if not model.takes_text:
-            needs = "left out: the encoder of this model's texts (with token encodings, if it takes them) is not here"
-            raise invalid(
-                "input", "given", needs, "give embeddings (and text_encodings, where max_encodings is above 0)"
-            )
+            needs = "omitted: the server does not have the text encoder of this model (with token encodings, if it needs them)"
+            raise invalid("input", "given", needs, "give embeddings (and text_encodings if max_encodings is above 0)")
         return [Text(*await to_thread.run_sync(model.encode, one)) for one in _several(ask.input)]
     vectors = [_array("embeddings", one, model.text_width) for one in _vectors(ask.embeddings)]
     encodings = _encodings(ask, len(vectors))
@@ -114,8 +114,8 @@ def _encodings(ask: PriorRequest, n: int) -> list[list[list[float]]] | None:
     if isinstance(found[0][0], float | int):
         found = [found]
     if len(found) != n:
-        needs = f"of {n}, as many as embeddings"
-        raise invalid("text_encodings", f"of {len(found)} texts", needs, "give one list for each")
+        needs = f"for {n}, as many as embeddings"
+        raise invalid("text_encodings", f"for {len(found)} texts", needs, "give one list per text")
     return found
 
 
@@ -196,7 +196,7 @@ class _Sampling:
         if problem is not None:
             raise problem
         if one.embedding is None or not np.isfinite(one.embedding).all():
-            message = "the embedding has left the range of numbers. Fix: use less guidance, or more steps."
+            message = "the embedding is not finite. Fix: use less guidance, or more steps."
             raise ApiError(422, message, code="not_finite")
         return one
 

@@ -172,6 +172,11 @@ class TemplateCard(TypedDict):
     between: str
 
 
+class JinjaCard(TypedDict):
+    jinja: str
+    """Source of a Hugging Face chat template."""
+
+
 class TokenizerCard(TypedDict):
     kind: str
     rules: Literal["exact", "released"]
@@ -197,8 +202,8 @@ class ModelCard(TypedDict):
     """Bytes of one conversation in its slot, independent of how much it has read."""
     picture: list[int] | None
     """Image height, width and channels, for pixel models."""
-    chat_template: TemplateCard
-    """How /v1/chat/completions turns a conversation into one text."""
+    chat_template: TemplateCard | JinjaCard
+    """How /v1/chat/completions turns a conversation into a prompt."""
 
 
 class PriorCard(TypedDict):

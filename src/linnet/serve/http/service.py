@@ -40,11 +40,11 @@ class Service:
         self.models = {model.name: model for model in self.all_models if not is_prior(model)}
 
     def model(self, name: str | None) -> Model:
-        needs, fix = "a model of tokens (this is a prior: it makes embeddings)", "use POST /v1/priors/sample"
+        needs, fix = "a token model (this is a prior: it generates embeddings)", "use POST /v1/priors/sample"
         return self._of_kind(self.models, self.priors, name, needs, fix)
 
     def prior(self, name: str | None) -> PriorModel:
-        needs, fix = "a prior (this is a model of tokens)", "use /v1/completions, or name a model whose family is prior"
+        needs, fix = "a prior (this is a token model)", "use /v1/completions, or name a model whose family is prior"
         return self._of_kind(self.priors, self.models, name, needs, fix)
 
     def any_model(self, name: str) -> Model | PriorModel:

@@ -41,7 +41,7 @@ async def save(service: Service, http: HttpRequest) -> Response:
 async def restore(service: Service, http: HttpRequest) -> Response:
     unknown = set(http.query_params) - {"model"}
     if unknown:
-        raise ApiError(400, f"{sorted(unknown)[0][:100]}: unknown field. Fix: leave it out.")
+        raise ApiError(400, f"{sorted(unknown)[0][:100]}: unknown field. Fix: omit it.")
     model = service.model(http.query_params.get("model"))
     data = await read_file(http, service.limits)
     return _card(model, await to_thread.run_sync(model.sessions.restore, data))

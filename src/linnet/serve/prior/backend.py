@@ -53,7 +53,7 @@ class PriorBackend:
         self.cfg, self.n_slots = cfg, n_slots
         self._params = sampling.prepared(params, cfg)
         self._null = _null(self._params, cfg) if cfg.can_guide and not _null_per_row(cfg) else None
-        self._nobody = _seat(self._params, *_nothing(cfg), cfg=cfg)
+        self._nobody = _make_state(self._params, *_nothing(cfg), cfg=cfg)
         self.reset()
         self.state_bytes: int = n_bytes(self._slots) // n_slots
 
@@ -63,13 +63,13 @@ class PriorBackend:
 
     def warm_up(self) -> None:
         """Compile every program, so that the first request does not wait for compilation."""
-        self.put(0, self._nobody)
+        self.load(0, self._nobody)
         for guided in {False, self.cfg.can_guide}:
             jax.block_until_ready(self.tick(guided=guided, look=True).done)
-        self.take(0)
+        self.save(0)
         self.reset()
 
-    def seat(self, request: SampleRequest, plan: SolverTable) -> Slots:
+    def make_state(self, request: SampleRequest, plan: SolverTable) -> Slots:
         """Encode the text, once for all steps, and draw the initial noise. Does not wait for the device."""
         text, encodings, n_encodings, _, _ = _nothing(self.cfg)
         text[0] = request.text
@@ -77,12 +77,12 @@ class PriorBackend:
             encodings[0, : len(request.encodings)] = request.encodings  # zero rows are padding
             n_encodings[0] = len(request.encodings)
         how = sampling.make_rows([plan], [request.guidance], self.cfg.timesteps)
-        return _seat(self._params, text, encodings, n_encodings, how, np.uint32(request.seed), cfg=self.cfg)
+        return _make_state(self._params, text, encodings, n_encodings, how, np.uint32(request.seed), cfg=self.cfg)
 
-    def put(self, slot: int, seat: Slots) -> None:
-        self._slots = _put(self._slots, slot, seat)
+    def load(self, slot: int, state: Slots) -> None:
+        self._slots = _load(self._slots, slot, state)
 
-    def take(self, slot: int) -> Slots:
+    def save(self, slot: int) -> Slots:
         """Return the state of the slot's request. The slot's own contents are unused from then on."""
         return _take(self._slots, slot)
 
@@ -126,7 +126,7 @@ def _null(params: PriorParams, cfg: PriorConfig) -> TextMemory | None:
 
 
 @partial(jax.jit, static_argnames="cfg", compiler_options=OPTIONS)
-def _seat(
+def _make_state(
     params: PriorParams,
     text: Float[Array, "1 X"],
     encodings: Float[Array, "1 L X"] | None,
@@ -168,16 +168,16 @@ def _look(state: SamplerState, *, cfg: PriorConfig) -> tuple[Float[Array, "B D"]
 
 
 @partial(jax.jit, static_argnums=1)
-def _repeated(seat: Slots, n_slots: int) -> Slots:
-    return jax.tree.map(lambda x: jnp.repeat(x, n_slots, axis=row_axis(x)), seat)
+def _repeated(state: Slots, n_slots: int) -> Slots:
+    return jax.tree.map(lambda x: jnp.repeat(x, n_slots, axis=row_axis(x)), state)
 
 
 @jax.jit
-def _put(slots: Slots, slot: int | Int[Array, ""], seat: Slots) -> Slots:
+def _load(slots: Slots, slot: int | Int[Array, ""], state: Slots) -> Slots:
     def one(all_rows: Array, row: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(all_rows, row, slot, row_axis(all_rows))
 
-    return jax.tree.map(one, slots, seat)
+    return jax.tree.map(one, slots, state)
 
 
 @jax.jit

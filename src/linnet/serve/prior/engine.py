@@ -36,7 +36,7 @@ class Job:
 
     def __init__(self, request: SampleRequest, plan: SolverTable, guidance: float, on_event: OnSampleEvent) -> None:
         self.request, self.plan, self.guidance = request, plan, guidance
-        self.seat: Slots | None = None
+        self.slot_state: Slots | None = None
         """The saved state, if it was preempted."""
         self.slot: int | None = None
         self.n_done = 0
@@ -50,7 +50,7 @@ class Job:
         n, parts = len(self.plan), self.request.n_told + 1
         return self.n_done < n and self.n_done * parts // n > (self.n_done - 1) * parts // n
 
-    def tell(self, step: int, start: np.ndarray) -> None:
+    def notify(self, step: int, start: np.ndarray) -> None:
         self._on_event(Denoised(step=step, n_steps=len(self.plan), start=start))
 
     def finish(self, reason: FinishReason, *, embedding: np.ndarray | None = None, error: str | None = None) -> None:
@@ -82,7 +82,7 @@ class PriorEngine(EngineLoop[Job]):
             if value < 1:
                 raise invalid(name, value, "at least 1", "use the default")
         if cfg.text_encodings and not cfg.max_text_len:
-            needs = "above 0 with model.text_encodings: a slot has room for so many"
+            needs = "above 0 with model.text_encodings: it is the capacity of a slot"
             raise invalid("model.max_text_len", 0, needs, "set it in the run's config.json; CLIP has 77 tokens")
         super().__init__(n_slots, max_waiting, clock, "linnet-prior")
         self.cfg, self.n_slots = cfg, n_slots
@@ -106,7 +106,7 @@ class PriorEngine(EngineLoop[Job]):
                 "slots": self.n_slots,
                 "waiting": scheduler.waiting,
                 "running": scheduler.running,
-                "parked": scheduler.parked,
+                "parked": scheduler.preempted,
                 "steps_total": self._n_steps,
                 "samples_total": self._n_samples,
             }
@@ -116,13 +116,13 @@ class PriorEngine(EngineLoop[Job]):
     def _execute(self, plan: Turn) -> None:
         for id, reason in plan.ended:
             self._jobs.pop(id).finish(reason)
-        for id, slot in plan.park:
+        for id, slot in plan.preempt:
             job = self._jobs[id]
-            job.seat, job.slot = self.backend.take(slot), None
-        for id, slot in plan.place:
+            job.slot_state, job.slot = self.backend.save(slot), None
+        for id, slot in plan.load:
             job = self._jobs[id]
-            self.backend.put(slot, job.seat or self.backend.seat(job.request, job.plan))
-            job.seat, job.slot = None, slot
+            self.backend.load(slot, job.slot_state or self.backend.make_state(job.request, job.plan))
+            job.slot_state, job.slot = None, slot
         with self._changed:  # other threads add jobs
             running = {job.slot: job for job in self._jobs.values() if job.slot is not None}
         before, self._flight = self._flight, None
@@ -144,7 +144,7 @@ class PriorEngine(EngineLoop[Job]):
                     lookers.append((job, slot, job.n_done))
                 if ends:  # release the slot for the next tick, before the result is read back
                     job.slot = None
-                    self._scheduler.leaves(job.request.id)
+                    self._scheduler.release_slot(job.request.id)
         ticket = self.backend.tick(guided=guided, look=bool(lookers))
         self._n_steps += len(running)
         return _Flight(ticket, lookers)
@@ -159,7 +159,7 @@ class PriorEngine(EngineLoop[Job]):
             if job.is_done:
                 continue
             if step < len(job.plan):
-                job.tell(step, starts[slot].copy())
+                job.notify(step, starts[slot].copy())
                 continue
             self._n_samples += 1
             self._end(job, "stop", embedding=embeddings[slot].copy())

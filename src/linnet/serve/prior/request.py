@@ -41,13 +41,13 @@ class SampleRequest:
         if not 0 <= self.seed <= MAX_SEED:
             raise invalid("seed", self.seed, f"0 to {MAX_SEED}", "use 0")
         if not 0 <= self.guidance <= MAX_GUIDANCE:
-            raise invalid("guidance", self.guidance, f"0 to {MAX_GUIDANCE:g}", "use 1, which is none")
+            raise invalid("guidance", self.guidance, f"0 to {MAX_GUIDANCE:g}", "use 1 for no guidance")
         if self.n_told < 0:
             raise invalid("n_told", self.n_told, "0 or more", "use 0")
         for name, values in (("the embedding", self.text), ("the encodings", self.encodings)):
             if values is not None and not (np.abs(values) <= MAX_VALUE).all():
-                needs = f"finite, and of size {MAX_VALUE:g} at most"
-                raise invalid(name, "a number beyond that", needs, "scale it to length 1, as encoders give it")
+                needs = f"finite, with a magnitude of at most {MAX_VALUE:g}"
+                raise invalid(name, "out of range", needs, "scale it to norm 1, as encoders return it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

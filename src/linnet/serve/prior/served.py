@@ -136,7 +136,10 @@ def serve_prior(
             encoder.encode_texts(["a linnet"])  # compile now, so that the first request does not wait
         if width != cfg.d_text:
             raise invalid(
-                f"the width of {encoder.name}'s texts", width, f"{cfg.d_text}, the model's", "name its own encoder"
+                f"the text width of {encoder.name}",
+                width,
+                f"{cfg.d_text}, the model's",
+                "use the encoder of the run's data",
             )
     engine = PriorEngine(cfg, params, n_slots=n_slots, max_waiting=max_waiting)
     engine.backend.warm_up()

@@ -36,7 +36,7 @@ class NotStarted(Exception):
     """The first replica exited before it was ready, and has printed the reason."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(f"the replica ended with {code}")
+        super().__init__(f"the replica exited with code {code}")
         self.code = code
 
 
@@ -131,11 +131,11 @@ class Fleet:
                     continue  # an empty place gets a new replica anyway
                 new = await self._launch(number)
                 if not await new.until_ready():
-                    _say(f"the new replica {number} {_ending(new.process)}; the old ones go on.")
+                    _log(f"The new replica {number} {_ending(new.process)}; the old replicas keep running.")
                     return
                 old.retire()
                 self._seat(new)
-                _say(f"replica {number} is replaced.")
+                _log(f"Replica {number} was replaced.")
 
     def replace_all_soon(self) -> None:
         self._background(self.replace_all())
@@ -162,7 +162,7 @@ class Fleet:
                 self._seat(replica, delay)
                 return
             if not self._is_stopping:
-                _say(f"replica {number} {_ending(replica.process)} before it was ready; again in {delay:g} s.")
+                _log(f"Replica {number} {_ending(replica.process)} before it was ready; retrying in {delay:g} s.")
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LONGEST_DELAY)
 
@@ -183,14 +183,14 @@ class Fleet:
         self.places[replica.number] = None
         self.n_restarts += 1
         delay = FIRST_DELAY if time.monotonic() - began > LIVES_SECONDS else delay
-        _say(f"replica {replica.number} {_ending(replica.process)}; another is started in {delay:g} s.")
+        _log(f"Replica {replica.number} {_ending(replica.process)}; restarting in {delay:g} s.")
         await asyncio.sleep(delay)
         await self._fill(replica.number, min(2 * delay, LONGEST_DELAY))
 
     async def _end_when_silent(self, replica: Replica) -> None:
         await replica.until_silent()
         if not replica.is_retired:  # a retired one gets no calls and exits after its drain
-            _say(f"replica {replica.number} stands still: it left {MAX_SILENT} questions open, and is ended.")
+            _log(f"Replica {replica.number} hangs: it missed {MAX_SILENT} health probes and is killed.")
             replica.signal(signal.SIGKILL)
 
     async def _launch(self, number: int) -> Replica:
@@ -215,9 +215,9 @@ class Fleet:
 def _ending(process: Process) -> str:
     code = process.returncode
     if code is not None and code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with code {code}"
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -188,7 +188,7 @@ class _Closing:
         except asyncio.CancelledError:
             if not self._is_closed:
                 raise
-            raise ApiError(503, "the request was cancelled by the server. Fix: try again.", code="cancelled") from None
+            raise ApiError(503, "the server cancelled the request. Fix: try again.", code="cancelled") from None
 
 
 def _is_for_another(status: int, body: bytes) -> bool:
@@ -202,15 +202,15 @@ def _seconds(answer: Answer) -> float:
 
 def _cut_short() -> ApiError:
     message = (
-        "the replica that was answering died. Fix: ask again; with the same seed the answer is the same. A session is where it was, "
-        "unless its n_tokens have grown: then only the end of this answer is missing."
+        "the replica died while answering. Fix: send the request again; with the same seed the answer is the same. A session is "
+        "unchanged, unless its n_tokens has grown: then only the end of this answer is missing."
     )
     return ApiError(503, message, code="replica_lost", headers=NO_RETRY)
 
 
 def _nobody(n_lost: int) -> ApiError:
     if n_lost:
-        message = f"{n_lost} replicas died before they could answer. Fix: try again later, and see the server's log."
+        message = f"{n_lost} replicas died before answering. Fix: see the server's log, and try again later."
         return ApiError(503, message, code="replica_lost", headers=NO_RETRY)
-    message = "no replica is ready. Fix: try again in some seconds."
+    message = "no replica is ready. Fix: try again in a few seconds."
     return ApiError(503, message, code="no_replica", headers={"retry-after": "5"})

@@ -42,9 +42,11 @@ def _add(families: dict[str, Metric], family: Metric, number: int) -> None:
 
 
 def _of_fleet(fleet: Fleet) -> Iterable[Metric]:
-    yield GaugeMetricFamily("linnet_replicas_ready", "Replicas that take calls", value=len(fleet.ready))
-    yield CounterMetricFamily("linnet_replica_restarts", "Replicas that died and were replaced", value=fleet.n_restarts)
-    running = GaugeMetricFamily("linnet_replica_calls", "Calls that a replica has", labels=["replica"])
+    yield GaugeMetricFamily("linnet_replicas_ready", "Replicas that accept calls", value=len(fleet.ready))
+    yield CounterMetricFamily(
+        "linnet_replica_restarts", "Replicas that died and were restarted", value=fleet.n_restarts
+    )
+    running = GaugeMetricFamily("linnet_replica_calls", "Running calls of a replica", labels=["replica"])
     for replica in fleet.ready:
         running.add_metric([str(replica.number)], replica.n_running)
     yield running

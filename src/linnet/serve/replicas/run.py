@@ -85,6 +85,6 @@ async def _start(fleet: Fleet) -> int | None:
 
 
 async def _most_state_bytes(fleet: Fleet) -> int:
-    """Maximum size of a serialized state, computed as in `Service.most_state_bytes`."""
+    """Maximum size of a serialized state, computed as in `Service.most_state_bytes`: only token models have states."""
     cards = (await get_json(fleet.ready[0].socket, b"/v1/models"))["data"]
-    return 2 * max((card["state_bytes"] for card in cards if card["family"] != "prior"), default=0)
+    return 2 * max((card["state_bytes"] for card in cards if "n_vocab" in card), default=0)

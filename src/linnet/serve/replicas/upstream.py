@@ -128,7 +128,7 @@ async def _asked(socket: Path, target: bytes) -> AsyncIterator[Answer]:
         ):
             yield answer
     except TimeoutError:
-        raise Lost(f"no answer within {OWN_SECONDS:g} s") from None
+        raise Lost(f"no response within {OWN_SECONDS:g} s") from None
 
 
 def _written(wire: h11.Connection, call: Call) -> bytes:
@@ -153,7 +153,7 @@ async def _sending(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
 async def _response(wire: h11.Connection, reader: asyncio.StreamReader) -> h11.Response:
     while not isinstance(event := await _next(wire, reader), h11.Response):
         if isinstance(event, h11.ConnectionClosed):
-            raise Lost("it closed the connection without an answer")
+            raise Lost("it closed the connection without a response")
     return event
 
 
