@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -11,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from linnet.bench import dense_model
 from linnet.bench.measure import Benchmark
 from linnet.bench.run import TICKS
 from linnet.config.schema import RunConfig
@@ -24,8 +22,6 @@ from linnet.data import load_dataset
 from linnet.evaluate.language_model import evaluate, make_nats
 from linnet.models import registry
 from linnet.models.base import TokenFamily
-from linnet.models.vq.config import VQConfig
-from linnet.models.vq.family import reading_block_len
 from linnet.nn import sampling
 from linnet.optim.optimizer import optimizer as make_optimizer
 from linnet.runs.state import fresh_buffers, fresh_state
@@ -37,26 +33,15 @@ BACKWARD = 3
 
 def train(cfg: RunConfig) -> Benchmark:
     family = registry.tokens(cfg.family)
-    return _train(cfg, family, family.flops_per_token(cfg.model))
-
-
-def train_dense(cfg: RunConfig) -> Benchmark:
-    return _train(cfg, dense_model.dense_family(), dense_model.flops_per_token(cfg.vq, cfg.tokens.sequence_len))
+    return train_benchmark(cfg, family, family.flops_per_token(cfg.model))
 
 
 def evaluation(cfg: RunConfig) -> Benchmark:
     family = registry.tokens(cfg.family)
-    model = cfg.model
-    if isinstance(model, VQConfig):
-        model = dataclasses.replace(model, block_len=reading_block_len(model))
-    return _evaluation(cfg, family, family.flops_per_token(model))
+    return eval_benchmark(cfg, family, family.flops_per_token(family.reading_config(cfg.model)))
 
 
-def evaluation_dense(cfg: RunConfig) -> Benchmark:
-    return _evaluation(cfg, dense_model.dense_family(), dense_model.flops_per_token(cfg.vq, cfg.tokens.sequence_len))
-
-
-def _train(cfg: RunConfig, family: TokenFamily, flops: float) -> Benchmark:
+def train_benchmark(cfg: RunConfig, family: TokenFamily, flops: float) -> Benchmark:
     """Consecutive updates on the corpus. As in the trainer, the next batch is made while the device computes."""
     data = load_dataset(cfg.tokens, cfg.seed)
     optimizer = make_optimizer(cfg.optim, family.param_specs(cfg.model))
@@ -81,7 +66,7 @@ def _train(cfg: RunConfig, family: TokenFamily, flops: float) -> Benchmark:
     return Benchmark(tokens=tokens, flops_per_token=BACKWARD * flops, compile=compile_, run=run)
 
 
-def _evaluation(cfg: RunConfig, family: TokenFamily, flops: float) -> Benchmark:
+def eval_benchmark(cfg: RunConfig, family: TokenFamily, flops: float) -> Benchmark:
     """One batch of complete sequences with `evaluate` itself, including reading and summing up."""
     data = load_dataset(cfg.tokens, cfg.seed)
     params, buffers = fresh_weights(cfg)
@@ -104,11 +89,11 @@ def prefill(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
     """Consecutive prompts, each from prefill to the first generated token. Compile time includes all programs involved."""
     params, buffers = fresh_weights(cfg, weights)
     prompts, slots, model = _prompts(cfg), _decoder(cfg), cast(Any, cfg.model)
-    params = slots.hold(params)
+    params = slots.cast_weights(params)
     prepared = slots.prepare(params, buffers, cfg=model)
 
     def answer(prompt: list[int]) -> None:
-        one = slots.insert(slots.init_slots(model, 1), slots.admit(params, buffers, prompt[:-1], model), 0)
+        one = slots.insert(slots.init_slots(model, 1), slots.prefill(params, buffers, prompt[:-1], model), 0)
         drawn = slots.decode(prepared, one, *_draws(cfg, [prompt]), cfg=model, n_ticks=1)[2]
         drawn.block_until_ready()
 
@@ -130,11 +115,11 @@ def decode(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
     state, because the context would fill up."""
     params, buffers = fresh_weights(cfg, weights)
     prompts, slots, model = _prompts(cfg), _decoder(cfg), cast(Any, cfg.model)
-    params = slots.hold(params)
+    params = slots.cast_weights(params)
     prepared = slots.prepare(params, buffers, cfg=model)
     state = slots.init_slots(model, len(prompts))
     for i, prompt in enumerate(prompts):
-        state = slots.insert(state, slots.admit(params, buffers, prompt[:-1], model), i)
+        state = slots.insert(state, slots.prefill(params, buffers, prompt[:-1], model), i)
     size = n_bytes(state) // len(prompts)
     tokens, settings, keys, seen = _draws(cfg, prompts)
     kept = None if model.context is None else jax.tree.map(jnp.copy, (state, tokens, seen))
@@ -156,7 +141,7 @@ def decode(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
 
     return Benchmark(
         tokens=TICKS * len(prompts),
-        flops_per_token=registry.get(cfg.family).flops_per_token(_one_by_one(model)),
+        flops_per_token=registry.get(cfg.family).flops_per_token(model.for_single_tokens()),
         compile=compile_,
         run=run,
         extra=lambda _: {"context": cfg.tokens.sequence_len, "state_bytes": size},
@@ -165,10 +150,6 @@ def decode(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
 
 def _decoder(cfg: RunConfig) -> Any:
     return registry.tokens(cfg.family).decoder
-
-
-def _one_by_one(model: Any) -> Any:
-    return dataclasses.replace(model, block_len=1) if isinstance(model, VQConfig) else model
 
 
 def fresh_weights(cfg: RunConfig, weights: WeightDtype = "float32") -> tuple[Any, Any]:
@@ -194,16 +175,14 @@ def _prompts(cfg: RunConfig) -> list[list[int]]:
 def _draws(cfg: RunConfig, prompts: list[list[int]]) -> tuple[Array, sampling.SamplingSettings, Array, Array]:
     """Return the other arguments of `decode`: last tokens, sampling settings, random keys, and counts of seen tokens."""
     n = len(prompts)
-    seen = jnp.zeros((n, cfg.writer.n_vocab), jnp.int32)
+    seen = jnp.zeros((n, cfg.lm.n_vocab), jnp.int32)
     last = jnp.asarray([prompt[-1] for prompt in prompts], jnp.int32)
     return last, sampling.sampling_settings(n), jax.random.split(rng.root(cfg.seed), n), seen
 
 
 JOBS: dict[str, Callable[[RunConfig], Benchmark]] = {
     "train": train,
-    "train-dense": train_dense,
     "eval": evaluation,
-    "eval-dense": evaluation_dense,
     "prefill": prefill,
     "decode": decode,
     "prefill-int8": partial(prefill, weights="int8"),

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from linnet.bench.clients import spread
 from linnet.config.schema import RunConfig
 from linnet.core.special_tokens import FIRST_BYTE
 from linnet.models import registry
@@ -40,6 +39,11 @@ def engine_of(cfg: RunConfig, params: Any, buffers: Any, n_slots: int) -> Iterat
 
 
 _numbers = itertools.count()
+
+
+def vary_length(answer: int, number: int) -> int:
+    """Vary the length from 0.5 to 1.5 times `answer`, so that responses which start together do not end together."""
+    return answer // 2 + 37 * number % answer + 1
 
 
 def ask(engine: Engine, prompt: tuple[int, ...], n_tokens: int, on_event: OnEvent) -> str:
@@ -90,15 +94,13 @@ class Load:
 
     def _ask(self) -> None:
         number = next(_numbers)
-        told: list[str] = []
+        id = f"load-{number}"
 
         def on_event(event: Event) -> None:
             if isinstance(event, Finished):
-                self._under_way.discard(told[0])
+                self._under_way.discard(id)
                 self._ended.put(None)
 
-        id = f"load-{number}"
-        told.append(id)
         self._under_way.add(id)
-        sampling = Sampling(max_tokens=spread(self._answer, number), ignore_end=True, seed=number)
+        sampling = Sampling(max_tokens=vary_length(self._answer, number), ignore_end=True, seed=number)
         self._engine.submit(Request(id=id, prompt=random_prompt(16, number), sampling=sampling), on_event)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from linnet.bench.run import check_seconds, measure_apart
+from linnet.bench.table import SCALED, ResultTable
 from linnet.bench.targets import GEMM_SIZE, PRIOR_PRESET, compare
 from linnet.config import presets
 from linnet.config.schema import PairsConfig, RunConfig
 from linnet.core.errors import invalid
-from linnet.models.prior.config import PriorConfig
 
 TEXT_LEN = 77
 """Token encodings per text, as in CLIP."""
@@ -20,7 +20,7 @@ SHAPES = (("train", 0, 64), ("train", TEXT_LEN, 16), ("ddim-64", 0, 64), ("dpm-1
 GROWTH = (("train", 0, 256), ("ddim-16", 0, 64), ("ddim-64", 0, 1), ("ddim-64", 0, 8), ("ddim-64", TEXT_LEN, 1))
 """Further shapes, which show how the cost grows with steps and batch size."""
 COLUMNS = (
-    "job", "samples / CPU-s", "target, scaled", "samples / s", "CPU-ms a sample", "compile CPU-s", "peak GB", "MFU",
+    "job", "samples / CPU-s", "target, scaled", "samples / s", "CPU-ms / sample", "compile CPU-s", "peak GB", "MFU",
     "GEMM GFLOP / CPU-s", "reached",
 )  # fmt: skip
 
@@ -30,15 +30,15 @@ def run_prior(
     *,
     seconds: float = 10.0,
     gemm_size: int = GEMM_SIZE,
-    say: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     check_seconds(seconds)
     cfg = presets.get(preset) if isinstance(preset, str) else preset
-    if not isinstance(cfg.model, PriorConfig):
+    if cfg.reads_tokens:
         raise invalid("PRESET", cfg.preset, "a preset of the family prior", f"use {PRIOR_PRESET}")
     rows: list[dict[str, Any]] = []
     for job, text_len, batch in (*SHAPES, *GROWTH):
-        say(f"{job}, {text_len} encodings, batch {batch}")
+        log(f"{job}, {text_len} encodings, batch {batch}")
         shape = _shaped(cfg, text_len, batch)
         result = measure_apart(f"prior-{job}", shape, seconds=seconds, gemm_size=gemm_size)
         result |= {"job": job}
@@ -53,10 +53,14 @@ def _shaped(cfg: RunConfig, text_len: int, batch: int) -> RunConfig:
     return dataclasses.replace(cfg, model=model, data=data, train=train)
 
 
-def cells(row: dict[str, Any]) -> list[str]:
+def prior_table(result: dict[str, Any]) -> ResultTable:
+    return ResultTable(result, COLUMNS, [_cells(row) for row in result["rows"]], [SCALED, *notes(result)])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
     rate = row["tokens_per_cpu_second"]
     return [
-        f"{_words(row['job'])}, {row['sequence_len'] or 'no'} encodings, batch {row['batch']}",
+        f"{_title(row['job'])}, {row['sequence_len'] or 'no'} encodings, batch {row['batch']}",
         _short(rate),
         f"{row['target']:g}, {_short(row['target_scaled'])}" if "target" in row else "-",
         _short(row["tokens_per_second"]),
@@ -73,8 +77,8 @@ def notes(result: dict[str, Any]) -> list[str]:
     """Return notes on how the cost per sample grows."""
     took = {(r["job"], r["sequence_len"], r["batch"]): 1e3 / r["tokens_per_cpu_second"] for r in result["rows"]}
 
-    def pair(few: tuple[str, int, int], many: tuple[str, int, int], words: str) -> str:
-        return f"{words}: {took[few]:,.1f} and {took[many]:,.1f} CPU-ms a sample, {took[many] / took[few]:.2f} times as much."
+    def pair(few: tuple[str, int, int], many: tuple[str, int, int], compared: str) -> str:
+        return f"{compared}: {took[few]:,.1f} and {took[many]:,.1f} CPU-ms per sample, {took[many] / took[few]:.2f} times as much."
 
     return [
         pair(("ddim-16", 0, 64), ("ddim-64", 0, 64), "16 and 64 steps of DDIM, batch 64"),
@@ -84,7 +88,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _words(job: str) -> str:
+def _title(job: str) -> str:
     solver, _, steps = job.partition("-")
     names = {"ddim": "DDIM", "dpm": "DPM-Solver++"}
     return f"sample, {names[solver]}, {steps} steps" if steps else job

@@ -9,15 +9,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from linnet.bench.targets import GEMM_SIZE, PRESET, TARGETS, compare
-from linnet.config import codec as configs
-from linnet.config import presets
+from linnet.config import codec, presets
 from linnet.config.schema import DataConfig, RunConfig
 from linnet.core.errors import UserError, invalid
-from linnet.models.prior.config import PriorConfig
-from linnet.models.vq.config import VQConfig
+from linnet.models.model_config import PairModelConfig
 from linnet.runs.environment import cores_usable
 
 JOBS = ("train", "eval", "prefill", "decode")
@@ -56,11 +55,11 @@ def run_bench(
     return result
 
 
-def run_table(*, seconds: float = 10.0, say: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+def run_table(*, seconds: float = 10.0, log: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
     """Measure every row of the targets, the first (training) also on one core, for the table in docs/benchmarks.md."""
     results: list[dict[str, Any]] = []
     for target in TARGETS:
-        say(
+        log(
             f"{target.job}, sequence length {target.sequence_len or CONTEXT:,}, batch {target.batch or 'of the preset'}"
         )
         compare_cores = not results and cores_usable() > 1 and hasattr(os, "sched_setaffinity")
@@ -79,24 +78,22 @@ def run_table(*, seconds: float = 10.0, say: Callable[[str], None] = lambda _: N
 def job_config(job: str, preset: str | RunConfig, sequence_len: int | None, batch: int | None) -> RunConfig:
     """Return the preset with the requested length and batch size on the embedded corpus, or raise if they are invalid."""
     if job not in JOBS:
-        raise invalid("the job", job, f"one of {', '.join(JOBS)}", "choose one of them, or `linnet bench scaling`")
+        raise invalid("the job", job, f"one of {', '.join(JOBS)}", "choose one of them")
     cfg = presets.get(preset) if isinstance(preset, str) else preset
-    serving, room = job in ("prefill", "decode"), cfg.writer.context
+    serving, room = job in ("prefill", "decode"), cfg.lm.context
     if room is not None and job == "decode":
         room -= TICKS
     usual = CONTEXT if room is None else min(CONTEXT, room)
     length, size = (usual, 1) if serving else (cfg.tokens.update_len, cfg.data.batch_size)
     length = length if sequence_len is None else sequence_len
     if room is not None and length > room:
-        needs = (
-            f"at most {room}: model.context is {cfg.writer.context}{f', and {TICKS} are written' * (job == 'decode')}"
-        )
+        needs = f"at most {room}: model.context is {cfg.lm.context}{f', and {TICKS} are written' * (job == 'decode')}"
         raise invalid("--sequence-len", length, needs, f"use {room}")
     return sized(cfg, length, size if batch is None else batch)
 
 
 def sized(cfg: RunConfig, length: int, batch: int) -> RunConfig:
-    block = cfg.model.block_len if isinstance(cfg.model, VQConfig) else 1
+    block = cfg.lm.update_multiple
     if batch < 1:
         raise invalid("--batch", batch, "at least 1", "use 1")
     if length < 1 or length % block:
@@ -131,9 +128,14 @@ def measure_apart(
     cores: int | None = None,
     long_once: bool = False,
     gemm_size: int = GEMM_SIZE,
+    module: str = "linnet.bench.worker",
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure in a separate process. The result includes the job, its shape, the machine and the date."""
-    settings = configs.to_json(cfg)
+    """Measure in a separate process. The result includes the job, its shape, the machine and the date.
+
+    `module`: the worker, which is started in `folder` (where it is, if it is not installed).
+    """
+    settings = codec.to_json(cfg)
     settings.pop("version")
     task = {
         "job": job,
@@ -143,8 +145,8 @@ def measure_apart(
         "long_once": long_once,
         "gemm_size": gemm_size,
     }
-    command = [sys.executable, "-m", "linnet.bench.worker"]
-    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", module]
+    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
         raise _failure(job, cfg, done)
     return {
@@ -159,7 +161,7 @@ def measure_apart(
 
 def _length(cfg: RunConfig) -> int:
     """Return the tokens per sequence; for a prior, the token encodings per text."""
-    return cfg.model.max_text_len if isinstance(cfg.model, PriorConfig) else cfg.tokens.sequence_len
+    return cfg.model.max_text_len if isinstance(cfg.model, PairModelConfig) else cfg.tokens.sequence_len
 
 
 def _failure(job: str, cfg: RunConfig, done: subprocess.CompletedProcess[str]) -> Exception:

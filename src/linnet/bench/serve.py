@@ -1,4 +1,4 @@
-"""`linnet bench serve`: all serving benchmarks, each in its own process, compared with their targets."""
+"""`linnet bench serve`: the serving benchmarks of the engine, each in its own process, compared with their targets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from linnet.bench.run import CONTEXT, check_seconds, measure_apart, sized
+from linnet.bench.table import ResultTable
 from linnet.bench.targets import GEMM_SIZE, PRESET
 from linnet.config import presets
 from linnet.config.schema import RunConfig
@@ -14,14 +15,12 @@ from linnet.core.errors import invalid
 from linnet.core.special_tokens import N_BYTE_IDS
 
 JOBS = {
-    "serve-engine": "the engine beside raw decoding",
-    "serve-http": "a real server: restart, first tokens, sessions, 64 streaming clients",
-    "serve-pause": "others while a prompt of 32,768 tokens is read",
-    "serve-context": "decoding after 65,536 tokens beside 1,024",
+    "serve-engine": "engine throughput compared with raw decoding",
+    "serve-pause": "running streams during the prefill of 32,768 tokens",
+    "serve-context": "decoding at a context of 65,536 tokens compared with 1,024",
 }
 UNBOUNDED = ("serve-pause", "serve-context")
 """Jobs that need an unbounded context."""
-LONGEST_OVER_PREFILL, LONGEST_SESSION, LONGEST_RESTART = 0.015, 0.050, 10.0
 Unit = Literal["share", "times", "chunks", "ms", "s"]
 
 
@@ -29,7 +28,7 @@ Unit = Literal["share", "times", "chunks", "ms", "s"]
 class Row:
     """One metric with its target."""
 
-    what: str
+    metric: str
     value: float
     unit: Unit
     target: float
@@ -37,7 +36,7 @@ class Row:
     """Whether the target is a minimum; otherwise it is a maximum."""
     also: bool = True
     """A further condition that must hold."""
-    told: str
+    details: str
     """Details of the measurement."""
 
     @property
@@ -50,138 +49,96 @@ def run_serve(
     *,
     seconds: float = 10.0,
     gemm_size: int = GEMM_SIZE,
-    say: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    cfg = presets.get(preset) if isinstance(preset, str) else preset
+    cfg = serving_config(preset)
     check_seconds(seconds)
-    if cfg.writer.n_vocab != N_BYTE_IDS:
-        needs = f"a preset that reads bytes ({N_BYTE_IDS} ids): fresh weights come without a tokenizer"
-        raise invalid("PRESET", f"{cfg.preset} ({cfg.writer.n_vocab} ids)", needs, f"use {PRESET}")
-    room = cfg.writer.context
-    cfg = sized(cfg, CONTEXT if room is None else min(CONTEXT, room // 2), 1)
     results: dict[str, dict[str, Any]] = {}
-    for job, words in JOBS.items():
-        if room is not None and job in UNBOUNDED:
-            say(f"{words}: left out, for model.context is {room}")
+    for job, description in JOBS.items():
+        if cfg.lm.context is not None and job in UNBOUNDED:
+            log(f"{description}: skipped, because model.context is {cfg.lm.context}")
             continue
-        say(words)
+        log(description)
         results[job] = measure_apart(job, cfg, seconds=seconds, gemm_size=gemm_size)
-    return summarise(cfg.preset, results)
+    return summarise(cfg.preset, results, rows(results))
 
 
-def summarise(preset: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def serving_config(preset: str | RunConfig) -> RunConfig:
+    """Return the preset with the context and batch size of the serving benchmarks. It must read bytes."""
+    cfg = presets.get(preset) if isinstance(preset, str) else preset
+    if cfg.lm.n_vocab != N_BYTE_IDS:
+        needs = f"a preset that reads bytes ({N_BYTE_IDS} ids): fresh weights come without a tokenizer"
+        raise invalid("PRESET", f"{cfg.preset} ({cfg.lm.n_vocab} ids)", needs, f"use {PRESET}")
+    room = cfg.lm.context
+    return sized(cfg, CONTEXT if room is None else min(CONTEXT, room // 2), 1)
+
+
+def summarise(preset: str, results: dict[str, dict[str, Any]], rows: Sequence[Row]) -> dict[str, Any]:
     latest = list(results.values())[-1]
     where = {name: latest[name] for name in ("date", "commit", "machine", "cores")}
     gemm = {job: one["gemm_gflops_per_cpu_second"] for job, one in results.items()}
-    told = [{**dataclasses.asdict(row), "reached": row.reached} for row in rows(results)]
-    return {"job": "serve", "preset": preset, "rows": told, "gemm": gemm, "figures": results, **where}
+    compared = [{**dataclasses.asdict(row), "reached": row.reached} for row in rows]
+    return {"job": "serve", "preset": preset, "rows": compared, "gemm": gemm, "figures": results, **where}
 
 
 def rows(results: dict[str, dict[str, Any]]) -> list[Row]:
-    found: list[Row] = []
-    if "serve-engine" in results:
-        found += _engine(results["serve-engine"])
-    if "serve-http" in results:
-        found += _http(results["serve-http"])
-    if "serve-pause" in results:
-        found += _pause(results["serve-pause"])
-    if "serve-context" in results:
-        found += _context(results["serve-context"])
-    return found
+    kinds = {"serve-engine": _engine, "serve-pause": _pause, "serve-context": _context}
+    return [row for job, result in results.items() for row in kinds[job](result)]
 
 
 def _engine(r: dict[str, Any]) -> list[Row]:
-    told = f"{r['tokens_per_second']:,.0f} tokens / s; by CPU time {r['share_of_raw_cpu']:.1%}"
-    return [_least("engine, 8 slots, of raw decode", r["share_of_raw"], 0.9, told)]
-
-
-def _http(r: dict[str, Any]) -> list[Row]:
-    clients = (
-        f"{r['http_tokens_per_second']:,.0f} tokens / s; by the server's CPU time {r['http_share_of_raw_cpu']:.1%}; "
-        f"the clients took {r['client_cpu_ms_per_token']:.3f} CPU-ms a token of the same cores"
-    )
-    first = f"first token {_ms(r['first_token_seconds'])}, the prefill alone {_ms(r['prefill_seconds'])}"
-    size = f"{r['session_bytes'] / 1e6:.2f} MB"
-    found = [
-        _least(f"HTTP, {r['clients']} clients streaming, of raw decode", r["http_share_of_raw"], 0.8, clients),
-        _most(
-            f"first token over prefill, {r['prompt']:,} tokens",
-            r["over_prefill_seconds"],
-            "ms",
-            LONGEST_OVER_PREFILL,
-            first,
-        ),
-        _most(
-            "restart to ready, warm cache",
-            r["ready_seconds"],
-            "s",
-            LONGEST_RESTART,
-            f"cold {r['cold_ready_seconds']:.1f} s",
-        ),
-        _most("save a session", r["save_seconds"], "ms", LONGEST_SESSION, size),
-        _most("restore a session", r["restore_seconds"], "ms", LONGEST_SESSION, size),
-    ]
-    if "prefix_hit_share" in r:
-        told = f"{_ms(r['prefix_hit_seconds'])}, cold {_ms(r['prefix_cold_seconds'])}"
-        what = f"first token, prefix hit of {r['prefix']:,} tokens, of cold"
-        found.append(_most(what, r["prefix_hit_share"], "share", 0.1, told))
-    return found
+    details = f"{r['tokens_per_second']:,.0f} tokens / s; by CPU time {r['share_of_raw_cpu']:.1%}"
+    return [at_least("engine with 8 slots, relative to raw decoding", r["share_of_raw"], 0.9, details)]
 
 
 def _pause(r: dict[str, Any]) -> list[Row]:
     longest = (
-        f"longest gap {_ms(r['longest_seconds'])} (undisturbed: median {_ms(r['idle_median_seconds'])}, longest "
-        f"{_ms(r['idle_longest_seconds'])}); a chunk {_ms(r['chunk_seconds'])}"
+        f"longest gap {in_ms(r['longest_seconds'])} (undisturbed: median {in_ms(r['idle_median_seconds'])}, longest "
+        f"{in_ms(r['idle_longest_seconds'])}); one chunk takes {in_ms(r['chunk_seconds'])}"
     )
-    p95 = f"{_ms(r['p95_seconds'])}, undisturbed {_ms(r['idle_p95_seconds'])}; read in {r['admission_seconds']:.1f} s"
-    during = f"while {r['prompt']:,} tokens are read"
+    p95 = f"{in_ms(r['p95_seconds'])}, undisturbed {in_ms(r['idle_p95_seconds'])}; prefill in {r['admission_seconds']:.1f} s"
+    during = f"during a prefill of {r['prompt']:,} tokens"
     return [
-        _most(
-            f"others' longest gap {during}, over that of as long a time without",
-            r["pause_in_chunks"],
-            "chunks",
-            2.0,
-            longest,
-        ),
-        _most(f"others' p95 between deliveries {during}", r["p95_over_idle"], "times", 3.0, p95),
+        at_most(f"increase of other streams' longest gap {during}", r["pause_in_chunks"], "chunks", 2.0, longest),
+        at_most(f"p95 of other streams' gaps {during}, relative to undisturbed", r["p95_over_idle"], "times", 3.0, p95),
     ]
 
 
 def _context(r: dict[str, Any]) -> list[Row]:
-    equal = r["state_bytes"] == r["near_state_bytes"]
-    told = (
-        f"{r['tokens_per_cpu_second']:,.0f} tokens / CPU-s; by the wall clock {r['share_of_near']:.1%}; state "
+    details = (
+        f"{r['tokens_per_cpu_second']:,.0f} tokens / CPU-s; by wall time {r['share_of_near']:.1%}; state "
         f"{r['state_bytes']:,} and {r['near_state_bytes']:,} bytes"
     )
-    what = f"decode at a context of {r['context']:,}, of 1,024 (by CPU time)"
-    return [dataclasses.replace(_least(what, r["share_of_near_cpu"], 0.95, told), also=equal)]
+    metric = f"decoding at a context of {r['context']:,}, relative to 1,024 (CPU time)"
+    row = at_least(metric, r["share_of_near_cpu"], 0.95, details)
+    return [dataclasses.replace(row, also=r["state_bytes"] == r["near_state_bytes"])]
 
 
-def _least(what: str, value: float, target: float, told: str) -> Row:
-    return Row(what=what, value=value, unit="share", target=target, at_least=True, told=told)
+def at_least(metric: str, value: float, target: float, details: str) -> Row:
+    return Row(metric=metric, value=value, unit="share", target=target, at_least=True, details=details)
 
 
-def _most(what: str, value: float, unit: Unit, target: float, told: str) -> Row:
-    return Row(what=what, value=value, unit=unit, target=target, at_least=False, told=told)
+def at_most(metric: str, value: float, unit: Unit, target: float, details: str) -> Row:
+    return Row(metric=metric, value=value, unit=unit, target=target, at_least=False, details=details)
 
 
-def _ms(seconds: float) -> str:
+def in_ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms"
 
 
-COLUMNS = ("what", "measured", "to reach", "reached", "how it came about")
+def serve_table(result: dict[str, Any]) -> ResultTable:
+    gemm = ", ".join(f"{value:.1f} ({job.removeprefix('serve-')})" for job, value in result["gemm"].items())
+    note = f"The reference matmul in the process of each job, in GFLOP / CPU-s: {gemm}."
+    return ResultTable(result, COLUMNS, [_cells(row) for row in result["rows"]], [note])
 
 
-def cells(row: dict[str, Any]) -> Sequence[str]:
+COLUMNS = ("metric", "measured", "target", "reached", "details")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
     bound = "at least" if row["at_least"] else "at most"
-    verdict = "yes" if row["reached"] else "no"
-    return (
-        row["what"],
-        in_unit(row["value"], row["unit"]),
-        f"{bound} {in_unit(row['target'], row['unit'])}",
-        verdict,
-        row["told"],
-    )
+    value, target = (in_unit(row[name], row["unit"]) for name in ("value", "target"))
+    return [row["metric"], value, f"{bound} {target}", "yes" if row["reached"] else "no", row["details"]]
 
 
 def in_unit(value: float, unit: Unit) -> str:
@@ -193,6 +150,6 @@ def in_unit(value: float, unit: Unit) -> str:
         case "chunks":
             return f"{value:.2f} chunks"
         case "ms":
-            return _ms(value)
+            return in_ms(value)
         case "s":
             return f"{value:.1f} s"

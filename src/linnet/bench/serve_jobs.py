@@ -14,9 +14,8 @@ import numpy as np
 from linnet.bench import jobs
 from linnet.bench.load import N_SLOTS, Load, ask, engine_of, random_prompt
 from linnet.bench.measure import Gemm, timed
+from linnet.bench.paired import TURNS, Rate, between, interleave, raw_rate, sample_point
 from linnet.bench.run import sized
-from linnet.bench.serve_http import over_http
-from linnet.bench.turns import TURNS, Rate, between, interleave, raw_rate, sample_point
 from linnet.config.schema import RunConfig
 from linnet.serve.engine import Engine
 from linnet.serve.request import Event, Finished, TokensEvent
@@ -115,8 +114,8 @@ def gaps(deliveries: Sequence[Sequence[float]], start: float, end: float) -> lis
 def _chunk_seconds(engine: Engine) -> float:
     """Return the time to prefill one full chunk on an idle engine."""
     backend, tokens = engine.backend, list(random_prompt(engine.backend.chunk_len, 0))
-    memory = jax.block_until_ready(backend.read_chunk(backend.empty_memory(), tokens))
-    spans = [timed(lambda: jax.block_until_ready(backend.read_chunk(memory, tokens))) for _ in range(9)]
+    memory = jax.block_until_ready(backend.prefill_chunk(backend.empty_memory(), tokens))
+    spans = [timed(lambda: jax.block_until_ready(backend.prefill_chunk(memory, tokens))) for _ in range(9)]
     return statistics.median(span.seconds for span in spans)
 
 
@@ -144,7 +143,6 @@ def context(
 
 SERVE_JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "serve-engine": throughput,
-    "serve-http": over_http,
     "serve-pause": pause,
     "serve-context": context,
 }

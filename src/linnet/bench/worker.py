@@ -14,19 +14,23 @@ from typing import TYPE_CHECKING, Any
 from linnet.runs.environment import describe, keep_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from linnet.bench.measure import Benchmark
     from linnet.config.schema import RunConfig
 
 
-def main() -> None:
+def main(job: Callable[[dict[str, Any], RunConfig], dict[str, Any]] | None = None) -> None:
+    """Run the task on stdin. `job` replaces `run_job`, for workers that know more jobs."""
     task = json.load(sys.stdin)
     if task["cores"] is not None:
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: task["cores"]]))
     if task["job"] == "prior-train":  # as `linnet train` does
         keep_memory()
-    print(json.dumps(run_task(task)))
+    print(json.dumps(run_task(task, job or run_job)))
 
 
-def run_task(task: dict[str, Any]) -> dict[str, Any]:
+def run_task(task: dict[str, Any], job: Callable[[dict[str, Any], RunConfig], dict[str, Any]]) -> dict[str, Any]:
     """Run a task and return its metrics, or `{"stopped": reason}` if the job does not fit into memory."""
     import jax
 
@@ -38,34 +42,31 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
     environment = describe()
     where = {"cores": environment["cores_usable"], "commit": environment.pop("git_commit"), "machine": environment}
     try:
-        figures = _figures(task, cfg)
+        figures = job(task, cfg)
     except TooLarge as stop:
         return {"stopped": str(stop), **where}
     return {**figures, **where}
 
 
-def _figures(task: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
+def run_job(task: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
     """Run the job. Imports are local, because unneeded modules would count towards the job's memory."""
-    seconds, gemm_size = task["seconds"], task["gemm_size"]
     if task["job"].startswith("serve-"):
         from linnet.bench.serve_jobs import SERVE_JOBS
 
-        return SERVE_JOBS[task["job"]](cfg, seconds=seconds, gemm_size=gemm_size)
-    if task["job"] == "import":
-        from linnet.bench.import_memory import import_memory
-
-        return import_memory(cfg)
-    from linnet.bench.measure import measure
-
+        return SERVE_JOBS[task["job"]](cfg, seconds=task["seconds"], gemm_size=task["gemm_size"])
     if task["job"].startswith("prior-"):
         from linnet.bench.prior_jobs import prior_job
 
-        job = prior_job(task["job"], cfg)
-    else:
-        from linnet.bench.jobs import JOBS
+        return measure_benchmark(prior_job(task["job"], cfg), task)
+    from linnet.bench.jobs import JOBS
 
-        job = JOBS[task["job"]](cfg)
-    return measure(job, seconds=seconds, long_once=task["long_once"], gemm_size=gemm_size)
+    return measure_benchmark(JOBS[task["job"]](cfg), task)
+
+
+def measure_benchmark(benchmark: Benchmark, task: dict[str, Any]) -> dict[str, Any]:
+    from linnet.bench.measure import measure
+
+    return measure(benchmark, seconds=task["seconds"], long_once=task["long_once"], gemm_size=task["gemm_size"])
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ CHIPS = {
             link=600e9 / 2,  # NVLink is published for both directions together
             domain=8,
             network=200e9 / 8,
-            source="NVIDIA A100 80GB SXM datasheet; DGX A100 user guide (a 200 Gb/s adapter a GPU)",
+            source="NVIDIA A100 80GB SXM datasheet; DGX A100 user guide (one 200 Gb/s adapter per GPU)",
         ),
         Chip(
             name="h100",
@@ -98,7 +98,7 @@ CHIPS = {
             link=900e9 / 2,
             domain=8,
             network=400e9 / 8,
-            source="NVIDIA H100 SXM datasheet; MLPerf system descriptions (a 400 Gb/s adapter a GPU)",
+            source="NVIDIA H100 SXM datasheet; MLPerf system descriptions (one 400 Gb/s adapter per GPU)",
         ),
     )
 }

@@ -14,7 +14,7 @@ import jax
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
     text: str
-    cut: str | None
+    partitioned_hlo: str | None
     """HLO after SPMD partitioning, before CPU-specific passes; None with one device."""
     argument_bytes: int
     output_bytes: int
@@ -40,17 +40,17 @@ def compile_for_reading(lowered: Any) -> Compiled:
             "xla_dump_hlo_pass_re": "spmd-partitioning",
         }
         compiled = lowered.compile(options)
-        found = sorted(Path(folder).glob("*after_spmd-partitioning*.txt"))
-        cut = found[0].read_text() if found else None
+        dumps = sorted(Path(folder).glob("*after_spmd-partitioning*.txt"))
+        partitioned_hlo = dumps[0].read_text() if dumps else None
     text = compiled.as_text()
     parts = re.search(r"num_partitions=(\d+)", text)
-    assert cut is not None or parts is None or parts[1] == "1", (
+    assert partitioned_hlo is not None or parts is None or parts[1] == "1", (
         "the program came out of a cache: `use_fake_devices` comes first"
     )
     memory = compiled.memory_analysis()
     return Compiled(
         text=text,
-        cut=cut,
+        partitioned_hlo=partitioned_hlo,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,

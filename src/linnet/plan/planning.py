@@ -15,23 +15,23 @@ from linnet.config.schema import RunConfig
 from linnet.core import params
 from linnet.core.errors import UserError, invalid
 from linnet.models import registry
-from linnet.models.prior.config import PriorConfig
+from linnet.models.serving_memory import shape_bytes
 from linnet.parallel.mesh import MESH_AXES, data_parallel_size, mesh_text, n_devices, parse_mesh
-from linnet.plan import outcome, roofline
+from linnet.plan import result, roofline
 from linnet.plan.chips import Chip
-from linnet.plan.outcome import MAX_DEVICES, Plan
-from linnet.plan.sizes import in_words
+from linnet.plan.formatting import format_bytes
+from linnet.plan.result import MAX_DEVICES, TrainingPlan
 
 SHORT_LIST = 4
 """Maximum number of meshes compiled if none is given. Each takes seconds to a minute to compile."""
 
 
-def plan_apart(runs: Sequence[RunConfig], most: int = MAX_DEVICES) -> Iterator[Plan]:
+def plan_apart(runs: Sequence[RunConfig], most: int = MAX_DEVICES) -> Iterator[TrainingPlan]:
     """Yield the plans of these runs, compiled in a separate process: fake devices must be set up before JAX is initialized."""
-    command = [sys.executable, "-m", "linnet.plan.worker"]
+    command = [sys.executable, "-m", "linnet.plan.training"]
     with (
-        tempfile.TemporaryFile("w+") as said,  # compiler output, shown only on failure
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True) as process,
+        tempfile.TemporaryFile("w+") as output,  # compiler output, shown only on failure
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True) as process,
     ):
         assert process.stdin is not None
         assert process.stdout is not None
@@ -39,13 +39,13 @@ def plan_apart(runs: Sequence[RunConfig], most: int = MAX_DEVICES) -> Iterator[P
             json.dump({"runs": [dataclasses.asdict(cfg) for cfg in runs], "most": most}, process.stdin)
             process.stdin.close()
             for line in process.stdout:
-                yield outcome.from_json(json.loads(line))
+                yield result.from_json(json.loads(line))
         except BaseException:
             process.kill()
             raise
         if process.wait():
-            said.seek(0)
-            raise RuntimeError(f"the compiler gave up (exit code {process.returncode}):\n{said.read()[-4000:]}")
+            output.seek(0)
+            raise RuntimeError(f"compiling the plan failed (exit code {process.returncode}):\n{output.read()[-4000:]}")
 
 
 def with_mesh(cfg: RunConfig, mesh: str) -> RunConfig:
@@ -83,37 +83,32 @@ def short_list(cfg: RunConfig, n: int, hbm: float) -> list[RunConfig]:
     """Return the candidate meshes: those whose state is estimated to fit with the least communication; if none fits, those with the
     least state per device."""
     if n < 1:
-        raise invalid("--devices", n, "at least 1", "say how many there are")
-    guesses = [(estimate(run), run) for run in enumerate_meshes(cfg, n)]
-    fitting = [pair for pair in guesses if pair[0].held <= hbm]
+        raise invalid("--devices", n, "at least 1", "use the number of devices you have")
+    estimates = [(estimate(run), run) for run in enumerate_meshes(cfg, n)]
+    fitting = [pair for pair in estimates if pair[0].state_bytes <= hbm]
     if fitting:
-        chosen = sorted(fitting, key=lambda pair: pair[0].sent)
+        chosen = sorted(fitting, key=lambda pair: pair[0].sent_bytes)
     else:
-        chosen = sorted(guesses, key=lambda pair: pair[0].held)
+        chosen = sorted(estimates, key=lambda pair: pair[0].state_bytes)
     return [run for _, run in chosen[:SHORT_LIST]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Guess:
+class Estimate:
     """Rough estimate in bytes per device, used only to choose which meshes to compile."""
 
-    held: float
-    sent: float
+    state_bytes: float
+    sent_bytes: float
 
 
-def estimate(cfg: RunConfig) -> Guess:
+def estimate(cfg: RunConfig) -> Estimate:
     sizes, family, model = parse_mesh(cfg.mesh), registry.get(cfg.family), cfg.model
     weights = 4.0 * params.count(family.param_specs(model))
     copies = 1 + {"adamw": 2.0, "muon": 1.0, "lion": 1.0, "adafactor": 0.01}[cfg.optim.name]
     copies += 1 + (cfg.train.ema_decay is not None)  # gradients, and an average
     mine = weights / (sizes["fsdp"] * sizes["model"] * sizes["expert"])
-    if isinstance(model, PriorConfig):
-        element, width, layers = 4, model.dim, model.depth
-        tokens = cfg.data.batch_size
-    else:
-        element, width, layers = (2 if model.dtype == "bfloat16" else 4), model.d_model, model.n_layer
-        tokens = cfg.data.batch_size * cfg.tokens.update_len
-    rows = tokens * width * element / data_parallel_size(sizes)
+    element, layers = (2 if model.dtype == "bfloat16" else 4), model.n_block
+    rows = cfg.data.batch_size * cfg.data.n_per_row * model.width * element / data_parallel_size(sizes)
 
     def ring(axis: str) -> float:
         return (sizes[axis] - 1) / sizes[axis]
@@ -122,49 +117,52 @@ def estimate(cfg: RunConfig) -> Guess:
     sent += ring("fsdp") * weights / (sizes["model"] * sizes["expert"]) * (1 + 2 * element / 4)
     sent += 2 * 4 * layers * rows * ring("model") + 4 * layers * rows * sizes["expert"] * ring("expert")
     carried = cfg.data.updates_per_sequence > 1
-    held = mine * copies + (_carry_bytes(cfg) / (data_parallel_size(sizes) * sizes["model"]) if carried else 0.0)
-    return Guess(held=held, sent=sent)
+    state = mine * copies + (_carry_bytes(cfg) / (data_parallel_size(sizes) * sizes["model"]) if carried else 0.0)
+    return Estimate(state_bytes=state, sent_bytes=sent)
 
 
 def _carry_bytes(cfg: RunConfig) -> float:
     import jax
 
-    carry = jax.eval_shape(lambda: registry.get(cfg.family).empty_carry(cfg.model, cfg.data.batch_size))
-    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(carry)))
+    return float(
+        shape_bytes(jax.eval_shape(lambda: registry.get(cfg.family).empty_carry(cfg.model, cfg.data.batch_size)))
+    )
 
 
-def recommended(plans: Sequence[Plan], chip: Chip, hbm: float) -> Plan | None:
+def recommended(plans: Sequence[TrainingPlan], chip: Chip, hbm: float) -> TrainingPlan | None:
     """Return the plan with the least communication time among those that fit, or None."""
 
-    def communication(plan: Plan) -> float:
+    def communication(plan: TrainingPlan) -> float:
         return roofline.times(plan.program, plan.memory.state, chip, plan.dtype).communication
 
     return min((plan for plan in plans if plan.memory.total <= hbm), key=communication, default=None)
 
 
-def suggestions(cfg: RunConfig, plans: Sequence[Plan], hbm: float) -> list[str]:
+def suggestions(cfg: RunConfig, plans: Sequence[TrainingPlan], hbm: float) -> list[str]:
     """Return suggested changes for a run that does not fit, the cheapest first."""
     least = min(plans, key=lambda plan: plan.memory.total)
-    words: list[str] = []
+    changes: list[str] = []
     sizes = parse_mesh(least.mesh)
     if least.memory.state > hbm:
         whole = least.memory.state * least.n_device
         need = 2 ** math.ceil(math.log2(whole / hbm))
-        words.append(f"more devices: its state alone, {in_words(whole)}, takes {need} of them, cut by fsdp")
+        changes.append(
+            f"more devices: the training state alone, {format_bytes(whole)}, needs {need} of them, sharded by fsdp"
+        )
     if cfg.model.remat != "full":
-        words.append("--model.remat full: activations are computed again instead of kept")
+        changes.append("--model.remat full: recompute activations instead of storing them")
     rows = cfg.data.batch_size // cfg.train.accumulate // data_parallel_size(sizes)
     if rows > 1:
-        words.append(f"--train.accumulate {cfg.train.accumulate * rows}: one row a device at a time")
-    elif not isinstance(cfg.model, PriorConfig):
-        words.append("a shorter --data.update-len: a row alone is too much")
+        changes.append(f"--train.accumulate {cfg.train.accumulate * rows}: one row per device at a time")
+    elif cfg.reads_tokens:
+        changes.append("a shorter --data.update-len: a single row does not fit")
     if least.memory.optimizer > least.memory.parameters:
-        words.append("--optim.name adafactor: the optimiser keeps next to nothing")
+        changes.append("--optim.name adafactor: an optimizer with very little state")
     if sizes["data"] > 1:
-        words.append("a mesh with fsdp in place of data: weights are cut, not copied")
-    if not words:
-        words.append(f"more devices than {least.n_device}, along fsdp or model")
-    return words
+        changes.append("a mesh with fsdp instead of data: weights are sharded, not replicated")
+    if not changes:
+        changes.append(f"more devices than {least.n_device}, along fsdp or model")
+    return changes
 
 
 def remat_plans(cfg: RunConfig) -> list[RunConfig]:

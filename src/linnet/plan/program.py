@@ -43,12 +43,14 @@ class Program:
 Trips = Callable[[Instruction], float]
 
 
-def read(text: str, *, cut: str | None = None, trips: Trips | None = None, element: int | None = None) -> Program:
-    """Analyze a program. `cut`: its HLO after SPMD partitioning, before CPU-specific passes, for the original dtypes of collectives.
+def read(
+    text: str, *, partitioned_hlo: str | None = None, trips: Trips | None = None, element: int | None = None
+) -> Program:
+    """Analyze a program. `partitioned_hlo`: its HLO before CPU-specific passes, for the original dtypes of collectives.
     `trips`: trip counts of data-dependent loops; without it such a loop is an error. `element`: maximum bytes per element in matmuls,
     if the model's dtype is narrower than what the CPU computes in."""
     module = parse(text)
-    types = types_of(parse(cut)) if cut is not None else {}
+    types = types_of(parse(partitioned_hlo)) if partitioned_hlo is not None else {}
     return _Reader(module, types, trips, element).of(module.entry)
 
 
@@ -84,7 +86,9 @@ class _Reader:
         assumed = turns is None
         if turns is None:
             if self.trips is None:
-                raise UnknownTrips(f"loop {one.name} runs as often as its data say: say how often to count it")
+                raise UnknownTrips(
+                    f"loop {one.name} has a data-dependent trip count: pass `trips` with the count to assume"
+                )
             turns = self.trips(one)
         inside = _sum([self.of(name) for name in one.all_called()])
         total = _plus(_NOTHING, inside, turns)

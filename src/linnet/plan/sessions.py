@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from linnet.plan.chips import Chip
-from linnet.plan.serving import Serving
+from linnet.plan.serving import ServingPlan
 
 TURN = 256
 """Tokens per response."""
@@ -32,7 +32,7 @@ class Traffic:
         return 2 * self.turns * share * session_bytes
 
 
-def traffic(plan: Serving, chip: Chip, dtype: str) -> Traffic | None:
+def traffic(plan: ServingPlan, chip: Chip, dtype: str) -> Traffic | None:
     """Return the traffic of one replica, or None if no slot fits beside the weights."""
     n = plan.n_slot(chip.hbm)
     if not n:

@@ -1,5 +1,5 @@
-"""The tables of docs/scale.md: each preset on meshes of up to 4,096 devices, with a constant batch per device (weak scaling) and
-with the preset's global batch (strong scaling)."""
+"""The tables of docs/scale-tables.md: each preset on meshes of up to 4,096 devices, with a constant batch per device (weak
+scaling) and with the preset's global batch (strong scaling)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from linnet.core.errors import UserError
 from linnet.parallel.mesh import data_parallel_size, mesh_text, parse_mesh
 from linnet.plan import roofline
 from linnet.plan.chips import CHIPS, Chip
-from linnet.plan.outcome import Plan
-from linnet.plan.serving import Serving
+from linnet.plan.formatting import format_bytes, format_seconds, markdown
+from linnet.plan.result import TrainingPlan
+from linnet.plan.serving import ServingPlan
 from linnet.plan.sessions import TURN, traffic
-from linnet.plan.sizes import in_words, seconds_in_words
-from linnet.plan.words import markdown
 
 DEVICES = (1, 8, 64, 256, 1024, 4096)
 PRESETS = ("enwik8", "pg19", "imagenet64", "grok-1")
@@ -58,57 +57,57 @@ def _sized(cfg: RunConfig, mesh: str, rows: int) -> RunConfig:
 HEADER = (
     "devices",
     "mesh",
-    "rows a device",
+    "rows per device",
     "state",
-    "in all",
+    "total",
     "sent",
     "compute",
     "memory",
     "communication",
     "bound by",
-    "of peak",
+    "MFU",
 )
 
 
-def table(plans: Sequence[Plan], chip: Chip) -> str:
+def table(plans: Sequence[TrainingPlan], chip: Chip) -> str:
     return markdown(HEADER, [_row(plan, chip) for plan in plans]) + "\n\n" + where_it_stops(plans, chip)
 
 
-def _row(plan: Plan, chip: Chip) -> list[str]:
+def _row(plan: TrainingPlan, chip: Chip) -> list[str]:
     times = roofline.times(plan.program, plan.memory.state, chip, plan.dtype)
     share = roofline.share_of_peak(plan.useful_flops, plan.n_device, times.step, chip, plan.dtype)
-    too_much = " (too much)" if plan.memory.total > chip.hbm else ""
+    too_much = " (does not fit)" if plan.memory.total > chip.hbm else ""
     return [
         f"{plan.n_device:,}" + (" *" if plan.compiled_mesh is not None else ""),
         plan.mesh or "one device",
         f"{plan.rows / data_parallel_size(parse_mesh(plan.mesh)):g}",
-        in_words(plan.memory.state),
-        in_words(plan.memory.total) + too_much,
-        in_words(plan.program.sent()),
-        *(seconds_in_words(t) if t else "-" for t in (times.compute, times.memory, times.communication)),
+        format_bytes(plan.memory.state),
+        format_bytes(plan.memory.total) + too_much,
+        format_bytes(plan.program.sent()),
+        *(format_seconds(t) if t else "-" for t in (times.compute, times.memory, times.communication)),
         times.bound,
         f"{share:.0%}",
     ]
 
 
-def where_it_stops(plans: Sequence[Plan], chip: Chip) -> str:
+def where_it_stops(plans: Sequence[TrainingPlan], chip: Chip) -> str:
     """Return a sentence that names the first mesh bound by communication."""
     for plan in plans:
         times = roofline.times(plan.program, plan.memory.state, chip, plan.dtype)
         if times.communication > max(times.compute, times.memory):
-            return f"Communication is the bound from {plan.n_device:,} devices on."
-    return f"Communication is not the bound on up to {plans[-1].n_device:,} devices."
+            return f"Communication is the bottleneck from {plan.n_device:,} devices on."
+    return f"Communication is not the bottleneck up to {plans[-1].n_device:,} devices."
 
 
-def remat_table(runs: Sequence[RunConfig], plans: Sequence[Plan]) -> str:
+def remat_table(runs: Sequence[RunConfig], plans: Sequence[TrainingPlan]) -> str:
     """Make a table of the memory savings and FLOPs cost of rematerialization."""
-    header = ("preset", "mesh", "remat", "temporaries a device", "TFLOPs a device", "of them the model's own")
+    header = ("preset", "mesh", "remat", "temporaries per device", "TFLOPs per device", "useful")
     rows = [
         (
             run.preset,
             plan.mesh,
             run.model.remat,
-            in_words(plan.memory.temporary),
+            format_bytes(plan.memory.temporary),
             f"{plan.program.flops / 1e12:,.4g}",
             f"{plan.useful_flops / plan.n_device / plan.program.flops:.0%}",
         )
@@ -118,17 +117,17 @@ def remat_table(runs: Sequence[RunConfig], plans: Sequence[Plan]) -> str:
 
 
 def chips_table() -> str:
-    header = ("chip", "bf16", "float32", "memory", "its rate", "links", "joined by them", "network", "source")
+    header = ("chip", "bf16", "float32", "memory", "bandwidth", "links", "chips per domain", "network", "source")
     rows = [
         (
             chip.name,
             f"{chip.bf16_flops / 1e12:g} TFLOP/s",
             f"{chip.float32_flops / 1e12:g} TFLOP/s",
-            in_words(chip.hbm),
-            f"{in_words(chip.hbm_bandwidth)}/s",
-            f"{in_words(chip.link)}/s",
+            format_bytes(chip.hbm),
+            f"{format_bytes(chip.hbm_bandwidth)}/s",
+            f"{format_bytes(chip.link)}/s",
             f"{chip.domain:,}",
-            f"{in_words(chip.network)}/s",
+            f"{format_bytes(chip.network)}/s",
             chip.source,
         )
         for chip in CHIPS.values()
@@ -136,25 +135,25 @@ def chips_table() -> str:
     return markdown(header, rows)
 
 
-def sessions_table(plans: Sequence[tuple[str, Serving]], chip: Chip) -> str:
+def sessions_table(plans: Sequence[tuple[str, ServingPlan]], chip: Chip) -> str:
     """Make a table of the capacity of one replica of each preset."""
     header = (
         "preset",
-        "a replica",
-        "weights a device",
-        "a session",
-        "sessions held",
-        "a token of each",
-        f"answers of {TURN} tokens a second",
-        "to move a session",
-        "answers that may begin with a move",
-        "through a store, were it a tenth of them",
+        "replica",
+        "weights per device",
+        "session",
+        "sessions",
+        "time per token",
+        f"responses of {TURN} tokens per second",
+        "time to move a session",
+        "responses that can start with a move",
+        "store traffic at one move in ten",
     )
     rows: list[list[str]] = []
     for preset, plan in plans:
         found = traffic(plan, chip, "bfloat16")
         where = f"{plan.mesh or 'one device'}, {plan.weights}"
-        sizes = [in_words(plan.weight_bytes), in_words(plan.session_bytes)]
+        sizes = [format_bytes(plan.weight_bytes), format_bytes(plan.session_bytes)]
         if found is None:
             rows.append([preset, where, *sizes, "none", *["-"] * 5])
             continue
@@ -164,26 +163,26 @@ def sessions_table(plans: Sequence[tuple[str, Serving]], chip: Chip) -> str:
                 where,
                 *sizes,
                 f"{found.sessions:,}",
-                seconds_in_words(found.tick),
+                format_seconds(found.tick),
                 f"{found.turns:.3g}",
-                seconds_in_words(found.move),
+                format_seconds(found.move),
                 f"{found.moved_share:.0%}",
-                f"{in_words(found.store_rate(0.1, plan.session_bytes))}/s",
+                f"{format_bytes(found.store_rate(0.1, plan.session_bytes))}/s",
             ]
         )
     return markdown(header, rows)
 
 
-def replicas_table(plans: Sequence[tuple[str, Serving]], chip: Chip) -> str:
+def replicas_table(plans: Sequence[tuple[str, ServingPlan]], chip: Chip) -> str:
     """Make a table of N replicas: concurrent sessions, responses per second and the load of a shared store."""
-    header = ("replicas", *(f"{preset}: sessions, answers/s, store" for preset, _ in plans))
+    header = ("replicas", *(f"{preset}: sessions, responses/s, store" for preset, _ in plans))
     found = [(plan, traffic(plan, chip, "bfloat16")) for _, plan in plans]
     rows: list[list[str]] = []
     for n in DEVICES:
         cells = [
             "-"
             if one is None
-            else f"{n * one.sessions:,}, {n * one.turns:,.0f}, {in_words(n * one.store_rate(0.1, plan.session_bytes))}/s"
+            else f"{n * one.sessions:,}, {n * one.turns:,.0f}, {format_bytes(n * one.store_rate(0.1, plan.session_bytes))}/s"
             for plan, one in found
         ]
         rows.append([f"{n:,}", *cells])

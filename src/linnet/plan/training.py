@@ -1,36 +1,42 @@
-"""Plan of a training run: its update is compiled for its mesh from abstract shapes, for bytes per device, FLOPs and collectives."""
+"""Plan of a training run: its update is compiled for its mesh from shapes, for memory per device, FLOPs and collectives.
+
+As a program (`python -m linnet.plan.training`) it reads runs as JSON from stdin and writes one plan per line of JSON, on fake devices.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from linnet.config.codec import run_from_dict
 from linnet.config.schema import RunConfig
 from linnet.data.batch import Batch
 from linnet.data.embeddings.batch import PairBatch
 from linnet.models import registry
 from linnet.models.base import ModelFamily
-from linnet.models.prior.config import PriorConfig
+from linnet.models.model_config import PairModelConfig
 from linnet.nn import moe as experts
 from linnet.optim.lora import trainable_specs
 from linnet.optim.optimizer import optimizer as make_optimizer
 from linnet.parallel import sharding
 from linnet.parallel.mesh import data_parallel_size, mesh_text, n_devices, parse_mesh
 from linnet.plan import program
-from linnet.plan.compiling import compile_for_reading
+from linnet.plan.compiling import compile_for_reading, use_fake_devices
 from linnet.plan.hlo import Instruction
-from linnet.plan.outcome import MAX_DEVICES, Memory, Plan, useful_flops
+from linnet.plan.result import MAX_DEVICES, Memory, TrainingPlan, to_json, useful_flops
 from linnet.runs.state import abstract_state
 from linnet.train.step import make_step
 
 
-def plan_training(cfg: RunConfig, most: int = MAX_DEVICES) -> Plan:
+def plan_training(cfg: RunConfig, most: int = MAX_DEVICES) -> TrainingPlan:
     """Plan the update of a run. For a mesh larger than `most`, a part with a shorter data axis and the same rows per device is
     compiled, so that memory and work per device are the same; collectives along that axis are extrapolated to its full length."""
     sizes = parse_mesh(cfg.mesh)
@@ -39,14 +45,14 @@ def plan_training(cfg: RunConfig, most: int = MAX_DEVICES) -> Plan:
     memory, found = _compiled(part)
     if times > 1:
         found = program.on_more_rows(found, n_devices(part_sizes), part_sizes["data"], times)
-    return Plan(
+    return TrainingPlan(
         mesh=mesh_text(sizes),
         n_device=n_devices(sizes),
         rows=cfg.data.batch_size,
         memory=memory,
         program=found,
         useful_flops=useful_flops(cfg),
-        dtype="float32" if isinstance(cfg.model, PriorConfig) else cfg.model.dtype,
+        dtype=cfg.model.dtype,
         compiled_mesh=part.mesh if times > 1 else None,
         assumed_turns=even_turns(part) if found.n_assumed else None,
     )
@@ -65,9 +71,9 @@ def _compiled(cfg: RunConfig) -> tuple[Memory, program.Program]:
     turns = even_turns(cfg)
     found = program.read(
         compiled.text,
-        cut=compiled.cut,
+        partitioned_hlo=compiled.partitioned_hlo,
         trips=None if turns is None else _always(turns),
-        element=4 if isinstance(cfg.model, PriorConfig) else jnp.dtype(cfg.model.dtype).itemsize,
+        element=jnp.dtype(cfg.model.dtype).itemsize,
     )
     memory = Memory(
         parameters=sharding.bytes_per_device((state.params, state.base)),
@@ -103,15 +109,15 @@ def _always(turns: float) -> program.Trips:
 def even_turns(cfg: RunConfig) -> float | None:
     """Return the trip count of the loop over an expert's tokens with a uniform load, or None without experts. No other loop of an
     update has a data-dependent trip count."""
-    model = cfg.model
-    if isinstance(model, PriorConfig) or not model.n_expert:
+    if cfg.model.routing is None:
         return None
+    n_expert, n_choice = cfg.model.routing
     sizes = parse_mesh(cfg.mesh)
     rows = cfg.data.batch_size // cfg.train.accumulate // data_parallel_size(sizes)
     # With expert parallelism each device processes the tokens of all devices along the expert axis.
-    pairs = rows * cfg.tokens.update_len * sizes["expert"] * model.n_choice
-    height = experts.training_block(pairs, model.n_expert // sizes["expert"])
-    return float(math.ceil(pairs / model.n_expert / height))
+    pairs = rows * cfg.tokens.update_len * sizes["expert"] * n_choice
+    height = experts.training_block(pairs, n_expert // sizes["expert"])
+    return float(math.ceil(pairs / n_expert / height))
 
 
 def abstract_batch(cfg: RunConfig, family: ModelFamily, mesh: Mesh) -> Any:
@@ -120,14 +126,15 @@ def abstract_batch(cfg: RunConfig, family: ModelFamily, mesh: Mesh) -> Any:
 
     def array(dtype: Any, *rest: int) -> Any:
         shape = (rows, *rest)
-        place = sharding.named_sharding(shape, ("batch", *(None,) * len(rest)), mesh, family.RULES)
+        place = sharding.named_sharding(shape, ("batch", *(None,) * len(rest)), mesh, family.rules)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    if isinstance(cfg.model, PriorConfig):
-        encodings = array(jnp.float32, cfg.model.max_text_len, cfg.model.d_text) if cfg.model.text_encodings else None
+    model = cfg.model
+    if isinstance(model, PairModelConfig):
+        encodings = array(jnp.float32, model.max_text_len, model.d_text) if model.text_encodings else None
         return PairBatch(
-            text_embed=array(jnp.float32, cfg.model.d_text),
-            image_embed=array(jnp.float32, cfg.model.dim),
+            text_embed=array(jnp.float32, model.d_text),
+            image_embed=array(jnp.float32, model.dim),
             encodings=encodings,
             mask=array(jnp.float32),
         )
@@ -139,3 +146,15 @@ def abstract_batch(cfg: RunConfig, family: ModelFamily, mesh: Mesh) -> Any:
         loss_mask=array(jnp.float32, cfg.tokens.update_len),
         condition=array(jnp.float32, cfg.d_condition) if cfg.d_condition else None,
     )
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    configs = [run_from_dict(values) for values in task["runs"]]
+    use_fake_devices(min(MAX_DEVICES, max(n_devices(parse_mesh(cfg.mesh)) for cfg in configs)))
+    for cfg in configs:
+        print(json.dumps(to_json(plan_training(cfg, task["most"]))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

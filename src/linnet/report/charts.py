@@ -1,4 +1,4 @@
-"""Line charts, bar charts and heat maps as SVG text. Pure functions: the same data gives the same bytes.
+"""Line charts and bar charts as SVG. Pure functions: the same data gives the same bytes.
 
 The charts load no resources and need no scripts; values under the pointer are shown with CSS.
 """
@@ -12,20 +12,21 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from markupsafe import Markup
+
 from linnet.report.svg import (
     LETTER,
-    LEVELS,
+    Chart,
     Scale,
     across,
     compact,
-    linear_ticks,
-    log_ticks,
+    element,
+    format_ticks,
+    join,
     make_scale,
     number,
     rect,
     text,
-    tick_words,
-    wrap,
 )
 
 
@@ -68,46 +69,50 @@ def line_chart(
     levels: Sequence[tuple[str, float]] = (),
     y_text: Callable[[float], str] = compact,
     points: int = 400,
-) -> str:
+) -> Chart:
     """Draw curves over a common x axis. `levels` are dashed reference lines; values above `y_top` are clipped."""
     shown = [s for s in series if len(s.x)]
+    named = [s for s in shown if s.kind != "faint"]
     ys = [v for s in shown for v in s.y if y_top is None or v <= y_top] + [value for _, value in levels]
     ys += [0.0] if from_zero else []
-    rows = _legend_rows([s for s in shown if s.kind != "faint"], y_label, width)
+    rows = _legend_rows(named, y_label, width)
     top, bottom = 14.0 + 20 * rows, height - 38
     y_scale = make_scale(ys, bottom, top, log=log_y, pad=0.05)
-    ticks = _ticks(y_scale, int((bottom - top) / 44), base=10)
-    names = tick_words(ticks)
-    left = 12 + LETTER * max(map(len, names), default=1)
-    right = width - 12
+    ticks = y_scale.ticks(int((bottom - top) / 44))
+    left, right, grid = _y_axis(y_scale, ticks, format_ticks(ticks), width - 12)
     x_scale = make_scale([v for s in shown for v in s.x], left, right, log=log_x)
 
-    parts = [text(0, 12, y_label), *_legend([s for s in shown if s.kind != "faint"], width, rows)]
-    for tick, name in zip(ticks, names, strict=True):
-        y = y_scale(tick)
-        parts.append(across(left, y, right, "grid"))
-        parts.append(text(left - 7, y + 4, name, "end"))
+    parts = [*_labels(x_label, y_label, left, right, height), *_legend(named, width, rows), *grid]
     parts.append(across(left, bottom, right, "base"))
-    room = int((right - left) / 72)
-    for tick in _ticks(x_scale, room, base=2):
+    for tick in x_scale.ticks(int((right - left) / 72), base=2):
         words, x = compact(tick), x_scale(tick)
         over = x + len(words) * LETTER / 2 > width  # keep the last label inside the image
         parts.append(text(width if over else x, bottom + 17, words, "end" if over else "middle"))
-    parts.append(text((left + right) / 2, height - 4, x_label, "middle"))
     parts += _levels(levels, y_scale, left, right, y_text)
 
     # A nested <svg> clips the curves without clip-path ids, which could clash on a page.
-    box = f"{number(left - 4)} {number(top - 4)} {number(right - left + 8)} {number(bottom - top + 8)}".split()
-    inner = "".join(_curve(s, x_scale, y_scale, points) for s in shown)
-    parts.append(
-        f'<svg x="{box[0]}" y="{box[1]}" width="{box[2]}" height="{box[3]}" viewBox="{" ".join(box)}">{inner}</svg>'
-    )
-    parts += _readouts(shown, x_scale, y_scale, x_label, y_text, most=int(width / 16))
-    return wrap(parts, width, height, label)
+    inner = join([_curve(s, x_scale, y_scale, points) for s in shown])
+    x, y, w, h = left - 4, top - 4, right - left + 8, bottom - top + 8
+    box = " ".join(map(number, (x, y, w, h)))
+    parts.append(element("svg", inner, x=x, y=y, width=w, height=h, viewBox=box))
+    parts += _readouts(named, x_scale, y_scale, x_label, y_text, limit=int(width / 16))
+    return Chart(parts, width, height, label)
 
 
-def _ticks(scale: Scale, count: int, base: int) -> list[float]:
-    return log_ticks(scale.low, scale.high, count, base) if scale.log else linear_ticks(scale.low, scale.high, count)
+def _y_axis(
+    scale: Scale, ticks: Sequence[float], names: Sequence[str], right: float
+) -> tuple[float, float, list[Markup]]:
+    """Return the left and right end of the plot, and the grid with the names of its lines."""
+    left = 12 + LETTER * max(map(len, names), default=1)
+    parts: list[Markup] = []
+    for tick, name in zip(ticks, names, strict=True):
+        parts.append(across(left, scale(tick), right, "grid"))
+        parts.append(text(left - 7, scale(tick) + 4, name, "end"))
+    return left, right, parts
+
+
+def _labels(x_label: str, y_label: str, left: float, right: float, height: float) -> list[Markup]:
+    return [text(0, 12, y_label), text((left + right) / 2, height - 4, x_label, "middle")]
 
 
 def _nearest(sorted_values: Sequence[float], value: float) -> int:
@@ -125,11 +130,11 @@ def _legend_width(series: Sequence[Series]) -> float:
     return sum(34 + len(s.name) * LETTER for s in series) - 14
 
 
-def _legend(series: Sequence[Series], width: float, rows: int) -> list[str]:
+def _legend(series: Sequence[Series], width: float, rows: int) -> list[Markup]:
     if len(series) < 2:
         return []
     x, y = (width - _legend_width(series), 12.0) if rows == 1 else (0.0, 32.0)
-    parts: list[str] = []
+    parts: list[Markup] = []
     for s in series:
         parts.append(rect(x, y - 6, 12, 4, f"f{s.colour}", radius=2))
         parts.append(text(x + 17, y, s.name))
@@ -139,8 +144,8 @@ def _legend(series: Sequence[Series], width: float, rows: int) -> list[str]:
 
 def _levels(
     levels: Sequence[tuple[str, float]], scale: Scale, left: float, right: float, y_text: Callable[[float], str]
-) -> list[str]:
-    parts: list[str] = []
+) -> list[Markup]:
+    parts: list[Markup] = []
     labels: list[tuple[float, list[str]]] = []
     for name, value in sorted(levels, key=lambda level: -level[1]):
         y = scale(value)
@@ -153,15 +158,15 @@ def _levels(
     return parts + [text(left + 6, y - 5, ", ".join(names), style="note") for y, names in labels]
 
 
-def _curve(series: Series, x_scale: Scale, y_scale: Scale, points: int) -> str:
+def _curve(series: Series, x_scale: Scale, y_scale: Scale, points: int) -> Markup:
     xs, ys = thin(series.x, series.y, points)
-    spots = [(number(x_scale(x)), number(y_scale(y))) for x, y in zip(xs, ys, strict=True)]
+    spots = [(x_scale(x), y_scale(y)) for x, y in zip(xs, ys, strict=True)]
     colour = series.colour
-    dots = "".join(f'<circle class="dot f{colour}" cx="{x}" cy="{y}" r="4"/>' for x, y in spots)
+    dots = join([element("circle", class_=f"dot f{colour}", cx=x, cy=y, r=4) for x, y in spots])
     if len(spots) == 1:
         return dots
-    faint = " faint" if series.kind == "faint" else ""
-    path = f'<path class="line{faint} s{colour}" d="M{"L".join(f"{x} {y}" for x, y in spots)}"/>'
+    line = "L".join(f"{number(x)} {number(y)}" for x, y in spots)
+    path = element("path", class_=f"line{' faint' if series.kind == 'faint' else ''} s{colour}", d=f"M{line}")
     return path + dots if series.kind == "dots" and len(spots) <= 60 else path
 
 
@@ -171,36 +176,37 @@ def _readouts(
     y_scale: Scale,
     x_label: str,
     y_text: Callable[[float], str],
-    most: int,
-) -> list[str]:
-    """Return invisible stripes over the plot that show their values on hover."""
-    main = [s for s in series if s.kind != "faint"]
-    if not main:
+    limit: int,
+) -> list[Markup]:
+    """Return at most about `limit` invisible stripes over the plot that show their values on hover."""
+    if not series:
         return []
     left, right, bottom, top = x_scale.start, x_scale.end, y_scale.start, y_scale.end
-    every = max(main, key=lambda s: len(s.x)).x
-    places = sorted(set(every[:: max(1, math.ceil(len(every) / most))]) | {every[-1]})
+    every = max(series, key=lambda s: len(s.x)).x
+    places = sorted(set(every[:: max(1, math.ceil(len(every) / limit))]) | {every[-1]})
     pixels = [x_scale(v) for v in places]
-    parts: list[str] = []
+    parts: list[Markup] = []
     for i, (value, x) in enumerate(zip(places, pixels, strict=True)):
         a = (pixels[i - 1] + x) / 2 if i else left
         b = (pixels[i + 1] + x) / 2 if i + 1 < len(pixels) else right
         lines = [f"{x_label} {value:,.0f}"]
-        for s in main:
+        for s in series:
             near = _nearest(s.x, value)
             if a - 1 <= x_scale(s.x[near]) <= b + 1:
                 lines.append(f"{s.name} {y_text(s.y[near])}")
         wide = 16 + max(map(len, lines)) * LETTER
         at = x + 10 if x + 10 + wide <= right else max(left, x - 10 - wide)
-        words = "".join(text(at + 8, top + 17 + 16 * j, w, style="" if j else "strong") for j, w in enumerate(lines))
+        tip = [
+            element("path", class_="rule", d=f"M{number(x)} {number(top)}V{number(bottom)}"),
+            rect(at, top, wide, 9.0 + 16 * len(lines), "box", radius=6),
+            *(text(at + 8, top + 17 + 16 * j, w, style="" if j else "strong") for j, w in enumerate(lines)),
+        ]
         zone = rect(a, top, max(b - a, 1.0), bottom - top, "zone")
-        rule = f'<path class="rule" d="M{number(x)} {number(top)}V{number(bottom)}"/>'
-        box = rect(at, top, wide, 9.0 + 16 * len(lines), "box", radius=6)
-        parts.append(f'<g class="hit">{zone}<g class="tip">{rule}{box}{words}</g></g>')
+        parts.append(element("g", zone + element("g", join(tip), class_="tip"), class_="hit"))
     return parts
 
 
-def columns(
+def column_chart(
     labels: Sequence[str],
     values: Sequence[float],
     *,
@@ -211,17 +217,14 @@ def columns(
     width: float = 420,
     height: float = 230,
     colour: int = 1,
-) -> str:
+) -> Chart:
     """Draw one vertical bar per label; `ceiling` is a dashed line at the maximum possible value."""
     top, bottom = 32.0, height - 38
     high = max([*values, ceiling[1] if ceiling else 0.0]) or 1.0
     scale = Scale(0.0, high * 1.12, bottom, top)
-    ticks = linear_ticks(0.0, scale.high, int((bottom - top) / 36))
-    left, right = 12 + LETTER * max(len(compact(t)) for t in ticks), width - 10
-    parts = [text(0, 12, y_label)]
-    for tick in ticks:
-        parts.append(across(left, scale(tick), right, "grid"))
-        parts.append(text(left - 7, scale(tick) + 4, compact(tick), "end"))
+    ticks = scale.ticks(int((bottom - top) / 36))
+    left, right, grid = _y_axis(scale, ticks, [compact(t) for t in ticks], width - 10)
+    parts = [*_labels(x_label, y_label, left, right, height), *grid]
     pitch = (right - left) / max(len(values), 1)
     thick = min(pitch * 0.72, 44)
     every = max(1, math.ceil((max(map(len, labels), default=1) * LETTER + 8) / pitch))
@@ -233,70 +236,25 @@ def columns(
             parts.append(text(middle, bottom + 17, name, "middle"))
     parts.append(across(left, bottom, right, "base"))
     parts += _levels([ceiling] if ceiling else [], scale, left, right, compact)
-    parts.append(text((left + right) / 2, height - 4, x_label, "middle"))
-    return wrap(parts, width, height, label)
+    return Chart(parts, width, height, label)
 
 
-def rows(
+def row_chart(
     entries: Sequence[tuple[str, float, int]],
     *,
     label: str,
     width: float = 420,
     y_text: Callable[[float], str] = compact,
-) -> str:
+) -> Chart:
     """Draw one horizontal bar per entry (name, value, colour), with the value at its end."""
     left = 14 + LETTER * 1.1 * max(len(name) for name, _, _ in entries)
     longest = max(value for _, value, _ in entries) or 1.0
     room = width - left - LETTER * 1.2 * max(len(y_text(value)) for _, value, _ in entries) - 8
-    parts: list[str] = []
+    parts: list[Markup] = []
     for i, (name, value, colour) in enumerate(entries):
         y, long = 30.0 * i, max(value / longest * room, 2.0)
         strong = "" if colour == 6 else "strong"
         parts.append(text(left - 12, y + 18, name, "end", strong))
         parts.append(rect(left, y + 4, long, 20, f"f{colour}", radius=4))
         parts.append(text(left + long + 8, y + 18, y_text(value), style=strong))
-    return wrap(parts, width, 30.0 * len(entries), label)
-
-
-def heat_map(
-    values: Sequence[Sequence[float | None]],
-    x: Sequence[float],
-    *,
-    label: str,
-    x_label: str,
-    y_label: str,
-    low: float,
-    high: float,
-    width: float = 420,
-    y_text: Callable[[float], str] = compact,
-) -> str:
-    """Draw a row of cells per list of values, in stronger colours for greater values; `x` are the columns' coordinates."""
-    tall = 22.0 if len(values) <= 10 else max(7.0, 220.0 / len(values))
-    left, right, top = 14 + LETTER * max(2, len(str(len(values)))), width - 10, 34.0
-    bottom = top + tall * len(values)
-    wide = (right - left) / max(len(x), 1)
-    parts = [text(0, 12, y_label), *heat_legend(low, high, width, y_text)]
-    every = max(1, math.ceil(14 / tall))
-    for r, row in enumerate(values):
-        if r % every == 0:
-            parts.append(text(left - 7, top + tall * (r + 0.5) + 4, str(r), "end"))
-        for c, value in enumerate(row):
-            if value is None:
-                continue
-            share = min(max((value - low) / (high - low), 0.0), 1.0)
-            shade, title = f"h{round(share * (LEVELS - 1))}", f"{y_label} {r}, {x_label} {x[c]:,.0f}: {y_text(value)}"
-            over = 0.6 if c + 1 < len(row) else 0.0
-            parts.append(rect(left + wide * c, top + tall * r, wide + over, tall - 1, shade, title=title))
-    gap = max(1, math.ceil(len(x) / ((right - left) / 70)))
-    for c in range(0, len(x), gap):
-        parts.append(text(left + wide * (c + 0.5), bottom + 17, compact(x[c]), "middle"))
-    parts.append(text((left + right) / 2, bottom + 34, x_label, "middle"))
-    return wrap(parts, width, bottom + 38, label)
-
-
-def heat_legend(low: float, high: float, width: float, y_text: Callable[[float], str]) -> list[str]:
-    """Return the colour scale, for the upper right corner."""
-    end, begin = y_text(high), y_text(low)
-    x = width - 10 - len(end) * LETTER - 84
-    cells = "".join(rect(x + 4 * i, 4, 4.5, 9, f"h{i}") for i in range(LEVELS))
-    return [text(x - 6, 12, begin, "end"), cells, text(x + 86, 12, end)]
+    return Chart(parts, width, 30.0 * len(entries), label)

@@ -1,89 +1,154 @@
-"""HTML building blocks of the report: the page with inline CSS, sections, cards and tables. Pure functions."""
+"""The parts of a report page as data. `templates/page.html` turns them into HTML, escaping every text."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
-from html import escape
-from importlib import resources
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, ClassVar
 
-from linnet.report.plots import Draw
-from linnet.report.svg import DARK, LIGHT, STYLE
+from linnet.report.svg import DARK, LIGHT, VARIABLES, Chart
+from linnet.report.templates import render_template
 
-UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-SECURITY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-
-
-def document(title: str, sections: Sequence[str]) -> str:
-    """Return a complete page. Its Content-Security-Policy blocks loading and scripts, as a second defence after escaping."""
-    page = (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{clean(title)}</title>'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(SECURITY)}">'
-        f"<style>{_style()}</style></head>\n<body><main>\n{chr(10).join(sections)}\n"
-        "<footer>Written by <code>linnet report</code>. This page is complete in itself and asks nothing of any server."
-        "</footer></main></body></html>\n"
-    )
-    return page.encode("utf-8", "replace").decode("utf-8")  # JSON may contain lone surrogates, UTF-8 may not
+NARROW, WIDE, HALF = 360.0, 1040.0, 480.0
+"""Widths of charts in pixels: on a phone, across the page, and in one of two columns."""
+GOOD = frozenset({"finished"})
+WARN = frozenset({"interrupted", "skipped", "alarm", "restart_codes", "failed", "stopped"})
 
 
-def _style() -> str:
-    def variables(theme: dict[str, str]) -> str:
-        return ":root{" + "".join(f"--{name}:{value};" for name, value in theme.items()) + "}"
-
-    dark = f"@media screen and (prefers-color-scheme:dark){{{variables(DARK)}}}\n"
-    page = resources.files("linnet.report").joinpath("report.css").read_text(encoding="utf-8")
-    return variables(LIGHT) + dark + STYLE + page
+def tone(event: str) -> str:
+    """Return the CSS class of an event's colour."""
+    return "good" if event in GOOD else "warn" if event in WARN else ""
 
 
-def section(title: str, *parts: str, lead: str = "") -> str:
-    words = f'<p class="lead">{escape(lead)}</p>' if lead else ""
-    return f"<section><h2>{escape(title)}</h2>{words}{''.join(parts)}</section>"
+@dataclasses.dataclass(frozen=True)
+class Notice:
+    kind: ClassVar[str] = "notice"
+    text: str
 
 
-def none(words: str) -> str:
-    return f'<p class="none">{escape(words)}</p>'
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A chart in a card. It is drawn twice, so that its text is legible on a desktop and on a phone."""
+
+    kind: ClassVar[str] = "figure"
+    title: str
+    wide: Chart
+    narrow: Chart
+    text: str = ""
 
 
-def card(title: str, body: str) -> str:
-    heading = f"<h3>{escape(title)}</h3>" if title else ""
-    return f'<figure class="card">{heading}{body}</figure>'
+def figure(
+    title: str, draw: Callable[..., Chart], *, width: float = WIDE, height: float | None = None, text: str = ""
+) -> Figure:
+    """Draw a chart in both widths. `draw` takes `width`, and `height` unless its data determine that."""
+    if height is None:
+        return Figure(title, draw(width=width), draw(width=NARROW), text)
+    return Figure(title, draw(width=width, height=height), draw(width=NARROW, height=min(height, 260.0)), text)
 
 
-def two_widths(draw: Draw, height: float, wide: float = 1040) -> str:
-    """Draw a chart twice, so that its text is legible on a desktop and on a phone; empty if there is no chart."""
-    large, small = draw(wide, height), draw(360, min(height, 260.0))
-    return f'<div class="wide">{large}</div><div class="narrow">{small}</div>' if large and small else ""
+def half_figure(title: str, draw: Callable[..., Chart], *, height: float | None = 230.0, text: str = "") -> Figure:
+    return figure(title, draw, width=HALF, height=height, text=text)
 
 
-def half(draw: Draw) -> str:
-    return two_widths(draw, 230, wide=480)
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Figures in two columns, or in one on a phone."""
+
+    kind: ClassVar[str] = "columns"
+    figures: Sequence[Figure]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[int] = ()) -> str:
-    """Return an HTML table. Cells are HTML: the caller must escape them."""
-    right = set(numeric)
-    style = [' class="num"' if i in right else "" for i in range(len(head))]
-    top = "".join(f"<th{style[i]}>{escape(name)}</th>" for i, name in enumerate(head))
-    body = "".join("<tr>" + "".join(f"<td{style[i]}>{c}</td>" for i, c in enumerate(row)) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+def columns(figures: Iterable[Figure | None]) -> Columns | None:
+    shown = [one for one in figures if one is not None]
+    return Columns(shown) if shown else None
 
 
-def facts(pairs: Iterable[tuple[str, Any]]) -> str:
-    body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(words(value))}</td></tr>" for name, value in pairs)
-    return f'<table class="facts"><tbody>{body}</tbody></table>'
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    text: str
+    style: str
 
 
-def words(value: Any) -> str:
+@dataclasses.dataclass(frozen=True)
+class Table:
+    kind: ClassVar[str] = "table"
+    head: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+    numeric: Collection[int]
+    title: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Names and values in a card."""
+
+    kind: ClassVar[str] = "facts"
+    pairs: Sequence[tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """A part that opens with a click; its content is a text, a PNG image as base64, or facts."""
+
+    title: str
+    note: str = ""
+    is_open: bool = False
+    text: str = ""
+    image: str = ""
+    pairs: Sequence[tuple[str, str]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Folds:
+    kind: ClassVar[str] = "folds"
+    folds: Sequence[Fold]
+
+
+Block = Notice | Figure | Columns | Table | Facts | Folds
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    title: str
+    blocks: Sequence[Block]
+    lead: str = ""
+
+
+def section(title: str, *blocks: Block | None, lead: str = "") -> Section:
+    return Section(title, [block for block in blocks if block is not None], lead)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    title: str
+    value: str
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    name: str
+    about: Sequence[str]
+    status: str
+    tiles: Sequence[Tile]
+    sections: Sequence[Section]
+
+
+def render_page(page: Page) -> str:
+    text = render_template("page.html", page=page, tone=tone, theme=VARIABLES, light=LIGHT, dark=DARK)
+    return text.encode("utf-8", "replace").decode("utf-8")  # JSON may contain lone surrogates, UTF-8 may not
+
+
+def format_cell(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def format_value(value: Any) -> str:
+    """Format a value of a JSON file."""
     if value is None:
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(map(words, value)) or "none"
+        return ", ".join(map(format_value, value)) or "none"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def clean(text: str) -> str:
-    return escape(UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", text))

@@ -3,258 +3,229 @@ the similarity of captions and predicted images."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
-from typing import Any
 
 from linnet.evaluate import retrieval
 from linnet.evaluate.retrieval import Retrieval, Row, SimilarityMatrix
-from linnet.report import plots
+from linnet.report import figures
 from linnet.report.charts import Series, line_chart
-from linnet.report.matrix_chart import matrix_chart
-from linnet.report.page import card, clean, half, none, section, table, two_widths
-from linnet.report.plots import Record, finite
+from linnet.report.figures import best_tile, loss_figure, throughput_tile, training_section
+from linnet.report.heat_maps import matrix_chart
+from linnet.report.metrics import Record, RunData, finite
+from linnet.report.page import (
+    Cell,
+    Figure,
+    Notice,
+    Section,
+    Table,
+    Tile,
+    columns,
+    figure,
+    format_cell,
+    half_figure,
+    section,
+)
+from linnet.report.samples import image_section
 from linnet.report.svg import compact
 
 MAX_COUNTS = 6  # step counts drawn: there are six colours
 
 GOOD_VALUES = {
-    "baseline similarity": "The caption with its true image: what the data has. It stays as it is; the others are read against it.",
-    "similarity with text": "The caption with the image predicted for it: near the baseline similarity (dashed). Far above it, the "
-    "prior repeats the text instead of predicting an image.",
-    "similarity with original image": "The predicted with the true image: as high as it gets, and above all three baselines.",
-    "similarity with unrelated caption": "A caption with the image predicted for another: low, far below the similarity with text.",
-    "difference from baseline similarity": "Similarity with text less the baseline similarity: near 0.",
+    "baseline similarity": "Caption and true image. A property of the data, and the reference for the other cosines.",
+    "similarity with text": "Caption and the image predicted for it. Should be close to the baseline similarity (dashed); far above "
+    "it, the prior repeats the text embedding instead of predicting an image embedding.",
+    "similarity with original image": "Predicted and true image. Should be as high as possible, and above all three baselines.",
+    "similarity with unrelated caption": "Caption and the image predicted for another caption. Should be far below the similarity "
+    "with text.",
+    "difference from baseline similarity": "Similarity with text minus baseline similarity. Should be close to 0.",
 }
 """The five metrics by the reference's names, with a description of good values."""
 
 NAMES = {
     retrieval.PRIOR: "this prior",
-    retrieval.BEST: f"this prior, the best of {retrieval.N_CANDIDATES} by {retrieval.CANDIDATE_STEPS} steps of DPM-Solver++",
-    "text": "the text used as the image",
-    "mean": "the mean image",
+    retrieval.BEST: f"this prior, best of {retrieval.N_CANDIDATES} candidates ({retrieval.CANDIDATE_STEPS} steps of DPM-Solver++)",
+    "text": "the text embedding itself",
+    "mean": "the mean image embedding",
     "ridge": "ridge regression",
 }
 
 SCALARS = (
-    ("Learning rate", "lr", 1.0, "", 4, False),
-    ("Gradient norm", "grad_norm", 1.0, "global norm, before clipping", 5, True),
+    figures.LEARNING_RATE,
+    figures.GRADIENT_NORM,
     ("Throughput", "tracking/samples-sec", 1.0, "samples per second", 3, False),
     ("EMA decay", "tracking/ema-decay", 1.0, "", 2, False),
-    ("Memory", "rss_bytes", 1e-9, "GB resident", 1, False),
-    ("Waiting for data", "wait_share", 100.0, "% of a step", 6, False),
+    figures.MEMORY,
+    figures.DATA_WAIT,
 )
 
 _COSINE = re.compile(r"metrics/(?:online|ema)-[a-z]+/(.+) \[steps=(\d{1,6})\]")
 _LOSS = re.compile(r"metrics/(online|ema)-[a-z]+/[a-z0-9]+-loss")
 
+Cosines = dict[int, dict[str, float]]
+"""The cosine metrics by number of denoising steps, then by name."""
 
-def sections(found: Retrieval | None, records: Sequence[Record], evaluations: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the sections of a prior's report. `evaluations`: files written by `linnet eval`."""
+
+def tiles(run: RunData, step: int) -> tuple[list[Tile | None], list[Tile | None]]:
+    """Return the tiles about quality, and those about the amount of training."""
+    quality = [best_tile("Loss", run.curve("eval", "loss"), 4)]
+    measured = [r for r in run.records if r.get("kind") in ("eval", "test") and cosines_of(r)]
+    if measured:  # the final test's, if there was one
+        n_step, cosines = list(cosines_of(measured[-1]).items())[-1]
+        value = cosines.get("similarity with original image")
+        if value is not None:
+            note = f"{_split(measured[-1])}; {n_step:,} steps"
+            quality.append(Tile("Cosine with the image", f"{value:.3f}", note))
+    seen, epochs = (run.curve("train", f"tracking/{name}")[1] for name in ("samples-seen", "epoch"))
+    pairs = Tile("Pairs seen", compact(seen[-1]), f"epoch {epochs[-1]:,.0f}" if epochs else "") if seen else None
+    return quality, [pairs, throughput_tile("Pairs per second", run, "tracking/samples-sec")]
+
+
+def sections(run: RunData) -> list[Section | None]:
+    table = retrieval.read(run.folder)
     return [
-        _loss(records),
-        _cosines(records, evaluations),
-        "" if found is None else _retrieval(found),
-        "" if found is None or found.matrix is None else _similarity(found, found.matrix),
-        _training(records),
+        _loss(run),
+        _cosines(run),
+        None if table is None else _retrieval(table),
+        None if table is None or table.matrix is None else _similarity(table, table.matrix),
+        training_section(run, SCALARS),
+        image_section(
+            run.folder, "Nearest images", "The images nearest to the predicted embeddings of prompts, newest first."
+        ),
     ]
 
 
 # Metrics of a record
 
 
-def cosines_of(record: Record) -> dict[int, dict[str, float]]:
-    """Return the cosine metrics of a record, by number of denoising steps, then by name."""
-    found: dict[int, dict[str, float]] = {}
+def cosines_of(record: Record) -> Cosines:
+    """Return the cosine metrics of a record."""
+    cosines: Cosines = {}
     for key, value in record.items():
-        told, number = _COSINE.fullmatch(key), finite(value)
-        if told is not None and told[1] in GOOD_VALUES and number is not None:
-            found.setdefault(int(told[2]), {})[told[1]] = number
-    return dict(sorted(found.items()))
+        match, number = _COSINE.fullmatch(key), finite(value)
+        if match is not None and match[1] in GOOD_VALUES and number is not None:
+            cosines.setdefault(int(match[2]), {})[match[1]] = number
+    return dict(sorted(cosines.items()))
 
 
 def losses_of(record: Record) -> dict[str, float]:
     """Return the losses of a record by set of weights: `online`, `ema`."""
-    found = ((_LOSS.fullmatch(key), finite(value)) for key, value in record.items())
-    return {told[1]: value for told, value in found if told is not None and value is not None}
-
-
-def tiles(records: Sequence[Record]) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """Return tiles (title, value, note) for the top of the page: about quality, and about amount of training."""
-    good: list[tuple[str, str, str]] = []
-    steps, values = plots.curve(records, "eval", "loss")
-    if values:
-        best = min(range(len(values)), key=values.__getitem__)
-        note = "its best" if values[best] == values[-1] else f"best {values[best]:.4f} at {steps[best]:,.0f}"
-        good.append(("Loss", f"{values[-1]:.4f}", f"validation; {note}"))
-    last = _latest(records)
-    if last is not None:
-        n_step, figures = list(cosines_of(last).items())[-1]
-        value = figures.get("similarity with original image")
-        if value is not None:
-            good.append(("Cosine with the image", f"{value:.3f}", f"{_split(last)}; {n_step:,} steps"))
-    amount: list[tuple[str, str, str]] = []
-    seen = plots.curve(records, "train", "tracking/samples-seen")[1]
-    if seen:
-        epochs = plots.curve(records, "train", "tracking/epoch")[1]
-        amount.append(("Pairs seen", compact(seen[-1]), f"epoch {epochs[-1]:,.0f}" if epochs else ""))
-    speeds, shares = (plots.curve(records, "train", name)[1] for name in ("tracking/samples-sec", "mfu"))
-    if speeds:
-        use = f"{100 * statistics.median(shares):.0f}% of peak FLOP/s" if shares else "median"
-        amount.append(("Pairs per second", compact(statistics.median(speeds)), use))
-    return good, amount
-
-
-def _latest(records: Sequence[Record]) -> Record | None:
-    """Return the last record with cosines: the final test's if there was one."""
-    judged = [r for r in records if r.get("kind") in ("eval", "test") and cosines_of(r)]
-    return judged[-1] if judged else None
+    losses = ((_LOSS.fullmatch(key), finite(value)) for key, value in record.items())
+    return {match[1]: value for match, value in losses if match is not None and value is not None}
 
 
 def _split(record: Record) -> str:
     return str(record.get("split") or record.get("kind"))
 
 
+def _validations(run: RunData) -> list[tuple[float, Record]]:
+    """Return the validations by step."""
+    records = sorted((r for r in run.records if r.get("kind") == "eval"), key=lambda r: r["step"])
+    return [(step, r) for r in records if (step := finite(r["step"])) is not None]
+
+
+def _series(name: str, points: Sequence[tuple[float, float]], colour: int) -> Series:
+    xs, ys = zip(*points, strict=True)
+    return Series(name=name, x=xs, y=ys, colour=colour, kind="dots")
+
+
 # The sections
 
 
-def _loss(records: Sequence[Record]) -> str:
-    x, y = plots.curve(records, "train", "loss")
-    series: list[Series] = []
-    if x:
-        smoothed = plots.smooth(y, max(1, len(y) // 60))
-        series += [Series(name="raw", x=x, y=y, kind="faint"), Series(name="training", x=x, y=smoothed)]
-    judged = sorted((r for r in records if r.get("kind") == "eval"), key=lambda r: r["step"])
-    for colour, (who, name) in enumerate((("online", "validation, online"), ("ema", "validation, EMA")), 2):
-        points = [
-            (at, v)
-            for r in judged
-            if (v := losses_of(r).get(who)) is not None and (at := finite(r["step"])) is not None
-        ]
-        if points:
-            xs, ys = zip(*points, strict=True)
-            series.append(Series(name=name, x=xs, y=ys, colour=colour, kind="dots"))
-    if not series:
-        return section("Loss", none("No losses recorded yet.")) if records else ""
-    limit = plots.top([v for s in series if s.kind != "faint" for v in s.y])
-
-    def draw(width: float, height: float) -> str:
-        return line_chart(
-            series, label="Training and validation loss over steps", x_label="step", y_label="loss", width=width, height=height,
-            y_top=limit, y_text=lambda v: f"{v:.4f}", points=500,
-        )  # fmt: skip
-
+def _loss(run: RunData) -> Section | None:
+    if not run.records:
+        return None
+    validation: list[Series] = []
+    for colour, (weights, name) in enumerate((("online", "validation, online"), ("ema", "validation, EMA")), 2):
+        points = [(step, v) for step, r in _validations(run) if (v := losses_of(r).get(weights)) is not None]
+        validation += [_series(name, points, colour)] if points else []
+    shown = loss_figure(run, "loss", "loss", validation, height=340, y_text=lambda v: f"{v:.4f}")
+    if shown is None:
+        return section("Loss", Notice("No losses recorded yet."))
     lead = (
-        "Of the diffusion, at times and noises drawn at random. Training drops conditions now and then, validation never. Validation "
-        "is of the weights as trained (online) and, where one is kept, of their moving average (EMA), which then is what is sampled."
+        "Diffusion loss at random timesteps and noise. Training drops the conditioning with some probability, validation never does. "
+        "Validation uses the trained weights (online) and, if enabled, their moving average (EMA), which is then also used to sample."
     )
-    return section("Loss", card("", two_widths(draw, 340)), lead=lead)
+    return section("Loss", shown, lead=lead)
 
 
-def _cosines(records: Sequence[Record], evaluations: Sequence[dict[str, Any]]) -> str:
-    judged = sorted((r for r in records if r.get("kind") == "eval"), key=lambda r: r["step"])
-    told = [(at, cosines_of(r)) for r in judged if (at := finite(r["step"])) is not None]
-    cards = [
-        card(name[0].upper() + name[1:], f'<p class="lead" style="margin:0 0 10px">{escape(words)}</p>{half(draw)}')
-        for name, words in GOOD_VALUES.items()
-        if (draw := _over_time(told, name)) is not None
+def _cosines(run: RunData) -> Section | None:
+    measured = [(step, cosines_of(r)) for step, r in _validations(run)]
+    shown = columns(_over_time(measured, name, text) for name, text in GOOD_VALUES.items())
+    table = _table(run)
+    if shown is None and table is None:
+        return None
+    lead = (
+        "Cosine similarities of embeddings, averaged over held-out pairs, for each number of denoising steps evaluated."
+    )
+    return section("Five cosines", table, shown, lead=lead)
+
+
+def _over_time(measured: Sequence[tuple[float, Cosines]], name: str, text: str) -> Figure | None:
+    counts = sorted({n for _, cosines in measured for n, values in cosines.items() if name in values})[:MAX_COUNTS]
+    series = [
+        _series(
+            f"{n:,} steps", [(at, cosines[n][name]) for at, cosines in measured if name in cosines.get(n, {})], colour
+        )
+        for colour, n in enumerate(counts, 1)
     ]
-    grid = _all_figures(records, evaluations)
-    if not cards and not grid:
-        return ""
-    lead = "Cosines of embeddings, the mean over held-out pairs, for each number of denoising steps that was tried."
-    return section("Five cosines", grid, f'<div class="pair" style="margin-top:16px">{"".join(cards)}</div>', lead=lead)
-
-
-def _over_time(told: Sequence[tuple[float, dict[int, dict[str, float]]]], name: str) -> plots.Draw | None:
-    counts = sorted({n for _, figures in told for n, values in figures.items() if name in values})[:MAX_COUNTS]
-    series: list[Series] = []
-    for colour, n in enumerate(counts, 1):
-        points = [(at, figures[n][name]) for at, figures in told if name in figures.get(n, {})]
-        xs, ys = zip(*points, strict=True)
-        series.append(Series(name=f"{n:,} steps", x=xs, y=ys, colour=colour, kind="dots"))
     if not series:
         return None
-    level = _level(told, name)
-
-    def draw(width: float, height: float) -> str:
-        return line_chart(
-            series, label=f"{name} over steps of training", x_label="step", y_label="cosine", width=width, height=height,
-            levels=level, y_text=lambda v: f"{v:.3f}",
-        )  # fmt: skip
-
-    return draw
+    draw = functools.partial(
+        line_chart, series, label=f"{name} over steps of training", x_label="step", y_label="cosine", levels=_level(measured, name),
+        y_text=lambda v: f"{v:.3f}",
+    )  # fmt: skip
+    return half_figure(name[0].upper() + name[1:], draw, text=text)
 
 
-def _level(told: Sequence[tuple[float, dict[int, dict[str, float]]]], name: str) -> list[tuple[str, float]]:
+def _level(measured: Sequence[tuple[float, Cosines]], name: str) -> list[tuple[str, float]]:
     """Return the reference level that a metric should be close to, if it has one."""
     if name == "difference from baseline similarity":
         return [("goal", 0.0)]
     if name != "similarity with text":
         return []
-    known = [
-        values["baseline similarity"]
-        for _, figures in told
-        for values in figures.values()
-        if "baseline similarity" in values
-    ]
-    return [("baseline similarity", known[-1])] if known else []
+    reference = "baseline similarity"
+    known = [values[reference] for _, cosines in measured for values in cosines.values() if reference in values]
+    return [(reference, known[-1])] if known else []
 
 
-def _all_figures(records: Sequence[Record], evaluations: Sequence[dict[str, Any]]) -> str:
+def _table(run: RunData) -> Table | None:
     """Return a table of the last evaluation of each split and those by `linnet eval`, one row per number of steps."""
-    last = {_split(r): r for r in records if r.get("kind") in ("eval", "test")}
-    shown = [
-        *last.items(),
-        *((f"{r.get('split')}, by linnet eval", r) for r in evaluations if type(r.get("step")) is int),
-    ]
-    body: list[list[str]] = []
-    for split, record in shown:
+    last = {_split(r): r for r in run.records if r.get("kind") in ("eval", "test")}
+    files = [(f"{r.get('split')}, by linnet eval", r) for _, r in run.evaluations() if type(r.get("step")) is int]
+    rows: list[list[str]] = []
+    for split, record in [*last.items(), *files]:
         losses = losses_of(record)
-        cosines = cosines_of(record) or ({0: {}} if losses else {})
-        for n, figures in cosines.items():
-            known = [_cell(losses.get(who), ".4f") for who in ("online", "ema")]
-            known += [_cell(figures.get(name), ".4f") for name in GOOD_VALUES]
-            body.append([clean(split), f"{record['step']:,}", f"{n:,}" if n else "–", *known])
-    if not body:
-        return ""
-    head = [
-        "split",
-        "at",
-        "steps",
-        "loss, online",
-        "loss, EMA",
-        "baseline",
-        "with text",
-        "with image",
-        "unrelated",
-        "difference",
-    ]
-    return f'<div class="card">{table(head, body, range(1, len(head)))}</div>'
+        for n, cosines in (cosines_of(record) or ({0: {}} if losses else {})).items():
+            values = [*(losses.get(weights) for weights in ("online", "ema")), *map(cosines.get, GOOD_VALUES)]
+            steps = f"{n:,}" if n else format_cell(None, "")
+            rows.append([split, f"{record['step']:,}", steps, *(format_cell(value, ".4f") for value in values)])
+    head = ["split", "step", "sampling steps", "loss, online", "loss, EMA"]
+    head += ["baseline", "with text", "with image", "unrelated", "difference"]
+    return Table(head, rows, range(1, len(head))) if rows else None
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "–" if value is None or not math.isfinite(value) else format(value, form)
-
-
-def _retrieval(found: Retrieval) -> str:
-    body = [
+def _retrieval(table: Retrieval) -> Section:
+    rows = [
         [
-            f"<b>{clean(_name(row))}</b>" if row.name == retrieval.PRIOR else clean(_name(row)),
-            *(_cell(value, ".4f") for value in (row.cosine, row.recall_1, row.recall_10)),
+            Cell(_name(row), "ours") if row.name == retrieval.PRIOR else _name(row),
+            *(
+                format_cell(value if math.isfinite(value) else None, ".4f")
+                for value in (row.cosine, row.recall_1, row.recall_10)
+            ),
         ]
-        for row in found.rows
+        for row in table.rows
     ]
-    n = max(row.n for row in found.rows)
-    grid = table(["predicted by", "cosine with the true image", "recall@1", "recall@10"], body, range(1, 4))
+    n = max(row.n for row in table.rows)
+    head = ["predicted by", "cosine with the true image", "recall@1", "recall@10"]
     lead = (
-        f"{n:,} pairs of the {found.split} split, the weights of step {found.step:,}, {found.n_steps:,} denoising steps. Recall: how "
-        f"often the true image is among the 1 or 10 nearest to the predicted one, of all {n:,}. {verdict(found.rows)}"
+        f"{n:,} pairs of the {table.split} split, weights of step {table.step:,}, {table.n_steps:,} denoising steps. Recall@k is how "
+        f"often the true image is among the k nearest to the predicted one, of all {n:,}. {verdict(table.rows)}"
     )
-    return section("Retrieval beside three baselines", f'<div class="card">{grid}</div>', lead=lead)
+    return section("Retrieval compared with three baselines", Table(head, rows, range(1, 4)), lead=lead)
 
 
 def _name(row: Row) -> str:
@@ -268,32 +239,30 @@ def verdict(rows: Iterable[Row]) -> str:
     ours, who = (single, "The prior") if best is None else (best, "The best of the prior's candidates")
     if ours is None or not by_name:
         return ""
-    kinds: tuple[tuple[str, Callable[[Row], float]], ...] = (
+    metrics: tuple[tuple[str, Callable[[Row], float]], ...] = (
         ("cosine", lambda row: row.cosine),
         ("recall@1", lambda row: row.recall_1),
         ("recall@10", lambda row: row.recall_10),
     )
-    lost = [(kind, [_name(row) for row in by_name.values() if not of(ours) > of(row)]) for kind, of in kinds]
-    behind = [f"{', '.join(names)} in {kind}" for kind, names in lost if names]
-    return (
-        f"{who} does not beat {'; '.join(behind)}."
-        if behind
-        else f"{who} beats every baseline, in cosine and in retrieval."
-    )
+    lost = [(metric, [_name(row) for row in by_name.values() if not of(ours) > of(row)]) for metric, of in metrics]
+    behind = [f"{', '.join(names)} in {metric}" for metric, names in lost if names]
+    if behind:
+        return f"{who} does not beat {'; '.join(behind)}."
+    return f"{who} beats every baseline, in cosine and in retrieval."
 
 
-def _similarity(found: Retrieval, matrix: SimilarityMatrix) -> str:
+def _similarity(table: Retrieval, matrix: SimilarityMatrix) -> Section:
     captions = [clean_line(caption) for caption in matrix.captions]
-
-    def draw(width: float, _: float) -> str:
-        return matrix_chart(
-            captions, matrix.cosines, label="Cosine of each caption with the image predicted for each caption",
-            row_label="caption" if matrix.by == "text" else "true image", column_label="predicted image", width=width,
-        )  # fmt: skip
-
+    draw = functools.partial(
+        matrix_chart, captions, matrix.cosines, label="Cosine of each caption with the image predicted for each caption",
+        row_label="caption" if matrix.by == "text" else "true image", column_label="predicted image",
+    )  # fmt: skip
     who = "each caption" if matrix.by == "text" else "the true image of each caption"
-    lead = f"The cosine of {who} (down) with the image predicted for each (across), {found.split} split. {diagonal_words(matrix)}"
-    return section("Captions against predicted images", card("", two_widths(draw, 0)), lead=lead)
+    lead = (
+        f"Cosine of {who} (rows) with the image predicted for each caption (columns), {table.split} split. "
+        f"{describe_diagonal(matrix)}"
+    )
+    return section("Similarity of captions and predicted images", figure("", draw), lead=lead)
 
 
 def clean_line(caption: str) -> str:
@@ -301,7 +270,7 @@ def clean_line(caption: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in caption)
 
 
-def diagonal_words(matrix: SimilarityMatrix) -> str:
+def describe_diagonal(matrix: SimilarityMatrix) -> str:
     """Return a sentence that compares the diagonal with the other entries."""
     n, rows = len(matrix.captions), matrix.cosines
     own = [rows[i][i] for i in range(n) if math.isfinite(rows[i][i])]
@@ -312,11 +281,6 @@ def diagonal_words(matrix: SimilarityMatrix) -> str:
         all(not rows[i][j] >= rows[i][i] for j in range(n) if j != i) and math.isfinite(rows[i][i]) for i in range(n)
     )
     return (
-        f"A good prior's diagonal stands out: here its mean is {statistics.fmean(own):.3f}, that of the others "
-        f"{statistics.fmean(others):.3f}, and {first} of {n} rows are greatest there."
+        f"A good prior's diagonal stands out: here its mean is {statistics.fmean(own):.3f}, the mean of the other entries is "
+        f"{statistics.fmean(others):.3f}, and {first} of {n} rows have their maximum on the diagonal."
     )
-
-
-def _training(records: Sequence[Record]) -> str:
-    cards = "".join(card(title, half(draw)) for title, draw in plots.small_figures(records, SCALARS))
-    return section("Training", f'<div class="pair">{cards}</div>') if cards else ""

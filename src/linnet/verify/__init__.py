@@ -7,63 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linnet.core.errors import UserError, invalid
-from linnet.models.vq.convert import unknown_settings
-from linnet.verify.compare import Check, Skipped, Verification, compare
-from linnet.verify.golden import Golden, read_golden
-from linnet.verify.golden_grok import grok_layout
-from linnet.verify.grok import verify_grok
-from linnet.verify.official_vq import official_layout, verify_official
-from linnet.verify.prior import is_prior, verify_prior
-from linnet.verify.replay import (
-    Replay,
-    replay_carry,
-    replay_decode,
-    replay_eval,
-    replay_forward,
-    replay_grads,
-    replay_sample,
-)
-from linnet.verify.replay_prior import replay_legacy, replay_losses, replay_network, replay_network_parts
-from linnet.verify.replay_prior_rules import (
-    replay_ddim_times,
-    replay_ema,
-    replay_network_tables,
-    replay_noise_ops,
-    replay_noise_tables,
-)
-from linnet.verify.replay_prior_sampling import replay_sampling, replay_trainer
-from linnet.verify.replay_rules import replay_nucleus, replay_schedule, replay_train
+from linnet.verify.compare import Check, Skipped, Verification
+from linnet.verify.golden import read_family
+from linnet.verify.moe.files import grok_layout
+from linnet.verify.moe.verify import verify_grok
+from linnet.verify.prior.verify import verify_prior
+from linnet.verify.vq.released import official_layout, verify_official
+from linnet.verify.vq.verify import verify_vq
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-REPLAYS = {
-    "forward": replay_forward,
-    "carry": replay_carry,
-    "decode": replay_decode,
-    "sample": replay_sample,
-    "eval": replay_eval,
-    "grads": replay_grads,
-    "train": replay_train,
-    "schedule": replay_schedule,
-    "nucleus": replay_nucleus,
-}
-PRIOR_REPLAYS = {
-    "noise_tables": replay_noise_tables,
-    "noise_ops": replay_noise_ops,
-    "ddim_times": replay_ddim_times,
-    "network": replay_network,
-    "network_parts": replay_network_parts,
-    "network_tables": replay_network_tables,
-    "network_legacy": replay_legacy,
-    "losses": replay_losses,
-    "sampling": replay_sampling,
-    "trainer": replay_trainer,
-    "ema": replay_ema,
-}
 INCONSISTENT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """Exceptions of the computation for a damaged file with inconsistent shapes, types or settings."""
-UNKNOWN = "not an output that Linnet knows"
 
 
 def verify_file(path: Path | str, tolerance: float = 1e-5) -> Verification:
@@ -71,7 +27,7 @@ def verify_file(path: Path | str, tolerance: float = 1e-5) -> Verification:
     if not tolerance > 0:
         raise invalid("tolerance", tolerance, "above 0", "use 1e-5")
     try:
-        return _verified(path, tolerance)
+        return _verify(Path(path), tolerance)
     except UserError:
         raise
     except INCONSISTENT as error:
@@ -81,34 +37,15 @@ def verify_file(path: Path | str, tolerance: float = 1e-5) -> Verification:
         ) from error
 
 
-def _verified(path: Path | str, tolerance: float) -> Verification:
-    official = official_layout(Path(path))
+def _verify(path: Path, tolerance: float) -> Verification:
+    official = official_layout(path)
     if official is not None:
         return verify_official(official, named=str(path), tolerance=tolerance)
-    grok = grok_layout(Path(path))
+    grok = grok_layout(path)
     if grok is not None:
         return verify_grok(*grok, named=str(path), tolerance=tolerance)
-    if is_prior(Path(path)):
-        return verify_prior(Path(path), PRIOR_REPLAYS, tolerance)
-    golden = read_golden(Path(path))
-    replay = REPLAYS[golden.kind](golden)
-    wanted = {**golden.outputs, **replay.expected}
-    checks = tuple(
-        compare(name, replay.values[name], want, tolerance, replay.scales.get(name, 0.0))
-        for name, want in wanted.items()
-        if name in replay.values
-    )
-    not_checked = tuple(
-        Skipped(name, replay.skipped.get(name, UNKNOWN)) for name in golden.outputs if name not in replay.values
-    )
-    return Verification(
-        file=str(path),
-        kind=golden.kind,
-        tolerance=tolerance,
-        checks=(*checks, *replay.checks),
-        not_checked=not_checked,
-        notes=_notes(golden),
-    )
+    verify = verify_prior if read_family(path) == "prior" else verify_vq
+    return verify(path, tolerance)
 
 
 def render(verification: Verification) -> Table:
@@ -135,11 +72,4 @@ def render(verification: Verification) -> Table:
     return table
 
 
-def _notes(golden: Golden) -> tuple[str, ...]:
-    if not golden.params:
-        return ()
-    unknown = unknown_settings(golden.settings)
-    return (f"settings not understood and not used: {', '.join(unknown)}",) if unknown else ()
-
-
-__all__ = ["Check", "Golden", "Replay", "Skipped", "Verification", "render", "verify_file"]
+__all__ = ["Check", "Skipped", "Verification", "render", "verify_file"]

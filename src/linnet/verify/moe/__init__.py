@@ -1,0 +1,1 @@
+"""Verification of the `moe` family: files of the Grok-1 release."""

@@ -1,0 +1,1 @@
+"""Verification of the `prior` family: files of DALLE2-pytorch."""

@@ -1,0 +1,1 @@
+"""Verification of the `vq` family: files of transformer_vq and its checkpoints."""
