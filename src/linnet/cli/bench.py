@@ -5,72 +5,64 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from linnet.cli.parse import parse
 
+if TYPE_CHECKING:
+    from linnet.bench.table import ResultTable
+
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
     job: Annotated[
-        Literal["train", "eval", "prefill", "decode", "scaling", "table", "serve", "moe", "prior"], tyro.conf.Positional
+        Literal["train", "eval", "prefill", "decode", "table", "serve", "moe", "prior"], tyro.conf.Positional
     ]
-    """What to measure. `scaling`: sequence lengths against a dense baseline; `table`: all rows of docs/benchmarks.md; `serve`: the
-    engine and the server; `moe`: the mixture of experts with float32 and int8 weights; `prior`: training and sampling the diffusion
-    prior."""
+    """What to measure. train, eval, prefill and decode: one program; table: all rows of docs/benchmarks.md; serve: the serving
+    engine; moe: the mixture of experts with float32 and int8 weights; prior: training and sampling the diffusion prior."""
     preset: Annotated[str | None, tyro.conf.Positional] = None
-    """Preset. Default: bench-s; bench-moe for `moe`, bench-prior for `prior`."""
+    """Model to measure. Default: bench-s; bench-moe for moe, bench-prior for prior."""
     sequence_len: int | None = None
-    """Sequence length in tokens (`decode`: context length; `scaling`: the longest sequence)."""
+    """Sequence length in tokens (decode: context length). Default: that of the preset."""
     batch: int | None = None
+    """Batch size. Default: that of the preset."""
     seconds: float = 10.0
     """Minimum time in seconds to repeat each measurement."""
     cores: int | None = None
-    """Number of CPU cores to bind to."""
+    """Number of CPU cores to bind to. Default: all."""
     compare_cores: bool = False
     """Also measure on one core, and report the speed-up."""
-    forward_only: bool = False
-    """`scaling`: evaluation instead of training."""
-    out: Path = Path("scaling.svg")
-    """`scaling`: output file of the plot."""
     json: bool = False
-    """Print one JSON object."""
+    """Print one JSON object instead of text."""
     markdown: bool = False
-    """`table`, `scaling`, `serve`, `moe` and `prior`: print a Markdown table."""
+    """table, serve, moe and prior: print a Markdown table."""
 
 
 def bench_command(argv: list[str]) -> int:
-    flags = parse(Flags, argv, "bench", "Measures speed, compile time and memory, each job in a process of its own.")
-    from linnet.bench import moe, prior, run, scaling, serve, table
+    flags = parse(
+        Flags, argv, "bench", "Measure speed, compile time and memory, each benchmark in a process of its own."
+    )
+    from linnet.bench import moe, prior, run, serve, table
 
-    def say(words: str) -> None:
-        print(words, file=sys.stderr, flush=True)
+    def log(message: str) -> None:
+        print(message, file=sys.stderr, flush=True)
 
-    seconds, preset = flags.seconds, flags.preset or _usual_preset(flags.job)
+    seconds, preset = flags.seconds, flags.preset or _default_preset(flags.job)
     match flags.job:
         case "table":
-            rows = run.run_table(seconds=seconds, say=say)
-            print(json.dumps(rows) if flags.json else table.markdown(rows))
+            rows = run.run_table(seconds=seconds, log=log)
+            print(json.dumps(rows) if flags.json else table.to_markdown(table.throughput_table(rows)))
         case "moe":
-            result = moe.run_moe(preset, seconds=seconds, say=say)
-            print(json.dumps(result) if flags.json else table.markdown(result["rows"], moe.notes(result)))
+            result = moe.run_moe(preset, seconds=seconds, log=log)
+            print(json.dumps(result) if flags.json else table.to_markdown(moe.moe_table(result)))
         case "serve":
-            result = serve.run_serve(preset, seconds=seconds, say=say)
-            _show(flags, result, table.markdown_serve, table.render_serve)
+            result = serve.run_serve(preset, seconds=seconds, log=log)
+            _show(flags, result, serve.serve_table(result))
         case "prior":
-            result = prior.run_prior(preset, seconds=seconds, say=say)
-            _show(flags, result, table.markdown_prior, table.render_prior)
-        case "scaling":
-            lengths = scaling.lengths_up_to(flags.sequence_len or scaling.LONGEST)
-            job = "eval" if flags.forward_only else "train"
-            result = scaling.run_scaling(preset, lengths, job=job, seconds=seconds, out=flags.out, say=say)
-            _show(flags, result, table.markdown_scaling, table.render_scaling)
-            if not flags.json and not flags.markdown:
-                print(f"The plot is in {flags.out}.")
+            result = prior.run_prior(preset, seconds=seconds, log=log)
+            _show(flags, result, prior.prior_table(result))
         case _:
             result = run.run_bench(
                 flags.job,
@@ -81,27 +73,24 @@ def bench_command(argv: list[str]) -> int:
                 cores=flags.cores,
                 compare_cores=flags.compare_cores,
             )
-            _show(flags, result, None, table.render)
+            _show(flags, result, None)
     return 0
 
 
-def _usual_preset(job: str) -> str:
+def _default_preset(job: str) -> str:
     from linnet.bench.targets import MOE_PRESET, PRESET, PRIOR_PRESET
 
     return {"moe": MOE_PRESET, "prior": PRIOR_PRESET}.get(job, PRESET)
 
 
-def _show(
-    flags: Flags,
-    result: dict[str, Any],
-    markdown: Callable[[dict[str, Any]], str] | None,
-    render: Callable[[dict[str, Any]], Any],
-) -> None:
+def _show(flags: Flags, result: dict[str, Any], shown: ResultTable | None) -> None:
     from rich.console import Console
+
+    from linnet.bench import table
 
     if flags.json:
         print(json.dumps(result))
-    elif flags.markdown and markdown is not None:
-        print(markdown(result))
+    elif shown is None:
+        Console().print(table.metrics_table(result))
     else:
-        Console().print(render(result))
+        print(table.to_markdown(shown)) if flags.markdown else Console().print(table.to_rich(shown))

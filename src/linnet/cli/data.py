@@ -11,25 +11,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
+from linnet.cli.flags import Layout
 from linnet.cli.parse import parse
 from linnet.core.errors import UserError, did_you_mean, invalid
 from linnet.core.files import atomic_write
 
 if TYPE_CHECKING:
     from linnet.data.index import Index
-    from linnet.data.prepare.pipeline import Task
+    from linnet.data.prepare.pipeline import PrepareConfig
     from linnet.data.sources.documents import Documents
     from linnet.data.sources.images import Pictures
 
-WORDS = """usage: linnet data COMMAND [--help] ...
+SUBCOMMANDS = """usage: linnet data COMMAND [--help] ...
 
-  prepare  turn a source into memory-mapped shards with an index: once, in parallel, restartable
-  embed    turn pictures with captions into pairs of embeddings, for a prior: restartable
-  show     what a model sees at a step, as text or pictures, with the boundaries of documents
+  prepare  tokenize text or images into memory-mapped shards
+  embed    compute embedding pairs of images and captions, for a prior
+  show     show a training batch as text or images
   check    verify the checksums and counts of prepared data"""
 
 
@@ -40,7 +41,7 @@ def data_command(argv: list[str]) -> int:
     if argv and argv[0] in commands:
         return commands[argv[0]](argv[1:])
     asked = bool(argv) and argv[0] in ("-h", "--help")
-    print(WORDS, file=sys.stdout if asked else sys.stderr)
+    print(SUBCOMMANDS, file=sys.stdout if asked else sys.stderr)
     if not asked and argv:
         raise UserError(f"there is no command 'data {argv[0]}'.{did_you_mean(argv[0], commands)}")
     return 0 if asked else 2
@@ -48,37 +49,44 @@ def data_command(argv: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class PrepareFlags:
+    layout: ClassVar[Layout] = {
+        "": ("out", "tokenizer", "validation-fraction", "test-fraction", "workers", "json"),
+        "source": ("column", "from", "end-token", "max-unpacked-gb"),
+        "image": ("size", "max-broken"),
+    }
     source: Annotated[str, tyro.conf.Positional]
-    """A text file, folder or glob; .gz .bz2 .xz .zst .zip; .jsonl or .parquet; hf:OWNER/NAME; a folder, zip, tar or parquet of
-    images; or enwik8, pg19, imagenet64."""
+    """A text file, folder or glob; .gz, .bz2, .xz, .zst or .zip files; .jsonl or .parquet; hf:OWNER/NAME (a dataset of the
+    Hugging Face hub); a folder, zip, tar or parquet of images; or one of enwik8, pg19, imagenet64."""
     out: Path
     """Output folder."""
     tokenizer: str = "bytes"
     """`bytes`, a sentencepiece .model, a tokenizer.json, or a folder (prepared data or a run) with a tokenizer."""
     end_token: str | None = None
-    """Name of the EOS token, if the tokenizer does not define it."""
+    """Name of the EOS token, if the tokenizer does not define one. Default: that of the tokenizer."""
     column: str | None = None
     """JSONL, parquet and Hugging Face datasets: field with the text or image. Default: `text` or `image`."""
     size: int = 64
-    """Images: height and width in pixels."""
+    """Height and width of the images in pixels."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Local file or folder of a named dataset that you already have."""
+    """Local file or folder of a named dataset (enwik8, pg19, imagenet64) that you already have. Default: download it."""
     validation_fraction: float = 0.05
+    """Fraction of the documents held out for validation."""
     test_fraction: float = 0.05
+    """Fraction of the documents held out for testing."""
     max_broken: float = 0.01
-    """Images: maximum fraction of broken files. Broken files are skipped and counted."""
+    """Maximum fraction of broken images. Broken images are skipped and counted."""
     workers: int | None = None
     """Number of worker processes. Default: the number of CPU cores."""
     max_unpacked_gb: float | None = None
-    """Reject a source whose compressed files unpack to more gigabytes than this. Default: 100 times their packed size, at least
-    0.27."""
+    """Reject a source whose compressed files unpack to more gigabytes than this. Default: 100 times their packed size, at
+    least 0.27."""
     json: bool = False
-    """Print one JSON object."""
+    """Print one JSON object instead of text."""
 
 
 def _prepare(argv: list[str]) -> int:
-    words = "Turns a source into token shards that training maps into memory. Run it again after a kill: it goes on."
-    flags = parse(PrepareFlags, argv, "data prepare", words)
+    description = "Tokenize a source into shards that training memory-maps. Run the same command again to resume an interrupted run."
+    flags = parse(PrepareFlags, argv, "data prepare", description)
     _refuse_flags(flags)
     from linnet.data.prepare.pipeline import prepare
 
@@ -115,18 +123,18 @@ def _refuse_flags(flags: PrepareFlags) -> None:
         raise invalid("--workers", flags.workers, "at least 1", "leave it out")
 
 
-def _task(flags: PrepareFlags) -> Task:
-    from linnet.data.prepare.chunks import Shares
-    from linnet.data.prepare.pipeline import Task
+def _task(flags: PrepareFlags) -> PrepareConfig:
+    from linnet.data.prepare.chunks import SplitFractions
+    from linnet.data.prepare.pipeline import PrepareConfig
     from linnet.tokenizers.load import open_tokenizer
 
     source, pixels = _open(flags)
     if pixels and flags.tokenizer != "bytes":
         raise invalid("--tokenizer", flags.tokenizer, "bytes: pictures are read value by value", "leave it out")
-    return Task(
+    return PrepareConfig(
         source=source,
         tokenizer=open_tokenizer(flags.tokenizer, end_token=flags.end_token),
-        shares=Shares(validation=flags.validation_fraction, test=flags.test_fraction),
+        fractions=SplitFractions(validation=flags.validation_fraction, test=flags.test_fraction),
         size=flags.size if pixels else None,
         max_broken=flags.max_broken,
     )
@@ -231,20 +239,25 @@ def _print_summary(index: Index, out: Path, seconds: float) -> None:
 @dataclasses.dataclass(frozen=True)
 class ShowFlags:
     what: Annotated[Path, tyro.conf.Positional]
-    """Prepared data, or a run."""
+    """Prepared data, or a run folder."""
     step: int = 0
     """Training step."""
     batch_size: int | None = None
+    """Number of sequences. Default: that of the run, or 4."""
     sequence_len: int | None = None
+    """Sequence length in tokens. Default: that of the run, one image, or 512."""
     seed: int | None = None
+    """Seed of the data order. Default: that of the run, or 0."""
     out: Path = Path("step.png")
     """Images: output file of the contact sheet."""
     json: bool = False
-    """Print token ids, document ids and loss mask as one JSON object."""
+    """Print token ids, document ids and the loss mask as one JSON object."""
 
 
 def _show(argv: list[str]) -> int:
-    flags = parse(ShowFlags, argv, "data show", "Shows what the model sees at a step.")
+    flags = parse(
+        ShowFlags, argv, "data show", "Show a training batch as text or images, with the boundaries of documents."
+    )
     if flags.step < 0:
         raise invalid("--step", flags.step, "0 or more", "use 0")
     import numpy as np
@@ -271,12 +284,12 @@ def _show(argv: list[str]) -> int:
 
 
 def _data_of(flags: ShowFlags) -> tuple[Any, int]:
-    from linnet.config import codec as configs
+    from linnet.config import codec
     from linnet.config.schema import DataConfig
     from linnet.data import index as indexes
 
     if (flags.what / "config.json").is_file():
-        run = configs.load(flags.what / "config.json")
+        run = codec.load(flags.what / "config.json")
         cfg, seed = run.data, run.seed
     elif indexes.is_prepared(flags.what):
         shape = indexes.load(flags.what).shape
@@ -293,13 +306,18 @@ def _data_of(flags: ShowFlags) -> tuple[Any, int]:
 @dataclasses.dataclass(frozen=True)
 class CheckFlags:
     folder: Annotated[Path, tyro.conf.Positional]
-    """Prepared data."""
+    """Folder of prepared data."""
     json: bool = False
-    """Print one JSON object."""
+    """Print one JSON object instead of text."""
 
 
 def _check(argv: list[str]) -> int:
-    flags = parse(CheckFlags, argv, "data check", "Verifies checksums and counts. Exit code 1 if something is wrong.")
+    flags = parse(
+        CheckFlags,
+        argv,
+        "data check",
+        "Verify the checksums and counts of prepared data. Exits with code 1 if something is wrong.",
+    )
     from linnet.data import index as indexes
 
     if not indexes.is_prepared(flags.folder):

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True)
 class EmbedFlags:
     source: Annotated[str, tyro.conf.Positional]
-    """Images with captions: a folder with a .txt next to each image, or with captions.json, .jsonl or .parquet; parquet with both;
-    webdataset tars; emoji-32. Or a folder with img_emb/ and metadata/, for which text embeddings of the captions are computed."""
+    """Images with captions: a folder with a .txt file next to each image, or with captions.json, .jsonl or .parquet; parquet
+    files with both; webdataset tars; emoji-32. Or a folder with img_emb/ and metadata/, whose captions are embedded."""
     out: Path
     """Output folder."""
     encoder: str = "builtin"
@@ -36,24 +36,24 @@ class EmbedFlags:
     image_key: str | None = None
     """Parquet: column with the image. Default: `image`."""
     metadata: str | None = None
-    """If SOURCE is image embeddings (.npy) without text embeddings: the parquet files with their captions."""
+    """If SOURCE is image embeddings (.npy) without text embeddings: the parquet files with their captions. Default: none."""
     text_encodings: Literal["auto", "float16", "float32", "none"] = "auto"
-    """Storage dtype of the captions' token encodings, needed for priors with model.text_encodings, or none. auto: float16 if the
-    encoder provides them. A caption takes positions x width x 2 bytes (118 KB with ViT-L/14)."""
+    """Storage dtype of the captions' token encodings, which priors with model.text_encodings need, or none. `auto`: float16 if
+    the encoder provides them. A caption takes positions x width x 2 bytes (118 KB with ViT-L/14)."""
     text_len: int | None = None
     """Number of token encoding positions to keep. Default: all positions of the encoder (77 with CLIP, 48 with builtin)."""
     shard_rows: int = 8192
     """Images per shard."""
     json: bool = False
-    """Print one JSON object."""
+    """Print one JSON object instead of text."""
 
 
 def embed_command(argv: list[str]) -> int:
-    words = (
-        "Embeds pictures and captions into pairs that a prior trains on, with the token encodings of the captions. Run it again "
-        "after a kill: it resumes."
+    description = (
+        "Compute the embeddings of images and captions, on which a prior is trained, and the token encodings of the captions. Run the "
+        "same command again to resume an interrupted run."
     )
-    flags = parse(EmbedFlags, argv, "data embed", words)
+    flags = parse(EmbedFlags, argv, "data embed", description)
     from linnet.data.embeddings.captioned import open_captioned
     from linnet.data.embeddings.embed import Task, embed
     from linnet.data.embeddings.embed_texts import embed_texts, embedded_images

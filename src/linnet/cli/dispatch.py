@@ -26,33 +26,34 @@ DISK_ERRORS = {
 
 # command -> (module with a function NAME_command, description)
 COMMANDS = {
-    "quickstart": (
-        "quickstart",
-        "train a small model on this Python's own source, evaluate it, and read what it writes",
-    ),
-    "train": ("train", "train a preset (or a config.json), or go on with a run"),
-    "eval": (
-        "evaluate",
-        "bits per byte, perplexity and loss by position (of a prior: losses, cosines, retrieval) on any split",
-    ),
-    "sample": ("sample", "write text, paint pictures or predict embeddings with a run"),
-    "imagine": ("imagine", "paint pictures of a text with a prior and a painter"),
-    "serve": ("serve", "serve runs over HTTP as OpenAI does, with sessions and a playground"),
-    "data": ("data", "prepare data for training, look at it, check it"),
-    "tokenizer": ("tokenizer", "train a tokenizer, or see what one makes of a text"),
+    "quickstart": ("quickstart", "train, evaluate and sample a small model in minutes"),
+    "train": ("train", "train a model from a preset, fine-tune one, or resume a run"),
+    "eval": ("evaluate", "evaluate a run on a split or on other data"),
+    "sample": ("sample", "generate text, images or image embeddings"),
+    "imagine": ("imagine", "generate images from a text, with a prior and an image model"),
+    "serve": ("serve", "serve runs over an OpenAI-compatible HTTP API"),
+    "data": ("data", "prepare, embed, show and check training data"),
+    "tokenizer": ("tokenizer", "train a tokenizer, or show the tokens of a text"),
     "bench": ("bench", "measure speed, compile time and memory"),
-    "verify": ("verify", "check this implementation against reference files"),
-    "report": ("report", "one self-contained HTML page about a run"),
-    "import": ("interchange", "make a run of weights from elsewhere"),
-    "export": ("interchange", "write a run's weights for elsewhere"),
+    "verify": ("verify", "compare this implementation with the references"),
+    "report": ("report", "write a self-contained HTML report of a run"),
+    "import": ("interchange", "convert a checkpoint of another program into a run"),
+    "export": ("interchange", "write a run's weights for other programs"),
     "presets": ("presets", "list the presets"),
-    "plan": ("plan", "bytes, FLOPs and communication of a run on devices that are not here"),
-    "launch": ("launch", "run a command in several processes of this machine, as one cluster"),
+    "plan": ("plan", "estimate memory and speed on hardware you do not have"),
+    "launch": ("launch", "run a command in several local processes, as one cluster"),
 }
 
-EXIT_CODES = """Exit codes: 0 done; 1 a check failed (verify, data check); 2 something asked for cannot be done; 3 the loss stayed not
-finite; 4 the port is in use (serve); 75 interrupted and saved: run the same command again to resume; 76 another process of the
-cluster was lost: start them all again to resume from the last checkpoint; 128 + n ended at once by signal n (130: Ctrl-C)."""
+EXIT_CODES = {
+    "0": "success",
+    "1": "a check failed (verify, data check)",
+    "2": "invalid request: the message names the cause and the fix",
+    "3": "the loss remained NaN or infinite",
+    "4": "the port is in use (serve)",
+    "75": "interrupted, and saved: run the same command again to resume",
+    "76": "a process of the cluster was lost: start all again to resume",
+    "128+n": "terminated by signal n (130: Ctrl-C)",
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(_overview())
         sys.exit(EXIT_OK if argv else EXIT_USER)
     if argv[0] == "--version":
-        from linnet import __version__
+        from linnet.core.version import __version__
 
         print(f"linnet {__version__}")
         return
@@ -100,16 +101,19 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {words}" for name, (_, words) in COMMANDS.items()]
+    def columns(rows: dict[str, str]) -> list[str]:
+        width = max(map(len, rows))
+        return [f"  {name:{width}}  {description}" for name, description in rows.items()]
+
     return "\n".join(
         [
-            "Linnet: sequence models whose cost per token does not grow with what they have read.",
+            "Linnet: train and serve sequence models whose cost per token is constant.",
             "",
             "usage: linnet COMMAND [--help] ...",
             "",
-            *lines,
+            *columns({name: description for name, (_, description) in COMMANDS.items()}),
             "",
-            EXIT_CODES,
+            "Exit codes:",
+            *columns(EXIT_CODES),
         ]
     )

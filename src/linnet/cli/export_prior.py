@@ -14,13 +14,8 @@ if TYPE_CHECKING:
 
 
 def export_prior(flags: ExportFlags) -> int:
-    from linnet.config import codec as configs
     from linnet.convert.torch_writer import write_torch
-    from linnet.runs.folder import RunFolder
 
-    family = configs.load(RunFolder(flags.run).config).family
-    if family != "prior":
-        raise invalid("--format", flags.format, f"one for {family} models", "use safetensors")
     out = flags.out or flags.run.with_name(flags.run.name + ".pth")
     content, step = _trainer(flags) if flags.format == "dalle2-trainer" else _model(flags)
     if out.suffix == ".safetensors":
@@ -62,7 +57,7 @@ def _trainer(flags: ExportFlags) -> tuple[dict, int]:
 
 def _imported_trainer(flags: ExportFlags) -> tuple[RunConfig, TrainState, int]:
     """Return the state from which an imported trainer checkpoint would resume."""
-    from linnet.config import codec as configs
+    from linnet.config import codec
     from linnet.convert.dalle2.export import check_trained_alike
     from linnet.models import registry
     from linnet.optim.optimizer import optimizer
@@ -74,7 +69,7 @@ def _imported_trainer(flags: ExportFlags) -> tuple[RunConfig, TrainState, int]:
     if flags.checkpoint not in ("best", "latest", str(step)):
         needs = f"best, latest or {step} (this run is an imported trainer checkpoint)"
         raise invalid("--checkpoint", flags.checkpoint, needs, "leave it out")
-    cfg = configs.load(RunFolder(flags.run).config)
+    cfg = codec.load(RunFolder(flags.run).config)
     check_trained_alike(cfg.optim)
     family = registry.get(cfg.family)
     rule = optimizer(cfg.optim, family.param_specs(cfg.model))

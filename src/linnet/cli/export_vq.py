@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnet.core.errors import UserError, invalid
+from linnet.core.errors import UserError
 from linnet.core.files import atomic_write
 
 if TYPE_CHECKING:
@@ -15,12 +15,6 @@ if TYPE_CHECKING:
 
 
 def export_vq(run: Path, out: Path | None, checkpoint: str, *, npz: bool) -> int:
-    from linnet.config import codec as configs
-    from linnet.runs.folder import RunFolder
-
-    family = configs.load(RunFolder(run).config).family
-    if family != "vq":
-        raise invalid("--format", "transformer-vq", f"one for {family} models", "use safetensors")
     if npz or (out is not None and out.suffix == ".npz"):
         return _npz(run, out or run.with_name(f"{run.name}.npz"), checkpoint)
     return _flax(run, out, checkpoint)

@@ -10,9 +10,9 @@ from linnet.cli.advice import needed_prompt
 from linnet.cli.import_vq import check_unused_flags
 from linnet.cli.interchange_flags import ExportFlags, ImportFlags
 from linnet.cli.parse import parse
-from linnet.config.schema import RunConfig
+from linnet.config.schema import PairsConfig, RunConfig
 from linnet.core.errors import UserError, invalid
-from linnet.models.prior.config import PriorConfig
+from linnet.models.model_config import TokenModelConfig
 
 if TYPE_CHECKING:
     from linnet.tokenizers.base import Rules, Tokenizer
@@ -23,9 +23,9 @@ def import_command(argv: list[str]) -> int:
         ImportFlags,
         argv,
         "import",
-        "Makes a run of weights from elsewhere: it can be evaluated, sampled and trained further.",
+        "Convert a checkpoint of another program into a run, which can then be evaluated, sampled, served and trained further.",
     )
-    from linnet.cli.startup import init_jax
+    from linnet.parallel.startup import init_jax
     from linnet.runs.load import write_run
     from linnet.runs.weights import held_leaves, write_stored_run
     from linnet.runs.weights_file import import_safetensors, is_float32
@@ -52,11 +52,11 @@ def import_command(argv: list[str]) -> int:
         return _grok(flags, flags.file, flags.out)
     continued: dict[str, Any] = {}
     if flags.kind == "safetensors":
-        from linnet.config import codec as configs
+        from linnet.config import codec
 
         params, buffers, values = import_safetensors(flags.file)
         values.pop("version")
-        cfg = configs.exported_from_dict(values)
+        cfg = codec.exported_from_dict(values)
         tokenizer = _exported_tokenizer(flags, flags.file, cfg)
     else:
         tokenizer = _tokenizer(flags, "released")
@@ -68,7 +68,9 @@ def import_command(argv: list[str]) -> int:
         for remark in imported.remarks:
             print(remark)
     if flags.source is not None:
-        places = {"images": None, "texts": None, "metadata": None, "encodings": None} if cfg.family == "prior" else {}
+        from linnet.runs.relocated import ELSEWHERE
+
+        places = ELSEWHERE if isinstance(cfg.data, PairsConfig) else {}
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, source=flags.source, **places))
     if tokenizer is not None:
         cfg = dataclasses.replace(cfg, model=_with_tokenizer(cfg.model, tokenizer, flags))
@@ -99,10 +101,10 @@ def _exported_tokenizer(flags: ImportFlags, file: Path, cfg: RunConfig) -> Token
     """Open the tokenizer with the rules of the exported run. Exports from before the setting existed are exact, except Grok-1."""
     from linnet.runs.weights_file import exported_tokenizer
 
-    if cfg.family == "prior":
+    if not cfg.reads_tokens:
         return _tokenizer(flags, None)
     known = exported_tokenizer(file) or {}
-    rules = known.get("rules", "released" if cfg.writer.bos_id is None else "exact")
+    rules = known.get("rules", "released" if cfg.lm.bos_id is None else "exact")
     tokenizer = _tokenizer(flags, "released" if rules == "released" else "exact")
     if tokenizer is not None and known.get("fingerprint") not in (None, tokenizer.fingerprint):
         print(f"Note: the exported run had another tokenizer ({known.get('kind')}, {str(known['fingerprint'])[:12]}).")
@@ -112,14 +114,14 @@ def _exported_tokenizer(flags: ImportFlags, file: Path, cfg: RunConfig) -> Token
 def _with_begin(model: Any, flags: ImportFlags) -> Any:
     if flags.begin_id is None:
         return model
-    if isinstance(model, PriorConfig):
-        raise invalid("--begin-id", flags.begin_id, "left out: a prior reads embeddings", "leave it out")
+    if not isinstance(model, TokenModelConfig):
+        raise invalid("--begin-id", flags.begin_id, "left out: this model reads embeddings", "leave it out")
     return dataclasses.replace(model, begin_id=None if flags.begin_id == "none" else flags.begin_id)
 
 
 def _with_tokenizer(model: Any, tokenizer: Tokenizer, flags: ImportFlags) -> Any:
-    if isinstance(model, PriorConfig):
-        raise invalid("--tokenizer", flags.tokenizer, "left out: a prior reads embeddings", "leave it out")
+    if not isinstance(model, TokenModelConfig):
+        raise invalid("--tokenizer", flags.tokenizer, "left out: this model reads embeddings", "leave it out")
     if tokenizer.n_vocab > model.n_vocab:
         needs = f"at most the model's {model.n_vocab} ids (it has {tokenizer.n_vocab})"
         raise invalid("--tokenizer", flags.tokenizer, needs, "name the one that the model was trained with")
@@ -128,11 +130,11 @@ def _with_tokenizer(model: Any, tokenizer: Tokenizer, flags: ImportFlags) -> Any
 
 def _plan(flags: ImportFlags) -> int:
     from linnet.convert.grok.importing import plan_import
-    from linnet.convert.import_plan import show
+    from linnet.convert.import_plan import format_plan
 
     if flags.kind != "grok-1":
         raise invalid("--plan", flags.kind, "used with grok-1", "leave it out: other models are small")
-    print(show(plan_import(flags.file, flags.settings, flags.weights)))
+    print(format_plan(plan_import(flags.file, flags.settings, flags.weights)))
     return 0
 
 
@@ -145,7 +147,7 @@ def _grok(flags: ImportFlags, file: Path, out: Path) -> int:
     print(f"Sizes: {found.settings or 'as published'}.")
     model = _with_begin(found.cfg if tokenizer is None else _with_tokenizer(found.cfg, tokenizer, flags), flags)
     finish = (lambda folder: None) if tokenizer is None else tokenizer.save
-    import_grok(found, run_config(model, flags.source), out, flags.weights, finish=finish, say=print)
+    import_grok(found, run_config(model, flags.source), out, flags.weights, finish=finish, log=print)
     front = "nothing" if model.bos_id is None else f"id {model.bos_id}"
     print(f"In front of every sequence: {front}.")
     print(f"The run is in {out}. Next: linnet sample {out}{needed_prompt(model)}; linnet serve {out}")
@@ -154,14 +156,21 @@ def _grok(flags: ImportFlags, file: Path, out: Path) -> int:
 
 def export_command(argv: list[str]) -> int:
     flags = parse(
-        ExportFlags, argv, "export", "Writes a run's weights (the moving average where it keeps one) to one file."
+        ExportFlags,
+        argv,
+        "export",
+        "Write a run's weights (the EMA weights, if it has them) in a format that other programs read.",
     )
-    from linnet.cli.startup import init_jax
-    from linnet.config import codec as configs
+    from linnet.config import codec
     from linnet.data.sources.locations import for_other_machines
+    from linnet.parallel.startup import init_jax
+    from linnet.runs.folder import RunFolder
     from linnet.runs.load import open_run
     from linnet.runs.weights_file import export_safetensors
 
+    cfg = codec.load(RunFolder(flags.run).config)
+    if flags.format not in ("safetensors", *cfg.model.EXPORT_FORMATS):
+        raise invalid("--format", flags.format, f"one for {cfg.family} models", "use safetensors")
     init_jax()
     if flags.format in ("dalle2-prior", "dalle2-trainer"):
         from linnet.cli.export_prior import export_prior
@@ -174,16 +183,13 @@ def export_command(argv: list[str]) -> int:
     run = open_run(flags.run, flags.checkpoint)
     suffix = {"safetensors": ".safetensors", "grok-hf": "-hf"}[flags.format]
     out = flags.out or flags.run.with_name(flags.run.name + suffix)
-    needed = {"grok-hf": "moe"}.get(flags.format, run.cfg.family)
-    if run.cfg.family != needed:
-        raise invalid("--format", flags.format, f"one for {run.cfg.family} models", "use safetensors")
     if flags.format == "grok-hf":
         from linnet.convert.grok.hf import export_conversion
 
         n = export_conversion(run.params, cast(Any, run.cfg.model), out)
         print(f"Wrote {n} file{'s' if n > 1 else ''} to {out} (step {run.step}).")
     else:
-        about = configs.to_json(for_other_machines(run.cfg))
+        about = codec.to_json(for_other_machines(run.cfg))
         mark = export_safetensors(run.params, run.buffers, about, out, _about_tokenizer(flags.run))
         print(f"Wrote {out} (step {run.step}, fingerprint {mark[:12]}).")
     return 0

@@ -19,10 +19,11 @@ from linnet.core.errors import UserError, invalid
 from linnet.parallel.cluster.environment import COORDINATOR, LAUNCHER, PROCESS_ID, PROCESSES
 from linnet.parallel.cluster.exit import EXIT_PEER_LOST
 
-WORDS = """Runs a linnet command in several processes of this machine, as one cluster: linnet launch --processes 4 -- train quickstart.
+DESCRIPTION = """Run a linnet command in several local processes, as one cluster: linnet launch --processes 4 -- train quickstart.
 
-Process 0 speaks as always, what the others say begins with their number. The first Ctrl-C or SIGTERM is passed on to all, and they
-save and stop; the second ends them at once. The exit code is that of the process which failed first."""
+The output of process 0 is shown as it is; lines of the others are prefixed with their process index. The first Ctrl-C or SIGTERM is
+forwarded to all processes, which save a checkpoint and stop; the second kills them. The exit code is that of the process that failed
+first."""
 
 COMMAND = [sys.executable, "-c", "from linnet.cli import main; main()"]
 GRACE_SECONDS = 2.0
@@ -39,21 +40,21 @@ class Flags:
     processes: int
     """Number of processes."""
     devices_per_process: int | None = None
-    """CPU devices per process. Default: 1."""
+    """Number of CPU devices per process. Default: 1."""
     restarts: int = 0
-    """Maximum number of restarts of all processes after one is lost. A run resumes from its last committed checkpoint."""
+    """Maximum number of restarts of all processes after one is lost. The run resumes from its last complete checkpoint."""
 
 
 def launch_command(argv: list[str]) -> int:
     cut = argv.index("--") if "--" in argv else len(argv)
-    flags, command = parse(Flags, argv[:cut], "launch", WORDS), argv[cut + 1 :]
+    flags, command = parse(Flags, argv[:cut], "launch", DESCRIPTION), argv[cut + 1 :]
     _check(flags, command)
     with _Signals() as signals:
         for restart in range(flags.restarts + 1):
             code = _Cluster(flags, command, signals).to_end()
             if code in NOT_MENDED or signals.count or restart == flags.restarts:
                 return code
-            _say(f"Restart {restart + 1} of {flags.restarts}: all {flags.processes} processes are started again.")
+            _log(f"Restart {restart + 1} of {flags.restarts}: all {flags.processes} processes are started again.")
     raise AssertionError("the last round returns")
 
 
@@ -159,7 +160,7 @@ class _Cluster:
             if left and self.first_failed[1] != 75:
                 i, code = self.first_failed
                 others = "the other one is" if left == 1 else f"the other {left} are"
-                _say(f"Process {i} {_how(code)}: {others} stopped within {GRACE_SECONDS:g} s.")
+                _log(f"Process {i} {_how(code)}: {others} stopped within {GRACE_SECONDS:g} s.")
                 self.kill_at = min(self.kill_at, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > self.kill_at:
             for process in processes:
@@ -229,5 +230,5 @@ def _read(i: int, out: IO[str] | None, err: IO[str] | None) -> list[threading.Th
     return threads
 
 
-def _say(words: str) -> None:
+def _log(words: str) -> None:
     print(f"linnet launch: {words}", file=sys.stderr, flush=True)

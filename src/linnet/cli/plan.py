@@ -5,30 +5,40 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import tyro
-
-from linnet.cli.parse import base_config, parse
+from linnet.cli.flags import Layout
+from linnet.cli.parse import parse
 from linnet.config import presets
+from linnet.config.resolve import base_config
 from linnet.config.schema import RunConfig
 from linnet.core.errors import UserError
 
 if TYPE_CHECKING:
     from linnet.plan.chips import Chip
-    from linnet.plan.outcome import Plan
+    from linnet.plan.result import TrainingPlan
 
-WORDS = """Says what a run would take on devices that are not here: the real update is compiled for a mesh of them, and read. Nothing
-is allocated, and nothing runs.
+DESCRIPTION = """Estimate the memory, FLOPs and communication of a run on hardware you do not have: the real update is compiled for
+the mesh and analyzed. Nothing is allocated or executed.
 
-With --devices alone, meshes of so many devices are tried, and the one that fits with the least communication is recommended."""
+With --devices and without --mesh, several meshes are compared, and the one that fits with the least communication is recommended."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    config: Annotated[tyro.conf.AvoidSubcommands[RunConfig], tyro.conf.arg(name="")]
+    layout: ClassVar[Layout] = {
+        "": ("devices", "mesh", "chip", "hbm", "compare-remat", "data.batch-size", "model.remat", "json"),
+        "serving": ("serve", "slots", "weights"),
+        "optim": (),
+        "data": (),
+        "model": (),
+        "train": (),
+        "lora": (),
+        "metadata": ("preset", "family", "seed", "data.base"),
+    }
+    config: RunConfig
     devices: int | None = None
-    """Number of devices. Without --mesh, search for the best mesh."""
+    """Number of devices. Without --mesh, the best mesh is searched for. Default: one device, or those of --mesh."""
     hbm: str | None = None
     """Memory per device, such as 16GB. Default: that of the chip."""
     chip: str = "tpu-v5e"
@@ -36,19 +46,19 @@ class Flags:
     compare_remat: bool = False
     """Compare all rematerialization settings on the same mesh."""
     serve: bool = False
-    """Plan serving instead of training: weights and slots."""
+    """Plan serving instead of training: memory for weights and slots."""
     slots: int = 8
-    """With --serve: number of concurrent sequences."""
+    """With --serve: number of concurrent requests."""
     weights: str = "bfloat16"
     """With --serve: weight dtype (float32, bfloat16 or int8)."""
     json: bool = False
-    """Print one JSON object."""
+    """Print one JSON object instead of text."""
 
 
 def plan_command(argv: list[str]) -> int:
     flags = _flags(argv)
     from linnet.plan import chips
-    from linnet.plan.sizes import parse_size
+    from linnet.plan.formatting import parse_size
 
     chip = chips.get(flags.chip)
     hbm = chip.hbm if flags.hbm is None else parse_size(flags.hbm, "--hbm")
@@ -58,14 +68,14 @@ def plan_command(argv: list[str]) -> int:
 
 
 def _flags(argv: list[str]) -> Flags:
-    words = WORDS
+    description = DESCRIPTION
     if not argv or argv[0].startswith("-"):
         known = f"Presets: {', '.join(presets.PRESETS)}; or the path of a config.json or of a run."
         if argv and argv[0] not in ("-h", "--help"):
             raise UserError(f"name a preset first, as in `linnet plan enwik8 {' '.join(argv)}`. {known}")
-        words += f"\n\nPRESET comes first. {known} The defaults below are those of quickstart."
-        parse(Flags, ["--help"], "plan PRESET", words, Flags(config=presets.get("quickstart")))
-    return parse(Flags, argv[1:], f"plan {argv[0]}", words, Flags(config=base_config(argv[0])))
+        description += f"\n\n{known} Flags follow the preset; the defaults below are those of quickstart."
+        parse(Flags, ["--help"], "plan PRESET", description, Flags(config=presets.get("quickstart")))
+    return parse(Flags, argv[1:], f"plan {argv[0]}", description, Flags(config=base_config(argv[0])))
 
 
 def _plan_training(flags: Flags, chip: Chip, hbm: float) -> int:
@@ -77,15 +87,15 @@ def _plan_training(flags: Flags, chip: Chip, hbm: float) -> int:
     if flags.devices is not None and not cfg.mesh:
         given, cfg = cfg, planning.with_enough_rows(cfg, flags.devices)
         if cfg != given:
-            rows = f"data.batch_size {given.data.batch_size} fits no mesh of {flags.devices} devices: planned with"
-            _say(f"{rows} {cfg.data.batch_size}", quiet=False)
+            rows = f"data.batch_size {given.data.batch_size} does not divide over any mesh of {flags.devices} devices"
+            _log(f"{rows}; planning with {cfg.data.batch_size}", quiet=False)
         runs = planning.short_list(cfg, flags.devices, hbm)
     if flags.compare_remat:
         runs = [one for run in runs for one in planning.remat_plans(run)]
-    plans: list[Plan] = []
+    plans: list[TrainingPlan] = []
     for run, plan in zip(runs, planning.plan_apart(runs), strict=True):
         plans.append(plan)
-        _say(f"compiled {run.preset} for {plan.mesh or 'one device'}, remat {run.model.remat}", quiet=flags.json)
+        _log(f"compiled {run.preset} for {plan.mesh or 'one device'}, remat {run.model.remat}", quiet=flags.json)
     best = planning.recommended(plans, chip, hbm)
     advice = planning.suggestions(cfg, plans, hbm) if best is None else []
     if flags.json:
@@ -96,27 +106,37 @@ def _plan_training(flags: Flags, chip: Chip, hbm: float) -> int:
 
 
 def _print(
-    runs: list[RunConfig], plans: list[Plan], best: Plan | None, advice: list[str], chip: Chip, hbm: float
+    runs: list[RunConfig],
+    plans: list[TrainingPlan],
+    best: TrainingPlan | None,
+    advice: list[str],
+    chip: Chip,
+    hbm: float,
 ) -> None:
-    from linnet.plan import words
+    from linnet.plan import formatting
 
     if len(plans) > 1:
-        rows = [(*words.row(plan, chip, hbm), run.model.remat) for run, plan in zip(runs, plans, strict=True)]
-        print(words.columns((*words.HEADER, "remat"), rows), end="\n\n")
+        rows = [(*formatting.row(plan, chip, hbm), run.model.remat) for run, plan in zip(runs, plans, strict=True)]
+        print(formatting.columns((*formatting.HEADER, "remat"), rows), end="\n\n")
     if best is None:
-        print(words.format_report(min(plans, key=lambda plan: plan.memory.total), chip, hbm))
+        print(formatting.format_report(min(plans, key=lambda plan: plan.memory.total), chip, hbm))
         print("What would fit: " + "; ".join(advice) + ".")
         return
-    print(words.format_report(best, chip, hbm))
+    print(formatting.format_report(best, chip, hbm))
     if len(plans) > 1:
         run = runs[plans.index(best)]
         print(f"Recommended: --mesh {best.mesh or repr('')} --model.remat {run.model.remat}")
 
 
 def _as_json(
-    runs: list[RunConfig], plans: list[Plan], best: Plan | None, advice: list[str], chip: Chip, hbm: float
+    runs: list[RunConfig],
+    plans: list[TrainingPlan],
+    best: TrainingPlan | None,
+    advice: list[str],
+    chip: Chip,
+    hbm: float,
 ) -> dict[str, Any]:
-    from linnet.plan import outcome, roofline
+    from linnet.plan import result, roofline
 
     rows: list[dict[str, Any]] = []
     for run, plan in zip(runs, plans, strict=True):
@@ -124,7 +144,7 @@ def _as_json(
         rows.append(
             {
                 "remat": run.model.remat,
-                **outcome.to_json(plan),
+                **result.to_json(plan),
                 "bytes_per_device": plan.memory.total,
                 "fits": plan.memory.total <= hbm,
                 "flops": plan.program.flops * plan.n_device,
@@ -143,9 +163,9 @@ def _as_json(
     }
 
 
-def _say(words: str, *, quiet: bool) -> None:
+def _log(message: str, *, quiet: bool) -> None:
     if not quiet:
-        print(words, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
 
 
 def _plan_serving(flags: Flags, chip: Chip, hbm: float) -> int:
@@ -156,5 +176,5 @@ def _plan_serving(flags: Flags, chip: Chip, hbm: float) -> int:
         figures = {**dataclasses.asdict(plan), "slots": flags.slots, "slots_that_fit": plan.n_slot(hbm)}
         print(json.dumps({"preset": flags.config.preset, "hbm_bytes": hbm, "chip": chip.name, **figures}))
     else:
-        print(serving.in_full(plan, flags.slots, hbm))
+        print(serving.format_serving(plan, flags.slots, hbm))
     return 0

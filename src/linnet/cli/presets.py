@@ -6,8 +6,7 @@ import dataclasses
 import json
 
 from linnet.cli.parse import parse
-from linnet.config import codec as configs
-from linnet.config import presets
+from linnet.config import codec, presets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,9 +16,9 @@ class Flags:
 
 
 def presets_command(argv: list[str]) -> int:
-    flags = parse(Flags, argv, "presets", "Lists the presets.")
+    flags = parse(Flags, argv, "presets", "List the presets.")
     if flags.json:
-        print(json.dumps({name: configs.to_json(make()) for name, (_, make) in presets.PRESETS.items()}, indent=2))
+        print(json.dumps({name: codec.to_json(make()) for name, (_, make) in presets.PRESETS.items()}, indent=2))
         return 0
     from rich.console import Console
     from rich.table import Table
@@ -27,10 +26,10 @@ def presets_command(argv: list[str]) -> int:
     from linnet.core import params
     from linnet.models import registry
 
-    table = Table("preset", "parameters", "data", "what it is", box=None)
-    for name, (words, make) in presets.PRESETS.items():
+    table = Table("preset", "parameters", "data", "description", box=None)
+    for name, (description, make) in presets.PRESETS.items():
         cfg = make()
         n = params.count(registry.get(cfg.family).param_specs(cfg.model))
-        table.add_row(name, f"{n / 1e6:,.1f}M", cfg.data.source, words)
+        table.add_row(name, f"{n / 1e6:,.1f}M", cfg.data.source, description)
     Console().print(table)
     return 0

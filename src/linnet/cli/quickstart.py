@@ -9,9 +9,9 @@ import json
 import lzma
 from pathlib import Path
 
+from linnet.api.training import run_training
 from linnet.cli.parse import parse
-from linnet.config import codec as configs
-from linnet.config import presets
+from linnet.config import codec, presets
 from linnet.config.schema import RunConfig
 from linnet.core.errors import invalid
 
@@ -26,8 +26,9 @@ class Flags:
     minutes: float = 3.0
     """Approximate training time on this machine, in minutes."""
     out: Path = Path("runs/quickstart")
-    """The run's folder. An existing quickstart run is resumed."""
+    """Run folder. An existing quickstart run in it is resumed."""
     seed: int = 0
+    """Random seed of the initialization and data order."""
     quiet: bool = False
     """Do not print progress."""
 
@@ -37,20 +38,19 @@ def quickstart_command(argv: list[str]) -> int:
         Flags,
         argv,
         "quickstart",
-        "Trains a small linear-time language model on the source text of this Python's standard library.",
+        "Train a small linear-time language model on the source code of this Python's standard library, evaluate it, sample from "
+        "it, and write a report.",
     )
     if not 0 < flags.minutes < 10_000:
         raise invalid("--minutes", flags.minutes, "above 0", "use 3")
-    from linnet.cli.startup import init_jax
+    from linnet.parallel.startup import init_jax
     from linnet.runs.folder import RunFolder
     from linnet.train.interrupt import EXIT_INTERRUPTED
-    from linnet.train.loop import train
 
     init_jax()
     folder = RunFolder(flags.out)
-    cfg = configs.load(folder.config) if folder.config.exists() else sized(flags.minutes, flags.seed)
-    outcome = train(cfg, folder, quiet=flags.quiet)
-    if not outcome.finished:
+    cfg = codec.load(folder.config) if folder.config.exists() else sized(flags.minutes, flags.seed)
+    if not run_training(cfg, flags.out, quiet=flags.quiet).finished:
         return EXIT_INTERRUPTED
     conclude(cfg, flags.out, flags.quiet)
     return 0
@@ -91,7 +91,7 @@ def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
     data = load_dataset(cfg.tokens, cfg.seed)
     n_batch = -(-data.test.n_windows // cfg.data.batch_size)
     result = evaluate(
-        run.writer,
+        run.lm,
         cfg,
         run.params,
         run.buffers,
@@ -100,9 +100,7 @@ def conclude(cfg: RunConfig, out: Path, quiet: bool) -> None:
         progress=lambda batches: track(batches, "held-out text", n_batch, quiet=quiet),
     )
     compressors = compressed_bits_per_byte(data.raw("test"))
-    text = sample_text(
-        run.writer, cfg, run.params, run.buffers, run.vocabulary, prompt="def ", n_tokens=400, seed=cfg.seed
-    )
+    text = sample_text(run.lm, cfg, run.params, run.buffers, run.vocabulary, prompt="def ", n_tokens=400, seed=cfg.seed)
     console = Console()
     table = Table("on text it has never seen", "bits per byte", box=None)
     rows = {**compressors, "this model": result.bits_per_byte}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 
+from linnet.cli.flags import Layout
 from linnet.core.dtypes import WeightDtype
 from linnet.core.errors import invalid
 from linnet.core.local_path import FreeText
@@ -18,64 +19,73 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
+    layout: ClassVar[Layout] = {
+        "": ("prompt", "prompt-file", "max-tokens", "n", "seed", "out", "json"),
+        "sampling": ("temperature", "top-p", "top-k", "min-p", "repetition-penalty", "stop", "ignore-end"),
+        "token": ("prompt-ids", "add-special-tokens"),
+        "image": ("complete", "keep"),
+        "prior": ("steps", "solver", "guidance", "nearest", "embedding", "text-encodings"),
+        "model": ("checkpoint", "weights", "mesh"),
+    }
     run: Annotated[Path, tyro.conf.Positional]
-    """The run's folder."""
+    """Run folder."""
     prompt: FreeText = ""
-    """Text prompt. Priors: a description of the image."""
+    """Text prompt; for a prior, a description of the image. Default: empty."""
     prompt_file: Path | None = None
-    """Read the prompt from this file."""
+    """Read the prompt from this file. Default: use --prompt."""
     prompt_ids: tuple[int, ...] = ()
-    """The prompt as token ids, instead of a text."""
+    """Prompt as token ids, instead of text. Default: use --prompt."""
     add_special_tokens: bool | None = None
-    """False: do not prepend the model's BOS id to the prompt."""
+    """Whether to prepend the model's BOS id to the prompt. Default: as in training."""
     n: int = 1
-    """Number of samples. The first does not depend on it. Priors: number of candidates, of which the most similar to the text is
-    kept."""
+    """Number of samples; the first does not depend on it. Priors: number of candidates, of which the one most similar to the
+    text is kept."""
     max_tokens: int | None = None
-    """Maximum number of new tokens (default: 512). A `moe` run stops at its context length; images are always complete."""
+    """Maximum number of new tokens. A `moe` run also stops at its context length; images are always complete. Default: 512."""
     temperature: float = 1.0
-    """Sampling temperature. 0: greedy."""
+    """Sampling temperature. 0: greedy decoding."""
     top_p: float | None = None
     """Nucleus sampling threshold. Default: 0.9 for text, 1 for images."""
     top_k: int = 0
-    """Sample from the k most likely tokens. 0: all."""
+    """Top-k sampling: sample from the k most likely tokens. 0: off."""
     min_p: float = 0.0
-    """Minimum probability relative to the most likely token."""
+    """Min-p sampling: minimum probability, relative to that of the most likely token. 0: off."""
     repetition_penalty: float = 1.0
+    """Repetition penalty: divide positive logits of earlier tokens by this, multiply negative ones. 1: off."""
     seed: int = 0
     """Random seed. Sample i uses seed + i."""
     stop: tuple[FreeText, ...] = ()
-    """Stop strings, which are not part of the output."""
+    """Stop strings: generation ends before them. Default: none."""
     ignore_end: bool = False
     """Continue after EOS."""
     out: Path | None = None
-    """Output folder. Images: for the PNGs and the contact sheet (default: RUN/samples/pictures). Priors: for the embedding and the
-    contact sheet of its nearest images (default: RUN/samples)."""
+    """Output folder for images and their contact sheet, or for a prior's embedding and its nearest images. Default:
+    RUN/samples/pictures; RUN/samples for a prior."""
     complete: tuple[Path, ...] = ()
-    """Images: complete each of these from its upper part, which is kept (`--n` samples each)."""
+    """Complete these images: the upper part is kept, the rest is sampled (--n samples each). Default: none."""
     keep: float = 0.5
-    """Images: fraction of the rows of `--complete` that is kept."""
+    """Fraction of the rows of --complete that is kept."""
     embedding: Path | None = None
-    """Priors: an .npy with one text embedding, or one per row, instead of a prompt."""
+    """An .npy file with one text embedding, or one per row, instead of a prompt. Default: encode the prompt."""
     text_encodings: Path | None = None
-    """Priors with model.text_encodings: an .npy with the token encodings of `--embedding`, of shape [texts, positions, width], or
-    [positions, width] for one text; all-zero rows are padding. For a prompt they are computed."""
+    """For models with model.text_encodings: an .npy file with the token encodings of --embedding, of shape [texts, positions,
+    width], or [positions, width] for one text; all-zero rows are padding. Default: encode the prompt."""
     steps: int | None = None
-    """Priors: sampling steps. Default: 16 with dpm, 64 with ddim, all with ddpm."""
+    """Number of sampling steps. Default: 16 with dpm, 64 with ddim, all with ddpm."""
     solver: Literal["dpm", "ddim", "ddpm"] | None = None
-    """Priors: DPM-Solver++(2M) (the default), DDIM or DDPM."""
+    """Sampler: DPM-Solver++(2M), DDIM or DDPM. Default: dpm."""
     guidance: float = 1.0
-    """Priors: classifier-free guidance scale. 1: no guidance."""
+    """Classifier-free guidance scale. 1: no guidance."""
     nearest: int = 8
-    """Priors: number of nearest images of the dataset to show."""
+    """Number of nearest images of the dataset to show."""
     checkpoint: str = "best"
-    """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
+    """Checkpoint to load: best (by validation loss; the latest if none was evaluated), latest, or a step."""
     weights: WeightDtype = "float32"
     """Weight dtype."""
     mesh: str = ""
-    """Device mesh for the model, such as model=2 or model=2,expert=2. Default: one device."""
+    """Device mesh, such as model=2 or model=2,expert=2. Default: one device."""
     json: bool = False
-    """Print one JSON object at the end, instead of streaming."""
+    """Print one JSON object at the end instead of streaming text."""
 
 
 def refuse_given(flags: Flags, names: tuple[str, ...], why: str) -> None:

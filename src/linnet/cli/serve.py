@@ -8,10 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
+from linnet.cli.flags import Layout
 from linnet.cli.parse import parse
 from linnet.core.dtypes import WeightDtype
 from linnet.core.errors import UserError, invalid
@@ -21,67 +22,77 @@ if TYPE_CHECKING:
 
     from linnet.data.embeddings.neighbors import NeighborIndex
     from linnet.data.encoders import Encoder
-    from linnet.runs.load import Run
-    from linnet.serve.chat_template import ChatTemplate
+    from linnet.runs.load import LoadedRun
+    from linnet.serve.chat_template import Template
     from linnet.serve.prior.served import ServedPrior
     from linnet.serve.served import ServedModel
 
 KEYS = "LINNET_API_KEYS"
-SAY_SECONDS = 5.0
+LOG_SECONDS = 5.0
 """Interval of progress lines in batch mode."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
+    layout: ClassVar[Layout] = {
+        "": ("host", "port", "keys-file", "slots", "sessions", "checkpoint", "weights"),
+        "capacity": ("queue", "prefix-mb", "sessions-mb", "replicas", "mesh", "drain-seconds"),
+        "batch": ("batch",),
+    }
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Run folders to serve. NAME=FOLDER sets the model name (default: the folder's name)."""
+    """Run folders to serve. NAME=RUN sets the model name in the API, which is otherwise the folder's name."""
     host: str = "127.0.0.1"
-    """Address to bind to. Any address other than loopback requires an API key."""
+    """Address to bind to. An address other than loopback requires API keys."""
     port: int = 8000
+    """Port to bind to. 0: any free port."""
     slots: int = 8
     """Maximum number of concurrent requests per model."""
     queue: int = 64
-    """Maximum number of waiting requests per model. Further clients receive 429 and should retry."""
+    """Maximum number of queued requests per model. Further requests receive status 429."""
     prefix_mb: int = 512
-    """Memory of the prefix cache, in MB. 0: no prefix cache."""
+    """Size of the prefix cache per model, in MB. 0: no prefix cache."""
     sessions_mb: int = 4096
-    """Memory for the session states of each model, in MB. When it is full no new sessions are created; existing ones continue."""
+    """Memory for session states per model, in MB. When it is full, new sessions are refused and existing ones continue."""
     sessions: Path | None = None
-    """Store sessions as files in this folder. They survive a restart, and servers that use the same folder share them."""
+    """Store sessions in this folder, so that they survive a restart and can be shared by several servers. Default: in memory."""
     replicas: int = 1
-    """Number of engine processes behind the endpoint, each with its own slots. Any replica can continue any session."""
+    """Number of engine processes behind the endpoint, each with its own slots. Every replica can continue every session."""
     keys_file: Path | None = None
-    """File with API keys, one per line. Keys are also read from LINNET_API_KEYS, separated by commas."""
+    """File with API keys, one per line. Keys are also read from the environment variable LINNET_API_KEYS, separated by commas.
+    Default: no keys."""
     drain_seconds: float = 30.0
     """Time for running requests to finish after SIGTERM, in seconds."""
     batch: tuple[Path, Path] | None = None
-    """Offline batch: process the requests of an input file (OpenAI batch format) into an output file, and exit. Resumes if killed."""
+    """Offline batch mode: run the requests of the first file (OpenAI batch format), write the responses to the second, and
+    exit. An interrupted batch is resumed. Default: serve over HTTP."""
     checkpoint: str = "best"
-    """`best` (by validation loss; the latest if there is none), `latest`, or a step."""
+    """Checkpoint to load: best (by validation loss; the latest if none was evaluated), latest, or a step."""
     weights: WeightDtype = "float32"
-    """Weight dtype. `linnet eval RUN --weights int8` reports the loss in quality."""
+    """Weight dtype. `linnet eval RUN --weights int8` measures the effect on the loss."""
     mesh: str = ""
-    """Device mesh for each model, such as model=2 or model=2,expert=2. Default: one device."""
+    """Device mesh of each model, such as model=2 or model=2,expert=2. Default: one device."""
 
 
 def serve_command(argv: list[str]) -> int:
-    words = "Serves runs over HTTP as OpenAI does, with sessions, priors, and a playground at /."
-    flags = parse(Flags, argv, "serve", words)
+    description = (
+        "Serve runs over an OpenAI-compatible HTTP API, with sessions, diffusion priors, and a playground at /."
+    )
+    flags = parse(Flags, argv, "serve", description)
     if not flags.runs:
-        raise invalid("RUN", "nothing", "at least one run", "name a run's folder")
+        raise invalid("RUN", "missing", "at least one run", "give the folder of a run")
     if flags.sessions_mb < 1:
         raise invalid("--sessions-mb", flags.sessions_mb, "at least 1", "use 4096")
     if flags.replicas < 1 or (flags.replicas > 1 and flags.batch is not None):
-        raise invalid("--replicas", flags.replicas, "at least 1, and 1 for a batch", "leave it out")
+        raise invalid("--replicas", flags.replicas, "at least 1, and exactly 1 with --batch", "omit it")
     if flags.queue < flags.replicas:
-        raise invalid("--queue", flags.queue, f"at least one place for each replica ({flags.replicas})", "use 64")
+        raise invalid("--queue", flags.queue, f"at least one per replica ({flags.replicas})", "use 64")
     if not 0 <= flags.port < 65536:
         raise invalid("--port", flags.port, "0 to 65535", "use 8000")
     from linnet.serve.replicas.fleet import SOCKET
 
     socket = os.environ.get(SOCKET)
     keys = [] if socket else _keys(flags.keys_file)
-    from linnet.cli.startup import init_jax
+    from linnet.parallel.startup import init_jax
     from linnet.serve.chat_template import read_template
     from linnet.serve.http.app import make_app
     from linnet.serve.http.auth import Keys
@@ -95,7 +106,7 @@ def serve_command(argv: list[str]) -> int:
     Keys(keys)  # rejects weak keys before anything is loaded
     names = [_name(run) for run in flags.runs]
     if len({name for name, _ in names}) < len(names):
-        raise invalid("RUN", " ".join(flags.runs), "runs with names of their own", "name one by NAME=FOLDER")
+        raise invalid("RUN", " ".join(flags.runs), "runs with unique names", "name one with NAME=FOLDER")
     lines = [] if flags.batch is None else read_lines(flags.batch[0])
     templates = [read_template(folder) for _, folder in names]
     if flags.replicas > 1:
@@ -158,11 +169,11 @@ def _batch(app: ASGIApp, models: list[ServedModel | ServedPrior], lines: list[di
     assert flags.batch is not None
     key = next(iter(_keys(flags.keys_file)), None)
     at_once = 2 * flags.slots * len(models)
-    n_done, n_failed = asyncio.run(run_batch(app, lines, flags.batch[1], at_once=at_once, key=key, say=_progress()))
+    n_done, n_failed = asyncio.run(run_batch(app, lines, flags.batch[1], at_once=at_once, key=key, log=_progress()))
     for model in models:
         model.engine.stop(within=1.0)
     before = len(lines) - n_done
-    print(f"{n_done} answers are in {flags.batch[1]}, {n_failed} of them errors; {before} were there before.")
+    print(f"{n_done} responses written to {flags.batch[1]}, {n_failed} of them errors; {before} were already there.")
     return 0
 
 
@@ -170,28 +181,28 @@ def _progress() -> Callable[[int, int], None]:
     """Return a callback that prints progress at intervals and at the end."""
     last = time.monotonic()
 
-    def say(n: int, n_all: int) -> None:
+    def log(n: int, n_all: int) -> None:
         nonlocal last
-        if n == n_all or time.monotonic() - last >= SAY_SECONDS:
+        if n == n_all or time.monotonic() - last >= LOG_SECONDS:
             last = time.monotonic()
-            print(f"{n} of {n_all} answered.", file=sys.stderr, flush=True)
+            print(f"{n} of {n_all} requests done.", file=sys.stderr, flush=True)
 
-    return say
+    return log
 
 
-def _open(name: str, folder: Path, flags: Flags, template: ChatTemplate) -> ServedModel | ServedPrior:
+def _open(name: str, folder: Path, flags: Flags, template: Template) -> ServedModel | ServedPrior:
     """Load a model and print a line about it."""
     from linnet.runs.load import decoding_mesh, open_run
 
     run = open_run(folder, flags.checkpoint, flags.weights, decoding_mesh(folder, flags.mesh))
-    return _open_prior(name, run, flags) if run.cfg.family == "prior" else _open_tokens(name, run, flags, template)
+    return _open_tokens(name, run, flags, template) if run.cfg.reads_tokens else _open_prior(name, run, flags)
 
 
-def _open_prior(name: str, run: Run, flags: Flags) -> ServedPrior:
+def _open_prior(name: str, run: LoadedRun, flags: Flags) -> ServedPrior:
     from linnet.serve.prior.served import serve_prior
 
     if flags.weights == "int8":
-        raise invalid("--weights", flags.weights, "float32 or bfloat16 for a prior", "leave it out")
+        raise invalid("--weights", flags.weights, "float32 or bfloat16 for a prior", "omit it")
     encoder, no_words = _encoder(run)
     gallery, no_gallery = _gallery(run)
     model = serve_prior(
@@ -203,31 +214,31 @@ def _open_prior(name: str, run: Run, flags: Flags) -> ServedPrior:
         n_slots=flags.slots,
         max_waiting=flags.queue,
     )
-    print(f"{name}: {flags.slots} slots of denoising, embeddings of width {model.width}.", file=sys.stderr)
+    print(f"{name}: {flags.slots} slots, embeddings of width {model.width}.", file=sys.stderr)
     for missing in (no_words, no_gallery):
         if missing:
             print(f"{name}: {missing}", file=sys.stderr)
     return model
 
 
-def _encoder(run: Run) -> tuple[Encoder | None, str | None]:
+def _encoder(run: LoadedRun) -> tuple[Encoder | None, str | None]:
     """Return the encoder of the run's training data, or None and the reason."""
     from linnet.data.embeddings.provenance import encoder_of
     from linnet.data.encoders import open_encoder
 
     name = encoder_of(run.cfg.pairs, run.folder)
     if name is None:
-        return None, "nobody noted which encoder made its texts' vectors: it takes vectors, not words."
+        return None, "the encoder of its data is unknown: requests must give embeddings, not texts."
     try:
         encoder = open_encoder(name)
         if run.cfg.prior.text_encodings and not encoder.text_len:
             encoder.encode_texts([""])  # raises the reason
         return encoder, None
     except UserError as error:
-        return None, f"it takes vectors, not words: {error}"
+        return None, f"requests must give embeddings, not texts: {error}"
 
 
-def _gallery(run: Run) -> tuple[NeighborIndex | None, str | None]:
+def _gallery(run: LoadedRun) -> tuple[NeighborIndex | None, str | None]:
     """Return the index of the run's images, or None and the reason: a run is served even if its data is gone."""
     from linnet.data.embeddings.load import open_gallery
     from linnet.serve.prior.served import MAX_GALLERY
@@ -235,13 +246,13 @@ def _gallery(run: Run) -> tuple[NeighborIndex | None, str | None]:
     try:
         gallery = open_gallery(run.cfg.pairs, run.cfg.seed, run.cfg.prior.dim)
     except UserError as error:
-        return None, f"without a gallery: {error}"
+        return None, f"no gallery: {error}"
     if gallery.n_rows > MAX_GALLERY:
-        return None, f"without a gallery: its data has {gallery.n_rows:,} images, more than {MAX_GALLERY:,}."
+        return None, f"no gallery: its data has {gallery.n_rows:,} images, more than {MAX_GALLERY:,}."
     return gallery, None
 
 
-def _open_tokens(name: str, run: Run, flags: Flags, template: ChatTemplate) -> ServedModel:
+def _open_tokens(name: str, run: LoadedRun, flags: Flags, template: Template) -> ServedModel:
     from linnet.serve.engine import EngineConfig
     from linnet.serve.served import serve_model
 
@@ -249,7 +260,7 @@ def _open_tokens(name: str, run: Run, flags: Flags, template: ChatTemplate) -> S
     vocabulary = run.vocabulary
     model = serve_model(
         name,
-        run.writer,
+        run.lm,
         run.cfg.model,
         run.params,
         run.buffers,
@@ -260,8 +271,8 @@ def _open_tokens(name: str, run: Run, flags: Flags, template: ChatTemplate) -> S
         flags.sessions_mb << 20,
         flags.sessions,
     )
-    length = "however long" if model.context is None else f"up to {model.context} tokens"
-    print(f"{name}: {flags.slots} slots, {model.state_bytes / 1e6:.1f} MB a user, {length}.", file=sys.stderr)
+    length = "at any length" if model.context is None else f"up to {model.context} tokens"
+    print(f"{name}: {flags.slots} slots, {model.state_bytes / 1e6:.1f} MB per user, {length}.", file=sys.stderr)
     return model
 
 
@@ -278,10 +289,8 @@ def _keys(path: Path | None) -> list[str]:
         try:
             found += [line.strip() for line in path.read_text().splitlines() if not line.startswith("#")]
         except (OSError, UnicodeDecodeError) as error:
-            raise invalid(
-                "--keys-file", str(path), f"a text file that can be read ({error})", "check the path"
-            ) from None
+            raise invalid("--keys-file", str(path), f"a readable text file ({error})", "check the path") from None
     keys = [key for key in found if key]
     if path is not None and not keys:
-        raise invalid("--keys-file", str(path), "at least one key", "write one a line")
+        raise invalid("--keys-file", str(path), "a file with at least one key", "write one key per line")
     return keys

@@ -17,8 +17,8 @@ from linnet.core.local_path import FreeText
 SUBCOMMANDS = """usage: linnet tokenizer train SOURCE... --out DIR|FILE.model [--help]
        linnet tokenizer show TEXT [--tokenizer X] [--help]
 
-  train  learn a sentencepiece model from text
-  show   print the pieces and ids of a text"""
+  train  train a sentencepiece tokenizer on text
+  show   show the tokens of a text"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +30,14 @@ class TrainFlags:
     vocab_size: int = 8192
     """Vocabulary size, including 3 special ids and 256 bytes."""
     model: Literal["bpe", "unigram"] = "bpe"
-    """Sentencepiece algorithm."""
+    """Sentencepiece model type."""
     column: str | None = None
     """JSON lines and parquet: field with the text. Default: `text`."""
     sample_bytes: int = 50_000_000
     """Maximum number of bytes to train on, sampled evenly from the text."""
     max_unpacked_gb: float | None = None
-    """Reject a source whose compressed files unpack to more gigabytes than this. Default: 100 times their packed size, at least
-    0.27."""
+    """Reject a source whose compressed files unpack to more gigabytes than this. Default: 100 times their packed size, at
+    least 0.27."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,20 +47,22 @@ class ShowFlags:
     tokenizer: str = "bytes"
     """`bytes`, a sentencepiece .model, a Hugging Face tokenizer.json, or a folder with one (prepared data, a run)."""
     end_token: str | None = None
-    """Name of the EOS token, if the tokenizer does not define it."""
+    """Name of the EOS token, if the tokenizer does not define one. Default: that of the tokenizer."""
     rules: Literal["exact", "released"] | None = None
-    """`exact`: every byte round-trips; `released`: encode and decode exactly as the file's own library, as for imported models.
-    Default: the setting of a run's folder; exact for a file."""
+    """`exact`: every byte round-trips; `released`: encode and decode exactly as the file's own library does, as imported
+    models do. Default: the setting of a run's folder; exact for a file."""
     json: bool = False
-    """Print one JSON object."""
+    """Print one JSON object instead of text."""
 
 
 def tokenizer_command(argv: list[str]) -> int:
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
     if name == "train":
-        return _train(parse(TrainFlags, rest, "tokenizer train", "Learns a sentencepiece model from text."))
+        return _train(parse(TrainFlags, rest, "tokenizer train", "Train a sentencepiece tokenizer on text."))
     if name == "show":
-        return _show(parse(ShowFlags, rest, "tokenizer show", "Prints the pieces and ids of a text."))
+        return _show(
+            parse(ShowFlags, rest, "tokenizer show", "Show the tokens and ids of a text, and whether it round-trips.")
+        )
     if name in ("-h", "--help"):
         print(SUBCOMMANDS)
         return 0
@@ -94,12 +96,12 @@ def _train(flags: TrainFlags) -> int:
         sample_bytes=flags.sample_bytes,
         column=flags.column,
         max_unpacked_gb=flags.max_unpacked_gb,
-        say=_say,
+        log=_log,
     )
     atomic_write(path, content)
     trained = open_sentencepiece(content)
-    _say(f"{path}: {trained.n_vocab:,} ids, fingerprint {trained.fingerprint[:12]}. Look at it with:")
-    _say(f"  linnet tokenizer show 'some text' --tokenizer {path}")
+    _log(f"{path}: {trained.n_vocab:,} ids, fingerprint {trained.fingerprint[:12]}. Look at it with:")
+    _log(f"  linnet tokenizer show 'some text' --tokenizer {path}")
     return 0
 
 
@@ -137,7 +139,7 @@ def _show(flags: ShowFlags) -> int:
     return 0
 
 
-def _say(words: str) -> None:
+def _log(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 

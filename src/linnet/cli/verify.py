@@ -14,27 +14,29 @@ from linnet.cli.parse import parse
 if TYPE_CHECKING:
     from linnet.verify import Verification
 
-DESCRIPTION = """Compares this implementation with the references' own numbers. Exits 1 if an error exceeds the tolerance.
+DESCRIPTION = """Compare this implementation with outputs of the reference implementations. Exits with code 1 if an error exceeds the
+tolerance.
 
-Without files it checks this installation against the small set of reference files that is installed with Linnet."""
+Without files, the installation is checked against a small set of reference files that is installed with Linnet."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
     files: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """Reference files: .npz with weights, inputs and expected outputs; Grok-1's (a model's folder, units, a runner's streams); or the
-    folder of an official Transformer-VQ checkpoint with its official.json. Default: the small set that is installed with Linnet."""
+    """Reference files: .npz with weights, inputs and expected outputs; Grok-1 references (model folder, unit tests, sampling
+    streams); or the folder of an official Transformer-VQ checkpoint with its official.json. Default: the set that is installed
+    with Linnet."""
     tolerance: float = 1e-5
     """Maximum error, relative to the largest value of each tensor."""
     json: bool = False
-    """Print one JSON object per file and line."""
+    """Print one JSON object per file, one per line."""
 
 
 def verify_command(argv: list[str]) -> int:
     flags = parse(Flags, argv, "verify", DESCRIPTION)
     from rich.console import Console
 
-    from linnet.cli.startup import init_jax
+    from linnet.parallel.startup import init_jax
     from linnet.verify import render, verify_file
     from linnet.verify.golden import installed_goldens
 
