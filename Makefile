@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test setup lint types unit coverage browser trials dist check-dist sbom lock clean
+.PHONY: run test test-fast test-slow setup lint types unit coverage browser trials benchmarks docs dist check-dist sbom lock clean
 
 run: setup
 	$(BIN)/linnet quickstart
@@ -31,8 +31,17 @@ types: setup
 	$(BIN)/basedpyright
 
 unit: setup browser
-	$(BIN)/pytest -n 2 -q --quickly
-	$(BIN)/pytest -n 2 -q -m 'optimized and not trial'
+	$(BIN)/pytest -n 2 -q --quickly --limit 60 --durations 25 -m 'not slow and not trial'
+	$(BIN)/pytest -n 2 -q --limit 60 --durations 25 -m 'optimized and not slow and not trial'
+
+# Tests that compile no model: less than 90 s.
+test-fast: setup
+	$(BIN)/pytest -n 2 -q --quickly --fast --durations 10 -m 'not slow and not trial'
+
+# The rest: exactness over more settings, meshes, several processes, fresh installs.
+test-slow: setup browser
+	$(BIN)/pytest -n 2 -q --quickly --durations 25 -m 'slow and not trial'
+	$(BIN)/pytest -n 2 -q --durations 25 -m 'slow and optimized and not trial'
 
 # Coverage of the quick tests: a table here, a page per file in .coverage-html/. Only code that the tests' own processes run is counted.
 coverage: setup browser
@@ -44,8 +53,23 @@ browser:
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium curl > /dev/null; \
 	fi
 
-trials: setup
+trials: test-slow
 	$(BIN)/pytest -q -m trial
+
+# The documentation site, in site/. A warning (a dead link, a page outside the navigation) is an error; with --quiet none would be.
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.installed: .github/docs.lock scripts/install_lock.py
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python scripts/install_lock.py .github/docs.lock
+	@touch $@
+
+# Comparisons with baselines and load tests of a server: some ten minutes. `linnet bench` has the others.
+benchmarks: setup
+	$(BIN)/python -m benchmarks.import_memory
+	$(BIN)/python -m benchmarks.serve_http
+	$(BIN)/python -m benchmarks.scaling
 
 # The wheel and the sdist, built with the locked tools.
 dist: setup
@@ -73,7 +97,8 @@ sbom:
 LOCK := uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --quiet
 lock:
 	$(LOCK) pyproject.toml --extra dev --output-file requirements.lock
+	$(LOCK) --group docs --output-file .github/docs.lock
 	$(LOCK) --group sbom --output-file .github/sbom.lock
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* .coverage-html .venv-wheel .venv-sbom dist sbom
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* .coverage-html .venv-docs .venv-wheel .venv-sbom dist sbom site

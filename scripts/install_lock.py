@@ -1,4 +1,4 @@
-"""Installs requirements.lock into the environment of the Python that runs this script, and shows its progress.
+"""Install a lock file (default: requirements.lock) into the environment of the Python that runs this script, with progress.
 
 The lock names every package, so pip is called with `--no-deps`: no resolver runs, and a release published after the lock cannot
 change or break the installation. (With dependencies, pip 23 in hash mode resolves `etils[epath]` to its newest release and stops.)
@@ -31,9 +31,9 @@ def install(lock: Path) -> int:
         output.append(line)
         if line.startswith(("Collecting ", "Requirement already satisfied: ", "Ignoring ")):
             seen += 1
-            _show(f"downloading package {min(seen, total)} of {total}", always=seen % 20 == 0)
+            _show(lock, f"downloading package {min(seen, total)} of {total}", always=seen % 20 == 0)
         elif line.startswith("Installing collected packages"):
-            _show("unpacking the packages (about a minute)", always=True)
+            _show(lock, "unpacking the packages (about a minute)", always=True)
     code = process.wait()
     if code:
         print(f"\n{''.join(output[-40:])}", file=sys.stderr)
@@ -42,16 +42,16 @@ def install(lock: Path) -> int:
             file=sys.stderr,
         )
     else:
-        _show(f"{total} packages in {time.monotonic() - started:.0f} s", always=True, end="\n")
+        _show(lock, f"{total} packages in {time.monotonic() - started:.0f} s", always=True, end="\n")
     return code
 
 
-def _show(text: str, *, always: bool, end: str = "") -> None:
+def _show(lock: Path, text: str, *, always: bool, end: str = "") -> None:
     """Rewrites one line on a terminal; elsewhere (a CI log) prints only what is marked `always`, a line each."""
     if sys.stdout.isatty():
-        print(f"\rInstalling requirements.lock: {text:<50}", end=end, flush=True)
+        print(f"\rInstalling {lock.name}: {text:<50}", end=end, flush=True)
     elif always:
-        print(f"Installing requirements.lock: {text}", flush=True)
+        print(f"Installing {lock.name}: {text}", flush=True)
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
-"""Makes the tables of docs/scale.md: `python scripts/roofline.py > tables.md`. Compiles some forty programs, each for seconds to
-minutes; with --keep FILE, what was compiled is kept there and not compiled again.
+"""Make the tables of docs/scale-tables.md: `python scripts/roofline.py > tables.md`.
+
+Compiles some forty programs, which take seconds to minutes each. With --keep FILE, compiled results are stored there and reused.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from pathlib import Path
 
 from linnet.config import presets
 from linnet.config.schema import RunConfig
-from linnet.plan import chips, outcome, planning, tables
-from linnet.plan.outcome import Plan
+from linnet.plan import chips, planning, result, tables
+from linnet.plan.result import Plan
 from linnet.plan.serving import plan_serving
 
 CHIPS = ("tpu-v5p", "h100")
@@ -30,7 +31,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--keep", type=Path)
     arguments.add_argument(
-        "--most", type=int, default=outcome.MAX_DEVICES, help="devices of a mesh that is compiled whole"
+        "--most", type=int, default=result.MAX_DEVICES, help="devices of a mesh that is compiled whole"
     )
     arguments.add_argument("--presets", nargs="*", default=list(tables.PRESETS))
     given = arguments.parse_args()
@@ -44,15 +45,15 @@ def main() -> None:
         }
         for chip in CHIPS:
             rows = tables.ROWS[preset]
-            print(f"\n### {preset} on {chip}\n\nWeak scaling, {rows} row{'s' * (rows > 1)} a device:\n")
+            print(f"\n### {preset} on {chip}\n\nWeak scaling, {rows} row{'s' * (rows > 1)} per device:\n")
             print(tables.table(plans["weak"], chips.get(chip)))
-            print(f"\nStrong scaling, {plans['strong'][0].rows} rows in all:\n")
+            print(f"\nStrong scaling, {plans['strong'][0].rows} rows in total:\n")
             print(tables.table(plans["strong"], chips.get(chip)), flush=True)
     remats = [
         run for preset in given.presets for run in planning.remat_plans(tables.weak(preset, REMAT_DEVICES[preset]))
     ]
     print(
-        "\n### Computing again\n\n" + tables.remat_table(remats, compiled(remats, given.keep, given.most)), flush=True
+        "\n## Rematerialization\n\n" + tables.remat_table(remats, compiled(remats, given.keep, given.most)), flush=True
     )
     served = []
     for preset, weights, mesh in SERVED:
@@ -68,10 +69,10 @@ def compiled(runs: list[RunConfig], keep: Path | None, most: int) -> list[Plan]:
     missing = {key: run for key, run in zip(keys, runs, strict=True) if key not in known}
     for key, plan in zip(missing, planning.plan_apart(list(missing.values()), most) if missing else (), strict=True):
         print(f"compiled {key}", file=sys.stderr, flush=True)
-        known[key] = outcome.to_json(plan)
+        known[key] = result.to_json(plan)
         if keep is not None:
             keep.write_text(json.dumps(known))
-    return [outcome.from_json(known[key]) for key in keys]
+    return [result.from_json(known[key]) for key in keys]
 
 
 def _key(run: RunConfig) -> str:

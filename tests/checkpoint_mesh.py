@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -63,7 +64,8 @@ def cluster(processes: int, script: str, *arguments: str, timeout: float = 120) 
 
 
 def _environment(devices: int) -> dict[str, str]:
-    return simulated(devices, quickly=False) | {"PYTHONPATH": str(Path(__file__).parent)}
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return simulated(devices, quickly=False) | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def join(address: str, processes: int, index: int) -> None:

@@ -12,8 +12,8 @@ def main() -> None:
     """`cluster_program.py FOLDER STEPS [SLOW_PROCESS SLOW_SECONDS]`; each process writes its step to FOLDER/INDEX, and fails if
     there is a FOLDER/failINDEX."""
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
-    from linnet.cli.startup import init_jax
     from linnet.parallel import cluster
+    from linnet.parallel.startup import init_jax
 
     init_jax()
     import jax
@@ -28,8 +28,8 @@ def main() -> None:
     x = jax.make_array_from_process_local_data(rows, np.ones((1, 8, 8), np.float32))
     update = jax.jit(lambda x: 0.01 * x + 0.01 * x.sum(0), out_shardings=rows)
     with monitor(
-        say=lambda step, words: print(f"event at {step}: {words}", flush=True),
-        tell=lambda words: print(words, flush=True),
+        log=lambda step, words: print(f"event at {step}: {words}", flush=True),
+        notify=lambda words: print(words, flush=True),
         saved=lambda: 15,
     ) as watch:
         for step in range(1, steps + 1):

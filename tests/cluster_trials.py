@@ -19,7 +19,7 @@ import same_runs
 import tiny
 from compiler_flags import QUICKLY
 
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.runs.load import open_state
 from linnet.runs.metrics import read_metrics
 
@@ -107,7 +107,7 @@ def write_config(folder: Path, steps: int, judged: bool) -> Path:
     if not judged:
         changes |= {"data.validation_fraction": 0.0, "data.test_fraction": 0.0}
     cfg = tiny.config(tiny.corpus(folder), **changes)
-    configs.save(cfg, folder / "config.json")
+    codec.save(cfg, folder / "config.json")
     return folder / "config.json"
 
 

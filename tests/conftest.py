@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ CACHE = Path(__file__).parent.parent / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+COMPILING = Path(__file__).parent / "compiling_modules.txt"
 
 MAPS = Path("/proc/self/maps")
 MAX_MAPS = 25_000
@@ -26,6 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="without the compiler's optimisations, and without the tests marked `optimized`, which need them",
     )
+    parser.addoption("--fast", action="store_true", help=f"without the modules in {COMPILING.name}")
+    parser.addoption("--limit", type=float, help="fail a test that takes more CPU-seconds than this")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +40,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("quickly"):
         items[:] = [item for item in items if item.get_closest_marker("optimized") is None]
+    if config.getoption("fast"):
+        compiling = {COMPILING.parent / line for line in COMPILING.read_text().splitlines() if not line.startswith("#")}
+        items[:] = [item for item in items if item.path not in compiling]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Enforce `--limit`. CPU-seconds of the test and of its ended children are counted, because seconds depend on other load."""
+    before = sum(os.times()[:4])
+    yield
+    limit, taken = item.config.getoption("limit"), sum(os.times()[:4]) - before
+    if limit is not None and taken > limit:
+        pytest.fail(f"took {taken:.0f} CPU-seconds, more than {limit:g}. Fix: make it smaller, or mark it `slow`.")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -94,19 +94,19 @@ class Model:
         family = _family(cfg)
         params, buffers = make_weights(cfg, weights)
         if mesh is not None:
-            params = put_weights(family.param_specs(cfg), params, mesh, family.RULES)
-            buffers = put_weights(family.buffer_specs(cfg), buffers, mesh, family.RULES)
+            params = put_weights(family.param_specs(cfg), params, mesh, family.rules)
+            buffers = put_weights(family.buffer_specs(cfg), buffers, mesh, family.rules)
         self.cfg, self.mesh = cfg, mesh
         self.programs: dict[int, Any] = {}
         self.decoder: Any = family.decoder if mesh is None else OnMesh(family.decoder, mesh)
-        self.params, self.buffers = self.decoder.hold(params), buffers
+        self.params, self.buffers = self.decoder.cast_weights(params), buffers
         self.prepared = self.decoder.prepare(self.params, buffers, cfg)
         self.settings = jax.tree.map(np.array, sampling_settings(3, top_p=0.95))
         self.settings.temperature[0] = 0.0
         self.keys = jnp.stack([rng.sample_key(seed) for seed in range(3)])
 
     def read(self, prompt: Sequence[int]) -> Any:
-        return self.decoder.admit(self.params, self.buffers, prompt, self.cfg)
+        return self.decoder.prefill(self.params, self.buffers, prompt, self.cfg)
 
     def slots(self, states: dict[int, Any]) -> Any:
         slots = self.decoder.init_slots(self.cfg, 3)
@@ -154,7 +154,7 @@ def compare(one: Model, many: Model, n: int = 3) -> dict[str, Any]:
     _, drawn, logprobs_there = many.write(many.slots(states), first, n)
 
     # A slot by itself, and elsewhere after a stop.
-    by_itself = many.write(many.decoder.alone(states[1], many.cfg), first[1:2], n, rows=[1])
+    by_itself = many.write(many.decoder.single_slot(states[1], many.cfg), first[1:2], n, rows=[1])
     parked = many.write(many.slots(states), first, 1)
     state = many.take(parked[0], 1, len(PROMPTS[1]) - 1 + N_TICKS)
     slots = many.slots({2: state, 0: states[0]})
@@ -163,7 +163,7 @@ def compare(one: Model, many: Model, n: int = 3) -> dict[str, Any]:
     # Out of the mesh, on with one device, and back.
     abroad = one.write(one.slots({1: sharding.to_host(state)}), [1, parked[1][-1, 1], 1], 1)
     back = sharding.to_host(one.take(abroad[0], 1, len(PROMPTS[1]) - 1 + 2 * N_TICKS))
-    home = many.write(many.slots({1: many.decoder.placed(back)}), [1, abroad[1][-1, 1], 1], n - 2)
+    home = many.write(many.slots({1: many.decoder.to_device(back)}), [1, abroad[1][-1, 1], 1], n - 2)
     journey = np.concatenate([parked[1][:, 1], abroad[1][:, 1], home[1][:, 1]])
     return {
         "tokens": bool((drawn == wanted).all()),
@@ -233,7 +233,7 @@ def sample_in_run(folder: Path, name: str, *meshes: str) -> list[str]:
         params_there, buffers_there = jax.tree.map(
             lambda x, to: jax.make_array_from_callback(x.shape, to, lambda index: x[index]),
             host,
-            sharding.shardings(specs, mesh, family.RULES),
+            sharding.shardings(specs, mesh, family.rules),
         )
         with jax.set_mesh(mesh):
             told = Vocabulary(tokenizer=BytesTokenizer(), shape=None)

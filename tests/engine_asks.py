@@ -15,7 +15,7 @@ from linnet.core import params as weights
 from linnet.core import rng
 from linnet.core.errors import UserError
 from linnet.models import registry
-from linnet.models.base import ModelFamily
+from linnet.models.base import TokenFamily
 from linnet.models.generate import generate
 from linnet.nn.sampling import sampling_settings
 from linnet.serve import state as states
@@ -27,7 +27,7 @@ from linnet.tokenizers.base import BytesTokenizer
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    family: ModelFamily
+    family: TokenFamily
     cfg: Any
     params: Any
     buffers: Any

@@ -261,12 +261,12 @@ def tiny_run() -> tuple[Any, Any, Any]:
 
 
 def safetensors_seeds(folder: Path) -> list[Seed]:
-    from linnet.config import codec as configs
+    from linnet.config import codec
     from linnet.core.pytree import named_leaves
     from linnet.runs.weights_file import FORMAT, export_safetensors, fingerprint
 
     cfg, params, buffers = tiny_run()
-    write = lambda path: export_safetensors(params, buffers, configs.to_json(cfg), path)  # noqa: E731
+    write = lambda path: export_safetensors(params, buffers, codec.to_json(cfg), path)  # noqa: E731
 
     def signed(config: bytes) -> bytes:
         """With another config and the fingerprint that belongs to it, as a forged file would have it."""
@@ -278,7 +278,7 @@ def safetensors_seeds(folder: Path) -> list[Seed]:
 
     return [
         Seed("run.safetensors", saved(write, folder, "run.safetensors")),
-        Seed("signed.safetensors", json.dumps(configs.to_json(cfg)).encode(), signed),
+        Seed("signed.safetensors", json.dumps(codec.to_json(cfg)).encode(), signed),
     ]
 
 
@@ -397,19 +397,18 @@ def read_grok(path: Path) -> None:
 
 
 def config_seeds(folder: Path) -> list[Seed]:
-    from linnet.config import codec as configs
-    from linnet.config import presets
+    from linnet.config import codec, presets
 
     return [
-        Seed(f"{name}.json", json.dumps(configs.to_json(presets.get(name)), indent=2).encode())
+        Seed(f"{name}.json", json.dumps(codec.to_json(presets.get(name)), indent=2).encode())
         for name in ("quickstart", "prior-emoji")
     ]
 
 
 def read_config(path: Path) -> None:
-    from linnet.config import codec as configs
+    from linnet.config import codec
 
-    configs.load(path)
+    codec.load(path)
 
 
 def dalle2_seeds(folder: Path) -> list[Seed]:
@@ -512,16 +511,20 @@ def prepared_seeds(folder: Path) -> list[Seed]:
 
 @functools.cache
 def prepared(folder: Path) -> dict[str, bytes]:
-    from linnet.data.prepare.chunks import Shares
-    from linnet.data.prepare.pipeline import Task, prepare
+    from linnet.data.prepare.chunks import SplitFractions
+    from linnet.data.prepare.pipeline import PrepareConfig, prepare
     from linnet.data.sources.documents import open_documents
     from linnet.tokenizers.base import BytesTokenizer
 
     for i in range(4):
         (folder / f"{i}.txt").write_text(f"text number {i}\n" * 30)
     source = open_documents(str(folder / "*.txt"))
-    task = Task(
-        source=source, tokenizer=BytesTokenizer(), shares=Shares(validation=0.3, test=0.3), size=None, max_broken=0
+    task = PrepareConfig(
+        source=source,
+        tokenizer=BytesTokenizer(),
+        fractions=SplitFractions(validation=0.3, test=0.3),
+        size=None,
+        max_broken=0,
     )
     prepare(task, folder / "prepared", workers=1)
     files = [path for path in sorted((folder / "prepared").rglob("*")) if path.is_file()]

@@ -16,7 +16,7 @@ from waiting import PATIENCE
 
 from linnet.core.errors import UserError
 from linnet.models.detokenize import TextAssembler
-from linnet.serve.chat_template import PLAIN
+from linnet.serve.chat_template import PLAIN, Template
 from linnet.serve.http.app import make_app
 from linnet.serve.http.limits import Limits
 from linnet.serve.http.model import Model, PriorModel, Sessions
@@ -34,6 +34,14 @@ from linnet.serve.request import (
     TooLong,
 )
 from linnet.tokenizers.base import BytesTokenizer, Tokenizer
+
+
+class FakeState(list[int]):
+    """All ids of a conversation. As in a real state, the last one can be asked for."""
+
+    @property
+    def last(self) -> int:
+        return self[-1]
 
 
 @dataclasses.dataclass
@@ -75,7 +83,7 @@ class FakeSessions:
 
     def put(self, id: str, state: Any, n_tokens: int) -> None:
         self.get(id)
-        self.all[id] = FakeSession(state, n_tokens)
+        self.all[id] = FakeSession(None if state is None else FakeState(state), n_tokens)
 
     def fork(self, id: str) -> str:
         fork = self.create()
@@ -95,8 +103,9 @@ class FakeSessions:
 
     def unpack(self, data: bytes) -> FakeSession:
         try:
-            return FakeSession(**json.loads(data))
-        except (ValueError, TypeError):
+            found = json.loads(data)
+            return FakeSession(FakeState(found["state"]), found["n_tokens"])
+        except (ValueError, TypeError, KeyError):
             raise UserError("the file is damaged") from None
 
     def delete(self, id: str) -> None:
@@ -119,7 +128,8 @@ class FakeModel:
         context: int | None = None,
         held: bool = False,
     ) -> None:
-        self.template, self.context = PLAIN, context
+        self.template: Template = PLAIN
+        self.context = context
         self.bos_id: int | None = 1
         self.name, self.shape, self.most, self.seconds_per_token = name, shape, most, seconds_per_token
         self.tokenizer: Tokenizer = BytesTokenizer()
@@ -223,7 +233,7 @@ class FakeModel:
             stopped_by=None,
             n_prompt=len(prompt),
             n_tokens=len(drawn),
-            state=[*(request.state or []), *prompt, *drawn] if request.return_state else None,
+            state=FakeState([*(request.state or []), *prompt, *drawn]) if request.return_state else None,
             error=error,
         )
 

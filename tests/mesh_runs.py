@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,8 @@ def run_folder(folder: Path, case: str, mesh: str) -> Path:
 def train_all(folder: Path, wanted: list[tuple[str, str]], timeout: float) -> None:
     """In a process of its own: the number of devices is fixed when JAX starts."""
     here = Path(__file__).parent
-    environment = simulated(DEVICES, quickly=True) | {"PYTHONPATH": str(here)}
+    paths = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = simulated(DEVICES, quickly=True) | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "mesh_runs", str(folder), json.dumps(wanted)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -40,7 +40,7 @@ def make(weights: WeightDtype = "float32", **changes: Any) -> tuple[MoEConfig, M
         return jnp.asarray((spec.init == "ones") + random.normal(0, spread, spec.shape), jnp.float32)
 
     specs = param_specs(cfg)
-    return cfg, slots.hold(quant.cast_params(map_specs(draw, specs), specs, weights))
+    return cfg, slots.cast_weights(quant.cast_params(map_specs(draw, specs), specs, weights))
 
 
 def tokens_of(n_row: int, length: int, n_vocab: int = 30, seed: int = 7) -> np.ndarray:

@@ -12,12 +12,12 @@ import numpy as np
 
 from linnet.config.schema import DataConfig
 from linnet.data import TokenDataset, load_dataset
-from linnet.data.prepare.chunks import Shares
-from linnet.data.prepare.pipeline import Task
+from linnet.data.prepare.chunks import SplitFractions
+from linnet.data.prepare.pipeline import PrepareConfig
 from linnet.data.sources.documents import Part
 from linnet.tokenizers.load import open_tokenizer
 
-SHARES = Shares(validation=0.2, test=0.2)
+SHARES = SplitFractions(validation=0.2, test=0.2)
 
 
 @dataclasses.dataclass
@@ -43,8 +43,8 @@ class Listed:
                 yield Part(f"doc{i}", data, j == 0, j == len(parts) - 1, split, 0)
 
 
-def task_of(source: Any, **changes: Any) -> Task:
-    task = Task(source=source, tokenizer=open_tokenizer("bytes"), shares=SHARES, size=None, max_broken=0.01)
+def task_of(source: Any, **changes: Any) -> PrepareConfig:
+    task = PrepareConfig(source=source, tokenizer=open_tokenizer("bytes"), fractions=SHARES, size=None, max_broken=0.01)
     return dataclasses.replace(task, **changes)
 
 

@@ -40,12 +40,14 @@ class Backend:
         *,
         quantum: int = 4,
         age_seconds: float = NEVER,
-        max_held: int | None = None,
+        max_states: int | None = None,
         leaves: bool = False,
     ) -> None:
         """`leaves`: the slot of a request in its last tick is given away before the tick is told."""
-        self.scheduler = Scheduler(n_slots, max_waiting, quantum=quantum, age_seconds=age_seconds, max_held=max_held)
-        self.max_held = max(4, 2 * n_slots) if max_held is None else max_held
+        self.scheduler = Scheduler(
+            n_slots, max_waiting, quantum=quantum, age_seconds=age_seconds, max_states=max_states
+        )
+        self.max_states = max(4, 2 * n_slots) if max_states is None else max_states
         self.ages = age_seconds < NEVER
         self.now = 0.0
         self.asked: dict[str, Asked] = {}
@@ -55,11 +57,11 @@ class Backend:
         self.to_clear: set[int] = set()
         self.how: dict[str, str] = {}
         self.reads: list[str] = []
-        self.placed: list[str] = []
-        self.parked: list[str] = []
+        self.loaded: list[str] = []
+        self.preempted: list[str] = []
         self.finished: list[str] = []
-        self.leaves = leaves
-        self.leaving: list[str] = []
+        self.release_slot = leaves
+        self.draining: list[str] = []
 
     def submit(
         self, id: str, n_chunks: int = 1, n_tokens: int = 1, *, priority: int = 0, deadline: float | None = None
@@ -95,13 +97,13 @@ class Backend:
         assert self.slots == [None] * len(self.slots)
         counts = (
             self.scheduler.waiting,
-            self.scheduler.reading,
+            self.scheduler.prefilling,
             self.scheduler.ready,
             self.scheduler.running,
-            self.scheduler.parked,
+            self.scheduler.preempted,
         )
         assert counts == (0, 0, 0, 0, 0)
-        assert self.scheduler.leaving == 0
+        assert self.scheduler.draining == 0
         assert self.how.keys() == self.asked.keys()
 
     def where(self, id: str) -> int | None:
@@ -112,7 +114,7 @@ class Backend:
         self.alive.remove(id)
         self.how[id] = how
         self.held.pop(id, None)
-        if (slot := self.where(id)) is not None and id not in self.leaving:
+        if (slot := self.where(id)) is not None and id not in self.draining:
             self.to_clear.add(slot)
 
     def _execute(self, plan: Plan) -> None:
@@ -125,21 +127,21 @@ class Backend:
         for i in plan.free:
             self.slots[i] = None
         self.to_clear = set()
-        for id, i in plan.park:
+        for id, i in plan.preempt:
             state = self.slots[i]
             assert state is not None
             assert state.owner == id
             assert id not in self.held
             self.held[id], self.slots[i] = state, None
-            self.parked.append(id)
-        if plan.read is not None:
-            assert plan.read in self.alive
-            assert self.where(plan.read) is None
-            state = self.held.setdefault(plan.read, State(plan.read))
+            self.preempted.append(id)
+        if plan.prefill is not None:
+            assert plan.prefill in self.alive
+            assert self.where(plan.prefill) is None
+            state = self.held.setdefault(plan.prefill, State(plan.prefill))
             state.n_read += 1
-            assert state.n_read <= self.asked[plan.read].n_chunks
-            self.reads.append(plan.read)
-        for id, i in plan.place:
+            assert state.n_read <= self.asked[plan.prefill].n_chunks
+            self.reads.append(plan.prefill)
+        for id, i in plan.load:
             assert self.slots[i] is None, "no slot holds two"
             assert id in self.alive
             state = self.held.pop(id) if self.asked[id].n_chunks else self.held.pop(id, State(id))
@@ -147,24 +149,24 @@ class Backend:
             assert state.n_read == self.asked[id].n_chunks, "placed before its prompt was read"
             self._check_turn(id)
             self.slots[i] = state
-            self.placed.append(id)
+            self.loaded.append(id)
 
     def _check(self, plan: Plan) -> None:
         scheduler = self.scheduler
         running = [state.owner for state in self.slots if state is not None]
         assert len(set(running)) == len(running) == scheduler.running
         assert plan.tick == bool(running)
-        assert plan.tick or plan.read or self.leaving or not self.alive, "something always moves"
+        assert plan.tick or plan.prefill or self.draining or not self.alive, "something always moves"
         for id in self.alive:
             asked = self.asked[id]
             assert not asked.is_cancelled
             assert asked.deadline is None or self.now < asked.deadline
-        n_outside = scheduler.reading + scheduler.ready + scheduler.parked
-        assert n_outside <= self.max_held
-        assert scheduler.leaving == len(self.alive.intersection(self.leaving))
-        assert scheduler.waiting + n_outside + scheduler.running + scheduler.leaving == len(self.alive)
+        n_outside = scheduler.prefilling + scheduler.ready + scheduler.preempted
+        assert n_outside <= self.max_states
+        assert scheduler.draining == len(self.alive.intersection(self.draining))
+        assert scheduler.waiting + n_outside + scheduler.running + scheduler.draining == len(self.alive)
         assert self.held.keys() <= self.alive
-        assert not (None in self.slots and scheduler.ready + scheduler.parked), "no slot idles while one is ready"
+        assert not (None in self.slots and scheduler.ready + scheduler.preempted), "no slot idles while one is ready"
 
         if not self.ages:
             outside = [self.asked[id].priority for id in self.held if self._is_placeable(id)]
@@ -176,16 +178,16 @@ class Backend:
     def _check_turn(self, id: str) -> None:
         """First come first served: nobody older, of the same kind, still hopes for its first slot."""
         mine = self.asked[id]
-        for other in self.alive - set(self.placed) - {id}:
+        for other in self.alive - set(self.loaded) - {id}:
             asked = self.asked[other]
-            if (asked.priority, asked.n_chunks) == (mine.priority, mine.n_chunks) and id not in self.placed:
+            if (asked.priority, asked.n_chunks) == (mine.priority, mine.n_chunks) and id not in self.loaded:
                 assert asked.number > mine.number, f"{id} goes before {other}"
 
     def _is_placeable(self, id: str) -> bool:
         return self.held[id].n_read == self.asked[id].n_chunks
 
     def _tick(self) -> None:
-        told, self.leaving = self.alive.intersection(self.leaving), []
+        told, self.draining = self.alive.intersection(self.draining), []
         for i, state in enumerate(self.slots):
             if state is None or i in self.to_clear:
                 continue
@@ -193,9 +195,9 @@ class Backend:
             self.scheduler.ticked(state.owner, 1)
             if state.n_tokens < self.asked[state.owner].n_tokens:
                 continue
-            if self.leaves:
-                self.scheduler.leaves(state.owner)
-                self.leaving.append(state.owner)
+            if self.release_slot:
+                self.scheduler.release_slot(state.owner)
+                self.draining.append(state.owner)
                 self.to_clear.add(i)
             else:
                 told.add(state.owner)

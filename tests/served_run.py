@@ -18,7 +18,7 @@ import pytest
 import tiny
 
 from linnet.cli import main
-from linnet.config import codec as configs
+from linnet.config import codec
 
 TEMPLATE = {
     "beginning": "A talk.\n",
@@ -30,7 +30,7 @@ TEMPLATE = {
 
 def train_tiny(folder: Path, family: Literal["vq", "moe"] = "vq") -> Path:
     cfg = tiny.config(tiny.corpus(folder), family, **{"optim.steps": 12, "train.eval_every": 0})
-    configs.save(cfg, folder / "config.json")
+    codec.save(cfg, folder / "config.json")
     with pytest.raises(SystemExit) as exit:
         main(["train", str(folder / "config.json"), "--out", str(folder / "tiny"), "--quiet"])
     assert not exit.value.code

@@ -75,6 +75,11 @@ def config(source: Path, family: Literal["vq", "moe"] = "vq", /, **changes: Any)
             sample_tokens=0,
         ),
     )
+    return changed(cfg, **changes)
+
+
+def changed(cfg: RunConfig, /, **changes: Any) -> RunConfig:
+    """The run with other settings, keyed by dotted names."""
     for name, value in changes.items():
         part, _, field = name.partition(".")
         if field:

@@ -6,44 +6,52 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-import tiny
+import subjects
 
 from linnet.cli import main
-from linnet.config import codec as configs
-from linnet.config import presets
-from linnet.config.schema import MODELS, RunConfig
+from linnet.config import codec, presets
+from linnet.config.schema import RunConfig
 from linnet.core.errors import UserError
+from linnet.models import registry
 from linnet.models.moe.config import MoEConfig
 
-Name = Literal["vq", "moe"]
-OF_EACH = {"vq": "quickstart", "moe": "moe-cpu"}
 
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_every_setting_is_in_the_file_and_comes_back(family: Name, tmp_path: Path) -> None:
-    cfg = tiny.config(Path("corpus.txt"), family, **{"model.dtype": "bfloat16", "model.remat": "full", "seed": 7})
-    configs.save(cfg, tmp_path / "config.json")
+def test_every_setting_is_in_the_file_and_comes_back(subject: str, folder: Path, tmp_path: Path) -> None:
+    cfg = subjects.config(subject, folder, **{"model.dtype": "bfloat16", "model.remat": "full", "seed": 7})
+    codec.save(cfg, tmp_path / "config.json")
     written = json.loads((tmp_path / "config.json").read_text())
-    assert written["family"] == family
-    assert set(written["model"]) == {field.name for field in dataclasses.fields(MODELS[family])}
-    assert configs.load(tmp_path / "config.json") == cfg
+    assert written["family"] == cfg.family
+    assert set(written["model"]) == {field.name for field in dataclasses.fields(registry.config_class(cfg.family))}
+    assert codec.load(tmp_path / "config.json") == cfg
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_help_shows_the_familys_own_flags(family: Name, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_familys_own_flags(
+    subject: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = subjects.config(subject, folder)
+    codec.save(cfg, tmp_path / "config.json")
     with pytest.raises(SystemExit) as exit:
-        main(["train", OF_EACH[family], "--help"])
+        main(["train", str(tmp_path / "config.json"), "--help"])
     assert not exit.value.code
     out = capsys.readouterr().out
-    for name, model in MODELS.items():
-        others = {f.name for other, model in MODELS.items() if other != name for f in dataclasses.fields(model)}
+    models = {name: registry.config_class(name) for name in registry.names()}
+    for name, model in models.items():
+        others = {f.name for other, model in models.items() if other != name for f in dataclasses.fields(model)}
         for field in dataclasses.fields(model):
             flag = f"--model.{field.name.replace('_', '-')}"
-            if name == family or field.name not in others:
-                assert bool(re.search(rf"{flag}(?![-\w])", out)) == (name == family), flag
+            if name == cfg.family or field.name not in others:
+                assert bool(re.search(rf"{flag}(?![-\w])", out)) == (name == cfg.family), flag
+
+
+def test_a_wrong_setting_of_the_model_is_refused_by_its_name(subject: str, folder: Path, tmp_path: Path) -> None:
+    values = codec.to_json(subjects.config(subject, folder))
+    for change, words in (({"n_cod": 3}, "unknown setting model."), ({"dtype": "float7"}, "model.dtype is 'float7'")):
+        (tmp_path / "config.json").write_text(json.dumps(values | {"model": values["model"] | change}))
+        with pytest.raises(UserError, match=words):
+            codec.load(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(
@@ -96,15 +104,18 @@ def test_wrong_flags_end_before_anything_starts(
 def test_a_family_takes_no_other_familys_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="model is 'VQConfig', but it must be MoEConfig"):
         RunConfig(family="moe")
-    values = configs.to_json(presets.get("moe-cpu"))
-    for change, words in (({"family": "vq"}, "unknown setting model."), ({"family": "cnn"}, "one of vq, moe")):
+    values = codec.to_json(presets.get("moe-cpu"))
+    for change, words in (
+        ({"family": "vq"}, "unknown setting model."),
+        ({"family": "cnn"}, "one of vq, moe, prior, toy"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(values | change))
         with pytest.raises(UserError, match=words):
-            configs.load(tmp_path / "config.json")
+            codec.load(tmp_path / "config.json")
 
 
 def test_a_config_without_a_family_is_of_the_first_there_was(tmp_path: Path) -> None:
-    values = configs.to_json(presets.get("quickstart"))
+    values = codec.to_json(presets.get("quickstart"))
     del values["family"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert configs.load(tmp_path / "config.json") == presets.get("quickstart")
+    assert codec.load(tmp_path / "config.json") == presets.get("quickstart")

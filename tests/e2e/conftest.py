@@ -1,4 +1,4 @@
-"""One tiny run and one server over it, for all tests that only ask it something."""
+"""One tiny run and one server for it, shared by the tests that only send requests."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import tiny
 
 from linnet.cli import main
 from linnet.cli.dispatch import COMMANDS
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.core import params, rng
 from linnet.models import registry
 from linnet.runs.load import write_run
@@ -28,7 +28,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
     cfg = tiny.config(tiny.corpus(folder), **{"optim.steps": 12, "train.eval_every": 6, "train.sample_tokens": 20})
-    configs.save(cfg, folder / "config.json")
+    codec.save(cfg, folder / "config.json")
     with pytest.raises(SystemExit) as exit:
         main(["train", str(folder / "config.json"), "--out", str(folder / "run"), "--quiet"])
     assert not exit.value.code
@@ -190,7 +190,7 @@ def test_export_and_import_round_trip(trained: Path, tmp_path: Path, capsys: pyt
 def test_transformer_vq_tree_becomes_a_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, back = tmp_path / "tree.npz", tmp_path / "back"
     assert run(capsys, "export", str(trained), "--format", "transformer-vq", "--out", str(file))[0] == 0
-    source = configs.load(trained / "config.json").data.source
+    source = codec.load(trained / "config.json").data.source
     assert run(capsys, "import", "transformer-vq", str(file), "--out", str(back), "--source", source)[0] == 0
     first, second = (json.loads(run(capsys, "eval", str(r), "--json")[1])["nats_per_token"] for r in (trained, back))
     assert first == pytest.approx(second, rel=1e-6)

@@ -14,7 +14,7 @@ from PIL import Image
 from tokenizer_files import corpus
 
 from linnet.cli import main
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.data.sources.emoji import open_emoji
 from linnet.tokenizers.load import open_tokenizer
 
@@ -48,7 +48,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quietly("tokenizer", "train", folder / "text", "--out", folder / "bpe.model", "--vocab-size", "300")
     quietly("data", "prepare", folder / "text", "--tokenizer", folder / "bpe.model", "--out", folder / "data")
     cfg = tiny.config(folder / "data", **{"optim.steps": 8, "model.n_vocab": 300, "train.eval_every": 4})
-    configs.save(cfg, folder / "config.json")
+    codec.save(cfg, folder / "config.json")
     quietly("train", folder / "config.json", "--out", folder / "run", "--quiet")
     return folder
 
@@ -59,7 +59,7 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = {"optim.warmup_steps": 1, "optim.steps": 4, "train.eval_every": 2, "train.sample_tokens": 1}
     cfg = tiny.config(Path("emoji-16"), **{**changes, "train.eval_sequences": 2, "model.pe_abs": True})
     data = dataclasses.replace(cfg.data, source="emoji-16", sequence_len=768, update_len=768, batch_size=2)
-    configs.save(dataclasses.replace(cfg, data=data), folder / "config.json")
+    codec.save(dataclasses.replace(cfg, data=data), folder / "config.json")
     quietly("train", folder / "config.json", "--out", folder / "run", "--quiet")
     return folder / "run"
 
@@ -131,9 +131,9 @@ def test_another_tokenizer_is_refused(tokens: Path, tmp_path: Path, capsys: pyte
     assert code == 2
     assert "another tokenizer" in err
     assert "--tokenizer" in err
-    cfg = configs.load(tokens / "config.json")
+    cfg = codec.load(tokens / "config.json")
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, source=str(tmp_path / "other")))
-    configs.save(cfg, tmp_path / "config.json")
+    codec.save(cfg, tmp_path / "config.json")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tokenizer.model").write_bytes((tokens / "run" / "tokenizer.model").read_bytes())
     code, _, err = run(capsys, "train", tmp_path / "config.json", "--out", tmp_path / "run", "--quiet")
@@ -219,7 +219,7 @@ def test_pictures_of_a_step_are_shown(painter: Path, tmp_path: Path, capsys: pyt
     assert picture(tmp_path / "s.png").shape[1] > 100
 
 
-def test_bad_flags_are_refused(tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_rejected(tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, words in (
         (["--validation-fraction", "0.9", "--test-fraction", "0.2"], "below 1"),
         (["--workers", "0"], "--workers"),

@@ -1,4 +1,4 @@
-"""The client examples, each run as its reader would run it, say what the server says to a plain call."""
+"""Each client example, run as a user would run it, prints what the server returns to plain calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def post(server: str, path: str, body: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(server: str) -> dict[str, str]:
-    """What each part of an example must say, by plain calls."""
+    """Return the expected output of each part of an example, from plain calls."""
     messages = [{"role": "user", "content": "Who sings?"}]
     chat = post(server, "/v1/chat/completions", {"messages": messages, "max_tokens": 40, "seed": 1})
     id = post(server, "/v1/sessions", {})["id"]
@@ -59,9 +59,7 @@ def expected(server: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("program", "file"), [(sys.executable, "client.py"), (NODE, "client.mjs")], ids=["python", "javascript"]
 )
-def test_the_python_and_javascript_examples(
-    server: str, expected: dict[str, str], program: str | Path, file: str
-) -> None:
+def test_python_and_javascript_examples(server: str, expected: dict[str, str], program: str | Path, file: str) -> None:
     said = run(server, program, EXAMPLES / file)
     at = [said.index(f"# {title}") for title in ("A completion", "A chat", "The completion again", "A session")]
     parts = [said[a:b].partition("\n")[2] for a, b in zip(at, [*at[1:], len(said)], strict=True)]
@@ -72,7 +70,7 @@ def test_the_python_and_javascript_examples(
 @pytest.mark.skipif(
     shutil.which("curl") is None and os.environ.get("CI") != "true", reason="curl is not installed; CI must have it"
 )
-def test_the_curl_example(server: str, expected: dict[str, str]) -> None:
+def test_curl_example(server: str, expected: dict[str, str]) -> None:
     lines = run(server, "sh", EXAMPLES / "client.sh").split("\n")
     whole = [json.loads(line) for line in lines if line.startswith("{")]
     streamed = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]

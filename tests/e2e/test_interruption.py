@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.core.pytree import named_leaves
 from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.load import open_state
@@ -52,7 +52,7 @@ def write_config(folder: Path, steps: int) -> Path:
     changes = {"optim.steps": steps, "train.log_every": 1, "train.checkpoint_every": 3, "train.eval_every": 50}
     cfg = tiny.config(tiny.corpus(folder), **changes)
     path = folder / "config.json"
-    configs.save(cfg, path)
+    codec.save(cfg, path)
     return path
 
 

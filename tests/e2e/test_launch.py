@@ -140,6 +140,7 @@ def test_the_others_notice_by_themselves_that_a_process_was_killed(victim: int, 
         processes.others_stop(victim, within=LOST_SECONDS + 6)
 
 
+@pytest.mark.slow
 def test_two_kills_of_a_run_of_two_processes_leave_no_trace(tmp_path: Path) -> None:
     """`tests/trials/test_faults.py` has twenty of four."""
     killed_equals_whole(tmp_path, processes=2, steps=30, kills=2, seed=3, judged=False)

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from compiler_flags import simulated
 
-from linnet.config import codec as configs
+from linnet.config import codec
 
 LINNET = [sys.executable, "-c", "from linnet.cli import main; main()"]
 MORE = 2
@@ -34,12 +34,13 @@ def assert_same(a: Path, b: Path, n_step: int) -> None:
     assert difference < STATE, f"{name} differs by {difference:.1e}"
 
 
+@pytest.mark.slow
 def test_four_processes_are_one_process_with_four_devices_and_go_on_as_two(tmp_path: Path) -> None:
     tiny.corpus(tmp_path)
     cfg = mesh_runs.config("one head", "", tmp_path / "corpus.txt")
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, accumulate=1))
     file = tmp_path / "run.json"
-    configs.save(cfg, file)
+    codec.save(cfg, file)
     one, four = tmp_path / "one", tmp_path / "four"
     linnet("train", str(file), "--mesh", "data=2,model=2", "--out", str(one), "--quiet", devices=4)
     mesh = ("--mesh", "data=2,model=2")

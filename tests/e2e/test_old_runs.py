@@ -47,6 +47,7 @@ EXPORTS = {
     "prior.pth": ["prior", "--format", "dalle2-prior"],
     "prior_trainer.pth": ["prior", "--format", "dalle2-trainer"],
 }
+SLOW_EXPORTS = ("transformer-vq/checkpoint_201", "prior.pth")
 """Files, and of what they were exported."""
 IMPORTS = {
     "vq.safetensors": ["safetensors"],
@@ -216,7 +217,7 @@ def metric_names(address: str) -> list[str]:
     return sorted(set(re.findall(r"^# TYPE (linnet_\w+) ", httpx.get(f"{address}/metrics").text, re.MULTILINE)))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [run if run == "vq" else pytest.param(run, marks=pytest.mark.slow) for run in RUNS])
 def test_a_run_is_evaluated_sampled_repeated_and_resumed_as_then(made: Path, name: str) -> None:
     assert differences(run_again(name), EXPECTED["runs"][name], name) == []
 
@@ -243,7 +244,9 @@ def files(folder: Path, root: str) -> list[Path]:
     return sorted(path.relative_to(folder) for path in found if path.is_file())
 
 
-@pytest.mark.parametrize("file", EXPORTS)
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=pytest.mark.slow) if file in SLOW_EXPORTS else file for file in EXPORTS]
+)
 def test_an_export_is_the_same_and_is_imported_as_then(made: Path, file: str) -> None:
     run, *flags = EXPORTS[file]
     (made / "again" / file).parent.mkdir(parents=True)
@@ -259,6 +262,7 @@ def test_an_export_is_the_same_and_is_imported_as_then(made: Path, file: str) ->
         assert differences(found, expected, file) == []
 
 
+@pytest.mark.slow
 def test_the_server_answers_and_goes_on_with_sessions_as_then(made: Path) -> None:
     beside = [made / "moe", made / "prior"]
     with serving(made / "vq", "--sessions", str(made / "sessions"), beside=beside) as (address, _):

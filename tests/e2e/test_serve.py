@@ -1,4 +1,4 @@
-"""`linnet serve` as its users meet it: the official client, sessions over processes, SIGTERM, keys, batches."""
+"""`linnet serve` end to end: the official client, sessions across processes, SIGTERM, keys, batch mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def client(address: str, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
 
 
-def test_the_official_client_works_streaming_and_not(server: str) -> None:
+def test_openai_client_complete_and_streamed(server: str) -> None:
     asked = {"model": "tiny", "prompt": "linear time ", "max_tokens": 30, "seed": 4}
     with client(server) as api:
         whole = api.completions.create(**asked, extra_body={"ignore_eos": True})
@@ -39,7 +39,7 @@ def test_the_official_client_works_streaming_and_not(server: str) -> None:
         assert chat.usage.prompt_tokens == len("A talk.\n<hello>\n")
 
 
-def test_the_runs_chat_template_ends_an_answer_by_its_stop_string(server: str) -> None:
+def test_chat_template_stop_string_ends_an_answer(server: str) -> None:
     with client(server) as api:
         assert api.models.retrieve("tiny").model_dump()["chat_template"]["stop"] == TEMPLATE["stop"]
         chat = api.chat.completions.create(
@@ -48,7 +48,7 @@ def test_the_runs_chat_template_ends_an_answer_by_its_stop_string(server: str) -
         assert (chat.choices[0].finish_reason, chat.choices[0].message.content) == ("stop", "")
 
 
-def test_echo_tells_the_likeliest_of_the_prompt_to_the_official_client(server: str) -> None:
+def test_openai_client_receives_prompt_top_logprobs(server: str) -> None:
     asked = {"model": "tiny", "prompt": "linear time", "max_tokens": 0, "echo": True}
     with client(server) as api:
         told = api.completions.create(**asked, logprobs=3).choices[0].logprobs
@@ -79,9 +79,7 @@ def test_echo_tells_the_likeliest_of_the_prompt_to_the_official_client(server: s
         assert all(isinstance(top.model_dump()["token_id"], int) for one in content for top in one.top_logprobs)
 
 
-def test_what_the_server_writes_is_what_sample_writes(
-    server: str, tiny_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_server_output_equals_linnet_sample(server: str, tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with client(server) as api:
         answer = api.completions.create(
             model="tiny", prompt="codes ", max_tokens=40, seed=8, top_p=0.9, extra_body={"ignore_eos": True}
@@ -91,8 +89,9 @@ def test_what_the_server_writes_is_what_sample_writes(
     assert capsys.readouterr().out == "codes " + answer.choices[0].text + "\n"
 
 
-def test_a_session_goes_on_in_another_process_which_asks_for_a_key_and_drains(server: str, tiny_run: Path) -> None:
-    """One process more for all three, since each takes seconds to start."""
+@pytest.mark.slow
+def test_session_continues_in_another_process_with_keys_and_drain(server: str, tiny_run: Path) -> None:
+    """One additional process for all three, because each takes seconds to start."""
 
     def go_on(address: str, session: str, prompt: str, n: int) -> str:
         body = {"prompt": prompt, "session": session, "max_tokens": n, "seed": 3, "ignore_eos": True}
@@ -129,7 +128,7 @@ def test_a_session_goes_on_in_another_process_which_asks_for_a_key_and_drains(se
         assert process.wait(timeout=30) == 0
 
 
-def test_bad_flags_are_refused(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_rejected(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = tmp_path / "keys"
     short.write_text("short\n")
     (tmp_path / "odd").mkdir()
@@ -150,9 +149,7 @@ def test_bad_flags_are_refused(tiny_run: Path, tmp_path: Path, capsys: pytest.Ca
         assert words in capsys.readouterr().err
 
 
-def test_a_batch_is_answered_and_goes_on_where_it_stopped(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_batch_mode_resumes(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [
         {
@@ -170,7 +167,7 @@ def test_a_batch_is_answered_and_goes_on_where_it_stopped(
     with pytest.raises(SystemExit) as exit:
         main(["serve", str(tiny_run), "--slots", "2", "--batch", str(asked), str(answered)])
     assert not exit.value.code
-    assert "8 answers" in capsys.readouterr().out
+    assert "8 responses written" in capsys.readouterr().out
 
     def answers() -> dict[str, tuple[int, str]]:
         found = [json.loads(line) for line in answered.read_text().splitlines()]
@@ -190,7 +187,7 @@ def test_a_batch_is_answered_and_goes_on_where_it_stopped(
     answered.write_bytes(b"".join(content[:2]) + content[2][:20])
     with pytest.raises(SystemExit):
         main(["serve", str(tiny_run), "--slots", "2", "--batch", str(asked), str(answered)])
-    assert "6 answers" in capsys.readouterr().out
+    assert "6 responses written" in capsys.readouterr().out
     assert answers() == whole
     asked.write_text('{"custom_id": "a", "body": {}}\n')
     with pytest.raises(SystemExit) as exit:

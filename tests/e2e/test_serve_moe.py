@@ -1,4 +1,4 @@
-"""`linnet serve` over a run of the `moe` family: the same as for any other, and a context that ends."""
+"""`linnet serve` with a run of the `moe` family and its bounded context."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def moe_server(moe_run: Path) -> Iterator[str]:
         process.terminate()
         assert process.wait(timeout=30) == 0
         assert process.stderr is not None
-        assert f"MB a user, up to {CONTEXT} tokens." in process.stderr.read()
+        assert f"MB per user, up to {CONTEXT} tokens." in process.stderr.read()
 
 
 def complete(address: str, **fields: Any) -> httpx.Response:
@@ -42,7 +42,8 @@ def said(response: httpx.Response) -> str:
     return response.json()["choices"][0]["text"]
 
 
-def test_the_official_client_and_sample_say_the_same(
+@pytest.mark.slow
+def test_openai_client_output_equals_linnet_sample(
     moe_server: str, moe_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = {"model": "tiny", "prompt": "codes ", "max_tokens": 20, "seed": 8, "top_p": 0.9}
@@ -62,7 +63,7 @@ def test_the_official_client_and_sample_say_the_same(
         assert cut.usage is not None
         assert cut.usage.model_dump()["prompt_tokens_cut"] == 99 - (CONTEXT - 3)
         assert cut.usage.prompt_tokens == CONTEXT - 3
-        with pytest.raises(openai.BadRequestError, match="answer included") as refusal:
+        with pytest.raises(openai.BadRequestError, match="prompt and answer") as refusal:
             api.completions.create(model="tiny", prompt="x" * 99)
         assert refusal.value.code == "context_length_exceeded"
     with pytest.raises(SystemExit):
@@ -70,7 +71,7 @@ def test_the_official_client_and_sample_say_the_same(
     assert capsys.readouterr().out == "codes " + whole.text + "\n"
 
 
-def test_a_session_goes_on_from_its_file_until_its_context_is_full(moe_server: str) -> None:
+def test_restored_session_continues_until_its_context_is_full(moe_server: str) -> None:
     session = httpx.post(f"{moe_server}/v1/sessions", json={}).json()["id"]
     first = said(complete(moe_server, session=session))
     saved = httpx.get(f"{moe_server}/v1/sessions/{session}/state").content
@@ -89,7 +90,7 @@ def test_a_session_goes_on_from_its_file_until_its_context_is_full(moe_server: s
     assert httpx.get(f"{moe_server}/v1/sessions/{session}").json()["n_tokens"] == CONTEXT
 
 
-def test_a_grammar_that_leaves_no_token_is_told_as_the_callers_fault(moe_server: str) -> None:
+def test_grammar_without_a_valid_token_is_a_client_error(moe_server: str) -> None:
     stuck = complete(moe_server, regex="a+b", banned_token_ids=[ord("a") + 3])
     assert (stuck.status_code, stuck.json()["error"]["code"]) == (422, "no_token_left")
     assert said(complete(moe_server, regex="a+b")).startswith("a")

@@ -1,4 +1,4 @@
-"""`linnet serve` with priors, as a user meets it: words to vectors with their nearest pictures, also where a run's data is gone."""
+"""`linnet serve` with priors: texts to embeddings with their nearest images, also if the run's data is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL = PriorConfig(dim=256, depth=1, n_head=2, d_head=16, ff_mult=1, timesteps=
 
 
 def served(folder: Path, runs: list[str], bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers of `linnet serve --batch`, which goes through the same server without a port."""
+    """Return the responses of `linnet serve --batch`, which uses the same server without a port."""
     asks, answers = folder / "asks.jsonl", folder / "answers.jsonl"
     lines = [{"custom_id": str(i), "url": "/v1/priors/sample", "body": body} for i, body in enumerate(bodies)]
     asks.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -34,9 +34,7 @@ def served(folder: Path, runs: list[str], bodies: list[dict[str, Any]]) -> list[
     return [one["response"] for one in sorted(found, key=lambda one: int(one["custom_id"]))]
 
 
-def test_a_prior_is_served_with_its_words_and_pictures_and_without_its_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prior_is_served_with_and_without_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, source in (("whole", "emoji-pairs"), ("gone", str(tmp_path / "nowhere"))):
         write_run(
             tmp_path / name,
@@ -58,9 +56,9 @@ def test_a_prior_is_served_with_its_words_and_pictures_and_without_its_data(
     )
     assert [one["status_code"] for one in (words, same, plain, no_words, no_gallery)] == [200, 200, 200, 400, 400]
     said = capsys.readouterr().err
-    assert "data-gone: without a gallery" in said
-    assert "data-gone: nobody noted which encoder" in said
-    assert "whole: 2 slots of denoising" in said
+    assert "data-gone: no gallery" in said
+    assert "data-gone: the encoder of its data is unknown" in said
+    assert "whole: 2 slots, embeddings of width 256." in said
     (result,) = words["body"]["data"]
     assert [one["seed"] for one in result["candidates"]] == [5, 6]
     # The same weights, text and seeds: the same bits, by words or by vector, whatever ran beside them.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from linnet.models.generate import generate
-from linnet.models.vq import convert, slots
+from linnet.models.vq import convert, decode, slots
 from linnet.models.vq.config import VQConfig
 from linnet.nn.sampling import nucleus, sampling_settings
 
@@ -46,7 +46,7 @@ def test_teacher_forced() -> None:
     inputs = arrays["in/inputs"]
     state, logprobs = slots.init_slots(cfg, inputs.shape[0]), []
     for token in inputs.T:
-        state, logits = slots.tick(prepared, state, jnp.asarray(token), cfg)
+        state, logits = decode.tick(prepared, state, jnp.asarray(token), cfg)
         logprobs.append(jax.nn.log_softmax(logits))
     close(np.stack(logprobs, axis=1), arrays["out/logprobs"])
     for row in range(inputs.shape[0]):
@@ -71,7 +71,7 @@ def test_greedy_tokens() -> None:
     want = arrays["out/greedy_tokens"]
     rows: list[list[int]] = [[] for _ in want]
     for step in generate(
-        slots,
+        slots.DECODER,
         params,
         buffers,
         cfg,

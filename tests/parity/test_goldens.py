@@ -12,13 +12,16 @@ pytestmark = pytest.mark.optimized
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "vq"
 FILES = sorted(GOLDENS.glob("*.npz"))
+SLOW = ("train_adafactor", "grads_nocachegrad", "forward_nocache")
 
 
 def test_goldens_are_there() -> None:
     assert FILES, f"no reference files in {GOLDENS}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] * (p.stem in SLOW)) for p in FILES]
+)
 def test_golden(path: Path) -> None:
     result = verify_file(path, tolerance=1e-5)
     assert result.checks

@@ -31,6 +31,7 @@ def copy_of_model(folder: Path, arrays: dict[str, np.ndarray]) -> Path:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_a_whole_model_passes() -> None:
     result = verify_file(TINY_A)
@@ -47,6 +48,7 @@ def test_a_whole_model_passes() -> None:
     assert all(check.name.startswith("bf16/") for check in left_out), "float32 needs no excuse"
 
 
+@pytest.mark.slow
 def test_a_wrong_number_in_a_model_is_seen(tmp_path: Path) -> None:
     arrays = {name: np.array(value) for name, value in np.load(TINY_A / "forward.npz").items()}
     few = ("f32/full_logits", "f32/prefill_logits", "f32/decode_logits", "f32/decode_final_step")
@@ -78,6 +80,7 @@ def test_streams_pass_in_both_types_with_their_texts() -> None:
         assert ({f"runs/{i}/text", f"runs/{i}/out_text"} <= names) == ("text" in run)
 
 
+@pytest.mark.slow
 def test_a_wrong_stream_or_text_is_seen(tmp_path: Path) -> None:
     """Beside two models of the same sizes: the file says whose it is."""
     (tmp_path / "tiny_A").symlink_to(TINY_A)
@@ -110,6 +113,7 @@ def test_units_pass() -> None:
     ] * 5
 
 
+@pytest.mark.slow
 def test_a_wrong_number_in_units_is_seen(tmp_path: Path) -> None:
     arrays = {name: np.array(value) for name, value in np.load(UNITS).items()}
     wrong = ("rope/16/off0/f32", "rms/f32", "gelu/y", "softcap/y", "qlinear/f32/jit", "sample/f32/probs")
@@ -186,6 +190,7 @@ def test_what_is_no_reference_file_is_refused(tmp_path: Path) -> None:
         verify_file(other)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_sizes_is_understood(tmp_path: Path) -> None:
     """Eleven layers, three experts: read by the same way; zeros are not its logits."""
     write_release(tmp_path, CONFIG)

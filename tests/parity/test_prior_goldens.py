@@ -101,3 +101,12 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
         verify_file(write(path, "noise_tables", {"steep_10/betas": np.zeros(10)}))
     with pytest.raises(UserError, match="learned_query"):
         verify_file(write(path, "network", {"out/noenc": np.zeros((1, 8))}, dim=8, depth=1, num_timesteps=10))
+
+
+def test_nan_in_a_file_is_not_a_pass(tmp_path: Path) -> None:
+    arrays = dict(np.load(GOLDENS / "ema_scalar.npz"))
+    name = next(name for name in arrays if name.endswith("/ema_value"))
+    arrays[name][1] = np.nan
+    np.savez(tmp_path / "file.npz", **arrays)
+    (failed,) = [check for check in verify_file(tmp_path / "file.npz").checks if not check.passed]
+    assert failed.name == f"{name}: not finite"

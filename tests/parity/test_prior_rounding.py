@@ -14,8 +14,9 @@ import pytest
 from linnet.models.prior import layers
 from linnet.verify import Verification, verify_file
 from linnet.verify.float64 import evaluate_in_float64
-from linnet.verify.prior import PriorReplay, verify_prior
-from linnet.verify.replay_prior import replay_losses
+from linnet.verify.prior import verify as prior_files
+from linnet.verify.prior.network import recompute_losses
+from linnet.verify.recomputed import Recomputed
 
 pytestmark = pytest.mark.optimized
 LOSSES = Path(__file__).parents[1] / "goldens" / "prior" / "losses.npz"
@@ -99,29 +100,33 @@ def test_the_gradients_pass_on_every_processor(gradients: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [QUERY, "out/grad/learned_query"])
-def test_an_error_of_float32_alone_is_not_taken_for_rounding(gradients: Path, name: str) -> None:
-    def wrong(golden: Any) -> PriorReplay:
-        replay = replay_losses(golden)
-        values = np.asarray(replay.values[name]).copy()
+def test_an_error_of_float32_alone_is_not_taken_for_rounding(
+    gradients: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(golden: Any) -> Recomputed:
+        recomputed = recompute_losses(golden)
+        values = np.asarray(recomputed.values[name]).copy()
         at = np.unravel_index(np.argmax(np.abs(values)), values.shape)
         values[at] *= 1 + 3e-5
-        return dataclasses.replace(replay, values={**replay.values, name: values})
+        return dataclasses.replace(recomputed, values={**recomputed.values, name: values})
 
-    passed, note = _error(verify_prior(gradients, {"losses": wrong}, 1e-5), name)
+    monkeypatch.setitem(prior_files.KINDS, "losses", wrong)
+    passed, note = _error(verify_file(gradients), name)
     assert not passed
     assert "float64" in note
 
 
-def test_where_float64_declines_the_float32_comparison_stands(gradients: Path) -> None:
+def test_where_float64_declines_the_float32_comparison_stands(gradients: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def declines() -> dict[str, Any]:
         raise NotImplementedError
 
-    def wrong(golden: Any) -> PriorReplay:
-        replay = replay_losses(golden)
-        values = {**replay.values, QUERY: np.asarray(replay.values[QUERY]) * np.float32(1.001)}
-        return dataclasses.replace(replay, values=values, in_float64=declines)
+    def wrong(golden: Any) -> Recomputed:
+        recomputed = recompute_losses(golden)
+        values = {**recomputed.values, QUERY: np.asarray(recomputed.values[QUERY]) * np.float32(1.001)}
+        return dataclasses.replace(recomputed, values=values, in_float64=declines)
 
-    assert not _error(verify_prior(gradients, {"losses": wrong}, 1e-5), QUERY)[0]
+    monkeypatch.setitem(prior_files.KINDS, "losses", wrong)
+    assert not _error(verify_file(gradients), QUERY)[0]
 
 
 def test_an_error_of_the_formula_is_not_taken_for_rounding(gradients: Path, monkeypatch: pytest.MonkeyPatch) -> None:

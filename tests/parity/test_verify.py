@@ -121,7 +121,7 @@ def test_render_shows_failures(tmp_path: Path, forward: dict[str, np.ndarray]) -
     out = StringIO()
     result = verify_file(write(tmp_path, wrong))
     Console(file=out, width=200).print(render(result))
-    assert "FAILED, 1 of 5" in " ".join(out.getvalue().split())
+    assert "FAILED, 1 of 6" in " ".join(out.getvalue().split())
     assert json.dumps(result.to_json(), allow_nan=False)
 
 

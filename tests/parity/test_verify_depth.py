@@ -12,8 +12,9 @@ import pytest
 from grok_files import CONFIG, write_release
 
 from linnet.verify import Verification, verify_file
-from linnet.verify.positions import BFLOAT16, bfloat16_bound, close_ranks, near_tie
-from linnet.verify.replay_grok import Found, GrokModel, open_model
+from linnet.verify.moe.positions import BFLOAT16, bfloat16_bound, close_ranks, near_tie
+from linnet.verify.moe.sequences import GrokModel, open_model
+from linnet.verify.recomputed import Recomputed
 
 LAYER_0, LAYER_10 = (f"cap/transformer/decoder_layer_{i}:out" for i in (0, 10))
 ATTENTION_5 = "cap/transformer/decoder_layer_5/multi_head_attention:out"
@@ -40,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GrokModel:
     )
     (folder / "config.json").write_text(json.dumps({name: getattr(DEEP, name) for name in sizes}))
     np.savez(folder / "forward.npz", tokens=TOKENS)
-    return open_model(folder / "forward.npz", Found())
+    return open_model(folder / "forward.npz", Recomputed())
 
 
 def expected(m: GrokModel) -> dict[str, np.ndarray]:

@@ -25,7 +25,8 @@ from linnet.models.vq import family
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.convert import leaves_from_reference, params_from_leaves, to_reference
 from linnet.optim.optimizer import schedule
-from linnet.verify import Verification, lion, verify_file
+from linnet.verify import Verification, verify_file
+from linnet.verify.vq import lion
 
 CFG = VQConfig(
     n_vocab=40, d_model=32, d_k=8, d_v=32, n_code=8, n_layer=1, block_len=8, mem_len=8, c_beta=0.1, c_gamma=0.9
@@ -82,10 +83,10 @@ def lion_file(path: Path, change: Change = nothing, *, b1: float = B1, decay_all
         arrays |= {
             f"in/batch{call}/{name}": getattr(whole, name) for name in ("inputs", "targets", "doc_ids", "loss_mask")
         }
-        carry = family.empty_carry(CFG, ROWS)
+        carry = family.FAMILY.empty_carry(CFG, ROWS)
         for at in range(0, LENGTH, UPDATE):
             now = params_from_leaves(leaves, CFG)
-            found, carry, buffers = gradient(now, buffers, carry, whole.stretch(at, at + UPDATE))
+            found, carry, buffers = gradient(now, buffers, carry, whole.slice(at, at + UPDATE))
             slope = {name: np.asarray(leaf, np.float64) for name, leaf in named_leaves(found)}
             noise = {n: 1e-7 * np.abs(g).max() * generator.normal(size=g.shape) * (g != 0) for n, g in slope.items()}
             slope = {name: value + noise[name] for name, value in slope.items()}
@@ -131,6 +132,7 @@ def turn(name: str, count: int, *, near: bool) -> tuple[Change, list[float]]:
     return change, sizes
 
 
+@pytest.mark.slow
 def test_signs_that_noise_turned_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = lion_file(tmp_path / "lion.npz")
     found = verify_file(path)

@@ -65,6 +65,7 @@ def _drop_many(server: Server, n: int) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_clients_that_drop_in_mid_stream_free_their_slots(server: Server) -> None:
     _drop_many(server, 24)
 

@@ -124,6 +124,7 @@ def malformed(n: int) -> Iterator[tuple[str, str]]:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [100, pytest.param(500, marks=pytest.mark.trial)], ids=["quick", "full"])
 def test_the_malformed_are_refused_and_the_engine_lives(n: int) -> None:
     bad = list(malformed(n))

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.optimized
 
 SECONDS = float(os.environ.get("LINNET_SCHEDULE_SECONDS", "600"))
 N_CLIENTS = 6
-STEPS = ("read_chunk", "rule", "begin", "put", "take", "dispatch")
+STEPS = ("prefill_chunk", "set_sampling", "first_token", "load", "save", "dispatch")
 
 
 @dataclasses.dataclass(eq=False)

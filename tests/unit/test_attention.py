@@ -153,6 +153,7 @@ def test_two_halves_equal_one_pass(split: int, changes: dict[str, Any]) -> None:
     assert_close(joined, (x, carry, codes))
 
 
+@pytest.mark.slow
 def test_only_so_many_tokens_are_real() -> None:
     """Rows of different lengths, none among them, after something read before: each as if it had been alone and exact."""
     cfg, params, buffers = make(mem_len=11, n_head=2)
@@ -190,6 +191,7 @@ def test_a_document_does_not_see_the_one_before() -> None:
     assert_close(carry.attention.total, last.attention.total[:, 3:])
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_to_float32() -> None:
     tokens = tokens_of(2, 40)
     (loss, _), gradient = _by_type("float32", tokens)

@@ -1,4 +1,4 @@
-"""The backend: once it is warm, nothing that a request may do is compiled any more."""
+"""The backend: after its warm-up, no request compiles a program."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from engine_asks import MODELS, Asked, request, running_engine
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from linnet.serve import state as states
 from linnet.serve.backend import N_TICKS, Backend
@@ -18,7 +19,7 @@ from linnet.serve.request import Sampling
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-    """What JAX says that it compiles meanwhile."""
+    """Yield the names of the programs that JAX compiles in the block."""
     names: list[str] = []
 
     class Listener(logging.Handler):
@@ -36,42 +37,50 @@ def compilations() -> Iterator[list[str]]:
         logger.removeHandler(listener)
 
 
+def one_device_mesh() -> NamedSharding:
+    """The placement of weights that were restored from a checkpoint."""
+    return NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
+
+
 @pytest.mark.parametrize("name", ["vq", "moe"])
-def test_a_request_waits_for_no_compiler(name: str) -> None:
+def test_requests_compile_nothing_after_warm_up(name: str) -> None:
     model = MODELS[name]
-    params, buffers = jax.device_put((model.params, model.buffers), jax.devices()[0])  # as they come from a checkpoint
+    params, buffers = jax.device_put((model.params, model.buffers), one_device_mesh())
     backend = Backend(model.family, model.cfg, params, buffers, 3)
     backend.warm_up()
     with compilations() as compiled:
         _a_life(backend, from_file=False)
         _a_life(backend, from_file=True)
+        empty_prompt = backend.make_state(backend.empty_memory(), backend.cfg.end_id, 0)
+        backend.set_sampling(1, empty_prompt, Sampling(), (), frozenset())
+        backend.first_token(1, empty_prompt)
     assert compiled == []
 
 
 def _a_life(backend: Backend, *, from_file: bool) -> None:
-    """All that the engine may do with a request."""
+    """Do everything that the engine may do with a request."""
     memory = backend.empty_memory()
     for n in (backend.chunk_len, backend.chunk_len, 5):
-        memory = backend.read_chunk(memory, [7] * n)
+        memory = backend.prefill_chunk(memory, [7] * n)
     if from_file:
-        memory = backend.placed(jax.tree.map(np.asarray, memory))
-        memory = backend.read_chunk(memory, [8] * 40)
-    seat = backend.seat(memory, 9, 2 * backend.chunk_len + 5 + 40 * from_file)
+        memory = backend.to_device(jax.tree.map(np.asarray, memory))
+        memory = backend.prefill_chunk(memory, [8] * 40)
+    state = backend.make_state(memory, 9, 2 * backend.chunk_len + 5 + 40 * from_file)
     sampling = Sampling(temperature=0.5, top_k=5, repetition_penalty=1.2, logit_bias={5: 1.0}, seed=2**32 - 1)
-    backend.rule(1, seat, sampling, (7, 8), frozenset({1}))
-    backend.begin(1, seat)
+    backend.set_sampling(1, state, sampling, (7, 8), frozenset({1}))
+    backend.first_token(1, state)
     for n_ticks, with_top in ((N_TICKS, False), (N_TICKS, True), (1, False), (3, True)):
         backend.dispatch(n_ticks, [1], with_top=with_top, keep=[1])
-    assert backend.restrict(1, np.ones((backend.cfg.n_vocab,), bool))
+    assert backend.mask_next(1, np.ones((backend.cfg.n_vocab,), bool))
     ticket = backend.dispatch(1, [1], with_top=True, keep=[1])
-    parked = backend.take(1, seat.n_read)
-    backend.put(2, parked)
-    backend.rule(2, parked, sampling, (), frozenset())
+    preempted = backend.save(1, state.n_read)
+    backend.load(2, preempted)
+    backend.set_sampling(2, preempted, sampling, (), frozenset())
     backend.memory_after(ticket.before[1], [7, 8])
     jax.block_until_ready(backend.dispatch(N_TICKS, [2], with_top=False, keep=[]).tokens)
 
 
-def test_a_state_from_a_file_is_no_program_of_its_own() -> None:
+def test_state_from_a_file_compiles_nothing() -> None:
     with running_engine() as engine:
         engine.backend.warm_up()
         state = Asked(engine, request("hello", return_state=True)).answer().end.state
@@ -83,7 +92,7 @@ def test_a_state_from_a_file_is_no_program_of_its_own() -> None:
         assert compiled == []
 
 
-def test_no_tick_is_asked_for_beyond_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_ticks_are_dispatched_beyond_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_engine() as engine:
         real, asked = engine.backend.dispatch, []
         monkeypatch.setattr(engine.backend, "dispatch", lambda n, *rest, **kw: asked.append(n) or real(n, *rest, **kw))

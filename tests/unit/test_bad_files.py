@@ -11,13 +11,13 @@ import numpy as np
 import pair_files
 import pytest
 
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.convert.npz import read_npz
 from linnet.core.errors import MAX_CHARACTERS, UserError, invalid
 from linnet.data import index as indexes
 from linnet.data.embeddings import PairsConfig, open_pairs
-from linnet.data.prepare.chunks import Shares
-from linnet.data.prepare.pipeline import Task, prepare
+from linnet.data.prepare.chunks import SplitFractions
+from linnet.data.prepare.pipeline import PrepareConfig, prepare
 from linnet.data.sources import npy, unpacked
 from linnet.data.sources.documents import open_documents
 from linnet.tokenizers.base import BytesTokenizer
@@ -65,7 +65,7 @@ def test_headers_that_numpy_writes_are_read_as_numpy_reads_them(value: np.ndarra
     ],
 )
 def test_a_damaged_header_is_a_sentence(text: bytes) -> None:
-    with pytest.raises(UserError, match=r"^a.npy is no .npy array of numbers \(.*\)\. Fix: "):
+    with pytest.raises(UserError, match=r"^a.npy is not an .npy array of numbers \(.*\)\. Fix: "):
         npy.read_npy_header(io.BytesIO(header(text)), "a.npy")
 
 
@@ -109,7 +109,7 @@ def test_zip_members_without_a_name_are_no_traceback(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x.npy", pair_files.npy(np.ones(2)))
         archive.writestr(zipfile.ZipInfo(""), b"nothing")
-    with pytest.raises(UserError, match=r"a.npz:  is no .npy array"):
+    with pytest.raises(UserError, match=r"a.npz:  is not an .npy array"):
         read_npz(path)
 
 
@@ -130,7 +130,7 @@ def test_an_empty_tar_is_a_sentence(tmp_path: Path) -> None:
 def test_a_config_that_is_no_json_is_a_sentence(content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(UserError, match=rf"config.json is not JSON .*Fix: |{words}") as error:
-        configs.load(tmp_path / "config.json")
+        codec.load(tmp_path / "config.json")
     assert words in str(error.value)
 
 
@@ -162,8 +162,11 @@ def test_an_index_with_impossible_values_is_refused(change: dict[str, object], w
     for i in range(4):
         (tmp_path / "in" / f"{i}.txt").write_text("some text\n" * 20)
     source = open_documents(str(tmp_path / "in"))
-    shares = Shares(validation=0.3, test=0.3)
-    prepare(Task(source=source, tokenizer=BytesTokenizer(), shares=shares, size=None, max_broken=0), tmp_path / "out")
+    shares = SplitFractions(validation=0.3, test=0.3)
+    prepare(
+        PrepareConfig(source=source, tokenizer=BytesTokenizer(), fractions=shares, size=None, max_broken=0),
+        tmp_path / "out",
+    )
     path = tmp_path / "out" / "index.json"
     indexes.load(path.parent)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))

@@ -15,7 +15,7 @@ import tiny
 from grok_files import CONFIG, GOLDENS, write_release
 
 from linnet.cli.dispatch import main as command
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import DataConfig, RunConfig
 from linnet.core import params as weights
 from linnet.core.errors import UserError
@@ -47,7 +47,7 @@ def linnet(*argv: str) -> int:
 
 
 def load(folder: Path) -> Any:
-    return configs.load(folder / "config.json").model
+    return codec.load(folder / "config.json").model
 
 
 def forget(folder: Path) -> None:
@@ -66,10 +66,10 @@ def test_a_model_states_an_id_or_none(kind: Any) -> None:
         kind(begin_id=999)
     for given in ("end", None, 7):
         values = {**dataclasses.asdict(kind()), "begin_id": given}
-        assert configs.from_dict(kind, values, "model.").begin_id == given
+        assert codec.from_dict(kind, values, "model.").begin_id == given
     with pytest.raises(UserError, match="begin_id"):
-        configs.from_dict(kind, {"begin_id": "start"}, "model.")
-    assert configs.from_dict(kind, {}, "model.").bos_id == 1, "configs from before there was a choice"
+        codec.from_dict(kind, {"begin_id": "start"}, "model.")
+    assert codec.from_dict(kind, {}, "model.").bos_id == 1, "configs from before there was a choice"
 
 
 def test_saved_sessions_belong_to_the_same_model_as_before() -> None:
@@ -129,7 +129,7 @@ def test_an_import_by_an_earlier_version_reads_as_the_release(release: Path, tmp
 
 
 def test_a_run_of_our_own_keeps_its_meaning(tmp_path: Path) -> None:
-    configs.save(RunConfig(), tmp_path / "config.json")
+    codec.save(RunConfig(), tmp_path / "config.json")
     (tmp_path / "tokenizer.model").write_bytes(TOKENIZER.read_bytes())
     forget(tmp_path)
     assert load(tmp_path).bos_id == 1

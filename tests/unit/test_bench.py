@@ -7,15 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from linnet.bench import measure, run, scaling, table, targets, worker
+from linnet.bench import measure, run, table, targets, worker
 from linnet.bench.measure import Benchmark, Span, TooLarge
-from linnet.config import presets
 from linnet.config.codec import to_json
 from linnet.config.schema import DataConfig, OptimConfig, RunConfig
 from linnet.core.errors import UserError
@@ -75,16 +73,6 @@ class TestRefusals:
     def test_a_mistake_is_refused_with_its_fix(self, job: str, options: dict[str, Any], message: str) -> None:
         with pytest.raises(UserError, match=message):
             run.run_bench(job, **options)
-
-    def test_scaling(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="train or eval"):
-            scaling.run_scaling("bench-s", [512], job="decode", out=tmp_path / "a.svg")
-        with pytest.raises(UserError, match=r"\.svg file in a folder"):
-            scaling.run_scaling("bench-s", [512], out=tmp_path / "none" / "a.svg")
-        with pytest.raises(UserError, match="use 512"):
-            scaling.run_scaling("bench-s", [500], out=tmp_path / "a.svg")
-        with pytest.raises(UserError, match="at least 512"):
-            scaling.lengths_up_to(100)
 
 
 def test_a_preset_is_measured_on_the_embedded_corpus_at_its_own_size() -> None:
@@ -197,7 +185,7 @@ def test_train_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
     assert got["tokens_per_second"] > 0
     assert "target" not in got
     assert not list(tmp_path.iterdir()), "compile time must be measured cold, and leave nothing behind"
-    assert "tokens / CPU-second" in text_of(table.render(got))
+    assert "tokens / CPU-second" in text_of(table.metrics_table(got))
 
 
 def test_a_failed_measurement_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,12 +200,15 @@ def test_a_failed_measurement_says_what_failed(monkeypatch: pytest.MonkeyPatch) 
         run.run_bench("train", TINY)
 
 
-@pytest.mark.parametrize("job", ["eval", pytest.param("train-dense", marks=pytest.mark.trial), "prefill", "decode"])
-def test_the_other_jobs_run(job: str) -> None:
+def tiny_task(job: str) -> dict[str, Any]:
     settings = json.loads(json.dumps(to_json(run.sized(TINY, 16, 2))))
     settings.pop("version")
-    task = {"job": job, "config": settings, "seconds": 0.01, "cores": None, "long_once": True, "gemm_size": 32}
-    got = worker.run_task(task)
+    return {"job": job, "config": settings, "seconds": 0.01, "cores": None, "long_once": True, "gemm_size": 32}
+
+
+@pytest.mark.parametrize("job", ["eval", "prefill", "decode"])
+def test_the_other_jobs_run(job: str) -> None:
+    got = worker.run_task(tiny_task(job), worker.run_job)
     assert got["tokens_per_cpu_second"] > 0
     if job == "prefill":
         assert got["time_to_first_token"] == pytest.approx(got["seconds_per_run"] / 2)
@@ -257,8 +248,8 @@ def test_comparing_cores_measures_again_on_one(monkeypatch: pytest.MonkeyPatch) 
     got = run.run_bench("train", compare_cores=True)
     assert asked == [None, 1]
     assert got["speedup_over_one_core"] == 1.8
-    assert "1.80x" in text_of(table.render(got))
-    assert "1.80 times as fast as one" in table.markdown([got])
+    assert "1.80x" in text_of(table.metrics_table(got))
+    assert "1.80 times as fast as one" in table.to_markdown(table.throughput_table([got]))
 
 
 def test_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,61 +268,10 @@ def test_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("target" in r for r in rows)
 
 
-class TestScaling:
-    def run(self, monkeypatch: pytest.MonkeyPatch, out: Path, **options: Any) -> dict[str, Any]:
-        """Linear: 1,000 tokens a CPU-second always. Dense: half of that at 2,048, falling with the length."""
-
-        def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
-            n = cfg.data.sequence_len
-            assert cfg.data.batch_size == 1
-            rate = 1000.0 if job == "train" else 500.0 * 2048 / n
-            if job == "train" and n > 8192:
-                return {"stopped": "it needs 99 GB"}
-            return result(
-                job=job, sequence_len=n, tokens_per_cpu_second=rate, tokens_per_second=rate, seconds_per_run=n / rate
-            )
-
-        monkeypatch.setattr(scaling, "measure_apart", fake)
-        return scaling.run_scaling("bench-s", [8192, 2048, 4096, 16384], out=out, **options)
-
-    def test_measured_points_only_and_why_there_are_no_more(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        got = self.run(monkeypatch, tmp_path / "s.svg", time_limit=20.0)
-        assert [row["sequence_len"] for row in got["points"]] == [2048, 4096, 8192]
-        assert [bool(row["dense"]) for row in got["points"]] == [True, True, False]
-        assert got["stopped"]["linear"] == "not measured from 16,384 tokens on, for it needs 99 GB"
-        assert got["stopped"]["dense"].startswith(
-            "not measured from 8,192 tokens on, for one run would take longer than 20"
-        )
-        assert [row.get("linear_over_dense") for row in got["points"]] == [2.0, 4.0, None]
-        assert [row["over_2048"] for row in got["points"]] == [1.0, 1.0, 1.0]
-
-    def test_is_told_and_drawn(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        out = tmp_path / "s.svg"
-        got = self.run(monkeypatch, out)
-        drawing = ElementTree.fromstring(out.read_text())
-        assert sum(e.tag.endswith("circle") for e in drawing.iter()) >= 3 + 4  # linear to 8,192, dense to 16,384
-        words = text_of(table.render_scaling(got))
-        assert "8.00x (target 3)" in words
-        assert "99 GB" in words
-        page = table.markdown_scaling(got)
-        assert "| 8,192 | 1,000 | 125 | 8.00x (target 3) |" in page
-        assert "commit aaaaaaaaaaaa, A processor, 2 cores usable, 16 GiB, jax 0.10.2" in page
-
-    def test_lengths_double(self) -> None:
-        assert scaling.lengths_up_to(3000) == [512, 1024, 2048]
-        assert scaling.lengths_up_to()[-1] == 65_536
-
-    def test_dropout_is_left_out(self) -> None:
-        cfg = scaling._without_dropout(presets.get("enwik8"))
-        assert (cfg.model.p_dropsin, cfg.model.p_dropres, cfg.model.p_droplyr) == (0.0, 0.0, 0.0)
-
-
 def test_markdown_has_a_row_a_result() -> None:
     plain, aimed = result(job="prefill"), result()
     aimed |= targets.compare(aimed)
-    page = table.markdown([plain, aimed])
+    page = table.to_markdown(table.throughput_table([plain, aimed]))
     assert "| prefill, T 2,048, batch 2, 2 cores | 1,000 | - | 2,000 | 12.0 | 0.90 | 50% | 85.0 | - |" in page
     assert "| 1,400, 1,400 |" in page
     assert "measured 2030-01-02 03:04 UTC" in page

@@ -51,10 +51,10 @@ def test_every_target_of_the_prior_is_measured(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_table_tells_samples_and_how_their_cost_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = table.markdown_prior(measured(monkeypatch)[1])
+    page = table.to_markdown(prior.prior_table(measured(monkeypatch)[1]))
     assert "| sample, DDIM, 64 steps, 77 encodings, batch 16 | 8 | 4, 4 |" in page
     assert "| train, no encodings, batch 64 | 8 | 130, 130 |" in page
-    assert "16 and 64 steps of DDIM, batch 64: 125.0 and 125.0 CPU-ms a sample, 1.00 times as much." in page
+    assert "16 and 64 steps of DDIM, batch 64: 125.0 and 125.0 CPU-ms per sample, 1.00 times as much." in page
 
 
 def test_a_preset_of_tokens_is_refused() -> None:

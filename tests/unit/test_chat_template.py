@@ -155,7 +155,7 @@ def test_a_wrong_file_is_refused_by_field(tmp_path: Path, content: Any, words: l
 
 
 def test_the_file_that_the_docs_show_is_read(tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent.parent / "docs" / "serving.md").read_text()
+    page = (Path(__file__).parent.parent.parent / "docs" / "serve.md").read_text()
     shown = page.split("```json\n")[1].split("```")[0]
     template = model_with(tmp_path, json.loads(shown)).template
     assert template == model_with(tmp_path, MARKED).template  # what may be left out is shown with its default

@@ -97,15 +97,18 @@ with Checkpoints(Path(sys.argv[1]), keep=5) as saver:
     def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    right = checksum.of_boxes
-    for step, harm in ((3, fail), (4, die)):
-        checksum.of_boxes = harm if jax.process_index() == 3 else right
+    # Process 3 cannot write, process 0 cannot commit what all have written, process 3 dies.
+    harms = ((3, checksum, "of_boxes", fail), (0, os, "fsync", fail), (3, checksum, "of_boxes", die))
+    for step, (process, module, name, harm) in enumerate(harms, 3):
+        right = getattr(module, name)
+        setattr(module, name, harm if jax.process_index() == process else right)
         try:
             began = time.monotonic()
             saver.save(step, cm.state(step, mesh), extra={})
             saver.wait()
         except CheckpointError as error:
             cm.say(error=str(error), took=time.monotonic() - began)
+        setattr(module, name, right)
     os._exit(0)  # The way out of a cluster that has lost a process is not what is tried here.
 """
 
@@ -139,18 +142,20 @@ def written(state: Path) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_four_processes_save_their_shares_and_two_or_one_go_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     four = cm.cluster(4, SAVE_ON_FOUR, str(run))
     assert [code for code, _, _ in four] == [0, 0, 0, -9], four
     for _, said, _ in four:
         assert said[0] == {"steps": [1, 2], "same": True}
-        assert "No space left on device" in said[1]["error"] or "too full" in said[1]["error"]
-        assert "intact: [1, 2]" in said[1]["error"]
-        assert said[1]["took"] < 120, "it did not wait for a time limit"
+        for failure in said[1:3]:
+            assert "No space left on device" in failure["error"] or "too full" in failure["error"]
+            assert "intact: [1, 2]" in failure["error"]
+            assert failure["took"] < 120, "it did not wait for a time limit"
     for _, said, _ in four[:3]:
-        assert "another process of this run has ended" in said[2]["error"]
-        assert said[2]["took"] < 120
+        assert "another process of this run has ended" in said[3]["error"]
+        assert said[3]["took"] < 120
     assert sorted(entry.name for entry in run.iterdir() if "tmp" not in entry.name) == [
         "000000001",
         "000000002",
@@ -181,7 +186,7 @@ def test_four_processes_save_their_shares_and_two_or_one_go_on(tmp_path: Path) -
 
 
 def box(array: np.ndarray, *cuts: slice) -> checksum.Box:
-    return tuple(cut.start for cut in cuts), array[cuts]
+    return tuple(cut.start for cut in cuts), np.asarray(array[cuts])
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32", "float64"])
@@ -227,7 +232,7 @@ def test_a_checkpoint_of_the_old_kind_is_still_read_and_proven(
     import jax
     import jax.numpy as jnp
 
-    from linnet.runs.checkpoint import reader as snapshot
+    from linnet.runs.checkpoint import reader
 
     state = {"w": jnp.arange(12.0).reshape(3, 4), "empty": jnp.zeros((0, 2)), "n": jnp.int32(3)}
     target = jax.eval_shape(lambda: state)
@@ -240,8 +245,8 @@ def test_a_checkpoint_of_the_old_kind_is_still_read_and_proven(
         del body["crc32"]
         for name, row in body["leaves"].items():
             del row["sum"]
-            row["crc32"] = snapshot._crc32(name, np.asarray(state[name])) ^ (step == 2 and name == "w")
-        file.write_text(json.dumps(body | {"crc32": snapshot.body_checksum(body)}))
+            row["crc32"] = reader._crc32(name, np.asarray(state[name])) ^ (step == 2 and name == "w")
+        file.write_text(json.dumps(body | {"crc32": reader.body_checksum(body)}))
     found = Checkpoints(tmp_path, keep=3).restore(target)
     assert found.step == 1
     assert np.array_equal(found.state["w"], state["w"])

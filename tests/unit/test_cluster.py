@@ -270,10 +270,10 @@ def test_an_error_that_a_lost_process_left_behind_is_known_by_its_status_whereve
 
 
 def test_a_process_on_its_own_is_watched_by_nobody() -> None:
-    with monitor(say=print, tell=print, saved=lambda: None) as watch:
+    with monitor(log=print, notify=print, saved=lambda: None) as watch:
         assert isinstance(watch, NullMonitor)
         watch.stepped(1, 0.0)
-    with pytest.raises(ValueError, match="UNKNOWN"), monitor(say=print, tell=print, saved=lambda: None):
+    with pytest.raises(ValueError, match="UNKNOWN"), monitor(log=print, notify=print, saved=lambda: None):
         raise ValueError("UNKNOWN: passes through at once")
 
 

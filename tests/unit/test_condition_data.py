@@ -126,7 +126,7 @@ def test_what_is_no_row_for_every_picture_is_refused(folder: Path, tmp_path: Pat
 def test_text_has_no_condition(source: Path, tmp_path: Path) -> None:
     prepare(task_of(Listed([[b"some text"] * 3] * 9)), tmp_path / "text")
     for text in (source, tmp_path / "text"):
-        with pytest.raises(UserError, match="is text, not pictures"):
+        with pytest.raises(UserError, match="is text, not images"):
             opened(text, "builtin")
 
 

@@ -14,8 +14,8 @@ import pair_files
 import pytest
 from picture_files import png
 
+from linnet.api.training import keep_remarks
 from linnet.cli import main
-from linnet.cli.train import keep_remarks
 from linnet.config.schema import OptimConfig, PairsConfig, RunConfig, TrainConfig
 from linnet.convert.dalle2 import parts as dalle2_parts
 from linnet.convert.dalle2.config import folder_hint, remarks, run_config
@@ -192,8 +192,8 @@ def _owner(name: str) -> type:
         ("train.learning_rate", 1, "unknown setting train.'learning_rate'"),
         ("tracker.log.wandb_projects", "x", "did you mean 'wandb_project'?"),
         ("evaluate", {}, "unknown setting 'evaluate'"),
-        ("decoder", {}, "Linnet has no such decoder"),
-        ("data.splits.test", 0.2, r"shares that sum to 1 \(these sum to 1.1\)"),
+        ("decoder", {}, "Linnet has no decoder"),
+        ("data.splits.test", 0.2, r"fractions that sum to 1 \(these sum to 1.1\)"),
         ("data.splits", {"train": 0, "val": 0.5, "test": 0.5}, "data.splits.train is 0, but it must be above 0"),
         ("data.image_url", None, "data.image_url is missing"),
         ("prior.net.depth", None, "prior.net.depth is missing"),
@@ -273,7 +273,7 @@ def test_separate_places_are_taken_as_they_are(folder: Path) -> None:
     places = {"images": str(folder / "img_emb"), "texts": str(folder / "text_emb")}
     cfg, said = opened(newer(), **places)
     assert (cfg.pairs.images, cfg.pairs.texts, cfg.pairs.metadata) == (*places.values(), None)
-    assert any("data.meta_url (<where your captions are>) is no path here" in words for words in said)
+    assert any("data.meta_url (<where your captions are>) is not a local path" in words for words in said)
 
 
 def test_images_named_by_a_flag_leave_addresses_behind(folder: Path) -> None:

@@ -164,7 +164,7 @@ def test_errors_that_may_pass_are_tried_again_and_others_not(server: Server, tmp
     fetch(server.url, tmp_path / "file", sha256=SHA256)
     assert len(server.asked) == 3
     server.statuses = (404,)
-    assert "the server answers 404" in refused(server.url, tmp_path / "other")
+    assert "the server returned 404" in refused(server.url, tmp_path / "other")
     assert len(server.asked) == 4
 
 
@@ -173,8 +173,11 @@ def test_without_a_network_it_says_what_to_fetch_and_where_to_put_it(server: Ser
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/file"
         message = refused(url, tmp_path / "file")
-        assert message.startswith(f"{url} cannot be fetched (")
-        assert f"fetch it where there is a network and put it at {tmp_path / 'file'}, or give it with --from" in message
+        assert message.startswith(f"{url} cannot be downloaded (")
+        assert (
+            f"download it on a machine with network access and put it at {tmp_path / 'file'}, or give it with --from"
+            in message
+        )
         with pytest.raises(UserError, match="Fix: do this."):
             read_url(url, "do this")
 
@@ -190,5 +193,5 @@ def test_a_small_answer(server: Server) -> None:
     server.statuses = (500,)
     assert read_url(server.url, "nothing") == CONTENT
     server.statuses = (403,)
-    with pytest.raises(UserError, match="answers 403"):
+    with pytest.raises(UserError, match="returned 403"):
         read_url(server.url, "nothing")

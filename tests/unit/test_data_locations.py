@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from linnet.cli.dispatch import main
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import DataConfig, PairsConfig, RunConfig
 from linnet.core.errors import UserError
 from linnet.data import load_dataset
@@ -54,14 +54,14 @@ def moved(project: Path, tmp_path: Path) -> Path:
     """A copy of the run alone, whose `base` no longer exists: the project was moved elsewhere."""
     run = tmp_path / "copy"
     shutil.copytree(project / "run", run)
-    cfg = configs.load(run / "config.json")
+    cfg = codec.load(run / "config.json")
     gone = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, base=str(tmp_path / "gone")))
-    configs.save(gone, run / "config.json")
+    codec.save(gone, run / "config.json")
     return run
 
 
 def test_the_typed_path_and_its_absolute_form_are_kept(project: Path) -> None:
-    cfg = configs.load(project / "run" / "config.json")
+    cfg = codec.load(project / "run" / "config.json")
     assert (cfg.data.source, cfg.data.base) == ("corpus.txt", str(project))
     found = json.loads((project / "run" / "data.json").read_text())
     assert found["source"] == "corpus.txt"
@@ -76,7 +76,7 @@ def test_a_run_is_evaluated_and_resumed_from_another_directory(
     code, said = command(capsys, "eval", str(project / "run"), "--limit", "1", "--json")
     assert code == 0, said
     assert command(capsys, "train", str(project / "run"), "--quiet")[0] == 0
-    assert configs.load(project / "run" / "config.json").data.base == str(project)
+    assert codec.load(project / "run" / "config.json").data.base == str(project)
 
 
 def test_a_new_location_is_accepted_by_content(
@@ -102,7 +102,7 @@ def test_a_new_location_is_accepted_by_content(
         assert f"linnet eval {moved} --source other.txt" in said
     assert (moved / "config.json").read_bytes() == before
     assert command(capsys, "train", str(moved), "--data.source", "new/corpus.txt", "--quiet")[0] == 0
-    assert configs.load(moved / "config.json").data.source == "new/corpus.txt"
+    assert codec.load(moved / "config.json").data.source == "new/corpus.txt"
     monkeypatch.chdir(new)
     code, said = command(capsys, "eval", str(moved), "--limit", "1", "--json")
     assert code == 0, said

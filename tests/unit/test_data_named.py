@@ -133,7 +133,7 @@ def test_another_text_is_not_enwik8(small: Stream, tmp_path: Path) -> None:
     assert "--from is" in refused("enwik8", tmp_path / "nowhere", tmp_path)
     whole = pack("enwik8.zip", tmp_path / "z").read_bytes()
     (tmp_path / "enwik8.zip").write_bytes(whole[:-500])
-    assert "enwik8.zip is damaged or cut short, and cannot be unpacked" in refused(
+    assert "enwik8.zip is corrupt or truncated, and cannot be unpacked" in refused(
         "enwik8", tmp_path / "enwik8.zip", tmp_path
     )
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
@@ -227,7 +227,7 @@ def test_pg19_is_fetched_with_its_checksums(tmp_path: Path, monkeypatch: pytest.
     open_named("pg19", None, tmp_path)
     assert sorted(fetched) == books, "what is there is not fetched again"
     monkeypatch.setattr(named_module, "read_url", lambda url, instead: b"<html>")
-    assert "did not answer with a listing" in refused("pg19", None, tmp_path)
+    assert "did not return a listing" in refused("pg19", None, tmp_path)
 
 
 def test_pg19_without_a_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from linnet.data.images import to_image
 from linnet.data.index import Index
 from linnet.data.prepare import chunks as chunks_module
 from linnet.data.prepare import pipeline as prepare_module
-from linnet.data.prepare.chunks import Shares
-from linnet.data.prepare.pipeline import Task, prepare
+from linnet.data.prepare.chunks import SplitFractions
+from linnet.data.prepare.pipeline import PrepareConfig, prepare
 from linnet.data.prepare.shards import count_words
 from linnet.data.sources.documents import open_documents
 from linnet.data.sources.images import open_pictures
@@ -89,11 +89,11 @@ def documents_of(data: TokenDataset, name: str, ends: bool) -> list[bytes]:
 
 
 def test_a_hash_of_the_name_divides_and_adding_documents_moves_none() -> None:
-    shares = Shares(validation=0.1, test=0.2)
+    shares = SplitFractions(validation=0.1, test=0.2)
     drawn = Counter(shares.of(f"file{i}") for i in range(5000))
     assert abs(drawn["test"] - 1000) < 120
     assert abs(drawn["validation"] - 500) < 90
-    assert shares.of("file7") == Shares(validation=0.1, test=0.2).of("file7")
+    assert shares.of("file7") == SplitFractions(validation=0.1, test=0.2).of("file7")
 
 
 def test_one_text_is_divided_by_its_tail_as_unprepared_text_is(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_another_source_or_option_is_refused_in_the_same_folder(
     with pytest.raises(KeyboardInterrupt):
         prepare(task_of(source), tmp_path / "begun")
     with pytest.raises(UserError, match="unfinished preparation of something else"):
-        prepare(task_of(source, shares=Shares(validation=0.1, test=0.1)), tmp_path / "begun")
+        prepare(task_of(source, fractions=SplitFractions(validation=0.1, test=0.1)), tmp_path / "begun")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep me")
     with pytest.raises(UserError, match="a new or empty folder"):
@@ -202,7 +202,7 @@ def pictures_in(folder: Path, n: int) -> np.ndarray:
     return values
 
 
-def picture_task(folder: Path, **changes: Any) -> Task:
+def picture_task(folder: Path, **changes: Any) -> PrepareConfig:
     return task_of(open_pictures(str(folder)), size=4, **changes)
 
 
@@ -222,7 +222,7 @@ def test_pictures_are_one_a_sequence(tmp_path: Path) -> None:
 
 def test_few_pictures_are_never_cut_by_the_tail(tmp_path: Path) -> None:
     pictures_in(tmp_path / "in", 7)
-    prepare(picture_task(tmp_path / "in", shares=Shares(validation=0.15, test=0.15)), tmp_path / "out")
+    prepare(picture_task(tmp_path / "in", fractions=SplitFractions(validation=0.15, test=0.15)), tmp_path / "out")
     data = opened(tmp_path / "out", 48)
     assert [data.split(name).n_tokens % 48 for name in SPLITS] == [0, 0, 0]
     assert sum(data.split(name).n_documents for name in SPLITS) == 7
@@ -231,7 +231,7 @@ def test_few_pictures_are_never_cut_by_the_tail(tmp_path: Path) -> None:
 def test_broken_pictures_are_counted_and_refused_above_the_limit(tmp_path: Path) -> None:
     values = pictures_in(tmp_path / "in", 30)
     (tmp_path / "in" / "010.png").write_bytes(to_image(values[10])[:40])
-    with pytest.raises(UserError, match=r"1 of 30 pictures are broken.*010.png.*--max-broken"):
+    with pytest.raises(UserError, match=r"1 of 30 images are broken.*010.png.*--max-broken"):
         prepare(picture_task(tmp_path / "in"), tmp_path / "out")
     index = prepare(picture_task(tmp_path / "in", max_broken=0.05), tmp_path / "out")
     assert sum(split.n_documents for split in index.splits.values()) == 29

@@ -44,7 +44,7 @@ def test_a_flipped_byte_is_found(good: Path, tmp_path: Path) -> None:
     content[7] ^= 1
     shard.write_bytes(content)
     assert len(indexes.problems(folder, indexes.load(folder), checksums=True)) == 1
-    with pytest.raises(UserError, match=r"train-00000.bin was altered"):
+    with pytest.raises(UserError, match=r"train-00000.bin was modified"):
         opened(folder)
 
 
@@ -82,7 +82,7 @@ def test_an_index_from_elsewhere_is_refused(good: Path, tmp_path: Path, change: 
 def test_tables_that_do_not_add_up_are_found(good: Path, tmp_path: Path) -> None:
     folder = copied(good, tmp_path / "data")
     (folder / "train.documents.npy").write_bytes((folder / "test.documents.npy").read_bytes())
-    assert any("altered" in words for words in indexes.problems(folder, indexes.load(folder), checksums=True))
+    assert any("modified" in words for words in indexes.problems(folder, indexes.load(folder), checksums=True))
 
 
 def test_another_tokenizer_beside_the_data_is_refused(good: Path, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_another_tokenizer_beside_the_data_is_refused(good: Path, tmp_path: Path
 
 
 def test_options_of_unprepared_text_are_refused(good: Path) -> None:
-    with pytest.raises(UserError, match="was divided when it was prepared"):
+    with pytest.raises(UserError, match="was split when it was prepared"):
         load_dataset(DataConfig(source=str(good), validation_fraction=0.2), 0)
     with pytest.raises(UserError, match="data.validation_files"):
         load_dataset(DataConfig(source=str(good), validation_files=("x",)), 0)

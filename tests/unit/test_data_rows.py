@@ -139,7 +139,7 @@ def test_one_split_of_the_hub_is_divided_as_any_source(monkeypatch: pytest.Monke
     fake_hub(monkeypatch, {"de": [], "en": []})
     assert "(it has: de, en)" in refused("hf:owner/name")
     fake_hub(monkeypatch, {"train": []})
-    assert "something with text" in refused("hf:owner/name")
+    assert "a source with text" in refused("hf:owner/name")
 
 
 def test_what_can_go_wrong_with_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,4 +152,4 @@ def test_what_can_go_wrong_with_the_hub(monkeypatch: pytest.MonkeyPatch) -> None
 
     fake_hub(monkeypatch, {})
     sys.modules["datasets"].load_dataset = no_network  # pyright: ignore[reportAttributeAccessIssue]
-    assert "the data set 'owner/name' cannot be read (Couldn't reach the Hub)" in refused("hf:owner/name")
+    assert "the dataset 'owner/name' cannot be read (Couldn't reach the Hub)" in refused("hf:owner/name")

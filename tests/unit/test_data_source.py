@@ -139,7 +139,7 @@ def test_the_standard_library_is_a_corpus() -> None:
 
 def test_a_python_without_source_text_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
-    assert "comes with its source text" in refused("python-stdlib")
+    assert "comes with its source files" in refused("python-stdlib")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_python_without_source_text_is_said(tmp_path: Path, monkeypatch: pytes
         ("v*", "it matches folders only; use {root}/v*/**"),
         ("empty", "left out: 2 empty"),
         ("binary", "left out: 1 binary"),
-        ("binary/archive.gz", "for archives, parquet and pictures run `linnet data prepare`"),
+        ("binary/archive.gz", "for archives, parquet and images run `linnet data prepare`"),
         ("nul\0character", "an existing file"),
     ],
 )

@@ -10,7 +10,7 @@ import checkpoint_mesh as cm
 import pytest
 import tiny
 
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.core.errors import UserError
 from linnet.models.tensor_parallel import check_serving
 from linnet.parallel import mesh as meshes
@@ -63,7 +63,7 @@ def check(told: dict[str, Any]) -> None:
     assert told["weight_bytes"] < 0.9 * told["whole_weight_bytes"]
 
 
-@pytest.mark.parametrize("name", [pytest.param("experts", marks=pytest.mark.optimized), "moe"])
+@pytest.mark.parametrize("name", [pytest.param("experts", marks=[pytest.mark.optimized, pytest.mark.slow]), "moe"])
 def test_decoding_on_a_mesh_equals_one_device(name: str) -> None:
     """Several heads: see the two processes below."""
     (told,) = ask([(name, ["model=2,expert=2"], "float32")], timeout=400)
@@ -138,7 +138,7 @@ def test_a_mesh_that_makes_no_sense_for_serving_is_refused(text: str, fix: str) 
 
 
 def test_a_mesh_that_does_not_cut_the_model_evenly_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
-    configs.save(tiny.config(tmp_path), tmp_path / "config.json")
+    codec.save(tiny.config(tmp_path), tmp_path / "config.json")
     assert decoding_mesh(tmp_path, "") is None
     with pytest.raises(UserError, match=r"n_head.*use --mesh model=2"):
         decoding_mesh(tmp_path, "model=3")

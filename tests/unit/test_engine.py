@@ -1,4 +1,4 @@
-"""The engine: a request's tokens and log-probabilities are its own, bit for bit, whatever happens around it."""
+"""The engine: tokens and log-probabilities of a request are bit-identical, whatever else runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.mark.optimized
-def test_many_at_once_are_each_as_alone(engine: Engine) -> None:
+def test_concurrent_requests_equal_solo_runs(engine: Engine) -> None:
     draw = np.random.default_rng(0)
     requests = [
         request(
@@ -66,7 +66,7 @@ def test_many_at_once_are_each_as_alone(engine: Engine) -> None:
 
 
 @pytest.mark.optimized
-def test_one_alone_runs_at_once_and_the_cache_changes_no_bit(engine: Engine) -> None:
+def test_single_request_starts_immediately_and_prefix_cache_is_exact(engine: Engine) -> None:
     prompt = "a beginning that many share. " * 20
     with running_engine(prefix_bytes=0) as cold:
         want = ask(cold, prompt + "x", seed=5, top_logprobs=3)
@@ -80,7 +80,7 @@ def test_one_alone_runs_at_once_and_the_cache_changes_no_bit(engine: Engine) -> 
         assert (answer.tokens, answer.logprobs, answer.top) == (want.tokens, want.logprobs, want.top)
 
 
-def test_a_newcomers_first_token_is_drawn_alone_and_cuts_nobodys_dispatch_short(engine: Engine) -> None:
+def test_first_token_is_unbatched_and_does_not_shorten_dispatches(engine: Engine) -> None:
     runs = Asked(engine, request(b"one who runs", max_tokens=1 + 20 * N_TICKS, ignore_end=True))
     first = runs.events.get(timeout=60), runs.events.get(timeout=60)
     newcomers = [Asked(engine, request(b"late", max_tokens=40, ignore_end=True))]
@@ -96,7 +96,7 @@ def test_a_newcomers_first_token_is_drawn_alone_and_cuts_nobodys_dispatch_short(
 
 
 @pytest.mark.optimized
-def test_a_state_goes_on_as_if_never_stopped(engine: Engine) -> None:
+def test_restored_state_continues_exactly(engine: Engine) -> None:
     whole = ask(engine, "once upon", seed=9, max_tokens=40)
     for cut in (1, 7, 8, 9, 23):
         first = ask(engine, "once upon", seed=9, max_tokens=cut, return_state=True)
@@ -109,7 +109,7 @@ def test_a_state_goes_on_as_if_never_stopped(engine: Engine) -> None:
 
 
 @pytest.mark.optimized
-def test_a_state_does_not_depend_on_neighbours(engine: Engine) -> None:
+def test_state_is_batch_invariant(engine: Engine) -> None:
     alone = ask(engine, "hello", seed=2, max_tokens=21, return_state=True)
     neighbours = [Asked(engine, request("x" * 200, seed=i, max_tokens=50)) for i in range(4)]
     busy = ask(engine, "hello", seed=2, max_tokens=21, return_state=True)
@@ -124,14 +124,14 @@ def test_a_state_does_not_depend_on_neighbours(engine: Engine) -> None:
     assert again[0] == again[1] == again[2]
 
 
-def test_a_state_that_is_not_ours_is_refused(engine: Engine) -> None:
+def test_foreign_or_damaged_state_is_rejected(engine: Engine) -> None:
     state = ask(engine, "hello", return_state=True).end.state
     assert_altered_is_refused(engine, state)
     with pytest.raises(UserError, match="another model"):
         engine.submit(request(state=dataclasses.replace(state, model="0" * 64)), print)
 
 
-def test_rules_of_a_request(engine: Engine) -> None:
+def test_sampling_settings_of_a_request(engine: Engine) -> None:
     allowed = frozenset({70, 80, 90})
     assert set(ask(engine, max_tokens=30, allowed=allowed).tokens) <= allowed
     assert not set(ask(engine, max_tokens=200, banned=frozenset(range(3, 200))).tokens) & set(range(3, 200))
@@ -142,8 +142,8 @@ def test_rules_of_a_request(engine: Engine) -> None:
     assert len(set(seldom)) > len(set(often))
 
 
-def test_pictures_are_those_that_sample_paints(engine: Engine) -> None:
-    """The same ids are forbidden to both, by the same arithmetic."""
+def test_images_equal_those_of_linnet_sample(engine: Engine) -> None:
+    """Both forbid the same ids with the same arithmetic."""
     values = range(FIRST_BYTE, N_BYTE_IDS)
     answer = ask(engine, seed=5, max_tokens=90, temperature=30.0, allowed=frozenset(values))
     settings = sampling_settings(1, temperature=30.0)
@@ -164,7 +164,7 @@ def test_pictures_are_those_that_sample_paints(engine: Engine) -> None:
     assert min(painted) >= FIRST_BYTE
 
 
-def test_top_logprobs_are_the_likeliest(engine: Engine) -> None:
+def test_top_logprobs_are_the_most_likely_tokens(engine: Engine) -> None:
     answer = ask(engine, "abc", temperature=0.0, top_logprobs=4)
     for token, logprob, top in zip(answer.tokens, answer.logprobs, answer.top, strict=True):
         assert len(top) == 4
@@ -172,7 +172,7 @@ def test_top_logprobs_are_the_likeliest(engine: Engine) -> None:
         assert [c.logprob for c in top] == sorted((c.logprob for c in top), reverse=True)
 
 
-def test_prompt_logprobs_are_those_of_the_model(engine: Engine) -> None:
+def test_prompt_logprobs_equal_the_models(engine: Engine) -> None:
     asked = request("x" * 40 + "abcdefg" * 30, prompt_logprobs=True)
     answer = Asked(engine, asked).answer()
     assert answer.read is not None
@@ -193,7 +193,7 @@ def test_prompt_logprobs_are_those_of_the_model(engine: Engine) -> None:
     assert answer.tokens == plain(asked)[0]
 
 
-def test_the_likeliest_of_the_prompts_places_are_those_of_the_model(engine: Engine) -> None:
+def test_prompt_top_logprobs_equal_the_models(engine: Engine) -> None:
     def read(asked: Request) -> PrefillDone:
         told = Asked(engine, asked).answer().read
         assert told is not None
@@ -220,7 +220,7 @@ def test_the_likeliest_of_the_prompts_places_are_those_of_the_model(engine: Engi
             assert other.logprobs[place] <= min(likeliest.values())
 
 
-def test_a_grammar_is_obeyed(engine: Engine) -> None:
+def test_grammar_constrains_the_answer(engine: Engine) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}},
@@ -244,8 +244,8 @@ def test_a_grammar_is_obeyed(engine: Engine) -> None:
 
 
 @pytest.mark.optimized
-def test_long_ones_make_room_and_stay_the_same() -> None:
-    """More long requests than slots: they are parked and go on elsewhere, with the same bits."""
+def test_preempted_requests_are_exact() -> None:
+    """More long requests than slots: they are preempted and continue in other slots, bit-identically."""
     with running_engine(n_slots=2) as engine:
         requests = [request(f"{i}", seed=i, max_tokens=700) for i in range(4)]
         asked = [Asked(engine, one) for one in requests]

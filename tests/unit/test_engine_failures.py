@@ -1,4 +1,4 @@
-"""What goes wrong in the engine stays with whom it belongs to: nobody else's bits, tokens or turns are touched."""
+"""Failures in the engine affect only the requests that cause them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize(("step", "nth"), [("take", 3), ("put", 4)])
-def test_a_failure_loses_no_token_of_who_goes_on(step: str, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever steps aside has tokens on their way, and whoever takes its place is in no slot yet: neither may be left so."""
+@pytest.mark.parametrize(("step", "nth"), [("save", 3), ("load", 4)])
+def test_device_failure_loses_no_tokens_of_surviving_requests(
+    step: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preempted request has tokens in flight, and its successor is not in a slot yet: neither may be lost."""
     with running_engine(n_slots=1) as engine:
         real, calls = getattr(engine.backend, step), itertools.count(1)
 
@@ -47,7 +49,7 @@ def test_a_failure_loses_no_token_of_who_goes_on(step: str, nth: int, monkeypatc
         assert "error" in [answer.end.reason for answer in answers]
 
 
-def test_one_who_waits_with_a_state_outlives_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_request_with_a_state_survives_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_engine(n_slots=1) as engine:
         state = ask(engine, "hello", return_state=True).end.state
         want = ask(engine, " more", state=state).tokens
@@ -68,11 +70,11 @@ def test_one_who_waits_with_a_state_outlives_a_failure(monkeypatch: pytest.Monke
         assert waits.answer().tokens == want
 
 
-def test_a_request_may_come_while_the_books_are_read() -> None:
+def test_request_can_be_submitted_while_jobs_are_iterated() -> None:
     comes, late, threads = threading.Event(), [], []
 
     class Books(dict[str, Any]):
-        """Somebody asks for something in the middle of every look through it, if they are let."""
+        """A dict that lets another thread submit a request during every iteration, unless a lock prevents it."""
 
         def values(self) -> Any:
             for job in super().values():
@@ -92,7 +94,7 @@ def test_a_request_may_come_while_the_books_are_read() -> None:
         assert late[0].answer().end.reason == "length"
 
 
-def test_one_who_is_stuck_leaves_nothing_in_its_slot() -> None:
+def test_stuck_request_leaves_no_mask_in_its_slot() -> None:
     with running_engine(n_slots=1) as engine:
         one = request("x", seed=4)
         stuck = ask(engine, constraint=Constraint(kind="regex", grammar="a+b"), banned=frozenset({ord("a") + 3}))
@@ -100,9 +102,7 @@ def test_one_who_is_stuck_leaves_nothing_in_its_slot() -> None:
         assert Asked(engine, one).answer().tokens == plain(one)[0]
 
 
-def test_a_grammar_that_ends_too_early_or_takes_too_long_ends_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_grammar_ends_only_its_own_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     neighbour = request("x", seed=5, max_tokens=80)
     beside = Asked(engine, neighbour)
     empty = Constraint(kind="regex", grammar="")
@@ -121,7 +121,7 @@ def test_a_grammar_that_ends_too_early_or_takes_too_long_ends_alone(
 
 
 @pytest.mark.parametrize("rules", [{"allowed": frozenset({1, 70})}, {"banned": frozenset(range(259)) - {1, 70}}])
-def test_no_forbidden_id_is_drawn_for_want_of_others(engine: Engine, rules: dict[str, Any]) -> None:
+def test_forbidden_ids_are_never_sampled(engine: Engine, rules: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="min_tokens"):
         ask(engine, ignore_end=False, min_tokens=2, stop_ids=frozenset({70}), **rules)
     assert ask(engine, ignore_end=False, min_tokens=2, max_tokens=2, **rules).tokens == [70, 70]
@@ -130,7 +130,7 @@ def test_no_forbidden_id_is_drawn_for_want_of_others(engine: Engine, rules: dict
 
 @pytest.mark.parametrize("penalty", [0.01, 1.0, 100.0])
 @pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, 100.0])
-def test_settings_at_their_bounds_draw_an_id_there_is(engine: Engine, temperature: float, penalty: float) -> None:
+def test_extreme_settings_sample_valid_ids(engine: Engine, temperature: float, penalty: float) -> None:
     extremes = {"logit_bias": {5: 100.0, 6: 100.0, 7: -100.0}, "top_p": 1e-6, "typical_p": 1e-6, "min_p": 1.0}
     for name, value in extremes.items():
         rules: dict[str, Any] = {name: value, "temperature": temperature, "repetition_penalty": penalty}
@@ -138,6 +138,6 @@ def test_settings_at_their_bounds_draw_an_id_there_is(engine: Engine, temperatur
 
 
 @pytest.mark.parametrize("temperature", [1e-7, 1e-37, 1e-45, 1e-300])
-def test_a_temperature_that_no_logit_can_be_divided_by_is_refused(temperature: float) -> None:
+def test_too_small_temperature_is_rejected(temperature: float) -> None:
     with pytest.raises(UserError, match="greedy"):
         request("x", temperature=temperature)

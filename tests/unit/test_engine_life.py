@@ -1,4 +1,4 @@
-"""How requests and the engine end: for the reason told, within the bounds, and with the slot free for the next one."""
+"""How requests and the engine end: finish reasons, bounds, and released slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-def test_it_ends_for_the_reason_told(engine: Engine) -> None:
+def test_finish_reasons(engine: Engine) -> None:
     answer = ask(engine, seed=1, max_tokens=60)
     text = bytes(t - 3 for t in answer.tokens if t >= 3)
     token = answer.tokens[5]
@@ -47,7 +47,7 @@ def test_it_ends_for_the_reason_told(engine: Engine) -> None:
     assert event.offsets == (0,)
 
 
-def test_cancel_and_deadline_end_it_and_free_the_slot(engine: Engine) -> None:
+def test_cancel_and_deadline_free_the_slot(engine: Engine) -> None:
     asked = Asked(engine, request("x", max_tokens=10**6))
     engine.cancel(asked.request.id)
     assert asked.answer().end.reason == "cancelled"
@@ -58,7 +58,7 @@ def test_cancel_and_deadline_end_it_and_free_the_slot(engine: Engine) -> None:
     assert stats["running"] == stats["waiting"] == stats["parked"] == stats["reading"] == 0
 
 
-def test_bounds_are_kept(engine: Engine) -> None:
+def test_bounds_are_enforced(engine: Engine) -> None:
     with running_engine(n_slots=1, max_waiting=2) as small:
         running = [Asked(small, request("x", max_tokens=10**6)) for _ in range(2)]
         with pytest.raises(QueueFull):
@@ -73,9 +73,7 @@ def test_bounds_are_kept(engine: Engine) -> None:
         engine.submit(too_long, print)
 
 
-def test_a_failed_batch_fails_its_requests_and_the_engine_lives(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_batch_fails_its_requests_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     real, left = engine.backend.dispatch, threading.Semaphore(1)
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -91,12 +89,12 @@ def test_a_failed_batch_fails_its_requests_and_the_engine_lives(
     assert Asked(engine, one).answer().tokens == plain(one)[0]
 
 
-def test_stopping_lets_what_runs_finish() -> None:
+def test_stop_lets_running_requests_finish() -> None:
     engine = make()
     asked = [Asked(engine, request("x", seed=i, max_tokens=50)) for i in range(5)]
     assert engine.stop(within=60)
     assert all(one.answer().end.reason == "length" for one in asked)
-    with pytest.raises(UserError, match="about to stop"):
+    with pytest.raises(UserError, match="shutting down"):
         engine.submit(request("x"), print)
 
 
@@ -118,6 +116,6 @@ def test_stopping_lets_what_runs_finish() -> None:
         ("top_logprobs", 10**9),
     ],
 )
-def test_bad_settings_are_refused_when_made(field: str, value: Any) -> None:
+def test_invalid_settings_are_rejected_on_construction(field: str, value: Any) -> None:
     with pytest.raises(UserError):
         Sampling(**{"max_tokens": 12, field: value})

@@ -1,4 +1,4 @@
-"""Models with experts in the engine: what holds for `vq` holds for `moe`, whose state grows up to a context, and for both joined."""
+"""The engine with `moe` models, whose state grows up to a context, and with `vq-moe`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTEXT = MOE.cfg.context
 
 
 def lowered(model: Model) -> Model:
-    """Weights of 8 bits and activations of 16."""
+    """8-bit weights and 16-bit activations."""
     params = quant.cast_params(model.params, model.family.param_specs(model.cfg), "int8")
     return dataclasses.replace(model, params=params, cfg=dataclasses.replace(model.cfg, dtype="bfloat16"))
 
@@ -49,8 +49,8 @@ def through_a_file(engine: Engine, state: State) -> State:
     return states.from_bytes(states.to_bytes(state), engine.backend.abstract_state, engine.fingerprint)
 
 
-def test_many_at_once_are_each_as_alone(served: tuple[Model, Engine]) -> None:
-    """More of them than slots, so that some are parked and go on elsewhere; some beside a grammar."""
+def test_concurrent_requests_equal_solo_runs(served: tuple[Model, Engine]) -> None:
+    """More requests than slots, so that some are preempted; some run beside a grammar."""
     model, engine = served
     draw = np.random.default_rng(0)
     requests = [
@@ -74,8 +74,8 @@ def test_many_at_once_are_each_as_alone(served: tuple[Model, Engine]) -> None:
     assert grammar.answer().text.isalpha()
 
 
-def test_a_request_tells_the_same_beside_any_neighbours(served: tuple[Model, Engine]) -> None:
-    """The likeliest, the prompt's log-probabilities and the state too."""
+def test_request_is_batch_invariant(served: tuple[Model, Engine]) -> None:
+    """Also top log-probabilities, prompt log-probabilities and the state."""
     model, engine = served
     asked = request("the one " * 20, seed=2, max_tokens=21, top_logprobs=3, prompt_logprobs=True, return_state=True)
     alone = result(solo(asked, n_slots=3, model=model))
@@ -89,7 +89,7 @@ def test_a_request_tells_the_same_beside_any_neighbours(served: tuple[Model, Eng
 @pytest.mark.parametrize(
     "model", [MOE, pytest.param(VQ_MOE, marks=pytest.mark.trial), lowered(MOE)], ids=["moe", "vq-moe", "int8"]
 )
-def test_a_state_from_a_file_goes_on_in_another_engine_as_if_never_stopped(model: Model) -> None:
+def test_state_from_a_file_continues_exactly_in_another_engine(model: Model) -> None:
     with running_engine(model) as engine:
         whole = ask(engine, "once upon " * 12, seed=9, max_tokens=40)
         firsts = {
@@ -110,7 +110,7 @@ def test_a_state_from_a_file_goes_on_in_another_engine_as_if_never_stopped(model
             neighbour.answer()
 
 
-def test_a_state_of_few_bits_is_held_in_16(engine: Engine) -> None:
+def test_state_of_a_quantized_model_is_16_bit(engine: Engine) -> None:
     with running_engine(lowered(MOE)) as half:
         state = ask(half, "x", return_state=True).end.state
         full = ask(engine, "x", return_state=True).end.state
@@ -120,7 +120,7 @@ def test_a_state_of_few_bits_is_held_in_16(engine: Engine) -> None:
             through_a_file(half, full)
 
 
-def test_forks_go_their_own_ways(served: tuple[Model, Engine]) -> None:
+def test_forks_are_independent(served: tuple[Model, Engine]) -> None:
     _, engine = served
     sessions = Sessions(engine.backend.abstract_state, engine.fingerprint)
     first = sessions.create()
@@ -137,8 +137,8 @@ def test_forks_go_their_own_ways(served: tuple[Model, Engine]) -> None:
     assert states.to_bytes(again.end.state) == states.to_bytes(left.end.state)
 
 
-def test_a_state_has_nothing_of_who_sat_there_before() -> None:
-    """Slots filled to their ends by others; then a state that ends within a block, whose rest must be empty."""
+def test_state_contains_nothing_of_the_slots_earlier_request() -> None:
+    """Slots are first filled by other requests; then a state that ends within a block must have an empty rest."""
     short = request("brief", seed=4, max_tokens=9, return_state=True)
     with running_engine(MOE) as engine:
         for before in [Asked(engine, request("a secret! " * 60, max_tokens=CONTEXT)) for _ in range(3)]:
@@ -153,20 +153,20 @@ def test_a_state_has_nothing_of_who_sat_there_before() -> None:
         assert not np.asarray(rest).any()
 
 
-def test_a_state_that_is_not_ours_is_refused(engine: Engine) -> None:
+def test_foreign_or_damaged_state_is_rejected(engine: Engine) -> None:
     assert_altered_is_refused(engine, ask(engine, "hello " * 30, return_state=True).end.state)
 
 
-def test_a_state_that_claims_another_length_than_it_has_is_refused(engine: Engine) -> None:
+def test_state_with_a_wrong_length_is_rejected(engine: Engine) -> None:
     state = ask(engine, "hello " * 30, return_state=True).end.state
     for n_tokens in (0, 2, state.n_tokens + BLOCK, 10**9):
         with pytest.raises(UserError):
             through_a_file(engine, dataclasses.replace(state, n_tokens=n_tokens))
 
 
-def test_the_prefix_cache_shares_blocks_and_changes_no_bit() -> None:
+def test_prefix_cache_shares_blocks_and_is_exact() -> None:
     beginning = b"a beginning that many share. " * 20
-    size = MOE.family.decoder.chunk_len(MOE.cfg)  # pyright: ignore[reportAttributeAccessIssue]
+    size = MOE.family.decoder.chunk_len(MOE.cfg)
     n_chunks = len(beginning) // size
     assert n_chunks == 2
     asked = {"seed": 5, "top_logprobs": 3, "return_state": True}
@@ -186,8 +186,8 @@ def test_the_prefix_cache_shares_blocks_and_changes_no_bit() -> None:
         assert {**result(answer), "prompt": None} == {**result(want), "prompt": None}
 
 
-def test_what_is_read_after_a_state_is_as_if_read_at_once(engine: Engine) -> None:
-    """Wherever the state ends, up to the context's end: another program reads it, so values are near, not equal."""
+def test_continuing_a_state_matches_one_prefill(engine: Engine) -> None:
+    """For states of any length: another program prefills the rest, so values are close, not equal."""
     text = bytes(np.random.default_rng(1).integers(97, 123, CONTEXT - 1, np.uint8))
     whole = ask(engine, text, prompt_logprobs=True, max_tokens=1).read
     assert whole is not None
@@ -200,9 +200,9 @@ def test_what_is_read_after_a_state_is_as_if_read_at_once(engine: Engine) -> Non
         np.testing.assert_allclose(rest.logprobs, whole.logprobs[at + 1 :], rtol=2e-4, atol=2e-4)
 
 
-def test_a_prompt_beyond_the_context_is_refused_or_cut_at_its_front(engine: Engine) -> None:
+def test_too_long_prompt_is_rejected_or_truncated(engine: Engine) -> None:
     text = bytes(np.random.default_rng(2).integers(97, 123, 2 * CONTEXT, np.uint8))
-    with pytest.raises(UserError, match=f"at most {CONTEXT - 1}: the model reads {CONTEXT} tokens"):
+    with pytest.raises(UserError, match=f"at most {CONTEXT - 1}: the context is {CONTEXT} tokens"):
         ask(engine, text)
     for max_tokens, kept in ((1, CONTEXT - 1), (100, CONTEXT - 100), (CONTEXT * 9, CONTEXT // 2)):
         cut = ask(engine, text, max_tokens=max_tokens, cut_prompt=True, seed=3)
@@ -215,7 +215,7 @@ def test_a_prompt_beyond_the_context_is_refused_or_cut_at_its_front(engine: Engi
         assert same.read.n_cut == 0
 
 
-def test_an_answer_ends_where_the_context_does_and_its_session_with_it(engine: Engine) -> None:
+def test_answer_and_session_end_at_the_context(engine: Engine) -> None:
     whole = ask(engine, "x" * 600, seed=1, max_tokens=10**6, return_state=True)
     assert (whole.end.reason, whole.end.n_tokens) == ("length", CONTEXT - 600)
     assert whole.end.state.n_tokens == CONTEXT + 1
@@ -230,7 +230,7 @@ def test_an_answer_ends_where_the_context_does_and_its_session_with_it(engine: E
             ask(engine, "y", state=first.end.state, cut_prompt=cut)
 
 
-def test_a_prompt_in_a_session_is_cut_to_the_room_that_is_left(engine: Engine) -> None:
+def test_session_prompt_is_truncated_to_the_remaining_context(engine: Engine) -> None:
     state = ask(engine, "x" * 500, max_tokens=10, return_state=True).end.state
     left = CONTEXT - state.n_tokens
     text = bytes(np.random.default_rng(3).integers(97, 123, left + 50, np.uint8))
@@ -243,14 +243,14 @@ def test_a_prompt_in_a_session_is_cut_to_the_room_that_is_left(engine: Engine) -
     assert cut.tokens == ask(engine, text[60:], state=state, max_tokens=11).tokens
 
 
-def test_no_grammar_outlives_the_context(engine: Engine) -> None:
+def test_grammar_ends_at_the_context(engine: Engine) -> None:
     endless: dict[str, Any] = {"constraint": Constraint(kind="regex", grammar="[a-z]+!"), "banned": frozenset({36})}
     answer = ask(engine, "x" * 620, max_tokens=10**4, **endless)
     assert (answer.end.reason, answer.end.n_tokens) == ("length", CONTEXT - 620)
 
 
-def test_parked_ones_share_what_was_read(engine: Engine) -> None:
-    """More long requests than slots; each is as alone though it sat in several."""
+def test_preempted_requests_share_prefill_blocks(engine: Engine) -> None:
+    """More long requests than slots: each equals its solo run, although it ran in several slots."""
     requests: list[Request] = [request(f"{i}" * 200, seed=i, max_tokens=400) for i in range(5)]
     asked = [Asked(engine, one) for one in requests]
     urgent = request("now", seed=77, max_tokens=10, priority=5)

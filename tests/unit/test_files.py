@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import linnet
-from linnet.config import codec as configs
-from linnet.config import presets
+from linnet.config import codec, presets
 from linnet.core.errors import UserError
 from linnet.core.files import atomic_write, remove_parts
 
@@ -51,11 +50,11 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_config_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.json"
     cfg = presets.get("quickstart")
-    configs.save(cfg, path)
+    codec.save(cfg, path)
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(UserError, match="No space left on device"):
-        configs.save(presets.get("enwik8"), path)
-    assert configs.load(path) == cfg
+        codec.save(presets.get("enwik8"), path)
+    assert codec.load(path) == cfg
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))

@@ -17,7 +17,7 @@ from same_runs import assert_same_bits, lines
 from tuned_runs import SHORT, begun, other_text, parent_run, tuned
 
 from linnet.cli.train import train_command
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError
 from linnet.data import load_dataset
@@ -44,7 +44,7 @@ def test_a_run_starts_from_the_weights_of_a_run_an_import_or_a_file(kind: str, s
         write_stored_run(path, parent.cfg, held_leaves(parent.params), lambda _: None, lambda _: None)
     if kind == "file":
         path = tmp_path / "model.safetensors"
-        export_safetensors(parent.params, parent.buffers, configs.to_json(parent.cfg), path)
+        export_safetensors(parent.params, parent.buffers, codec.to_json(parent.cfg), path)
     cfg = tuned(path, source)
     parents.check_parent(cfg)
     assert cfg.parent is not None
@@ -62,7 +62,7 @@ def test_a_fine_tuned_run_resumes_exactly_without_its_parent(source: Path, tmp_p
     assert train(cfg, RunFolder(tmp_path / "whole"), quiet=True).finished
     assert not train(cfg, RunFolder(tmp_path / "cut"), quiet=True, stop_at=2).finished
     shutil.rmtree(run)
-    assert train(configs.load(tmp_path / "cut" / "config.json"), RunFolder(tmp_path / "cut"), quiet=True).finished
+    assert train(codec.load(tmp_path / "cut" / "config.json"), RunFolder(tmp_path / "cut"), quiet=True).finished
     assert_same_bits(open_state(tmp_path / "cut", "latest")[1], open_state(tmp_path / "whole", "latest")[1])
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
     records = read_metrics(tmp_path / "whole")
@@ -73,11 +73,12 @@ def test_a_fine_tuned_run_resumes_exactly_without_its_parent(source: Path, tmp_p
 
 def test_a_run_killed_before_its_first_checkpoint_starts_from_the_parent_again(source: Path, tmp_path: Path) -> None:
     cfg = tuned(parent_run(tmp_path, source), source)
-    configs.save(cfg, RunFolder(tmp_path / "out").create().config)
+    codec.save(cfg, RunFolder(tmp_path / "out").create().config)
     train(cfg, RunFolder(tmp_path / "out"), quiet=True, stop_at=0)
     assert_same_bits(open_state(tmp_path / "out", "0")[1].params, open_run(tmp_path / "parent").params)
 
 
+@pytest.mark.slow
 def test_a_kept_optimizer_keeps_its_moments_and_restarts_its_schedule(source: Path, tmp_path: Path) -> None:
     cfg = tiny.config(source, **SHORT)
     train(cfg, RunFolder(tmp_path / "run"), quiet=True)
@@ -237,6 +238,7 @@ def test_the_command_never_overwrites_and_says_what_to_do(source: Path, tmp_path
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_the_same_command_continues_and_needs_no_parent(source: Path, tmp_path: Path) -> None:
     run, mine = parent_run(tmp_path, source), other_text(tmp_path)
     flags = [
@@ -270,7 +272,7 @@ def test_data_of_another_tokenizer_than_an_exported_file_is_refused(source: Path
     """A file holds no tokenizer, only its fingerprint; sizes alone would let bytes pass for the ids of any larger vocabulary."""
     path = parent_run(tmp_path, source, **{"model.n_vocab": 512})
     parent, file = open_run(path), tmp_path / "model.safetensors"
-    export_safetensors(parent.params, parent.buffers, configs.to_json(parent.cfg), file)
+    export_safetensors(parent.params, parent.buffers, codec.to_json(parent.cfg), file)
     with pytest.raises(UserError, match=r"another tokenizer .*not recorded.*linnet import safetensors"):
         train(tuned(file, other_text(tmp_path)), RunFolder(tmp_path / "run"), quiet=True)
     assert not (tmp_path / "run").exists()
@@ -291,7 +293,7 @@ def test_plain_text_is_encoded_with_the_parents_tokenizer(
     command = ["--from", str(run), "--data.source", "mine", "--out", "tuned", *flags]
     assert train_command(command) == 0
     assert "Encoding mine with the model's tokenizer" in capsys.readouterr().out
-    data = load_dataset(configs.load(tmp_path / "tuned" / "config.json").tokens, 0)
+    data = load_dataset(codec.load(tmp_path / "tuned" / "config.json").tokens, 0)
     assert data.tokenizer.fingerprint == tokenizer.fingerprint
     assert data.validation.n_tokens, "a part is held out"
     assert train_command([*command, "--optim.extra-steps", "1"]) == 0, "the same command continues the run"

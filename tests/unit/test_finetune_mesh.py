@@ -37,6 +37,7 @@ print(json.dumps([found[""], found[mesh]]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mesh", "changes"),
     [

@@ -9,8 +9,8 @@ import pytest
 import tiny
 
 from linnet.cli import main
-from linnet.cli.parse import base_config
-from linnet.config import codec as configs
+from linnet.config import codec
+from linnet.config.resolve import base_config
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError
 from linnet.data import load_dataset
@@ -61,7 +61,7 @@ def test_a_folder_of_pictures_names_data_prepare(captions: bool, tmp_path: Path)
 def test_more_steps_of_a_run_name_extra_steps(tmp_path: Path) -> None:
     source = tiny.corpus(tmp_path)
     folder = RunFolder(tmp_path / "run").create()
-    configs.save(tiny.config(source, **{"optim.steps": 20}), folder.config)
+    codec.save(tiny.config(source, **{"optim.steps": 20}), folder.config)
     with pytest.raises(UserError, match="leave --optim.steps out and give --optim.extra-steps 30; "):
         check_resumable(tiny.config(source, **{"optim.steps": 50}), folder)
     with pytest.raises(UserError) as fewer:

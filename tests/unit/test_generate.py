@@ -18,6 +18,7 @@ from linnet.core import params as weights
 from linnet.core.errors import UserError
 from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS, TextRules
 from linnet.generate.samples import sample_pictures
+from linnet.models.decoder import Decoder
 from linnet.models.generate import Piece, byte_of, generate
 from linnet.models.registry import get
 from linnet.models.vq import slots
@@ -40,7 +41,7 @@ def byte_ids(text: str | bytes) -> list[int]:
 def run(prompts: Sequence[Sequence[int]], seeds: Sequence[int], **kwargs: Any) -> list[list[Piece]]:
     options = {"max_tokens": 20, "settings": sampling_settings(len(prompts), top_p=0.95), "n_ticks": 8, **kwargs}
     rows: list[list[Piece]] = [[] for _ in prompts]
-    for step in generate(slots, PARAMS, BUFFERS, CFG, prompts, seeds=seeds, **options):
+    for step in generate(slots.DECODER, PARAMS, BUFFERS, CFG, prompts, seeds=seeds, **options):
         for row, piece in zip(rows, step, strict=True):
             if piece is not None:
                 row.append(piece)
@@ -67,9 +68,11 @@ def test_same_seed_same_text_whatever_the_batch_and_the_dispatch() -> None:
 
 def test_a_prompt_many_rows_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[list[int]] = []
-    admit = slots.admit
+    admit = Decoder.prefill
     monkeypatch.setattr(
-        slots, "admit", lambda p, b, prompt, cfg: (read.append(list(prompt)), admit(p, b, prompt, cfg))[1]
+        Decoder,
+        "prefill",
+        lambda self, p, b, prompt, cfg: (read.append(list(prompt)), admit(self, p, b, prompt, cfg))[1],
     )
     run([byte_ids("ab"), byte_ids("ab"), [], byte_ids("ab")], [1, 2, 3, 4], max_tokens=1)
     assert read == [[1, *byte_ids("a")]]
@@ -81,7 +84,7 @@ class Script:
     def __init__(self, *rows: bytes | list[int]) -> None:
         self.rows = [byte_ids(row) if isinstance(row, bytes) else row for row in rows]
 
-    def hold(self, params: Any) -> Any:
+    def cast_weights(self, params: Any) -> Any:
         return params
 
     def prepare(self, params: Any, buffers: Any, cfg: Any) -> Any:
@@ -90,7 +93,7 @@ class Script:
     def init_slots(self, cfg: Any, n: int) -> Any:
         return 0
 
-    def admit(self, params: Any, buffers: Any, prompt: Sequence[int], cfg: Any) -> Any:
+    def prefill(self, params: Any, buffers: Any, prompt: Sequence[int], cfg: Any) -> Any:
         return None
 
     def insert(self, slots: Any, one: Any, i: int) -> Any:
@@ -242,7 +245,7 @@ def test_bytes_and_ids() -> None:
 def test_mistakes_are_refused_before_any_work(bad: dict[str, Any], named: str) -> None:
     options: dict[str, Any] = {"prompts": [[]], "seeds": [1], "max_tokens": 1, "settings": sampling_settings(1), **bad}
     with pytest.raises(UserError, match=named):
-        generate(slots, None, None, CFG, options.pop("prompts"), **options)
+        generate(slots.DECODER, None, None, CFG, options.pop("prompts"), **options)
 
 
 def test_only_allowed_ids_are_drawn_and_a_pixel_run_paints_no_special_ids() -> None:

@@ -235,7 +235,7 @@ def spoil_missing(folder: Path, tensors: dict[str, Any]) -> str:
 
 def spoil_extra(folder: Path, tensors: dict[str, Any]) -> str:
     shutil.copy(folder / "tensor00003_000", folder / "tensor00014_000")
-    return "has tensor00014_000 \\(1 too many\\)"
+    return "has tensor00014_000 \\(1 extra\\)"
 
 
 def spoil_shard_missing(folder: Path, tensors: dict[str, Any]) -> str:
@@ -245,7 +245,7 @@ def spoil_shard_missing(folder: Path, tensors: dict[str, Any]) -> str:
 
 def spoil_stranger(folder: Path, tensors: dict[str, Any]) -> str:
     (folder / "tensor3_000").write_bytes(b"")
-    return "tensor3_000 is no part"
+    return "tensor3_000 is not part"
 
 
 def spoil_swapped(folder: Path, tensors: dict[str, Any]) -> str:
@@ -321,10 +321,10 @@ def test_layers_that_are_not_alike_are_refused(tmp_path: Path) -> None:
     name = "transformer/decoder_layer_1/multi_head_attention/query/w"
     path = tmp_path / "ckpt-0" / f"tensor{number_of(tensors, name):05d}_000"
     dump(floats(tensors[name]), path)
-    with pytest.raises(UserError, match="alike"):
+    with pytest.raises(UserError, match="have the same format"):
         to_leaves(read_checkpoint(tmp_path / "ckpt-0", cfg), cfg, "float32")
     dump(QuantizedWeight8bit(tensors[name].weight, np.repeat(tensors[name].scales, 2, axis=-2)), path)
-    with pytest.raises(UserError, match="alike"):
+    with pytest.raises(UserError, match="have the same format"):
         to_leaves(read_checkpoint(tmp_path / "ckpt-0", cfg), cfg, "float32")
 
 

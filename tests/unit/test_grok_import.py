@@ -175,7 +175,7 @@ def test_the_plan_writes_nothing(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["grok-1", "nowhere", "--out", "run"], "holds no Grok-1 checkpoint"),
+        (["grok-1", "nowhere", "--out", "run"], "contains no Grok-1 checkpoint"),
         (["grok-1", "--out", "run"], "FILE"),
         (["grok-1", "nowhere"], "--out"),
         (["transformer-vq", "--plan"], "--plan"),

@@ -22,7 +22,7 @@ from linnet.convert.grok.leaves import to_leaves
 from linnet.convert.grok.names import QUANTIZED
 from linnet.convert.grok.settings import grok_config
 from linnet.convert.grok.sizes import file_size, file_sizes
-from linnet.convert.import_plan import GB, MEMORIES, plan_from_config, show
+from linnet.convert.import_plan import GB, MEMORIES, format_plan, plan_from_config
 from linnet.core.pytree import n_bytes
 from linnet.models.moe.params import param_specs
 from linnet.runs import stored_array
@@ -38,8 +38,9 @@ def test_the_published_model_has_its_published_sizes() -> None:
     assert plan.checkpoint_bytes == N_BYTES
     assert grok_config(None).d_ffn == 32768
     assert plan.import_bytes < 3.3 * GB  # the embedding, in float32
-    assert plan.cache_bytes == 2 * 64 * 8192 * 8 * 128 * 2
-    words = show(plan)
+    block = 128  # the cache is allocated in blocks; beside it are the tokens and the position
+    assert plan.meshes[0].slot == 2 * 64 * (8192 + block) * 8 * 128 * 2 + 4 * (8192 + block) + 4
+    words = format_plan(plan)
     for expected in ("315,684,820,992", "318,239,886,140", "8,192 tokens", "bfloat16"):
         assert expected in words
     for memory in MEMORIES:
@@ -70,7 +71,7 @@ def test_the_plan_of_a_checkpoint_is_what_the_import_makes(tmp_path: Path) -> No
     assert plan.checkpoint_bytes == sum(path.stat().st_size for path in (TINY_A / "ckpt-0").iterdir())
     tree = read_weights(tmp_path, param_specs(found.cfg))
     assert plan.run_bytes == n_bytes(tree)
-    assert plan.held["int8"] == n_bytes(read_weights(tmp_path, param_specs(found.cfg), "int8"))
+    assert plan.meshes[0].weights["int8"] == n_bytes(read_weights(tmp_path, param_specs(found.cfg), "int8"))
 
 
 @pytest.mark.parametrize("held", ["float32", "bfloat16", "int8"])
@@ -82,7 +83,7 @@ def test_the_bytes_of_every_kind_of_weights_are_foreseen(tmp_path: Path, held: s
     plan = plan_import(tmp_path, None, "float32")
     write_weights(tmp_path / "run", to_leaves(found.tensors, cfg, "float32"), lambda _: None)
     tree = read_weights(tmp_path / "run", param_specs(cfg), held)  # pyright: ignore[reportArgumentType]
-    assert plan.held[held] == n_bytes(tree)  # pyright: ignore[reportArgumentType]
+    assert plan.meshes[0].weights[held] == n_bytes(tree)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
@@ -113,11 +114,11 @@ def test_importing_holds_no_more_than_the_plan_says(
 
 def test_more_devices_hold_less_each_and_none_can_hold_less_than_its_share() -> None:
     plan = plan_from_config(grok_config(None))
-    shares = [mesh.held["int8"] + mesh.cache for mesh in plan.meshes]
+    shares = [mesh.total("int8") for mesh in plan.meshes]
     assert shares == sorted(shares, reverse=True)
     for mesh in plan.meshes:
         assert math.prod(mesh.sizes.values()) == mesh.n_device
-        assert mesh.held["int8"] * mesh.n_device >= plan.held["int8"]
+        assert mesh.weights["int8"] * mesh.n_device >= plan.meshes[0].weights["int8"]
     eight = next(mesh for mesh in plan.meshes if mesh.n_device == 8)
     assert eight.fits("int8", 80 * GB)
     assert not eight.fits("int8", 32 * GB)

@@ -48,7 +48,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(folder: Path) -> Iterator[ServedModel]:
     run = open_run(folder)
     tokenizer, config = run.vocabulary.tokenizer, EngineConfig(n_slots=4)
-    model = serve_model("tiny", run.writer, run.cfg.model, run.params, run.buffers, tokenizer, None, config)
+    model = serve_model("tiny", run.lm, run.cfg.model, run.params, run.buffers, tokenizer, None, config)
     yield model
     model.engine.stop(within=1.0)
 

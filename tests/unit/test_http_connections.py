@@ -1,4 +1,4 @@
-"""At the socket before there is a call, and at its end: slow headers, nonsense, foreign names, the last word of a drain."""
+"""Connections: slow headers, malformed requests, foreign host names, and errors at the end of a drain."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def serving(model: FakeModel, drain_seconds: float = 5.0) -> Iterator[tuple[Drai
 
 
 def _talk_raw(port: int, *parts: bytes, pause: float = 0.0) -> tuple[int, Any]:
-    """Status and body of the answer, after which the server must hang up."""
+    """Return status and body; the server must then close the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as line:
         for part in parts:
             line.sendall(part)
@@ -62,14 +62,14 @@ def _talk_raw(port: int, *parts: bytes, pause: float = 0.0) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("beginning", [b"GET /hea", b"GET /health HTTP/1.1\r\nhost: a\r\n"])
-def test_headers_that_do_not_come_to_their_end_are_given_up(monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
+def test_incomplete_headers_time_out(monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
     monkeypatch.setattr(Connection, "head_seconds", 1.5)  # far more than the parts take to be sent
     with serving(FakeModel()) as (_, port, _):
         status, body = _talk_raw(port, beginning, b"x", b"-", b"y", pause=0.03)
         assert (status, body["error"]["code"]) == (408, "slow_headers")
 
 
-def test_a_second_request_of_a_connection_has_its_own_time_for_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_timeout_restarts_for_each_request_of_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "head_seconds", 1.0)  # far more than a client takes between connecting and sending
     with (
         serving(FakeModel(seconds_per_token=0.3)) as (_, port, _),
@@ -91,23 +91,23 @@ def test_a_second_request_of_a_connection_has_its_own_time_for_headers(monkeypat
             assert raw.recv(65536).startswith(b"HTTP/1.1 408")
 
 
-def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "head_seconds", 0.1)
     with serving(FakeModel()) as (_, port, _):
         status, _ = _talk_raw(port)
         assert status == 408
 
 
-def test_idle_connections_live_longer_than_the_official_client_keeps_them() -> None:
+def test_keep_alive_exceeds_the_openai_clients() -> None:
     config = server_config(make_app([FakeModel()], keys=()), "127.0.0.1", 0)
     assert config.timeout_keep_alive > (openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry or 0) + 1
 
 
-def test_what_is_no_http_is_refused_in_our_shape() -> None:
+def test_malformed_http_gets_an_api_error() -> None:
     with serving(FakeModel()) as (_, port, _):
         status, body = _talk_raw(port, b"\x16\x03\x01 hello\r\n\r\n")
         assert status == 400
-        assert "not HTTP" in body["error"]["message"]
+        assert "invalid HTTP request" in body["error"]["message"]
         status, body = _talk_raw(port, b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * (64 << 10))
         assert status == 431
         assert "headers" in body["error"]["message"]
@@ -136,7 +136,7 @@ def test_what_is_no_http_is_refused_in_our_shape() -> None:
         ("", 403),
     ],
 )
-def test_without_keys_only_names_of_this_machine_are_answered(name: str, status: int) -> None:
+def test_without_keys_only_loopback_host_names_are_allowed(name: str, status: int) -> None:
     async def get(client: httpx.AsyncClient) -> httpx.Response:
         return await client.get("/v1/models", headers={"host": name})
 
@@ -146,7 +146,7 @@ def test_without_keys_only_names_of_this_machine_are_answered(name: str, status:
         assert answer.json()["error"]["code"] == "unknown_host"
 
 
-def test_with_keys_any_name_is_answered() -> None:
+def test_with_keys_any_host_name_is_allowed() -> None:
     async def get(client: httpx.AsyncClient) -> httpx.Response:
         return await client.get(
             "/v1/models", headers={"host": "models.example", "authorization": "Bearer a-secret-key"}
@@ -156,7 +156,7 @@ def test_with_keys_any_name_is_answered() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whom_a_drain_cuts_off_is_told(stream: bool) -> None:
+def test_drain_timeout_sends_an_error(stream: bool) -> None:
     model, answers = FakeModel(held=True), []
     body = {**ASK, "max_tokens": 9999, "stream": stream}
     with serving(model, drain_seconds=0.2) as (server, port, thread):
@@ -177,7 +177,7 @@ def test_whom_a_drain_cuts_off_is_told(stream: bool) -> None:
     assert problem["error"]["code"] == "cancelled"
 
 
-def test_what_was_there_before_serving_is_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_objects_are_frozen_for_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = []
     monkeypatch.setattr(DrainingServer, "run", lambda self: frozen.append(gc.get_freeze_count()))
     try:
@@ -187,17 +187,17 @@ def test_what_was_there_before_serving_is_not_collected_again(monkeypatch: pytes
     assert frozen[0] > 1000
 
 
-def test_a_batch_tells_how_far_it_is(
+def test_batch_mode_reports_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [{"custom_id": str(i), "url": "/v1/completions", "body": ASK} for i in range(3)]
 
     async def batch(_: httpx.AsyncClient) -> None:
         app = make_app([FakeModel()], keys=())
-        await run_batch(app, lines[:1], tmp_path / "out", at_once=1, key=None, say=serve_cli._progress())
-        monkeypatch.setattr(serve_cli, "SAY_SECONDS", 0.0)
-        await run_batch(app, lines, tmp_path / "out", at_once=1, key=None, say=serve_cli._progress())
+        await run_batch(app, lines[:1], tmp_path / "out", at_once=1, key=None, log=serve_cli._progress())
+        monkeypatch.setattr(serve_cli, "LOG_SECONDS", 0.0)
+        await run_batch(app, lines, tmp_path / "out", at_once=1, key=None, log=serve_cli._progress())
 
     talk(batch)
-    said = ["1 of 1 answered.", "1 of 2 answered.", "2 of 2 answered."]
+    said = ["1 of 1 requests done.", "1 of 2 requests done.", "2 of 2 requests done."]
     assert capsys.readouterr().err.splitlines() == said

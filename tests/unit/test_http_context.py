@@ -1,4 +1,4 @@
-"""A model whose context ends, over HTTP: what is too long is refused or cut, and told. And what a request's own rules rule out."""
+"""Bounded contexts over HTTP: prompts that are too long are rejected or truncated. Also requests whose constraints allow nothing."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(part[6:]) for part in response.text.split("\n\n") if part and part != "data: [DONE]"]
 
 
-def test_a_prompt_beyond_the_context_is_refused_with_openais_code() -> None:
+def test_too_long_prompt_is_rejected_with_openais_code() -> None:
     for fields in ({}, {"stream": True}, {"truncate_prompt": False}):
         response = ask("/v1/completions", {**LONG, **fields}, FakeModel(context=6))
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_prompt_that_is_cut_is_told_so() -> None:
+def test_truncated_prompt_is_reported() -> None:
     answer = ask("/v1/completions", {**LONG, "truncate_prompt": True}, FakeModel(context=6)).json()
     assert answer["choices"][0]["text"] == "efgh"
     assert (answer["prompt_tokens_cut"], answer["usage"]["prompt_tokens_cut"]) == (4, 4)
@@ -39,7 +39,7 @@ def test_a_prompt_that_is_cut_is_told_so() -> None:
     assert "prompt_tokens_cut" not in fits["usage"]
 
 
-def test_a_stream_tells_what_was_cut_from_its_first_event_on() -> None:
+def test_stream_reports_truncation_in_every_event() -> None:
     asked = {**LONG, "truncate_prompt": True, "stream": True, "stream_options": {"include_usage": True}}
     told = events(ask("/v1/completions", asked, FakeModel(context=6)))
     assert {one["prompt_tokens_cut"] for one in told} == {4}
@@ -50,14 +50,14 @@ def test_a_stream_tells_what_was_cut_from_its_first_event_on() -> None:
         assert one["prompt_tokens_cut"] == n_all - 6
 
 
-def test_of_several_prompts_each_is_cut_once() -> None:
+def test_each_of_several_prompts_is_truncated_once() -> None:
     asked = {**LONG, "prompt": ["abcdefghij", "xyz", "0123456789"], "n": 2, "truncate_prompt": True}
     answer = ask("/v1/completions", asked, FakeModel(context=6)).json()
     assert (answer["prompt_tokens_cut"], answer["usage"]["prompt_tokens"]) == (8, 15)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_tells_the_prompt_as_it_was_read(stream: bool) -> None:
+def test_echo_returns_the_truncated_prompt(stream: bool) -> None:
     asked = {**LONG, "truncate_prompt": True, "echo": True, "logprobs": 1, "stream": stream}
     response = ask("/v1/completions", asked, FakeModel(context=6))
     choices = [one["choices"][0] for one in (events(response) if stream else [response.json()])]
@@ -68,7 +68,7 @@ def test_echo_tells_the_prompt_as_it_was_read(stream: bool) -> None:
     assert [offset for one in told for offset in one["text_offset"]] == list(range(10))
 
 
-def test_models_tell_their_family_and_context() -> None:
+def test_models_endpoint_reports_family_and_context() -> None:
     async def cards(client: httpx.AsyncClient) -> list[Any]:
         return (await client.get("/v1/models")).json()["data"]
 
@@ -77,7 +77,7 @@ def test_models_tell_their_family_and_context() -> None:
         assert (card["family"], card["context"]) == ("fake", context)
 
 
-def test_a_picture_that_does_not_fit_is_not_begun() -> None:
+def test_image_larger_than_the_context_is_rejected() -> None:
     for context, status in ((47, 400), (48, 200)):
         model = FakeModel(shape=(4, 4, 3), context=context)
         response = ask("/v1/images/generations", {}, model)
@@ -85,7 +85,7 @@ def test_a_picture_that_does_not_fit_is_not_begun() -> None:
         assert len(model.requests) == (status == 200)
 
 
-def test_one_whose_grammar_leaves_no_token_is_the_requests_own_fault() -> None:
+def test_grammar_without_a_valid_token_is_a_422() -> None:
     whole = ask("/v1/completions", {"prompt": "STUCK", "max_tokens": 4})
     assert whole.status_code == 422
     error = whole.json()["error"]
@@ -102,8 +102,8 @@ def test_one_whose_grammar_leaves_no_token_is_the_requests_own_fault() -> None:
 
 
 @pytest.mark.parametrize("field", ["temperature", "repetition_penalty", "top_p", "typical_p", "min_p", "seed"])
-def test_a_call_and_the_engine_refuse_the_same_numbers(field: str) -> None:
-    """What a body may hold the engine takes, so that no bound is hidden from /openapi.json."""
+def test_http_schema_and_engine_have_the_same_bounds(field: str) -> None:
+    """The engine accepts every value that the schema accepts, so that /openapi.json shows all bounds."""
     tried = [-1, 0, 1e-45, 1e-7, 1e-6, 0.009, 0.01, 0.5, 1, 2, 99.5, 100, 100.5, 2**32 - 1, 2**32]
 
     def takes(make: Callable[..., Any], value: float) -> bool:

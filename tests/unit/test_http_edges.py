@@ -1,4 +1,4 @@
-"""The server's edges over a fake engine: keys, limits, metrics, the document, drains, failures, departures."""
+"""Middleware and limits with a fake engine: keys, limits, metrics, OpenAPI document, drain, failures, disconnects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def get(path: str, model: FakeModel | None = None, headers: Any = None, **more: 
     return talk(lambda client: client.get(path, headers=headers), model, **more)
 
 
-def test_every_route_but_the_probes_needs_a_key() -> None:
+def test_all_routes_except_probes_require_a_key() -> None:
     async def all_routes(client: httpx.AsyncClient) -> dict[str, httpx.Response]:
         return {f"{one.method} {one.path}": await client.request(one.method, one.path) for one in ENDPOINTS}
 
@@ -59,7 +59,7 @@ def test_keys(authorization: str, status: int) -> None:
     assert response.status_code == status
 
 
-def test_weak_keys_and_open_doors_are_refused() -> None:
+def test_weak_keys_and_public_hosts_without_keys_are_rejected() -> None:
     with pytest.raises(UserError, match="API key"):
         make_app([FakeModel()], keys=[""])
     with pytest.raises(UserError, match="--host"):
@@ -70,7 +70,7 @@ def test_weak_keys_and_open_doors_are_refused() -> None:
         make_app([FakeModel(), FakeModel()], keys=())
 
 
-def test_a_large_body_is_refused_before_it_is_read() -> None:
+def test_oversized_body_is_rejected_before_it_is_read() -> None:
     n_read = 0
 
     async def endless():
@@ -91,7 +91,7 @@ def test_a_large_body_is_refused_before_it_is_read() -> None:
     assert claimed.json()["error"]["code"] == "body_too_large"
 
 
-def test_a_body_that_trickles_is_given_up() -> None:
+def test_slow_body_times_out() -> None:
     async def slow():
         for _ in range(100):
             await asyncio.sleep(0.02)
@@ -103,14 +103,14 @@ def test_a_body_that_trickles_is_given_up() -> None:
     assert talk(one, limits=Limits(body_seconds=0.1)).status_code == 408
 
 
-def test_only_json_is_read() -> None:
+def test_other_content_types_are_rejected() -> None:
     async def one(client: httpx.AsyncClient) -> httpx.Response:
         return await client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
 
     assert talk(one).status_code == 415
 
 
-def test_a_full_queue_is_429_and_gives_back_what_it_took() -> None:
+def test_full_queue_is_429_and_releases_resources() -> None:
     model = FakeModel(most=2, held=True)
     response = ask("/v1/completions", {**ASK, "n": 3}, model)
     assert response.status_code == 429
@@ -120,7 +120,7 @@ def test_a_full_queue_is_429_and_gives_back_what_it_took() -> None:
     assert len(model.requests) == 2
 
 
-def test_a_key_has_so_many_calls_at_once() -> None:
+def test_concurrent_calls_per_key_are_limited() -> None:
     async def three(client: httpx.AsyncClient) -> list[int]:
         calls = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(3)]
         await asyncio.wait(
@@ -134,7 +134,7 @@ def test_a_key_has_so_many_calls_at_once() -> None:
     assert talk(three, model, limits=Limits(calls_per_key=2)) == [200, 200, 429, 200]
 
 
-def test_while_draining_nothing_new_is_taken() -> None:
+def test_draining_server_rejects_new_requests() -> None:
     lifecycle = Lifecycle()
     lifecycle.drain()
     assert get("/ready", lifecycle=lifecycle).status_code == 503
@@ -147,7 +147,7 @@ def test_while_draining_nothing_new_is_taken() -> None:
     assert response.json()["error"]["code"] == "draining"
 
 
-def test_a_bug_is_a_500_with_an_id_and_the_server_lives(caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_exception_is_a_500_with_request_id(caplog: pytest.LogCaptureFixture) -> None:
     async def two(client: httpx.AsyncClient) -> list[httpx.Response]:
         bad = await client.post("/v1/completions", json={"prompt": "RAISE"})
         return [bad, await client.post("/v1/completions", json=ASK)]
@@ -178,7 +178,7 @@ def test_unknown_paths_methods_and_models() -> None:
 
 
 class Caller:
-    """One call by hand, for a client that leaves or does not read."""
+    """A raw ASGI call, for clients that disconnect or do not read."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
@@ -210,7 +210,7 @@ class Caller:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_client_that_leaves_cancels_its_request(stream: bool, reads: bool) -> None:
+def test_client_disconnect_cancels_its_request(stream: bool, reads: bool) -> None:
     model = FakeModel(held=True)  # the request would never end by itself
 
     async def leave(client: httpx.AsyncClient) -> None:
@@ -231,7 +231,7 @@ def test_a_client_that_leaves_cancels_its_request(stream: bool, reads: bool) -> 
     assert model.cancelled == {model.requests[0].id}
 
 
-def test_a_slow_reader_holds_up_nobody_and_still_gets_everything() -> None:
+def test_slow_reader_delays_no_one_and_receives_everything() -> None:
     model, n = FakeModel(), 5000
 
     async def slow(client: httpx.AsyncClient) -> list[bytes]:
@@ -252,7 +252,7 @@ def test_a_slow_reader_holds_up_nobody_and_still_gets_everything() -> None:
     assert max(map(len, got)) < 2000  # but not into one piece, which all others would wait for
 
 
-def test_a_large_answer_is_written_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_answer_is_serialized_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     loops: list[bool] = []
     write = openai_text.JSONResponse.render
 
@@ -269,7 +269,7 @@ def test_a_large_answer_is_written_beside_the_loop(monkeypatch: pytest.MonkeyPat
     assert len(large.json()["choices"][0]["logprobs"]["tokens"]) == 1000
 
 
-def test_tokens_and_back() -> None:
+def test_tokenize_and_detokenize_round_trip() -> None:
     tokens = ask("/v1/tokenize", {"text": "hé"}).json()
     assert tokens["count"] == 3
     assert tokens["tokens"] == [107, 198, 172]
@@ -298,7 +298,7 @@ def test_metrics() -> None:
         assert line in text, text
 
 
-def test_the_document_tells_every_route_and_resolves() -> None:
+def test_openapi_document_has_every_route_and_its_references_resolve() -> None:
     document = get("/openapi.json").json()
     told = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
     assert told == {(one.method, one.path.replace(":path", "")) for one in ENDPOINTS}

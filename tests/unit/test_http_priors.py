@@ -1,4 +1,4 @@
-"""/v1/priors/sample: words and vectors in, the best of several out, progress on the way, and every refusal in words."""
+"""/v1/priors/sample: texts and embeddings, candidates, progress events, and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(part.rpartition("data: ")[2]) for part in parts]
 
 
-def test_words_become_the_candidate_most_like_them() -> None:
+def test_best_candidate_has_the_highest_cosine_to_the_text() -> None:
     model = FakePrior()
     answer = ask_prior(
         {"input": ["red", "blue sky"], "n": 4, "seed": 0, "steps": 9, "guidance": 2.5, "solver": "ddim", "eta": 0.5},
@@ -50,7 +50,7 @@ def test_words_become_the_candidate_most_like_them() -> None:
     assert request.n_told == 0
 
 
-def test_the_best_is_the_familys_own_best() -> None:
+def test_best_candidate_matches_the_model_familys_choice() -> None:
     rng = np.random.default_rng(0)
     for _ in range(5):
         candidates, text = rng.standard_normal((5, 8)).astype(np.float32), rng.standard_normal(8).astype(np.float32)
@@ -61,7 +61,7 @@ def test_the_best_is_the_familys_own_best() -> None:
     assert most_like([same, same], np.ones(5, np.float32)) == 0
 
 
-def test_vectors_are_taken_as_they_are_and_come_back_bit_for_bit() -> None:
+def test_embeddings_are_used_unchanged_and_round_trip_exactly() -> None:
     model = FakePrior(most_encodings=3)
     vector = np.random.default_rng(1).standard_normal(26).astype(np.float32)
     rows = [[0.5] * 26, [0.25] * 26]
@@ -77,7 +77,7 @@ def test_vectors_are_taken_as_they_are_and_come_back_bit_for_bit() -> None:
     assert [one.encodings.tolist() for one in model.requests[3:] if one.encodings is not None] == [[[1.0] * 26] * 2] * 2
 
 
-def test_nearest_pictures_come_with_captions_and_cosines() -> None:
+def test_nearest_images_have_captions_and_cosines() -> None:
     near = ask_prior({"input": "green", "seed": 2, "nearest": 2}).json()["data"][0]["nearest"]
     assert [one["caption"] for one in near] == ["green", "red"]
     assert near[0]["cosine"] == pytest.approx(1.0)
@@ -85,7 +85,7 @@ def test_nearest_pictures_come_with_captions_and_cosines() -> None:
     assert near[0]["b64_json"] == DOT
 
 
-def test_a_stream_tells_how_far_each_candidate_is_and_then_the_answer() -> None:
+def test_stream_sends_progress_per_candidate_then_the_result() -> None:
     body = {"input": "white", "n": 2, "seed": 2, "steps": 20, "nearest": 3, "stream": True, "progress": 4}
     model = FakePrior(paced=True)  # progress that the reader has not taken yet would be replaced by newer progress
     assert model.pace is not None
@@ -130,7 +130,7 @@ def test_a_stream_tells_how_far_each_candidate_is_and_then_the_answer() -> None:
         ({"input": "a", "deadline_seconds": 1e9}, "deadline_seconds"),
     ],
 )
-def test_what_is_wrong_is_refused_in_words(body: dict[str, Any], field: str) -> None:
+def test_invalid_requests_are_rejected_with_a_message(body: dict[str, Any], field: str) -> None:
     model = FakePrior()
     answer = ask_prior(body, model)
     assert answer.status_code == 400, answer.text
@@ -139,7 +139,7 @@ def test_what_is_wrong_is_refused_in_words(body: dict[str, Any], field: str) -> 
     assert not model.requests
 
 
-def test_what_a_prior_does_not_have_is_refused() -> None:
+def test_unsupported_prior_features_are_rejected() -> None:
     assert "encoder" in ask_prior({"input": "a"}, FakePrior(takes_text=False)).json()["error"]["message"]
     assert "gallery" in ask_prior({"input": "a", "nearest": 1}, FakePrior(has_gallery=False)).json()["error"]["message"]
     gone = ask_prior({"input": "a", "seed": 13})
@@ -148,7 +148,7 @@ def test_what_a_prior_does_not_have_is_refused() -> None:
     assert (other["cosine"], other["best"], len(other["embedding"])) == (None, 0, 5)
 
 
-def test_models_of_both_kinds_stand_side_by_side_and_are_not_mistaken() -> None:
+def test_token_models_and_priors_are_served_together() -> None:
     async def both(client: httpx.AsyncClient) -> None:
         cards = {one["id"]: one for one in (await client.get("/v1/models")).json()["data"]}
         assert cards["prior"]["family"] == "prior"
@@ -185,7 +185,7 @@ def test_models_of_both_kinds_stand_side_by_side_and_are_not_mistaken() -> None:
     talk(both, FakePrior(), FakeModel())
 
 
-def test_a_server_of_priors_alone_says_so_to_who_wants_text() -> None:
+def test_server_with_only_priors_rejects_text_requests() -> None:
     async def text(client: httpx.AsyncClient) -> httpx.Response:
         return await client.post("/v1/completions", json={"prompt": "a"})
 
@@ -193,7 +193,7 @@ def test_a_server_of_priors_alone_says_so_to_who_wants_text() -> None:
     assert (answer.status_code, "prior" in answer.json()["error"]["message"]) == (400, True)
 
 
-def test_a_full_queue_and_a_deadline_have_their_statuses() -> None:
+def test_full_queue_is_429_and_deadline_is_504() -> None:
     full = ask_prior({"input": "a", "n": 2}, FakePrior(most=1, held=True))
     assert (full.status_code, full.headers["retry-after"]) == (429, "3")
     late = ask_prior({"input": "a", "deadline_seconds": 0.05}, FakePrior(held=True))
@@ -203,7 +203,7 @@ def test_a_full_queue_and_a_deadline_have_their_statuses() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_is_cancelled(stream: bool) -> None:
+def test_client_disconnect_cancels_its_samples(stream: bool) -> None:
     model = FakePrior(held=True)
 
     async def leave(client: httpx.AsyncClient) -> None:
@@ -221,7 +221,7 @@ def test_who_leaves_is_cancelled(stream: bool) -> None:
 
 
 async def _read(body: dict[str, Any], client: httpx.AsyncClient, on_progress: Callable[[], None]) -> httpx.Response:
-    """The whole stream; `on_progress` is called as each progress event arrives."""
+    """Return the complete stream; `on_progress` is called for each progress event."""
     got = b""
 
     async def take(message: dict[str, Any]) -> None:
@@ -244,7 +244,7 @@ async def _call(
     gone: asyncio.Event,
     send: Callable[[dict[str, Any]], Awaitable[None]] = _drop,
 ) -> None:
-    """As a server would bring it to the app."""
+    """The ASGI scope of a call, as a server creates it."""
     incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
     async def receive() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The same app behind a real socket: the official openai client unchanged, clients that drop, and a drain."""
+"""The app on a real socket: the official openai client, dropped connections, and draining."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def client() -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_openai_lists_models(client: openai.OpenAI) -> None:
+def test_openai_client_lists_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["text", "pixels"]
     assert client.models.retrieve("pixels").owned_by == "linnet"
 
 
-def test_openai_completes(client: openai.OpenAI) -> None:
+def test_openai_client_completions(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="text", prompt="ab", max_tokens=4, seed=0, logprobs=1, n=2)
     assert [choice.text for choice in answer.choices] == ["abab", "baba"]
     assert answer.choices[0].finish_reason == "length"
@@ -70,7 +70,7 @@ def test_openai_completes(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == 10
 
 
-def test_openai_completes_in_a_stream(client: openai.OpenAI) -> None:
+def test_openai_client_streams_completions(client: openai.OpenAI) -> None:
     prompt = "日本語 🐦 "
     options: Any = {"include_usage": True}
     stream = client.completions.create(
@@ -82,7 +82,7 @@ def test_openai_completes_in_a_stream(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 18
 
 
-def test_openai_chats(client: openai.OpenAI) -> None:
+def test_openai_client_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="text",
         messages=[{"role": "user", "content": "hi"}],
@@ -104,7 +104,7 @@ def test_openai_chats(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(model="text", messages=again, max_tokens=2).choices
 
 
-def test_openai_chats_in_a_stream(client: openai.OpenAI) -> None:
+def test_openai_client_streams_chat(client: openai.OpenAI) -> None:
     with client.chat.completions.create(
         model="text", messages=[{"role": "user", "content": "hi"}], max_tokens=8, seed=0, stream=True
     ) as stream:
@@ -114,7 +114,7 @@ def test_openai_chats_in_a_stream(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_openai_draws(client: openai.OpenAI) -> None:
+def test_openai_client_images(client: openai.OpenAI) -> None:
     answer = client.images.generate(model="pixels", prompt="", response_format="b64_json")
     assert answer.data is not None
     assert base64.b64decode(answer.data[0].b64_json or "").startswith(b"\x89PNG")
@@ -122,7 +122,7 @@ def test_openai_draws(client: openai.OpenAI) -> None:
     assert events[-1].type == "image_generation.completed"
 
 
-def test_openai_sees_its_own_errors(client: openai.OpenAI) -> None:
+def test_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="unknown field") as refused:
         client.completions.create(model="text", prompt="a", suffix="b")
     assert refused.value.param == "suffix"
@@ -136,8 +136,8 @@ def test_openai_sees_its_own_errors(client: openai.OpenAI) -> None:
         client.with_options(api_key="another-key").models.list()
 
 
-def test_a_client_that_drops_its_connection_cancels_at_once() -> None:
-    """The model is held, so a request ends only by being cancelled."""
+def test_dropped_connection_cancels_immediately() -> None:
+    """The model is blocked, so a request can end only by cancellation."""
     model, body = FakeModel(held=True), {"prompt": "abc", "max_tokens": 10_000}
     with serving(model) as (_, url, _), _http(url) as http:
         with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
@@ -153,13 +153,13 @@ def test_a_client_that_drops_its_connection_cancels_at_once() -> None:
     assert model.cancelled == {request.id for request in model.requests}
 
 
-def test_headers_are_bounded() -> None:
+def test_header_size_is_limited() -> None:
     with serving(FakeModel()) as (_, url, _), _http(url) as http:
         assert http.get("/health", headers={"x-long": "a" * 65_536}).status_code in (400, 431)
         assert http.get("/health").status_code == 200
 
 
-def test_a_signal_lets_what_runs_come_to_its_end() -> None:
+def test_signal_lets_running_requests_finish() -> None:
     model = FakeModel(held=True)
     with serving(model, drain_seconds=PATIENCE) as (server, url, thread), _http(url) as http:
         with http.stream(
@@ -180,7 +180,7 @@ def test_a_signal_lets_what_runs_come_to_its_end() -> None:
     assert not model.cancelled
 
 
-def test_a_drain_has_a_limit() -> None:
+def test_drain_has_a_time_limit() -> None:
     model = FakeModel(held=True)
     with (
         serving(model, drain_seconds=0.2) as (server, url, thread),

@@ -1,4 +1,4 @@
-"""Sessions, states in the client's hand, and pictures over a fake engine."""
+"""Sessions, client-held states, and images, with a fake engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASK = {"prompt": "abc", "max_tokens": 4, "seed": 0}
 UNDRAWN = 208
 
 
-def test_the_life_of_a_session() -> None:
+def test_session_lifecycle() -> None:
     model = FakeModel()
 
     async def live(client: httpx.AsyncClient) -> None:
@@ -54,7 +54,7 @@ def test_the_life_of_a_session() -> None:
     talk(live, model)
 
 
-def test_a_state_larger_than_other_bodies_may_be_is_taken_back() -> None:
+def test_body_limit_is_raised_for_states() -> None:
     limits = Limits(body_bytes=1000)
     state = ask("/v1/completions", {**ASK, "prompt": "x" * 300, "return_state": True}, limits=limits).json()["state"]
     assert len(state) > limits.body_bytes
@@ -66,7 +66,7 @@ def test_a_state_larger_than_other_bodies_may_be_is_taken_back() -> None:
     assert ask("/v1/tokenize", {"text": state}, limits=limits).status_code == 413
 
 
-def test_a_session_serves_one_call_at_a_time() -> None:
+def test_session_allows_one_call_at_a_time() -> None:
     async def two(client: httpx.AsyncClient) -> list[int]:
         await client.post("/v1/sessions", json={})
         body = {**ASK, "session": "session-0"}
@@ -82,7 +82,7 @@ def test_a_session_serves_one_call_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_may_hold_its_own_state(stream: bool) -> None:
+def test_client_held_state(stream: bool) -> None:
     model = FakeModel()
 
     async def go_on(client: httpx.AsyncClient) -> None:
@@ -98,7 +98,7 @@ def test_a_client_may_hold_its_own_state(stream: bool) -> None:
     talk(go_on, model)
 
 
-def test_a_state_in_the_clients_hand_needs_no_room_among_the_sessions() -> None:
+def test_client_held_state_does_not_count_as_a_session() -> None:
     model = FakeModel()
     model.store.most = 1
 
@@ -117,7 +117,7 @@ def test_a_state_in_the_clients_hand_needs_no_room_among_the_sessions() -> None:
     talk(go_on, model)
 
 
-def test_a_full_house_of_sessions_still_packs_and_unpacks() -> None:
+def test_states_can_be_packed_when_sessions_are_full() -> None:
     like = {"memory": np.zeros(3, np.float32)}
     sessions = Sessions(lambda n: like, "f" * 64, most=1)
     state = State(memory={"memory": np.arange(3, dtype=np.float32)}, last=5, n_tokens=9, model="f" * 64)
@@ -125,11 +125,11 @@ def test_a_full_house_of_sessions_still_packs_and_unpacks() -> None:
     back = sessions.unpack(sessions.pack(state))
     assert (back.n_tokens, back.state and back.state.last) == (8, 5)
     assert len(sessions) == 1
-    with pytest.raises(UserError, match="as many as may be"):
+    with pytest.raises(UserError, match="maximum number of sessions"):
         sessions.restore(sessions.pack(state))
 
 
-def test_states_beyond_their_room_keep_new_sessions_out_and_nobody_back() -> None:
+def test_full_session_memory_rejects_new_sessions_only() -> None:
     shared, sizes = np.zeros(10, np.float32), (10, 20)
 
     def state(n: int) -> State:
@@ -144,7 +144,7 @@ def test_states_beyond_their_room_keep_new_sessions_out_and_nobody_back() -> Non
     sessions.put(second, state(sizes[1]), 8)
     assert sessions.n_bytes == 4 * 40, "one that is there goes on"
     for more in (sessions.create, lambda: sessions.fork(first)):
-        with pytest.raises(UserError, match="fill their room"):
+        with pytest.raises(UserError, match="memory for session states is full"):
             more()
     sessions.delete(second)
     sessions.delete(first)
@@ -156,14 +156,14 @@ def test_states_beyond_their_room_keep_new_sessions_out_and_nobody_back() -> Non
     assert sessions.create()
 
 
-def test_a_chat_session_begins_a_new_line() -> None:
+def test_chat_session_continues_on_a_new_line() -> None:
     model = FakeModel()
     model.sessions.put(model.sessions.create(), [100], 1)
     ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "b"}], "session": "session-0"}, model)
     assert model.tokenizer.decode(model.requests[0].prompt) == b"\nuser: b\nassistant:"
 
 
-def test_pictures() -> None:
+def test_images() -> None:
     model = FakeModel(shape=(2, 4, 3))
     answer = ask("/v1/images/generations", {"n": 2, "size": "4x2", "seed": 5}, model).json()
     assert len(answer["data"]) == 2
@@ -177,7 +177,7 @@ def test_pictures() -> None:
 
 
 def _drawn_in_parts(partial_images: int) -> tuple[list[tuple[int, Any]], str]:
-    """(index, pixels) of each partial picture of 4 x 4, whose rows are drawn as they are read; and the last event's name."""
+    """Return (index, pixels) of each partial 4 x 4 image, and the name of the last event."""
     model = DrawingModel(shape=(4, 4, 3))
     model.pace = threading.Semaphore(0)
     partial, name = [], ""
@@ -197,14 +197,14 @@ def _drawn_in_parts(partial_images: int) -> tuple[list[tuple[int, Any]], str]:
     return partial, name
 
 
-def test_a_partial_picture_has_its_own_index_even_where_some_came_together() -> None:
-    """Rows of 12 values come whole, so that of the 11 parts asked for every third is sent."""
+def test_partial_image_index_counts_merged_images() -> None:
+    """Rows of 12 values arrive together, so every third of the 11 requested images is sent."""
     partial, _ = _drawn_in_parts(11)
     assert [index for index, _ in partial] == [2, 5, 8]  # 0-based, of 11 at even distances
     assert [int((pixels != UNDRAWN).sum()) for _, pixels in partial] == [12, 24, 36]
 
 
-def test_pictures_are_sent_while_they_grow() -> None:
+def test_partial_images_are_streamed() -> None:
     partial, last = _drawn_in_parts(3)
     assert last == "image_generation.completed"
     assert [index for index, _ in partial] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Completions and chat over a fake engine: OpenAI's shapes field by field, whole and streamed, and what is refused."""
+"""Completions and chat with a fake engine: OpenAI's format field by field, complete and streamed, and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(part[6:]) if part != "data: [DONE]" else "DONE" for part in parts[:-1]]
 
 
-def test_a_completion_is_shaped_as_openai_shapes_it() -> None:
+def test_completion_has_openais_format() -> None:
     answer = ask("/v1/completions", {"model": "fake", "prompt": "abc", "max_tokens": 5, "seed": 0}).json()
     assert answer.pop("id").startswith("cmpl-")
     assert isinstance(answer.pop("created"), int)
@@ -38,7 +38,7 @@ def test_a_completion_is_shaped_as_openai_shapes_it() -> None:
     }
 
 
-def test_prompts_may_be_texts_or_ids_one_or_several() -> None:
+def test_prompt_accepts_texts_and_ids() -> None:
     for prompt, texts in (
         ("ab", ["ab"]),
         (["ab", "cd"], ["ab", "cd"]),
@@ -49,7 +49,7 @@ def test_prompts_may_be_texts_or_ids_one_or_several() -> None:
         assert [choice["text"] for choice in answer["choices"]] == texts
 
 
-def test_answers_of_one_prompt_have_seeds_of_their_own_whatever_comes_with_it() -> None:
+def test_seeds_of_a_prompts_answers_do_not_depend_on_other_prompts() -> None:
     alone = ask("/v1/completions", {"prompt": "xyz", "n": 2, "max_tokens": 3, "seed": 4}).json()["choices"]
     beside = ask("/v1/completions", {"prompt": ["ab", "xyz"], "n": 2, "max_tokens": 3, "seed": 4}).json()["choices"]
     assert [one["text"] for one in alone] == ["yzx", "zxy"]
@@ -57,7 +57,7 @@ def test_answers_of_one_prompt_have_seeds_of_their_own_whatever_comes_with_it() 
     assert [one["index"] for one in beside] == [0, 1, 2, 3]
 
 
-def test_best_of_gives_the_likeliest() -> None:
+def test_best_of_returns_the_most_likely_answers() -> None:
     answer = ask("/v1/completions", {"prompt": "wxyz", "n": 1, "best_of": 3, "max_tokens": 3, "seed": 2**32 - 1}).json()
     assert answer["choices"][0]["text"] == "wxy"  # the seed wraps to 0, whose log-probability is highest
     assert answer["usage"]["completion_tokens"] == 9
@@ -77,7 +77,7 @@ def test_logprobs_and_echo() -> None:
     }
 
 
-def test_scoring_tells_the_prompt_and_nothing_else() -> None:
+def test_scoring_returns_only_the_prompt() -> None:
     body = {"prompt": "abc", "max_tokens": 0, "logprobs": 0, "echo": True}
     answer = ask("/v1/completions", body).json()
     assert answer["choices"][0]["text"] == "abc"
@@ -86,7 +86,7 @@ def test_scoring_tells_the_prompt_and_nothing_else() -> None:
     assert answer["usage"]["completion_tokens"] == 0
 
 
-def test_a_streamed_completion_says_the_same_as_the_whole() -> None:
+def test_streamed_completion_equals_the_complete_one() -> None:
     body = {"prompt": ["añb", "cd"], "n": 2, "max_tokens": 9, "seed": 0, "logprobs": 2, "echo": True}
     whole = ask("/v1/completions", body).json()
     options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -104,7 +104,7 @@ def test_a_streamed_completion_says_the_same_as_the_whole() -> None:
             assert told == choice["logprobs"][field]
 
 
-def test_chat_whole() -> None:
+def test_chat_completion() -> None:
     messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     model = FakeModel()
     body = {"messages": messages, "max_completion_tokens": 6, "seed": 0, "logprobs": True, "top_logprobs": 1}
@@ -120,7 +120,7 @@ def test_chat_whole() -> None:
     assert len(choice["logprobs"]["content"]) == 6
 
 
-def test_chat_streamed_begins_with_the_role_and_ends_with_the_reason() -> None:
+def test_chat_stream_starts_with_role_and_ends_with_finish_reason() -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "seed": 0, "stop": "assist"}
     *chunks, done = events(ask("/v1/chat/completions", body))
     assert done == "DONE"
@@ -227,7 +227,7 @@ def test_constraints(fields: Any, kind: str, grammar: str) -> None:
         ({"return_state": True, "max_tokens": 0, "echo": True}, "max_tokens"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+def test_invalid_fields_are_rejected_by_name(fields: dict[str, Any], named: str) -> None:
     model = FakeModel()
     response = ask("/v1/completions", {"prompt": "a", **fields}, model)
     assert response.status_code == 400, response.text
@@ -243,7 +243,7 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], named: s
     [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b'{"temperature": NaN}', b'{"temperature": Infinity}', b'{"prompt": "\\ud800"}',
      b'{"prompt": "\xff"}', b'{"seed": 1e999}', b"[" * 100_000, b'{"stop":["\\udc00"]}', b'{"a":1,' * 3 + b"}"],
 )  # fmt: skip
-def test_bodies_that_are_not_json_are_refused(raw: bytes) -> None:
+def test_non_json_bodies_are_rejected(raw: bytes) -> None:
     async def one(client: httpx.AsyncClient) -> httpx.Response:
         return await client.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
 
@@ -252,7 +252,7 @@ def test_bodies_that_are_not_json_are_refused(raw: bytes) -> None:
     assert response.json()["error"]["message"]
 
 
-def test_a_stream_that_fails_says_so_in_its_last_event() -> None:
+def test_failed_stream_ends_with_an_error_event() -> None:
     *_, last = events(ask("/v1/completions", {"prompt": "BOOM", "stream": True}))
     assert last["error"]["code"] == "engine"
     *_, last = events(
@@ -265,7 +265,7 @@ def test_a_stream_that_fails_says_so_in_its_last_event() -> None:
     assert last["error"]["code"] == "deadline"
 
 
-def test_endings_from_outside_are_errors() -> None:
+def test_cancellation_and_deadline_are_errors() -> None:
     failed = ask("/v1/completions", {"prompt": "BOOM"})
     assert failed.status_code == 500
     assert failed.json()["error"]["type"] == "server_error"
@@ -274,7 +274,7 @@ def test_endings_from_outside_are_errors() -> None:
     assert slow.headers["x-should-retry"] == "false"
 
 
-def test_tokens_that_wait_are_merged() -> None:
+def test_pending_tokens_are_merged() -> None:
     read = PrefillDone(n_tokens=1, n_cached=0, logprobs=None)
     one = [
         TokensEvent(tokens=(Choice(i, -1.0),), top=((Choice(9, -2.0),),), text=str(i), offsets=(i,)) for i in range(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import linnet
 from linnet.cli import main
 from linnet.config.schema import DataConfig, PairsConfig, RunConfig
 from linnet.core import params, rng
@@ -101,6 +103,44 @@ def test_words_become_pictures_in_files(
     np.testing.assert_array_equal(both.paint(embeds, sampling_settings(1), [6], guidance=1.5)[0], painted[1])
 
 
+def test_the_api_imagines_what_the_command_does(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With runs as folders, and loaded once."""
+    where = ["--prior", str(runs[0]), "--painter", str(runs[1]), "--out", str(tmp_path / "heart.png")]
+    _, words, _ = imagined(capsys, "red heart", *where, "--n", "2", "--seed", "5", "--steps", "4", "--json")
+    record = json.loads(words)
+    prior, painter = map(linnet.load, runs)
+    for given in ({"prior": runs[0], "painter": runs[1]}, {"prior": prior, "painter": painter}):
+        images = linnet.imagine("red heart", **given, n=2, seed=5, steps=4)
+        assert images.seeds == (5, 6)
+        assert images.sheet() == Path(record["sheet"]).read_bytes()
+        for found, picture in zip(images.nearest, record["pictures"], strict=True):
+            assert [near.caption for near in found] == [near["caption"] for near in picture["nearest"]]
+    with pytest.raises(linnet.UserError, match="prior is .*family vq"):
+        linnet.imagine("red heart", prior=painter, painter=painter)
+    with pytest.raises(linnet.UserError, match="painter is .*nothing conditions"):
+        linnet.imagine("red heart", prior=prior, painter=prior)
+    for changed, message in (
+        ({"n": 0}, "n is 0"),
+        ({"guidance": -1.0}, "guidance is -1"),
+        ({"text": " "}, "some words"),
+    ):
+        with pytest.raises(linnet.UserError, match=message):
+            linnet.imagine(**{"text": "x", "prior": tmp_path, "painter": tmp_path, **changed})
+
+
+def test_a_prior_samples_texts_as_its_encoder_reads_them(runs: tuple[Path, Path]) -> None:
+    prior = linnet.load(runs[0])
+    found = prior.sample(["a cat", "red heart"], steps=4, nearest=3)
+    assert found.texts == ("a cat", "red heart")
+    assert found.embeddings.shape == (2, 256)
+    assert [len(row) for row in found.nearest] == [3, 3]
+    assert found.pictures is not None
+    assert Image.open(io.BytesIO(found.sheet() or b"")).format == "PNG"
+    np.testing.assert_allclose(prior.sample("red heart", steps=4).embeddings[0], found.embeddings[1], atol=1e-5)
+
+
 def test_the_text_the_embedding_and_guidance_make_a_difference(both: Imagination) -> None:
     one, two = (both.embeds(text, [0, 0], steps=4) for text in ("red heart", "a blue whale in the sea"))
     np.testing.assert_array_equal(one[0], one[1])
@@ -141,12 +181,12 @@ def test_absent_runs_are_named_with_the_commands_that_make_them(
 
 def test_runs_that_do_not_go_together_are_refused(runs: tuple[Path, Path], tmp_path: Path) -> None:
     prior, painter = runs
-    with pytest.raises(UserError, match="--prior is .*family vq"):
+    with pytest.raises(UserError, match="prior is .*family vq"):
         open_imagination(painter, painter)
-    with pytest.raises(UserError, match="--painter is .*nothing conditions"):
+    with pytest.raises(UserError, match="painter is .*nothing conditions"):
         open_imagination(prior, prior)
     plain = dataclasses.replace(PAINTER, model=dataclasses.replace(PAINTER.vq, d_condition=0, n_place=0))
-    with pytest.raises(UserError, match="--painter is .*nothing conditions"):
+    with pytest.raises(UserError, match="painter is .*nothing conditions"):
         open_imagination(prior, written(tmp_path / "plain", plain))
     with pytest.raises(UserError, match=r"model.d_condition of .* is 8, .* 256"):
         open_imagination(prior, written(tmp_path / "narrow", changed(PAINTER, **{"model.d_condition": 8})))
@@ -171,7 +211,7 @@ def test_an_encoder_that_differs_is_refused(
         (("heart", "--seed", "-1"), "--seed is -1"),
         (("heart", "--guidance", "-2"), "--guidance is -2"),
         (("heart", "--out", "heart.jpg"), r"--out is 'heart.jpg'"),
-        (("heart", "--top-p", "0"), "top_p is 0"),
+        (("heart", "--top-p", "0"), "--top-p is 0"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(

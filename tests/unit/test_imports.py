@@ -25,6 +25,7 @@ ORDER = (
     ("evaluate", "generate"),
     ("train", "serve", "report"),
     ("verify", "plan", "bench"),
+    ("api",),
     ("cli",),
 )
 """Low to high. Packages of one step do not import each other."""

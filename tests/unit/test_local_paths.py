@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import pytest
 import tyro
+from cli_commands import COMMANDS, flags_of
 
 import linnet.cli
 from linnet.cli.dispatch import main
 from linnet.cli.parse import parse as linnet_parse
-from linnet.config import codec as configs
-from linnet.config import presets
+from linnet.config import codec, presets
 from linnet.config.schema import DataConfig, PairsConfig, RunConfig
 from linnet.core.errors import UserError
 from linnet.core.local_path import check_local, is_free_text, is_remote
@@ -29,35 +29,6 @@ from linnet.tokenizers.load import open_tokenizer
 
 URL = "s3://bucket/x"
 CLI = Path(linnet.cli.__file__).parent
-COMMANDS: dict[tuple[str, ...], str] = {
-    ("bench",): "bench.Flags",
-    ("data", "prepare"): "data.PrepareFlags",
-    ("data", "show"): "data.ShowFlags",
-    ("data", "check"): "data.CheckFlags",
-    ("data", "embed"): "data_embed.EmbedFlags",
-    ("eval",): "evaluate_flags.Flags",
-    ("imagine",): "imagine.Flags",
-    ("import",): "interchange_flags.ImportFlags",
-    ("export",): "interchange_flags.ExportFlags",
-    ("launch",): "launch.Flags",
-    ("train", "quickstart"): "parse.RunFlags",
-    ("train", "prior-emoji"): "parse.RunFlags",
-    ("plan", "quickstart"): "plan.Flags",
-    ("presets",): "presets.Flags",
-    ("quickstart",): "quickstart.Flags",
-    ("report",): "report.Flags",
-    ("sample",): "sample_flags.Flags",
-    ("serve",): "serve.Flags",
-    ("tokenizer", "train"): "tokenizer.TrainFlags",
-    ("tokenizer", "show"): "tokenizer.ShowFlags",
-    ("verify",): "verify.Flags",
-}
-"""The commands and their flags. `test_no_command_is_missing` fails if this list is not complete."""
-
-
-def flags_of(name: str) -> type:
-    module, _, cls = name.partition(".")
-    return getattr(importlib.import_module(f"linnet.cli.{module}"), cls)
 
 
 def takes_strings(hint: Any) -> bool:
@@ -87,8 +58,8 @@ def command_lines() -> Iterator[tuple[list[str], str]]:
     """For each path flag of each command: a command line with a URL for that flag, and the name of the flag."""
     for words, name in COMMANDS.items():
         cls = flags_of(name)
-        hints = typing.get_type_hints(cls, include_extras=True)
         fields = {field.name: field for field in dataclasses.fields(cls)}
+        hints = {n: h for n, h in typing.get_type_hints(cls, include_extras=True).items() if n in fields}
         config = presets.get(words[1]) if "config" in hints else None
         required = {n: placeholder(h) for n, h in hints.items() if is_required(fields[n]) and n != "config"}
         for flag, hint in hints.items():
@@ -131,7 +102,7 @@ def config_flags(config: RunConfig | None) -> Iterator[str]:
         settings = {f"{field.name}.{n}": h for n, h in hints_of(value)} if dataclasses.is_dataclass(value) else {}
         own = typing.get_type_hints(RunConfig)[field.name]
         for name, hint in settings.items() or {field.name: own}.items():
-            if takes_strings(hint) and name not in ("mesh", "lora.targets"):
+            if takes_strings(hint) and name not in ("mesh", "family", "lora.targets"):
                 yield f"--{name.replace('_', '-')}"
 
 
@@ -156,7 +127,8 @@ def test_no_command_is_missing() -> None:
                 cls = getattr(module, node.args[0].id)
                 parsed |= {f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"}
     assert parsed == set(COMMANDS.values())
-    assert not any("tyro.cli" in path.read_text() for path in CLI.glob("*.py") if path.stem != "parse")
+    for call, only in (("tyro.cli", {"flags"}), ("parse_flags(", {"flags", "parse"})):
+        assert {path.stem for path in CLI.glob("*.py") if call in path.read_text()} == only
 
 
 def test_the_list_covers_the_known_path_flags() -> None:
@@ -218,7 +190,7 @@ def test_other_spellings(line: list[str], tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_run_whose_config_names_a_url_is_refused_when_its_data_is_opened(tmp_path: Path, capsys: Any) -> None:
     cfg = presets.get("quickstart")
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, source=URL))
-    configs.save(cfg, tmp_path / "config.json")
+    codec.save(cfg, tmp_path / "config.json")
     with pytest.raises(SystemExit):
         main(["data", "show", str(tmp_path)])
     assert f"data.source is {URL!r}" in capsys.readouterr().err

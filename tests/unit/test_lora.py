@@ -16,7 +16,7 @@ import tiny
 from same_runs import assert_same_bits, lines
 from tuned_runs import begun, other_text, parent_run, tuned
 
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import RunConfig
 from linnet.config.tuning import LoraConfig
 from linnet.core import rng
@@ -140,7 +140,7 @@ def test_a_run_with_adapters_resumes_exactly_and_is_complete_by_itself(
     opened = open_run(tmp_path / "whole", "latest")
     assert_same_bits(opened.params, model_weights(whole)[0])
     assert opened.cfg.lora == LoraConfig()
-    export_safetensors(opened.params, opened.buffers, configs.to_json(opened.cfg), tmp_path / "model.safetensors")
+    export_safetensors(opened.params, opened.buffers, codec.to_json(opened.cfg), tmp_path / "model.safetensors")
     params, buffers, exported = import_safetensors(tmp_path / "model.safetensors")
     assert_same_bits((params, buffers), (opened.params, opened.buffers))
     assert (exported["parent"]["path"], exported["parent"]["adapters"]) == (str(run), 2)
@@ -168,12 +168,12 @@ def test_targets_are_named_by_parts_of_their_names() -> None:
     specs = registry.get("moe").param_specs(tiny.MOE)
 
     def chosen(*targets: str) -> list[str]:
-        return list(adapter_specs(specs, LoraConfig(rank=2, targets=targets), "moe"))
+        return list(adapter_specs(specs, LoraConfig(rank=2, targets=targets), registry.get("moe")))
 
     assert chosen() == ["layers/w_q", "layers/w_k", "layers/w_v", "layers/w_o"]
     assert chosen("w_o", "embed") == ["embed", "layers/w_o"]
     assert chosen("experts") == [f"layers/experts/{part}" for part in ("gate", "value", "out")]
-    gate = adapter_specs(specs, LoraConfig(rank=2, targets=("experts",)), "moe")["layers/experts/gate"]
+    gate = adapter_specs(specs, LoraConfig(rank=2, targets=("experts",)), registry.get("moe"))["layers/experts/gate"]
     assert gate.down.shape == (2, 4, 16, 2)  # each expert of each layer has its own
     with pytest.raises(UserError, match="lora.targets is 'q'"):
         chosen("q")

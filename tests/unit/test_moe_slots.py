@@ -59,13 +59,13 @@ def test_decode_equals_forward(changes: dict[str, Any]) -> None:
     close = partial(np.testing.assert_allclose, atol=2e-5 * float(np.abs(want).max()))
     state, got = run(params, slots.init_slots(cfg, 3), tokens, cfg)
     close(got.swapaxes(0, 1), want)
-    state = slots.insert(state, slots.admit(params, None, tokens[1, :37].tolist(), cfg), 0)
+    state = slots.insert(state, slots.DECODER.prefill(params, None, tokens[1, :37].tolist(), cfg), 0)
     fed = np.stack([tokens[1, 37:], tokens[0, 37:], tokens[2, 37:]])
     _, got = run(params, state, fed, cfg, [True, False, True])
     close(got[:, 0], want[1, 37:])
 
 
-def test_bfloat16_stays_near_forward() -> None:
+def test_bfloat16_is_close_to_forward() -> None:
     """All experts are chosen: none can be chosen otherwise by a rounding."""
     cfg, params = make(dtype="bfloat16", n_expert=2)
     tokens = tokens_of(2, 40)
@@ -79,7 +79,7 @@ def test_reading_in_chunks_equals_reading_at_once(weights: WeightDtype) -> None:
     """Cut anywhere, within a block and at its end, the memory and what is said about each token stay the same."""
     cfg, params = make(weights)
     tokens = tokens_of(1, 200)
-    whole = slots.admit(params, None, tokens[0].tolist(), cfg)
+    whole = slots.DECODER.prefill(params, None, tokens[0].tolist(), cfg)
     want = np.asarray(jax.nn.log_softmax(forward_logits(params, tokens, cfg)))[0]
     for cuts in ([1, 128, 199], [64, 127, 129]):
         memory, parts = slots.empty_state(cfg), np.split(tokens[0], cuts)
@@ -87,7 +87,7 @@ def test_reading_in_chunks_equals_reading_at_once(weights: WeightDtype) -> None:
             memory = slots.prefill_chunk(params, None, memory, part.tolist(), cfg)
         assert memory.n_read == whole.n_read
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), memory, whole)
-    start, end = slots.admit(params, None, tokens[0, :70].tolist(), cfg), 70 + slots.chunk_len(cfg)
+    start, end = slots.DECODER.prefill(params, None, tokens[0, :70].tolist(), cfg), 70 + slots.chunk_len(cfg)
     chunk, targets = jnp.asarray(tokens[:, 70:end]), tokens[:, 71 : end + 1]
     said, top = slots.chunk_logprobs(params, None, start, chunk, jnp.asarray(targets), cfg=cfg, n_top=3)
     np.testing.assert_allclose(said, np.take_along_axis(want[70:end], targets[0][:, None], -1)[:, 0], atol=5e-5)
@@ -101,12 +101,12 @@ def test_reading_in_chunks_equals_reading_at_once(weights: WeightDtype) -> None:
     [{"weights": "int8"}, pytest.param({"weights": "bfloat16", "dtype": "bfloat16"}, marks=pytest.mark.trial)],
     ids=str,
 )
-def test_a_slot_is_bit_equal_beside_any_neighbours_in_any_slot_and_batch(changes: dict[str, Any]) -> None:
+def test_slot_is_batch_invariant(changes: dict[str, Any]) -> None:
     """Admitted late, into a slot that held another sequence, alone or among many, with idle neighbours and busy ones. Wide enough
     that a product could be cut in several ways."""
     cfg, params = make(**{"d_model": 256, "d_k": 16, "n_vocab": 259, "widening": 4.0, **changes})
     more, others = tokens_of(8, 6, 259), tokens_of(8, 6, 259, seed=9)
-    one = slots.admit(params, None, tokens_of(1, 125, 259)[0].tolist(), cfg)
+    one = slots.DECODER.prefill(params, None, tokens_of(1, 125, 259)[0].tolist(), cfg)
     state, alone = run(params, slots.insert(slots.init_slots(cfg, 1), one, 0), more[:1], cfg)
     after = slots.extract(params, state, 0, cfg, 131)
     for n_slot, place, idle in ((8, 0, ()), (8, 7, (1,)), (8, 5, (0, 1, 2, 3, 4, 6, 7)), (3, 1, (0,))):
@@ -141,7 +141,7 @@ def test_an_idle_slot_stands_still() -> None:
     assert_same(slots.extract(params, state, 1, cfg, 10), before)
 
 
-def test_taking_a_slot_out_and_putting_it_back_changes_nothing() -> None:
+def test_extract_and_insert_round_trip() -> None:
     cfg, params = make()
     tokens = tokens_of(3, BLOCK + 12)
     state, _ = run(params, slots.init_slots(cfg, 3), tokens[:, : BLOCK + 2], cfg)
@@ -162,7 +162,7 @@ def test_nothing_of_an_earlier_occupant_is_taken_out() -> None:
     """Neither its keys nor its tokens; and they change no bit of what the next occupant is told."""
     cfg, params = make()
     long, short = tokens_of(1, 150), tokens_of(1, 20, seed=9)
-    one = slots.admit(params, None, short[0].tolist(), cfg)
+    one = slots.DECODER.prefill(params, None, short[0].tolist(), cfg)
     used, _ = run(params, slots.init_slots(cfg, 1), long, cfg)
     used = slots.insert(used, one, 0)
     fresh = slots.insert(slots.init_slots(cfg, 1), one, 0)
@@ -188,7 +188,7 @@ def test_decode_draws_the_same_tokens_however_the_ticks_are_cut_and_whoever_is_b
         settings = sampling_settings(n_slot, temperature=1.2, top_p=0.95, repetition_penalty=1.1)
         keys = jnp.stack([rng.root(3 if i == place else 100 + i) for i in range(n_slot)])
         state, seen = slots.init_slots(cfg, n_slot), jnp.zeros((n_slot, cfg.n_vocab), jnp.int32)
-        memory = slots.admit(params, None, tokens_of(1, 20)[0].tolist(), cfg)
+        memory = slots.DECODER.prefill(params, None, tokens_of(1, 20)[0].tolist(), cfg)
         state = slots.insert(state, memory, place)
         token, out, logprobs = jnp.full((n_slot,), 5, jnp.int32), [], []
         active = jnp.arange(n_slot) == place if idle else None
@@ -232,6 +232,7 @@ def test_updates_are_in_place(n: int) -> None:
     assert [line for line in lines if " copy(" in line or " copy-start(" in line] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
 def test_no_float_copy_of_the_experts_is_made(weights: WeightDtype) -> None:
     """Sizes that occur once, so that a shape tells what an array is."""

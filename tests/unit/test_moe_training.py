@@ -114,10 +114,10 @@ def test_the_figures_of_the_experts() -> None:
     assert figures["busiest"] == [0.25, 0.5]
     assert figures["idlest"] == [0.25, 0.0]
     assert figures["confidence"] == pytest.approx([0.6, 0.9])
-    alarms = family.alarms({"experts": figures}, 0.1, CFG)
-    assert list(alarms) == [1]
-    assert "layer 1 collapse" in alarms[1]
-    assert "--model.balance-weight" in alarms[1]
+    collapse_warnings = family.collapse_warnings({"experts": figures}, 0.1, CFG)
+    assert list(collapse_warnings) == [1]
+    assert "layer 1 collapse" in collapse_warnings[1]
+    assert "--model.balance-weight" in collapse_warnings[1]
 
 
 @pytest.mark.trial

@@ -17,7 +17,7 @@ from tiny import config, corpus
 from linnet.cli.evaluate import eval_command
 from linnet.cli.interchange import export_command, import_command
 from linnet.cli.sample import sample_command
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import OptimConfig, RunConfig
 from linnet.convert.flax import flatten, read_flax
 from linnet.convert.flax_write import nest, pack_flax, write_flax
@@ -292,7 +292,7 @@ def test_states_that_cannot_be_mapped_say_why(tmp_path: Path, capsys: pytest.Cap
     flags = ["--block-len", "4", "--mem-len", "6", "--out"]
     import_command(["transformer-vq", str(path), *flags, str(tmp_path / "run")])
     said = capsys.readouterr().out
-    assert "optimizer state is not imported: its rule keeps mu, trace" in said
+    assert "optimizer state is not imported: its optimizer stores mu, trace" in said
     assert open_state(tmp_path / "run", "latest")[2] == 0
     with pytest.raises(UserError, match="cannot be imported"):
         import_command(["transformer-vq", str(path), *flags, str(tmp_path / "keep"), "--optimizer", "keep"])
@@ -312,7 +312,7 @@ def test_states_that_cannot_be_mapped_say_why(tmp_path: Path, capsys: pytest.Cap
     for change in ({"mu": 3}, {"count": None}):
         broken = {name: value for name, value in {**link, **change}.items() if value is not None}
         tree["opt_state"]["inner_states"]["main"]["inner_state"]["1"]["0"] = broken
-        with pytest.raises(Unmapped, match="not whole"):
+        with pytest.raises(Unmapped, match="incomplete"):
             read_optimizer(tree["opt_state"])
     for broken in ({}, {"inner_states": {"main": {"inner_state": {"0": {}}}}}, {"inner_states": None}):
         with pytest.raises(Unmapped, match="chain of the official code"):
@@ -353,7 +353,7 @@ def test_an_exported_run_continues_as_if_it_had_not_left(tmp_path: Path) -> None
     out = tmp_path / "checkpoint_2"
     export_command([str(tmp_path / "first"), "--format", "transformer-vq", "--checkpoint", "latest", "--out", str(out)])
     import_command(["transformer-vq", str(out), "--source", str(source), "--out", str(tmp_path / "again")])
-    imported = configs.load(tmp_path / "again" / "config.json")
+    imported = codec.load(tmp_path / "again" / "config.json")
     assert (imported.optim, imported.model, imported.data) == (cfg.optim, cfg.model, cfg.data)
     train(imported, RunFolder(tmp_path / "again"), quiet=True, stop_at=4)
     whole, again = (open_state(tmp_path / name, "latest")[1] for name in ("whole", "again"))

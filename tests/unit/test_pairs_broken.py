@@ -58,7 +58,7 @@ def test_half_precision_rows_whose_squares_vanish_are_not_zero(tmp_path: Path) -
     tiny = np.full((files.N, files.IMAGE), 1e-7)
     pairs = opened(files.folder(tmp_path / "in", tiny, dtype=np.float16))
     assert len(rows_of(pairs)) == files.N
-    assert any("mean length" in warning for warning in pairs.warnings())
+    assert any("mean norm" in warning for warning in pairs.warnings())
 
 
 def test_many_bad_rows_are_counted_and_a_few_are_named(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_a_set_with_nothing_good_is_refused(tmp_path: Path) -> None:
 
 def test_vectors_that_are_not_normalised_are_remarked_on(tmp_path: Path) -> None:
     warnings = opened(files.folder(tmp_path / "in", 10 * files.vectors())).warnings()
-    assert [w for w in warnings if "image embeddings have a mean length of 10" in w]
-    assert not [w for w in warnings if "text embeddings have a mean length" in w]
+    assert [w for w in warnings if "image embeddings have a mean norm of 10" in w]
+    assert not [w for w in warnings if "text embeddings have a mean norm" in w]
 
 
 def test_a_null_in_parquet_is_a_bad_row(tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ def test_another_width_is_refused_with_both_files(tmp_path: Path, kind: str) -> 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "is no .npy array"),
-        (b"not an array", "is no .npy array"),
-        (files.npy(files.vectors(9))[:-40], "is cut short: 212 bytes"),
+        (b"", "is not an .npy array"),
+        (b"not an array", "is not an .npy array"),
+        (files.npy(files.vectors(9))[:-40], "is truncated: 212 bytes"),
         (files.npy(np.arange(9 * 7).reshape(9, 7)), "type of .* is 'int64'.*float16"),
         (files.npy(files.vectors(9)[0]), "shape of .*rows of numbers"),
     ],
@@ -204,10 +204,10 @@ def test_columns_are_found_by_their_usual_names_or_must_be_named(tmp_path: Path)
 
 def test_a_damaged_parquet_or_npz_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 nothing PAR1")
-    with pytest.raises(UserError, match="a.parquet is damaged"):
+    with pytest.raises(UserError, match="a.parquet is corrupt"):
         opened(tmp_path / "a.parquet")
     (tmp_path / "a.npz").write_bytes(b"PK nothing")
-    with pytest.raises(UserError, match="a.npz is damaged"):
+    with pytest.raises(UserError, match="a.npz is corrupt"):
         opened(tmp_path / "a.npz")
 
 
@@ -229,8 +229,8 @@ def test_samples_without_one_of_their_embeddings_are_left_out_and_named(tmp_path
         (files.npy(files.vectors(1, 9)[0]), r"00004 \(image\) is an array \(9,\)"),
         (files.npy(files.vectors(1)[0]), r"00004 \(image\) is an array \(7,\) of float32"),
         (files.npy(files.vectors(2).astype(np.float16)), r"00004 \(image\) is an array \(2, 7\)"),
-        (b"nothing", r"00004 \(image\) is no .npy array"),
-        (files.npy(files.vectors(1)[0].astype(np.float16))[:-3], r"00004 \(image\) is cut short"),
+        (b"nothing", r"00004 \(image\) is not an .npy array"),
+        (files.npy(files.vectors(1)[0].astype(np.float16))[:-3], r"00004 \(image\) is truncated"),
     ],
 )
 def test_a_member_that_is_not_like_the_others_is_refused_by_name(tmp_path: Path, member: bytes, words: str) -> None:
@@ -264,7 +264,7 @@ def test_a_tar_of_pictures_points_to_embed(tmp_path: Path) -> None:
 def test_a_tar_that_was_cut_is_refused(tmp_path: Path) -> None:
     path = files.tar(tmp_path / "a.tar", files.samples())
     path.write_bytes(path.read_bytes()[: 512 * 9])
-    with pytest.raises(UserError, match="a.tar is damaged or cut short"):
+    with pytest.raises(UserError, match="a.tar is corrupt or truncated"):
         opened(path)
 
 
@@ -292,7 +292,7 @@ def test_sources_that_are_none_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", files.vectors())
     with pytest.raises(UserError, match="name both with --data.images and --data.texts"):
         opened(tmp_path / "a.npy")
-    with pytest.raises(UserError, match="not compressed"):
+    with pytest.raises(UserError, match="an uncompressed tar"):
         opened(tmp_path / "a.tar.gz")
 
 
@@ -320,8 +320,8 @@ def test_float64_that_overflows_float32_is_reported_as_such(tmp_path: Path) -> N
     root = files.folder(tmp_path / "in", image=image, dtype=np.float64)
     pairs = open_pairs(PairsConfig(source=str(root)), 0)
     told = " ".join(pairs.warnings())
-    assert "1 of 23 image embeddings hold numbers too large for float32 (beyond 3.4e38) and are left out" in told
-    assert "1 of 23 image embeddings hold NaN or infinity" in told
+    assert "1 of 23 image embeddings contain numbers too large for float32 (beyond 3.4e38) and are left out" in told
+    assert "1 of 23 image embeddings contain NaN or infinity" in told
     assert pairs.origin["left_out"]["source"] == {"image_overflow": 1, "image_not_finite": 1}
 
 
@@ -329,5 +329,5 @@ def test_a_parquet_of_doubles_that_overflow_float32_is_refused_by_row(tmp_path: 
     image = files.vectors().astype(np.float64)
     image[7, 1] = -1e300
     path = files.parquet(tmp_path / "a.parquet", img_emb=image, text_emb=files.texts())
-    with pytest.raises(UserError, match=r"a.parquet, row 7: img_emb holds a number too large for float32"):
+    with pytest.raises(UserError, match=r"a.parquet, row 7: img_emb contains a number too large for float32"):
         open_pairs(PairsConfig(source=str(path)), 0)

@@ -130,7 +130,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_files(tmp_path: Path, n_before:
     with pytest.raises(KeyboardInterrupt):
         embed(task(n_before), broken)
     if (broken / "img_emb").exists():
-        with pytest.raises(UserError, match="was not finished.*again: it goes on"):
+        with pytest.raises(UserError, match="was not finished.*again: it resumes"):
             open_pairs(PairsConfig(source=str(broken)), seed=0)
     read.clear()
     embed(task(99), broken)
@@ -186,7 +186,7 @@ def test_embedded_images_with_captions_get_their_texts(tmp_path: Path, capsys: p
         name: data for name, data in again.items() if name != NOTES
     }
     assert linnet("data", "embed", source, "--out", source) == 2
-    assert "another folder than SOURCE" in capsys.readouterr().err
+    assert "a folder other than SOURCE" in capsys.readouterr().err
 
 
 def test_an_encoder_that_is_not_there_is_refused_with_the_fix(
@@ -205,9 +205,9 @@ def test_an_encoder_that_is_not_there_is_refused_with_the_fix(
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("captions.json", b"{", "captions.json is no JSON"),
-        ("captions.json", b'[{"file_name": "a.png"}]', "entry 0 does not name a picture and its caption"),
-        ("captions.jsonl", b'{"caption": "x"}', "entry 0 does not name a picture and its caption"),
+        ("captions.json", b"{", "captions.json is not JSON"),
+        ("captions.json", b'[{"file_name": "a.png"}]', "entry 0 does not name an image and its caption"),
+        ("captions.jsonl", b'{"caption": "x"}', "entry 0 does not name an image and its caption"),
         ("more.tar", b"", r"one of them \(it has pictures and tar\)"),
     ],
 )

@@ -127,6 +127,7 @@ def test_the_emoji_are_pairs_on_every_machine(emoji: EmbeddingPairs) -> None:
     assert batch.text_embed.shape == batch.image_embed.shape == (64, 256)
 
 
+@pytest.mark.slow
 def test_emoji_are_embedded_once(cache: Path, monkeypatch: pytest.MonkeyPatch, emoji: EmbeddingPairs) -> None:
     called: list[int] = []
     embed = builtin.BuiltIn.embed_texts
@@ -145,7 +146,7 @@ def test_emoji_are_embedded_once(cache: Path, monkeypatch: pytest.MonkeyPatch, e
 
 @pytest.mark.parametrize("settings", [{"test_fraction": 0.2}, {"split_key": "is_test"}, {"image_key": "x"}])
 def test_the_division_of_the_emoji_is_not_to_be_changed(settings: dict[str, str | float]) -> None:
-    with pytest.raises(UserError, match="left alone: emoji-pairs is divided"):
+    with pytest.raises(UserError, match="left unset: emoji-pairs is split"):
         open_pairs(PairsConfig(**settings), seed=0)  # pyright: ignore[reportArgumentType]
 
 

@@ -13,7 +13,7 @@ import pair_files as files
 import pytest
 
 from linnet.core.errors import UserError
-from linnet.data import shuffle as order
+from linnet.data import shuffle
 from linnet.data.embeddings import EmbeddingPairs, PairsConfig, open_pairs
 from linnet.data.embeddings import validate as scans
 
@@ -130,7 +130,7 @@ def test_a_batch_is_a_function_of_the_step_and_an_epoch_has_every_pair_once(tmp_
     n = pairs.n_rows("train")
     assert n == 21
     seen = np.concatenate([pairs.batch(step).image_embed for step in range(3)])
-    wanted = files.vectors()[order.window_indices(3, 0, 21, n)]
+    wanted = files.vectors()[shuffle.window_indices(3, 0, 21, n)]
     assert np.array_equal(seen, wanted)
     assert len(np.unique(seen, axis=0)) == n
     later = pairs.batch(5).image_embed

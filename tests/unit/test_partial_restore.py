@@ -19,7 +19,7 @@ from linnet.core.errors import UserError
 from linnet.core.pytree import named_leaves, replace
 from linnet.models import registry
 from linnet.optim.optimizer import optimizer
-from linnet.runs.checkpoint import reader as snapshot
+from linnet.runs.checkpoint import reader
 from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.load import open_run, open_state, write_run
 from linnet.runs.state import both_weights, fresh_state, model_weights
@@ -39,7 +39,7 @@ def forge(saved: Checkpoints, name: str) -> None:
     body = json.loads(path.read_text())
     body.pop("crc32")
     body["leaves"][name]["sum"] ^= 1
-    path.write_text(json.dumps(body | {"crc32": snapshot.body_checksum(body)}))
+    path.write_text(json.dumps(body | {"crc32": reader.body_checksum(body)}))
 
 
 def test_a_part_of_a_state_is_read_exactly(saved: Checkpoints) -> None:
@@ -89,13 +89,13 @@ def test_opening_a_run_reads_one_set_of_weights(
     state = fresh_state(family, cfg, optimizer(cfg.optim, family.param_specs(cfg.model)))
     write_run(tmp_path, cfg, state.params, state.buffers)
     read: list[str] = []
-    real = snapshot._read_arrays
+    real = reader._read_arrays
 
     def watched(path: Path, target: Any) -> Any:
         read.extend(name for name, _ in named_leaves(target))
         return real(path, target)
 
-    monkeypatch.setattr(snapshot, "_read_arrays", watched)
+    monkeypatch.setattr(reader, "_read_arrays", watched)
     run = open_run(tmp_path)
     assert {name.partition("/")[0] for name in read} == {"ema" if ema else "params", "buffers"}
     whole = open_state(tmp_path, "latest")[1]

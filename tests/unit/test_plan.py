@@ -57,7 +57,7 @@ def test_a_loop_that_the_data_decide_on_is_never_counted_silently() -> None:
         return jax.lax.fori_loop(0, n.astype(jnp.int32), lambda _, x: jnp.tanh(x @ w), x)
 
     text = compiled(f, (), (16, 32), (32, 32)).as_text()
-    with pytest.raises(program.UnknownTrips, match="as often as its data say"):
+    with pytest.raises(program.UnknownTrips, match="data-dependent trip count"):
         program.read(text)
     assumed = program.read(text, trips=lambda _: 12.5)
     assert assumed.flops == 12.5 * 2 * 16 * 32 * 32
@@ -189,7 +189,7 @@ out = {}
 for dtype in ("float32", "bfloat16"):
     for data, rows in ((2, 64), (4, 128)):
         c = read(data, 2, rows, dtype)
-        p = program.read(c.text, cut=c.cut)
+        p = program.read(c.text, partitioned_hlo=c.partitioned_hlo)
         if data == 2:
             p = program.on_more_rows(p, 4, 2, 2)
         out[f"{dtype} {data}"] = {

@@ -88,6 +88,7 @@ def test_a_bare_state_dict_is_read_to_the_bit() -> None:
         np.testing.assert_array_equal(state[name], golden[f"params/{name}"], err_msg=name)
 
 
+@pytest.mark.slow
 def test_warm_up_and_bare_checkpoints_predict_what_the_reference_predicted() -> None:
     def check(found: PriorParams, cfg: PriorConfig, inputs: list[np.ndarray], expected: np.ndarray) -> None:
         output = network(found, *map(jnp.asarray, inputs), None, None, None, cfg)  # pyright: ignore[reportArgumentType]
@@ -197,7 +198,7 @@ class Evil:
         (b"c__builtin__\neval\n(X\x01\x00\x00\x001tR", "eval"),
         (b"ctorch\ndevice\n(X\x01\x00\x00\x001tRK\x01b", None),
         (b"K\x01K\x02K\x03s", "not a table"),
-        (b"(K\x01", "mark|left over"),
+        (b"(K\x01", "mark|remains after the end"),
         (b"h\x07", "did not store"),
         (b"i\x00", "not an opcode"),
     ],

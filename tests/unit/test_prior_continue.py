@@ -165,7 +165,7 @@ def broken(change: Any) -> dict[str, Any]:
             "shape|damaged",
         ),
         (lambda c: c["model"].update({"clip.x": np.zeros(2)}), "CLIP"),
-        (lambda c: c["ema"].update(step=np.array(9)), "counts other steps"),
+        (lambda c: c["ema"].update(step=np.array(9)), "another step count"),
         (lambda c: c["optimizer"]["state"].clear(), "nothing was trained"),
     ],
 )
@@ -226,6 +226,7 @@ def test_training_continues_from_an_imported_trainer_and_exports_as_it_goes(
     assert "no optimizer state" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_settings_file_loads_its_checkpoint_and_saves_where_it_says(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,7 +260,7 @@ def test_a_settings_file_loads_its_checkpoint_and_saves_where_it_says(
     flags = ("--optim.steps", "15", "--train.log-every", "1", "--quiet")
     assert not linnet("train", "settings.json", *flags)
     said = capsys.readouterr().err
-    for words in ("tracker.load", "continues at step 5", "saved/latest.pth", "huggingface is not followed"):
+    for words in ("tracker.load", "continues at step 5", "saved/latest.pth", "huggingface is ignored"):
         assert words in said
     lines = [json.loads(line) for line in Path("cache/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(6, 16))
@@ -289,6 +290,7 @@ def test_exports_are_checked_before_training(pairs: Path, tmp_path: Path, capsys
     assert "train.exports is 's3://bucket/x.pth'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_imported_trainer_is_evaluated_at_its_own_step(pairs: Path, tmp_path: Path) -> None:
     """Its step is a multiple of eval_every, so the evaluation comes before the first update."""
     run = tmp_path / "run"
@@ -300,6 +302,7 @@ def test_an_imported_trainer_is_evaluated_at_its_own_step(pairs: Path, tmp_path:
     assert set(json.loads((run / "checkpoints" / "best.json").read_text())) == {"5", "8"}
 
 
+@pytest.mark.slow
 def test_an_imported_trainers_counts_are_continued(pairs: Path, tmp_path: Path) -> None:
     """The file has seen 20 samples in 5 updates; 3 updates of 8 follow."""
     run, latest = tmp_path / "run", tmp_path / "latest_{samples_seen}.pth"
@@ -336,6 +339,7 @@ def test_the_scheduler_has_a_rate_for_each_group(decay_vectors: bool, tmp_path: 
     assert [len(saved["scheduler"][name]) for name in ("base_lrs", "_last_lr", "lr_lambdas")] == [groups] * 3
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_import_is_evaluated_at_step_0(pairs: Path, tmp_path: Path) -> None:
     """Although imports have eval_every 0; and with the optimizer state of the import, if that is wanted."""
     imported, tuned = tmp_path / "imported", tmp_path / "tuned"

@@ -98,6 +98,7 @@ def test_a_row_is_the_same_as_by_sample_whatever_the_model(options: dict[str, An
         np.testing.assert_array_equal(found, by_sample(cfg, ask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "release",
     [
@@ -145,7 +146,9 @@ def engine() -> Iterator[PriorEngine]:
 
 def test_progress_is_told_at_even_distances_and_ends_at_the_answer(engine: PriorEngine) -> None:
     ask = wanted(CFG, 0, solver="ddpm", n_told=3)
-    engine.backend.put(1, engine.backend.seat(ask, plan_of(CFG, ask)))  # by hand, while the engine has nothing to do
+    engine.backend.load(
+        1, engine.backend.make_state(ask, plan_of(CFG, ask))
+    )  # by hand, while the engine has nothing to do
     by_hand = [np.asarray(engine.backend.tick(guided=False, look=True).starts)[1] for _ in range(9)]
     plain, heard = Heard(engine, wanted(CFG, 1, solver="ddpm", seed=4)), Heard(engine, ask)
     heard.end()

@@ -16,7 +16,7 @@ from prior_tiny import config, model
 from torch_files import Writer
 
 from linnet.cli import main
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import OptimConfig, PairsConfig
 from linnet.models.prior.convert import to_reference
 from linnet.models.prior.schedule import betas
@@ -102,7 +102,7 @@ def test_the_other_weights_and_what_weights_do_not_tell(
     assert "--text-encodings is True" in capsys.readouterr().err
     settings.write_text(json.dumps(SETTINGS))  # its part `prior` alone will do
     assert not linnet("import", "dalle2-prior", checkpoint, "--out", tmp_path / "b", "--settings", settings)
-    assert configs.load(tmp_path / "b" / "config.json").prior == cfg
+    assert codec.load(tmp_path / "b" / "config.json").prior == cfg
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ QUICK = ("all", "0.22.3")  # `make trials` takes the rest
 drawn = jax.jit(draw, static_argnums=(2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [pytest.param(o, id=n, marks=[pytest.mark.trial] if n not in QUICK else []) for n, o in OPTIONS.items()]
 )

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from same_runs import assert_same_bits, lines
 
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import OptimConfig, PairsConfig, RunConfig, TrainConfig
 from linnet.core import rng
 from linnet.core.errors import UserError
@@ -91,6 +91,7 @@ def whole(pairs_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pairs_file: Path, whole: Path, tmp_path: Path) -> None:
     for stop in (3, 8):
         assert not train(config(pairs_file), RunFolder(tmp_path), quiet=True, stop_at=stop).finished
@@ -108,6 +109,7 @@ def test_a_finished_run_is_tested_once(pairs_file: Path, whole: Path) -> None:
     assert sum(r["kind"] == "test" for r in before) == sum(r["kind"] == "test" for r in after) == 1
 
 
+@pytest.mark.slow
 def test_accumulation_changes_nothing(pairs_file: Path) -> None:
     """Noise, times, dropped conditions and dropout included: a row draws by its place in the whole batch."""
     results: list[Any] = []
@@ -159,6 +161,7 @@ def test_the_best_checkpoint_is_that_of_the_lowest_average_loss(whole: Path) -> 
     assert open_run(whole, "best").step == min(losses, key=lambda step: losses[step])
 
 
+@pytest.mark.slow
 def test_an_evaluation_averages_over_pairs_however_they_are_cut(pairs_file: Path, whole: Path) -> None:
     """12 validation pairs in batches of 8 and of 5: the last one is not full, and counts by its pairs. A rolled caption stays in
     its batch, so those figures follow the batches."""
@@ -198,6 +201,7 @@ def test_what_the_test_found_stands_beside_three_baselines(whole: Path) -> None:
     assert found["rows"][4]["cosine"] > 0.95  # images are turned texts: a line finds that
 
 
+@pytest.mark.slow
 def test_text_encodings_are_trained_on_and_evaluated(tmp_path: Path) -> None:
     import pair_files
 
@@ -262,7 +266,7 @@ def test_settings_that_make_no_sense_together_are_refused(pairs_file: Path) -> N
         RunConfig(data=cfg.data)
     for ask in (
         lambda: cfg.tokens,
-        lambda: cfg.writer,
+        lambda: cfg.lm,
         lambda: cfg.vq,
         lambda: RunConfig().pairs,
         lambda: RunConfig().prior,
@@ -273,8 +277,8 @@ def test_settings_that_make_no_sense_together_are_refused(pairs_file: Path) -> N
 
 def test_every_setting_is_in_the_file_and_comes_back(pairs_file: Path, tmp_path: Path) -> None:
     cfg = config(pairs_file, **{"model.text_noise": 0.5, "data.mix": 0.25, "model.dtype": "bfloat16"})
-    configs.save(cfg, tmp_path / "config.json")
-    assert configs.load(tmp_path / "config.json") == cfg
+    codec.save(cfg, tmp_path / "config.json")
+    assert codec.load(tmp_path / "config.json") == cfg
 
 
 def test_mixed_pairs_lie_between_two_and_are_as_long_as_before(pairs_file: Path) -> None:

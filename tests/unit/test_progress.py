@@ -45,7 +45,7 @@ def test_a_terminal_gets_a_bar_with_everything(terminal: Terminal) -> None:
         for step in range(1, 51):
             clock.now += 1.0
             progress.update(step, loss=0.6931472, per_second=5210.0)
-        progress.say("a [word] above")
+        progress.log("a [word] above")
         last = plain(terminal.getvalue()).split("\r")[-1]
     for words in ("training", "50/100", "loss 0.693", "1.000 bits/byte", "5,210 tok/s", "0:50 left"):
         assert words in last, words
@@ -82,7 +82,7 @@ def test_a_log_file_gets_a_line_every_ten_seconds() -> None:
         for step in range(1, 36):
             clock.now += 1.0
             progress.update(step, loss=0.6931472 if step % 5 == 0 else None, per_second=100.0)
-        progress.say("validation 1.9 bits per byte")
+        progress.log("validation 1.9 bits per byte")
     lines = out.getvalue().splitlines()
     assert lines[0] == "step 10/100  loss 0.693  1.000 bits/byte  100 tok/s  1:30 left"
     assert [line.split("  ")[0] for line in lines] == [
@@ -105,7 +105,7 @@ def test_quiet_is_silent(stream: type[io.StringIO]) -> None:
         for step in range(1, 11):
             clock.now += 60.0
             progress.update(step, loss=1.0)
-        progress.say("nothing")
+        progress.log("nothing")
         assert list(progress.track(range(3), "evaluating")) == [0, 1, 2]
     assert list(track(range(3), "evaluating", quiet=True, stream=out, clock=clock)) == [0, 1, 2]
     assert out.getvalue() == ""
@@ -121,7 +121,7 @@ def test_a_reader_that_left_does_not_stop_the_run() -> None:
         for step in range(1, 11):
             clock.now += 60.0
             progress.update(step, loss=1.0)
-        progress.say("still here")
+        progress.log("still here")
 
 
 def test_an_update_costs_microseconds() -> None:

@@ -15,12 +15,13 @@ import linnet
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-LOCKS = [ROOT / "requirements.lock", ROOT / ".github" / "sbom.lock"]
+LOCKS = [ROOT / "requirements.lock", ROOT / ".github" / "docs.lock", ROOT / ".github" / "sbom.lock"]
 YAML_FILES = [
     *WORKFLOWS,
     *sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")),
     ROOT / ".pre-commit-config.yaml",
     ROOT / "compose.yaml",
+    ROOT / "mkdocs.yml",
     ROOT / "CITATION.cff",
 ]
 TEXTS = [
@@ -73,7 +74,9 @@ def test_workflows_run_existing_make_targets(path: Path) -> None:
 
 def test_each_workflow_runs_its_part() -> None:
     assert {path.stem for path in WORKFLOWS} == {"ci", "nightly", "release"}
-    assert {"make lint", "make types", "make test"} <= set(commands(ROOT / ".github" / "workflows" / "ci.yml"))
+    assert {"make lint", "make types", "make docs", "make test"} <= set(
+        commands(ROOT / ".github" / "workflows" / "ci.yml")
+    )
     assert "make trials" in commands(ROOT / ".github" / "workflows" / "nightly.yml")
     assert workflow("release")["jobs"]["build"]["needs"] == ["ci"]
     assert workflow("release")["jobs"]["publish"]["needs"] == ["build"]
@@ -106,6 +109,9 @@ def test_ci_tests_the_declared_python_versions() -> None:
 def test_versions_agree() -> None:
     assert read_yaml(ROOT / "CITATION.cff")["version"] == PROJECT["version"] == linnet.__version__
     assert read_yaml(ROOT / "CITATION.cff")["license"] == PROJECT["license"]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == linnet.__version__
 
 
 def test_dockerfile_copies_files_that_exist_and_are_sent_to_the_builder() -> None:
@@ -148,3 +154,9 @@ def test_locks_name_no_index(path: Path) -> None:
     assert "://" not in text
     assert re.search(r"^-", text, re.MULTILINE) is None
     assert re.search(r"^[^\s#]+(?!.*\\$).*$", text, re.MULTILINE) is None  # a pin is followed by its hashes
+
+
+def test_modules_left_out_of_the_fast_tests_exist() -> None:
+    listed = (ROOT / "tests" / "compiling_modules.txt").read_text().splitlines()[1:]
+    assert listed == sorted(set(listed))
+    assert [name for name in listed if not (ROOT / "tests" / name).is_file()] == []

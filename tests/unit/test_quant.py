@@ -13,7 +13,7 @@ from linnet.core import quant
 from linnet.core.params import Spec
 from linnet.core.pytree import n_bytes
 from linnet.core.quant import Quantized
-from linnet.nn import batch_invariant as rows
+from linnet.nn import batch_invariant
 from linnet.nn.linear import linear
 
 
@@ -41,23 +41,24 @@ def test_zero_columns_stay_zero_and_what_is_on_the_grid_is_exact() -> None:
     np.testing.assert_array_equal(quant.dequantize(quant.quantize(jnp.asarray(grid))), grid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 4])
 def test_the_product_is_that_of_the_dequantised_weight(groups: int) -> None:
     held, x = quant.quantize(drawn(32, 20), groups), drawn(2, 3, 32, seed=1)
     want = x @ quant.dequantize(held)
     np.testing.assert_allclose(quant.matmul(x, held), want, atol=1e-5)
     np.testing.assert_allclose(linear(x, held), want, atol=1e-5)
-    np.testing.assert_allclose(rows.matmul(x[0], rows.split_k(held))[:, :20], want[0], atol=1e-5)
+    np.testing.assert_allclose(batch_invariant.matmul(x[0], batch_invariant.split_k(held))[:, :20], want[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_long_sum_is_cut_inside_its_groups(groups: int) -> None:
     held, x = quant.quantize(drawn(4 * 300, 70), groups), drawn(5, 1200, seed=1)
-    pieces = rows.split_k(held)
-    assert all(piece.shape[0] <= rows.SHORT_SUM for piece in pieces)
+    pieces = batch_invariant.split_k(held)
+    assert all(piece.shape[0] <= batch_invariant.SHORT_SUM for piece in pieces)
     assert sum(piece.shape[0] for piece in pieces) == 1200
     want = np.asarray(x, np.float64) @ np.asarray(quant.dequantize(held), np.float64)
-    np.testing.assert_allclose(np.asarray(rows.matmul(x, pieces))[:, :70], want, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(batch_invariant.matmul(x, pieces))[:, :70], want, rtol=1e-5, atol=1e-4)
 
 
 def test_side_by_side_is_concatenation() -> None:
@@ -71,8 +72,8 @@ def test_side_by_side_is_concatenation() -> None:
 def test_a_weight_is_held_in_no_fewer_bits_than_its_spec_allows() -> None:
     specs = {
         "norm": Spec((4,), (None,), "ones"),
-        "embed": Spec((6, 4), (None, None), least="bfloat16"),
-        "product": Spec((4, 4), (None, None), least="int8"),
+        "embed": Spec((6, 4), (None, None), min_dtype="bfloat16"),
+        "product": Spec((4, 4), (None, None), min_dtype="int8"),
     }
     params = {name: drawn(*spec.shape) for name, spec in specs.items()}
     full, half, eight = (quant.cast_params(params, specs, kind) for kind in ("float32", "bfloat16", "int8"))

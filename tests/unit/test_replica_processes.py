@@ -1,4 +1,4 @@
-"""The replicas' processes: started, missed when they die or stand still, replaced, and ended with their server."""
+"""Replica processes: start, death, hang, replacement, and shutdown with the server."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ async def all_ready(fleet: Fleet) -> list[Replica]:
     return fleet.ready
 
 
-def test_a_replica_that_dies_is_started_again_and_the_front_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dead_replica_is_restarted_and_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def kill(fleet: Fleet) -> None:
         old = await all_ready(fleet)
         os.kill(old[0].process.pid, signal.SIGKILL)
@@ -55,10 +53,10 @@ def test_a_replica_that_dies_is_started_again_and_the_front_says_so(
         assert fleet.n_restarts == 1
 
     with_fleet(kill, tmp_path)
-    assert "replica 0 was ended by SIGKILL; another is started in" in capsys.readouterr().err
+    assert "Replica 0 was killed by SIGKILL; restarting in" in capsys.readouterr().err
 
 
-def test_a_replica_that_cannot_start_tells_its_exit_code(tmp_path: Path) -> None:
+def test_failed_start_returns_the_replicas_exit_code(tmp_path: Path) -> None:
     async def run() -> None:
         fleet = Fleet(2, lambda number: [sys.executable, "-c", "raise SystemExit(2)"], tmp_path)
         with pytest.raises(NotStarted) as error:
@@ -69,7 +67,7 @@ def test_a_replica_that_cannot_start_tells_its_exit_code(tmp_path: Path) -> None
     asyncio.run(run())
 
 
-def test_a_replica_that_stands_still_is_passed_over_then_ended_and_replaced(
+def test_hung_replica_is_avoided_then_killed_and_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upstream, "OWN_SECONDS", 0.3)
@@ -91,11 +89,11 @@ def test_a_replica_that_stands_still_is_passed_over_then_ended_and_replaced(
 
     with_fleet(stop, tmp_path)
     told = capsys.readouterr().err
-    assert "replica 0 stands still: it left 4 questions open, and is ended." in told
-    assert "replica 0 was ended by SIGKILL" in told
+    assert "Replica 0 hangs: it missed 4 health probes and is killed." in told
+    assert "Replica 0 was killed by SIGKILL" in told
 
 
-def test_a_late_answer_is_an_answer(
+def test_late_health_response_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(upstream, "OWN_SECONDS", 0.3)
@@ -115,7 +113,7 @@ def test_a_late_answer_is_an_answer(
     assert not capsys.readouterr().err
 
 
-def test_one_that_has_no_room_for_more_is_alive(tmp_path: Path) -> None:
+def test_full_replica_is_alive(tmp_path: Path) -> None:
     async def is_full(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
@@ -130,7 +128,7 @@ def test_one_that_has_no_room_for_more_is_alive(tmp_path: Path) -> None:
     assert asyncio.run(asked()) == [True, False, False]
 
 
-def test_a_port_that_is_taken_is_refused_before_a_replica_is_started(tmp_path: Path) -> None:
+def test_used_port_is_rejected_before_replicas_start(tmp_path: Path) -> None:
     started: list[int] = []
 
     def command(number: int, sessions: Path) -> list[str]:
@@ -146,7 +144,7 @@ def test_a_port_that_is_taken_is_refused_before_a_replica_is_started(tmp_path: P
     assert not started
 
 
-def test_replicas_are_replaced_one_after_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rolling_replacement_of_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def roll(fleet: Fleet) -> None:
         old = await all_ready(fleet)
         rolling = asyncio.create_task(fleet.replace_all())
@@ -159,4 +157,4 @@ def test_replicas_are_replaced_one_after_another(tmp_path: Path, capsys: pytest.
         assert fleet.n_restarts == 0
 
     with_fleet(roll, tmp_path)
-    assert "replica 1 is replaced" in capsys.readouterr().err
+    assert "Replica 1 was replaced" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The front before its replicas: whom it asks, what it does when one is full or dies, and that a client sees one server."""
+"""The front of the replicas: load balancing, full and dead replicas, and one server for clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def talk(
 
 
 async def hangs_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """As one that is killed while it computes."""
+    """Behaves like a replica that is killed while computing."""
     await reader.read(100)
     writer.close()
 
@@ -53,7 +53,7 @@ async def dies_after_the_head(reader: asyncio.StreamReader, writer: asyncio.Stre
     writer.close()
 
 
-def test_calls_go_where_the_fewest_are() -> None:
+def test_calls_go_to_the_least_loaded_replica() -> None:
     models = [FakeModel(held=True), FakeModel(held=True)]
 
     async def four(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
@@ -69,7 +69,7 @@ def test_calls_go_where_the_fewest_are() -> None:
     assert [len(model.requests) for model in models] == [2, 2]
 
 
-def test_a_full_replica_sends_to_another_and_only_a_full_house_is_429() -> None:
+def test_429_only_if_all_replicas_are_full() -> None:
     slow = [FakeModel(held=True, most=1), FakeModel(held=True, most=1)]
 
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
@@ -92,7 +92,7 @@ def test_a_full_replica_sends_to_another_and_only_a_full_house_is_429() -> None:
 
 
 @pytest.mark.parametrize("harm", [hangs_up, dies_after_the_head])
-def test_a_call_that_nothing_was_told_of_is_made_again_elsewhere(harm: Harm) -> None:
+def test_call_without_output_is_retried_on_another_replica(harm: Harm) -> None:
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> httpx.Response:
         return await client.post("/v1/completions", json={**ASK, "stream": True})
 
@@ -101,7 +101,7 @@ def test_a_call_that_nothing_was_told_of_is_made_again_elsewhere(harm: Harm) -> 
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
-def test_both_attempts_at_a_call_have_one_name_so_that_a_session_knows_it_again() -> None:
+def test_retry_keeps_the_request_id() -> None:
     model, names = FakeModel(), []
     hold = model.store.hold
 
@@ -126,7 +126,7 @@ def test_both_attempts_at_a_call_have_one_name_so_that_a_session_knows_it_again(
     assert answer.headers["x-should-retry"] == "false"
 
 
-def test_a_call_that_replicas_die_of_takes_two_at_most_with_it() -> None:
+def test_call_that_kills_replicas_is_tried_at_most_twice() -> None:
     model = FakeModel()
 
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> httpx.Response:
@@ -139,7 +139,7 @@ def test_a_call_that_replicas_die_of_takes_two_at_most_with_it() -> None:
     assert not model.requests
 
 
-def test_a_stream_that_is_cut_short_ends_with_a_word() -> None:
+def test_interrupted_stream_ends_with_an_error_event() -> None:
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> httpx.Response:
         return await client.post("/v1/completions", json={**ASK, "stream": True})
 
@@ -149,7 +149,7 @@ def test_a_stream_that_is_cut_short_ends_with_a_word() -> None:
     assert json.loads(last[6:])["error"]["code"] == "replica_lost"
 
 
-def test_without_a_replica_the_front_says_so_and_lives() -> None:
+def test_front_without_replicas_returns_503() -> None:
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
         assert (await client.get("/ready")).json() == {"status": "ready"}
         fleet.places = [None]
@@ -164,7 +164,7 @@ def test_without_a_replica_the_front_says_so_and_lives() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_cancels_its_request_on_the_replica(stream: bool) -> None:
+def test_client_disconnect_cancels_on_the_replica(stream: bool) -> None:
     model = FakeModel(held=True)
 
     async def leave(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
@@ -203,7 +203,7 @@ def test_a_client_that_leaves_cancels_its_request_on_the_replica(stream: bool) -
     assert model.cancelled == {model.requests[0].id}
 
 
-def test_keys_names_and_limits_are_the_fronts() -> None:
+def test_front_checks_keys_hosts_and_limits() -> None:
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
         assert (await client.post("/v1/completions", json=ASK)).status_code == 401
         known = {"authorization": "Bearer a-secret-key"}
@@ -228,7 +228,7 @@ def test_keys_names_and_limits_are_the_fronts() -> None:
     assert talk(foreign, FakeModel()).status_code == 403
 
 
-def test_replica_and_front_call_a_call_by_one_name() -> None:
+def test_front_and_replica_share_the_request_id() -> None:
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
         failed = await client.post("/v1/completions", json={**ASK, "prompt": "BOOM"})
         assert failed.status_code == 500
@@ -239,7 +239,7 @@ def test_replica_and_front_call_a_call_by_one_name() -> None:
     talk(ask, FakeModel())
 
 
-def test_every_route_is_there_and_answers_as_without_a_front() -> None:
+def test_every_route_behaves_as_without_a_front() -> None:
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
         made = (await client.post("/v1/sessions", json={})).json()["id"]
         assert (await client.get(f"/v1/sessions/{made}")).json()["n_tokens"] == 0
@@ -255,7 +255,7 @@ def test_every_route_is_there_and_answers_as_without_a_front() -> None:
     talk(ask, FakeModel())
 
 
-def test_metrics_carry_the_replica_and_what_all_share_comes_once() -> None:
+def test_metrics_have_a_replica_label_and_shared_values_once() -> None:
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> str:
         for _ in range(2):
             await client.post("/v1/completions", json=ASK)
@@ -277,7 +277,7 @@ def test_metrics_carry_the_replica_and_what_all_share_comes_once() -> None:
     assert len(names) == len(set(names)), "one group for each name, as the format asks"
 
 
-def test_a_drain_refuses_new_work_and_ends_what_is_late_with_a_word() -> None:
+def test_drain_rejects_new_work_and_ends_late_requests_with_an_error() -> None:
     lifecycle, model = Lifecycle(), FakeModel(seconds_per_token=0.02)
 
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
@@ -298,7 +298,7 @@ def test_a_drain_refuses_new_work_and_ends_what_is_late_with_a_word() -> None:
     talk(ask, model, lifecycle=lifecycle)
 
 
-def test_metrics_do_not_wait_for_one_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_do_not_wait_for_a_hung_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "OWN_SECONDS", 0.3)
 
     async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -24,8 +24,9 @@ from rich.console import Console
 from linnet.config import codec
 from linnet.config import schema as config
 from linnet.evaluate.positions import PositionSums
-from linnet.report import charts, plots, svg
-from linnet.report.build import render, wall_seconds, write_report
+from linnet.report import charts, figures, positions, svg, templates
+from linnet.report.build import render, write_report
+from linnet.report.metrics import wall_seconds
 from linnet.runs import environment
 
 EVIL = "<script>alert('x')</script>&\"'"
@@ -151,7 +152,7 @@ def test_a_full_run_tells_everything(full_run: Path) -> None:
     for expected in (
         "my-run", "finished", "preset quickstart", "1.750", "its best", "Tokens seen", "6.55M", "40% of peak FLOP/s", "0.90 GB",
         "fewer bits than gzip.", "more than bzip2, xz.", "xz 1.630, bzip2 1.620", "Learning rate", "Gradient norm", "Throughput",
-        "Share of codes used", "Every unit at step 400", "Loss by position, test", "lower than at positions", "1.8765", "123,456",
+        "Codes used in a batch", "Every unit at step 400", "Loss by position, test", "lower than at positions", "1.8765", "123,456",
         "sample of step 20000", "sample of step 1000", "skipped", "loss is not finite", "Checkpoints saved: 1.",
         "block_len", "A processor", "8.0 GB",
     ):  # fmt: skip
@@ -196,26 +197,72 @@ def test_a_single_line(tmp_path: Path, line: dict[str, Any]) -> None:
     assert "Steps" in checked(render(tmp_path))
 
 
-def test_words_from_files_are_never_html(full_run: Path) -> None:
-    run = full_run.parent / "a&b"
-    full_run.rename(run)
-    (run / "samples" / "step-99999.txt").write_bytes(EVIL.encode() + b"\x00\x07\xff")
+def evil(field: str) -> str:
+    return f"<script>{field}</script>&\"'"
+
+
+def evil_run(run: Path) -> tuple[Path, list[str]]:
+    """A run whose every text is a script, its own name included, and the fields that these texts are in."""
+    run = run.rename(run.parent / "<script>name<&\"'")
+    (run / "samples" / f"step-99999 {evil('sample').replace('/', '')}.txt").write_text(evil("text"))
     write_lines(
-        run, {**train_line(1), "loss": EVIL, "lr": EVIL}, {**eval_line(2, 1.0), "split": EVIL}, event(3, EVIL, EVIL)
+        run,
+        {**train_line(1), "loss": evil("loss"), "lr": evil("lr")},
+        {**eval_line(2, 1.0), "split": evil("validation")},
+        event(3, evil("event"), evil("message")),
     )
-    (run / "config.json").write_text(json.dumps({"preset": EVIL, EVIL: {EVIL: [EVIL]}}))
-    (run / "environment.json").write_text(json.dumps({EVIL: EVIL, "versions": {EVIL: EVIL}}))
-    (run / "quickstart.json").write_text(
-        json.dumps({"compressors": {EVIL: 1.9, "b": EVIL}, "model": {"bits_per_byte": 1.5}})
+    (run / "config.json").write_text(
+        json.dumps({"preset": evil("preset"), evil("group"): {evil("key"): [evil("value")]}})
     )
+    environment = {evil("variable"): evil("setting"), "versions": {evil("package"): evil("version")}}
+    (run / "environment.json").write_text(json.dumps(environment))
+    compressors = {evil("compressor"): 1.9, "b": evil("size")}
+    (run / "quickstart.json").write_text(json.dumps({"compressors": compressors, "model": {"bits_per_byte": 1.5}}))
+    by_position = {"edges": EDGES, "loss": LOSSES}
     (run / "eval_x.json").write_text(
-        json.dumps({"split": EVIL, "loss": EVIL, "per_position": {"edges": EVIL, "loss": [1]}})
+        json.dumps({"split": evil("split"), "loss": evil("x"), "per_position": by_position})
     )
+    shown = "name sample text event message preset group key value variable setting package version compressor split"
+    return run, shown.split()
+
+
+def test_text_from_files_is_never_html(full_run: Path) -> None:
+    run, fields = evil_run(full_run)
     page = render(run)
-    words = checked(page)
+    checked(page)
     assert "<script" not in page
-    assert "\x00" not in page
-    assert words.count("alert('x')") >= 9
+    for field in fields:
+        assert f"&lt;script&gt;{field}" in page, field
+
+
+def test_without_autoescape_the_text_would_be_html(full_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above fails if someone switches autoescape off."""
+    run, fields = evil_run(full_run)
+    monkeypatch.setattr(templates.environment(), "autoescape", False)
+    monkeypatch.setattr(templates.environment(), "cache", None)
+    page = render(run)
+    in_charts = {"compressor"}  # charts escape by themselves
+    assert {field for field in fields if f"<script>{field}" not in page} <= in_charts
+
+
+def test_control_characters_and_broken_text_are_replaced(full_run: Path) -> None:
+    (full_run / "samples" / "step-99999.txt").write_bytes(b"a\x00\x07\xff\tb\n")
+    write_lines(full_run, event(3, "al\x1barm", "a \x85 b"))
+    (full_run / "quickstart.json").write_text(
+        json.dumps({"compressors": {"g\x00zip": 1.9}, "model": {"bits_per_byte": 1.5}})
+    )
+    page = render(full_run)
+    words = checked(page)
+    for expected in ("a\ufffd\ufffd\ufffd\tb", "al\ufffdarm", "a \ufffd b", "g\ufffdzip"):
+        assert expected in words
+    assert re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", page) is None
+
+
+def test_elements_of_charts_escape_their_text_and_attributes() -> None:
+    assert str(svg.text(1, 2.04, "<&>", style='"')) == '<text x="1" y="2" class="&#34;">&lt;&amp;&gt;</text>'
+    assert str(svg.rect(0, 0, 1, 1, "f1", title="<b>")).endswith("<title>&lt;b&gt;</title></rect>")
+    assert "<script" not in str(svg.Chart([svg.text(0, 0, EVIL)], 1, 1, EVIL))
+    assert "<script" not in svg.Chart([svg.text(0, 0, EVIL)], 1, 1, EVIL).standalone(EVIL)
 
 
 def test_half_a_character_is_written_as_a_question(tmp_path: Path) -> None:
@@ -254,6 +301,7 @@ LINES = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(LINES, max_size=5), JUNK, JUNK)
 def test_damaged_files_never_stop_a_report(lines: list[dict[str, Any]], quick: Any, by_position: Any) -> None:
@@ -284,8 +332,8 @@ def test_time_away_is_not_time_at_work() -> None:
 
 def test_smoothing_keeps_straight_lines_straight() -> None:
     line = [0.5 * i for i in range(40)]
-    assert plots.smooth(line, 7) == pytest.approx(line)
-    assert plots.smooth([0.0, 3.0, 0.0], 1) == [0.0, 1.0, 0.0]
+    assert figures.smooth(line, 7) == pytest.approx(line)
+    assert figures.smooth([0.0, 3.0, 0.0], 1) == [0.0, 1.0, 0.0]
 
 
 def test_thinning_keeps_ends_and_peaks() -> None:
@@ -323,17 +371,17 @@ def test_numbers_are_short() -> None:
         "3.14M",
         "2.5G",
     ]
-    assert svg.tick_words([1.5, 2.0]) == ["1.5", "2.0"]
+    assert svg.format_ticks([1.5, 2.0]) == ["1.5", "2.0"]
 
 
 def test_positions_as_a_table_and_a_picture() -> None:
     out = io.StringIO()
-    Console(file=out, width=100).print(plots.position_table({"edges": EDGES, "loss": LOSSES}))
+    Console(file=out, width=100).print(positions.position_table({"edges": EDGES, "loss": LOSSES}))
     text = out.getvalue()
     assert "128–255" in text
     assert "1.3000" in text
     assert f"{1.3 / math.log(2):.4f}" in text
-    picture = plots.position_svg(EDGES, LOSSES)
+    picture = positions.position_svg(EDGES, LOSSES)
     root = ET.fromstring(picture)
     assert root.tag.endswith("svg")
     assert "var(" not in picture
@@ -346,19 +394,19 @@ def by_position(losses: list[float], errors: list[float], paired: float) -> dict
 
 
 def test_the_sentence_about_context_agrees_with_its_table_and_states_its_uncertainty() -> None:
-    helps = plots.position_words(by_position([3.0, 2.0, 1.0], [0.1, 0.1, 0.1], 0.05))
+    helps = positions.describe_positions(by_position([3.0, 2.0, 1.0], [0.1, 0.1, 0.1], 0.05))
     assert helps == (
         "The loss at positions 64–127 is 1.4427 ± 0.0721 bits per token lower than at positions 8–63 (± one standard error over 40 "
         "sequences): longer context helps."
     )
-    harms = plots.position_words(by_position([3.0, 2.0, 2.5], [0.1, 0.1, 0.1], 0.05))
+    harms = positions.describe_positions(by_position([3.0, 2.0, 2.5], [0.1, 0.1, 0.1], 0.05))
     assert "higher than at positions 8–63" in harms
     assert "longer context does not help. The lowest loss is at positions 8–63." in harms
-    unclear = plots.position_words(by_position([3.0, 2.0, 1.95], [0.1, 0.1, 0.1], 0.05))
+    unclear = positions.describe_positions(by_position([3.0, 2.0, 1.95], [0.1, 0.1, 0.1], 0.05))
     assert "0.0721 ± 0.0721 bits per token lower" in unclear
-    assert "no more than chance" in unclear
+    assert "not significant" in unclear
     out = io.StringIO()
-    Console(file=out, width=100).print(plots.position_table(by_position([3.0, 2.0, 1.0], [0.1, 0.1, 0.2], 0.05)))
+    Console(file=out, width=100).print(positions.position_table(by_position([3.0, 2.0, 1.0], [0.1, 0.1, 0.2], 0.05)))
     rows = [line for line in out.getvalue().splitlines() if "64–127" in line or "8–63" in line]
     bits = [float(line.split()[5]) for line in rows]
     assert f"{bits[0] - bits[1]:.4f}" == "1.4427"
@@ -367,8 +415,8 @@ def test_the_sentence_about_context_agrees_with_its_table_and_states_its_uncerta
 
 def test_what_positions_say_without_errors() -> None:
     older = {"edges": [0, 8, 64, 128], "loss": [3.0, 2.0, 1.0]}
-    assert "the standard error is not known" in plots.position_words(older)
-    assert "Too few" in plots.position_words({"edges": [0, 8], "loss": [3.0]})
+    assert "the standard error is not known" in positions.describe_positions(older)
+    assert "Too few" in positions.describe_positions({"edges": [0, 8], "loss": [3.0]})
 
 
 def test_the_standard_error_is_that_of_paired_sequences() -> None:

@@ -40,13 +40,14 @@ def told(page: str) -> str:
 def test_the_section_tells_load_balance_confidence_and_losses(tmp_path: Path) -> None:
     page = told(render(write(tmp_path, "moe-cpu", *(line(s) for s in range(10, 210, 10)))))
     for words in (
-        "<h2>Experts</h2>", "Here 2 of 8 are chosen; an even share of choices is 12.5%.", "Layer 0: each", "Layer 2: each expert",
-        "expert 7, step 200: ", "Choices of the idlest expert", "Choices of the busiest expert", "Probability of the chosen, added up",
-        "Balance loss", "Router-z loss", "Every layer at step 200", "65.5%", "4.3%",
+        "<h2>Experts</h2>", "Here 2 of 8 are selected; a uniform load is 12.5% each.", "Layer 0: load", "Layer 2: load per expert",
+        "expert 7, step 200: ", "Load of the least used expert", "Load of the most used expert",
+        "Total probability of the selected experts",
+        "Load-balancing loss", "Router z-loss", "Every layer at step 200", "65.5%", "4.3%",
     ):  # fmt: skip
         assert words in page, words
     assert "odebook" not in page
-    assert "least even layers" not in page
+    assert "least balanced" not in page
 
 
 def test_a_codebook_run_says_nothing_of_experts(tmp_path: Path) -> None:
@@ -72,9 +73,9 @@ def test_before_anything_is_measured_the_familys_own_section_says_so(preset: str
 def test_many_layers_stay_light_and_the_least_even_are_drawn(tmp_path: Path) -> None:
     page = render(write(tmp_path, "moe-cpu", *(line(s, n_layer=64, n_expert=64) for s in range(1, 200, 2))))
     assert len(page.encode()) < 2_000_000
-    assert "The 8 least even layers of 64 are drawn." in page
-    assert "Layer 63: each expert" in page
-    assert "Layer 55: each expert" not in page
+    assert "Heat maps show the 8 least balanced of 64 layers." in page
+    assert "Layer 63: load per expert" in page
+    assert "Layer 55: load per expert" not in page
 
 
 DAMAGED = st.recursive(

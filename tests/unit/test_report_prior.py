@@ -26,7 +26,7 @@ from linnet.evaluate.prior import FIGURES, evaluate_prior
 from linnet.evaluate.retrieval import Row, SimilarityMatrix
 from linnet.report import prior as report_prior
 from linnet.report.build import render, write_report
-from linnet.report.matrix_chart import matrix_chart, shorten
+from linnet.report.heat_maps import matrix_chart, shorten
 from linnet.runs.load import write_run
 
 
@@ -94,9 +94,10 @@ def test_a_full_run_tells_everything(full_run: Path) -> None:
         "family prior", "finished", "0.4000", "validation; its best", "Cosine with the image", "Pairs seen", "25.6k",
         "Pairs per second", "321", "25% of peak FLOP/s", "validation, online", "validation, EMA", "Five cosines",
         "16 steps", "64 steps", "EMA decay",
-        "samples per second", "this prior", "the text used as the image", "the mean image", "ridge regression", "0.6100", "0.3100",
+        "samples per second", "this prior", "the text embedding itself", "the mean image embedding",
+        "ridge regression", "0.6100", "0.3100",
         "0.7100", "0.1300", "1,096 pairs of the test split", "64 denoising steps", "beats every baseline", "caption number 31",
-        "32 of 32 rows are greatest there", "its mean is 0.800",
+        "32 of 32 rows have their maximum", "its mean is 0.800",
     ):  # fmt: skip
         assert expected in words, expected
     for name, good in report_prior.GOOD_VALUES.items():
@@ -134,7 +135,7 @@ def test_a_run_that_has_only_begun_shows_what_there_is(tmp_path: Path) -> None:
     run = prior_run(tmp_path, event(0, "start"), train_line(5))
     words = checked(render(run))
     assert "Pairs per second" in words
-    for absent in ("Five cosines", "Retrieval", "Captions against", "Nearest pictures", "validation, EMA"):
+    for absent in ("Five cosines", "Retrieval", "Similarity of captions", "Nearest images", "validation, EMA"):
         assert absent not in words
     (run / "metrics.jsonl").unlink()
     assert "no metrics yet" in checked(render(run))
@@ -150,7 +151,7 @@ def test_pictures_are_not_forbidden_by_the_page_itself(full_run: Path) -> None:
     (full_run / "samples").mkdir()
     (full_run / "samples" / "red heart.png").write_bytes(b"\x89PNG and so on")
     page = render(full_run)
-    assert "Nearest pictures" in page
+    assert "Nearest images" in page
     assert 'src="data:image/png;base64,' in page
     policy = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     assert "img-src data:" in policy[0]
@@ -161,6 +162,7 @@ def test_captions_are_never_html(full_run: Path) -> None:
     retrieval.write(full_run, [Row(name=EVIL, cosine=0.1, recall_1=0, recall_10=0, n=3)], square(3, EVIL), EVIL, 1, 1)
     page = render(full_run)
     assert "<script" not in page
+    # The name, the split (twice), the captions of rows, columns and cells.
     assert checked(page).count("alert('x')") >= 4
 
 
@@ -169,7 +171,7 @@ def test_the_largest_matrix_stays_light_and_is_drawn_whole(full_run: Path) -> No
     checked(render(full_run))
     names = [f"caption {i}" for i in range(40)]
     wide, narrow = (
-        matrix_chart(names, square(40).cosines, label="x", row_label="r", column_label="c", width=w)
+        str(matrix_chart(names, square(40).cosines, label="x", row_label="r", column_label="c", width=w))
         for w in (1040, 360)
     )
     assert wide.count("<rect") == 40 * 40 + 20  # and the scale of colours
@@ -187,10 +189,10 @@ def test_the_largest_matrix_stays_light_and_is_drawn_whole(full_run: Path) -> No
 
 def test_the_colour_follows_the_value_and_no_number_is_blank() -> None:
     values = [[0.0, 0.5], [math.nan, 1.0]]
-    chart = matrix_chart(["a", "b"], values, label="x", row_label="r", column_label="c")
+    chart = str(matrix_chart(["a", "b"], values, label="x", row_label="r", column_label="c"))
     cells = re.findall(r'class="(h\d+)"[^>]*><title>([^<]*)<', chart)
     assert cells == [("h0", "a / a: 0.00"), ("h10", "a / b: 0.50"), ("h19", "b / b: 1.00")]
-    assert matrix_chart(["a"], [[math.nan]], label="x", row_label="r", column_label="c").count("<title>") == 0
+    assert "<title>" not in str(matrix_chart(["a"], [[math.nan]], label="x", row_label="r", column_label="c"))
 
 
 def test_long_captions_are_cut_and_marked() -> None:
@@ -203,7 +205,7 @@ def test_the_verdict_names_who_is_not_beaten() -> None:
     assert "beats every baseline" in report_prior.verdict(rows)
     worse = [Row(name="prior", cosine=0.4, recall_1=0.31, recall_10=0.5, n=9), *rows[1:]]
     words = report_prior.verdict(worse)
-    assert words == "The prior does not beat ridge regression in cosine; the text used as the image in recall@10."
+    assert words == "The prior does not beat ridge regression in cosine; the text embedding itself in recall@10."
     broken = [Row(name="prior", cosine=math.nan, recall_1=0.9, recall_10=0.9, n=9), *rows[1:]]
     assert "in cosine" in report_prior.verdict(broken)
     assert report_prior.verdict(rows[1:]) == ""
@@ -271,7 +273,7 @@ def test_a_prior_is_evaluated_told_and_reported(tiny: Path, capsys: pytest.Captu
     assert read.matrix is not None
     assert (read.split, read.n_steps) == ("test", 2)
     assert read.matrix.captions == tuple(f"caption {i}" for i in range(30, 40))
-    assert "Retrieval beside three baselines" in checked(render(tiny))
+    assert "Retrieval compared with three baselines" in checked(render(tiny))
 
     assert eval_command([str(tiny), "--limit", "3", "--timesteps", "2"]) == 0
     told = capsys.readouterr().out

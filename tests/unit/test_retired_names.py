@@ -41,6 +41,7 @@ Doors AllowedHosts
 dot matmul
 each_part shard_map
 Ears FailureDetector
+Edge SamplePoint
 END EOS
 Ended TerminalEvent
 expert_alarms expert_warnings
@@ -50,6 +51,7 @@ find_bounds find_timeouts
 find_place find_cluster_env
 FREE_TO_CHANGE MUTABLE_ON_RESUME
 Gallery NeighborIndex
+Guess Estimate
 guess estimate
 Guided CFGDecoder
 Half Bf16Bits
@@ -57,6 +59,8 @@ Held SessionLease
 HostCopy HostShards
 hush_orbax silence_orbax
 ImageAsk ImageRequest
+in_full format_report
+in_words format_bytes
 is_echo is_peer_failure
 is_names is_logical_axes
 is_weights_alone is_weights_only
@@ -110,6 +114,7 @@ Scores SoftCap
 Seat SlotState
 seconds_a_step seconds_per_step
 seconds_a_token seconds_per_token
+seconds_in_words format_seconds
 SessionAsk SessionRequest
 share_here process_batch_slice
 Sign Beat

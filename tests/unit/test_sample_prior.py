@@ -17,7 +17,7 @@ from PIL import Image
 from prior_tiny import config, model
 
 from linnet.cli import main
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import PairsConfig, RunConfig, TrainConfig
 from linnet.core import rng
 from linnet.core.errors import UserError
@@ -61,6 +61,7 @@ def linnet(*arguments: str | Path) -> Any:
     return exit.value.code
 
 
+@pytest.mark.slow
 def test_a_prompt_finds_pictures_and_keeps_the_embedding(emoji: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not linnet(emoji, "--prompt", PROMPT, "--n", "2", "--nearest", "3", "--seed", "5", "--json")
     said = json.loads(capsys.readouterr().out)
@@ -121,7 +122,7 @@ def test_guidance_that_has_no_effect_is_reported_as_none(tmp_path: Path, capsys:
 def test_a_run_without_its_data_still_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "one.npy", pair_files.vectors(1, 16)[0])
     for source, why in (
-        (PairsConfig(), "the prior's, 16; these are 256 wide"),
+        (PairsConfig(), "the prior's width, 16; these have 256"),
         (PairsConfig(source="gone"), "is 'gone'"),
     ):
         run = written(tmp_path / source.source, SMALL, source)
@@ -136,7 +137,7 @@ def test_a_run_without_its_data_still_predicts(tmp_path: Path, capsys: pytest.Ca
     ("flags", "words"),
     [
         ((), "--prompt is '', but it must be a text"),
-        (("--prompt", "a cat"), "nobody noted which encoder made the pairs"),
+        (("--prompt", "a cat"), "no encoder is recorded for the pairs"),
         (("--prompt", "a cat", "--embedding", "wide.npy"), "given without a prompt"),
         (("--embedding", "wide.npy"), "rows of 16"),
         (("--embedding", "none.npy"), "No such file"),
@@ -170,7 +171,7 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_a_run_that_is_no_prior_takes_none_of_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    configs.save(RunConfig(), tmp_path / "config.json")
+    codec.save(RunConfig(), tmp_path / "config.json")
     for name, value in (
         ("--steps", "4"),
         ("--solver", "dpm"),

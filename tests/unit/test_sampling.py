@@ -138,6 +138,7 @@ def test_bad_settings_are_refused(bad: dict[str, float]) -> None:
         sampling_settings(1, **bad)  # pyright: ignore
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(
     seed=st.integers(0, 1000),
@@ -168,9 +169,9 @@ def test_rules_forbid_and_delay() -> None:
     logits = jnp.zeros((2, 4))
     rules = sampling.LogitMask(
         bias=jnp.array([[0.0, -jnp.inf, 0.0, 0.0], [0.0, 0.0, 5.0, 0.0]]),
-        late=jnp.array([[False, False, False, False], [False, False, True, False]]),
-        late_until=jnp.array([0, 7]),
-        prompted=jnp.zeros((2, 4), bool),
+        min_token_mask=jnp.array([[False, False, False, False], [False, False, True, False]]),
+        min_token_until=jnp.array([0, 7]),
+        in_prompt=jnp.zeros((2, 4), bool),
     )
     seen = jnp.zeros((2, 4), jnp.int32)
     greedy = sampling_settings(2, temperature=0.0)

@@ -1,4 +1,4 @@
-"""The scheduler's decisions one by one, on schedules made by hand."""
+"""The scheduler's decisions, one at a time, on hand-made schedules."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from linnet.serve.request import QueueFull
 from linnet.serve.scheduler import Plan, Scheduler
 
 
-def test_one_alone_is_read_and_runs_in_the_first_plan() -> None:
+def test_single_request_is_prefilled_and_runs_in_the_first_plan() -> None:
     backend = Backend(8)
     backend.submit("a", n_chunks=1, n_tokens=2)
-    assert backend.step() == Plan(ended=(), free=(), park=(), read="a", place=(("a", 0),), tick=True)
-    assert backend.step() == Plan(ended=(), free=(), park=(), read=None, place=(), tick=True)
-    assert backend.step() == Plan(ended=(), free=(0,), park=(), read=None, place=(), tick=False)
+    assert backend.step() == Plan(ended=(), free=(), preempt=(), prefill="a", load=(("a", 0),), tick=True)
+    assert backend.step() == Plan(ended=(), free=(), preempt=(), prefill=None, load=(), tick=True)
+    assert backend.step() == Plan(ended=(), free=(0,), preempt=(), prefill=None, load=(), tick=False)
     backend.run()
 
 
-def test_queue_is_bounded_and_counts_only_who_waits() -> None:
+def test_queue_limit_counts_only_waiting_requests() -> None:
     backend = Backend(1, max_waiting=2)
     backend.submit("a", n_tokens=100)
     backend.submit("b")
@@ -34,14 +34,14 @@ def test_queue_is_bounded_and_counts_only_who_waits() -> None:
     backend.run()
 
 
-def test_a_repeated_id_is_our_mistake() -> None:
+def test_duplicate_id_is_an_assertion_error() -> None:
     backend = Backend()
     backend.submit("a")
     with pytest.raises(AssertionError):
         backend.submit("a")
 
 
-def test_unknown_and_late_news_is_ignored() -> None:
+def test_updates_for_unknown_or_ended_requests_are_ignored() -> None:
     backend = Backend()
     backend.scheduler.cancel("nobody")
     backend.scheduler.ticked("nobody", 1)
@@ -53,7 +53,7 @@ def test_unknown_and_late_news_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("why", ["cancelled", "deadline", "error"])
-def test_ends_from_outside_in_every_state_within_one_plan(why: str) -> None:
+def test_cancel_and_deadline_take_effect_in_the_next_plan_in_every_state(why: str) -> None:
     backend = Backend(1, quantum=2)
     deadline = 6.0 if why == "deadline" else None
     backend.submit("parked", n_tokens=100, deadline=deadline)
@@ -67,7 +67,7 @@ def test_ends_from_outside_in_every_state_within_one_plan(why: str) -> None:
     backend.step()
     backend.submit("waiting", n_chunks=100, deadline=deadline)
     scheduler = backend.scheduler
-    assert (scheduler.parked, scheduler.running, scheduler.ready, scheduler.reading, scheduler.waiting) == (
+    assert (scheduler.preempted, scheduler.running, scheduler.ready, scheduler.prefilling, scheduler.waiting) == (
         1,
         1,
         1,
@@ -85,7 +85,7 @@ def test_ends_from_outside_in_every_state_within_one_plan(why: str) -> None:
     backend.run()
 
 
-def test_a_slot_freed_by_cancel_is_filled_in_the_same_plan() -> None:
+def test_slot_freed_by_cancel_is_filled_in_the_same_plan() -> None:
     backend = Backend(1)
     backend.submit("a", n_tokens=100)
     backend.step()
@@ -95,11 +95,11 @@ def test_a_slot_freed_by_cancel_is_filled_in_the_same_plan() -> None:
     plan = backend.step()
     assert plan.ended == (("a", "cancelled"),)
     assert plan.free == (0,)
-    assert plan.place == (("b", 0),)
+    assert plan.load == (("b", 0),)
     backend.run()
 
 
-def test_cancel_goes_before_deadline_and_an_end_before_both() -> None:
+def test_finish_takes_precedence_over_cancel_and_cancel_over_deadline() -> None:
     backend = Backend()
     backend.submit("a", deadline=0.0)
     backend.submit("b", deadline=0.0)
@@ -110,17 +110,17 @@ def test_cancel_goes_before_deadline_and_an_end_before_both() -> None:
     assert backend.how == {"a": "cancelled", "b": "error"}
 
 
-def test_first_come_first_served_among_equals() -> None:
+def test_equal_priorities_are_first_come_first_served() -> None:
     backend = Backend(3, quantum=1000)
     ids = [f"r{i}" for i in range(20)]
     for id in ids:
         backend.submit(id, n_chunks=2, n_tokens=7)
     backend.run()
-    assert backend.placed == backend.finished == ids
-    assert not backend.parked
+    assert backend.loaded == backend.finished == ids
+    assert not backend.preempted
 
 
-def test_higher_priorities_go_first() -> None:
+def test_higher_priority_goes_first() -> None:
     backend = Backend(1, quantum=1000)
     backend.submit("now", n_tokens=5, priority=9)
     backend.step()
@@ -130,51 +130,51 @@ def test_higher_priorities_go_first() -> None:
     assert backend.finished == ["now", "21", "23", "12", "00", "04"]
 
 
-def test_a_higher_priority_parks_the_lowest_and_the_latest_of_them_after_its_first_tick() -> None:
+def test_higher_priority_preempts_the_lowest_and_latest_after_its_first_tick() -> None:
     backend = Backend(3, quantum=1000)
     backend.submit("mid", n_chunks=0, n_tokens=50, priority=1)
     backend.submit("low", n_chunks=0, n_tokens=50)
     backend.submit("late", n_chunks=0, n_tokens=50)
     backend.step()
     backend.submit("high", n_chunks=0, n_tokens=5, priority=2)
-    assert backend.step().park == (("late", 2),)
+    assert backend.step().preempt == (("late", 2),)
     backend.submit("higher", n_chunks=0, priority=3)
-    assert backend.step().park == (("low", 1),)
+    assert backend.step().preempt == (("low", 1),)
     backend.run()
-    assert backend.parked == ["late", "low"]
+    assert backend.preempted == ["late", "low"]
 
 
-def test_who_has_produced_nothing_since_it_was_placed_stays() -> None:
+def test_request_without_a_token_since_admission_is_not_preempted() -> None:
     scheduler = Scheduler(1, 8)
     scheduler.submit("a", priority=0, deadline=None, n_chunks=0, now=0.0)
-    assert scheduler.plan(0.0).place == (("a", 0),)
+    assert scheduler.plan(0.0).load == (("a", 0),)
     scheduler.submit("b", priority=5, deadline=None, n_chunks=0, now=0.0)
-    assert scheduler.plan(0.0).park == ()
+    assert scheduler.plan(0.0).preempt == ()
     scheduler.ticked("a", 1)
-    assert scheduler.plan(0.0).park == (("a", 0),)
+    assert scheduler.plan(0.0).preempt == (("a", 0),)
 
 
-def test_a_lower_priority_never_parks_a_higher_one() -> None:
+def test_lower_priority_never_preempts_a_higher_one() -> None:
     backend = Backend(1, quantum=2)
     backend.submit("high", n_tokens=50, priority=1)
     backend.step()
     for i in range(5):
         backend.submit(f"low{i}")
     backend.run()
-    assert "high" not in backend.parked
+    assert "high" not in backend.preempted
     assert backend.finished[0] == "high"
 
 
-def test_equals_take_turns_by_quantum() -> None:
+def test_equal_priorities_alternate_by_quantum() -> None:
     backend = Backend(1, quantum=4)
     for id in "abc":
         backend.submit(id, n_chunks=0, n_tokens=10)
     backend.run()
-    assert "".join(backend.placed) == "abcabcabc"
-    assert "".join(backend.parked) == "abcabc"
+    assert "".join(backend.loaded) == "abcabcabc"
+    assert "".join(backend.preempted) == "abcabc"
 
 
-def test_long_ones_do_not_starve_short_ones() -> None:
+def test_long_requests_do_not_starve_short_ones() -> None:
     backend = Backend(2, quantum=8)
     for i in range(2):
         backend.submit(f"long{i}", n_tokens=10_000)
@@ -186,14 +186,14 @@ def test_long_ones_do_not_starve_short_ones() -> None:
     assert backend.how == {"short": "stop"}
 
 
-def test_a_lone_long_one_is_never_parked() -> None:
+def test_single_long_request_is_never_preempted() -> None:
     backend = Backend(1, quantum=2)
     backend.submit("a", n_tokens=100)
     backend.run()
-    assert backend.placed == ["a"]
+    assert backend.loaded == ["a"]
 
 
-def test_age_lifts_the_lowest_over_an_endless_stream_of_higher_ones() -> None:
+def test_aging_admits_the_lowest_priority_under_constant_load() -> None:
     backend = Backend(1, max_waiting=4, quantum=4, age_seconds=20.0)
     backend.submit("low", n_tokens=12, priority=-3)
     for i in range(1500):
@@ -206,7 +206,7 @@ def test_age_lifts_the_lowest_over_an_endless_stream_of_higher_ones() -> None:
     assert backend.how["low"] == "stop"
 
 
-def test_the_one_furthest_beyond_its_quantum_steps_aside() -> None:
+def test_request_furthest_beyond_its_quantum_is_preempted() -> None:
     backend = Backend(2, quantum=4)
     backend.submit("first", n_chunks=0, n_tokens=100)
     backend.step()
@@ -215,12 +215,12 @@ def test_the_one_furthest_beyond_its_quantum_steps_aside() -> None:
     for _ in range(8):
         backend.step()
     backend.submit("new", n_chunks=0)
-    assert backend.step().park == (("first", 0),)
+    assert backend.step().preempt == (("first", 0),)
     backend.run()
 
 
 class Clocked:
-    """A scheduler of one slot on which tests set the clock: a level for every 10 seconds, a quantum of 5 tokens."""
+    """A scheduler with one slot and a manual clock: one level per 10 seconds, a quantum of 5 tokens."""
 
     def __init__(self) -> None:
         self.scheduler = Scheduler(1, 8, quantum=5, age_seconds=10.0)
@@ -229,14 +229,14 @@ class Clocked:
         self.scheduler.submit(id, priority=priority, deadline=None, n_chunks=0, now=now)
 
     def runs(self, now: float) -> str | None:
-        """Who is placed now; it then produces a token."""
-        placed = [id for id, _ in self.scheduler.plan(now).place]
-        for id in placed:
+        """Return the request that is admitted now; it then generates a token."""
+        loaded = [id for id, _ in self.scheduler.plan(now).load]
+        for id in loaded:
             self.scheduler.ticked(id, 1)
-        return placed[0] if placed else None
+        return loaded[0] if loaded else None
 
 
-def test_who_waits_rises_by_one_priority_for_every_age() -> None:
+def test_priority_rises_by_one_per_age_seconds_of_waiting() -> None:
     clocked = Clocked()
     clocked.submit("high", 0.0, priority=2)
     clocked.submit("low", 0.0, priority=0)
@@ -245,7 +245,7 @@ def test_who_waits_rises_by_one_priority_for_every_age() -> None:
     assert clocked.runs(30.0) == "low"
 
 
-def test_age_lasts_while_running_until_the_quantum_is_spent() -> None:
+def test_age_is_kept_while_running_until_the_quantum_is_spent() -> None:
     clocked = Clocked()
     clocked.submit("high", 0.0, priority=2)
     clocked.submit("low", 0.0, priority=0)
@@ -258,7 +258,7 @@ def test_age_lasts_while_running_until_the_quantum_is_spent() -> None:
     assert clocked.runs(62.0) == "low"
 
 
-def test_who_is_parked_before_its_quantum_keeps_its_age_and_place_but_does_not_age_while_running() -> None:
+def test_preempted_before_its_quantum_keeps_age_and_position() -> None:
     clocked = Clocked()
     clocked.submit("before", 0.0, priority=9)
     clocked.submit("old", 0.0)
@@ -272,7 +272,7 @@ def test_who_is_parked_before_its_quantum_keeps_its_age_and_place_but_does_not_a
     assert clocked.runs(81.0) == "old", "19 and 1 seconds outside make level 2, and it came before even"
 
 
-def test_news_of_one_that_was_parked_does_not_count_for_its_next_turn() -> None:
+def test_late_tokens_of_a_preempted_request_do_not_count() -> None:
     clocked = Clocked()
     clocked.submit("a", 0.0)
     clocked.runs(0.0)

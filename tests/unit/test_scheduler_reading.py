@@ -1,4 +1,4 @@
-"""Whose prompt is read next: long ones go on, hold up no short ones, and states outside slots stay few."""
+"""Prefill order: long prompts progress without delaying short ones, and states outside slots are bounded."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from scheduler_backend import Backend
 from linnet.serve.scheduler import QUICK_CHUNKS, Plan, Scheduler
 
 
-def test_what_needs_no_reading_is_placed_at_once_beside_one_that_does() -> None:
+def test_request_without_prefill_is_admitted_immediately() -> None:
     backend = Backend(4)
     for id in "abc":
         backend.submit(id, n_chunks=0)
     backend.submit("d", n_chunks=1)
     plan = backend.step()
-    assert [id for id, _ in plan.place] == ["a", "b", "c", "d"]
-    assert plan.read == "d"
+    assert [id for id, _ in plan.load] == ["a", "b", "c", "d"]
+    assert plan.prefill == "d"
     backend.run()
 
 
 @settings(deadline=None)
 @given(n_short=st.integers(1, 2 * QUICK_CHUNKS), start=st.integers(0, 30), priority=st.integers(0, 3))
-def test_a_long_prompt_delays_neither_the_running_nor_a_short_newcomer(n_short: int, start: int, priority: int) -> None:
+def test_long_prompt_delays_neither_running_nor_short_requests(n_short: int, start: int, priority: int) -> None:
     backend = Backend(4, age_seconds=3.0)
     backend.submit("running", n_tokens=10_000)
     backend.step()
@@ -37,8 +37,8 @@ def test_a_long_prompt_delays_neither_the_running_nor_a_short_newcomer(n_short: 
 
 
 @pytest.mark.parametrize("n_chunks", [1, 3, 100])
-def test_a_long_prompt_goes_on_under_a_flood_of_shorter_ones(n_chunks: int) -> None:
-    backend = Backend(4, max_waiting=8, max_held=8)
+def test_long_prompt_progresses_under_many_short_ones(n_chunks: int) -> None:
+    backend = Backend(4, max_waiting=8, max_states=8)
     backend.submit("long", n_chunks=200)
     backend.step()
     for i in range(200 * (QUICK_CHUNKS + 1)):
@@ -48,18 +48,18 @@ def test_a_long_prompt_goes_on_under_a_flood_of_shorter_ones(n_chunks: int) -> N
     assert "long" in backend.how
 
 
-def test_a_prompt_is_shortened_by_what_another_brought_into_the_cache() -> None:
+def test_prefill_is_shortened_by_newly_cached_chunks() -> None:
     scheduler = Scheduler(4, 8)
     for id in "ab":
         scheduler.submit(id, priority=0, deadline=None, n_chunks=3, now=0.0)
     scheduler.shorten("a", 5)
-    assert [scheduler.plan(0.0).read for _ in range(4)] == ["a", "a", "a", "b"]
+    assert [scheduler.plan(0.0).prefill for _ in range(4)] == ["a", "a", "a", "b"]
     scheduler.shorten("b", 0)
-    assert scheduler.plan(0.0) == Plan(ended=(), free=(), park=(), read=None, place=(("b", 1),), tick=True)
+    assert scheduler.plan(0.0) == Plan(ended=(), free=(), preempt=(), prefill=None, load=(("b", 1),), tick=True)
 
 
-def test_high_priority_finds_room_beside_held_states_of_lower_ones() -> None:
-    backend = Backend(1, max_waiting=32, quantum=1000, max_held=4)
+def test_high_priority_is_admitted_beside_states_of_lower_ones() -> None:
+    backend = Backend(1, max_waiting=32, quantum=1000, max_states=4)
     for i in range(20):
         backend.submit(f"low{i}", n_tokens=500)
     for _ in range(50):
@@ -71,18 +71,18 @@ def test_high_priority_finds_room_beside_held_states_of_lower_ones() -> None:
     backend.run(20_000)
 
 
-def test_a_high_priority_prompt_is_not_held_up_by_short_ones_of_lower_priority() -> None:
+def test_high_priority_prompt_is_not_delayed_by_short_low_priority_ones() -> None:
     backend = Backend(4)
     backend.submit("low", n_chunks=1)
     backend.submit("high", n_chunks=50, priority=1)
     backend.submit("free", n_chunks=0)
     plan = backend.step()
-    assert plan.place == (("free", 0),), "what needs no reading holds up nobody"
+    assert plan.load == (("free", 0),), "what needs no reading holds up nobody"
     backend.run()
     assert backend.reads == ["high"] * 50 + ["low"]
 
 
-def test_the_first_in_line_gets_every_second_turn_beside_prompts_of_one_chunk() -> None:
+def test_head_of_the_queue_gets_every_second_chunk() -> None:
     backend = Backend(4)
     backend.submit("long", n_chunks=100)
     for i in range(10):
@@ -93,8 +93,8 @@ def test_the_first_in_line_gets_every_second_turn_beside_prompts_of_one_chunk() 
     assert backend.reads[1::2] == ["long"] * 10
 
 
-def test_the_last_place_for_a_state_is_kept_for_the_first_in_line() -> None:
-    backend = Backend(1, quantum=1000, max_held=2)
+def test_last_state_capacity_is_reserved_for_the_head_of_the_queue() -> None:
+    backend = Backend(1, quantum=1000, max_states=2)
     backend.submit("running", n_tokens=4)
     backend.submit("ready", n_tokens=100)
     backend.submit("long", n_chunks=3)
@@ -105,10 +105,10 @@ def test_the_last_place_for_a_state_is_kept_for_the_first_in_line() -> None:
     backend.run()
 
 
-def test_all_the_room_is_open_while_a_slot_is_free() -> None:
-    backend = Backend(1, max_held=2)
+def test_full_state_capacity_is_available_while_a_slot_is_free() -> None:
+    backend = Backend(1, max_states=2)
     backend.submit("long", n_chunks=20)
     backend.step()
     backend.submit("short")
-    assert backend.step().place == (("short", 0),)
+    assert backend.step().load == (("short", 0),)
     backend.run()

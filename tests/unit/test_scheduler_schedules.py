@@ -1,4 +1,4 @@
-"""The scheduler on any schedule: hypothesis makes them up, and the fake backend checks every plan."""
+"""The scheduler on random schedules by hypothesis; a fake backend checks every plan."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from linnet.serve.request import QueueFull
     n_slots=st.integers(1, 4),
     quantum=st.integers(1, 8),
     age_seconds=st.sampled_from([2.0, 10.0, 40.0]),
-    max_held=st.integers(2, 8),
+    max_states=st.integers(2, 8),
     kinds=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 12), st.integers(-2, 2)), min_size=1, max_size=8),
 )
-def test_nobody_starves_while_others_keep_arriving(
-    n_slots: int, quantum: int, age_seconds: float, max_held: int, kinds: list[tuple[int, int, int]]
+def test_no_request_starves_under_constant_arrivals(
+    n_slots: int, quantum: int, age_seconds: float, max_states: int, kinds: list[tuple[int, int, int]]
 ) -> None:
-    backend = Backend(n_slots, max_waiting=6, quantum=quantum, age_seconds=age_seconds, max_held=max_held)
+    backend = Backend(n_slots, max_waiting=6, quantum=quantum, age_seconds=age_seconds, max_states=max_states)
     # In the system at once: at most n_slots + max_held + 6, each with at most 6 chunks (every 5th read at worst) and 12 ticks, and
     # five levels of priority that age must make good again after every quantum.
-    bound = (n_slots + max_held + 6) * (6 * 5 + 12) + 5 * age_seconds * 12
+    bound = (n_slots + max_states + 6) * (6 * 5 + 12) + 5 * age_seconds * 12
     for i in range(600):
         if backend.scheduler.waiting < 6:
             n_chunks, n_tokens, priority = kinds[i % len(kinds)]
@@ -36,7 +36,7 @@ def test_nobody_starves_while_others_keep_arriving(
 
 
 class AnySchedule(RuleBasedStateMachine):
-    """Requests arrive, end, are cancelled and time out in any order; `Backend` checks each step, `teardown` the end."""
+    """Requests arrive, finish, are cancelled and time out in any order; `Backend` checks each step, `teardown` the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class AnySchedule(RuleBasedStateMachine):
         n_slots=st.integers(1, 3),
         quantum=st.integers(1, 6),
         age_seconds=st.sampled_from([4.0, NEVER]),
-        max_held=st.none() | st.integers(2, 4),
+        max_states=st.none() | st.integers(2, 4),
         leaves=st.booleans(),
     )
-    def start(self, n_slots: int, quantum: int, age_seconds: float, max_held: int | None, leaves: bool) -> None:
+    def start(self, n_slots: int, quantum: int, age_seconds: float, max_states: int | None, leaves: bool) -> None:
         self.backend = Backend(
-            n_slots, max_waiting=5, quantum=quantum, age_seconds=age_seconds, max_held=max_held, leaves=leaves
+            n_slots, max_waiting=5, quantum=quantum, age_seconds=age_seconds, max_states=max_states, leaves=leaves
         )
 
     @rule(

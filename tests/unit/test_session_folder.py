@@ -1,4 +1,4 @@
-"""Sessions in a folder: what several servers see of one another, and what they must not do to one another."""
+"""Sessions in a folder shared by several servers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def value(sessions: FolderSessions, id: str) -> float:
     return float(one)
 
 
-def test_a_session_that_one_server_left_is_where_another_goes_on(tmp_path: Path) -> None:
+def test_another_server_can_continue_a_session(tmp_path: Path) -> None:
     one, other = folder_sessions(tmp_path), folder_sessions(tmp_path)
     id = one.create()
     assert other.get(id).state is None
@@ -52,7 +52,7 @@ def test_a_session_that_one_server_left_is_where_another_goes_on(tmp_path: Path)
     assert one.save(restored) == one.save(id)
 
 
-def test_two_servers_never_hold_one_session_at_once(tmp_path: Path) -> None:
+def test_session_lock_is_exclusive_across_servers(tmp_path: Path) -> None:
     one, other = folder_sessions(tmp_path), folder_sessions(tmp_path)
     id = one.create()
     one.hold(id, "a")
@@ -67,7 +67,7 @@ def test_two_servers_never_hold_one_session_at_once(tmp_path: Path) -> None:
     other.release(id)
 
 
-def test_many_threads_take_turns_and_none_is_lost(tmp_path: Path) -> None:
+def test_concurrent_turns_are_not_lost(tmp_path: Path) -> None:
     servers = [folder_sessions(tmp_path) for _ in range(4)]
     id = servers[0].create()
     turn(servers[0], id, 0.0, "begin")
@@ -91,7 +91,7 @@ def test_many_threads_take_turns_and_none_is_lost(tmp_path: Path) -> None:
     assert value(servers[0], id) == 20.0
 
 
-def test_a_call_that_went_through_is_not_gone_through_again(tmp_path: Path) -> None:
+def test_retried_call_is_not_applied_twice(tmp_path: Path) -> None:
     one, other = folder_sessions(tmp_path), folder_sessions(tmp_path)
     id = one.create()
     turn(one, id, 1.0, "req_1")
@@ -105,7 +105,7 @@ def test_a_call_that_went_through_is_not_gone_through_again(tmp_path: Path) -> N
     assert value(one, id) == 3.0
 
 
-def test_a_fork_goes_its_own_way_and_takes_no_room_until_then(tmp_path: Path) -> None:
+def test_fork_is_independent_and_shares_its_file(tmp_path: Path) -> None:
     sessions = folder_sessions(tmp_path)
     id = sessions.create()
     turn(sessions, id, 1.0, "a")
@@ -117,23 +117,23 @@ def test_a_fork_goes_its_own_way_and_takes_no_room_until_then(tmp_path: Path) ->
     assert sessions.n_bytes > before
 
 
-def test_room_is_counted_over_all_servers(tmp_path: Path) -> None:
+def test_limits_count_over_all_servers(tmp_path: Path) -> None:
     one, other = folder_sessions(tmp_path, most=2), folder_sessions(tmp_path, most=2)
     first = one.create()
     other.create()
     for sessions in (one, other):
-        with pytest.raises(UserError, match="as many as may be"):
+        with pytest.raises(UserError, match="maximum number of sessions"):
             sessions.create()
     other.delete(first)
     turn(one, one.create(), 1.0, "a")
     small = folder_sessions(tmp_path, most_bytes=N)
-    with pytest.raises(UserError, match="fill their room"):
+    with pytest.raises(UserError, match="memory for session states is full"):
         small.create()
     left = {path.suffix for path in (tmp_path / MODEL[:32]).iterdir()}
     assert left == {"", ".lock"}, "what found no room left nothing behind"
 
 
-def test_a_deleted_session_is_gone_for_all(tmp_path: Path) -> None:
+def test_deleted_session_is_gone_for_all_servers(tmp_path: Path) -> None:
     one, other = folder_sessions(tmp_path), folder_sessions(tmp_path)
     id = one.create()
     other.delete(id)
@@ -143,14 +143,14 @@ def test_a_deleted_session_is_gone_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("id", ["../room.lock", "room.lock", "session-", "session-" + "../" * 7 + "a", "x" * 5000, ""])
-def test_an_id_names_no_other_file(tmp_path: Path, id: str) -> None:
+def test_id_cannot_name_another_file(tmp_path: Path, id: str) -> None:
     sessions = folder_sessions(tmp_path)
     for call in (sessions.n_tokens, sessions.get, sessions.fork, sessions.delete, lambda id: sessions.hold(id, "a")):
         with pytest.raises(NoSession):
             call(id)
 
 
-def test_a_file_that_was_harmed_is_refused_and_never_taken_for_a_beginning(tmp_path: Path) -> None:
+def test_damaged_file_is_rejected(tmp_path: Path) -> None:
     sessions = folder_sessions(tmp_path)
     id = sessions.create()
     turn(sessions, id, 1.0, "a")
@@ -159,25 +159,25 @@ def test_a_file_that_was_harmed_is_refused_and_never_taken_for_a_beginning(tmp_p
     head = content[: content.index(b"\n") + 1]
     for harmed in (b"", head, head[:10], content[: len(content) // 2], content[:-1] + bytes([content[-1] ^ 1])):
         path.write_bytes(harmed)
-        with pytest.raises(UserError, match="damaged|altered"):
+        with pytest.raises(UserError, match="damaged|modified"):
             sessions.get(id)
     path.write_bytes(content)
     assert value(sessions, id) == 1.0
 
 
-def test_other_weights_do_not_see_it(tmp_path: Path) -> None:
+def test_other_weights_do_not_see_the_session(tmp_path: Path) -> None:
     id = folder_sessions(tmp_path).create()
     with pytest.raises(NoSession):
         folder_sessions(tmp_path, model="e" * 64).n_tokens(id)
 
 
-def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_unusable_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--sessions"):
         folder_sessions(tmp_path / "file")
 
 
-def test_what_has_read_nothing_has_no_state_to_save(tmp_path: Path) -> None:
+def test_empty_session_has_no_state_to_save(tmp_path: Path) -> None:
     sessions = folder_sessions(tmp_path)
-    with pytest.raises(UserError, match="nothing yet"):
+    with pytest.raises(UserError, match="is empty"):
         sessions.save(sessions.create())

@@ -1,4 +1,4 @@
-"""Decoding equals the forward pass, and a slot's results are its own: bit for bit beside any neighbours."""
+"""Decoding equals the forward pass, and a slot is batch-invariant."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from linnet.core.pytree import n_bytes
 from linnet.models.vq import decode, model, slots
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.params import buffer_specs, param_specs
+from linnet.nn.batch_invariant import COMPILER_OPTIONS
 from linnet.nn.sampling import sampling_settings
+
+SLOW = pytest.mark.slow
 
 Made = tuple[VQConfig, Any, Any, decode.Prepared]
 
 
 def make(weights: WeightDtype = "float32", **changes: Any) -> Made:
-    """A tiny model whose every weight counts. Made with numpy: nothing to compile."""
+    """A tiny model in which every weight matters, created with numpy so that nothing is compiled."""
     sizes = {"n_vocab": 30, "d_model": 16, "d_k": 8, "d_v": 16, "n_code": 6, "n_layer": 1, "block_len": 8, "mem_len": 8}
     cfg = VQConfig(**{**sizes, **changes})
     random = np.random.default_rng(1)
@@ -50,13 +53,13 @@ def forward_logits(params: Any, buffers: Any, tokens: Any, cfg: VQConfig) -> tup
     return model.logits(params, x, cfg), carry
 
 
-@partial(jax.jit, static_argnames="cfg", compiler_options=decode.COMPILER_OPTIONS)
+@partial(jax.jit, static_argnames="cfg", compiler_options=COMPILER_OPTIONS)
 def ticks(
     prepared: decode.Prepared, state: slots.Slots, tokens: Any, cfg: VQConfig
 ) -> tuple[slots.Slots, Float[Array, "T B A"]]:
     """Teacher-forced: B x T tokens, one tick each."""
     return jax.lax.scan(
-        lambda state, token: decode.read_token(prepared, state, token, cfg), state, jnp.asarray(tokens).T
+        lambda state, token: decode.read_token(prepared, state, token, None, cfg), state, jnp.asarray(tokens).T
     )
 
 
@@ -64,12 +67,14 @@ def ticks(
     "changes",
     [
         {},
-        {"n_head": 2, "mem_len": 20, "pe_abs": True, "e_tie": True, "e_preln": True, "e_scale": 0.3},
+        pytest.param(
+            {"n_head": 2, "mem_len": 20, "pe_abs": True, "e_tie": True, "e_preln": True, "e_scale": 0.3}, marks=SLOW
+        ),
         {"mem_len": 5, "reset_at_documents": True, "n_head": 2},
-        {"agg_cache": False, "reset_at_documents": True},
-        {"weights": "int8"},
-        {"weights": "bfloat16", "e_tie": True},
-        {"n_expert": 4, "n_choice": 2},
+        pytest.param({"agg_cache": False, "reset_at_documents": True}, marks=SLOW),
+        pytest.param({"weights": "int8"}, marks=SLOW),
+        pytest.param({"weights": "bfloat16", "e_tie": True}, marks=SLOW),
+        pytest.param({"n_expert": 4, "n_choice": 2}, marks=SLOW),
         {"n_expert": 3, "n_choice": 1, "weights": "int8"},
     ],
     ids=str,
@@ -87,14 +92,14 @@ def test_decode_equals_forward(changes: dict[str, Any]) -> None:
         taken = slots.extract(prepared, state, 2, cfg)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b[:, 2:3], atol=2e-5), taken.attention, carry.attention)
     # The same after a prompt of a length that fits no block, in a slot beside others.
-    state = slots.insert(state, slots.admit(params, buffers, tokens[1, :37].tolist(), cfg), 2)
+    state = slots.insert(state, slots.DECODER.prefill(params, buffers, tokens[1, :37].tolist(), cfg), 2)
     rest = np.zeros_like(tokens)
     rest[:, :23] = tokens[1, 37:]
     _, got = ticks(prepared, state, rest, cfg)
     close(np.asarray(got)[:23, 2], want[1, 37:])
 
 
-def test_bfloat16_stays_near_forward() -> None:
+def test_bfloat16_is_close_to_forward() -> None:
     cfg, params, buffers, prepared = make(dtype="bfloat16")
     tokens = tokens_of(4, 40)
     want = np.asarray(forward_logits(params, buffers, tokens, cfg)[0])
@@ -102,7 +107,7 @@ def test_bfloat16_stays_near_forward() -> None:
     assert np.abs(got - want).mean() < 0.02 * np.abs(want).mean()
 
 
-def test_4096_tokens_decode_as_in_one_pass() -> None:
+def test_decoding_4096_tokens_equals_one_forward_pass() -> None:
     cfg, params, buffers, prepared = make(mem_len=32, block_len=32)
     tokens = tokens_of(1, 4096)
     want = np.asarray(forward_logits(params, buffers, tokens, cfg)[0])[0]
@@ -113,15 +118,22 @@ def test_4096_tokens_decode_as_in_one_pass() -> None:
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    "changes", [{}, {"reset_at_documents": True, "n_head": 2}, {"weights": "int8"}, {"n_expert": 4}], ids=str
+    "changes",
+    [
+        pytest.param({}, marks=SLOW),
+        pytest.param({"reset_at_documents": True, "n_head": 2}, marks=SLOW),
+        {"weights": "int8"},
+        pytest.param({"n_expert": 4}, marks=SLOW),
+    ],
+    ids=str,
 )
-def test_a_slot_is_bit_equal_beside_any_neighbours_in_any_slot_and_batch(changes: dict[str, Any]) -> None:
-    """Also admitted late, into a slot that held another sequence, and whether alone or among many."""
+def test_slot_is_batch_invariant(changes: dict[str, Any]) -> None:
+    """Also if admitted late, into a used slot, alone or among many."""
     cfg, params, buffers, prepared = make(
         **{"d_model": 512, "d_k": 16, "d_v": 64, "n_code": 32, "n_vocab": 259, **changes}
     )
     more, others = tokens_of(13, 40), np.roll(tokens_of(13, 40), 3, axis=1)
-    one = slots.admit(params, buffers, tokens_of(1, 21)[0].tolist(), cfg)
+    one = slots.DECODER.prefill(params, buffers, tokens_of(1, 21)[0].tolist(), cfg)
     state, alone = ticks(prepared, slots.insert(slots.init_slots(cfg, 1), one, 0), more[:1], cfg)
     after = slots.extract(prepared, state, 0, cfg)
     for n_slot, place in ((8, 0), (8, 7), (3, 1), (13, 12)):
@@ -134,7 +146,7 @@ def test_a_slot_is_bit_equal_beside_any_neighbours_in_any_slot_and_batch(changes
         jax.tree.map(np.testing.assert_array_equal, slots.extract(prepared, state, place, cfg), after)
 
 
-def test_taking_a_slot_out_and_putting_it_back_changes_nothing() -> None:
+def test_extract_and_insert_round_trip() -> None:
     cfg, _, _, prepared = make(n_head=2)
     tokens = tokens_of(4, 60)
     state, _ = ticks(prepared, slots.init_slots(cfg, 4), tokens[:, :30], cfg)
@@ -148,7 +160,7 @@ def test_taking_a_slot_out_and_putting_it_back_changes_nothing() -> None:
     np.testing.assert_array_equal(state.position, kept.position)
 
 
-def test_a_cleared_slot_is_as_new() -> None:
+def test_cleared_slot_equals_a_new_one() -> None:
     cfg, _, _, prepared = make(n_head=2)
     tokens = tokens_of(4, 30)
     state, fresh = ticks(prepared, slots.init_slots(cfg, 4), tokens, cfg)
@@ -156,7 +168,7 @@ def test_a_cleared_slot_is_as_new() -> None:
     np.testing.assert_array_equal(np.asarray(got)[:, 1], np.asarray(fresh)[:, 1])
 
 
-def test_decode_draws_the_same_tokens_however_the_ticks_are_cut() -> None:
+def test_tokens_do_not_depend_on_ticks_per_dispatch() -> None:
     cfg, _, _, prepared = make()
     settings = sampling_settings(4, temperature=1.2, top_p=0.95, repetition_penalty=1.1)
     keys = jnp.stack([rng.root(i) for i in range(4)])
@@ -177,7 +189,7 @@ def test_decode_draws_the_same_tokens_however_the_ticks_are_cut() -> None:
 
 
 def test_updates_are_in_place() -> None:
-    """The memory is the cost of a tick: a copy of it in the loop would double it."""
+    """A tick is memory-bound: copying the state in the loop would double its cost."""
     cfg, _, _, prepared = make(d_v=64, n_code=32)
     for n in (1, 4):
         state = slots.init_slots(cfg, n)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tiny
 
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import RunConfig
 from linnet.core import params as weights
 from linnet.core import quant, rng
@@ -246,6 +246,6 @@ def test_a_run_that_was_harmed_is_refused(tmp_path: Path, cfg: RunConfig, how: s
 def test_another_model_in_the_config_is_refused(tmp_path: Path, cfg: RunConfig) -> None:
     write(tmp_path / "run", cfg, model(cfg))
     larger = dataclasses.replace(cfg, model=dataclasses.replace(cfg.vq, d_model=32))
-    configs.save(larger, tmp_path / "run" / "config.json")
+    codec.save(larger, tmp_path / "run" / "config.json")
     with pytest.raises(UserError, match="of shape"):
         open_run(tmp_path / "run")

@@ -14,7 +14,7 @@ from picture_files import png
 from prior_tiny import model
 
 from linnet.cli.dispatch import main
-from linnet.config import codec as configs
+from linnet.config import codec
 from linnet.config.schema import PairsConfig, RunConfig, TrainConfig
 from linnet.core.errors import UserError
 from linnet.data.embeddings import open_pairs
@@ -151,7 +151,7 @@ def test_how_encodings_are_stored_can_be_chosen(tmp_path: Path, capsys: pytest.C
     assert np.array_equal(stored(tmp_path / "added")[0], want.astype(np.float16))
     for flags, words in (
         (("--text-len", "49"), "--text-len is 49, but it must be from 1 to 48"),
-        (("--text-encodings", "none", "--text-len", "3"), "--text-len is 3, but it must be left out"),
+        (("--text-encodings", "none", "--text-len", "3"), "--text-len is 3, but it must be omitted"),
     ):
         assert linnet("data", "embed", source, "--out", tmp_path / "new", *flags) == 2
         assert words in capsys.readouterr().err
@@ -208,6 +208,7 @@ def sampled(run: Path, capsys: pytest.CaptureFixture[str], *flags: str | Path) -
     return json.loads(capsys.readouterr().out)["texts"]
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_a_prompt_its_files_and_the_server_give_the_same_bits(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -252,7 +253,7 @@ def test_releases_that_hide_text_are_served_as_they_are_sampled(
 ) -> None:
     """There the number of positions, padding included, decides where the embedding stands."""
     cfg = dataclasses.replace(MODEL, text_conditioning="mask", scores="product", max_text_len=LEN)
-    data = configs.load(run / "config.json").pairs
+    data = codec.load(run / "config.json").pairs
     made = RunConfig(family="prior", model=cfg, data=data, train=TrainConfig(eval_timesteps=(4,)))
     write_run(tmp_path / "run", made, model(cfg), None)
     (said,) = sampled(tmp_path / "run", capsys, "--prompt", "red heart")

@@ -27,6 +27,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [pytest.param((20,), marks=pytest.mark.trial), (7, 8, 31)], ids=str)
 def test_resumed_equals_uninterrupted(source: Path, whole: Path, stops: tuple[int, ...], tmp_path: Path) -> None:
     """Also in the middle of a sequence (odd steps), where the carry counts, and across the ends of epochs."""
@@ -76,6 +77,7 @@ def test_a_damaged_checkpoint_costs_only_itself(source: Path, whole: Path, tmp_p
     assert_same_bits(open_state(tmp_path, "latest")[1], open_state(whole, "latest")[1])
 
 
+@pytest.mark.slow
 def test_too_many_bad_updates_stop_the_run(source: Path, tmp_path: Path) -> None:
     """A learning rate beyond all bounds makes weights that overflow; the run ends with its last good weights saved."""
     changes = {"optim.lr": 1e30, "optim.clip": None, "optim.warmup_steps": 0, "train.max_bad_steps": 3}

@@ -69,9 +69,10 @@ def forward(tokens: Any, embeds: Any) -> jax.Array:
 
 @jax.jit
 def ticks(prepared: Any, state: slots.Slots, tokens: Any) -> tuple[slots.Slots, jax.Array]:
-    return jax.lax.scan(lambda s, t: read_token(prepared, s, t, CFG), state, tokens.T)
+    return jax.lax.scan(lambda s, t: read_token(prepared, s, t, None, CFG), state, tokens.T)
 
 
+@pytest.mark.slow
 def test_decoding_equals_training_far_beyond_the_window_and_after_a_prompt() -> None:
     want = np.asarray(forward(BATCH.inputs, EMBEDS))
     prepared = slots.prepare(PARAMS, BUFFERS, CFG)
@@ -86,7 +87,7 @@ def test_decoding_equals_training_far_beyond_the_window_and_after_a_prompt() -> 
     np.testing.assert_allclose(np.asarray(got)[:, 3], untold[0], atol=2e-5)
     assert np.abs(untold - want[0]).max(axis=-1).min() > 1e-3, "every position is told"
     # A prompt; and a slot that is emptied, taken out and put elsewhere.
-    one = slots.admit(
+    one = slots.DECODER.prefill(
         PARAMS, BUFFERS, BATCH.inputs[1, :19].tolist(), CFG, slots.conditioned_state(PARAMS, EMBEDS[1], CFG)
     )
     state = slots.insert(slots.clear(state, 1), one, 3)
@@ -97,7 +98,9 @@ def test_decoding_equals_training_far_beyond_the_window_and_after_a_prompt() -> 
     assert not np.asarray(slots.clear(state, 0).condition)[0].any()
 
 
-def drawn(embeds: np.ndarray | None, seeds: list[int], decoder: Any = slots, prompt: tuple[int, ...] = ()) -> Any:
+def drawn(
+    embeds: np.ndarray | None, seeds: list[int], decoder: Any = slots.DECODER, prompt: tuple[int, ...] = ()
+) -> Any:
     n = len(seeds)
     states = None if embeds is None else [decoder.conditioned_state(PARAMS, embed, CFG) for embed in embeds]
     stream = generate(
@@ -119,7 +122,11 @@ def drawn(embeds: np.ndarray | None, seeds: list[int], decoder: Any = slots, pro
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("decoder", "prompt"), [(slots, ()), (guided.CFGDecoder(2.5), (5, 9, 200))], ids=["plain", "guided after a prompt"]
+    ("decoder", "prompt"),
+    [
+        pytest.param(slots.DECODER, (), id="plain", marks=pytest.mark.slow),
+        pytest.param(guided.CFGDecoder(2.5), (5, 9, 200), id="guided after a prompt"),
+    ],
 )
 def test_a_row_is_the_same_bits_alone_and_beside_rows_told_otherwise(decoder: Any, prompt: tuple[int, ...]) -> None:
     together = drawn(EMBEDS, [1, 2, 3], decoder, prompt)
@@ -127,6 +134,7 @@ def test_a_row_is_the_same_bits_alone_and_beside_rows_told_otherwise(decoder: An
     assert together[1:2] != drawn(EMBEDS[2:], [2], decoder, prompt), "the embedding makes no difference"
 
 
+@pytest.mark.slow
 def test_guidance_is_the_step_from_untold_to_told() -> None:
     told, untold = drawn(EMBEDS, [1, 2, 3]), drawn(None, [1, 2, 3])
     assert drawn(EMBEDS, [1, 2, 3], guided.CFGDecoder(1.0)) == told
@@ -166,7 +174,7 @@ def test_a_row_is_disturbed_by_its_own_key_for_a_whole_sequence_and_keeps_its_le
 
 def test_what_is_told_learns_and_rows_that_drop_it_train_as_if_untold() -> None:
     def loss(params: Any, batch: Batch, keys: Keys | None, cfg: VQConfig) -> Any:
-        return family.loss(params, BUFFERS, family.empty_carry(cfg, 3), batch, keys, 0, cfg)[0]
+        return family.loss(params, BUFFERS, family.FAMILY.empty_carry(cfg, 3), batch, keys, 0, cfg)[0]
 
     told = jax.jit(jax.value_and_grad(lambda params, batch: loss(params, batch, None, CFG)))
     value, gradient = told(PARAMS, BATCH)
@@ -181,7 +189,7 @@ def test_what_is_told_learns_and_rows_that_drop_it_train_as_if_untold() -> None:
 def test_a_model_that_nothing_conditions_is_as_it_was() -> None:
     plain = dataclasses.replace(CFG, d_condition=0, n_place=0)
     assert family.param_specs(plain).w_condition is family.param_specs(plain).place is None
-    assert family.empty_carry(plain, 2).condition is None
+    assert family.FAMILY.empty_carry(plain, 2).condition is None
     assert slots.init_slots(plain, 2).condition is None
 
 
@@ -189,9 +197,9 @@ def test_evaluation_by_stretches_is_told_the_same_as_at_once() -> None:
     nats = jax.jit(lambda carry, batch: family.nats(PARAMS, BUFFERS, carry, batch, CFG))
     scores = jax.nn.log_softmax(forward(BATCH.inputs, EMBEDS))
     want = -jnp.take_along_axis(scores, jnp.asarray(BATCH.targets)[..., None], -1)[..., 0]
-    carry, parts = family.empty_carry(CFG, 3), []
+    carry, parts = family.FAMILY.empty_carry(CFG, 3), []
     for start in range(0, 40, 8):
-        values, carry = nats(carry, BATCH.stretch(start, start + 8))
+        values, carry = nats(carry, BATCH.slice(start, start + 8))
         parts.append(values)
     np.testing.assert_allclose(np.concatenate(parts, axis=1), want, atol=1e-4)
 

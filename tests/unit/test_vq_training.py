@@ -44,7 +44,7 @@ def batch(masked: int = 0) -> Batch:
 
 def loss_of(cfg: VQConfig, keys: Keys | None, data: Batch | None = None) -> float:
     params, buffers = model(cfg)
-    value, _ = family.loss(params, buffers, family.empty_carry(cfg, 2), data or batch(), keys, 0, cfg)
+    value, _ = family.loss(params, buffers, family.FAMILY.empty_carry(cfg, 2), data or batch(), keys, 0, cfg)
     return float(value)
 
 
@@ -52,6 +52,7 @@ def keys(update: int, sequence: int) -> Keys:
     return Keys(update=rng.fold_in(rng.root(1), update), sequence=rng.fold_in(rng.root(2), sequence))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["p_dropemb", "p_dropres"])
 def test_drawn_anew_for_every_update(name: str) -> None:
     cfg = dataclasses.replace(PLAIN, **{name: 0.5})
@@ -60,6 +61,7 @@ def test_drawn_anew_for_every_update(name: str) -> None:
     assert loss_of(cfg, None) == loss_of(PLAIN, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["p_dropsin", "p_droplyr"])
 def test_held_for_a_whole_sequence(name: str) -> None:
     cfg = dataclasses.replace(PLAIN, **{name: 0.5})
@@ -72,7 +74,7 @@ def test_masked_tokens_teach_nothing() -> None:
     params, buffers = model(PLAIN)
 
     def seen(data: Batch) -> Any:
-        _, aux = family.loss(params, buffers, family.empty_carry(PLAIN, 2), data, None, 0, PLAIN)
+        _, aux = family.loss(params, buffers, family.FAMILY.empty_carry(PLAIN, 2), data, None, 0, PLAIN)
         return aux.statistics.seen
 
     some = seen(batch(masked=5))
@@ -99,7 +101,7 @@ def test_dead_codes_move_onto_current_keys_and_live_ones_stay() -> None:
     cfg = dataclasses.replace(PLAIN, restart_dead_codes=True, dead_code_below=0.5)
     params, buffers = model(cfg)
     dead = VQBuffers(code_count=buffers.code_count.at[:, :, 2].set(0.0), code_total=buffers.code_total)
-    _, aux = family.loss(params, dead, family.empty_carry(cfg, 2), batch(masked=5), keys(0, 0), 0, cfg)
+    _, aux = family.loss(params, dead, family.FAMILY.empty_carry(cfg, 2), batch(masked=5), keys(0, 0), 0, cfg)
     after = family.update_buffers(dead, aux.statistics, cfg)
     without = family.update_buffers(dead, aux.statistics, dataclasses.replace(cfg, dead_code_below=0.0))
     counts = np.asarray(without.code_count)
@@ -119,11 +121,12 @@ def test_candidates_come_from_unmasked_keys_only() -> None:
     assert set(np.asarray(drawn).reshape(-1).tolist()) == {0.0, 3.0, 10.0}
 
 
+@pytest.mark.slow
 def test_recomputing_changes_nothing() -> None:
     def slope(remat: Remat) -> Any:
         cfg = dataclasses.replace(PLAIN, remat=remat)
         params, buffers = model(cfg)
-        carry = family.empty_carry(cfg, 2)
+        carry = family.FAMILY.empty_carry(cfg, 2)
         gradient = jax.grad(lambda p: family.loss(p, buffers, carry, batch(), None, 0, cfg)[0])
         return jax.jit(gradient)(params)
 
@@ -133,11 +136,12 @@ def test_recomputing_changes_nothing() -> None:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_bfloat16_activations_over_float32_parameters() -> None:
     cfg = dataclasses.replace(PLAIN, dtype="bfloat16")
     params, buffers = model(cfg)
     gradient, aux = jax.grad(family.loss, has_aux=True)(
-        params, buffers, family.empty_carry(cfg, 2), batch(), None, 0, cfg
+        params, buffers, family.FAMILY.empty_carry(cfg, 2), batch(), None, 0, cfg
     )
     assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
     assert aux.carry.attention.values.dtype == jnp.bfloat16
@@ -145,6 +149,7 @@ def test_bfloat16_activations_over_float32_parameters() -> None:
     assert loss_of(cfg, None) == pytest.approx(loss_of(PLAIN, None), rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_collapsed_codebook_raises_an_alarm(tmp_path: Path) -> None:
     source = tiny.corpus(tmp_path)
     changes = {"optim.steps": 5, "optim.warmup_steps": 0, "train.collapse_alarm": 1.0}

@@ -1,4 +1,4 @@
-"""A browser, and the playground opened in it over the real server and models without arithmetic."""
+"""A browser with the playground, served by the real server with fake models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def asked() -> Asked:
 
 @pytest.fixture
 def page(browser: BrowserContext, address: str, asked: Asked) -> Iterator[Page]:
-    """Opened, ready, and at the end without an error of its own and without a call to anywhere else."""
+    """The opened page. At the end it must have no errors and no requests to other hosts."""
     page, strangers, errors = browser.new_page(), [], []
 
     def see(request: Request) -> None:
@@ -72,7 +72,7 @@ def page(browser: BrowserContext, address: str, asked: Asked) -> Iterator[Page]:
 
 @pytest.fixture
 def gate(text: SingingModel) -> Iterator[threading.Event]:
-    """The singing model's gate, closed: an answer stays at its first tokens until a test opens it or stops the answer."""
+    """The singing model's closed gate: an answer waits at its first tokens until a test opens the gate or stops the answer."""
     text.gate.clear()
     yield text.gate
     text.gate.set()

@@ -1,4 +1,4 @@
-"""The playground's page: pictures, phone, dark and light, keyboard, errors, markup and keys, in a real browser."""
+"""The playground's page in a real browser: images, phone, dark and light mode, keyboard, errors, markup and keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = needs_browser
 KEY = "a-key-for-tests"
 
 
-def test_the_page_follows_the_text_it_writes(page: Page) -> None:
+def test_page_scrolls_with_the_text(page: Page) -> None:
     page.set_viewport_size({"width": 360, "height": 500})
     page.fill("#prompt", "\n" * 9)
     page.evaluate("document.querySelector('#f-max_tokens').value = 100")
@@ -25,7 +25,7 @@ def test_the_page_follows_the_text_it_writes(page: Page) -> None:
     expect(page.locator("#paper .tok").last).to_be_in_viewport()
 
 
-def test_pictures_are_drawn_row_by_row(page: Page, drawing: DrawingModel) -> None:
+def test_images_are_drawn_row_by_row(page: Page, drawing: DrawingModel) -> None:
     drawing.pace = threading.Semaphore(0)
     page.select_option("#model", "pixels")
     expect(page.locator("#prompt")).to_be_hidden()
@@ -56,7 +56,7 @@ def test_pictures_are_drawn_row_by_row(page: Page, drawing: DrawingModel) -> Non
     ended(page)
 
 
-def test_a_phone_needs_no_sideways_scroll(page: Page) -> None:
+def test_no_horizontal_scroll_on_a_phone(page: Page) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     run(page, "A long word: " + "x" * 400, max_tokens=80)
     page.click("#paper .tok >> nth=9")
@@ -65,11 +65,11 @@ def test_a_phone_needs_no_sideways_scroll(page: Page) -> None:
     assert box is not None
     assert box["x"] >= 0
     assert box["x"] + box["width"] <= 360
-    page.click("#pop [aria-label='Token after']")
+    page.click("#pop [aria-label='Next token']")
     assert page.inner_text("#pop .what code") == answer(page)[10].replace(" ", "␣")
 
 
-def test_dark_and_light_by_the_system_and_by_hand(page: Page) -> None:
+def test_dark_and_light_mode(page: Page) -> None:
     def brightness() -> int:
         colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
         return sum(int(part) for part in re.findall(r"\d+", colour)[:3])
@@ -85,7 +85,7 @@ def test_dark_and_light_by_the_system_and_by_hand(page: Page) -> None:
     assert brightness() < 150
 
 
-def test_everything_by_keyboard(page: Page, asked: Asked, text: SingingModel) -> None:
+def test_keyboard_operation(page: Page, asked: Asked, text: SingingModel) -> None:
     page.fill("#f-max_tokens", "9")
     page.focus("#prompt")
     page.keyboard.type("Hm ")
@@ -119,7 +119,7 @@ def test_everything_by_keyboard(page: Page, asked: Asked, text: SingingModel) ->
     text.gate.set()
 
 
-def test_the_servers_errors_are_shown_as_text(page: Page, tmp_path: Path) -> None:
+def test_server_errors_are_shown_as_text(page: Page, tmp_path: Path) -> None:
     run(page, "fine", max_tokens=5)
     kept = answer(page)
     page.fill("#f-max_tokens", "99999999")
@@ -140,7 +140,7 @@ def test_the_servers_errors_are_shown_as_text(page: Page, tmp_path: Path) -> Non
     expect(page.locator("#problem")).to_contain_text("damaged")
 
 
-def test_markup_from_the_model_stays_text(page: Page) -> None:
+def test_model_output_is_not_rendered_as_markup(page: Page) -> None:
     page.click("#session-new")
     for _ in range(2):
         run(page, "<img src=x onerror=alert(1)>", max_tokens=3)
@@ -151,7 +151,7 @@ def test_markup_from_the_model_stays_text(page: Page) -> None:
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", source)
 
 
-def test_controls_have_names(page: Page) -> None:
+def test_controls_have_accessible_names(page: Page) -> None:
     nameless = page.evaluate(
         """() => [...document.querySelectorAll('button, input, select, textarea')].filter(n =>
             !(n.getAttribute('aria-label') || n.labels?.length || n.textContent.trim())).map(n => n.id || n.outerHTML)"""
@@ -159,7 +159,7 @@ def test_controls_have_names(page: Page) -> None:
     assert nameless == []
 
 
-def test_a_key_is_asked_for_only_when_needed(browser: BrowserContext, text: SingingModel) -> None:
+def test_api_key_is_requested_only_if_needed(browser: BrowserContext, text: SingingModel) -> None:
     with serving(text, keys=(KEY,)) as address:
         page = browser.new_page()
         page.set_default_timeout(1000 * PATIENCE)
@@ -172,7 +172,7 @@ def test_a_key_is_asked_for_only_when_needed(browser: BrowserContext, text: Sing
         expect(page.locator("#key")).to_be_visible()
         page.fill("#key-text", "not-the-right-key")
         page.keyboard.press("Enter")
-        expect(page.locator("#key-title")).to_contain_text("not valid")
+        expect(page.locator("#key-title")).to_contain_text("Invalid API key")
         page.fill("#key-text", KEY)
         page.keyboard.press("Enter")
         expect(page.locator("#model option")).to_have_count(1)

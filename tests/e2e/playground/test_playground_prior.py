@@ -1,4 +1,4 @@
-"""The playground's priors: a caption, and the pictures that its embedding comes nearest to while it is denoised."""
+"""The playground with a prior: a caption, and the nearest images during denoising."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def address(text: SingingModel, prior: FakePrior) -> Iterator[str]:
         yield address
 
 
-def test_the_nearest_pictures_change_until_the_best_stands_first(page: Page, asked: Asked, prior: FakePrior) -> None:
+def test_nearest_images_update_and_the_best_candidate_moves_first(page: Page, asked: Asked, prior: FakePrior) -> None:
     prior.pace = threading.Semaphore(0)  # the page shows each progress before the next is sent
     page.select_option("#model", "prior")
     for hidden in ("#paper", "#canvas", "#sessions", "#sampling", "#memory"):
@@ -71,11 +71,11 @@ def test_the_nearest_pictures_change_until_the_best_stands_first(page: Page, ask
     expect(page.locator("#sampling")).to_be_visible()
 
 
-def test_stop_ends_it_and_an_empty_caption_is_asked_for(page: Page, prior: FakePrior) -> None:
+def test_stop_and_empty_caption(page: Page, prior: FakePrior) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     page.select_option("#model", "prior")
     page.click("#run")
-    expect(page.locator("#problem")).to_contain_text("Write a caption first.")
+    expect(page.locator("#problem")).to_contain_text("Enter a caption first.")
     page.fill("#prompt", "green")
     page.evaluate("document.querySelector('#p-steps').value = 90")
     prior.pace = threading.Semaphore(1)

@@ -1,4 +1,4 @@
-"""The playground's texts: shades and alternatives, controls, stop, forks, sessions and the meter, in a real browser."""
+"""The playground with text in a real browser: shading and alternatives, controls, stop, forks, sessions and the meter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = needs_browser
 N_FIRST = len("The linnet sings: ")
 
 
-def test_text_streams_with_shades_and_alternatives(page: Page, asked: Asked, gate: threading.Event) -> None:
+def test_text_streams_with_shading_and_alternatives(page: Page, asked: Asked, gate: threading.Event) -> None:
     page.fill("#f-max_tokens", "60")
     page.fill("#prompt", "")
     page.click("#run")
@@ -40,7 +40,7 @@ def test_text_streams_with_shades_and_alternatives(page: Page, asked: Asked, gat
     expect(page.locator("#pop")).to_be_hidden()
 
 
-def test_bytes_of_one_character_are_one(page: Page) -> None:
+def test_bytes_of_a_character_are_grouped(page: Page) -> None:
     run(page, "", max_tokens=len(VERSE.encode()))
     assert answer(page) == VERSE
     assert page.locator("#paper .tok").count() == len(VERSE)
@@ -50,7 +50,7 @@ def test_bytes_of_one_character_are_one(page: Page) -> None:
     assert page.inner_text("#pop li button[aria-current=true] code") == "90"
 
 
-def test_spaces_at_the_end_of_a_line_stay_on_the_paper(page: Page) -> None:
+def test_trailing_spaces_are_kept(page: Page) -> None:
     run(page, "x" + " " * 400, max_tokens=3)
     paper = page.evaluate("document.querySelector('#paper').getBoundingClientRect().right")
     said = page.evaluate("Math.max(...[...document.querySelector('#paper .said').getClientRects()].map(b => b.right))")
@@ -68,7 +68,7 @@ def test_every_control_reaches_the_server(page: Page, asked: Asked) -> None:
     assert (sent["stop"], sent["max_tokens"]) == (["sings", ".\n"], 50)
     assert answer(page) == "The linnet "  # the stop string itself is shown apart, not as text
     assert "".join(page.locator("#paper .tok.mute").all_text_contents()) == "sings"
-    assert "Ended by itself" in page.inner_text("#status")
+    assert "Complete." in page.inner_text("#status")
 
 
 def test_stop_frees_the_engine(page: Page, text: SingingModel, gate: threading.Event) -> None:
@@ -81,7 +81,7 @@ def test_stop_frees_the_engine(page: Page, text: SingingModel, gate: threading.E
     until(lambda: not text.running)
 
 
-def test_fork_replaces_a_token_and_goes_on(page: Page, asked: Asked) -> None:
+def test_fork_replaces_a_token_and_continues(page: Page, asked: Asked) -> None:
     run(page, "Say: ", max_tokens=12)
     said = answer(page)
     page.click("#paper .tok >> nth=4")
@@ -109,7 +109,7 @@ def test_fork_inside_a_character_sends_its_bytes(page: Page, asked: Asked) -> No
     assert page.locator("#paper .tok.yours").inner_text() == "ü"
 
 
-def test_regenerate_asks_the_same_with_another_seed(page: Page, asked: Asked) -> None:
+def test_regenerate_uses_another_seed(page: Page, asked: Asked) -> None:
     page.fill("#f-seed", "5")
     run(page, "again", max_tokens=5)
     page.click("#again")
@@ -119,7 +119,7 @@ def test_regenerate_asks_the_same_with_another_seed(page: Page, asked: Asked) ->
     assert first == second
 
 
-def test_session_goes_on_through_save_restore_and_fork(page: Page, asked: Asked, tmp_path: Path) -> None:
+def test_session_continues_after_save_restore_and_fork(page: Page, asked: Asked, tmp_path: Path) -> None:
     page.click("#session-new")
     expect(page.locator("#run")).to_have_text("Continue")
     run(page, "ab", max_tokens=10)
@@ -154,8 +154,8 @@ def test_session_goes_on_through_save_restore_and_fork(page: Page, asked: Asked,
     expect(page.locator("#run")).to_have_text("Run")
 
 
-def test_the_page_leaves_no_states_behind(page: Page, text: SingingModel) -> None:
-    """A run in a session works on a copy; when the page is left, only the session itself is there."""
+def test_page_deletes_its_temporary_sessions(page: Page, text: SingingModel) -> None:
+    """A run in a session works on a copy; after leaving the page only the session itself is left."""
     text.store.all.clear()
     page.click("#session-new")
     for _ in range(3):
@@ -166,7 +166,7 @@ def test_the_page_leaves_no_states_behind(page: Page, text: SingingModel) -> Non
     until(lambda: [session.n_tokens for session in text.store.all.values()] == [24])
 
 
-def test_a_session_survives_a_stop_and_a_fork_from_a_token(page: Page, asked: Asked, text: SingingModel) -> None:
+def test_session_survives_stop_and_token_fork(page: Page, asked: Asked, text: SingingModel) -> None:
     page.click("#session-new")
     expect(page.locator("#run")).to_have_text("Continue")
     run(page, "ab", max_tokens=10)
@@ -192,7 +192,7 @@ def test_a_session_survives_a_stop_and_a_fork_from_a_token(page: Page, asked: As
 
 
 def _new_session_held_on_its_way(page: Page) -> Route:
-    """The call for a new session, which the server sees only when the test continues it."""
+    """The request for a new session, which reaches the server only when the test continues it."""
     held: list[Route] = []
     page.route("**/v1/sessions", lambda route: held.append(route))  # a built-in method cannot be a handler
     page.click("#session-new")
@@ -203,7 +203,7 @@ def _new_session_held_on_its_way(page: Page) -> Route:
     return held[0]
 
 
-def test_a_run_waits_for_the_session_that_is_being_created(page: Page, text: SingingModel) -> None:
+def test_run_waits_for_session_creation(page: Page, text: SingingModel) -> None:
     call = _new_session_held_on_its_way(page)
     expect(page.locator("#run")).to_have_attribute("aria-disabled", "true")
     page.fill("#f-max_tokens", "10")
@@ -218,7 +218,7 @@ def test_a_run_waits_for_the_session_that_is_being_created(page: Page, text: Sin
     assert answer(page) == sung(14, 10)
 
 
-def test_a_session_that_cannot_be_created_starts_no_run(page: Page, text: SingingModel) -> None:
+def test_failed_session_creation_starts_no_run(page: Page, text: SingingModel) -> None:
     n_before = len(text.requests)
     call = _new_session_held_on_its_way(page)
     page.focus("#prompt")
@@ -230,7 +230,7 @@ def test_a_session_that_cannot_be_created_starts_no_run(page: Page, text: Singin
     assert len(text.requests) == n_before + 1
 
 
-def test_the_context_grows_while_the_state_stands(page: Page, asked: Asked) -> None:
+def test_context_grows_while_state_size_is_constant(page: Page, asked: Asked) -> None:
     page.click("#session-new")
     seen = []
     for _ in range(3):
@@ -247,9 +247,9 @@ def test_the_context_grows_while_the_state_stands(page: Page, asked: Asked) -> N
     assert len(heights[1]) == 1
 
 
-def test_the_meter_tells_where_a_context_ends(page: Page, text: SingingModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meter_shows_the_context_limit(page: Page, text: SingingModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "context", 5000)
     run(page, "more", max_tokens=4)
     expect(page.locator("#ctx-unit")).to_have_text(re.compile("^of 5.000 tokens$"))
-    expect(page.locator("#meter-words")).to_contain_text("until it is full")
+    expect(page.locator("#meter-words")).to_contain_text("up to its limit")
     assert page.get_attribute("#state", "data-bytes") == str(3 << 20)

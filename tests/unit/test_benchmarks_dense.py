@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from linnet.bench import dense, dense_model
-from linnet.bench.dense import LARGEST_CHUNK, chunk_len, dense_attention
+from benchmarks import dense_attention as dense
+from benchmarks import dense_model
+from benchmarks.dense_attention import LARGEST_CHUNK, chunk_len, dense_attention
 from linnet.core import params as weights
 from linnet.core import rng
 from linnet.core.errors import UserError
@@ -90,7 +91,7 @@ def test_the_dense_model_is_the_linear_model() -> None:
     tokens = jax.random.randint(rng.root(2), (2, 33), 0, 30)
     mask = jnp.ones((2, 32)).at[1, 20:].set(0.0)
     batch = Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], doc_ids=jnp.zeros((2, 32), jnp.int32), loss_mask=mask)
-    carry = vq.empty_carry(cfg, 2)
+    carry = vq.FAMILY.empty_carry(cfg, 2)
 
     def everything(family):
         (loss, aux), gradient = jax.value_and_grad(family.loss, has_aux=True)(

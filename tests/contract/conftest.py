@@ -1,0 +1,46 @@
+"""Every family is tried alike: the toy family is registered as any other, and each subject is trained once for all modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import subjects
+
+import linnet.cli.flags  # noqa: F401  # it lists the families when it is imported, and must not list the toy
+from linnet.models import registry
+from linnet.runs.folder import RunFolder
+
+TRAINED: dict[str, Path] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toy_family() -> Iterator[None]:
+    """Add a fourth family by one entry of the registry."""
+    registry.FAMILIES["toy"] = subjects.TOY
+    yield
+    del registry.FAMILIES["toy"]
+
+
+@pytest.fixture(scope="module", params=subjects.NAMES)
+def subject(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the subjects' data is."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def whole(subject: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One uninterrupted run."""
+    from linnet.train.loop import train
+
+    if subject not in TRAINED:
+        run = tmp_path_factory.mktemp(f"whole-{subject}") / "run"
+        assert train(subjects.config(subject, folder), RunFolder(run), quiet=True).finished
+        TRAINED[subject] = run
+    return TRAINED[subject]
