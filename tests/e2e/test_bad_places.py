@@ -132,6 +132,7 @@ def test_an_interrupt_during_imports_ends_quietly(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (130, "", ""), module
 
 
+@pytest.mark.slow
 def test_sigterm_in_the_final_evaluation_ends_at_once_and_resumes(tmp_path: Path, linnet: Callable[..., Done]) -> None:
     corpus = tiny.corpus(tmp_path, 3_000_000)
     changes = {

@@ -74,6 +74,7 @@ def test_first_signal_saves_second_run_is_refused_and_resuming_is_exact(tmp_path
     assert events[-1] == "interrupted"
 
 
+@pytest.mark.slow
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:
     process = start(write_config(tmp_path, steps=100_000), tmp_path / "run")
     wait_for_step(tmp_path / "run", 5, process)

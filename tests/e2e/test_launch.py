@@ -131,6 +131,7 @@ while True: time.sleep(0.1)
     assert "Restart" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_others_notice_by_themselves_that_a_process_was_killed(victim: int, tmp_path: Path) -> None:
     """Without a launcher, as on machines of their own; process 0 is the one that keeps them together."""

@@ -71,6 +71,7 @@ def test_openai_client_output_equals_linnet_sample(
     assert capsys.readouterr().out == "codes " + whole.text + "\n"
 
 
+@pytest.mark.slow
 def test_restored_session_continues_until_its_context_is_full(moe_server: str) -> None:
     session = httpx.post(f"{moe_server}/v1/sessions", json={}).json()["id"]
     first = said(complete(moe_server, session=session))

@@ -99,6 +99,7 @@ def test_the_gradients_pass_on_every_processor(gradients: Path) -> None:
     assert QUERY in {check.name for check in verification.checks}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [QUERY, "out/grad/learned_query"])
 def test_an_error_of_float32_alone_is_not_taken_for_rounding(
     gradients: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -129,6 +130,7 @@ def test_where_float64_declines_the_float32_comparison_stands(gradients: Path, m
     assert not _error(verify_file(gradients), QUERY)[0]
 
 
+@pytest.mark.slow
 def test_an_error_of_the_formula_is_not_taken_for_rounding(gradients: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COSINE_SCALE", 16.0 * (1 + 1e-4))
     verification = verify_file(gradients)

@@ -145,6 +145,7 @@ def test_signs_that_noise_turned_pass(tmp_path: Path, monkeypatch: pytest.Monkey
     assert failed(verify_file(path))  # where no sign is in doubt, none is excused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_sign_in_doubt_is_counted_and_followed(tmp_path: Path, count: int) -> None:
     """At the second update of the first call, and at the first of the second."""

@@ -103,6 +103,7 @@ def with_secrets(n: int, context: int | None) -> Iterator[tuple[str, Request]]:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "n", "at_once", "n_slots", "solo_slots"),
     [

@@ -95,6 +95,7 @@ def test_embeddings_are_those_of_the_command(prior: linnet.Run, given: dict[str,
     assert found._repr_png_() is None
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_texts_together_equal_each_alone(prior: linnet.Run, given: dict[str, np.ndarray]) -> None:
     together = prior.sample(**given, steps=4)

@@ -69,6 +69,7 @@ def test_a_list_equals_each_prompt_alone(run: linnet.Run) -> None:
     assert [text.token_ids for text in together] == [text.token_ids for text in alone]
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_a_list_equals_each_prompt_alone_bit_for_bit(run: linnet.Run) -> None:
     together = run.generate([PROMPT, "The owl"], max_tokens=40, seed=3)

@@ -100,6 +100,7 @@ def test_the_same_call_returns_the_finished_run(config: Path, trained: tuple[lin
     assert (again.step, again.finished, len(steps)) == (12, True, 12)
 
 
+@pytest.mark.slow
 def test_fine_tuning_equals_the_command(trained: tuple[linnet.TrainingResult, list[Any]], tmp_path: Path) -> None:
     result, _ = trained
     settings = {"optim.steps": 4, "lora.rank": 2, "train.log_every": 1}

@@ -206,6 +206,7 @@ def tiny_task(job: str) -> dict[str, Any]:
     return {"job": job, "config": settings, "seconds": 0.01, "cores": None, "long_once": True, "gemm_size": 32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["eval", "prefill", "decode"])
 def test_the_other_jobs_run(job: str) -> None:
     got = worker.run_task(tiny_task(job), worker.run_job)

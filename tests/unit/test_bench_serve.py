@@ -139,6 +139,7 @@ class TestInProcess:
         assert 0 < got["share_of_raw"] < 2
         assert 0 < got["share_of_raw_cpu"] < 2
 
+    @pytest.mark.slow
     def test_others_while_a_long_prompt_is_read(self) -> None:
         got = serve_jobs.pause(sized(TINY, 16, 1), seconds=0.5, gemm_size=32, prompt=1024)
         assert got["longest_seconds"] >= got["p95_seconds"] > 0

@@ -226,6 +226,7 @@ def test_all_name_the_process_that_fell_silent_and_say_what_is_kept() -> None:
         assert "--restarts" in left.words[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["refused", "stuck"])
 def test_process_0_is_missed_when_its_store_is_gone_or_hangs(how: str) -> None:
     board = Board()

@@ -100,6 +100,7 @@ def in_run_samples(folder: Path, name: str, texts: list[str]) -> None:
     assert all(file.read_text() == alone["words"][0] for file in written)
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_sample_of_one(tmp_path: Path) -> None:
     in_run_samples(tmp_path, "heads", ["model=2"])
 

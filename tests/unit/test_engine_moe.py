@@ -49,6 +49,7 @@ def through_a_file(engine: Engine, state: State) -> State:
     return states.from_bytes(states.to_bytes(state), engine.backend.abstract_state, engine.fingerprint)
 
 
+@pytest.mark.slow
 def test_concurrent_requests_equal_solo_runs(served: tuple[Model, Engine]) -> None:
     """More requests than slots, so that some are preempted; some run beside a grammar."""
     model, engine = served
@@ -86,6 +87,7 @@ def test_request_is_batch_invariant(served: tuple[Model, Engine]) -> None:
         other.answer()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [MOE, pytest.param(VQ_MOE, marks=pytest.mark.trial), lowered(MOE)], ids=["moe", "vq-moe", "int8"]
 )

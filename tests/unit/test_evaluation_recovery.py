@@ -103,6 +103,7 @@ def test_killed_at_every_point_of_an_evaluation(family: str, source: Path, tmp_p
     assert n > (4 if family == "vq" else 3)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_survives_a_kill_before_it_is_marked(source: Path, tmp_path: Path) -> None:
     """The first evaluation is the best of a run that diverges and keeps one checkpoint: unmarked, it would be deleted."""
     cfg = token_config(source, **{"optim.lr": 3.0, "optim.warmup_steps": 3, "train.keep": 1})

@@ -69,6 +69,7 @@ def test_incomplete_headers_time_out(monkeypatch: pytest.MonkeyPatch, beginning:
         assert (status, body["error"]["code"]) == (408, "slow_headers")
 
 
+@pytest.mark.slow
 def test_header_timeout_restarts_for_each_request_of_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "head_seconds", 1.0)  # far more than a client takes between connecting and sending
     with (

@@ -63,6 +63,7 @@ def test_step_0_is_the_base_model_to_the_bit(family: Name, source: Path, tmp_pat
     assert_same_bits(model_weights(state)[1], open_run(run).buffers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_gradients_are_those_of_the_full_matrices(family: Name, source: Path, tmp_path: Path) -> None:
     """The oracle: W = base + scale * down @ up, so d down = scale * dW @ up^T and d up = scale * down^T @ dW."""
@@ -83,6 +84,7 @@ def test_gradients_are_those_of_the_full_matrices(family: Name, source: Path, tm
         np.testing.assert_allclose(got[name].up, 1.5 * flip(adapter.down) @ d_matrix, atol=2e-6, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_at_full_rank_an_adapter_can_be_any_matrix(source: Path, tmp_path: Path) -> None:
     """down = identity at the full rank, scale 1: training `up` is training the matrix, and its gradient is the matrix's."""
     cfg = tuned(parent_run(tmp_path, source), source, **{"lora.rank": 16, "lora.alpha": 16.0, "lora.targets": ("w_q",)})

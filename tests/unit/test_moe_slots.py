@@ -95,6 +95,7 @@ def test_reading_in_chunks_equals_reading_at_once(weights: WeightDtype) -> None:
     np.testing.assert_allclose(top[1][:, 0], want[70:end].max(axis=-1), atol=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "changes",

@@ -74,6 +74,7 @@ def restored(path: Path, folder: Path) -> tuple[RunConfig, TrainState, int]:
     return cfg, *continue_from(folder, registry.get("prior"), cfg, rule, sharding.make_mesh())
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_the_next_updates_are_the_references_own(tmp_path: Path) -> None:
     golden = np.load(CHECKPOINTS / "warmup_1.15.6_next.npz")

@@ -102,6 +102,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pairs_file: Path, wh
     assert (tmp_path / "retrieval.json").read_text() == (whole / "retrieval.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_tested_once(pairs_file: Path, whole: Path) -> None:
     before = read_metrics(whole)
     assert train(config(pairs_file), RunFolder(whole), quiet=True).finished

@@ -30,6 +30,7 @@ def drawn(
     return run(params, text, encodings, how, keys, cfg=cfg, guided=guided, n_step=12)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "options",

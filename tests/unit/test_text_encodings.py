@@ -247,6 +247,7 @@ def test_a_prompt_its_files_and_the_server_give_the_same_bits(
     assert "text_encodings is None" in without["body"]["error"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_releases_that_hide_text_are_served_as_they_are_sampled(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -40,6 +40,7 @@ def test_resumed_equals_uninterrupted(source: Path, whole: Path, stops: tuple[in
     assert lines(tmp_path) == lines(whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_stays_finished(source: Path, whole: Path) -> None:
     before = open_state(whole, "latest")[1]
     outcome = train(tiny.config(source), RunFolder(whole), quiet=True)
