@@ -35,6 +35,12 @@ def run(page: Page, prompt: str | None = None, *, max_tokens: int | None = None)
     ended(page)
 
 
+def new_session(page: Page) -> None:
+    """Wait for the focus that a new session moves to the prompt: text filled into another field before would end in the prompt."""
+    page.click("#session-new")
+    expect(page.locator("#prompt")).to_be_focused()
+
+
 def ended(page: Page) -> None:
     expect(page.locator("#status")).to_contain_text("seed")
     expect(page.locator("#run")).to_have_attribute("aria-disabled", "false")

@@ -134,10 +134,23 @@ def test_server_errors_are_shown_as_text(page: Page, tmp_path: Path) -> None:
     page.click("#run")
     expect(page.locator("#problem")).to_contain_text("the batch failed")
     assert len(answer(page)) == 3
+    ended(page)  # the error is shown before the run has ended, and no session is restored during a run
     broken = tmp_path / "<b>broken.safetensors"
     broken.write_bytes(b"nonsense")
     page.set_input_files("#session-file", broken)
     expect(page.locator("#problem")).to_contain_text("damaged")
+
+
+def test_a_file_chosen_during_a_run_is_an_error(page: Page, text: SingingModel, tmp_path: Path) -> None:
+    state = tmp_path / "state.safetensors"
+    state.write_bytes(b"nonsense")
+    text.gate.clear()
+    page.click("#run")
+    page.locator("#paper .tok").nth(3).wait_for()
+    page.set_input_files("#session-file", state)
+    expect(page.locator("#problem")).to_contain_text("A run or a change of session is in progress")
+    text.gate.set()
+    ended(page)
 
 
 def test_model_output_is_not_rendered_as_markup(page: Page) -> None:

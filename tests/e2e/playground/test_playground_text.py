@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from playground_page import Asked, answer, context_length, ended, needs_browser, run, sung
+from playground_page import Asked, answer, context_length, ended, needs_browser, new_session, run, sung
 from playground_server import N_HELD, VERSE, SingingModel
 from playwright.sync_api import Page, Route, expect
 from waiting import PATIENCE, until
@@ -231,7 +231,7 @@ def test_failed_session_creation_starts_no_run(page: Page, text: SingingModel) -
 
 
 def test_context_grows_while_state_size_is_constant(page: Page, asked: Asked) -> None:
-    page.click("#session-new")
+    new_session(page)
     seen = []
     for _ in range(3):
         run(page, "more", max_tokens=40)
