@@ -15,15 +15,12 @@ import tyro
 from linnet.cli.flags import Layout
 from linnet.cli.parse import parse
 from linnet.core.dtypes import WeightDtype
-from linnet.core.errors import UserError, invalid
+from linnet.core.errors import invalid
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from linnet.data.embeddings.neighbors import NeighborIndex
-    from linnet.data.encoders import Encoder
-    from linnet.runs.load import LoadedRun
-    from linnet.serve.chat_template import Template
+    from linnet.serve.loading import ServeSettings
     from linnet.serve.prior.served import ServedPrior
     from linnet.serve.served import ServedModel
 
@@ -98,6 +95,7 @@ def serve_command(argv: list[str]) -> int:
     from linnet.serve.http.auth import Keys
     from linnet.serve.http.batch import read_lines
     from linnet.serve.http.lifecycle import Lifecycle, check_host, check_port, run, run_replica
+    from linnet.serve.loading import load_model
 
     if socket is None:
         check_host(flags.host, bool(keys))
@@ -112,7 +110,10 @@ def serve_command(argv: list[str]) -> int:
     if flags.replicas > 1:
         return _replicas(argv, flags, keys)
     init_jax()
-    models = [_open(name, folder, flags, template) for (name, folder), template in zip(names, templates, strict=True)]
+    models = [
+        load_model(name, folder, template, _settings(flags), log=lambda line: print(line, file=sys.stderr))
+        for (name, folder), template in zip(names, templates, strict=True)
+    ]
     lifecycle = Lifecycle()
     if flags.batch is None and socket is None:
         print(f"Serving on http://{flags.host}:{flags.port} (Ctrl-C drains and stops).", file=sys.stderr, flush=True)
@@ -139,6 +140,21 @@ def serve_command(argv: list[str]) -> int:
     for model in models:
         model.engine.stop(within=1.0)
     return 0
+
+
+def _settings(flags: Flags) -> ServeSettings:
+    from linnet.serve.loading import ServeSettings
+
+    return ServeSettings(
+        checkpoint=flags.checkpoint,
+        weights=flags.weights,
+        mesh=flags.mesh,
+        n_slots=flags.slots,
+        max_waiting=flags.queue,
+        prefix_bytes=flags.prefix_mb << 20,
+        session_bytes=flags.sessions_mb << 20,
+        session_folder=flags.sessions,
+    )
 
 
 def _replicas(argv: list[str], flags: Flags, keys: list[str]) -> int:
@@ -188,92 +204,6 @@ def _progress() -> Callable[[int, int], None]:
             print(f"{n} of {n_all} requests done.", file=sys.stderr, flush=True)
 
     return log
-
-
-def _open(name: str, folder: Path, flags: Flags, template: Template) -> ServedModel | ServedPrior:
-    """Load a model and print a line about it."""
-    from linnet.runs.load import decoding_mesh, open_run
-
-    run = open_run(folder, flags.checkpoint, flags.weights, decoding_mesh(folder, flags.mesh))
-    return _open_tokens(name, run, flags, template) if run.cfg.reads_tokens else _open_prior(name, run, flags)
-
-
-def _open_prior(name: str, run: LoadedRun, flags: Flags) -> ServedPrior:
-    from linnet.serve.prior.served import serve_prior
-
-    if flags.weights == "int8":
-        raise invalid("--weights", flags.weights, "float32 or bfloat16 for a prior", "omit it")
-    encoder, no_words = _encoder(run)
-    gallery, no_gallery = _gallery(run)
-    model = serve_prior(
-        name,
-        run.cfg.prior,
-        run.params,
-        encoder=encoder,
-        gallery=gallery,
-        n_slots=flags.slots,
-        max_waiting=flags.queue,
-    )
-    print(f"{name}: {flags.slots} slots, embeddings of width {model.width}.", file=sys.stderr)
-    for missing in (no_words, no_gallery):
-        if missing:
-            print(f"{name}: {missing}", file=sys.stderr)
-    return model
-
-
-def _encoder(run: LoadedRun) -> tuple[Encoder | None, str | None]:
-    """Return the encoder of the run's training data, or None and the reason."""
-    from linnet.data.embeddings.provenance import encoder_of
-    from linnet.data.encoders import open_encoder
-
-    name = encoder_of(run.cfg.pairs, run.folder)
-    if name is None:
-        return None, "the encoder of its data is unknown: requests must give embeddings, not texts."
-    try:
-        encoder = open_encoder(name)
-        if run.cfg.prior.text_encodings and not encoder.text_len:
-            encoder.encode_texts([""])  # raises the reason
-        return encoder, None
-    except UserError as error:
-        return None, f"requests must give embeddings, not texts: {error}"
-
-
-def _gallery(run: LoadedRun) -> tuple[NeighborIndex | None, str | None]:
-    """Return the index of the run's images, or None and the reason: a run is served even if its data is gone."""
-    from linnet.data.embeddings.load import open_gallery
-    from linnet.serve.prior.served import MAX_GALLERY
-
-    try:
-        gallery = open_gallery(run.cfg.pairs, run.cfg.seed, run.cfg.prior.dim)
-    except UserError as error:
-        return None, f"no gallery: {error}"
-    if gallery.n_rows > MAX_GALLERY:
-        return None, f"no gallery: its data has {gallery.n_rows:,} images, more than {MAX_GALLERY:,}."
-    return gallery, None
-
-
-def _open_tokens(name: str, run: LoadedRun, flags: Flags, template: Template) -> ServedModel:
-    from linnet.serve.engine import EngineConfig
-    from linnet.serve.served import serve_model
-
-    config = EngineConfig(n_slots=flags.slots, max_waiting=flags.queue, prefix_bytes=flags.prefix_mb << 20)
-    vocabulary = run.vocabulary
-    model = serve_model(
-        name,
-        run.lm,
-        run.cfg.model,
-        run.params,
-        run.buffers,
-        vocabulary.tokenizer,
-        vocabulary.shape,
-        config,
-        template,
-        flags.sessions_mb << 20,
-        flags.sessions,
-    )
-    length = "at any length" if model.context is None else f"up to {model.context} tokens"
-    print(f"{name}: {flags.slots} slots, {model.state_bytes / 1e6:.1f} MB per user, {length}.", file=sys.stderr)
-    return model
 
 
 def _name(run: str) -> tuple[str, Path]:
