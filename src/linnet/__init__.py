@@ -13,6 +13,9 @@ from linnet.core.errors import LinnetError, UserError
 from linnet.core.version import __version__
 
 if TYPE_CHECKING:
+    from linnet.api.async_client import AsyncClient, AsyncRemoteSession
+    from linnet.api.client import Client, RemoteSession
+    from linnet.api.client_http import ServerConnectionError, ServerError
     from linnet.api.evaluation import EvaluationResult
     from linnet.api.images import EmbeddingSamples, Images, Neighbor
     from linnet.api.imagine import imagine
@@ -23,14 +26,20 @@ if TYPE_CHECKING:
     from linnet.api.training import TrainingResult, train
 
 __all__ = [
+    "AsyncClient",
+    "AsyncRemoteSession",
+    "Client",
     "EmbeddingSamples",
     "EvaluationResult",
     "GeneratedText",
     "Images",
     "LinnetError",
     "Neighbor",
+    "RemoteSession",
     "Run",
     "Score",
+    "ServerConnectionError",
+    "ServerError",
     "Session",
     "TrainingResult",
     "UserError",
@@ -41,13 +50,19 @@ __all__ = [
 ]
 
 _HOME = {
+    "AsyncClient": "linnet.api.async_client",
+    "AsyncRemoteSession": "linnet.api.async_client",
+    "Client": "linnet.api.client",
     "EmbeddingSamples": "linnet.api.images",
     "EvaluationResult": "linnet.api.evaluation",
     "GeneratedText": "linnet.api.results",
     "Images": "linnet.api.images",
     "Neighbor": "linnet.api.images",
+    "RemoteSession": "linnet.api.client",
     "Run": "linnet.api.run",
     "Score": "linnet.api.results",
+    "ServerConnectionError": "linnet.api.client_http",
+    "ServerError": "linnet.api.client_http",
     "Session": "linnet.api.session",
     "TrainingResult": "linnet.api.training",
     "imagine": "linnet.api.imagine",

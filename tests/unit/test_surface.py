@@ -1,6 +1,7 @@
-"""The public surface is pinned: flags of the commands, and the HTTP API.
+"""The public surface is pinned: flags of the commands, the HTTP API, and the Python API.
 
-`tests/goldens/surface/` lists every flag with its type and default, and holds the OpenAPI document. An intended change is recorded
+`tests/goldens/surface/` lists every flag with its type and default, every public Python name with its signature, and holds the
+OpenAPI document. An intended change is recorded
 with `LINNET_UPDATE_SURFACE=1 .venv/bin/pytest tests/unit/test_surface.py`, and its diff is part of the review.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
 import os
 import subprocess
@@ -21,6 +23,8 @@ from typing import Any, Literal
 import pytest
 from cli_commands import COMMANDS, flags_of
 
+import linnet
+from linnet.api import client_calls, text, training
 from linnet.cli.dispatch import COMMANDS as DISPATCHED
 from linnet.cli.flags import Flag, list_flags
 from linnet.config import presets
@@ -88,6 +92,65 @@ def test_flags() -> None:
 
 def test_http_api() -> None:
     compare("openapi.json", json.dumps(describe(ENDPOINTS, "VERSION"), indent=1, sort_keys=True) + "\n")
+
+
+def public_members(cls: type[Any]) -> Iterator[str]:
+    """The signatures of a class: its constructor, methods, properties and annotated attributes."""
+    if cls in (linnet.Client, linnet.AsyncClient):  # objects of the other classes are made by functions and methods
+        yield f"  __init__{signature(cls.__init__)}"
+    fields = {name: hint for base in reversed(cls.__mro__) for name, hint in own_annotations(base).items()}
+    yield from (f"  {name}: {hint}" for name, hint in fields.items() if not name.startswith("_"))
+    for name, member in inspect.getmembers_static(cls):
+        if name.startswith("_") or name in fields or not _is_ours(member):
+            continue
+        if isinstance(member, property):
+            yield f"  {name}: {inspect.signature(member.fget).return_annotation}"  # pyright: ignore[reportArgumentType]
+        else:
+            kind = "async " if inspect.iscoroutinefunction(member) else ""
+            yield f"  {kind}{name}{signature(getattr(member, '__func__', member))}"
+
+
+def own_annotations(cls: type[Any]) -> dict[str, Any]:
+    found = inspect.get_annotations(cls) if cls.__module__.startswith("linnet") else {}
+    return {name: getattr(hint, "__forward_arg__", hint) for name, hint in found.items()}
+
+
+def _is_ours(member: Any) -> bool:
+    member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+    return inspect.isfunction(member) and member.__module__.startswith("linnet")
+
+
+def signature(function: Any) -> str:
+    """The parameters as they are written. `**options` of a TypedDict are listed with its keys."""
+    found = inspect.signature(function)
+    parts: list[str] = []
+    for one in found.parameters.values():
+        if one.kind is one.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        text = one.name if one.annotation is one.empty else f"{one.name}: {one.annotation}"
+        if one.kind is one.VAR_KEYWORD:
+            cls = option_class(one.annotation.removeprefix("Unpack[").removesuffix("]"))
+            hints = {name: getattr(hint, "__forward_arg__", hint) for name, hint in cls.__annotations__.items()}
+            parts += [f"{name}: {hint} = ..." for name, hint in hints.items()]
+        else:
+            parts.append(text if one.default is one.empty else f"{text} = {one.default!r}")
+    return f"({', '.join(parts)}) -> {found.return_annotation}"
+
+
+def option_class(name: str) -> Any:
+    return getattr(client_calls, name, None) or getattr(text, name)
+
+
+def test_python_api() -> None:
+    lines: list[str] = []
+    for name in sorted(linnet.__all__):
+        one = training.train if name == "train" else getattr(linnet, name)  # the package can be called
+        if inspect.isclass(one):
+            bases = ", ".join(base.__name__ for base in one.__bases__ if base is not object)
+            lines += [f"class {name}({bases})" if bases else f"class {name}", *public_members(one), ""]
+        elif callable(one):
+            lines += [f"{name}{signature(one)}", ""]
+    compare("python.txt", "\n".join(lines))
 
 
 def test_every_command_is_listed() -> None:

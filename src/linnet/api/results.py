@@ -30,6 +30,8 @@ class GeneratedText(str):
     """Log-probability of each id in the model's own distribution, before temperature and the other settings."""
     finish_reason: FinishReason | None
     seed: int
+    state: bytes | None
+    """The state after the text, if a client requested it with `return_state`. `state=` continues from it."""
 
     def __new__(
         cls,
@@ -39,10 +41,11 @@ class GeneratedText(str):
         logprobs: Sequence[float] = (),
         finish_reason: FinishReason | None = None,
         seed: int = 0,
+        state: bytes | None = None,
     ) -> GeneratedText:
         self = super().__new__(cls, text)
         self.token_ids, self.logprobs = tuple(token_ids), tuple(logprobs)
-        self.finish_reason, self.seed = finish_reason, seed
+        self.finish_reason, self.seed, self.state = finish_reason, seed, state
         return self
 
     @classmethod
@@ -55,6 +58,7 @@ class GeneratedText(str):
             logprobs=[value for part in parts for value in part.logprobs],
             finish_reason=parts[-1].finish_reason if parts else None,
             seed=parts[-1].seed if parts else 0,
+            state=parts[-1].state if parts else None,
         )
 
     def _repr_html_(self) -> str:

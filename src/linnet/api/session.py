@@ -12,13 +12,14 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from linnet.api.results import FinishReason, GeneratedText
 from linnet.api.text import MAX_TOKENS, TOP_P, to_utf8
 from linnet.core.errors import LinnetError, UserError
 
 if TYPE_CHECKING:
+    from linnet.api.text import SessionOptions
     from linnet.serve.engine import Engine
     from linnet.serve.request import Request
     from linnet.serve.state import State
@@ -65,36 +66,12 @@ class Session:
 
     @overload
     def generate(
-        self,
-        prompt: str | bytes = "",
-        *,
-        max_tokens: int = MAX_TOKENS,
-        temperature: float = 1.0,
-        top_p: float = TOP_P,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        stream: Literal[False] = False,
+        self, prompt: str | bytes = "", *, stream: Literal[False] = False, **options: Unpack[SessionOptions]
     ) -> GeneratedText: ...
 
     @overload
     def generate(
-        self,
-        prompt: str | bytes = "",
-        *,
-        max_tokens: int = MAX_TOKENS,
-        temperature: float = 1.0,
-        top_p: float = TOP_P,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        stream: Literal[True],
+        self, prompt: str | bytes = "", *, stream: Literal[True], **options: Unpack[SessionOptions]
     ) -> Iterator[GeneratedText]: ...
 
     def generate(
@@ -178,15 +155,7 @@ class Session:
         Raises:
             UserError: If the session has read nothing yet, or the file cannot be written.
         """
-        from linnet.core.files import atomic_write, unwritable
-
-        path, data = Path(path), self.to_bytes()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, data)
-        except OSError as error:
-            raise unwritable(path, error) from None
-        return path
+        return write_state(path, self.to_bytes())
 
     def _check(self) -> None:
         if not self._is_open:
@@ -229,6 +198,19 @@ class Session:
         reason: FinishReason = "length" if finished.reason == "length" else _stopped(finished.stopped_by)
         if last is not None:
             yield _piece(last, request.sampling.seed, reason)
+
+
+def write_state(path: str | os.PathLike[str], data: bytes) -> Path:
+    """Write a session file and return its path."""
+    from linnet.core.files import atomic_write, unwritable
+
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, data)
+    except OSError as error:
+        raise unwritable(path, error) from None
+    return path
 
 
 def _stopped(by: str | int | None) -> FinishReason:

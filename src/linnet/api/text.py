@@ -24,8 +24,8 @@ MAX_TOKENS, TOP_P = 512, 0.9
 MAX_SEED = 2**32 - 1
 
 
-class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of `Run.generate`, which documents them."""
+class TokenOptions(TypedDict, total=False):
+    """Keyword arguments of every method that generates text. `Run.generate` documents them."""
 
     max_tokens: int
     temperature: float
@@ -33,9 +33,20 @@ class SamplingOptions(TypedDict, total=False):
     top_k: int
     min_p: float
     repetition_penalty: float
-    seed: int | Sequence[int]
     stop: str | Sequence[str]
     ignore_eos: bool
+
+
+class SessionOptions(TokenOptions, total=False):
+    """Keyword arguments of `Session.generate`."""
+
+    seed: int
+
+
+class SamplingOptions(TokenOptions, total=False):
+    """Keyword arguments of `Run.generate`."""
+
+    seed: int | Sequence[int]
     add_special_tokens: bool
     echo: bool
 
