@@ -8,12 +8,15 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import shape_checks
 from compiler_flags import QUICKLY
 
 CACHE = Path(__file__).parent.parent / ".cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+shape_checks.install()  # before any module of the package is imported
 
 COMPILING = Path(__file__).parent / "compiling_modules.txt"
 

@@ -43,7 +43,9 @@ def forward() -> dict[str, np.ndarray]:
     draw = lambda spec: jax.numpy.asarray(generator.normal(size=spec.shape), jax.numpy.float32)  # noqa: E731
     params, buffers = (map_specs(draw, specs(CFG)) for specs in (family.param_specs, family.buffer_specs))
     tokens = generator.integers(0, CFG.n_vocab, (3, N_TOKEN)).astype(np.int32)
-    x, _, aux = model.forward(params, buffers, tokens, model.empty_carry(CFG, 3), CFG, dense=True, keep_outputs=True)
+    x, _, aux = model.forward(
+        params, buffers, jax.numpy.asarray(tokens), model.empty_carry(CFG, 3), CFG, dense=True, keep_outputs=True
+    )
     window = np.full((3, CFG.n_head, CFG.mem_len), CFG.n_code, np.int32)
     window[:, :, -N_TOKEN:] = aux.codes[0]
     return {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -182,7 +183,7 @@ def test_evaluation_scores_bare_tokens(tmp_path: Path) -> None:
     length = cfg.tokens.sequence_len
     ids = data.begun_by(None).validation
     tokens = [ids.first_input(0), *ids.window(0).targets.tolist()]
-    x, _ = moe.forward(params, np.asarray([tokens[:-1]]), cfg.model)
+    x, _ = moe.forward(params, jnp.asarray([tokens[:-1]]), cfg.model)
     logprobs = jax.nn.log_softmax(moe.logits(params, x, cfg.model))[0]
     nats = -np.asarray(logprobs)[np.arange(length), tokens[1:]].sum()
     assert found.tokens == length

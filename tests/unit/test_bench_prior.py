@@ -15,8 +15,8 @@ from linnet.bench import prior, prior_jobs, run, table, targets
 from linnet.config import presets
 from linnet.config.schema import PairsConfig, RunConfig
 from linnet.core.errors import UserError
-from linnet.models.prior import product
 from linnet.models.prior.config import PriorConfig
+from linnet.nn.linear import linear
 
 TINY = dataclasses.replace(
     presets.get(prior.PRIOR_PRESET),
@@ -108,6 +108,6 @@ def test_a_job_is_measured_in_a_process_of_its_own() -> None:
 def test_the_products_gradients_are_the_plain_products() -> None:
     x, w = jax.random.normal(jax.random.key(0), (2, 3, 8)), jax.random.normal(jax.random.key(1), (8, 4))
     plain = jax.grad(lambda x, w: (x @ w).sum() ** 2, (0, 1))(x, w)
-    ours = jax.jit(jax.grad(lambda x, w: product.product(x, w).sum() ** 2, (0, 1)))(x, w)
+    ours = jax.jit(jax.grad(lambda x, w: linear(x, w, transpose_inputs=True).sum() ** 2, (0, 1)))(x, w)
     for a, b in zip(ours, plain, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -7,6 +7,8 @@ import json
 import re
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_asks import (
@@ -188,7 +190,7 @@ def test_prompt_logprobs_equal_the_models(engine: Engine) -> None:
         doc_ids=np.zeros_like(tokens),
         loss_mask=np.ones(tokens.shape, np.float32),
     )
-    want, _ = FAMILY.nats(PARAMS, BUFFERS, FAMILY.empty_carry(CFG, 1), batch, CFG)
+    want, _ = FAMILY.nats(PARAMS, BUFFERS, FAMILY.empty_carry(CFG, 1), jax.tree.map(jnp.asarray, batch), CFG)
     np.testing.assert_allclose(logprobs, -np.asarray(want)[0], rtol=1e-4, atol=1e-5)
     assert answer.tokens == plain(asked)[0]
 

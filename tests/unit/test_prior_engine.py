@@ -40,7 +40,7 @@ def plan_of(cfg: PriorConfig, ask: SampleRequest) -> SolverTable:
 
 
 def key(ask: SampleRequest) -> Any:
-    return rng.sample_key(np.uint32(ask.seed))  # pyright: ignore[reportArgumentType]
+    return rng.sample_key(jnp.uint32(ask.seed))
 
 
 def by_run(cfg: PriorConfig, asks: list[SampleRequest]) -> np.ndarray:

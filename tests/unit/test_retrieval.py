@@ -31,7 +31,7 @@ def made(
 
 
 def mean_cosine(a: np.ndarray, b: np.ndarray) -> float:
-    return float((gallery.unit(a) * gallery.unit(b)).sum(1).mean())
+    return float((gallery.l2_normalize(a) * gallery.l2_normalize(b)).sum(1).mean())
 
 
 def test_ridge_is_least_squares_with_a_free_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from linnet.core import rng
 from linnet.core.errors import UserError
 from linnet.data.embeddings import open_pairs
 from linnet.data.embeddings.embed import Notes
-from linnet.data.embeddings.neighbors import unit
+from linnet.data.embeddings.neighbors import l2_normalize
 from linnet.data.embeddings.provenance import encoder_of
 from linnet.data.encoders import open_encoder
 from linnet.models.prior.sampling import prepare, sample
@@ -73,14 +73,14 @@ def test_a_prompt_finds_pictures_and_keeps_the_embedding(emoji: Path, capsys: py
     keys = jnp.stack([rng.fold_in_name(rng.root(seed), "sample") for seed in (5, 6)])
     prepared = jax.jit(prepare, static_argnums=1)(model(EMOJI), EMOJI)
     drawn = sample(prepared, jnp.repeat(told, 2, axis=0), None, make_solver(EMOJI, 16, "dpm"), keys, EMOJI)
-    cosines = unit(np.asarray(drawn)) @ unit(told)[0]
+    cosines = l2_normalize(np.asarray(drawn)) @ l2_normalize(told)[0]
     best = int(np.argmax(cosines))
     np.testing.assert_allclose(text["cosines_with_text"], cosines, rtol=1e-5)
     assert text["seed"] == 5 + best
     np.testing.assert_array_equal(np.load(place), np.asarray(drawn)[best : best + 1])
     np.testing.assert_array_equal(np.float32(text["embedding"]), np.asarray(drawn)[best])
     pairs = open_pairs(PairsConfig(), 0)
-    every = unit(pairs.images.read(np.arange(3786))) @ unit(np.asarray(drawn)[best])
+    every = l2_normalize(pairs.images.read(np.arange(3786))) @ l2_normalize(np.asarray(drawn)[best])
     nearest = [near["row"] for near in text["nearest"]]
     np.testing.assert_allclose(every[nearest], np.sort(every)[::-1][:3], rtol=1e-5)
     assert pairs.text_captions is not None

@@ -14,6 +14,7 @@ import tiny
 
 from linnet.core import params as weights
 from linnet.core import rng
+from linnet.core.pytree import replace
 from linnet.data import Batch
 from linnet.models.base import Keys
 from linnet.models.vq import family
@@ -39,12 +40,19 @@ def batch(masked: int = 0) -> Batch:
     tokens = np.random.default_rng(0).integers(3, 259, (2, 17)).astype(np.int32)
     mask = np.ones((2, 16), np.float32)
     mask[:, 16 - masked :] = 0
-    return Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], doc_ids=np.zeros((2, 16), np.int32), loss_mask=mask)
+    arrays = {
+        "inputs": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "doc_ids": np.zeros((2, 16), np.int32),
+        "loss_mask": mask,
+    }
+    return Batch(**{name: jnp.asarray(value) for name, value in arrays.items()})
 
 
 def loss_of(cfg: VQConfig, keys: Keys | None, data: Batch | None = None) -> float:
     params, buffers = model(cfg)
-    value, _ = family.loss(params, buffers, family.FAMILY.empty_carry(cfg, 2), data or batch(), keys, 0, cfg)
+    data = data or batch()
+    value, _ = family.loss(params, buffers, family.FAMILY.empty_carry(cfg, 2), data, keys, 0, cfg)
     return float(value)
 
 
@@ -79,9 +87,8 @@ def test_masked_tokens_teach_nothing() -> None:
 
     some = seen(batch(masked=5))
     assert float(some.count.sum()) == PLAIN.n_unit * PLAIN.n_head * 2 * 11
-    changed = batch(masked=5)
-    changed.targets[:, -5:] = 7
-    changed.inputs[:, -4:] = 9
+    plain = batch(masked=5)
+    changed = replace(plain, targets=plain.targets.at[:, -5:].set(7), inputs=plain.inputs.at[:, -4:].set(9))
     assert np.array_equal(some.total, seen(changed).total)
     assert loss_of(PLAIN, None, changed) == pytest.approx(loss_of(PLAIN, None, batch(masked=5)))
 
@@ -101,7 +108,8 @@ def test_dead_codes_move_onto_current_keys_and_live_ones_stay() -> None:
     cfg = dataclasses.replace(PLAIN, restart_dead_codes=True, dead_code_below=0.5)
     params, buffers = model(cfg)
     dead = VQBuffers(code_count=buffers.code_count.at[:, :, 2].set(0.0), code_total=buffers.code_total)
-    _, aux = family.loss(params, dead, family.FAMILY.empty_carry(cfg, 2), batch(masked=5), keys(0, 0), 0, cfg)
+    data = jax.tree.map(jnp.asarray, batch(masked=5))
+    _, aux = family.loss(params, dead, family.FAMILY.empty_carry(cfg, 2), data, keys(0, 0), 0, cfg)
     after = family.update_buffers(dead, aux.statistics, cfg)
     without = family.update_buffers(dead, aux.statistics, dataclasses.replace(cfg, dead_code_below=0.0))
     counts = np.asarray(without.code_count)

@@ -16,8 +16,8 @@ from linnet.data.embeddings import PairBatch
 from linnet.models import registry
 from linnet.models.prior import sampling
 from linnet.models.prior.flops import flops_of
-from linnet.models.prior.layers import unit
 from linnet.models.prior.solver import Solver, make_solver
+from linnet.nn.norm import l2_normalize
 from linnet.optim.optimizer import optimizer as make_optimizer
 from linnet.runs.state import fresh_state
 from linnet.train.step import compile_step
@@ -85,7 +85,7 @@ def pairs(cfg: RunConfig) -> PairBatch:
     model, n = cfg.prior, cfg.data.batch_size
 
     def directions(name: str, *shape: int) -> Any:
-        return unit(jax.random.normal(rng.fold_in_name(rng.root(cfg.seed), name), (n, *shape)))
+        return l2_normalize(jax.random.normal(rng.fold_in_name(rng.root(cfg.seed), name), (n, *shape)))
 
     return PairBatch(
         text_embed=directions("text", model.d_text),

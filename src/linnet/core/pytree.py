@@ -20,6 +20,9 @@ def static(**kwargs: Any) -> Any:
 def pytree(cls: type[T]) -> type[T]:
     """Make `cls` a frozen keyword-only dataclass and register it as a pytree whose key paths are the field names."""
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    # A tree may have specs, shardings or layers stacked on another axis in place of the arrays that its fields declare, and JAX
+    # makes such trees by the constructor: run-time type checkers must not check it.
+    made.__no_type_check__ = True  # pyright: ignore[reportAttributeAccessIssue]
     fields = dataclasses.fields(cast(Any, made))
     meta = [f.name for f in fields if f.metadata.get("static")]
     data = [f.name for f in fields if not f.metadata.get("static")]

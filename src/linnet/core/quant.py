@@ -76,7 +76,7 @@ def as_bits(matrix: BFloat16[Array, "*L K N"]) -> Bf16Bits:
     return Bf16Bits(bits=jax.lax.bitcast_convert_type(matrix, jnp.uint16))
 
 
-def to_array(matrix: Weight, dtype: Any) -> Float[Array, "*L K N"]:
+def to_array(matrix: Weight, dtype: Any) -> Float[Array, ...]:
     """Convert to an ordinary array of `dtype`."""
     if isinstance(matrix, Quantized):
         return dequantize(matrix, dtype)

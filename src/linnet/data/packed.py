@@ -32,7 +32,7 @@ class Content(Protocol):
 class Joined:
     """Concatenation of several arrays; slicing touches only the parts it needs."""
 
-    def __init__(self, parts: Sequence[Shaped[np.ndarray, " n"]]) -> None:
+    def __init__(self, parts: Sequence[Shaped[np.ndarray, " _"]]) -> None:
         self._parts = [part for part in parts if part.size]
         self._starts = np.concatenate([[0], np.cumsum([part.size for part in self._parts], dtype=np.int64)])
         self._dtype = parts[0].dtype if parts else np.dtype(np.uint8)

@@ -126,7 +126,7 @@ def _error(influence: np.ndarray) -> np.ndarray:
     n = len(influence)
     if n < MIN_SEQUENCES:
         return np.full(influence.shape[1:], np.nan)
-    return np.sqrt(n / (n - 1) * (influence**2).sum(axis=0))
+    return np.asarray(np.sqrt(n / (n - 1) * (influence**2).sum(axis=0)))
 
 
 def _plain(value: float) -> float | None:

@@ -21,7 +21,7 @@ from linnet.core import rng
 from linnet.core.errors import invalid
 from linnet.core.pytree import replace
 from linnet.data.embeddings import EmbeddingPairs, PairBatch
-from linnet.data.embeddings.neighbors import unit
+from linnet.data.embeddings.neighbors import l2_normalize
 from linnet.evaluate.retrieval import CANDIDATE_STEPS, N_CANDIDATES
 from linnet.models import registry
 from linnet.models.base import EmbeddingSampler
@@ -221,7 +221,7 @@ def five_cosines(batch: PairBatch, embeds: np.ndarray, unrelated: np.ndarray, n:
 
 
 def _cosine_sum(a: np.ndarray, b: np.ndarray) -> float:
-    return float((unit(a) * unit(b)).sum())
+    return float((l2_normalize(a) * l2_normalize(b)).sum())
 
 
 def _joined(rows: list[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:

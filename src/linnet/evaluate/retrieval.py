@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, Float64, Int64
 
 from linnet.data.embeddings import EmbeddingPairs
-from linnet.data.embeddings.neighbors import unit
+from linnet.data.embeddings.neighbors import l2_normalize
 from linnet.runs.metrics import replace_text
 
 FILE_NAME = "retrieval.json"
@@ -118,7 +118,7 @@ def compare(predicted: Mapping[str, Float[np.ndarray, "n D"]], images: Float[np.
     evenly, so that a constant prediction scores at chance level.
     """
     distinct, own, copies = np.unique(images, axis=0, return_inverse=True, return_counts=True)
-    own, wanted = own.reshape(-1), unit(np.asarray(distinct, np.float32))
+    own, wanted = own.reshape(-1), l2_normalize(np.asarray(distinct, np.float32))
     found: list[Row] = []
     for name, rows in predicted.items():
         assert rows.shape == images.shape, f"{name}: {rows.shape} predicted for {images.shape}"
@@ -126,7 +126,9 @@ def compare(predicted: Mapping[str, Float[np.ndarray, "n D"]], images: Float[np.
         for at in range(0, len(rows), BLOCK):
             part = slice(at, at + BLOCK)
             cosines[part] = _cosines(rows[part], images[part])
-            hits[:, part] = _hits(unit(np.asarray(rows[part], np.float32)) @ wanted.T, own[part], copies, (1, 10))
+            hits[:, part] = _hits(
+                l2_normalize(np.asarray(rows[part], np.float32)) @ wanted.T, own[part], copies, (1, 10)
+            )
         recalls = hits.mean(1)
         found.append(
             Row(
@@ -154,7 +156,7 @@ def _hits(
 
 
 def _cosines(a: Float[np.ndarray, "b D"], b: Float[np.ndarray, "b D"]) -> Float64[np.ndarray, " b"]:
-    return (unit(np.asarray(a, np.float64)) * unit(np.asarray(b, np.float64))).sum(1)
+    return (l2_normalize(np.asarray(a, np.float64)) * l2_normalize(np.asarray(b, np.float64))).sum(1)
 
 
 # Captions against predicted images
@@ -205,8 +207,8 @@ def similarity(
     n = min(n, len(single))
     rows: list[int] = single[np.arange(n) * len(single) // n].tolist()
     same = texts.shape[1] == images.shape[1]
-    queries = unit(np.asarray((texts if same else images)[rows], np.float64))
-    cosines = queries @ unit(np.asarray(predicted[rows], np.float64)).T
+    queries = l2_normalize(np.asarray((texts if same else images)[rows], np.float64))
+    cosines = queries @ l2_normalize(np.asarray(predicted[rows], np.float64)).T
     return SimilarityMatrix(
         captions=tuple(f"row {row}" if captions is None else captions[row] for row in rows),
         cosines=tuple(map(tuple, cosines.tolist())),

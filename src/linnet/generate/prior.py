@@ -17,7 +17,7 @@ from jaxtyping import Float32, Int64
 from linnet.core import rng
 from linnet.core.errors import UserError, invalid
 from linnet.data.embeddings.load import open_gallery
-from linnet.data.embeddings.neighbors import NeighborIndex, unit
+from linnet.data.embeddings.neighbors import NeighborIndex, l2_normalize
 from linnet.data.embeddings.provenance import encoder_of
 from linnet.data.encoders.encoder import Encoder, encode_prompt
 from linnet.data.encoders.load import open_encoder
@@ -136,7 +136,7 @@ def sample_best(run: LoadedRun, texts: Texts, table: SolverTable, seeds: Sequenc
     candidates = sample_candidates(run, texts, table, seeds, guidance)
     if cfg.d_text != cfg.dim:
         return Predicted(embeds=candidates[:, 0], chosen=np.zeros(n_text, np.int64), cosines=None)
-    cosines = np.einsum("bnd,bd->bn", unit(candidates), unit(texts.embeds))
+    cosines = np.einsum("bnd,bd->bn", l2_normalize(candidates), l2_normalize(texts.embeds))
     chosen = np.argmax(cosines, axis=1)
     return Predicted(embeds=candidates[np.arange(n_text), chosen], chosen=chosen, cosines=cosines)
 

@@ -16,7 +16,7 @@ from linnet.config.schema import RunConfig
 from linnet.core.errors import UserError, invalid
 from linnet.data.conditioning import BUILTIN
 from linnet.data.embeddings import open_pairs
-from linnet.data.embeddings.neighbors import NeighborIndex, unit
+from linnet.data.embeddings.neighbors import NeighborIndex, l2_normalize
 from linnet.data.embeddings.provenance import encoder_of
 from linnet.data.encoders.encoder import Encoder
 from linnet.data.encoders.load import open_encoder
@@ -42,7 +42,7 @@ class Imagination:
         cfg = self.prior.cfg.prior
         table = make_solver(cfg, default_steps(cfg, "ddim") if steps is None else steps)
         texts = encode_with(self.encoder, [text], cfg)
-        return unit(sample_candidates(self.prior, texts, table, seeds, guidance)[0])
+        return l2_normalize(sample_candidates(self.prior, texts, table, seeds, guidance)[0])
 
     def paint(
         self,

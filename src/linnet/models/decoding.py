@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from linnet.models.decoder import DecodeProgram
 from linnet.models.tensor_parallel import WHOLE, Parts
@@ -24,7 +24,7 @@ def decode_loop(
     slots: Any,
     tokens: Int[Array, " B"],
     settings: SamplingSettings,
-    keys: PRNGKeyArray,
+    keys: Key[Array, " B"],
     seen: Int[Array, "B A"],
     rules: LogitMask | None,
     n_ticks: int,
@@ -110,7 +110,7 @@ def decode_program(
         slots: Any,
         tokens: Int[Array, " B"],
         settings: SamplingSettings,
-        keys: PRNGKeyArray,
+        keys: Key[Array, " B"],
         seen: Int[Array, "B A"],
         rules: LogitMask | None = None,
         active: Bool[Array, " B"] | None = None,

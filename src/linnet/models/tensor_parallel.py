@@ -98,9 +98,22 @@ def pspec(shape: tuple[int, ...], names: LogicalAxes, rules: LogicalAxisRules) -
     return sharding.partition(shape, names, mesh, rules)
 
 
+def pspecs(axes: Any, arrays: Any, rules: LogicalAxisRules) -> Any:
+    """Return the PartitionSpec of every array for decoding. `axes`: a tree like `arrays`, of logical axes."""
+    rules = decoding_rules(rules)
+    return jax.tree.map(lambda n, x: pspec(x.shape, n, rules), axes, arrays, is_leaf=sharding.is_logical_axes)
+
+
+def constrain(axes: Any, arrays: Any, rules: LogicalAxisRules) -> Any:
+    """Shard every array for decoding, inside a program; without a mesh nothing changes. `axes` as in `pspecs`."""
+    rules = decoding_rules(rules)
+    return jax.tree.map(lambda n, x: sharding.constrain(x, n, rules), axes, arrays, is_leaf=sharding.is_logical_axes)
+
+
 def weight_pspecs(specs: Any, weights: Any, rules: LogicalAxisRules) -> Any:
-    """Return PartitionSpecs of weights of any dtype. If the inputs of an 8-bit matrix are sharded, its scales are sharded too or
-    replicated."""
+    """Return PartitionSpecs for decoding of weights of any dtype. If the inputs of an 8-bit matrix are sharded, its scales are sharded
+    too or replicated."""
+    rules = decoding_rules(rules)
 
     def one(spec: Any, leaf: Any) -> Any:
         cut = pspec(spec.shape, spec.axes, rules)
@@ -137,7 +150,7 @@ def check_serving(sizes: dict[str, int], field: str, text: str) -> None:
 def put_weights(specs: Any, weights: Any, mesh: Mesh, rules: LogicalAxisRules) -> Any:
     """Shard weights of any dtype over the mesh for decoding."""
     with jax.set_mesh(mesh):
-        cut = weight_pspecs(specs, weights, decoding_rules(rules))
+        cut = weight_pspecs(specs, weights, rules)
     return jax.tree.map(lambda x, cut: jax.device_put(x, NamedSharding(mesh, cut)), weights, cut)
 
 

@@ -59,7 +59,15 @@ def attend(
 
 
 @jax.checkpoint
-def _attend_block(q: Array, k: Array, v: Array, real: Array, at: int, scale: float, cap: float) -> Array:
+def _attend_block(
+    q: Float[Array, "B T Q K"],
+    k: Float[Array, "B S H K"],
+    v: Float[Array, "B S H K"],
+    real: Bool[Array, "B S"],
+    at: Int[Array, ""],
+    scale: Float[Array, ""],
+    cap: Float[Array, ""],
+) -> Float[Array, "B T Q K"]:
     """Attend from one block of queries. Attention weights are recomputed in the backward pass, because they dominate memory."""
     raw = grouped_scores(q, k)
     position = at + jnp.arange(q.shape[1])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from linnet.core.errors import invalid
 from linnet.core.pytree import pytree
@@ -87,7 +87,7 @@ def sampling_settings(
     )
 
 
-def uniforms(keys: PRNGKeyArray, position: Int[Array, " B"]) -> Float[Array, " B"]:
+def uniforms(keys: Key[Array, " B"], position: Int[Array, " B"]) -> Float[Array, " B"]:
     """Return one uniform number in [0, 1) per row, which depends only on the row's key and position."""
     return jax.vmap(lambda key, at: jax.random.uniform(jax.random.fold_in(key, at)))(keys, position)
 

@@ -97,7 +97,7 @@ def _tile(stack: Weight, member: Array, start: Array, size: int, dtype: jnp.dtyp
     return quant.to_array(jax.tree.map(cut, stack), dtype)
 
 
-def tiled_matmul_rows(x: Float[Array, "N K"], matrix: Float[Array, "M K"], wanted: Groups) -> Float[Array, "N M"]:
+def tiled_matmul_rows(x: Float[Array, "N K"], matrix: Weight, wanted: Groups) -> Float[Array, "N M"]:
     """Multiply each row by a matrix stored output-major (embeddings, for example). Rows in no group are zero in the result."""
     n_out, n_in = matrix.shape
     size = tile_rows(n_out, n_in)

@@ -315,21 +315,21 @@ def _near_bias(
     return jnp.where(seen, _shift(by_distance), -jnp.inf)
 
 
-def _far_bias(options: Options, documents: Int[Array, "A L"], table: Table) -> Float[Array, "A 1|L S"]:
-    """Return -inf where the table has no key of that code visible to the query, else 0."""
+def _far_bias(options: Options, documents: Int[Array, "A L"], table: Table) -> Float[Array, "A _ S"]:
+    """Return -inf where the table has no key of that code visible to the query, else 0; one row for all queries unless `reset`."""
     seen = (table.count > 0)[:, None, :]
     if options.reset:
         seen = seen & (table.document[:, None] == documents)[..., None]
     return jnp.where(seen, 0.0, -jnp.inf)
 
 
-def _widen(distances: Float[Array, "A R K"], block_len: int) -> Float[Array, "A W+1 K"]:
-    """Pad the distances with zeros, so that their product with the queries is in the layout `_shift` expects."""
+def _widen(distances: Float[Array, "A R K"], block_len: int) -> Float[Array, "A W1 K"]:
+    """Pad the distances with zeros to W1 = W + 1, so that their product with the queries is in the layout `_shift` expects."""
     margin = -(distances.shape[1] - 1) % block_len
     return jnp.pad(distances, [(0, 0), (margin, block_len), (0, 0)])
 
 
-def _shift(by_distance: Float[Array, "A L W+1"]) -> Float[Array, "A L W"]:
+def _shift(by_distance: Float[Array, "A L W1"]) -> Float[Array, "A L W1-1"]:
     """Convert position terms from by-distance to by-column layout: row a moves a places to the right. Reinterpreting rows of length
     W + 1 as rows of length W does this without a gather."""
     n_row, block_len, wide = by_distance.shape

@@ -208,7 +208,11 @@ def global_batch(tree: Any, share: tuple[int, int], n_row: int, mesh: Mesh, rule
 
 
 def abstract_weights(
-    specs: Any, mesh: Mesh, weights: WeightDtype, rules: LogicalAxisRules, n_group: int | Mapping[str, int] = 1
+    specs: Any,
+    mesh: Mesh | AbstractMesh,
+    weights: WeightDtype,
+    rules: LogicalAxisRules,
+    n_group: int | Mapping[str, int] = 1,
 ) -> Any:
     """Return the shapes, dtypes and shardings of weights stored as `weights`, to compile a program without them. `n_group`: scale
     groups of matrices whose input axis is sharded, as in Grok-1's release; or of every matrix, by name."""

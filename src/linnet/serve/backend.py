@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from linnet.core import rng
 from linnet.core.pytree import n_bytes
@@ -275,7 +275,7 @@ class _SamplingTable:
         self._next_mask[slot] = allowed
         return bool((allowed & (self._bias[slot] > -np.inf)).any())
 
-    def on_device(self) -> tuple[SamplingSettings, LogitMask, PRNGKeyArray]:
+    def on_device(self) -> tuple[SamplingSettings, LogitMask, Key[Array, " B"]]:
         if self._device is None:
             # Copy first: the device may read the host's memory asynchronously, while the table changes.
             table = (self._settings, self._bias, self._min_token_mask, self._min_token_until, self._in_prompt)
@@ -297,7 +297,7 @@ class _SamplingTable:
             rules = dataclasses.replace(rules, bias=jax.device_put(bias, self._replicated))
         return settings, rules, self._keys
 
-    def row(self, slot: int) -> tuple[SamplingSettings, LogitMask, PRNGKeyArray]:
+    def row(self, slot: int) -> tuple[SamplingSettings, LogitMask, Key[Array, " B"]]:
         """Return the settings of one slot, as a batch of one row."""
         return _one_row(self.on_device(), slot)
 
@@ -306,12 +306,12 @@ class _SamplingTable:
 
 
 @partial(jax.jit, static_argnums=0)
-def _keys(n_slots: int) -> PRNGKeyArray:
+def _keys(n_slots: int) -> Key[Array, " B"]:
     return jnp.stack([rng.sample_key(0)] * n_slots)
 
 
 @jax.jit
-def _set_key(keys: PRNGKeyArray, slot: int | Int[Array, ""], seed: UInt32[Array, ""]) -> PRNGKeyArray:
+def _set_key(keys: Key[Array, " B"], slot: int | Int[Array, ""], seed: UInt32[Array, ""]) -> Key[Array, " B"]:
     return keys.at[slot].set(rng.sample_key(seed))
 
 

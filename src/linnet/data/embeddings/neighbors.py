@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float32, Int64, UInt8
+from jaxtyping import Float, Float32, Int64, UInt8
 
 from linnet.config.schema import EMOJI_PAIRS
 from linnet.data.embeddings.pairs import EmbeddingPairs
@@ -45,10 +45,10 @@ class NeighborIndex:
     def nearest(self, embeds: Float32[np.ndarray, "B D"], k: int) -> Nearest:
         """Return the k nearest rows by cosine similarity; k is capped at the number of rows."""
         k = min(k, self.n_rows)
-        queries = unit(np.asarray(embeds, np.float32))
+        queries = l2_normalize(np.asarray(embeds, np.float32))
         rows, best = np.zeros((len(queries), 0), np.int64), np.zeros((len(queries), 0), np.float32)
         for at in range(0, self.n_rows, BLOCK):
-            images = unit(self.pairs.images.read(self.source_rows[at : at + BLOCK]))
+            images = l2_normalize(self.pairs.images.read(self.source_rows[at : at + BLOCK]))
             cosines = np.concatenate([best, queries @ images.T], axis=1)
             here = np.broadcast_to(np.arange(at, at + len(images)), (len(queries), len(images)))
             numbered = np.concatenate([rows, here], axis=1)
@@ -75,7 +75,7 @@ def recall(
 
     Ties (a caption that occurs twice) share their ranks, so identical vectors score chance level, k / n.
     """
-    scores = unit(texts) @ unit(images).T
+    scores = l2_normalize(texts) @ l2_normalize(images).T
     own = np.diag(scores)
     found: dict[str, float] = {}
     for way, rows in (("text_to_image", scores), ("image_to_text", scores.T)):
@@ -84,7 +84,7 @@ def recall(
     return found
 
 
-def unit(x: Float32[np.ndarray, "*B D"]) -> Float32[np.ndarray, "*B D"]:
+def l2_normalize(x: Float[np.ndarray, "*B D"]) -> Float[np.ndarray, "*B D"]:
     """Scale rows to unit norm; a row of zeros stays zero."""
     return x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 

@@ -63,7 +63,7 @@ class TarCaptions:
     """Captions from the .txt, .caption or .json member of each sample, over several tars."""
 
     tars: tuple[TarShard, ...]
-    places: tuple[Int64[np.ndarray, "n 3"], ...]
+    places: tuple[Int64[np.ndarray, "_ 3"], ...]
     """Offset and size in bytes of the text, and whether it is JSON."""
     key: str
 

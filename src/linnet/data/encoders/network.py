@@ -117,7 +117,7 @@ def _word_vectors(
 
 
 def _text_head(params: TextEncoder, pooled: Float[Array, "*B HE"]) -> Float[Array, "*B D"]:
-    return unit(jax.nn.gelu(pooled @ params.up) @ params.down)
+    return l2_normalize(jax.nn.gelu(pooled @ params.up) @ params.down)
 
 
 def encode_image(
@@ -133,7 +133,7 @@ def encode_image(
     x = jax.nn.gelu(norm(x))
     pooled = jnp.concatenate([x.mean((1, 2)), x.max((1, 2)), x[:, 1:3, 1:3].mean((1, 2))], axis=-1)
     hidden = jax.nn.gelu(norm(pooled) @ params.up + params.up_bias)
-    return unit(hidden @ params.down)
+    return l2_normalize(hidden @ params.down)
 
 
 def norm(x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
@@ -141,11 +141,11 @@ def norm(x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
     return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS)
 
 
-def unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+def l2_normalize(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + EPS)
 
 
-def _space_to_depth(x: Float[Array, "B h w C"]) -> Float[Array, "B h2 w2 4C"]:
+def _space_to_depth(x: Float[Array, "B h w C"]) -> Float[Array, "B h//2 w//2 4*C"]:
     """Halve height and width by stacking 2 x 2 pixels; a linear layer after it is a convolution of stride two."""
     b, h, w, c = x.shape
     return x.reshape(b, h // 2, 2, w // 2, 2, c).transpose(0, 1, 3, 2, 4, 5).reshape(b, h // 2, w // 2, 4 * c)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from linnet.core.pytree import pytree, replace, static
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import RULES
-from linnet.models.tensor_parallel import decoding_rules
+from linnet.models.tensor_parallel import constrain
 from linnet.parallel import sharding
 
 BLOCK = 128
@@ -68,18 +68,13 @@ BLOCK_NAMES: Any = Block(
 """Logical axes: on a mesh the KV cache is sharded by key heads."""
 
 
-def _on_mesh(tree: Any, names: Any) -> Any:
-    rules = decoding_rules(RULES)
-    return jax.tree.map(lambda n, x: sharding.constrain(x, n, rules), names, tree, is_leaf=sharding.is_logical_axes)
-
-
 def init_slots(cfg: MoEConfig, n: int) -> Slots:
     return _empty_slots(cfg, n) if sharding.current() is None else _slots_on_mesh(cfg, n)
 
 
 @partial(jax.jit, static_argnames=("cfg", "n"))
 def _slots_on_mesh(cfg: MoEConfig, n: int) -> Slots:
-    return _on_mesh(_empty_slots(cfg, n), SLOT_NAMES)
+    return constrain(SLOT_NAMES, _empty_slots(cfg, n), RULES)
 
 
 def _empty_slots(cfg: MoEConfig, n: int) -> Slots:
@@ -115,7 +110,7 @@ def to_device(one: Memory) -> Memory:
 
 @jax.jit
 def _placed(block: Block) -> Block:
-    return _on_mesh(block, BLOCK_NAMES)
+    return constrain(BLOCK_NAMES, block, RULES)
 
 
 def extract(slots: Slots, i: int, n_read: int, known: Memory | None = None) -> Memory:
@@ -149,12 +144,12 @@ def _put(slots: Slots, block: Block, i: int | Int[Array, ""], number: int | Int[
         values=put(slots.values, block.values),
         tokens=jax.lax.dynamic_update_slice(slots.tokens, jnp.asarray(block.tokens)[None], (i, at)),
     )
-    return _on_mesh(slots, SLOT_NAMES)
+    return constrain(SLOT_NAMES, slots, RULES)
 
 
 @partial(jax.jit, donate_argnums=0)
 def _set_position(slots: Slots, i: int | Int[Array, ""], position: int | Int[Array, ""]) -> Slots:
-    return _on_mesh(replace(slots, position=slots.position.at[i].set(position)), SLOT_NAMES)
+    return constrain(SLOT_NAMES, replace(slots, position=slots.position.at[i].set(position)), RULES)
 
 
 @jax.jit
@@ -170,4 +165,4 @@ def _take(slots: Slots, i: int | Int[Array, ""], number: int | Int[Array, ""], n
 
     tokens = jax.lax.dynamic_slice(slots.tokens, (i, at), (1, BLOCK))[0]
     block = Block(keys=take(slots.keys), values=take(slots.values), tokens=jnp.where(mine, tokens, 0))
-    return _on_mesh(block, BLOCK_NAMES)
+    return constrain(BLOCK_NAMES, block, RULES)

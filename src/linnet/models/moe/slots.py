@@ -23,7 +23,7 @@ from linnet.models.moe import cache, model
 from linnet.models.moe.cache import BLOCK, Memory, Slots, init_slots, insert, single_slot, to_device
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import RULES, LayerParams, MoEParams, param_specs
-from linnet.models.tensor_parallel import EVERYWHERE, WHOLE, Parts, decoding_rules, parts, pspec, weight_pspecs
+from linnet.models.tensor_parallel import EVERYWHERE, WHOLE, Parts, parts, pspecs, weight_pspecs
 from linnet.nn import moe as ex
 from linnet.nn.batch_invariant import COMPILER_OPTIONS
 from linnet.nn.gqa import gqa_cached
@@ -56,16 +56,13 @@ def _by_parts(
     """Call `run(params, slots, cfg, parts, *rest)`, on a mesh for each device's shard. `run` returns slots and replicated results."""
     if sharding.current() is None:
         return run(params, slots, cfg, WHOLE, *rest)
-    of, rules = parts(), decoding_rules(RULES)
-    slot_cuts = jax.tree.map(
-        lambda names, x: pspec(x.shape, names, rules), cache.SLOT_NAMES, slots, is_leaf=sharding.is_logical_axes
-    )
+    of, slot_cuts = parts(), pspecs(cache.SLOT_NAMES, slots, RULES)
 
     def here(params: MoEParams, slots: Slots, rest: tuple[Any, ...]) -> tuple[Any, Any]:
         slots, *outputs = run(params, slots, cfg, of, *rest)
         return slots, outputs
 
-    ins = (weight_pspecs(param_specs(cfg), params, rules), slot_cuts, EVERYWHERE)
+    ins = (weight_pspecs(param_specs(cfg), params, RULES), slot_cuts, EVERYWHERE)
     slots, outputs = shard_map(here, (params, slots, rest), ins, (slot_cuts, EVERYWHERE))
     return slots, *outputs
 
@@ -104,8 +101,8 @@ def chunk_logprobs(
     params: MoEParams,
     buffers: Any,
     memory: Memory,
-    tokens: Int[Array, "1 C"],
-    targets: Int[Array, "1 C"],
+    tokens: Int[Array, "1 C"] | Int[np.ndarray, "1 C"],
+    targets: Int[Array, "1 C"] | Int[np.ndarray, "1 C"],
     *,
     cfg: MoEConfig,
     n_top: int = 0,

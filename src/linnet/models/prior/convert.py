@@ -13,8 +13,8 @@ from linnet.core.errors import UserError
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import named_leaves
 from linnet.models.prior.config import PriorConfig
-from linnet.models.prior.layers import rotary_frequencies
 from linnet.models.prior.params import PriorParams, param_specs
+from linnet.nn.positions import interleaved_rope_frequencies
 
 BLOCK = "causal_transformer."
 ATTENTION, FORWARD = BLOCK + "layers.{i}.0.", BLOCK + "layers.{i}.1."
@@ -76,7 +76,7 @@ def from_reference(state: Mapping[str, Any], cfg: PriorConfig) -> PriorParams:
     left = dict(state)
     leaves = [_take(left, name, spec) for name, spec in named_leaves(specs, is_leaf=is_spec)]
     for name in [name for name in left if name.endswith(ROTARY)]:
-        expected = rotary_frequencies(cfg.n_rotated)
+        expected = interleaved_rope_frequencies(cfg.n_rotated)
         found = np.asarray(left.pop(name), np.float32)
         if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-5):
             raise UserError(f"{name} has other frequencies than the reference's, which Linnet does not know.")
@@ -101,7 +101,7 @@ def to_reference(params: PriorParams, cfg: PriorConfig) -> dict[str, np.ndarray]
             found[theirs.format(i=i)] = _turned(name, value)[None] if name in LEADING_ONE else _turned(name, value)
     if cfg.n_rotated:
         for i in range(cfg.depth):
-            found[ATTENTION.format(i=i) + ROTARY] = rotary_frequencies(cfg.n_rotated)
+            found[ATTENTION.format(i=i) + ROTARY] = interleaved_rope_frequencies(cfg.n_rotated)
     return found
 
 

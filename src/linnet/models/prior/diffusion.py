@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from linnet.core import rng
 from linnet.core.pytree import pytree
 from linnet.models.prior import schedule as noise_of
 from linnet.models.prior.config import PriorConfig
-from linnet.models.prior.layers import unit
 from linnet.models.prior.network import network
 from linnet.models.prior.params import PriorParams
 from linnet.models.prior.tokens import padding_of
+from linnet.nn.norm import l2_normalize
 
 SELF_CONDITIONED = 0.5  # fraction of the rows that are conditioned on a first prediction
 
@@ -31,7 +31,7 @@ class Draws:
     keep_text: Bool[Array, " B"]
     keep_image: Bool[Array, " B"]
     self_conditioned: Bool[Array, " B"]
-    dropout: PRNGKeyArray | None  # B
+    dropout: Key[Array, " B"] | None
 
 
 def draw(key: PRNGKeyArray, first_row: int | Int[Array, ""], n_row: int, cfg: PriorConfig) -> Draws:
@@ -86,7 +86,7 @@ def row_errors(
     """Return the loss of the network's outputs for the scaled start `x0`."""
     table = noise_of.tables(cfg.schedule, cfg.timesteps)
     if cfg.objective == "x_start" and cfg.normalize_training:
-        predicted = unit(predicted) * cfg.scale
+        predicted = l2_normalize(predicted) * cfg.scale
     target = {"x_start": x0, "noise": draws.noise}.get(cfg.objective)
     target = noise_of.velocity(table, x0, draws.times, draws.noise) if target is None else target
     losses = jnp.mean(_distance(predicted - target, cfg), axis=-1)

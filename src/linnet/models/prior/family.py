@@ -16,9 +16,9 @@ from linnet.models.prior import diffusion, sampling
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.diffusion import SELF_CONDITIONED
 from linnet.models.prior.flops import flops_of
-from linnet.models.prior.layers import unit
 from linnet.models.prior.params import RULES, PriorParams, param_specs
 from linnet.models.prior.solver import make_solver
+from linnet.nn.norm import l2_normalize
 
 N_DRAWS = 4
 """Number of (timestep, noise) draws per evaluated pair, averaged to reduce the variance of its loss."""
@@ -51,7 +51,7 @@ def _blurred(
     width = text.shape[1]
     noise = jax.vmap(lambda i: jax.random.normal(rng.fold_in(key, i), (width,)))(first_row + jnp.arange(len(text)))
     length = jnp.linalg.norm(text, axis=1, keepdims=True)
-    return unit(text + amount * length * width**-0.5 * noise) * length
+    return l2_normalize(text + amount * length * width**-0.5 * noise) * length
 
 
 def flops_per_token(cfg: PriorConfig) -> int:

@@ -1,4 +1,4 @@
-"""Transformer components: norms, positions, attention to cached and new tokens, feed-forward.
+"""Transformer components: positions, attention to cached and new tokens, feed-forward.
 
 Letters: B rows, N new tokens, S = preceding positions (the null key, then tokens read earlier), D width, H heads, K width of a
 head, F hidden width, R rotated values. A weight is a matrix, or a `SplitK` tuple of `batch_invariant` where rows must be independent.
@@ -13,18 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from linnet.models.prior.config import Norm, PriorConfig
+from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.params import N_BUCKET, LayerParams
-from linnet.models.prior.product import product
-from linnet.nn import batch_invariant
+from linnet.nn.linear import linear
+from linnet.nn.norm import l2_normalize, layer_norm
+from linnet.nn.positions import apply_interleaved_rope, interleaved_rope_tables
 
-EPSILON = 1e-5
 COSINE_SCALE = 16.0
 MAX_DISTANCE = 128
-ROTARY_BASE = 10_000.0
-SMALLEST_LENGTH = 1e-12
 HIDDEN = -1e30
 
 
@@ -39,41 +37,8 @@ class Places:
     """Upper bound (exclusive) of all positions."""
 
 
-def layer_norm(x: Float[Array, "*B D"], gain: Float[Array, " D"], kind: Norm = "plain") -> Float[Array, "*B D"]:
-    """Layer norm in float32. `maximum` first divides by the row's largest value, without a gradient. This is not the largest
-    magnitude: as in the reference, a row of negative values changes its sign, and a row of zeros becomes NaN."""
-    wide = x.astype(jnp.float32)
-    if kind == "maximum":
-        wide = wide / jax.lax.stop_gradient(jnp.max(wide, axis=-1, keepdims=True))
-    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(variance + EPSILON) * gain).astype(x.dtype)
-
-
-def unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """Normalize to norm 1. A zero vector stays zero and has a zero gradient."""
-    square = jnp.sum(x * x, axis=-1, keepdims=True)
-    tiny = square < SMALLEST_LENGTH**2
-    length = jnp.sqrt(jnp.where(tiny, 1.0, square))
-    return x / jnp.where(tiny, SMALLEST_LENGTH, length)
-
-
 def times(x: Float[Array, "*B D"], weight: Any) -> Float[Array, "*B E"]:
-    if not isinstance(weight, tuple):
-        return product(x, weight)
-    return batch_invariant.matmul(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
-
-
-def rotary_frequencies(width: int) -> Float[np.ndarray, " R"]:
-    share = np.arange(0, width, 2, dtype=np.float32) / np.float32(max(width, 1))
-    return (np.float32(1) / np.float32(ROTARY_BASE) ** share).astype(np.float32)
-
-
-def rotary_tables(first: int, n: int, width: int) -> tuple[Float[np.ndarray, "N R"], Float[np.ndarray, "N R"]]:
-    """Return cosines and sines of `n` positions from `first` on. Each angle occurs twice, for a pair of adjacent values."""
-    angle = np.arange(first, first + n, dtype=np.float32)[:, None] * rotary_frequencies(width)
-    angle = np.repeat(angle, 2, axis=-1)
-    return np.cos(angle), np.sin(angle)
+    return linear(x, weight, transpose_inputs=True)
 
 
 def rotate(x: Float[Array, "B *H N K"], first: int | Places, width: int) -> Float[Array, "B *H N K"]:
@@ -82,15 +47,12 @@ def rotate(x: Float[Array, "B *H N K"], first: int | Places, width: int) -> Floa
     if not width:
         return x
     if isinstance(first, int):
-        cos, sin = rotary_tables(first, x.shape[-2], width)
+        cos, sin = interleaved_rope_tables(first, x.shape[-2], width)
     else:
-        cos, sin = (jnp.asarray(table)[first.of_query] for table in rotary_tables(0, first.n, width))
+        cos, sin = (jnp.asarray(table)[first.of_query] for table in interleaved_rope_tables(0, first.n, width))
         if x.ndim == 4:
             cos, sin = cos[:, None], sin[:, None]
-    turned = x[..., :width].astype(jnp.float32)
-    pairs = turned.reshape(*turned.shape[:-1], -1, 2)
-    across = jnp.stack([-pairs[..., 1], pairs[..., 0]], axis=-1).reshape(turned.shape)
-    return jnp.concatenate([(turned * cos + across * sin).astype(x.dtype), x[..., width:]], axis=-1)
+    return apply_interleaved_rope(x, cos, sin)
 
 
 def bucket(distance: Int[np.ndarray, "*N"]) -> Int[np.ndarray, "*N"]:
@@ -125,7 +87,7 @@ def scaled_key(k: Float[Array, "*B K"], cfg: PriorConfig) -> Float[Array, "*B K"
     """Scale keys for cosine scores. Keys are cached in this form."""
     if cfg.scores != "cosine":
         return k
-    return (unit(k.astype(jnp.float32)) * math.sqrt(COSINE_SCALE)).astype(k.dtype)
+    return (l2_normalize(k.astype(jnp.float32)) * math.sqrt(COSINE_SCALE)).astype(k.dtype)
 
 
 def keys_values(
@@ -141,11 +103,11 @@ def attend(
     p: LayerParams,
     keys: Float[Array, "B S K"],
     values: Float[Array, "B S K"],
-    bias: Float[Array, "*B H N S"],
-    seen: Bool[Array, "*B N S"],
+    bias: Float[Array, "*R H N S"],
+    seen: Bool[Array, "*R2 N S"],
     first: int | Places,
     cfg: PriorConfig,
-    dropout: PRNGKeyArray | None = None,
+    dropout: Key[Array, " B"] | None = None,
 ) -> Float[Array, "B N D"]:
     """Attend from normalised tokens to all keys that are `seen`. All heads share the keys (multi-query attention)."""
     n_row, n_token, _ = x.shape
@@ -164,7 +126,7 @@ def attend(
 
 
 def feed_forward(
-    x: Float[Array, "B N D"], p: LayerParams, cfg: PriorConfig, dropout: PRNGKeyArray | None = None
+    x: Float[Array, "B N D"], p: LayerParams, cfg: PriorConfig, dropout: Key[Array, " B"] | None = None
 ) -> Float[Array, "B N D"]:
     hidden = cfg.dim * cfg.ff_mult
     value, gate = jnp.split(times(layer_norm(x, p.ff_gain, cfg.norms), p.w_in)[..., : 2 * hidden], 2, axis=-1)
@@ -174,7 +136,7 @@ def feed_forward(
     return times(drop(y, dropout, cfg.p_drop_ff), p.w_back)[..., : cfg.dim]
 
 
-def drop(x: Array, keys: PRNGKeyArray | None, chance: float) -> Array:
+def drop(x: Array, keys: Key[Array, " B"] | None, chance: float) -> Array:
     """Apply dropout with one key per row, so that the result does not depend on how the batch is split."""
     if keys is None or chance == 0.0:
         return x

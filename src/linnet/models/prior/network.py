@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from linnet.core import rng
 from linnet.core.pytree import pytree
@@ -21,9 +21,10 @@ from linnet.models.prior import layers
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.params import LayerParams, PriorParams
 from linnet.models.prior.tokens import new_tokens, text_tokens
+from linnet.nn.norm import layer_norm
 from linnet.nn.remat import checkpointed
 
-Layer = tuple[Float[Array, "B N D"], Float[Array, "B N K"], Float[Array, "B N K"]]
+Layer = tuple[Float[Array, "B Q D"], Float[Array, "B N K"], Float[Array, "B N K"]]
 
 
 @pytree
@@ -50,7 +51,7 @@ def network(
     *,
     mask: Bool[Array, "B L"] | None = None,
     padding: Bool[Array, "B L"] | None = None,
-    dropout: PRNGKeyArray | None = None,
+    dropout: Key[Array, " B"] | None = None,
 ) -> Float[Array, "B D"]:
     """Return the prediction in float32. Conditions that are not kept are dropped (None: all are kept). `mask`, `padding`: see
     `text_tokens`. `dropout`: one key per row."""
@@ -79,7 +80,7 @@ def read_text(
     places = None if n_encodings is None else _places(n_encodings, tokens, cfg)
     x, keys, values = _run(params, _in(params, tokens, cfg), past, seen, cfg, places=places)
     last = _layer(params, -1)
-    normed = layers.layer_norm(x, last.attention_gain, cfg.norms)
+    normed = layer_norm(x, last.attention_gain, cfg.norms)
     k, v = layers.keys_values(normed, last, past.keys.shape[2] - 1 if places is None else _at(places, x.shape[1]), cfg)
     keys, values = (jnp.concatenate([a, b[None]]) for a, b in ((keys, k), (values, v)))
     return TextMemory(
@@ -114,7 +115,7 @@ def predict(
     past: TextMemory,
     cfg: PriorConfig,
     *,
-    dropout: PRNGKeyArray | None = None,
+    dropout: Key[Array, " B"] | None = None,
     places: Int[Array, "B SN"] | None = None,
 ) -> Float[Array, "B D"]:
     """Run all layers. In the last one only the last token is computed, because only its output is used."""
@@ -134,7 +135,7 @@ def layer(
     bias: Float[Array, "32 H"],
     seen: Bool[Array, "B SN"] | None,
     cfg: PriorConfig,
-    dropout: PRNGKeyArray | None = None,
+    dropout: Key[Array, " B"] | None = None,
     n_query: int | None = None,
     places: Int[Array, "B SN"] | None = None,
 ) -> Layer:
@@ -142,7 +143,7 @@ def layer(
     first, n_token = past_keys.shape[1] - 1, x.shape[1]
     n_query = n_query or n_token
     at = first + n_token - n_query
-    normed = layers.layer_norm(x, p.attention_gain, cfg.norms)
+    normed = layer_norm(x, p.attention_gain, cfg.norms)
     k, v = layers.keys_values(normed, p, first if places is None else _at(places, n_token), cfg)
     keys, values = jnp.concatenate([past_keys, k], axis=1), jnp.concatenate([past_values, v], axis=1)
     looks = jnp.asarray(layers.visible(at, n_query))
@@ -158,7 +159,7 @@ def layer(
 
 def head(params: PriorParams, x: Float[Array, "*B D"], cfg: PriorConfig) -> Float[Array, "*B D"]:
     if params.out_gain is not None:
-        x = layers.layer_norm(x, params.out_gain, cfg.last_norm)
+        x = layer_norm(x, params.out_gain, cfg.last_norm)
     return x if params.w_proj is None else layers.times(x, params.w_proj)[..., : cfg.dim]
 
 
@@ -171,7 +172,7 @@ def no_text(params: PriorParams, n_row: int, cfg: PriorConfig) -> TextMemory:
 
 
 def _in(params: PriorParams, tokens: Float[Array, "B N D"], cfg: PriorConfig) -> Float[Array, "B N D"]:
-    return tokens if params.in_gain is None else layers.layer_norm(tokens, params.in_gain, cfg.norms)
+    return tokens if params.in_gain is None else layer_norm(tokens, params.in_gain, cfg.norms)
 
 
 def _run(
@@ -180,7 +181,7 @@ def _run(
     past: TextMemory,
     seen: Bool[Array, "B SN"] | None,
     cfg: PriorConfig,
-    dropout: PRNGKeyArray | None = None,
+    dropout: Key[Array, " B"] | None = None,
     places: Int[Array, "B SN"] | None = None,
 ) -> tuple[Float[Array, "B N D"], Float[Array, "Y1 B N K"], Float[Array, "Y1 B N K"]]:
     """Run all layers except the last. Also returns their keys and values."""
@@ -225,7 +226,7 @@ def _more(seen: Bool[Array, "B S"] | None, new: Float[Array, "B N D"]) -> Bool[A
     return None if seen is None else jnp.pad(seen, [(0, 0), (0, new.shape[1])], constant_values=True)
 
 
-def _dropout(keys: PRNGKeyArray | None, number: Any) -> tuple[PRNGKeyArray | None, PRNGKeyArray | None]:
+def _dropout(keys: Key[Array, " B"] | None, number: Any) -> tuple[Key[Array, " B"] | None, Key[Array, " B"] | None]:
     if keys is None:
         return None, None
     here = jax.vmap(lambda key: rng.fold_in(key, number))(keys)

@@ -15,19 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Key
 
 from linnet.core import rng
 from linnet.core.errors import UserError
 from linnet.core.pytree import pytree, replace
 from linnet.models.prior.config import PriorConfig
-from linnet.models.prior.layers import unit
 from linnet.models.prior.network import TextMemory, denoise, read_text
 from linnet.models.prior.params import LayerParams, PriorParams
 from linnet.models.prior.solver import SolverTable
 from linnet.models.prior.tokens import padding_of
 from linnet.nn import batch_invariant
 from linnet.nn.batch_invariant import COMPILER_OPTIONS
+from linnet.nn.norm import l2_normalize
 
 # Otherwise XLA skips roundings to bfloat16 where it can, depending on the number of rows.
 OPTIONS = {**COMPILER_OPTIONS, "xla_allow_excess_precision": False}
@@ -98,7 +98,7 @@ prepared = jax.jit(prepare, static_argnums=1)
 
 
 def start(noise: Float[Array, "B D"], cfg: PriorConfig) -> SamplerState:
-    x = unit(noise) * cfg.scale if cfg.normalize_start else noise
+    x = l2_normalize(noise) * cfg.scale if cfg.normalize_start else noise
     return SamplerState(x=x, start=jnp.zeros_like(x), step=jnp.zeros((len(x),), jnp.int32))
 
 
@@ -124,7 +124,7 @@ def step(
     if cfg.objective != "x_start":
         found = jnp.clip(found, -1.0, 1.0) if cfg.clip_start else found
     elif cfg.normalize_steps:
-        found = unit(found) * cfg.scale
+        found = l2_normalize(found) * cfg.scale
     x = _sum_of(factor[:, 2:], state.x, found, state.start, noise)
     going = (state.step < how.n_step)[:, None]
     return SamplerState(
@@ -181,7 +181,7 @@ def finish(state: SamplerState, cfg: PriorConfig) -> Float[Array, "B D"]:
     """Return the embeddings at their original scale."""
     x = state.x
     if cfg.normalize_final and cfg.objective == "x_start":
-        x = unit(x) * cfg.scale
+        x = l2_normalize(x) * cfg.scale
     return x / cfg.scale
 
 
@@ -224,7 +224,7 @@ def without_text(memory: TextMemory) -> TextMemory:
     return replace(memory, seen=jnp.zeros_like(memory.seen).at[:, 0].set(True))
 
 
-def draw_noise(keys: PRNGKeyArray, at: Int[Array, " B"], cfg: PriorConfig) -> Float[Array, "B D"]:
+def draw_noise(keys: Key[Array, " B"], at: Int[Array, " B"], cfg: PriorConfig) -> Float[Array, "B D"]:
     """Return each row's noise at index `at`: 0 is the initial noise, i + 1 the noise added by step i."""
     return jax.vmap(lambda key, i: jax.random.normal(rng.fold_in(key, i), (cfg.dim,)))(keys, at)
 
@@ -235,7 +235,7 @@ def run(
     text_embed: Float[Array, "B X"],
     encodings: Float[Array, "B L X"] | None,
     how: SolverBatch,
-    noise: PRNGKeyArray | Float[Array, "S1 B D"],
+    noise: Key[Array, " B"] | Float[Array, "S1 B D"],
     *,
     cfg: PriorConfig,
     guided: bool,
@@ -265,7 +265,7 @@ def sample(
     text_embed: Float[Array, "B X"],
     encodings: Float[Array, "B L X"] | None,
     plan: SolverTable,
-    noise: PRNGKeyArray | Float[Array, "S1 B D"],
+    noise: Key[Array, " B"] | Float[Array, "S1 B D"],
     cfg: PriorConfig,
     *,
     guidance: float = 1.0,
@@ -303,5 +303,5 @@ def guidance_remark(guidance: float, cfg: PriorConfig) -> str | None:
 
 def best(candidates: Float[Array, "B n D"], text_embed: Float[Array, "B D"]) -> Float[Array, "B D"]:
     """Return each row's candidate with the highest cosine similarity to the text; ties go to the first."""
-    likeness = jnp.einsum("bnd,bd->bn", unit(candidates), unit(text_embed))
+    likeness = jnp.einsum("bnd,bd->bn", l2_normalize(candidates), l2_normalize(text_embed))
     return jnp.take_along_axis(candidates, jnp.argmax(likeness, axis=1)[:, None, None], axis=1)[:, 0]

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 from linnet.models.prior import layers
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.params import Affine, PriorParams, TimeNetwork
+from linnet.nn.positions import sin_cos
 
 LONGEST_WAVE = 10_000.0
 # In torch's float32 (2.13 on a CPU) a cosine rounds to 1 where the sine is below this: measured between 2.673813e-4 and 2.673825e-4.
@@ -119,8 +120,7 @@ def sinusoid(times: Shaped[Array, " B"], width: int) -> Float[Array, "B D"]:
     # Rounded like the reference: at time 999 an error in the last bit of a frequency changes a sine by 1e-5.
     power = np.arange(half, dtype=np.float32) * np.float32(-step)
     frequency = np.exp(power.astype(np.float64)).astype(np.float32)
-    phase = times.astype(jnp.float32)[:, None] * frequency
-    return jnp.concatenate([jnp.sin(phase), jnp.cos(phase)], axis=-1)
+    return sin_cos(times, frequency)
 
 
 def truncated(waves: Float[Array, "B D"]) -> Float[Array, "B D"]:

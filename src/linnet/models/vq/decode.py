@@ -20,7 +20,7 @@ from linnet.core import quant
 from linnet.core.pytree import replace
 from linnet.core.quant import Weight, concat_outputs
 from linnet.models.decoding import decode_program, tick_program
-from linnet.models.tensor_parallel import WHOLE, Parts, decoding_rules, weight_pspecs
+from linnet.models.tensor_parallel import WHOLE, Parts, weight_pspecs
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.decode_state import (
     Prepared,
@@ -56,8 +56,8 @@ def prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
         return _prepare(replace(params, units=joined), buffers, mine)
 
     ins = (
-        weight_pspecs(specs, divided, decoding_rules(RULES)),
-        weight_pspecs(buffer_specs(cfg), buffers, decoding_rules(RULES)),
+        weight_pspecs(specs, divided, RULES),
+        weight_pspecs(buffer_specs(cfg), buffers, RULES),
     )
     return shard_map(here, (divided, buffers), ins, prepared_cuts(cfg))
 

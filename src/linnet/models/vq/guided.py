@@ -55,7 +55,9 @@ class CFGDecoder:
             both=one_by_one.init_slots(cfg, 2 * n), guidance=cast(Any, np.full((n,), self.guidance, np.float32))
         )
 
-    def conditioned_state(self, params: VQParams, embed: Float[Array, " E"], cfg: VQConfig) -> Pair:
+    def conditioned_state(
+        self, params: VQParams, embed: Float[Array, " E"] | Float[np.ndarray, " E"], cfg: VQConfig
+    ) -> Pair:
         return one_by_one.conditioned_state(params, embed, cfg), one_by_one.empty_state(cfg)
 
     def prefill(
@@ -83,7 +85,7 @@ def read_token(
     prepared: Prepared, slots: CFGSlots, tokens: Int[Array, " B"], active: Any, cfg: VQConfig, of: Parts
 ) -> tuple[CFGSlots, Float[Array, "B A"]]:
     """Read the token in both sequences of each pair, and mix their logits."""
-    both, logits = decode.read_token(prepared, slots.both, jnp.concatenate([tokens, tokens]), active, cfg, of)
+    both, logits = decode.read_token(prepared, slots.both, jnp.concatenate([tokens, tokens]), None, cfg, of)
     conditional, unconditional = jnp.split(logits, 2)
     guidance = slots.guidance[:, None]
     mixed = jnp.where(guidance == 1.0, conditional, unconditional + guidance * (conditional - unconditional))

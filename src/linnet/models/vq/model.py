@@ -12,7 +12,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
 
 from linnet.core import rng
 from linnet.core.pytree import pytree, replace
@@ -46,8 +46,8 @@ class Dropout:
     """Random keys of one update: `update` is new for every update, `sequence` is constant within a sequence. There is one key per
     row, so that a row's dropout does not depend on its batch."""
 
-    update: PRNGKeyArray  # B
-    sequence: PRNGKeyArray  # B
+    update: Key[Array, " B"]
+    sequence: Key[Array, " B"]
     shared: PRNGKeyArray  # for the sinusoids, the same for all rows
 
 
@@ -106,7 +106,7 @@ def conditioned(params: VQParams, carry: VQCarry, embeds: Float[Array, "B E"], c
 
 
 def add_condition(
-    places: Float[Array, "P D"], condition: Float[Array, "*B D"], position: Int[Array, "*B"], cfg: VQConfig
+    places: Float[Array, "P D"], condition: Float[Array, "*#B D"], position: Int[Array, "*B"], cfg: VQConfig
 ) -> Float[Array, "*B D"]:
     """Return the condition scaled by the gain of a position, which is added to the input there."""
     return condition * places[jnp.minimum(position, cfg.n_place - 1)]
@@ -180,8 +180,8 @@ def logits(params: VQParams, x: Float[Array, "*B D"], cfg: VQConfig) -> Float[Ar
 
 
 def unit_projections(
-    x: Float[Array, "B T D"], p: UnitParams, cfg: VQConfig
-) -> tuple[Array, Float[Array, "B H T K"], Float[Array, "B H T V"], Float[Array, "B T HV"]]:
+    x: Float[Array, "*B T D"], p: UnitParams, cfg: VQConfig
+) -> tuple[Float[Array, "*B H T K"], Float[Array, "*B H T K"], Float[Array, "*B H T V"], Float[Array, "*B T HV"]]:
     """Return normalised queries (without u and w), keys, values and gates."""
     hk, hv = cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
     scale = key_scale(cfg)
@@ -223,7 +223,7 @@ def distance_vectors(p: UnitParams, cfg: VQConfig, dropout_key: PRNGKeyArray | N
     return r.reshape(-1, cfg.n_head, cfg.d_k).swapaxes(0, 1)
 
 
-def query_pair(q: Float[Array, "B H T K"], p: UnitParams, cfg: VQConfig) -> Queries:
+def query_pair(q: Float[Array, "*B H T K"], p: UnitParams, cfg: VQConfig) -> Queries:
     u, w = (x.reshape(cfg.n_head, 1, cfg.d_k).astype(q.dtype) * key_scale(cfg) for x in (p.u, p.w))
     return Queries(content=q + u, position=q + w)
 
@@ -234,13 +234,13 @@ def _unit(
     codes: Float[Array, "H S K"],
     state: AttentionState,
     cfg: VQConfig,
-    documents: Int[Array, "B T"],
+    documents: Int[Array, "N B L"],
     mask: Float[Array, "B T"],
     length: Int[Array, " B"] | None,
     dropout: Dropout | None,
     dense: bool,
     keep_outputs: bool,
-) -> tuple[Float[Array, "B T D"], AttentionState, UnitAux]:
+) -> tuple[Float[Array, "N B L D"], AttentionState, UnitAux]:
     q, k, v, gate = unit_projections(x, p, cfg)
     chosen = checkpoint_name(codebook.nearest(jax.lax.stop_gradient(k), codes), PROJECTED)
     quantised = codebook.lookup(codes, chosen)
@@ -347,17 +347,17 @@ def _drop(x: Array, p: float, key: PRNGKeyArray, shape: tuple[int, ...] | None =
 
 
 def _drop_rows(
-    x: Float[Array, "N B L D"], p: float, keys: PRNGKeyArray, whole: bool = False
+    x: Float[Array, "N B L D"], p: float, keys: Key[Array, " B"], whole: bool = False
 ) -> Float[Array, "N B L D"]:
     """Apply dropout with one key per row; `whole` keeps or drops complete rows."""
     return jax.vmap(lambda row, key: _drop(row, p, key, (1,) * row.ndim if whole else None), (1, 0), 1)(x, keys)
 
 
-def _row_stream(keys: PRNGKeyArray, name: str) -> PRNGKeyArray:
+def _row_stream(keys: Key[Array, " B"], name: str) -> Key[Array, " B"]:
     return jax.vmap(lambda key: rng.fold_in_name(key, name))(keys)
 
 
-def _fold_rows(keys: PRNGKeyArray, index: Array) -> PRNGKeyArray:
+def _fold_rows(keys: Key[Array, "*B"], index: Int[Array, ""]) -> Key[Array, "*B"]:
     fold = jax.random.fold_in
     return jax.vmap(lambda key: fold(key, index))(keys) if keys.ndim else fold(keys, index)
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from linnet.core.pytree import replace
 from linnet.models.decoder import Decoder
-from linnet.models.tensor_parallel import EVERYWHERE, decoding_rules, pspec
+from linnet.models.tensor_parallel import EVERYWHERE, constrain, pspecs
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.decode import code_vectors, decode, leave_ring, prepare, table_size
 from linnet.models.vq.decode_state import (
@@ -83,28 +83,14 @@ def empty_state(cfg: VQConfig) -> VQCarry:
 @partial(jax.jit, static_argnames="cfg")
 def conditioned_state(params: VQParams, embed: Float[Array, " E"], cfg: VQConfig) -> VQCarry:
     """Return the state of an empty sequence conditioned on a unit-norm embedding."""
-    return _on_mesh(conditioned(params, empty_carry(cfg, 1), embed[None], cfg))
+    one = conditioned(params, empty_carry(cfg, 1), embed[None], cfg)
+    return constrain(carry_axes(one), one, RULES)
 
 
 @jax.jit
 def to_device(one: VQCarry) -> VQCarry:
     """Move a state from elsewhere to the devices, sharded as the programs expect it."""
-    return _on_mesh(one)
-
-
-def _on_mesh(one: VQCarry) -> VQCarry:
-    rules = decoding_rules(RULES)
-    return jax.tree.map(
-        lambda names, x: sharding.constrain(x, names, rules), carry_axes(one), one, is_leaf=sharding.is_logical_axes
-    )
-
-
-def _state_cuts(one: VQCarry) -> Any:
-    """Return the PartitionSpecs that `placed` applies."""
-    rules = decoding_rules(RULES)
-    return jax.tree.map(
-        lambda names, x: pspec(x.shape, names, rules), carry_axes(one), one, is_leaf=sharding.is_logical_axes
-    )
+    return constrain(carry_axes(one), one, RULES)
 
 
 def abstract_state(cfg: VQConfig, n_read: int) -> VQCarry:
@@ -143,7 +129,7 @@ def _read(
 ) -> VQCarry:
     documents = _documents(carry, tokens, cfg)
     after = forward(params, buffers, tokens, carry, cfg, documents=documents, length=length, block_len=block_len)[1]
-    return _on_mesh(after)
+    return constrain(carry_axes(after), after, RULES)
 
 
 def _documents(carry: VQCarry, tokens: Int[Array, "1 C"], cfg: VQConfig) -> Int[Array, "1 C"]:
@@ -179,7 +165,7 @@ def insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
     if sharding.current() is None:
         return _insert(slots, one, i)
     cut = _cuts_of(slots)
-    return shard_map(_insert, (slots, one, jnp.asarray(i)), (cut, _state_cuts(one), EVERYWHERE), cut)
+    return shard_map(_insert, (slots, one, jnp.asarray(i)), (cut, pspecs(carry_axes(one), one, RULES), EVERYWHERE), cut)
 
 
 def _cuts_of(slots: Slots) -> Any:
@@ -237,7 +223,8 @@ def extract(
     del n_read, known
     if sharding.current() is None:
         return _extract(prepared, slots, i, cfg)
-    mine, out = part_config(cfg), _state_cuts(jax.eval_shape(lambda: empty_carry(cfg, 1)))
+    mine, one = part_config(cfg), jax.eval_shape(lambda: empty_carry(cfg, 1))
+    out = pspecs(carry_axes(one), one, RULES)
     ins = (prepared_cuts(cfg), _cuts_of(slots), EVERYWHERE)
     return shard_map(lambda p, slots, i: _extract(p, slots, i, mine), (prepared, slots, jnp.asarray(i)), ins, out)
 

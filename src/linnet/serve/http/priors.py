@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from linnet.core.errors import invalid
-from linnet.data.embeddings.neighbors import unit
+from linnet.data.embeddings.neighbors import l2_normalize
 from linnet.serve.http.errors import ApiError, of_ending
 from linnet.serve.http.limits import read_json
 from linnet.serve.http.model import PriorModel
@@ -244,7 +244,7 @@ class _Sampling:
 def cosine(embedding: np.ndarray, text: np.ndarray) -> float | None:
     if embedding.shape != text.shape:
         return None
-    return float(unit(embedding) @ unit(text))
+    return float(l2_normalize(embedding) @ l2_normalize(text))
 
 
 def most_like(candidates: Sequence[np.ndarray], text: np.ndarray) -> int:

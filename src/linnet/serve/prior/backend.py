@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Int32, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Float32, Int, Int32, Key, UInt32
 
 from linnet.core import rng
 from linnet.core.pytree import n_bytes, pytree
@@ -34,7 +34,7 @@ class Slots:
     null: TextMemory | None  # unconditional memory, if it differs from row to row
     how: SolverBatch
     state: SamplerState
-    keys: PRNGKeyArray  # [B]
+    keys: Key[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def _step(
     null: TextMemory | None,
     how: SolverBatch,
     state: SamplerState,
-    keys: PRNGKeyArray,
+    keys: Key[Array, " B"],
     *,
     cfg: PriorConfig,
     guided: bool,

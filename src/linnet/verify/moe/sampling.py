@@ -40,11 +40,11 @@ def recompute_top_p(arrays: Arrays, tolerance: float, recomputed: Recomputed) ->
         if p <= 0.0:
             recomputed.skipped[name] = NO_NUCLEUS
             continue
-        logits = _as_held(arrays[f"top_p/{match[1]}/logits"], match[2])
+        logits = _round_to(arrays[f"top_p/{match[1]}/logits"], match[2])
         _filtered(name, logits, np.full(len(logits), p), want, match[2], tolerance, recomputed)
 
 
-def _as_held(logits: np.ndarray, kind: str) -> Float[np.ndarray, "B A"]:
+def _round_to(logits: np.ndarray, kind: str) -> Float[np.ndarray, "*B A"]:
     return np.asarray(jnp.asarray(logits).astype(jnp.bfloat16), np.float32) if kind == "bf16" else logits
 
 
@@ -131,7 +131,7 @@ OUTPUTS = ("final_logits", "probs", "prob", "token_id_threefry", "top_k_token_id
 
 
 def warmed(arrays: Arrays, kind: str) -> Float[np.ndarray, "B A"]:
-    logits = _as_held(arrays["sample/logits"], kind)
+    logits = _round_to(arrays["sample/logits"], kind)
     logits = logits.reshape(-1, logits.shape[-1])
     warm = logits / np.maximum(arrays["sample/temperature"], 1e-30)[:, None]
     return np.where(arrays["sample/mask"] > 0, warm, MASKED).astype(np.float32)

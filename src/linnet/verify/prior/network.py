@@ -19,6 +19,7 @@ from linnet.models.prior.diffusion import Draws, loss, row_errors
 from linnet.models.prior.reference import infer_config
 from linnet.models.prior.releases import Release, check_settings, recognize
 from linnet.models.prior.tokens import time_tokens
+from linnet.nn.norm import layer_norm
 from linnet.verify.float64 import evaluate_in_float64
 from linnet.verify.golden import Golden
 from linnet.verify.prior.model import load_model, release_version, settings_group
@@ -127,9 +128,7 @@ def recompute_network_parts(golden: Golden) -> Recomputed:
         p = jax.tree.map(lambda w, i=i: w[i], params.layers)
         values[f"layer{i}.ff/out"] = layers.feed_forward(jnp.asarray(golden.get(f"layer{i}.ff/in")), p, cfg)
         x = halves(x, i)[1]
-    values["final_norm/out"] = layers.layer_norm(
-        jnp.asarray(golden.get("final_norm/in")), params.out_gain, cfg.last_norm
-    )
+    values["final_norm/out"] = layer_norm(jnp.asarray(golden.get("final_norm/in")), params.out_gain, cfg.last_norm)
     values["transformer/out"] = net.head(params, x, cfg)
     return Recomputed(values=values, inputs=frozenset(given))
 

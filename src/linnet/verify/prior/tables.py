@@ -14,6 +14,7 @@ from linnet.core.files import parse_json
 from linnet.models.prior import layers, schedule
 from linnet.models.prior.solver import ddim_times
 from linnet.models.prior.tokens import sinusoid
+from linnet.nn.positions import interleaved_rope_frequencies
 from linnet.optim import ema
 from linnet.verify.golden import Golden
 from linnet.verify.recomputed import Recomputed
@@ -81,7 +82,7 @@ def recompute_network_tables(golden: Golden) -> Recomputed:
             width, given_x = int(parts[1]), f"rotary{parts[1]}/x"
             given.add(given_x)
             x = jnp.asarray(golden.get(given_x))
-            values[name] = layers.rotary_frequencies(width) if parts[2] == "freqs" else layers.rotate(x, 0, width)
+            values[name] = interleaved_rope_frequencies(width) if parts[2] == "freqs" else layers.rotate(x, 0, width)
         if parts := re.fullmatch(r"rel_pos_bucket_(?:row(\d+)|last_row)", name):
             row = len(want) - 2 if parts[1] is None else int(parts[1])  # one key more than there are queries
             values[name] = layers.bucket(row - np.arange(len(want)))
