@@ -20,6 +20,7 @@ from linnet.models.model_config import PairModelConfig, TokenModelConfig
 ROOT = Path(linnet.__file__).parent
 OWN = ("models", "verify", "convert")
 """Where a family's name may be asked for: the families themselves, and the formats of one family's reference."""
+SUPPORT = Path(__file__).parents[1] / "support"
 CONFIGS = {"VQConfig", "MoEConfig", "PriorConfig"}
 
 
@@ -49,7 +50,7 @@ def test_a_family_without_tokens_is_refused_by_what_it_lacks() -> None:
 def test_settings_load_no_jax() -> None:
     """The config classes of all families, the settings of a run, and its flags."""
     program = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        f"import sys; sys.path.insert(0, {str(SUPPORT)!r})\n"
         "from linnet.models import registry\n"
         "registry.FAMILIES['toy'] = registry.Entry('toy.config:ToyConfig', 'toy.family:FAMILY')\n"
         "assert registry.names('tokens') == ('vq', 'moe', 'toy')\n"

@@ -13,9 +13,9 @@ import httpx
 import numpy as np
 import pytest
 import subjects
-from engine_asks import Asked, Model, plain, request, running_engine
-from http_fake import talk
-from same_runs import assert_same_bits
+from engine_requests import Asked, Model, plain, request, running_engine
+from fake_model import talk
+from run_comparison import assert_same_bits
 
 import linnet
 from linnet.cli import main

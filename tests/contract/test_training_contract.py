@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import subjects
-from same_runs import assert_same_bits, lines
+from run_comparison import assert_same_bits, lines
 
 from linnet.config import codec
 from linnet.config.schema import RunConfig

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from served_run import serving, train_tiny
+from server_process import serving, train_tiny
 
 
 @pytest.fixture(scope="session")

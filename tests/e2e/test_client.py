@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from served_run import free_port, serving
+from server_process import free_port, serving
 
 import linnet
 

@@ -23,7 +23,7 @@ import pytest
 import tyro
 import yaml
 from docs_pages import PAGES, ROOT, Block
-from served_run import serving
+from server_process import serving
 from starlette.routing import compile_path
 
 from linnet.cli import main

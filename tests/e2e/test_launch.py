@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_trials import LOST_SECONDS, Processes, killed_equals_whole
+from cluster_processes import LOST_SECONDS, Processes, killed_equals_whole
 from waiting import PATIENCE, until
 
 from linnet.cli import launch

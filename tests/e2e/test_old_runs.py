@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from served_run import serving
+from server_process import serving
 
 from linnet.cli import main
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from served_run import TEMPLATE, serving
+from server_process import TEMPLATE, serving
 
 from linnet.cli import main
 

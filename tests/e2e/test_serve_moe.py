@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 import tiny
-from served_run import serving, train_tiny
+from server_process import serving, train_tiny
 
 from linnet.cli import main
 

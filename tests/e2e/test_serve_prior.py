@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from prior_tiny import model
+from tiny_prior import model
 
 from linnet.cli import main
 from linnet.config.schema import PairsConfig, RunConfig

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served_run import serving
+from server_process import serving
 
 from linnet.cli import main
 

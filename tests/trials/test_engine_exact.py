@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
-from engine_asks import MODELS, Answer, Asked, running_engine
+from engine_requests import MODELS, Answer, Asked, running_engine
 from engine_trials import length, result, sampling, solo
 
 from linnet.serve.engine import Engine
@@ -59,7 +59,7 @@ def mixed(n: int, longest: int) -> Iterator[Request]:
         )
 
 
-@pytest.mark.trial  # fewer: tests/unit/test_engine.py and test_engine_moe.py
+@pytest.mark.trial  # fewer: tests/serve/test_engine.py and test_engine_moe.py
 @pytest.mark.parametrize(
     ("family", "n", "at_once", "longest", "n_slots", "solo_slots"),
     [("moe", 24, 16, 400, 3, 3), ("vq-moe", 24, 16, 256, 3, 3), ("vq", 500, 64, 2048, 8, 1)],

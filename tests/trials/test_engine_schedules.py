@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_asks import Answer, Asked, running_engine
+from engine_requests import Answer, Asked, running_engine
 from engine_trials import result, sampling, solo
 
 from linnet.serve.engine import Engine

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster_trials import LOST_SECONDS, PROGRAM, Processes, is_alive, killed_equals_whole, started, until
+from cluster_processes import LOST_SECONDS, PROGRAM, Processes, is_alive, killed_equals_whole, started, until
 
 
 @pytest.mark.trial

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from picture_files import png
+from image_files import png
 
 from linnet.cli.dispatch import main
 from linnet.core.errors import UserError

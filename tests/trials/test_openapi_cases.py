@@ -14,11 +14,11 @@ import playground_server
 import pytest
 import requests
 import schemathesis
-from http_fake import FakeModel
-from http_server import serving
+from fake_model import FakeModel
 from hypothesis import HealthCheck, Phase, given
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
+from trial_server import serving
 
 MAX_TOKENS = 32
 """Longer answers are like these, only longer."""

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 import pytest
-from http_server import Answer, Client, Server, asking, serving, shared_server
+from trial_server import Answer, Client, Server, asking, serving, shared_server
 
 MB = 1 << 20
 

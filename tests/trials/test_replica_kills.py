@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import Server, serving
+from trial_server import Server, serving
 
 N_SESSIONS, N_KILLS, N_TOKENS = 4, 8, 400
 READY_SECONDS = 200

@@ -1,6 +1,6 @@
 """SIGTERM while eight requests run: the probe tells, nothing new is taken, what runs ends whole, or with a word if the time is up.
 
-Quick ones of the kind are in `unit/test_http_server.py`, `unit/test_http_connections.py` and `e2e/test_serve.py`.
+Quick ones of the kind are in `serve/test_http_server.py`, `serve/test_http_connections.py` and `e2e/test_serve.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import Client, Server, asking, serving, text_of
+from trial_server import Client, Server, asking, serving, text_of
 
 N_RUNNING = 8
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from engine_asks import Asked, request, running_engine
+from engine_requests import Asked, request, running_engine
 from tokenizer_files import corpus
 
 from linnet.data.prepare.train_tokenizer import train_sentencepiece

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from fake_prior import FakePrior
 from playground_page import Asked, ended, needs_browser
 from playground_server import SingingModel, serving
 from playwright.sync_api import Page, expect
-from prior_fake import FakePrior
 from waiting import until
 
 pytestmark = needs_browser
