@@ -161,12 +161,12 @@ def test_a_program_is_never_ended_by_ctrl_c() -> None:
     """Before there is something to save, and at the second signal, it gets KeyboardInterrupt; the first in between saves."""
     interrupt = Interrupt()
     with pytest.raises(KeyboardInterrupt):
-        interrupt.signalled_within(signal.SIGINT, None)
+        interrupt.handle_embedded(signal.SIGINT, None)
     interrupt.may_save()
-    interrupt.signalled_within(signal.SIGINT, None)
+    interrupt.handle_embedded(signal.SIGINT, None)
     assert interrupt.requested
     with pytest.raises(KeyboardInterrupt):
-        interrupt.signalled_within(signal.SIGINT, None)
+        interrupt.handle_embedded(signal.SIGINT, None)
 
 
 def test_ctrl_c_saves_the_run_and_returns(config: Path, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError
 from linnet.data import load_dataset
 from linnet.runs.folder import RunFolder
+from linnet.train.initial_state import open_task
 from linnet.train.resume import check_resumable
-from linnet.train.tasks import open_task
 
 
 @pytest.mark.parametrize(

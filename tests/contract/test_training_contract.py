@@ -28,10 +28,10 @@ from linnet.runs.folder import RunFolder
 from linnet.runs.load import open_state
 from linnet.runs.metrics import read_metrics
 from linnet.runs.state import TrainState, fresh_state, model_weights
+from linnet.train.initial_state import open_task
 from linnet.train.loop import train
 from linnet.train.step import make_step, update
 from linnet.train.task import Task
-from linnet.train.tasks import open_task
 
 SLOW = [pytest.param(name, marks=pytest.mark.trial) for name in ("moe", "vq-moe")]
 """Where compiling takes longer than the test is worth every time."""

@@ -15,7 +15,8 @@ from linnet.core.errors import UserError
 from linnet.runs.folder import RunFolder
 from linnet.runs.load import open_state
 from linnet.runs.metrics import read_metrics
-from linnet.train.loop import NotFinite, train
+from linnet.train.loop import train
+from linnet.train.run_log import NotFinite
 
 
 @pytest.fixture(scope="module")

@@ -147,8 +147,8 @@ def keep_remarks(config: RunConfig, out: Path, remarks: Sequence[str]) -> None:
 
     from linnet.runs.folder import RunFolder
     from linnet.runs.metrics import MetricsLog, require_trackers
+    from linnet.train.initial_state import open_task
     from linnet.train.resume import check_resumable
-    from linnet.train.tasks import open_task
 
     folder = RunFolder(out)
     require_trackers(config.train.trackers)

@@ -20,6 +20,11 @@ T = TypeVar("T")
 _ROOM = 1024  # Bytes. Messages are padded to a multiple of it, so that one compiled program serves nearly all.
 
 
+def is_process0() -> bool:
+    """Whether this is process 0, which writes the files of a run."""
+    return jax.process_index() == 0
+
+
 def all_gather_json(value: Any) -> list[Any]:
     """Gather a small JSON value from each process, in order of process index."""
     if jax.process_count() == 1:
@@ -39,7 +44,7 @@ def broadcast_from_process0(choose: Callable[[], T]) -> T:
     """
     if jax.process_count() == 1:
         return choose()
-    if jax.process_index() != 0:
+    if not is_process0():
         chosen, refused = all_gather_json(None)[0]
         if refused is not None:
             raise UserError(refused)

@@ -20,7 +20,7 @@ class Vocabulary:
     """Height, width and channels of an image; None for text."""
 
 
-def keep(folder: Path, data: TokenDataset) -> None:
+def save_vocabulary(folder: Path, data: TokenDataset) -> None:
     """Save the data's tokenizer to the run folder if there is none yet; otherwise check that they match."""
     if not has_tokenizer(folder):
         data.tokenizer.save(folder)

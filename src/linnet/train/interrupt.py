@@ -28,41 +28,41 @@ class Interrupt:
 
     def __init__(self) -> None:
         self._event = threading.Event()
-        self._saves = self._all_saved = False
+        self._may_save = self._may_exit = False
 
     @property
     def requested(self) -> bool:
         return self._event.is_set()
 
     def may_save(self) -> None:
-        self._saves = True
+        self._may_save = True
 
-    def all_saved(self) -> None:
+    def allow_exit(self) -> None:
         """Make the first signal end the process: all weights are saved, and a resume repeats the remaining evaluation."""
-        self._all_saved = True
+        self._may_exit = True
 
-    def signalled_within(self, number: int, frame: FrameType | None) -> None:
+    def handle_embedded(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in a program that calls the trainer, such as a notebook: never end its process."""
-        if self._event.is_set() or self._all_saved or not self._saves:
+        if self._event.is_set() or self._may_exit or not self._may_save:
             raise KeyboardInterrupt
-        self.signalled(number)
+        self.handle(number)
 
-    def signalled(self, number: int) -> None:
+    def handle(self, number: int) -> None:
         if self._event.is_set():
-            _leave("Stopped at once: the second signal does not wait.", 128 + number)
+            _exit("Stopped at once: the second signal does not wait.", 128 + number)
         self._event.set()
-        if self._all_saved:
-            _leave(
+        if self._may_exit:
+            _exit(
                 "Stopped before the end of the last evaluation: the weights are saved. Run the same command again to finish.",
                 EXIT_INTERRUPTED,
             )
-        if not self._saves:
-            _leave("Stopped before the first update: there was nothing new to save.", EXIT_INTERRUPTED)
+        if not self._may_save:
+            _exit("Stopped before the first update: there was nothing new to save.", EXIT_INTERRUPTED)
         print("Stopping: finishing this update and saving. A second signal stops at once.", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def watch(*, may_exit: bool = True) -> Iterator[Interrupt]:
+def handle_signals(*, may_exit: bool = True) -> Iterator[Interrupt]:
     """Handle the signals while the context is open. Has no effect outside the main thread, where Python allows no handlers.
 
     Without `may_exit` only Ctrl-C is handled, and raises KeyboardInterrupt where it would end the process."""
@@ -71,7 +71,7 @@ def watch(*, may_exit: bool = True) -> Iterator[Interrupt]:
         yield interrupt
         return
     if not may_exit:
-        old = signal.signal(signal.SIGINT, interrupt.signalled_within)
+        old = signal.signal(signal.SIGINT, interrupt.handle_embedded)
         try:
             yield interrupt
         finally:
@@ -83,7 +83,7 @@ def watch(*, may_exit: bool = True) -> Iterator[Interrupt]:
     def listen() -> None:
         while byte := os.read(reader, 1):
             if byte[0] in SIGNALS:
-                interrupt.signalled(byte[0])
+                interrupt.handle(byte[0])
 
     def ignore(number: int, frame: FrameType | None) -> None:
         """Do nothing: the thread acts. Python writes to the wakeup pipe only for signals that have a Python handler."""
@@ -103,6 +103,6 @@ def watch(*, may_exit: bool = True) -> Iterator[Interrupt]:
         os.close(reader)
 
 
-def _leave(message: str, code: int) -> None:
+def _exit(message: str, code: int) -> None:
     print(message, file=sys.stderr, flush=True)
     os._exit(code)

@@ -16,7 +16,7 @@ from linnet.runs import vocabulary
 from linnet.runs.state import TrainState, model_weights
 from linnet.runs.vocabulary import Vocabulary
 from linnet.tokenizers.base import Tokenizer
-from linnet.train.task import EvalResult, TrainMetrics, Watch, scalars
+from linnet.train.task import EvalResult, TrackBatches, TrainMetrics, scalars
 
 
 class LMTask:
@@ -44,24 +44,24 @@ class LMTask:
     def fingerprint(self) -> str:
         return self._data.fingerprint
 
-    def keep(self, folder: Path) -> None:
-        vocabulary.keep(folder, self._data)
+    def save_vocabulary(self, folder: Path) -> None:
+        vocabulary.save_vocabulary(folder, self._data)
 
     def describe(self) -> dict[str, Any]:
         return self._data.describe()
 
-    def amount(self) -> str:
+    def describe_amount(self) -> str:
         return f"{self._data.train.n_tokens:,} training tokens"
 
-    def batch(self, step: int, share: int = 0, n_shares: int = 1) -> Batch:
-        return self._data.batch(step, share, n_shares)
+    def batch(self, step: int, host: int = 0, n_hosts: int = 1) -> Batch:
+        return self._data.batch(step, host, n_hosts)
 
-    def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> TrainMetrics:
+    def train_metrics(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> TrainMetrics:
         del step
         nats = float(values["loss_lm_per_token_unscaled"]) / max(float(values["loss_mask_per_token"]), 1e-9)
         per_byte = self._data.train.n_tokens / self._data.train.n_bytes / math.log(2)
         committed = {"loss_commit": values["loss_commit_per_token"]} if "loss_commit_per_token" in values else {}
-        record = {
+        metrics = {
             **scalars(values),
             "loss": nats,
             "loss_total": values["loss"],
@@ -69,9 +69,9 @@ class LMTask:
             "bits_per_byte": nats * per_byte,
             **rates,
         }
-        return TrainMetrics(record=record, loss=nats, per_second=rates["tokens_per_second"])
+        return TrainMetrics(metrics=metrics, loss=nats, per_second=rates["tokens_per_second"])
 
-    def evaluate(self, state: TrainState, watch: Watch) -> EvalResult:
+    def evaluate(self, state: TrainState, track: TrackBatches) -> EvalResult:
         params, buffers = model_weights(state)
         limit, data = self._cfg.train.eval_sequences, self._data
         n = data.validation.n_windows if limit is None else min(limit, data.validation.n_windows)
@@ -86,15 +86,15 @@ class LMTask:
             nats=self._nats,
             mesh=cast(Any, state.step.sharding).mesh,
             limit=limit,
-            progress=lambda batches: watch(batches, "validation", n_batch),
+            progress=lambda batches: track(batches, "validation", n_batch),
         )
         return EvalResult(
-            record={name: value for name, value in result.to_json().items() if name != "per_position"},
+            metrics={name: value for name, value in result.to_json().items() if name != "per_position"},
             loss=result.loss,
             summary=f"validation {result.bits_per_byte:.4f} bits per {result.unit} ({result.loss:.4f} nats per token)",
         )
 
-    def show(self, state: TrainState, step: int, folder: Path) -> None:
+    def write_sample(self, state: TrainState, step: int, folder: Path) -> None:
         params, buffers = model_weights(state)
         n_token = self._cfg.train.sample_tokens
         if n_token:
@@ -105,5 +105,5 @@ class LMTask:
     def has_sample(self, step: int, folder: Path) -> bool:
         return not self._cfg.train.sample_tokens or sample_path(folder, step, self._data.shape).exists()
 
-    def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> EvalResult:
+    def test(self, state: TrainState, step: int, folder: Path, track: TrackBatches) -> EvalResult:
         raise AssertionError("`linnet eval --split test` reads it when asked to")

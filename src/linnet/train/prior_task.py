@@ -12,7 +12,7 @@ from linnet.evaluate import retrieval
 from linnet.evaluate.prior import PriorEvaluation, check_fit, evaluate_prior
 from linnet.optim import ema
 from linnet.runs.state import TrainState
-from linnet.train.task import EvalResult, TrainMetrics, Watch, scalars
+from linnet.train.task import EvalResult, TrackBatches, TrainMetrics, scalars
 
 
 class PriorTask:
@@ -27,24 +27,24 @@ class PriorTask:
         self.n_validation, self.n_test = self._pairs.n_rows("validation"), self._pairs.n_rows("test")
         self.n_per_update = cfg.data.batch_size
 
-    def keep(self, folder: Path) -> None:
+    def save_vocabulary(self, folder: Path) -> None:
         """Save nothing: the config already names the pairs."""
         del folder
 
     def describe(self) -> dict[str, Any]:
         return self._pairs.describe()
 
-    def amount(self) -> str:
+    def describe_amount(self) -> str:
         return f"{self._pairs.n_rows('train'):,} training pairs"
 
-    def batch(self, step: int, share: int = 0, n_shares: int = 1) -> PairBatch:
-        return self._pairs.batch(step, share, n_shares)
+    def batch(self, step: int, host: int = 0, n_hosts: int = 1) -> PairBatch:
+        return self._pairs.batch(step, host, n_hosts)
 
-    def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> TrainMetrics:
+    def train_metrics(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> TrainMetrics:
         seen = step * self._cfg.data.batch_size
         average = ema.settings(self._cfg.train)
         speed = rates["tokens_per_second"]
-        record = {
+        metrics = {
             **{name: value for name, value in scalars(values).items() if name != "loss_diffusion"},
             "loss": values["loss"],
             "mfu": rates["mfu"],
@@ -55,13 +55,13 @@ class PriorTask:
             "tracking/epoch": seen // self._pairs.n_rows("train"),
             **({} if average is None else {"tracking/ema-decay": float(ema.decay(average, step))}),
         }
-        return TrainMetrics(record=record, loss=float(values["loss"]), per_second=speed)
+        return TrainMetrics(metrics=metrics, loss=float(values["loss"]), per_second=speed)
 
-    def evaluate(self, state: TrainState, watch: Watch) -> EvalResult:
-        result = self._evaluated(state, "validation", watch, self._cfg.train.eval_sequences)
-        return EvalResult(record=_record(result), loss=result.loss, summary=result.summary())
+    def evaluate(self, state: TrainState, track: TrackBatches) -> EvalResult:
+        result = self._evaluated(state, "validation", track, self._cfg.train.eval_sequences)
+        return EvalResult(metrics=_metrics(result), loss=result.loss, summary=result.summary())
 
-    def show(self, state: TrainState, step: int, folder: Path) -> None:
+    def write_sample(self, state: TrainState, step: int, folder: Path) -> None:
         """No preview: embeddings are shown by `linnet sample` and in the report."""
         del state, step, folder
 
@@ -69,14 +69,14 @@ class PriorTask:
         """Always true: a prior writes no samples."""
         return True
 
-    def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> EvalResult:
-        result = self._evaluated(state, "test", watch, None, choose=True)
+    def test(self, state: TrainState, step: int, folder: Path, track: TrackBatches) -> EvalResult:
+        result = self._evaluated(state, "test", track, None, choose=True)
         if result.predicted:
             write_retrieval(folder, self._pairs, result, step)
-        return EvalResult(record=_record(result), loss=result.loss, summary=result.summary())
+        return EvalResult(metrics=_metrics(result), loss=result.loss, summary=result.summary())
 
     def _evaluated(
-        self, state: TrainState, split: str, watch: Watch, limit: int | None, choose: bool = False
+        self, state: TrainState, split: str, track: TrackBatches, limit: int | None, choose: bool = False
     ) -> PriorEvaluation:
         weights = {"online": state.params} | ({} if state.ema is None else {"ema": state.ema})
         n = self._pairs.n_rows(split) if limit is None else min(limit, self._pairs.n_rows(split))
@@ -88,11 +88,11 @@ class PriorTask:
             split,
             limit=limit,
             choose=choose,
-            progress=lambda batches: watch(batches, split, n_batch),
+            progress=lambda batches: track(batches, split, n_batch),
         )
 
 
-def _record(result: PriorEvaluation) -> dict[str, Any]:
+def _metrics(result: PriorEvaluation) -> dict[str, Any]:
     """Metrics of an evaluation, with the recall of the true image among all evaluated images."""
     found = {}
     for n_step, predicted in result.predicted.items():

@@ -21,7 +21,7 @@ MIN_SECONDS = 0.01
 """Minimum excess of host time per update; smaller differences are noise."""
 
 
-class Watch(Protocol):
+class PeerMonitor(Protocol):
     def stepped(self, step: int, host_seconds: float) -> None:
         """Record an update. `host_seconds`: host time this process spent on it, mostly preparing the batch."""
         ...
@@ -100,7 +100,7 @@ def stragglers(signs: Mapping[int, Beat]) -> dict[int, str]:
 @contextlib.contextmanager
 def monitor(
     *, log: Callable[[int, str], None], notify: Callable[[str], None], saved: Callable[[], int | None]
-) -> Iterator[Watch]:
+) -> Iterator[PeerMonitor]:
     """Monitor the peers while the context is open.
 
     `log(step, message)` logs an event of the run and displays it; `notify` only displays, from any thread; `saved` returns the last

@@ -11,7 +11,7 @@ import jax
 
 from linnet.runs.state import TrainState
 
-Watch = Callable[[Iterable[Any], str, int], Iterable[Any]]
+TrackBatches = Callable[[Iterable[Any], str, int], Iterable[Any]]
 """Iterates over batches with a progress display (label, number of batches); raises `Interrupted` to abort."""
 
 
@@ -21,7 +21,7 @@ class Interrupted(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    record: dict[str, Any]
+    metrics: dict[str, Any]
     """Values for metrics.jsonl."""
     loss: float
     """Loss by which the best checkpoint is chosen."""
@@ -31,7 +31,8 @@ class EvalResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainMetrics:
-    record: dict[str, Any]
+    metrics: dict[str, Any]
+    """Values for metrics.jsonl."""
     loss: float
     """Loss for the progress display."""
     per_second: float
@@ -68,29 +69,29 @@ class Task(Protocol):
         """Fingerprint of the data."""
         ...
 
-    def keep(self, folder: Path) -> None:
-        """Save to the run folder what later readers need of the data (the tokenizer)."""
+    def save_vocabulary(self, folder: Path) -> None:
+        """Save the tokenizer to the run folder, for those who load the run later."""
         ...
 
     def describe(self) -> dict[str, Any]:
         """Describe the data as JSON values, with a list of `warnings`."""
         ...
 
-    def amount(self) -> str:
+    def describe_amount(self) -> str:
         """Amount of training data, as text for the log."""
         ...
 
-    def batch(self, step: int, share: int = 0, n_shares: int = 1) -> Any:
-        """Return the `share`-th of `n_shares` equal parts of an update's rows."""
+    def batch(self, step: int, host: int = 0, n_hosts: int = 1) -> Any:
+        """Return the rows of an update that the `host`-th of `n_hosts` reads."""
         ...
 
-    def logged(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> TrainMetrics:
-        """Metrics of a training step; `values` are the metrics returned by the update."""
+    def train_metrics(self, step: int, values: dict[str, Any], rates: dict[str, float]) -> TrainMetrics:
+        """Return what is logged of a step. `values`: the metrics returned by the update; `rates`: the throughput."""
         ...
 
-    def evaluate(self, state: TrainState, watch: Watch) -> EvalResult: ...
+    def evaluate(self, state: TrainState, track: TrackBatches) -> EvalResult: ...
 
-    def show(self, state: TrainState, step: int, folder: Path) -> None:
+    def write_sample(self, state: TrainState, step: int, folder: Path) -> None:
         """Write a sample of the model's output at this step."""
         ...
 
@@ -98,7 +99,7 @@ class Task(Protocol):
         """Whether the sample of this step is already written (or none is needed)."""
         ...
 
-    def test(self, state: TrainState, step: int, folder: Path, watch: Watch) -> EvalResult:
+    def test(self, state: TrainState, step: int, folder: Path, track: TrackBatches) -> EvalResult:
         """Evaluate a finished run on the test split; `folder` is the run's folder."""
         ...
 
