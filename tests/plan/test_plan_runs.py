@@ -39,7 +39,7 @@ N_PARAMS = params.count(registry.get("vq").param_specs(VQ.model))
 @pytest.fixture(scope="module")
 def plans() -> dict[str, TrainingPlan]:
     runs = {"fsdp": planning.with_mesh(VQ, "fsdp=4"), "moe": MOE}
-    return dict(zip(runs, planning.plan_apart(list(runs.values())), strict=True))
+    return dict(zip(runs, planning.plan_in_subprocess(list(runs.values())), strict=True))
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_a_large_mesh_is_planned_from_a_part_of_it() -> None:
     """The same per device on 4,096 devices as on the 2,048 that were compiled."""
     large = dataclasses.replace(VQ, mesh="data=4096", data=dataclasses.replace(VQ.tokens, batch_size=4096))
     half = dataclasses.replace(VQ, mesh="data=2048", data=dataclasses.replace(VQ.tokens, batch_size=2048))
-    (of_large,), (of_half,) = planning.plan_apart([large]), planning.plan_apart([half])
+    (of_large,), (of_half,) = planning.plan_in_subprocess([large]), planning.plan_in_subprocess([half])
     assert of_large.compiled_mesh == "data=2048"
     assert of_large.memory == of_half.memory
     assert of_large.program.flops == of_half.program.flops

@@ -93,7 +93,7 @@ def _plan_training(flags: Flags, chip: Chip, hbm: float) -> int:
     if flags.compare_remat:
         runs = [one for run in runs for one in planning.remat_plans(run)]
     plans: list[TrainingPlan] = []
-    for run, plan in zip(runs, planning.plan_apart(runs), strict=True):
+    for run, plan in zip(runs, planning.plan_in_subprocess(runs), strict=True):
         plans.append(plan)
         _log(f"compiled {run.preset} for {plan.mesh or 'one device'}, remat {run.model.remat}", quiet=flags.json)
     best = planning.recommended(plans, chip, hbm)

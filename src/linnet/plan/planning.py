@@ -26,7 +26,7 @@ SHORT_LIST = 4
 """Maximum number of meshes compiled if none is given. Each takes seconds to a minute to compile."""
 
 
-def plan_apart(runs: Sequence[RunConfig], most: int = MAX_DEVICES) -> Iterator[TrainingPlan]:
+def plan_in_subprocess(runs: Sequence[RunConfig], max_devices: int = MAX_DEVICES) -> Iterator[TrainingPlan]:
     """Yield the plans of these runs, compiled in a separate process: fake devices must be set up before JAX is initialized."""
     command = [sys.executable, "-m", "linnet.plan.training"]
     with (
@@ -36,7 +36,7 @@ def plan_apart(runs: Sequence[RunConfig], most: int = MAX_DEVICES) -> Iterator[T
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            json.dump({"runs": [dataclasses.asdict(cfg) for cfg in runs], "most": most}, process.stdin)
+            json.dump({"runs": [dataclasses.asdict(cfg) for cfg in runs], "max_devices": max_devices}, process.stdin)
             process.stdin.close()
             for line in process.stdout:
                 yield result.from_json(json.loads(line))

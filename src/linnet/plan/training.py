@@ -36,11 +36,11 @@ from linnet.runs.state import abstract_state
 from linnet.train.step import make_step
 
 
-def plan_training(cfg: RunConfig, most: int = MAX_DEVICES) -> TrainingPlan:
-    """Plan the update of a run. For a mesh larger than `most`, a part with a shorter data axis and the same rows per device is
+def plan_training(cfg: RunConfig, max_devices: int = MAX_DEVICES) -> TrainingPlan:
+    """Plan the update of a run. For a mesh larger than `max_devices`, a part with a shorter data axis and the same rows per device is
     compiled, so that memory and work per device are the same; collectives along that axis are extrapolated to its full length."""
     sizes = parse_mesh(cfg.mesh)
-    part, times = _foldable(cfg, most)
+    part, times = _foldable(cfg, max_devices)
     part_sizes = parse_mesh(part.mesh)
     memory, found = _compiled(part)
     if times > 1:
@@ -88,10 +88,10 @@ def _compiled(cfg: RunConfig) -> tuple[Memory, program.Program]:
     return memory, found
 
 
-def _foldable(cfg: RunConfig, most: int) -> tuple[RunConfig, int]:
+def _foldable(cfg: RunConfig, max_devices: int) -> tuple[RunConfig, int]:
     """Return the run with its data axis halved until it can be compiled, and the factor by which it is shorter."""
     sizes, times = parse_mesh(cfg.mesh), 1
-    while n_devices(sizes) > most and sizes["data"] % 4 == 0:
+    while n_devices(sizes) > max_devices and sizes["data"] % 4 == 0:
         sizes["data"] //= 2  # at least 2 remain, because an axis of size 1 has no collectives to extrapolate
         times *= 2
     data: Any = dataclasses.replace(cfg.data, batch_size=cfg.data.batch_size // times)
@@ -153,7 +153,7 @@ def main() -> None:
     configs = [run_from_dict(values) for values in task["runs"]]
     use_fake_devices(min(MAX_DEVICES, max(n_devices(parse_mesh(cfg.mesh)) for cfg in configs)))
     for cfg in configs:
-        print(json.dumps(to_json(plan_training(cfg, task["most"]))), flush=True)
+        print(json.dumps(to_json(plan_training(cfg, task["max_devices"]))), flush=True)
 
 
 if __name__ == "__main__":
