@@ -1,5 +1,5 @@
 # The two commands: `make run` and `make test`. Everything they need is installed into .venv from the lock file.
-# The first Python 3.11 or newer on the PATH; choose another with `make PYTHON=python3.12 ...`.
+# The first Python 3.11 or newer on the PATH is used; choose another one with `make PYTHON=python3.12 ...`.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && echo $$python && break; done)
 VENV := .venv
@@ -38,7 +38,7 @@ unit: setup browser
 test-fast: setup
 	$(BIN)/pytest -n 2 -q --quickly --fast --durations 10 -m 'not slow and not trial'
 
-# The rest: exactness over more settings, meshes, several processes, fresh installs.
+# The slow tests: exactness over more settings, meshes, several processes, fresh installs.
 test-slow: setup browser
 	$(BIN)/pytest -n 2 -q --quickly --durations 25 -m 'slow and not trial'
 	$(BIN)/pytest -n 2 -q --durations 25 -m 'slow and optimized and not trial'
@@ -47,7 +47,7 @@ test-slow: setup browser
 coverage: setup browser
 	$(BIN)/pytest -n 2 -q --quickly -m 'not slow and not trial' --cov --cov-report=term --cov-report=html
 
-# The playground is tested in Chromium, an example with curl. CI installs them; elsewhere, where one is missing, its tests are skipped with a word.
+# Tests of the playground need Chromium, and one example needs curl. CI installs both; elsewhere the tests are skipped if one is missing.
 browser:
 	@if [ "$$CI" = true ] && ! { command -v chromium && command -v curl; } > /dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium curl > /dev/null; \
@@ -56,7 +56,8 @@ browser:
 trials: test-slow
 	$(BIN)/pytest -q -m trial
 
-# The documentation site, in site/. A warning (a dead link, a page outside the navigation) is an error; with --quiet none would be.
+# Build the documentation site in site/. Warnings (a dead link, a page outside the navigation) are errors; do not add --quiet, which would
+# suppress them.
 docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
@@ -65,18 +66,18 @@ docs: .venv-docs/.installed
 	@.venv-docs/bin/python scripts/install_lock.py .github/docs.lock
 	@touch $@
 
-# Comparisons with baselines and load tests of a server: some ten minutes. `linnet bench` has the others.
+# Comparisons with baselines and load tests of a server, about ten minutes. `linnet bench` runs the other benchmarks.
 benchmarks: setup
 	$(BIN)/python -m benchmarks.import_memory
 	$(BIN)/python -m benchmarks.serve_http
 	$(BIN)/python -m benchmarks.scaling
 
-# The wheel and the sdist, built with the locked tools.
+# Build the wheel and the sdist with the locked tools.
 dist: setup
 	rm -rf dist
 	$(BIN)/python -m hatchling build
 
-# Installs the wheel as a user does, with the newest packages that it allows, and runs it.
+# Install the wheel as a user would, with the newest packages that it allows, and run it.
 check-dist: dist
 	rm -rf .venv-wheel
 	$(PYTHON) -m venv .venv-wheel
@@ -84,7 +85,7 @@ check-dist: dist
 	.venv-wheel/bin/python -m pip --disable-pip-version-check check
 	.venv-wheel/bin/linnet verify
 
-# Lists the packages of that environment as a CycloneDX document (after `make check-dist`).
+# List the packages of that environment as a CycloneDX document (after `make check-dist`).
 sbom:
 	@test -x .venv-wheel/bin/linnet || { echo "The wheel is not installed in .venv-wheel. Fix: make check-dist" >&2; exit 1; }
 	rm -rf .venv-sbom sbom
@@ -93,7 +94,7 @@ sbom:
 	mkdir sbom
 	.venv-sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible --output-format JSON --output-file sbom/linnet-lm.cdx.json .venv-wheel/bin/python
 
-# Rewrites the lock files from pyproject.toml (needs uv; not needed to run or to test). Pins that still fit are kept.
+# Rewrite the lock files from pyproject.toml. Needs uv, which is not needed to run or test. Pins that are still valid are kept.
 LOCK := uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --quiet
 lock:
 	$(LOCK) pyproject.toml --extra dev --output-file requirements.lock

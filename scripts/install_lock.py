@@ -16,12 +16,12 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
 def count_packages(lock: str) -> int:
-    """Pinned packages in the text of a lock file, including those for other platforms."""
+    """Count the pinned packages in the text of a lock file, including those for other platforms."""
     return len(re.findall(r"^[A-Za-z0-9._-]+(\[[^\]]*\])?==", lock, re.MULTILINE))
 
 
 def install(lock: Path) -> int:
-    """Runs pip and returns its exit code. Prints one line that counts packages; pip's own output only when it fails."""
+    """Run pip and return its exit code. Prints one line that counts packages; pip's own output only if it fails."""
     total = count_packages(lock.read_text())
     command = (*PIP, "install", "--no-deps", "--require-hashes", "--progress-bar", "off", "-r", str(lock))
     started, seen, output = time.monotonic(), 0, []
@@ -47,7 +47,7 @@ def install(lock: Path) -> int:
 
 
 def _show(lock: Path, text: str, *, always: bool, end: str = "") -> None:
-    """Rewrites one line on a terminal; elsewhere (a CI log) prints only what is marked `always`, a line each."""
+    """Rewrite one line on a terminal; elsewhere (a CI log) print only what is marked `always`, one line each."""
     if sys.stdout.isatty():
         print(f"\rInstalling {lock.name}: {text:<50}", end=end, flush=True)
     elif always:

@@ -1,6 +1,7 @@
-"""Makes the emoji sheets of the package: `python scripts/pack_emoji.py SHEET.png CAPTIONS.json`.
+"""Make the emoji sheets of the package: `python scripts/pack_emoji.py SHEET.png CAPTIONS.json`.
 
-SHEET holds pictures of 64 x 64, 64 in a row. The same input gives the same pixels; run it again only if they change."""
+SHEET contains images of 64 x 64 pixels, 64 per row. The output depends only on the input, so run it again only if that changes.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ def pack(sheet_path: Path, captions_path: Path, out: Path) -> None:
     sheet = Image.open(sheet_path).convert("RGB")
     rows = -(-len(captions) // SHEET_COLUMNS)
     if sheet.size != (SHEET_COLUMNS * SIZE, rows * SIZE):
-        raise SystemExit(f"{sheet_path} is {sheet.size}, not {SHEET_COLUMNS} x {rows} pictures of {SIZE} pixels")
+        raise SystemExit(f"{sheet_path} is {sheet.size}, not {SHEET_COLUMNS} x {rows} images of {SIZE} pixels")
     out.mkdir(exist_ok=True)
     (out / "captions.json").write_text(json.dumps(captions, ensure_ascii=False, indent=0) + "\n")
     for size in SIZES:
-        # The mean over areas; 64 is a multiple of both sizes, so no picture bleeds into the next.
+        # Box filter: 64 is a multiple of both sizes, so images do not bleed into their neighbours.
         sheet.reduce(SIZE // size).save(out / f"{size}.png", optimize=True)
 
 

@@ -1,6 +1,7 @@
-"""Takes the docs' pictures of the playground: `python scripts/playground_screenshots.py TEXT_RUN PIXEL_RUN`, or PRIOR_RUN alone.
+"""Take the screenshots of the playground for docs/: `python scripts/playground_screenshots.py TEXT_RUN PIXEL_RUN`, or PRIOR_RUN alone.
 
-A real server over trained runs, in Chromium. PNGs go to docs/; their colours are reduced so that each stays small."""
+They show Chromium on a real server with trained runs. The palette of each PNG is reduced to keep the file small.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +18,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
 CHROMIUM = Path("/usr/bin/chromium")
 DOCS = Path(__file__).parent.parent / "docs"
-MOST_BYTES = 150_000
-WIDE, TALL, PHONE = {"width": 1120, "height": 760}, {"width": 1120, "height": 880}, {"width": 390, "height": 780}
+MAX_BYTES = 150_000
+WIDE, TALL, PHONE = (ViewportSize(width=w, height=h) for w, h in ((1120, 760), (1120, 880), (390, 780)))
 PROMPT = "The '''common linnet''' is a small "
 
 
 @contextlib.contextmanager
 def serving(**runs: str) -> Iterator[str]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     program = str(Path(sys.executable).with_name("linnet"))
     named = [f"{name}={folder}" for name, folder in runs.items()]
     command = [program, "serve", *named, "--port", str(port), "--slots", "8" if "prior" in runs else "1"]
@@ -42,7 +43,7 @@ def serving(**runs: str) -> Iterator[str]:
                 break
             time.sleep(0.2)
         if process.poll() is not None:
-            raise SystemExit(f"the server ended. Fix: see what `{' '.join(command)}` says.")
+            raise SystemExit(f"the server exited. Fix: see the output of `{' '.join(command)}`.")
         yield address
     finally:
         process.terminate()
@@ -54,27 +55,27 @@ def run(page: Page, prompt: str, n_tokens: int, seed: int) -> None:
         page.fill(f"#f-{field}", str(value))
     page.fill("#prompt", prompt)
     page.click("#run")
-    ended(page)
+    wait_until_done(page)
 
 
-def ended(page: Page) -> None:
+def wait_until_done(page: Page) -> None:
     expect(page.locator("#status")).to_contain_text("seed", timeout=60_000)
     expect(page.locator("#run")).to_have_attribute("aria-disabled", "false", timeout=60_000)
 
 
-def keep(page: Page, name: str) -> None:
+def save_screenshot(page: Page, name: str) -> None:
     with Image.open(io.BytesIO(page.screenshot())) as shot:
         file = io.BytesIO()
         shot.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
-    if len(file.getvalue()) > MOST_BYTES:
-        raise SystemExit(f"{name} has {len(file.getvalue())} bytes, more than {MOST_BYTES}")
+    if len(file.getvalue()) > MAX_BYTES:
+        raise SystemExit(f"{name} has {len(file.getvalue())} bytes, more than {MAX_BYTES}")
     path = DOCS / f"playground_{name}.png"
     path.write_bytes(file.getvalue())
     print(f"{path.name}: {len(file.getvalue()):,} bytes")
 
 
 def hover_surprise(page: Page) -> None:
-    """The alternatives of the token with the deepest shade, far enough to the left that they hide nothing beside the text."""
+    """Show the alternatives of the token with the deepest shade, among those so far to the left that the popup hides nothing else."""
     deepest = """nodes => {
         const shade = n => Number(getComputedStyle(n).backgroundColor.match(/[\\d.]+/g)[3] ?? 1);
         const rows = nodes.map((n, i) => [n.getBoundingClientRect(), n.textContent.trim() ? shade(n) : 0, i]);
@@ -96,7 +97,7 @@ def shoot(page: Page, address: str) -> None:
     page.select_option("#model", "text")
     run(page, PROMPT, 420, 3)
     hover_surprise(page)
-    keep(page, "text")
+    save_screenshot(page, "text")
 
     page.mouse.move(2, 2)
     page.click("#session-new")
@@ -105,26 +106,26 @@ def shoot(page: Page, address: str) -> None:
     for i, prompt in enumerate((PROMPT, "\n== Song ==\n", "\n== Nest ==\n")):
         run(page, prompt, 150, i)
     page.evaluate("scrollTo(0, 0)")
-    keep(page, "meter")
+    save_screenshot(page, "meter")
     page.set_viewport_size(WIDE)
 
     page.emulate_media(color_scheme="dark")
     page.select_option("#session-pick", index=0)
     run(page, PROMPT, 420, 5)
     hover_surprise(page)
-    keep(page, "dark")
+    save_screenshot(page, "dark")
 
     page.mouse.move(2, 2)
     page.emulate_media(color_scheme="light")
     page.set_viewport_size(TALL)
     page.select_option("#model", "pixels")
     page.fill("#f-temperature", "1")
-    for seed in range(4):  # earlier ones stay below as small pictures
+    for seed in range(4):  # earlier images stay below as thumbnails
         page.fill("#f-seed", str(seed))
         page.click("#run")
         expect(page.locator("#status")).to_contain_text("Done", timeout=60_000)
-        ended(page)
-    # A picture takes less than a second: stopped by the page itself in the middle, or it would be whole by the time it is taken.
+        wait_until_done(page)
+    # An image takes less than a second, so the page itself stops it in the middle; otherwise it would be complete in the screenshot.
     page.evaluate(
         """() => new MutationObserver(() => { if (canvas.dataset.rows >= 9) document.querySelector("#stop").click(); })
             .observe(canvas, { attributeFilter: ["data-rows"] })"""
@@ -132,14 +133,14 @@ def shoot(page: Page, address: str) -> None:
     page.fill("#f-seed", "4")
     page.click("#run")
     expect(page.locator("#status")).to_contain_text("Stopped", timeout=60_000)
-    keep(page, "pixels")
+    save_screenshot(page, "pixels")
 
     page.set_viewport_size(PHONE)
     page.select_option("#model", "text")
     run(page, PROMPT, 200, 3)
     page.evaluate("document.querySelector('#answer').scrollIntoView()")
     page.locator("#paper .tok").nth(30).click()
-    keep(page, "phone")
+    save_screenshot(page, "phone")
 
 
 def shoot_prior(page: Page, address: str) -> None:
@@ -154,7 +155,7 @@ def shoot_prior(page: Page, address: str) -> None:
     expect(page.locator("#status")).to_contain_text("Done", timeout=60_000)
     page.mouse.move(2, 2)
     page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
-    keep(page, "prior")
+    save_screenshot(page, "prior")
 
 
 def main() -> None:

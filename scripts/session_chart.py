@@ -1,4 +1,4 @@
-"""Measures one session of a growing number of tokens and draws docs/session_size.svg:
+"""Measure one session at a growing number of tokens, and draw docs/session_size.svg:
 
     linnet serve runs/quickstart
     python scripts/session_chart.py runs/quickstart > session.json

@@ -45,7 +45,7 @@ def _is_all(node: ast.Assign) -> bool:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    file = type(next(iter(files)))  # mkdocs is not imported: only the environment of `make docs` has it
+    file: Any = type(next(iter(files)))  # mkdocs is not imported: only the environment of `make docs` has it
     generated = {
         "index.md": home_page((ROOT / "README.md").read_text()),
         "reference.md": reference_page((ROOT / "src" / "linnet" / "__init__.py").read_text()),

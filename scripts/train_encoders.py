@@ -1,10 +1,11 @@
-"""Trains the built-in encoder pair on the emoji's training split and writes its weights:
+"""Train the built-in encoder pair on the emoji's training split, and write its weights:
 
     python scripts/train_encoders.py [--teacher PAIRS.npz] [--steps N] [--out FILE]
 
-Captions and pictures of the same emoji are drawn together, others apart. A teacher is a file of stronger embeddings of the same
-emoji (`text_embed`, `image_embed`, `caption`, one space for both); only its rows of training captions are used. Pictures are
-shifted, mirrored and partly covered; keywords and whole words are left out at random, so that a bare name is understood too.
+The loss is contrastive: a caption and an image of the same emoji attract each other, all others repel. A teacher is a file with
+stronger embeddings of the same emoji (`text_embed`, `image_embed`, `caption`, in one common space); only its rows of training captions
+are used. Images are shifted, mirrored and partly covered; keywords and words are dropped at random, so that a bare name is encoded
+well too.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from linnet.data.encoders.hashed_ngrams import KEYWORD, featurize
 from linnet.data.sources.emoji import concept, open_emoji
 
 BATCH = 128
-MOST_WORDS = 1024
-"""Different ones in a batch."""
+MAX_WORDS = 1024
+"""Maximum number of distinct words in a batch."""
 TEMPERATURE = 0.05
 EMA = 0.995
 
@@ -41,53 +42,56 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--decay", type=float, default=0.5)
-    parser.add_argument("--match", type=float, default=4.0, help="weight of matching the teacher's own vectors")
+    parser.add_argument(
+        "--match", type=float, default=4.0, help="weight of the cosine loss to the teacher's own embeddings"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=builtin.WEIGHTS)
     args = parser.parse_args()
-    pictures, captions, split = open_emoji(network.SIZE)
+    images, captions, split = open_emoji(network.SIZE)
     train = np.flatnonzero(np.array(split) == "train")
     teacher = _teacher(args.teacher, captions) if args.teacher else None
-    draw = _Draw(pictures[train], [captions[i] for i in train], teacher and [t[:, train] for t in teacher])
+    batches = _Batches(images[train], [captions[i] for i in train], teacher and [t[:, train] for t in teacher])
 
     schedule = optax.warmup_cosine_decay_schedule(0, args.lr, 50, args.steps)
     matrices = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
-    optimiser = optax.chain(
+    optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=args.decay, mask=matrices)
     )
     params = weights.init(network.specs(), rng.root(args.seed))
-    state, average = optimiser.init(params), params
+    state, average = optimizer.init(params), params
 
     @jax.jit
     def step(params: Any, state: Any, average: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
         loss, grads = jax.value_and_grad(_loss)(params, batch, args.match)
-        updates, state = optimiser.update(grads, state, params)
+        updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         return params, state, jax.tree.map(lambda a, p: EMA * a + (1 - EMA) * p, average, params), loss
 
     start = time.time()
     for i in range(args.steps):
-        params, state, average, loss = step(params, state, average, draw.batch(args.seed, i))
+        params, state, average, loss = step(params, state, average, batches.batch(args.seed, i))
         if i % 100 == 99 or i == args.steps - 1:
             builtin.save(average, args.out)
             print(
-                f"{i + 1} {time.time() - start:.0f}s loss {loss:.3f} {_figures(args.out, ('validation',))}", flush=True
+                f"{i + 1} {time.time() - start:.0f}s loss {loss:.3f} {_format_metrics(args.out, ('validation',))}",
+                flush=True,
             )
-    print("validation and test:", _figures(args.out, ("validation", "test")))
+    print("validation and test:", _format_metrics(args.out, ("validation", "test")))
 
 
-def _figures(path: Path, splits: Sequence[str]) -> str:
-    """Of the weights as they were written. Settings were chosen by the validation concepts; test is looked at in the end."""
-    pictures, captions, split_of = open_emoji(network.SIZE)
+def _format_metrics(path: Path, splits: Sequence[str]) -> str:
+    """Evaluate the weights in the file. Settings were chosen by the validation concepts; the test concepts are used at the end."""
+    images, captions, split_of = open_emoji(network.SIZE)
     rows = [i for i, split in enumerate(split_of) if split in splits]
     encoder = builtin.BuiltIn(builtin.load(path))
-    text, image = encoder.embed_texts([captions[i] for i in rows]), encoder.embed_images(pictures[rows])
-    found = {"cosine": float((text * image).sum(-1).mean()), **recall(text, image)}
-    return f"among {len(rows)}: " + " ".join(f"{name} {value:.3f}" for name, value in found.items())
+    text, image = encoder.embed_texts([captions[i] for i in rows]), encoder.embed_images(images[rows])
+    metrics = {"cosine": float((text * image).sum(-1).mean()), **recall(text, image)}
+    return f"among {len(rows)}: " + " ".join(f"{name} {value:.3f}" for name, value in metrics.items())
 
 
 def _teacher(path: Path, captions: list[str]) -> list[np.ndarray]:
-    """[styles, emoji, D] of text and image: rows are found by their captions' order within each style."""
+    """Return the embeddings [styles, emoji, D] of text and image. Within each style, the rows must have the order of the captions."""
     with np.load(path) as file:
         source, caption = file["source"], file["caption"]
         styles = [np.flatnonzero(source == name) for name in dict.fromkeys(source.tolist())]
@@ -97,13 +101,13 @@ def _teacher(path: Path, captions: list[str]) -> list[np.ndarray]:
         ]
 
 
-class _Draw:
-    """Batches: a pure function of (seed, step). Concepts with many variants are drawn less often a picture."""
+class _Batches:
+    """Batches as a pure function of (seed, step). Each image of a concept with many variants is sampled less often."""
 
-    def __init__(self, pictures: np.ndarray, captions: list[str], teacher: Any) -> None:
-        self.pictures, self.captions, self.teacher = pictures, captions, teacher
+    def __init__(self, images: np.ndarray, captions: list[str], teacher: Any) -> None:
+        self.images, self.captions, self.teacher = images, captions, teacher
         if teacher:
-            # What the styles of one emoji have in common is what its caption can tell.
+            # A caption describes only what all styles of its emoji have in common.
             mean = teacher[1].mean(0)
             self.mean = mean / np.linalg.norm(mean, axis=-1, keepdims=True)
         concepts = [concept(caption) for caption in captions]
@@ -113,7 +117,7 @@ class _Draw:
         bag = featurize(captions)
         used = int((bag.words > 0).sum(1).max())
         self.bags = bag._replace(words=bag.words[:, :used], parts=bag.parts[:, :used])
-        _, self.same = np.unique(pictures.reshape(len(pictures), -1), axis=0, return_inverse=True)
+        _, self.same = np.unique(images.reshape(len(images), -1), axis=0, return_inverse=True)
         self.sided = np.array(
             [any(w in c for w in ("left", "right", "flag", "button", "keycap", "letter")) for c in captions]
         )
@@ -126,9 +130,9 @@ class _Draw:
         drop = (parts == KEYWORD) & (bare | (random.random(words.shape) < 0.3)) | (random.random(words.shape) < 0.1)
         kept = np.where(drop, 0, words)
         words = np.where((kept > 0).any(1, keepdims=True), kept, words)
-        # Only the words of this batch; 0 stays the first of them.
+        # Keep only the words of this batch; word 0 stays first.
         used, numbers = np.unique(np.append(words, 0), return_inverse=True)
-        features = np.zeros((MOST_WORDS, self.bags.features.shape[1]), np.int32)
+        features = np.zeros((MAX_WORDS, self.bags.features.shape[1]), np.int32)
         features[: len(used)] = self.bags.features[used]
         features[:, 0] *= random.random(len(features)) > 0.4
         features *= random.random(features.shape) > 0.2
@@ -136,7 +140,7 @@ class _Draw:
             "features": features,
             "words": numbers[:-1].reshape(words.shape).astype(np.int32),
             "parts": parts,
-            "pixels": self._altered(self.pictures[rows], self.sided[rows], random),
+            "pixels": self._augment(self.images[rows], self.sided[rows], random),
             "same": self.same[rows],
         }
         if self.teacher:
@@ -151,9 +155,9 @@ class _Draw:
             }
         return batch
 
-    def _altered(self, pictures: np.ndarray, sided: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """Turned, made larger or smaller, moved, mirrored unless the side matters, tinted, and half of them partly covered."""
-        n, size = len(pictures), network.SIZE
+    def _augment(self, images: np.ndarray, sided: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """Rotate, scale, shift, mirror (unless left and right matter) and tint the images, and cover a part of half of them."""
+        n, size = len(images), network.SIZE
         turn, scale = random.uniform(-0.25, 0.25, n), np.exp(random.uniform(-0.2, 0.2, n))
         mirror = np.where(~sided & (random.random(n) < 0.5), -1.0, 1.0)
         grid = np.arange(size) - (size - 1) / 2
@@ -161,7 +165,7 @@ class _Draw:
         cos, sin = ((f(turn) * scale)[:, None, None] for f in (np.cos, np.sin))
         dy, dx = random.uniform(-3, 3, (2, n, 1, 1))
         middle = (size - 1) / 2
-        out = _sampled(pictures, cos * y + sin * x + dy + middle, cos * x - sin * y + dx + middle)
+        out = _interpolate(images, cos * y + sin * x + dy + middle, cos * x - sin * y + dx + middle)
         for i in np.flatnonzero(random.random(n) < 0.5):
             top, left = random.integers(0, size - 10, 2)
             out[i, top : top + 10, left : left + 10] = random.integers(0, 256)
@@ -169,15 +173,15 @@ class _Draw:
         return np.clip(out * gain + shift, 0, 255).astype(np.float32)
 
 
-def _sampled(pictures: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Between pixels by their distance; beyond the edge is the edge."""
-    last = pictures.shape[1] - 1
+def _interpolate(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Sample the images at these coordinates, bilinearly; coordinates beyond the edge are clamped."""
+    last = images.shape[1] - 1
     y, x = np.clip(y, 0, last), np.clip(x, 0, last)
     y0, x0 = np.minimum(y.astype(int), last - 1), np.minimum(x.astype(int), last - 1)
     fy, fx = (y - y0)[..., None].astype(np.float32), (x - x0)[..., None].astype(np.float32)
-    row = np.arange(len(pictures))[:, None, None]
-    upper = pictures[row, y0, x0] * (1 - fx) + pictures[row, y0, x0 + 1] * fx
-    lower = pictures[row, y0 + 1, x0] * (1 - fx) + pictures[row, y0 + 1, x0 + 1] * fx
+    row = np.arange(len(images))[:, None, None]
+    upper = images[row, y0, x0] * (1 - fx) + images[row, y0, x0 + 1] * fx
+    lower = images[row, y0 + 1, x0] * (1 - fx) + images[row, y0 + 1, x0 + 1] * fx
     return upper * (1 - fy) + lower * fy
 
 
@@ -188,7 +192,7 @@ def _loss(params: Any, batch: Any, match: float) -> Any:
     loss = _contrast(text, image, here, batch["same"], batch["same"])
     loss += _contrast(image, text, here, batch["same"], batch["same"])
     if "rows" in batch:
-        # The teacher's vectors of all training emoji stand beside the right one, not only those of this batch.
+        # The negatives are the teacher's embeddings of all training emoji, not only of those in this batch.
         rows, same = batch["rows"], (batch["same"], batch["all_same"])
         loss += _contrast(text, batch["style"], rows, *same) + _contrast(image, batch["texts"], rows, *same)
         loss += match * (1 - (text * batch["texts"][rows]).sum(-1).mean())
@@ -197,7 +201,7 @@ def _loss(params: Any, batch: Any, match: float) -> Any:
 
 
 def _contrast(rows: Any, others: Any, right: Any, same_rows: Any, same_others: Any) -> Any:
-    """Others with the very same picture are neither right nor wrong."""
+    """Contrastive loss. Other rows with an identical image are neither positives nor negatives."""
     scores = rows @ others.T / TEMPERATURE
     own = jnp.take_along_axis(scores, right[:, None], 1)[:, 0]
     is_own = jnp.arange(len(others)) == right[:, None]

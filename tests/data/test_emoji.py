@@ -118,5 +118,5 @@ def test_the_sheets_can_be_made_again(tmp_path: Path) -> None:
         last = np.asarray(sheet)[16:32, 35 * 16 : 36 * 16]
     assert np.abs(last - cells[1, 35].reshape(16, 4, 16, 4, 3).mean(axis=(1, 3))).max() <= 1
     (tmp_path / "captions.json").write_text(json.dumps(["a caption"] * 200))
-    with pytest.raises(SystemExit, match="not 64 x 4 pictures"):
+    with pytest.raises(SystemExit, match="not 64 x 4 images"):
         pack(tmp_path / "sheet.png", tmp_path / "captions.json", tmp_path / "out")
