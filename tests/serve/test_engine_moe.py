@@ -18,7 +18,7 @@ from linnet.models.moe.cache import BLOCK
 from linnet.serve import state as states
 from linnet.serve.engine import Engine
 from linnet.serve.request import Constraint, Request
-from linnet.serve.sessions import Sessions
+from linnet.serve.sessions import MemorySessions
 from linnet.serve.state import State
 
 pytestmark = pytest.mark.optimized
@@ -124,7 +124,7 @@ def test_state_of_a_quantized_model_is_16_bit(engine: Engine) -> None:
 
 def test_forks_are_independent(served: tuple[Model, Engine]) -> None:
     _, engine = served
-    sessions = Sessions(engine.backend.abstract_state, engine.fingerprint)
+    sessions = MemorySessions(engine.backend.abstract_state, engine.fingerprint)
     first = sessions.create()
     state = ask(engine, "a talk of two ", seed=1, max_tokens=30, return_state=True).end.state
     sessions.put(first, state, state.n_tokens - 1)

@@ -19,7 +19,7 @@ from waiting import PATIENCE
 
 from linnet.core.errors import UserError
 from linnet.serve.http.limits import Limits
-from linnet.serve.sessions import Sessions
+from linnet.serve.sessions import MemorySessions
 from linnet.serve.state import State
 
 ASK = {"prompt": "abc", "max_tokens": 4, "seed": 0}
@@ -119,7 +119,7 @@ def test_client_held_state_does_not_count_as_a_session() -> None:
 
 def test_states_can_be_packed_when_sessions_are_full() -> None:
     like = {"memory": np.zeros(3, np.float32)}
-    sessions = Sessions(lambda n: like, "f" * 64, most=1)
+    sessions = MemorySessions(lambda n: like, "f" * 64, max_sessions=1)
     state = State(memory={"memory": np.arange(3, dtype=np.float32)}, last=5, n_tokens=9, model="f" * 64)
     sessions.put(sessions.create(), state, 8)
     back = sessions.unpack(sessions.pack(state))
@@ -135,7 +135,7 @@ def test_full_session_memory_rejects_new_sessions_only() -> None:
     def state(n: int) -> State:
         return State(memory=(shared, np.zeros(n, np.float32)), last=5, n_tokens=9, model="f" * 64)
 
-    sessions = Sessions(lambda n: None, "f" * 64, most_bytes=4 * 30)
+    sessions = MemorySessions(lambda n: None, "f" * 64, max_bytes=4 * 30)
     first, second = sessions.create(), sessions.create()
     sessions.put(first, state(sizes[0]), 8)
     assert sessions.n_bytes == 4 * 20

@@ -26,7 +26,7 @@ def state(value: float, n_tokens: int = 9) -> State:
 
 
 def turn(sessions: FolderSessions, id: str, value: float, call: str, n_tokens: int = 9) -> None:
-    sessions.hold(id, call)
+    sessions.acquire(id, call)
     sessions.put(id, state(value, n_tokens), n_tokens - 1)
     sessions.release(id)
 
@@ -55,15 +55,15 @@ def test_another_server_can_continue_a_session(tmp_path: Path) -> None:
 def test_session_lock_is_exclusive_across_servers(tmp_path: Path) -> None:
     one, other = folder_sessions(tmp_path), folder_sessions(tmp_path)
     id = one.create()
-    one.hold(id, "a")
+    one.acquire(id, "a")
     for sessions in (one, other):
         with pytest.raises(SessionInUse):
-            sessions.hold(id, "b")
+            sessions.acquire(id, "b")
     one.put(id, state(1.0), 8)  # the file is replaced, the lock stays
     with pytest.raises(SessionInUse):
-        other.hold(id, "b")
+        other.acquire(id, "b")
     one.release(id)
-    other.hold(id, "b")
+    other.acquire(id, "b")
     other.release(id)
 
 
@@ -76,7 +76,7 @@ def test_concurrent_turns_are_not_lost(tmp_path: Path) -> None:
     def work(i: int) -> None:
         while n_turns[i] < 5:
             try:
-                servers[i].hold(id, f"{i}-{n_turns[i]}")
+                servers[i].acquire(id, f"{i}-{n_turns[i]}")
             except SessionInUse:
                 continue
             servers[i].put(id, state(value(servers[i], id) + 1), 8)
@@ -96,10 +96,10 @@ def test_retried_call_is_not_applied_twice(tmp_path: Path) -> None:
     id = one.create()
     turn(one, id, 1.0, "req_1")
     with pytest.raises(AnswerLost):
-        other.hold(id, "req_1")
+        other.acquire(id, "req_1")
     turn(other, id, 2.0, "req_2")
     assert value(one, id) == 2.0
-    one.hold(id, "req_3")  # ended before it put anything
+    one.acquire(id, "req_3")  # ended before it put anything
     one.release(id)
     turn(other, id, 3.0, "req_3")
     assert value(one, id) == 3.0
@@ -118,7 +118,7 @@ def test_fork_is_independent_and_shares_its_file(tmp_path: Path) -> None:
 
 
 def test_limits_count_over_all_servers(tmp_path: Path) -> None:
-    one, other = folder_sessions(tmp_path, most=2), folder_sessions(tmp_path, most=2)
+    one, other = folder_sessions(tmp_path, max_sessions=2), folder_sessions(tmp_path, max_sessions=2)
     first = one.create()
     other.create()
     for sessions in (one, other):
@@ -126,7 +126,7 @@ def test_limits_count_over_all_servers(tmp_path: Path) -> None:
             sessions.create()
     other.delete(first)
     turn(one, one.create(), 1.0, "a")
-    small = folder_sessions(tmp_path, most_bytes=N)
+    small = folder_sessions(tmp_path, max_bytes=N)
     with pytest.raises(UserError, match="memory for session states is full"):
         small.create()
     left = {path.suffix for path in (tmp_path / MODEL[:32]).iterdir()}
@@ -137,7 +137,7 @@ def test_deleted_session_is_gone_for_all_servers(tmp_path: Path) -> None:
     one, other = folder_sessions(tmp_path), folder_sessions(tmp_path)
     id = one.create()
     other.delete(id)
-    for call in (one.n_tokens, one.get, one.fork, one.save, one.delete, lambda id: one.hold(id, "a")):
+    for call in (one.n_tokens, one.get, one.fork, one.save, one.delete, lambda id: one.acquire(id, "a")):
         with pytest.raises(NoSession):
             call(id)
 
@@ -145,7 +145,7 @@ def test_deleted_session_is_gone_for_all_servers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("id", ["../room.lock", "room.lock", "session-", "session-" + "../" * 7 + "a", "x" * 5000, ""])
 def test_id_cannot_name_another_file(tmp_path: Path, id: str) -> None:
     sessions = folder_sessions(tmp_path)
-    for call in (sessions.n_tokens, sessions.get, sessions.fork, sessions.delete, lambda id: sessions.hold(id, "a")):
+    for call in (sessions.n_tokens, sessions.get, sessions.fork, sessions.delete, lambda id: sessions.acquire(id, "a")):
         with pytest.raises(NoSession):
             call(id)
 

@@ -19,7 +19,7 @@ from linnet.models.detokenize import TextAssembler
 from linnet.serve.chat_template import PLAIN, Template
 from linnet.serve.http.app import make_app
 from linnet.serve.http.limits import Limits
-from linnet.serve.http.model import Model, PriorModel, Sessions
+from linnet.serve.http.model import Model, PriorModel, SessionStore
 from linnet.serve.request import (
     Choice,
     Draining,
@@ -72,7 +72,7 @@ class FakeSessions:
     def n_tokens(self, id: str) -> int:
         return self.get(id).n_tokens
 
-    def hold(self, id: str, call: str) -> None:
+    def acquire(self, id: str, call: str) -> None:
         self.get(id)
         if id in self.held:
             raise SessionInUse(id)
@@ -146,7 +146,7 @@ class FakeModel:
             self.gate.set()
 
     @property
-    def sessions(self) -> Sessions:
+    def sessions(self) -> SessionStore:
         return self.store
 
     def submit(self, request: Request, on_event: OnEvent) -> None:

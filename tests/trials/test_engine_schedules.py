@@ -17,7 +17,7 @@ from engine_trials import result, sampling, solo
 
 from linnet.serve.engine import Engine
 from linnet.serve.request import QueueFull, Request
-from linnet.serve.sessions import Sessions
+from linnet.serve.sessions import MemorySessions
 from linnet.serve.state import State
 
 pytestmark = pytest.mark.optimized
@@ -40,7 +40,7 @@ class Turn:
 class Client:
     """Does one random thing after the other. What it did is kept, for the replay."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, seed: int, beginnings: list[tuple[int, ...]]) -> None:
+    def __init__(self, engine: Engine, sessions: MemorySessions, seed: int, beginnings: list[tuple[int, ...]]) -> None:
         self.draw, self.engine, self.sessions, self.beginnings = random.Random(seed), engine, sessions, beginnings
         self.turns: list[Turn] = []
         self.n_asked = 0
@@ -139,7 +139,7 @@ def round_of(seed: int, n_acts: int) -> list[Turn]:
     with running_engine(n_slots=3, max_waiting=8, prefix_bytes=1 << 16) as engine:
         for step in STEPS:
             setattr(engine.backend, step, failing(getattr(engine.backend, step), random.Random(draw.random()), fails))
-        sessions = Sessions(engine.backend.abstract_state, engine.fingerprint)
+        sessions = MemorySessions(engine.backend.abstract_state, engine.fingerprint)
         clients = [Client(engine, sessions, seed * N_CLIENTS + i, beginnings) for i in range(N_CLIENTS)]
         errors: list[BaseException] = []
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from linnet.core.pytree import n_bytes
-from linnet.serve.state import HeldBytes
+from linnet.serve.state import UniqueBytes
 
 
 class PrefixCache:
@@ -22,12 +22,12 @@ class PrefixCache:
         assert chunk_len > 0
         self._chunk_len, self._max_bytes = chunk_len, max_bytes
         self._states: OrderedDict[bytes, Any] = OrderedDict()
-        self._held = HeldBytes()
+        self._usage = UniqueBytes()
         self.hits = self.misses = 0
 
     @property
     def n_bytes(self) -> int:
-        return self._held.total
+        return self._usage.total
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """Return one key per complete chunk: a hash of all tokens up to its end."""
@@ -40,11 +40,11 @@ class PrefixCache:
     def longest(self, keys: Sequence[bytes]) -> tuple[int, Any]:
         """Return the number of chunks in the longest cached prefix and the state after it, or (0, None)."""
         for n in range(len(keys), 0, -1):
-            found = self._states.get(keys[n - 1])
-            if found is not None:
+            state = self._states.get(keys[n - 1])
+            if state is not None:
                 self._states.move_to_end(keys[n - 1])
                 self.hits += 1
-                return n, found
+                return n, state
         if keys:
             self.misses += 1
         return 0, None
@@ -58,6 +58,6 @@ class PrefixCache:
         if key in self._states or n_bytes(state) > self._max_bytes:
             return
         self._states[key] = state
-        self._held.add(state)
+        self._usage.add(state)
         while self.n_bytes > self._max_bytes:
-            self._held.drop(self._states.popitem(last=False)[1])
+            self._usage.remove(self._states.popitem(last=False)[1])

@@ -12,7 +12,7 @@ from linnet.serve.chat_template import PLAIN, Template
 from linnet.serve.engine import Engine, EngineConfig
 from linnet.serve.request import OnEvent, Request
 from linnet.serve.session_folder import FolderSessions
-from linnet.serve.sessions import MAX_BYTES, Sessions
+from linnet.serve.sessions import MAX_BYTES, MemorySessions
 from linnet.tokenizers.base import Tokenizer
 
 
@@ -28,7 +28,7 @@ class ServedModel:
     context: int | None
     created: int
     engine: Engine
-    sessions: Sessions | FolderSessions
+    sessions: MemorySessions | FolderSessions
 
     @property
     def state_bytes(self) -> int:
@@ -64,11 +64,11 @@ def serve_model(
     """Compile a model's programs and start its engine. Without a folder, sessions end with this process."""
     engine = Engine(family, cfg, params, buffers, tokenizer, config)
     engine.backend.warm_up()
-    like, fingerprint = engine.backend.abstract_state, engine.fingerprint
+    abstract_state, fingerprint = engine.backend.abstract_state, engine.fingerprint
     if session_folder is None:
-        sessions = Sessions(like, fingerprint, most_bytes=session_bytes)
+        sessions = MemorySessions(abstract_state, fingerprint, max_bytes=session_bytes)
     else:
-        sessions = FolderSessions(session_folder, like, fingerprint, most_bytes=session_bytes)
+        sessions = FolderSessions(session_folder, abstract_state, fingerprint, max_bytes=session_bytes)
     return ServedModel(
         name=name,
         tokenizer=tokenizer,

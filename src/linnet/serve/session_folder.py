@@ -20,7 +20,7 @@ from linnet.core.errors import UserError, invalid
 from linnet.core.files import parse_json
 from linnet.serve import state as states
 from linnet.serve.request import AnswerLost, NoSession, SessionInUse
-from linnet.serve.sessions import MAX_BYTES, MAX_SESSIONS, Session, check_room_for, new_id, nothing_read
+from linnet.serve.sessions import Session, SessionLimits, empty_session, new_id
 from linnet.serve.state import State
 
 ID = re.compile(r"session-[A-Za-z0-9_-]{22}")
@@ -37,19 +37,11 @@ class Head:
     """The call that wrote this state. A retry of the same call must not continue from its own result."""
 
 
-class FolderSessions:
+class FolderSessions(SessionLimits):
     """The sessions of one model, usable from any thread of any process. Sessions are never evicted, only deleted by the client."""
 
-    def __init__(
-        self,
-        folder: Path,
-        like: Callable[[int], Any],
-        model: str,
-        *,
-        most: int = MAX_SESSIONS,
-        most_bytes: int = MAX_BYTES,
-    ) -> None:
-        self._like, self._model, self._most, self._most_bytes = like, model, most, most_bytes
+    def __init__(self, folder: Path, abstract_state: Callable[[int], Any], model: str, **limits: int) -> None:
+        super().__init__(abstract_state, model, **limits)
         self._folder = folder / model[:32]  # a state is only valid for the weights that made it
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -58,8 +50,8 @@ class FolderSessions:
         except OSError as error:
             needs = f"a writable folder ({error.strerror})"
             raise invalid("--sessions", str(folder), needs, "choose another folder") from None
-        self._held: dict[str, tuple[int, str]] = {}
-        """Lock file descriptor and owning call, by session id."""
+        self._leases: dict[str, tuple[int, str]] = {}
+        """File descriptor of the lock, and the call that acquired it, by session id."""
 
     def create(self) -> str:
         return self._add(lambda path: _write(path, Head(n_tokens=0, call=""), b""))
@@ -68,7 +60,7 @@ class FolderSessions:
         with self._open(id) as file:
             return _head(id, file.readline(MAX_HEAD)).n_tokens
 
-    def hold(self, id: str, call: str) -> None:
+    def acquire(self, id: str, call: str) -> None:
         try:
             lock = os.open(_lock(self._path(id)), os.O_RDWR)
         except FileNotFoundError:
@@ -81,10 +73,10 @@ class FolderSessions:
         except BaseException:
             os.close(lock)
             raise
-        self._held[id] = (lock, call)
+        self._leases[id] = (lock, call)
 
     def release(self, id: str) -> None:
-        os.close(self._held.pop(id)[0])
+        os.close(self._leases.pop(id)[0])
 
     def get(self, id: str) -> Session:
         data = self._state(id)
@@ -92,7 +84,7 @@ class FolderSessions:
 
     def put(self, id: str, state: State, n_tokens: int) -> None:
         """Replace the session's state. Once this returns, the new state survives the death of this process."""
-        path, (_, call) = self._path(id), self._held[id]
+        path, (_, call) = self._path(id), self._leases[id]
         _write(_new(path), Head(n_tokens=n_tokens, call=call), states.to_bytes(state))
         os.replace(_new(path), path)
 
@@ -110,19 +102,12 @@ class FolderSessions:
     def save(self, id: str) -> bytes:
         data = self._state(id)
         if not data:
-            raise nothing_read(id)
+            raise empty_session(id)
         return data
 
     def restore(self, data: bytes) -> str:
         session = self.unpack(data)
         return self._add(lambda path: _write(path, Head(n_tokens=session.n_tokens, call=""), data))
-
-    def pack(self, state: State) -> bytes:
-        return states.to_bytes(state)
-
-    def unpack(self, data: bytes) -> Session:
-        state = states.from_bytes(data, self._like, self._model)
-        return Session(state, state.n_conversation)
 
     def delete(self, id: str) -> None:
         try:
@@ -145,20 +130,20 @@ class FolderSessions:
         for entry in os.scandir(self._folder):
             if ID.fullmatch(entry.name):
                 with contextlib.suppress(FileNotFoundError):  # deleted just now
-                    about = os.stat(entry.path)
+                    status = os.stat(entry.path)
                     ids.append(entry.name)
-                    sizes[about.st_ino] = about.st_size
+                    sizes[status.st_ino] = status.st_size
         return ids, sizes
 
     def _add(self, make: Callable[[Path], None]) -> str:
-        """Add a session whose file `make` writes, if there is room for it."""
+        """Add a session whose file `make` writes, if the limits allow it."""
         id = new_id()
         path = self._path(id)
         make(_new(path))
         try:
             with _locked(self._folder / "room.lock"):
                 ids, sizes = self._sizes()
-                check_room_for(len(ids), self._most, sum(sizes.values()), self._most_bytes)
+                self._check_capacity(len(ids), sum(sizes.values()))
                 os.close(os.open(_lock(path), os.O_RDWR | os.O_CREAT, 0o600))
                 os.replace(_new(path), path)
         except BaseException:

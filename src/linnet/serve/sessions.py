@@ -11,7 +11,7 @@ from typing import Any
 from linnet.core.errors import UserError
 from linnet.serve import state as states
 from linnet.serve.request import NoSession, SessionInUse
-from linnet.serve.state import HeldBytes, State
+from linnet.serve.state import State, UniqueBytes
 
 MAX_SESSIONS = 1024
 MAX_BYTES = 4 << 30
@@ -29,30 +29,55 @@ def new_id() -> str:
     return f"session-{secrets.token_urlsafe(16)}"
 
 
-def check_room_for(n: int, most: int, n_bytes: int, most_bytes: int) -> None:
-    if n >= most:
-        raise UserError(f"the maximum number of sessions ({most}) is reached. Fix: delete a session first.")
-    if n_bytes >= most_bytes:
-        held = f"{n_bytes >> 20:,} MB of {most_bytes >> 20:,}"
-        raise UserError(
-            f"the memory for session states is full ({held}). Fix: delete a session first, or raise --sessions-mb."
-        )
-
-
-def nothing_read(id: str) -> UserError:
+def empty_session(id: str) -> UserError:
     return UserError(f"session {id[:64]!r} is empty. Fix: use it in a call before saving it.")
 
 
-class Sessions:
-    """The sessions of one model. Thread-safe. Sessions are never evicted: without room, creating one is an error, while existing
-    ones can always continue."""
+class SessionLimits:
+    """What the session stores of a model have in common: the limits, and the format of a serialized state."""
 
     def __init__(
-        self, like: Callable[[int], Any], model: str, *, most: int = MAX_SESSIONS, most_bytes: int = MAX_BYTES
+        self,
+        abstract_state: Callable[[int], Any],
+        model: str,
+        *,
+        max_sessions: int = MAX_SESSIONS,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
-        self._like, self._model, self._most, self._most_bytes = like, model, most, most_bytes
+        """`abstract_state(n)` gives the shapes of the model's memory of `n` tokens; `model` is its fingerprint."""
+        self._abstract_state, self._model = abstract_state, model
+        self._max_sessions, self._max_bytes = max_sessions, max_bytes
+
+    def pack(self, state: State) -> bytes:
+        """Serialize a state that the client keeps. It does not count towards the limits."""
+        return states.to_bytes(state)
+
+    def unpack(self, data: bytes) -> Session:
+        """Deserialize and validate the output of `pack` or `save`."""
+        state = states.from_bytes(data, self._abstract_state, self._model)
+        return Session(state, state.n_conversation)
+
+    def _check_capacity(self, n_sessions: int, n_bytes: int) -> None:
+        """Raise an error if another session would exceed the limits."""
+        if n_sessions >= self._max_sessions:
+            raise UserError(
+                f"the maximum number of sessions ({self._max_sessions}) is reached. Fix: delete a session first."
+            )
+        if n_bytes >= self._max_bytes:
+            usage = f"{n_bytes >> 20:,} MB of {self._max_bytes >> 20:,}"
+            raise UserError(
+                f"the memory for session states is full ({usage}). Fix: delete a session first, or raise --sessions-mb."
+            )
+
+
+class MemorySessions(SessionLimits):
+    """The sessions of one model. Thread-safe. Sessions are never evicted: at the limit, creating one is an error, while existing
+    ones can always continue."""
+
+    def __init__(self, abstract_state: Callable[[int], Any], model: str, **limits: int) -> None:
+        super().__init__(abstract_state, model, **limits)
         self._sessions: dict[str, Session] = {}
-        self._held = HeldBytes()
+        self._usage = UniqueBytes()
         self._in_use: set[str] = set()
         self._lock = threading.Lock()
 
@@ -68,7 +93,7 @@ class Sessions:
     def n_tokens(self, id: str) -> int:
         return self.get(id).n_tokens
 
-    def hold(self, id: str, call: str) -> None:
+    def acquire(self, id: str, call: str) -> None:
         self.get(id)
         with self._lock:
             if id in self._in_use:
@@ -83,8 +108,8 @@ class Sessions:
         """Replace the session's state. A session that was deleted in the meantime stays deleted."""
         with self._lock:
             if id in self._sessions:
-                self._held.add(state.memory)  # first, so that arrays shared with the old state stay counted
-                self._let_go(self._sessions[id])
+                self._usage.add(state.memory)  # first, so that arrays shared with the old state stay counted
+                self._uncount(self._sessions[id])
                 self._sessions[id] = Session(state, n_tokens)
 
     def fork(self, id: str) -> str:
@@ -94,26 +119,17 @@ class Sessions:
     def save(self, id: str) -> bytes:
         session = self.get(id)
         if session.state is None:
-            raise nothing_read(id)
+            raise empty_session(id)
         return states.to_bytes(session.state)
 
     def restore(self, data: bytes) -> str:
         return self._add(self.unpack(data))
 
-    def pack(self, state: State) -> bytes:
-        """Serialize a state that the client keeps. It does not count towards the limits."""
-        return states.to_bytes(state)
-
-    def unpack(self, data: bytes) -> Session:
-        """Deserialize and validate the output of `pack` or `save`."""
-        state = states.from_bytes(data, self._like, self._model)
-        return Session(state, state.n_conversation)
-
     def delete(self, id: str) -> None:
         self.get(id)
         with self._lock:
             if (session := self._sessions.pop(id, None)) is not None:
-                self._let_go(session)
+                self._uncount(session)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -121,17 +137,17 @@ class Sessions:
     @property
     def n_bytes(self) -> int:
         """Bytes of all states; arrays shared by several count once."""
-        return self._held.total
+        return self._usage.total
 
     def _add(self, session: Session) -> str:
         id = new_id()
         with self._lock:
-            check_room_for(len(self._sessions), self._most, self.n_bytes, self._most_bytes)
+            self._check_capacity(len(self._sessions), self.n_bytes)
             self._sessions[id] = session
             if session.state is not None:
-                self._held.add(session.state.memory)
+                self._usage.add(session.state.memory)
         return id
 
-    def _let_go(self, session: Session) -> None:
+    def _uncount(self, session: Session) -> None:
         if session.state is not None:
-            self._held.drop(session.state.memory)
+            self._usage.remove(session.state.memory)

@@ -22,7 +22,7 @@ from linnet.core.files import parse_json
 from linnet.core.pytree import named_leaves
 
 FORMAT, VERSION, META = "linnet-state", 1, "linnet"
-KINDS: dict[str, Any] = {"F32": np.float32, "BF16": jnp.bfloat16, "I32": np.int32}
+DTYPES: dict[str, Any] = {"F32": np.float32, "BF16": jnp.bfloat16, "I32": np.int32}
 """Dtypes of the arrays in a state, by their names in the file."""
 
 
@@ -59,41 +59,41 @@ def to_bytes(state: State) -> bytes:
     from safetensors.numpy import save
 
     arrays = {name: np.ascontiguousarray(np.asarray(leaf)) for name, leaf in named_leaves(state.memory)}
-    about: dict[str, Any] = {"last": state.last, "n_tokens": state.n_tokens, "model": state.model}
+    fields: dict[str, Any] = {"last": state.last, "n_tokens": state.n_tokens, "model": state.model}
     if state.n_front != 1:  # omitted for 1, so that such files keep their old format
-        about["n_front"] = state.n_front
-    meta = {"format": FORMAT, "version": VERSION, "about": about, "sha256": _checksum(arrays, about)}
+        fields["n_front"] = state.n_front
+    meta = {"format": FORMAT, "version": VERSION, "about": fields, "sha256": _checksum(arrays, fields)}
     # A single entry, because safetensors writes several in arbitrary order, and equal states must give equal files.
     return save(arrays, {META: json.dumps(meta)})
 
 
-def from_bytes(content: bytes, like: Callable[[int], Any], model: str) -> State:
-    """Deserialize and validate a state. `like(n)` gives the shapes of the model's memory of `n` tokens."""
+def from_bytes(content: bytes, abstract_state: Callable[[int], Any], model: str) -> State:
+    """Deserialize and validate a state. `abstract_state(n)` gives the shapes of the model's memory of `n` tokens."""
     from safetensors import SafetensorError, deserialize
 
     try:
         arrays = {name: _array(stored) for name, stored in deserialize(content)}
         size = int.from_bytes(content[:8], "little")
         meta = parse_json(parse_json(content[8 : 8 + size])["__metadata__"][META])
-        about = meta["about"]
-        if meta["format"] != FORMAT or meta["version"] != VERSION or about["model"] is None:
+        fields = meta["about"]
+        if meta["format"] != FORMAT or meta["version"] != VERSION or fields["model"] is None:
             raise KeyError("format")
-        checksum, n_tokens, last = meta["sha256"], int(about["n_tokens"]), int(about["last"])
-        n_front = int(about.get("n_front", 1))
+        checksum, n_tokens, last = meta["sha256"], int(fields["n_tokens"]), int(fields["last"])
+        n_front = int(fields.get("n_front", 1))
     except (SafetensorError, ValueError, KeyError, TypeError):
         raise UserError(
             "the state is damaged, or the file is not a session state. Fix: use the file as it was saved."
         ) from None
-    if checksum != _checksum(arrays, about):
+    if checksum != _checksum(arrays, fields):
         raise UserError(
             "the state was modified after it was saved (wrong checksum). Fix: use the file as it was saved."
         )
-    if about["model"] != model:
+    if fields["model"] != model:
         raise UserError(
-            f"the state belongs to another model ({about['model'][:12]}; this one is {model[:12]}). Fix: restore it with the model "
+            f"the state belongs to another model ({fields['model'][:12]}; this one is {model[:12]}). Fix: restore it with the model "
             "that created it."
         )
-    shape = like(n_tokens - 1) if 0 < n_tokens < 1 << 40 else None
+    shape = abstract_state(n_tokens - 1) if 0 < n_tokens < 1 << 40 else None
     wanted = dict(named_leaves(shape))
     fits = arrays.keys() == wanted.keys() and all(
         arrays[name].shape == leaf.shape and arrays[name].dtype == leaf.dtype for name, leaf in wanted.items()
@@ -106,11 +106,11 @@ def from_bytes(content: bytes, like: Callable[[int], Any], model: str) -> State:
 
 
 def _array(stored: dict[str, Any]) -> np.ndarray:
-    return np.frombuffer(stored["data"], KINDS[stored["dtype"]]).reshape(stored["shape"])
+    return np.frombuffer(stored["data"], DTYPES[stored["dtype"]]).reshape(stored["shape"])
 
 
-def _checksum(arrays: dict[str, np.ndarray], about: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+def _checksum(arrays: dict[str, np.ndarray], fields: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for name in sorted(arrays):
         digest.update(f"{name}{arrays[name].dtype}{arrays[name].shape}".encode())
         digest.update(_raw(arrays[name]))
@@ -123,20 +123,22 @@ def _raw(leaf: Any) -> bytes | memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-class HeldBytes:
+class UniqueBytes:
+    """Total size of the states added to it. An array that several of them share counts once."""
+
     def __init__(self) -> None:
-        self._keepers: Counter[int] = Counter()
+        self._n_uses: Counter[int] = Counter()
         self.total = 0
 
     def add(self, state: Any) -> None:
         for leaf in jax.tree.leaves(state):
-            self.total += 0 if self._keepers[id(leaf)] else leaf.nbytes
-            self._keepers[id(leaf)] += 1
+            self.total += 0 if self._n_uses[id(leaf)] else leaf.nbytes
+            self._n_uses[id(leaf)] += 1
 
-    def drop(self, state: Any) -> None:
+    def remove(self, state: Any) -> None:
         """Stop counting a state that was added."""
         for leaf in jax.tree.leaves(state):
-            self._keepers[id(leaf)] -= 1
-            if not self._keepers[id(leaf)]:
-                del self._keepers[id(leaf)]
+            self._n_uses[id(leaf)] -= 1
+            if not self._n_uses[id(leaf)]:
+                del self._n_uses[id(leaf)]
                 self.total -= leaf.nbytes

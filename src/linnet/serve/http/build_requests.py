@@ -31,7 +31,7 @@ class SessionLease:
 
     def __init__(self, model: Model, id: str, call: str) -> None:
         self.id, self._sessions, self._is_held = id, model.sessions, True
-        self._sessions.hold(id, call)
+        self._sessions.acquire(id, call)
 
     def release(self) -> None:
         if self._is_held:

@@ -15,7 +15,7 @@ from linnet.serve.request import OnEvent, Request
 from linnet.tokenizers.base import Tokenizer
 
 
-class Session(Protocol):
+class StoredSession(Protocol):
     """A stored conversation."""
 
     @property
@@ -27,28 +27,28 @@ class Session(Protocol):
     def n_tokens(self) -> int: ...
 
 
-class Sessions(Protocol):
+class SessionStore(Protocol):
     """Session storage. Thread-safe. All methods raise NoSession for an unknown id."""
 
     def create(self) -> str: ...
 
     def n_tokens(self, id: str) -> int:
-        """Length of the conversation. Like `hold` and `release`, fast enough for the event loop."""
+        """Length of the conversation. Like `acquire` and `release`, fast enough for the event loop."""
         ...
 
-    def hold(self, id: str, call: str) -> None:
+    def acquire(self, id: str, call: str) -> None:
         """Lock the session until `release`; raises SessionInUse if it is locked. `call` identifies the call: raises AnswerLost if an
         earlier attempt of the same call has already stored its result."""
         ...
 
     def release(self, id: str) -> None:
-        """Unlock the session. Only for the holder."""
+        """Unlock the session. Only for the call that acquired it."""
         ...
 
-    def get(self, id: str) -> Session: ...
+    def get(self, id: str) -> StoredSession: ...
 
     def put(self, id: str, state: Any, n_tokens: int) -> None:
-        """Replace the session's state. Only for the holder."""
+        """Replace the session's state. Only for the call that acquired it."""
         ...
 
     def fork(self, id: str) -> str: ...
@@ -61,7 +61,7 @@ class Sessions(Protocol):
         """Serialize a state that the client keeps. It does not count as a session."""
         ...
 
-    def unpack(self, data: bytes) -> Session: ...
+    def unpack(self, data: bytes) -> StoredSession: ...
 
     def delete(self, id: str) -> None: ...
 
@@ -113,7 +113,7 @@ class Model(Served, Protocol):
         ...
 
     @property
-    def sessions(self) -> Sessions: ...
+    def sessions(self) -> SessionStore: ...
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """Queue a request. Raises QueueFull, Draining or UserError before any event is sent."""

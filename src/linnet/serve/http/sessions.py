@@ -49,7 +49,7 @@ async def restore(service: Service, http: HttpRequest) -> Response:
 
 async def delete(service: Service, http: HttpRequest) -> Response:
     model, id = _find(service, http)
-    model.sessions.hold(id, http.scope["state"]["request_id"])
+    model.sessions.acquire(id, http.scope["state"]["request_id"])
     try:
         await to_thread.run_sync(model.sessions.delete, id)
     finally:
