@@ -25,7 +25,7 @@ from linnet.models.vq import slots
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.params import buffer_specs, param_specs
 from linnet.nn.sampling import sampling_settings
-from linnet.serve.job import Job
+from linnet.serve.job import TokenJob
 from linnet.serve.request import Event, Request, Sampling, TokensEvent
 from linnet.tokenizers.base import BytesTokenizer
 
@@ -185,7 +185,7 @@ def told(drawn: Sequence[int], id_bytes: Callable[[int], bytes], sampling: Sampl
     events: list[Event] = []
     request = Request(id="r", prompt=(), sampling=sampling)
     rules = TextRules(id_bytes=id_bytes)
-    job = Job(
+    job = TokenJob(
         request, events.append, end_id=CFG.end_id, bos_id=CFG.bos_id, context=None, text_rules=rules, matcher=None
     )
     n, reason, _ = job.take(drawn, [0.0] * len(drawn), None)

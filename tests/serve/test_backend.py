@@ -72,11 +72,11 @@ def _a_life(backend: Backend, *, from_file: bool) -> None:
     for n_ticks, with_top in ((N_TICKS, False), (N_TICKS, True), (1, False), (3, True)):
         backend.dispatch(n_ticks, [1], with_top=with_top, keep=[1])
     assert backend.mask_next(1, np.ones((backend.cfg.n_vocab,), bool))
-    ticket = backend.dispatch(1, [1], with_top=True, keep=[1])
+    dispatch = backend.dispatch(1, [1], with_top=True, keep=[1])
     preempted = backend.save(1, state.n_read)
     backend.load(2, preempted)
     backend.set_sampling(2, preempted, sampling, (), frozenset())
-    backend.memory_after(ticket.before[1], [7, 8])
+    backend.memory_after(dispatch.before[1], [7, 8])
     jax.block_until_ready(backend.dispatch(N_TICKS, [2], with_top=False, keep=[]).tokens)
 
 
@@ -98,6 +98,6 @@ def test_no_ticks_are_dispatched_beyond_the_last_token(monkeypatch: pytest.Monke
         monkeypatch.setattr(engine.backend, "dispatch", lambda n, *rest, **kw: asked.append(n) or real(n, *rest, **kw))
         for max_tokens in (1, 2, 1 + N_TICKS, 4 + N_TICKS):
             asked.clear()
-            answer = Asked(engine, request("x", max_tokens=max_tokens, ignore_end=True)).answer()
+            answer = Asked(engine, request("x", max_tokens=max_tokens, ignore_eos=True)).answer()
             assert len(answer.tokens) == max_tokens == 1 + sum(asked)
             assert len(asked) == -(-(max_tokens - 1) // N_TICKS)

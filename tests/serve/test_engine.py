@@ -83,9 +83,9 @@ def test_single_request_starts_immediately_and_prefix_cache_is_exact(engine: Eng
 
 
 def test_first_token_is_unbatched_and_does_not_shorten_dispatches(engine: Engine) -> None:
-    runs = Asked(engine, request(b"one who runs", max_tokens=1 + 20 * N_TICKS, ignore_end=True))
+    runs = Asked(engine, request(b"one who runs", max_tokens=1 + 20 * N_TICKS, ignore_eos=True))
     first = runs.events.get(timeout=60), runs.events.get(timeout=60)
-    newcomers = [Asked(engine, request(b"late", max_tokens=40, ignore_end=True))]
+    newcomers = [Asked(engine, request(b"late", max_tokens=40, ignore_eos=True))]
     told = [first[1]]
     while not isinstance(told[-1], Finished):
         told.append(runs.events.get(timeout=60))
@@ -231,11 +231,11 @@ def test_grammar_constrains_the_answer(engine: Engine) -> None:
     }
     constraint = Constraint(kind="json_schema", grammar=json.dumps(schema))
     for seed in range(4):
-        answer = ask(engine, seed=seed, max_tokens=400, constraint=constraint, ignore_end=False)
+        answer = ask(engine, seed=seed, max_tokens=400, constraint=constraint, ignore_eos=False)
         if answer.end.reason == "stop":
             assert isinstance(json.loads(answer.text)["a"], int)
     answer = ask(
-        engine, seed=3, max_tokens=50, constraint=Constraint(kind="regex", grammar="(ab|cd){5}"), ignore_end=False
+        engine, seed=3, max_tokens=50, constraint=Constraint(kind="regex", grammar="(ab|cd){5}"), ignore_eos=False
     )
     assert re.fullmatch("(ab|cd){5}", answer.text)
     assert answer.end.reason == "stop"

@@ -106,8 +106,8 @@ def test_failing_grammar_ends_only_its_own_request(engine: Engine, monkeypatch: 
     neighbour = request("x", seed=5, max_tokens=80)
     beside = Asked(engine, neighbour)
     empty = Constraint(kind="regex", grammar="")
-    assert ask(engine, constraint=empty, ignore_end=False).end.reason == "stop"
-    early = ask(engine, constraint=empty, ignore_end=False, min_tokens=1)
+    assert ask(engine, constraint=empty, ignore_eos=False).end.reason == "stop"
+    early = ask(engine, constraint=empty, ignore_eos=False, min_tokens=1)
     assert (early.tokens, early.end.reason) == ([], "stuck")
     assert "min_tokens" in (early.end.error or "")
 
@@ -123,9 +123,9 @@ def test_failing_grammar_ends_only_its_own_request(engine: Engine, monkeypatch: 
 @pytest.mark.parametrize("rules", [{"allowed": frozenset({1, 70})}, {"banned": frozenset(range(259)) - {1, 70}}])
 def test_forbidden_ids_are_never_sampled(engine: Engine, rules: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="min_tokens"):
-        ask(engine, ignore_end=False, min_tokens=2, stop_ids=frozenset({70}), **rules)
-    assert ask(engine, ignore_end=False, min_tokens=2, max_tokens=2, **rules).tokens == [70, 70]
-    assert set(ask(engine, ignore_end=False, stop_ids=frozenset({70}), **rules).tokens) <= {1, 70}
+        ask(engine, ignore_eos=False, min_tokens=2, stop_ids=frozenset({70}), **rules)
+    assert ask(engine, ignore_eos=False, min_tokens=2, max_tokens=2, **rules).tokens == [70, 70]
+    assert set(ask(engine, ignore_eos=False, stop_ids=frozenset({70}), **rules).tokens) <= {1, 70}
 
 
 @pytest.mark.parametrize("penalty", [0.01, 1.0, 100.0])

@@ -38,7 +38,7 @@ def test_finish_reasons(engine: Engine) -> None:
         by_text = ask(engine, seed=1, max_tokens=60, stop=(stop,))
         assert (by_text.end.reason, by_text.end.stopped_by) == ("stop", stop)
         assert stop not in by_text.text
-    end = ask(engine, seed=1, max_tokens=60, ignore_end=False, logit_bias={1: 100.0})
+    end = ask(engine, seed=1, max_tokens=60, ignore_eos=False, logit_bias={1: 100.0})
     assert (end.end.reason, end.end.stopped_by, end.tokens) == ("stop", 1, [1])
     asked = Asked(
         engine, request("", seed=1, max_tokens=9, allowed=frozenset({70}), stop_ids=frozenset({70}), min_tokens=0)

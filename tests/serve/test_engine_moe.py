@@ -207,14 +207,14 @@ def test_too_long_prompt_is_rejected_or_truncated(engine: Engine) -> None:
     with pytest.raises(UserError, match=f"at most {CONTEXT - 1}: the context is {CONTEXT} tokens"):
         ask(engine, text)
     for max_tokens, kept in ((1, CONTEXT - 1), (100, CONTEXT - 100), (CONTEXT * 9, CONTEXT // 2)):
-        cut = ask(engine, text, max_tokens=max_tokens, cut_prompt=True, seed=3)
+        cut = ask(engine, text, max_tokens=max_tokens, truncate_prompt=True, seed=3)
         assert cut.read is not None
-        assert (cut.read.n_tokens, cut.read.n_cut) == (kept, len(text) - kept)
+        assert (cut.read.n_tokens, cut.read.n_truncated) == (kept, len(text) - kept)
         assert (cut.end.n_tokens, cut.end.reason) == (min(max_tokens, CONTEXT - kept), "length")
         same = ask(engine, text[-kept:], max_tokens=max_tokens, seed=3)
         assert (cut.tokens, cut.logprobs) == (same.tokens, same.logprobs)
         assert same.read is not None
-        assert same.read.n_cut == 0
+        assert same.read.n_truncated == 0
 
 
 def test_answer_and_session_end_at_the_context(engine: Engine) -> None:
@@ -229,7 +229,7 @@ def test_answer_and_session_end_at_the_context(engine: Engine) -> None:
     assert first.tokens + last.tokens == whole.tokens
     for cut in (False, True):
         with pytest.raises(UserError, match="the session is"):
-            ask(engine, "y", state=first.end.state, cut_prompt=cut)
+            ask(engine, "y", state=first.end.state, truncate_prompt=cut)
 
 
 def test_session_prompt_is_truncated_to_the_remaining_context(engine: Engine) -> None:
@@ -238,9 +238,9 @@ def test_session_prompt_is_truncated_to_the_remaining_context(engine: Engine) ->
     text = bytes(np.random.default_rng(3).integers(97, 123, left + 50, np.uint8))
     with pytest.raises(UserError, match=f"at most {left}:"):
         ask(engine, text, state=state)
-    cut = ask(engine, text, state=state, cut_prompt=True, max_tokens=11)
+    cut = ask(engine, text, state=state, truncate_prompt=True, max_tokens=11)
     assert cut.read is not None
-    assert (cut.read.n_tokens, cut.read.n_cut) == (left - 10, 60)
+    assert (cut.read.n_tokens, cut.read.n_truncated) == (left - 10, 60)
     assert cut.end.n_tokens == 11
     assert cut.tokens == ask(engine, text[60:], state=state, max_tokens=11).tokens
 

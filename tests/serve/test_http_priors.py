@@ -47,7 +47,7 @@ def test_best_candidate_has_the_highest_cosine_to_the_text() -> None:
         assert one["nearest"] is None
     request = model.requests[5]
     assert (request.seed, request.steps, request.guidance, request.solver, request.eta) == (1, 9, 2.5, "ddim", 0.5)
-    assert request.n_told == 0
+    assert request.n_progress == 0
 
 
 def test_best_candidate_matches_the_model_familys_choice() -> None:

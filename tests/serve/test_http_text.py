@@ -10,7 +10,7 @@ import pytest
 from fake_model import FakeModel, ask, talk
 
 from linnet.serve.http.results import merge
-from linnet.serve.request import Choice, PrefillDone, TokensEvent
+from linnet.serve.request import PrefillDone, TokenLogprob, TokensEvent
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -167,7 +167,7 @@ def test_every_field_reaches_the_engine() -> None:
     assert (s.temperature, s.top_p, s.top_k, s.min_p, s.typical_p) == (0.5, 0.9, 3, 0.1, 0.8)
     assert (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) == (1.1, -0.5, 0.25)
     assert (s.logit_bias, s.allowed, s.banned) == ({5: -1.5}, {5, 6}, {7})
-    assert (s.max_tokens, s.min_tokens, s.stop, s.stop_ids, s.ignore_end) == (9, 2, ("x", "y"), {8}, True)
+    assert (s.max_tokens, s.min_tokens, s.stop, s.stop_ids, s.ignore_eos) == (9, 2, ("x", "y"), {8}, True)
     assert s.constraint is not None
     assert (s.constraint.kind, s.constraint.grammar, s.seed) == ("regex", "a+", 7)
     assert (request.priority, request.deadline, request.use_prefix_cache, request.return_state) == (
@@ -277,7 +277,8 @@ def test_cancellation_and_deadline_are_errors() -> None:
 def test_pending_tokens_are_merged() -> None:
     read = PrefillDone(n_tokens=1, n_cached=0, logprobs=None)
     one = [
-        TokensEvent(tokens=(Choice(i, -1.0),), top=((Choice(9, -2.0),),), text=str(i), offsets=(i,)) for i in range(3)
+        TokensEvent(tokens=(TokenLogprob(i, -1.0),), top=((TokenLogprob(9, -2.0),),), text=str(i), offsets=(i,))
+        for i in range(3)
     ]
     merged = merge([read, *one])
     assert merged[0] is read

@@ -19,7 +19,7 @@ from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.releases import behaviour
 from linnet.models.prior.sampling import make_rows, run, sample
 from linnet.models.prior.solver import SolverTable, make_solver
-from linnet.serve.prior.engine import PriorEngine, plan_for
+from linnet.serve.prior.engine import PriorEngine, make_solver_table
 from linnet.serve.prior.request import SampleRequest
 from linnet.serve.request import Draining, QueueFull
 
@@ -145,11 +145,11 @@ def engine() -> Iterator[PriorEngine]:
 
 
 def test_progress_is_told_at_even_distances_and_ends_at_the_answer(engine: PriorEngine) -> None:
-    ask = wanted(CFG, 0, solver="ddpm", n_told=3)
+    ask = wanted(CFG, 0, solver="ddpm", n_progress=3)
     engine.backend.load(
         1, engine.backend.make_state(ask, plan_of(CFG, ask))
     )  # by hand, while the engine has nothing to do
-    by_hand = [np.asarray(engine.backend.tick(guided=False, look=True).starts)[1] for _ in range(9)]
+    by_hand = [np.asarray(engine.backend.tick(guided=False, with_embeddings=True).starts)[1] for _ in range(9)]
     plain, heard = Heard(engine, wanted(CFG, 1, solver="ddpm", seed=4)), Heard(engine, ask)
     heard.end()
     assert [(event.step, event.n_steps) for event in heard.told] == [(3, 12), (6, 12), (9, 12)]
@@ -242,9 +242,9 @@ def test_a_failure_ends_what_had_begun_and_the_next_is_served(
 def test_what_a_model_cannot_do_is_refused_before_it_waits() -> None:
     cfg = config(p_drop_text=0.0, timesteps=12)
     good = wanted(cfg, 0)
-    assert len(plan_for(good, cfg)) == len(make_solver(cfg, 12, "dpm"))
+    assert len(make_solver_table(good, cfg)) == len(make_solver(cfg, 12, "dpm"))
     long = config(timesteps=1000)
-    usual = [len(plan_for(wanted(long, 0, solver=solver), long)) for solver in ("dpm", "ddim", "ddpm")]
+    usual = [len(make_solver_table(wanted(long, 0, solver=solver), long)) for solver in ("dpm", "ddim", "ddpm")]
     assert usual == [16, len(make_solver(long, 64, "ddim")), 1000]
     for change in (
         {"guidance": 2.0},
@@ -259,12 +259,12 @@ def test_what_a_model_cannot_do_is_refused_before_it_waits() -> None:
     ):
         ask = wanted(cfg, 0, **change)
         with pytest.raises(UserError):
-            plan_for(ask, cfg)
+            make_solver_table(ask, cfg)
     for change in ({"guidance": float("nan")}, {"seed": -1}, {"text": np.full_like(good.text, np.inf)}):
         with pytest.raises(UserError):
             wanted(cfg, 0, **change)
     with pytest.raises(UserError, match="without"):
-        plan_for(good, config(text_encodings=False, max_text_len=0))
+        make_solver_table(good, config(text_encodings=False, max_text_len=0))
     roomless = config(**behaviour("0.15.4"), max_text_len=0)
     with pytest.raises(UserError, match="max_text_len"):
         PriorEngine(roomless, model(roomless))

@@ -102,7 +102,7 @@ counter = iter(range(10**9))
 def request(prompt: str | bytes = "", **changes: Any) -> Request:
     own = {name: changes.pop(name) for name in list(changes) if name in Request.__dataclass_fields__}
     data = prompt.encode() if isinstance(prompt, str) else prompt
-    sampling = Sampling(**{"max_tokens": 12, "ignore_end": True, **changes})
+    sampling = Sampling(**{"max_tokens": 12, "ignore_eos": True, **changes})
     return Request(id=f"r{next(counter)}", prompt=tuple(b + 3 for b in data), sampling=sampling, **own)
 
 
@@ -146,7 +146,7 @@ def plain(asked: Request, model: Model = VQ) -> tuple[list[int], list[float]]:
         max_tokens=s.max_tokens,
         settings=settings,
         seeds=[s.seed],
-        ignore_end=s.ignore_end,
+        ignore_end=s.ignore_eos,
     )
     found = [piece for (piece,) in pieces if piece is not None]
     return [t for piece in found for t in piece.tokens], [v for piece in found for v in piece.logprobs]

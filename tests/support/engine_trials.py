@@ -50,7 +50,7 @@ def sampling(draw: random.Random, *, max_tokens: int) -> Sampling:
         banned=seldom(frozenset(draw.sample(ids, 20)), frozenset()),
         stop=seldom((chr(draw.randint(97, 122)), "é"), ()),
         stop_ids=seldom(frozenset(draw.sample(ids, 2)), frozenset()),
-        ignore_end=draw.random() < 0.5,
+        ignore_eos=draw.random() < 0.5,
         top_logprobs=seldom(draw.randint(1, 20), 0),
         constraint=draw.choice(GRAMMARS) if draw.random() < 0.06 else None,
     )

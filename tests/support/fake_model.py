@@ -21,7 +21,6 @@ from linnet.serve.http.app import make_app
 from linnet.serve.http.limits import Limits
 from linnet.serve.http.model import Model, PriorModel, SessionStore
 from linnet.serve.request import (
-    Choice,
     Draining,
     Finished,
     NoSession,
@@ -30,6 +29,7 @@ from linnet.serve.request import (
     QueueFull,
     Request,
     SessionInUse,
+    TokenLogprob,
     TokensEvent,
     TooLong,
 )
@@ -159,7 +159,7 @@ class FakeModel:
             raise QueueFull(len(self.running), 2.4)
         if request.sampling.constraint is not None and not request.sampling.constraint.grammar:
             raise UserError("the grammar is empty")
-        if self.context is not None and len(request.prompt) > self.context and not request.cut_prompt:
+        if self.context is not None and len(request.prompt) > self.context and not request.truncate_prompt:
             raise TooLong(f"the prompt is longer than {self.context} tokens")
         self.requests.append(request)
         self.running.add(request.id)
@@ -184,14 +184,16 @@ class FakeModel:
 
     def _events(self, request: Request) -> Iterator[PrefillDone | TokensEvent | Finished]:
         sampling, prompt = request.sampling, list(request.prompt)
-        n_cut = 0 if self.context is None else max(0, len(prompt) - self.context)
-        prompt = prompt[n_cut:]
+        n_truncated = 0 if self.context is None else max(0, len(prompt) - self.context)
+        prompt = prompt[n_truncated:]
         logprobs = tuple(None if i == 0 else -0.5 for i in range(len(prompt))) if request.prompt_logprobs else None
         top = tuple(
-            tuple(Choice(3 + k, -float("inf")) for k in range(sampling.top_logprobs))
+            tuple(TokenLogprob(3 + k, -float("inf")) for k in range(sampling.top_logprobs))
             for _ in (prompt if request.prompt_logprobs and sampling.top_logprobs else ())
         )
-        yield PrefillDone(n_tokens=len(prompt), n_cached=len(prompt) // 2, n_cut=n_cut, logprobs=logprobs, top=top)
+        yield PrefillDone(
+            n_tokens=len(prompt), n_cached=len(prompt) // 2, n_truncated=n_truncated, logprobs=logprobs, top=top
+        )
         known = [*(request.state or []), *prompt] or [self.tokenizer.end_id + 2]
         before = request.prompt if request.shows_prompt else ()
         text, drawn, reason, error = (
@@ -219,8 +221,8 @@ class FakeModel:
             self.n_tokens += 1
             text.feed(token)
             said, offsets = text.take()
-            choice = Choice(token, -float(sampling.seed + 1))
-            top = (tuple(Choice(3 + k, -float("inf")) for k in range(sampling.top_logprobs)),)
+            choice = TokenLogprob(token, -float(sampling.seed + 1))
+            top = (tuple(TokenLogprob(3 + k, -float("inf")) for k in range(sampling.top_logprobs)),)
             yield TokensEvent(tokens=(choice,), top=top if sampling.top_logprobs else (), text=said, offsets=offsets)
             if text.stopped is not None:
                 reason = "stop"

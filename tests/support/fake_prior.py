@@ -77,7 +77,7 @@ class FakePrior:
         return {"running": len(self.running), "steps_total": 7}
 
     def _run(self, request: SampleRequest, on_event: OnSampleEvent) -> None:
-        n, parts, reason = request.steps or 64, request.n_told + 1, "stop"
+        n, parts, reason = request.steps or 64, request.n_progress + 1, "stop"
         found = self.made(request)
         for step in range(1, n + 1):
             time.sleep(self.seconds_per_step)

@@ -16,7 +16,7 @@ from linnet.core.special_tokens import FIRST_BYTE
 from linnet.models.detokenize import TextAssembler
 from linnet.serve.http.app import make_app
 from linnet.serve.http.model import Model, PriorModel
-from linnet.serve.request import Choice, Finished, FinishReason, PrefillDone, Request, TokensEvent
+from linnet.serve.request import Finished, FinishReason, PrefillDone, Request, TokenLogprob, TokensEvent
 
 VERSE = "The linnet sings: über dem Tal, 春の鳥 🐦, and then is still.\n"
 OTHERS = b"et7aoi1shrdlu"
@@ -50,9 +50,9 @@ class SingingModel(FakeModel):
             byte = verse[(n_before + n) % len(verse)]
             p = 0.35 + 0.6 * math.cos(1.7 * (n_before + n)) ** 2
             others = [other for other in OTHERS if other != byte]
-            drawn = Choice(byte + FIRST_BYTE, math.log(p))
+            drawn = TokenLogprob(byte + FIRST_BYTE, math.log(p))
             top = [drawn] + [
-                Choice(other + FIRST_BYTE, math.log((1 - p) / 2 ** (k + 1))) for k, other in enumerate(others)
+                TokenLogprob(other + FIRST_BYTE, math.log((1 - p) / 2 ** (k + 1))) for k, other in enumerate(others)
             ]
             top = sorted(top, key=lambda choice: -choice.logprob)[: sampling.top_logprobs]
             text.feed(byte + FIRST_BYTE)
@@ -87,7 +87,7 @@ class DrawingModel(FakeModel):
             if first and self.pace is not None:
                 assert self.pace.acquire(timeout=PATIENCE)
             ids = [FIRST_BYTE + 255 * (first + i) // n_all for i in range(row)]
-            yield TokensEvent(tokens=tuple(Choice(id, -1.0) for id in ids), top=(), text="", offsets=())
+            yield TokensEvent(tokens=tuple(TokenLogprob(id, -1.0) for id in ids), top=(), text="", offsets=())
         yield Finished(reason="length", stopped_by=None, n_prompt=0, n_tokens=n_all, state=None, error=None)
 
 

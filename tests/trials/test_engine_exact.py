@@ -97,7 +97,7 @@ def with_secrets(n: int, context: int | None) -> Iterator[tuple[str, Request]]:
                 id=f"secret-{i}",
                 prompt=tuple(byte + 3 for byte in text.encode()),
                 # The same seed for all: what differs between answers comes from the prompts alone.
-                sampling=Sampling(max_tokens=draw.randint(8, 40), ignore_end=True, allowed=own, seed=7),
+                sampling=Sampling(max_tokens=draw.randint(8, 40), ignore_eos=True, allowed=own, seed=7),
                 return_state=True,
             ),
         )
@@ -142,7 +142,7 @@ def test_another_secret_would_be_seen() -> None:
         one = Request(
             id="one",
             prompt=tuple(byte + 3 for byte in text),
-            sampling=Sampling(max_tokens=8, ignore_end=True, seed=7),
+            sampling=Sampling(max_tokens=8, ignore_eos=True, seed=7),
             return_state=True,
         )
         kinds.append(result(solo(one, n_slots=3)))

@@ -157,7 +157,7 @@ def test_the_slow_are_refused_or_stay_in_step() -> None:
             neighbour = request("neighbour", seed=8, max_tokens=30)
             begin = time.perf_counter()
             try:
-                asked = Asked(engine, request("x", constraint=constraint, max_tokens=30, ignore_end=False))
+                asked = Asked(engine, request("x", constraint=constraint, max_tokens=30, ignore_eos=False))
             except UserError:
                 pass
             else:

@@ -144,7 +144,7 @@ def test_an_engine_sends_whole_characters(n: int) -> None:
     with running_engine(n_slots=3) as engine:
         for text in [data.decode() for data in texts(2 * n)[::2]]:
             said = Constraint(kind="lark", grammar=f"start: {json.dumps(text, ensure_ascii=False)}")
-            asked = Asked(engine, request("x", constraint=said, max_tokens=4096, ignore_end=False))
+            asked = Asked(engine, request("x", constraint=said, max_tokens=4096, ignore_eos=False))
             pieces: list[str] = []
             for event in iter(lambda asked=asked: asked.events.get(timeout=60), None):
                 if isinstance(event, TokensEvent):

@@ -120,7 +120,7 @@ class Session:
             repetition_penalty=repetition_penalty,
             seed=seed,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            ignore_end=ignore_eos,
+            ignore_eos=ignore_eos,
         )
         request = Request(
             id=uuid.uuid4().hex,

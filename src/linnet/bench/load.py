@@ -49,7 +49,7 @@ def vary_length(answer: int, number: int) -> int:
 def ask(engine: Engine, prompt: tuple[int, ...], n_tokens: int, on_event: OnEvent) -> str:
     """Submit a request that ends only by its length."""
     id = f"bench-{next(_numbers)}"
-    engine.submit(Request(id=id, prompt=prompt, sampling=Sampling(max_tokens=n_tokens, ignore_end=True)), on_event)
+    engine.submit(Request(id=id, prompt=prompt, sampling=Sampling(max_tokens=n_tokens, ignore_eos=True)), on_event)
     return id
 
 
@@ -102,5 +102,5 @@ class Load:
                 self._ended.put(None)
 
         self._under_way.add(id)
-        sampling = Sampling(max_tokens=vary_length(self._answer, number), ignore_end=True, seed=number)
+        sampling = Sampling(max_tokens=vary_length(self._answer, number), ignore_eos=True, seed=number)
         self._engine.submit(Request(id=id, prompt=random_prompt(16, number), sampling=sampling), on_event)

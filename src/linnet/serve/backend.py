@@ -23,7 +23,7 @@ from linnet.models.base import TokenFamily
 from linnet.models.tensor_parallel import mesh_of, on_mesh_of
 from linnet.nn.sampling import LogitMask, SamplingSettings, sampling_settings
 from linnet.parallel import sharding
-from linnet.serve.request import MAX_TOP, Choice, Sampling
+from linnet.serve.request import MAX_TOP, Sampling, TokenLogprob
 
 N_TICKS = 16
 """Maximum ticks per dispatch, over which the host's overhead per dispatch is amortized."""
@@ -35,10 +35,10 @@ class SlotState:
 
     memory: Any
     token: Any  # the last token, not in `memory` yet
-    written: Any  # [A]: how often each id was generated
+    counts: Any  # [A]: how often each id was generated
     n_read: int
     """Tokens in `memory` when the request was first loaded into a slot: its positions are counted from there."""
-    n_held: int
+    n_in_memory: int
     """Tokens in `memory` now."""
 
 
@@ -60,9 +60,8 @@ class Backend:
         self.decoder: Any = on_mesh_of(family.decoder, params)
         mesh = mesh_of(params)
         self._replicated = None if mesh is None else sharding.replicated(mesh)
-        if (
-            mesh is None
-        ):  # a checkpoint's weights are on a mesh of one device, and states computed from them would be, too
+        if mesh is None:
+            # A checkpoint's weights are on a mesh of one device, and states computed from them would be, too.
             params, buffers = jax.device_put((params, buffers), jax.devices()[0])
         self.cfg, self.n_slots = cfg, n_slots
         self._params, self._buffers = self.decoder.cast_weights(params), buffers
@@ -78,9 +77,9 @@ class Backend:
         slots = self.decoder.init_slots(self.cfg, self.n_slots)
         self._slots = slots if self._replicated else jax.device_put(slots, first)
         self._tokens = jax.device_put(np.zeros((self.n_slots,), np.int32), first)
-        self._written = jax.device_put(np.zeros((self.n_slots, self.cfg.n_vocab), np.int32), first)
+        self._counts = jax.device_put(np.zeros((self.n_slots, self.cfg.n_vocab), np.int32), first)
         self._table = _SamplingTable(self.n_slots, self.cfg.n_vocab, self._replicated)
-        self._n_held = [0] * self.n_slots
+        self._n_in_memory = [0] * self.n_slots
         """Tokens in each slot's memory."""
         self._earlier: list[Any] = [None] * self.n_slots
         """An earlier state of each slot's request, for families whose states share the parts that no longer change."""
@@ -106,7 +105,7 @@ class Backend:
         file, for example) the programs would be compiled again, and the first such request would wait for it."""
         return self.decoder.to_device(memory) if self._replicated else jax.device_put(memory, jax.devices()[0])
 
-    # Reading prompts
+    # Prefill
 
     def empty_memory(self) -> Any:
         return self._empty_memory  # memories are immutable, so all requests share one
@@ -125,7 +124,7 @@ class Backend:
 
     def chunk_logprobs(
         self, memory: Any, tokens: Sequence[int], targets: Sequence[int], *, with_top: bool
-    ) -> tuple[list[float], list[list[Choice]]]:
+    ) -> tuple[list[float], list[list[TokenLogprob]]]:
         """Return the log-probability of each target and, if `with_top`, the top log-probabilities at its position."""
         size = self.chunk_len
         padded = np.zeros((2, 1, size), np.int32)
@@ -133,9 +132,9 @@ class Backend:
         values, top = self.decoder.chunk_logprobs(
             self._params, self._buffers, memory, padded[0], padded[1], cfg=self.cfg, n_top=self._n_top(with_top)
         )
-        rows = [] if top is None else zip(*(np.asarray(one)[: len(targets)].tolist() for one in top), strict=True)
-        top_choices = [[Choice(i, v) for i, v in zip(*row, strict=True)] for row in rows]
-        return np.asarray(values)[: len(targets)].tolist(), top_choices
+        n = len(targets)
+        rows = [] if top is None else token_logprobs(*(np.asarray(one)[:n] for one in top))
+        return np.asarray(values)[:n].tolist(), rows
 
     def _n_top(self, with_top: bool) -> int:
         """The maximum that a request may ask for, so that one program serves all requests."""
@@ -144,23 +143,25 @@ class Backend:
     # Slots
 
     def make_state(self, memory: Any, token: int, n_read: int) -> SlotState:
-        written = np.zeros((self.cfg.n_vocab,), np.int32)
-        return SlotState(memory=memory, token=np.int32(token), written=written, n_read=n_read, n_held=n_read)
+        counts = np.zeros((self.cfg.n_vocab,), np.int32)
+        return SlotState(memory=memory, token=np.int32(token), counts=counts, n_read=n_read, n_in_memory=n_read)
 
     def load(self, slot: int, state: SlotState) -> None:
         """Load a request's state into the slot."""
         self._slots = self.decoder.insert(self._slots, state.memory, slot)
-        self._n_held[slot], self._earlier[slot] = state.n_held, state.memory
-        self._tokens, self._written = _set_row(self._tokens, self._written, slot, state.token, state.written)
+        self._n_in_memory[slot], self._earlier[slot] = state.n_in_memory, state.memory
+        self._tokens, self._counts = _set_row(self._tokens, self._counts, slot, state.token, state.counts)
 
     def first_token(self, slot: int, state: SlotState) -> Dispatch:
         """Sample a request's first token unbatched, then load the request into the slot: it does not wait for the current dispatch
         of many ticks, nor the other slots for it. The returned dispatch has one column."""
         single = self.decoder.single_slot(state.memory, self.cfg)
-        one, written, tokens, logprobs, top = self._tick_single(single, slot, state.token, state.written)
-        n_held = state.n_held + 1
-        memory = self.decoder.extract(self._prepared, one, 0, self.cfg, n_held, state.memory)
-        self.load(slot, SlotState(memory=memory, token=tokens, written=written, n_read=state.n_read, n_held=n_held))
+        one, counts, tokens, logprobs, top = self._tick_single(single, slot, state.token, state.counts)
+        n_in_memory = state.n_in_memory + 1
+        memory = self.decoder.extract(self._prepared, one, 0, self.cfg, n_in_memory, state.memory)
+        self.load(
+            slot, SlotState(memory=memory, token=tokens, counts=counts, n_read=state.n_read, n_in_memory=n_in_memory)
+        )
         return Dispatch(n_ticks=1, tokens=tokens, logprobs=logprobs, top=top, before={0: state})
 
     def set_sampling(
@@ -172,14 +173,14 @@ class Backend:
 
     def save(self, slot: int, n_read: int) -> SlotState:
         """Return the state of the slot's request. The slot's own contents are unused from then on."""
-        n_held, earlier = self._n_held[slot], self._earlier[slot]
-        memory = self.decoder.extract(self._prepared, self._slots, slot, self.cfg, n_held, earlier)
+        n_in_memory, earlier = self._n_in_memory[slot], self._earlier[slot]
+        memory = self.decoder.extract(self._prepared, self._slots, slot, self.cfg, n_in_memory, earlier)
         self._earlier[slot] = memory
-        token, written = _row(self._tokens, self._written, slot)
-        return SlotState(memory=memory, token=token, written=written, n_read=n_read, n_held=n_held)
+        token, counts = _row(self._tokens, self._counts, slot)
+        return SlotState(memory=memory, token=token, counts=counts, n_read=n_read, n_in_memory=n_in_memory)
 
     def mask_next(self, slot: int, allowed: Bool[np.ndarray, " A"]) -> bool:
-        """Restrict the next tick to these ids. Returns False if the slot's own bias rules out all of them."""
+        """Restrict the next tick to these ids. Returns False if the slot's own bias logit_mask out all of them."""
         return self._table.mask_next(slot, allowed)
 
     def dispatch(self, n_ticks: int, running: Sequence[int], *, with_top: bool, keep: Sequence[int]) -> Dispatch:
@@ -187,15 +188,15 @@ class Backend:
         before = {slot: self.save(slot, 0) for slot in keep}
         active = np.zeros((self.n_slots,), bool)
         active[list(running)] = True
-        settings, rules, keys = self._table.on_device()
-        self._slots, self._written, tokens, logprobs, top = self.decoder.decode(
+        settings, logit_mask, keys = self._table.on_device()
+        self._slots, self._counts, tokens, logprobs, top = self.decoder.decode(
             self._prepared,
             self._slots,
             self._tokens,
             settings,
             keys,
-            self._written,
-            rules,
+            self._counts,
+            logit_mask,
             active,
             np.int32(n_ticks),
             cfg=self.cfg,
@@ -204,34 +205,38 @@ class Backend:
         )
         self._tokens = _at(tokens, np.int32(n_ticks - 1))
         for slot in running:
-            self._n_held[slot] += n_ticks
+            self._n_in_memory[slot] += n_ticks
         return Dispatch(n_ticks=n_ticks, tokens=tokens, logprobs=logprobs, top=top, before=before)
 
-    def memory_after(self, before: SlotState, written: Sequence[int]) -> Any:
-        """Return the memory after `before` has read its token and then `written`. Computed by ticks, so that it is bit-identical to
+    def memory_after(self, before: SlotState, tokens: Sequence[int]) -> Any:
+        """Return the memory after `before` has read its token and then `tokens`. Computed by ticks, so that it is bit-identical to
         the memory in the slot."""
         one = self.decoder.single_slot(before.memory, self.cfg)
-        nothing = np.zeros((self.cfg.n_vocab,), np.int32)
-        for token in (int(before.token), *written):
-            one, *_ = self._tick_single(one, 0, np.int32(token), nothing)  # the sampled token is ignored
-        n_held = before.n_held + 1 + len(written)
-        return self.decoder.extract(self._prepared, one, 0, self.cfg, n_held, before.memory)
+        counts = np.zeros((self.cfg.n_vocab,), np.int32)
+        for token in (int(before.token), *tokens):
+            one, *_ = self._tick_single(one, 0, np.int32(token), counts)  # the sampled token is ignored
+        n_in_memory = before.n_in_memory + 1 + len(tokens)
+        return self.decoder.extract(self._prepared, one, 0, self.cfg, n_in_memory, before.memory)
 
-    def _tick_single(self, one: Any, slot: int, token: Any, written: Any) -> Any:
+    def _tick_single(self, one: Any, slot: int, token: Any, counts: Any) -> Any:
         """Run one tick of a single sequence with a slot's sampling settings."""
-        settings, rules, keys = self._table.row(slot)
+        settings, logit_mask, keys = self._table.row(slot)
         return self.decoder.decode(
             self._prepared,
             one,
             np.reshape(token, (1,)),
             settings,
             keys,
-            np.reshape(written, (1, -1)),
-            rules,
+            np.reshape(counts, (1, -1)),
+            logit_mask,
             cfg=self.cfg,
             n_ticks=1,
             n_top=self._n_top(True),
         )
+
+
+def token_logprobs(ids: Int[np.ndarray, "n K"], values: Float[np.ndarray, "n K"]) -> list[list[TokenLogprob]]:
+    return [list(map(TokenLogprob, *row)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
 
 
 class _SamplingTable:
@@ -288,14 +293,14 @@ class _SamplingTable:
                     bias=bias, min_token_mask=min_token_mask, min_token_until=min_token_until, in_prompt=in_prompt
                 ),
             )
-        settings, rules = self._device
+        settings, logit_mask = self._device
         if self._next_mask:
             bias = self._bias.copy()
             for slot, allowed in self._next_mask.items():
                 bias[slot, ~allowed] = -np.inf
             self._next_mask = {}
-            rules = dataclasses.replace(rules, bias=jax.device_put(bias, self._replicated))
-        return settings, rules, self._keys
+            logit_mask = dataclasses.replace(logit_mask, bias=jax.device_put(bias, self._replicated))
+        return settings, logit_mask, self._keys
 
     def row(self, slot: int) -> tuple[SamplingSettings, LogitMask, Key[Array, " B"]]:
         """Return the settings of one slot, as a batch of one row."""
@@ -326,16 +331,16 @@ def _at(tokens: Int[Array, "n B"], i: Int[Array, ""]) -> Int[Array, " B"]:
 
 
 @jax.jit
-def _row(tokens: Int[Array, " B"], written: Int[Array, "B A"], slot: int | Int[Array, ""]) -> tuple[Array, Array]:
-    return tokens[slot], written[slot]
+def _row(tokens: Int[Array, " B"], counts: Int[Array, "B A"], slot: int | Int[Array, ""]) -> tuple[Array, Array]:
+    return tokens[slot], counts[slot]
 
 
 @partial(jax.jit, donate_argnums=(1,))
 def _set_row(
     tokens: Int[Array, " B"],
-    written: Int[Array, "B A"],
+    counts: Int[Array, "B A"],
     slot: int | Int[Array, ""],
     token: Array,
     row: Array,
 ) -> tuple[Array, Array]:
-    return tokens.at[slot].set(token.reshape(())), written.at[slot].set(row.reshape(-1))
+    return tokens.at[slot].set(token.reshape(())), counts.at[slot].set(row.reshape(-1))

@@ -16,12 +16,12 @@ import numpy as np
 from linnet.core.errors import UserError, invalid
 from linnet.models.base import TokenFamily
 from linnet.models.bos import in_front
-from linnet.serve.backend import N_TICKS, Backend, Dispatch
-from linnet.serve.engine_loop import EngineLoop
+from linnet.serve.backend import N_TICKS, Backend, Dispatch, SlotState, token_logprobs
+from linnet.serve.engine_loop import EngineLoop, check_queue
 from linnet.serve.grammar import Grammars
-from linnet.serve.job import Job
+from linnet.serve.job import TokenJob
 from linnet.serve.prefix_cache import PrefixCache
-from linnet.serve.request import Choice, OnEvent, Request, TooLong
+from linnet.serve.request import OnEvent, Request, TooLong
 from linnet.serve.scheduler import Plan
 from linnet.serve.state import State, model_fingerprint
 from linnet.tokenizers.base import Tokenizer
@@ -40,9 +40,9 @@ class EngineConfig:
     """Maximum prompt length in tokens."""
 
     def __post_init__(self) -> None:
-        for name, value in (("--slots", self.n_slots), ("--queue", self.max_waiting), ("max_prompt", self.max_prompt)):
-            if value < 1:
-                raise invalid(name, value, "at least 1", "use the default")
+        check_queue(self.n_slots, self.max_waiting)
+        if self.max_prompt < 1:
+            raise invalid("max_prompt", self.max_prompt, "at least 1", "use the default")
         if self.prefix_bytes < 0:
             raise invalid("--prefix-mb", self.prefix_bytes >> 20, "0 or more", "use 0 for no prefix cache")
 
@@ -52,10 +52,10 @@ class _InFlight:
     """A dispatch that has not been read back yet, and the job of each of its columns."""
 
     dispatch: Dispatch
-    jobs: dict[int, Job]
+    jobs: dict[int, TokenJob]
 
 
-class Engine(EngineLoop[Job]):
+class Engine(EngineLoop[TokenJob, Backend]):
     def __init__(
         self,
         family: TokenFamily,
@@ -67,10 +67,15 @@ class Engine(EngineLoop[Job]):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(config.n_slots, config.max_waiting, clock, "linnet-engine")
+        super().__init__(
+            Backend(family, cfg, params, buffers, config.n_slots),
+            model_fingerprint(params, buffers, cfg),
+            n_slots=config.n_slots,
+            max_waiting=config.max_waiting,
+            clock=clock,
+            name="linnet-engine",
+        )
         self.config = config
-        self.backend = Backend(family, cfg, params, buffers, config.n_slots)
-        self.fingerprint = model_fingerprint(params, buffers, cfg)
         self.prefix = PrefixCache(self.backend.chunk_len, config.prefix_bytes)
         self._cfg, self._tokenizer = cfg, tokenizer
         self._grammars = Grammars(tokenizer, n_vocab=cfg.n_vocab)
@@ -84,7 +89,7 @@ class Engine(EngineLoop[Job]):
         here."""
         self._check(request)
         matcher = None if request.sampling.constraint is None else self._grammars.compile(request.sampling.constraint)
-        job = Job(
+        job = TokenJob(
             request,
             on_event,
             end_id=self._cfg.end_id,
@@ -109,8 +114,8 @@ class Engine(EngineLoop[Job]):
         *to_read, last = (*front, *ids)
         n_tokens, context = n_read + len(to_read) + 1, self._cfg.context
         if context is not None and n_tokens > context:
-            needs = f"at most {context} tokens: the model reads no more"
-            raise TooLong(str(invalid("the conversation", f"{n_tokens} tokens", needs, "begin another")))
+            needs = f"at most {context} tokens, the model's context"
+            raise TooLong(str(invalid("the conversation", f"{n_tokens} tokens", needs, "start another one")))
         size = self.backend.chunk_len
         for start in range(0, len(to_read), size):
             memory = self.backend.prefill_chunk(memory, to_read[start : start + size])
@@ -154,7 +159,7 @@ class Engine(EngineLoop[Job]):
             raise UserError("the state belongs to another model. Fix: continue it with the model that created it.")
         if len(sampling.banned) >= n_vocab:
             raise invalid("banned_token_ids", "every id", "at least one id fewer", "ban fewer ids")
-        excluded = sampling.banned | sampling.stop_ids | (frozenset() if sampling.ignore_end else {self._cfg.end_id})
+        excluded = sampling.banned | sampling.stop_ids | (frozenset() if sampling.ignore_eos else {self._cfg.end_id})
         n_left = n_vocab - len(excluded) if sampling.allowed is None else len(sampling.allowed - excluded)
         if sampling.min_tokens and not n_left:
             needs = "0 if only ids that end the text may be sampled"
@@ -162,34 +167,28 @@ class Engine(EngineLoop[Job]):
 
     # In the engine's thread
 
+    def _save(self, job: TokenJob, slot: int) -> SlotState:
+        return self.backend.save(slot, _positions(job))
+
     def _execute(self, plan: Plan) -> None:
-        for id, reason in plan.ended:
-            self._jobs.pop(id).finish(reason)
-        for id, slot in plan.preempt:
-            job = self._jobs[id]
-            job.slot_state, job.slot = self.backend.save(slot, _positions(job)), None
         if plan.prefill is not None:
             self._prefill(self._jobs[plan.prefill])
-        begun = [flight for id, slot in plan.load if (flight := self._load(self._jobs[id], slot)) is not None]
+        first = [flight for id, slot in plan.load if (flight := self._load(self._jobs[id], slot)) is not None]
         running = self._running() if plan.tick else {}
         constrained = any(job.matcher is not None for job in running.values())
         before, self._flight = self._flight, None
         if constrained:  # the next mask depends on the last token
-            self._collect(before, *begun)
-            before, begun = None, []
+            self._collect(before, *first)
+            before, first = None, []
             running = {slot: job for slot, job in self._running().items() if self._mask_by_grammar(slot, job)}
         if running:
             self._flight = self._dispatch(running, constrained)
-        self._collect(before, *begun)
+        self._collect(before, *first)
         if constrained:
             self._collect(self._flight)
             self._flight = None
 
-    def _running(self) -> dict[int, Job]:
-        with self._changed:  # other threads add jobs
-            return {job.slot: job for job in self._jobs.values() if job.slot is not None}
-
-    def _mask_by_grammar(self, slot: int, job: Job) -> bool:
+    def _mask_by_grammar(self, slot: int, job: TokenJob) -> bool:
         """Restrict a slot to the ids that its grammar allows next. If there are none, end this request, and only this one."""
         if job.matcher is None:
             return True
@@ -205,7 +204,7 @@ class Engine(EngineLoop[Job]):
         self._end(job, "stuck", error=error)
         return False
 
-    def _dispatch(self, running: dict[int, Job], constrained: bool) -> _InFlight:
+    def _dispatch(self, running: dict[int, TokenJob], constrained: bool) -> _InFlight:
         n_ticks = 1 if constrained else self._n_ticks(running)
         dispatch = self.backend.dispatch(
             n_ticks,
@@ -217,7 +216,7 @@ class Engine(EngineLoop[Job]):
             self._count_dispatched(job, n_ticks)
         return _InFlight(dispatch, dict(running))
 
-    def _n_ticks(self, running: dict[int, Job]) -> int:
+    def _n_ticks(self, running: dict[int, TokenJob]) -> int:
         """Ticks of the next dispatch. While requests wait for a slot: until the first slot is free, but at least `MIN_TICKS`;
         otherwise as many as the longest answer needs."""
         left = [job.max_tokens - job.n_dispatched for job in running.values()]
@@ -225,15 +224,13 @@ class Engine(EngineLoop[Job]):
             wanted = self._scheduler.wants_slots
         return min(N_TICKS, max(MIN_TICKS, min(left)) if wanted else max(left))
 
-    def _count_dispatched(self, job: Job, n_ticks: int) -> None:
+    def _count_dispatched(self, job: TokenJob, n_ticks: int) -> None:
         """Count tokens that were dispatched. If they complete the answer, release the slot without waiting for their values."""
         job.n_dispatched += n_ticks
         if job.n_dispatched >= job.max_tokens:
-            job.slot = None
-            with self._changed:
-                self._scheduler.release_slot(job.request.id)
+            self._release_slot(job)
 
-    def _prefill(self, job: Job) -> None:
+    def _prefill(self, job: TokenJob) -> None:
         """Prefill one chunk of a prompt, after the chunks that are in the prefix cache."""
         size = self.backend.chunk_len
         if job.memory is None:
@@ -260,7 +257,7 @@ class Engine(EngineLoop[Job]):
         if len(chunk) == size and n <= len(job.keys) and self.prefix.wants(n, len(job.keys)):
             self.prefix.add(job.keys[n - 1], job.memory)
 
-    def _load(self, job: Job, slot: int) -> _InFlight | None:
+    def _load(self, job: TokenJob, slot: int) -> _InFlight | None:
         """Load a request into its slot. A new request also samples its first token, unless its grammar allows none."""
         is_fresh = job.slot_state is None
         if job.slot_state is None:
@@ -295,13 +292,15 @@ class Engine(EngineLoop[Job]):
                         job, column, flight.dispatch, tokens[:, column].tolist(), logprobs[:, column].tolist()
                     )
 
-    def _deliver(self, job: Job, column: int, dispatch: Dispatch, tokens: list[int], logprobs: list[float]) -> None:
-        top_choices = None
+    def _deliver(
+        self, job: TokenJob, column: int, dispatch: Dispatch, tokens: list[int], logprobs: list[float]
+    ) -> None:
+        top = None
         if dispatch.top is not None and job.request.sampling.top_logprobs:
-            ids, values = (np.asarray(one)[: dispatch.n_ticks, column].tolist() for one in dispatch.top)
-            top_choices = [[Choice(i, v) for i, v in zip(*row, strict=True)] for row in zip(ids, values, strict=True)]
+            ids, values = (np.asarray(one)[: dispatch.n_ticks, column] for one in dispatch.top)
+            top = token_logprobs(ids, values)
         try:
-            n, reason, stopped_by = job.take(tokens, logprobs, top_choices)
+            n, reason, stopped_by = job.take(tokens, logprobs, top)
         except UserError as failure:  # its grammar exceeded the limits: only this request ends
             self._end(job, "stuck", error=str(failure))
             return
@@ -322,10 +321,7 @@ class Engine(EngineLoop[Job]):
             )
         self._end(job, reason, stopped_by=stopped_by, state=state)
 
-    def _reset(self) -> None:
-        self.backend.reset()
 
-
-def _positions(job: Job) -> int:
+def _positions(job: TokenJob) -> int:
     """Tokens that a request had read when it was first loaded into a slot: its positions are counted from there."""
     return job.n_before + len(job.to_read)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from linnet.core.errors import invalid
 from linnet.serve.request import Draining, FinishReason
 from linnet.serve.scheduler import Plan, Scheduler
 
@@ -37,6 +38,11 @@ class RequestInfo(Protocol):
 class Job(Protocol):
     """One request in the engine."""
 
+    slot: int | None
+    """The slot that it runs in; None: it waits, is preempted, or has released its slot."""
+    slot_state: Any
+    """The state that `EngineLoop._save` returned when it was preempted; None otherwise."""
+
     @property
     def request(self) -> RequestInfo: ...
     @property
@@ -45,12 +51,25 @@ class Job(Protocol):
         ...
 
 
+class EngineBackend(Protocol):
+    """The device side of an engine."""
+
+    @property
+    def state_bytes(self) -> int: ...
+    def reset(self) -> None:
+        """Discard all state on the device."""
+        ...
+
+
 J = TypeVar("J", bound=Job)
+B = TypeVar("B", bound=EngineBackend)
 
 
-class EngineLoop(abc.ABC, Generic[J]):
-    def __init__(self, n_slots: int, max_waiting: int, clock: Callable[[], float], name: str) -> None:
-        self.clock = clock
+class EngineLoop(abc.ABC, Generic[J, B]):
+    def __init__(
+        self, backend: B, fingerprint: str, *, n_slots: int, max_waiting: int, clock: Callable[[], float], name: str
+    ) -> None:
+        self.backend, self.fingerprint, self.clock = backend, fingerprint, clock
         self._scheduler = Scheduler(n_slots, max_waiting)
         self._jobs: dict[str, J] = {}
         self._flight: Any = None
@@ -107,11 +126,12 @@ class EngineLoop(abc.ABC, Generic[J]):
     # In the engine's thread
 
     @abc.abstractmethod
-    def _execute(self, plan: Plan) -> None: ...
+    def _save(self, job: J, slot: int) -> Any:
+        """Return the state of a request that is preempted."""
 
     @abc.abstractmethod
-    def _reset(self) -> None:
-        """Discard all state on the device, after a failure."""
+    def _execute(self, plan: Plan) -> None:
+        """Prefill, load and tick as planned. Ended requests are removed and preempted ones are saved before this."""
 
     def _run(self) -> None:
         while True:
@@ -122,16 +142,35 @@ class EngineLoop(abc.ABC, Generic[J]):
                     break
                 plan = self._scheduler.plan(self.clock())
             try:
+                self._end_and_preempt(plan)
                 self._execute(plan)
             except Exception as error:
                 log.exception("A batch failed.")
                 self._fail_batch(str(error))
 
-    def _end(self, job: J, reason: FinishReason, **told: Any) -> None:
+    def _end_and_preempt(self, plan: Plan) -> None:
+        for id, reason in plan.ended:
+            self._jobs.pop(id).finish(reason)
+        for id, slot in plan.preempt:
+            job = self._jobs[id]
+            job.slot_state, job.slot = self._save(job, slot), None
+
+    def _running(self) -> dict[int, J]:
+        """Return the jobs in slots, by slot."""
+        with self._changed:  # other threads add jobs
+            return {job.slot: job for job in self._jobs.values() if job.slot is not None}
+
+    def _release_slot(self, job: J) -> None:
+        """Release the slot of a job whose last tick is dispatched, without waiting for its result."""
+        job.slot = None
+        with self._changed:
+            self._scheduler.release_slot(job.request.id)
+
+    def _end(self, job: J, reason: FinishReason, **fields: Any) -> None:
         with self._changed:
             self._scheduler.ended(job.request.id)
             del self._jobs[job.request.id]
-        job.finish(reason, **told)
+        job.finish(reason, **fields)
 
     def _fail_batch(self, error: str) -> None:
         """End every request that has started with an error, because its tokens or its slot may have been lost. Waiting requests
@@ -141,4 +180,10 @@ class EngineLoop(abc.ABC, Generic[J]):
             lost = [job for id, job in self._jobs.items() if self._scheduler.has_begun(id)]
         for job in lost:
             self._end(job, "error", error=error)
-        self._reset()
+        self.backend.reset()
+
+
+def check_queue(n_slots: int, max_waiting: int) -> None:
+    for name, value in (("--slots", n_slots), ("--queue", max_waiting)):
+        if value < 1:
+            raise invalid(name, value, "at least 1", "use the default")

@@ -15,19 +15,19 @@ from linnet.models.detokenize import TextAssembler
 from linnet.serve.backend import SlotState
 from linnet.serve.grammar import Matcher
 from linnet.serve.request import (
-    Choice,
     Event,
     Finished,
     FinishReason,
     OnEvent,
     PrefillDone,
     Request,
+    TokenLogprob,
     TokensEvent,
     TooLong,
 )
 
 
-class Job:
+class TokenJob:
     def __init__(
         self,
         request: Request,
@@ -40,16 +40,16 @@ class Job:
         matcher: Matcher | None,
     ) -> None:
         self.request, self.matcher = request, matcher
-        begins = request.state is None
-        first = in_front(bos_id, request.add_special_tokens) if begins else (request.state.last,)
+        is_new = request.state is None
+        first = in_front(bos_id, request.add_special_tokens) if is_new else (request.state.last,)
         if not first and not request.prompt:
             raise empty_prompt(bos_id)
-        self.n_front: int = len(first) if begins else request.state.n_front
+        self.n_front: int = len(first) if is_new else request.state.n_front
         """BOS ids at the start of the conversation: 1 or 0."""
-        self.n_before = 0 if begins else request.state.n_tokens - 1
+        self.n_before = 0 if is_new else request.state.n_tokens - 1
         """Tokens that the initial state had read."""
-        prompt, self.max_tokens = _fitted(request, self.n_before, len(first), context)
-        self.n_cut = len(request.prompt) - len(prompt)
+        prompt, self.max_tokens = _fit_context(request, self.n_before, len(first), context)
+        self.n_truncated = len(request.prompt) - len(prompt)
         """Tokens truncated from the start of the prompt to fit the context."""
         self.prompt = prompt
         """The prompt after truncation."""
@@ -62,16 +62,16 @@ class Job:
         self.keys: list[bytes] = []
         """Prefix cache keys of the complete chunks of `to_read`."""
         self.logprobs: list[float] = []
-        self.top: list[tuple[Choice, ...]] = []
-        """`logprobs` and `top` are those of the prompt."""
+        self.top: list[tuple[TokenLogprob, ...]] = []
+        """Log-probabilities and top log-probabilities of the prompt."""
         self.slot_state: SlotState | None = None
         self.slot: int | None = None
         self.n_dispatched = 0
         """Tokens for which a dispatch was started; none are needed beyond `max_tokens`."""
         self.is_done = False
         sampling = request.sampling
-        self.ends = frozenset() if sampling.ignore_end else frozenset({end_id})
-        self._on_event, self._n_written, self._n_letters = on_event, 0, 0
+        self.eos_ids = frozenset() if sampling.ignore_eos else frozenset({end_id})
+        self._on_event, self._n_written, self._n_characters = on_event, 0, 0
         # Leading spaces are kept if the answer must match a grammar, or continues an answer without a prompt in between.
         self._text = TextAssembler(
             text_rules,
@@ -79,13 +79,13 @@ class Job:
             min_tokens=sampling.min_tokens,
             before=prompt if request.shows_prompt else (),
             continues=matcher is not None
-            or (not begins and (request.shows_prompt or not (prompt or request.appended))),
+            or (not is_new and (request.shows_prompt or not (prompt or request.appended))),
         )
 
     @property
     def min_token_ids(self) -> frozenset[int]:
         """Ids that may not be sampled before `min_tokens`."""
-        return (self.ends | self.request.sampling.stop_ids) if self.request.sampling.min_tokens else frozenset()
+        return (self.eos_ids | self.request.sampling.stop_ids) if self.request.sampling.min_tokens else frozenset()
 
     def allowed_next(self) -> Bool[np.ndarray, " vocab"]:
         """Return the ids that the grammar allows, without those in `min_token_ids` before `min_tokens`."""
@@ -109,10 +109,12 @@ class Job:
         if self.request.prompt_logprobs:
             logprobs = ((None,) * unpredicted + tuple(self.logprobs))[:n]
         top = (((),) * unpredicted + tuple(self.top))[:n] if self.top else ()
-        self._emit(PrefillDone(n_tokens=n, n_cached=self.n_cached, n_cut=self.n_cut, logprobs=logprobs, top=top))
+        self._emit(
+            PrefillDone(n_tokens=n, n_cached=self.n_cached, n_truncated=self.n_truncated, logprobs=logprobs, top=top)
+        )
 
     def take(
-        self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[Choice]] | None
+        self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[TokenLogprob]] | None
     ) -> tuple[int, FinishReason | None, str | int | None]:
         """Accept sampled tokens up to the end of the request and emit them. Returns how many were accepted, the finish reason, and
         the stop string or id that ended it."""
@@ -122,8 +124,8 @@ class Job:
         for token in tokens:
             n += 1
             self._n_written += 1
-            enough = self._n_written >= sampling.min_tokens
-            if enough and (token in self.ends or token in sampling.stop_ids):
+            may_stop = self._n_written >= sampling.min_tokens
+            if may_stop and (token in self.eos_ids or token in sampling.stop_ids):
                 reason, stopped_by = "stop", token
                 break
             self._text.feed(token)
@@ -140,12 +142,12 @@ class Job:
         text, offsets = self._text.take()
         if reason is not None:
             text += self._text.close()
-            offsets = (*offsets, *[self._n_letters + len(text)] * (n - len(offsets)))  # a stop id has no text
-        self._n_letters += len(text)
-        choices = tuple(map(Choice, tokens[:n], logprobs[:n]))
-        asked = sampling.top_logprobs
-        likeliest = tuple(tuple(row[:asked]) for row in top[:n]) if top is not None and asked else ()
-        self._emit(TokensEvent(tokens=choices, top=likeliest, text=text, offsets=offsets))
+            offsets = (*offsets, *[self._n_characters + len(text)] * (n - len(offsets)))  # a stop id has no text
+        self._n_characters += len(text)
+        accepted = tuple(map(TokenLogprob, tokens[:n], logprobs[:n]))
+        k = sampling.top_logprobs
+        alternatives = tuple(tuple(row[:k]) for row in top[:n]) if top is not None and k else ()
+        self._emit(TokensEvent(tokens=accepted, top=alternatives, text=text, offsets=offsets))
         return n, reason, stopped_by
 
     def finish(
@@ -174,24 +176,24 @@ class Job:
         self._on_event(event)
 
 
-def _fitted(request: Request, n_before: int, n_first: int, context: int | None) -> tuple[tuple[int, ...], int]:
+def _fit_context(request: Request, n_before: int, n_first: int, context: int | None) -> tuple[tuple[int, ...], int]:
     """Return the prompt and the maximum length of the answer that fit the context. The last token of an answer is not read.
     `n_first`: number of tokens read before the prompt (the BOS id, or the last token of the state)."""
     prompt, max_tokens = request.prompt, request.sampling.max_tokens
     if context is None:
         return prompt, max_tokens
-    most = context - n_before - n_first
-    if most < min(1, len(prompt)):
+    room = context - n_before - n_first
+    if room < min(1, len(prompt)):
         needs = f"shorter: the context of {context} tokens (prompt and answer) is full"
         raise _too_long("the session", f"{n_before} tokens long", needs, "start another session")
-    if len(prompt) > most:
-        if not request.cut_prompt:
-            needs = f"at most {most}: the context is {context} tokens (prompt and answer)"
+    if len(prompt) > room:
+        if not request.truncate_prompt:
+            needs = f"at most {room}: the context is {context} tokens (prompt and answer)"
             fix = "shorten it, or set truncate_prompt to drop tokens at its start"
             raise _too_long("the prompt", f"{len(prompt)} tokens", needs, fix)
-        # Leave room for the answer, but keep at least half of the room for the prompt.
-        prompt = prompt[-max(most - max_tokens + 1, (most + 1) // 2) :]
-    return prompt, min(max_tokens, most - len(prompt) + 1)
+        # Reserve tokens for the answer, but at least half of the context for the prompt.
+        prompt = prompt[-max(room - max_tokens + 1, (room + 1) // 2) :]
+    return prompt, min(max_tokens, room - len(prompt) + 1)
 
 
 def _too_long(field: str, got: str, needs: str, fix: str) -> TooLong:

@@ -92,35 +92,35 @@ class Sampling:
     """Minimum number of tokens before the EOS id, a stop id or a stop string may end the answer."""
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
-    ignore_end: bool = False
+    ignore_eos: bool = False
     top_logprobs: int = 0
     """Number of top log-probabilities returned with each token."""
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        _between("temperature", self.temperature, 0.0, 100.0)
+        _check_range("temperature", self.temperature, 0.0, 100.0)
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise invalid("temperature", self.temperature, f"0 (greedy), or at least {MIN_TEMPERATURE:g}", "use 0")
-        _between("top_p", self.top_p, 0.0, 1.0, above=True)
-        _between("typical_p", self.typical_p, 0.0, 1.0, above=True)
-        _between("min_p", self.min_p, 0.0, 1.0)
-        _between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
-        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("top_k", self.top_k, 0, 2**31 - 1)
-        _between("seed", self.seed, 0, MAX_SEED)
-        _between("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _between("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _between("logprobs", self.top_logprobs, 0, MAX_TOP)
+        _check_range("top_p", self.top_p, 0.0, 1.0, exclusive=True)
+        _check_range("typical_p", self.typical_p, 0.0, 1.0, exclusive=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("top_k", self.top_k, 0, 2**31 - 1)
+        _check_range("seed", self.seed, 0, MAX_SEED)
+        _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_range("logprobs", self.top_logprobs, 0, MAX_TOP)
         if len(self.stop) + len(self.stop_ids) > MAX_STOPS:
             raise invalid("stop", f"{len(self.stop) + len(self.stop_ids)} entries", f"at most {MAX_STOPS}", "use fewer")
         check_stops(self.stop)
         for stop in self.stop:
-            _between("the length of a stop string in bytes", len(stop.encode()), 1, MAX_STOP_BYTES)
+            _check_range("the length of a stop string in bytes", len(stop.encode()), 1, MAX_STOP_BYTES)
         if len(self.logit_bias) > MAX_BIAS:
             raise invalid("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_BIAS}", "use fewer")
         for bias in self.logit_bias.values():
-            _between("logit_bias", bias, -100.0, 100.0)
+            _check_range("logit_bias", bias, -100.0, 100.0)
         if self.allowed is not None and not self.allowed - self.banned:
             raise invalid(
                 "allowed_token_ids", "no id", "at least one id that is not banned", "omit it to allow all ids"
@@ -145,7 +145,7 @@ class Request:
     """Prompt ids that `state` has already read since its last answer (`Engine.append`). They count as part of the prompt."""
     return_state: bool = False
     """Return the state after the last token with `Finished`."""
-    cut_prompt: bool = False
+    truncate_prompt: bool = False
     """Truncate a prompt that does not fit the model's context at its start; otherwise it is an error."""
     prompt_logprobs: bool = False
     """Return the log-probability of each prompt token (`echo`)."""
@@ -156,7 +156,7 @@ class Request:
     """The answer's text is shown appended to the prompt's (`echo`) rather than as a separate text."""
 
 
-class Choice(NamedTuple):
+class TokenLogprob(NamedTuple):
     """A token and its log-probability in the model's own distribution. (A tuple, because one is made for every token.)"""
 
     token: int
@@ -170,11 +170,11 @@ class PrefillDone:
     n_tokens: int
     n_cached: int
     """Those of `n_tokens` that came from the prefix cache."""
-    n_cut: int = 0
+    n_truncated: int = 0
     """Prompt tokens truncated at the start, not counted in `n_tokens`."""
     logprobs: tuple[float | None, ...] | None
     """Log-probability of each prompt token, if requested. The first is None if no token precedes it."""
-    top: tuple[tuple[Choice, ...], ...] = ()
+    top: tuple[tuple[TokenLogprob, ...], ...] = ()
     """Top log-probabilities at the position of each prompt token; empty unless requested."""
 
 
@@ -182,8 +182,8 @@ class PrefillDone:
 class TokensEvent:
     """New tokens, and the text that is final: complete characters, and no possible start of a stop string."""
 
-    tokens: tuple[Choice, ...]
-    top: tuple[tuple[Choice, ...], ...]
+    tokens: tuple[TokenLogprob, ...]
+    top: tuple[tuple[TokenLogprob, ...], ...]
     """Top log-probabilities at each token; empty unless requested."""
     text: str
     offsets: tuple[int, ...]
@@ -214,8 +214,8 @@ OnEvent = Callable[[Event], None]
 """Called in the engine's thread: must return immediately and never raise."""
 
 
-def _between(field: str, value: float, low: float, high: float, *, above: bool = False) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or not (low < value if above else low <= value) or value > high:
-        needs = f"{'above' if above else 'at least'} {low:g} and at most {high:g}"
+def _check_range(field: str, value: float, low: float, high: float, *, exclusive: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not (low < value if exclusive else low <= value) or value > high:
+        needs = f"{'above' if exclusive else 'at least'} {low:g} and at most {high:g}"
         raise invalid(field, value, needs, f"use a number {needs}")

@@ -15,7 +15,7 @@ from typing import Literal
 from linnet.serve.request import QueueFull
 
 RETRY_AFTER = 1.0
-"""Seconds. Short, because a place in the queue is freed as soon as a waiting request starts its prefill, long before one ends."""
+"""Seconds. Short, because the queue gets shorter as soon as a waiting request starts its prefill, long before one finishes."""
 
 QUICK_CHUNKS = 4
 """Maximum consecutive chunks, or one complete prompt if that is less, of prompts shorter than the one whose turn it is."""
@@ -42,7 +42,9 @@ class Plan:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Job:
+class _Entry:
+    """A request in the scheduler."""
+
     id: str
     priority: int
     deadline: float | None
@@ -64,8 +66,8 @@ class _Job:
 class Scheduler:
     """The queue and slot assignment of one engine.
 
-    States outside slots (prefilling, ready or preempted) take memory, so there are at most `max_held` of them. The upper half of this
-    capacity is reserved for requests that can get a slot: one is free, or their level is above that of a running request.
+    States outside slots (prefilling, ready or preempted) take memory, so there are at most `max_states` of them. The upper half of
+    this capacity is reserved for requests that can get a slot: one is free, or their level is above that of a running request.
     """
 
     def __init__(
@@ -81,8 +83,8 @@ class Scheduler:
         assert min(n_slots, max_waiting, quantum, self._max_states - 1) >= 1
         assert age_seconds > 0
         self._max_waiting, self._quantum, self._age_seconds = max_waiting, quantum, age_seconds
-        self._jobs: dict[str, _Job] = {}
-        self._slots: list[_Job | None] = [None] * n_slots
+        self._jobs: dict[str, _Entry] = {}
+        self._slots: list[_Entry | None] = [None] * n_slots
         self._to_clear: list[int] = []
         self._n_sequence = 0
         self._quick_left = QUICK_CHUNKS
@@ -95,7 +97,7 @@ class Scheduler:
         assert n_chunks >= 0
         if self.waiting >= self._max_waiting:
             raise QueueFull(self.waiting, RETRY_AFTER)
-        self._jobs[id] = _Job(id, priority, deadline, n_chunks, sequence=self._next_sequence(), since=now)
+        self._jobs[id] = _Entry(id, priority, deadline, n_chunks, sequence=self._next_sequence(), since=now)
 
     def cancel(self, id: str) -> None:
         """End a request in the next plan, whatever its state. An unknown id has already ended and is ignored."""
@@ -128,7 +130,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests that have not started. A cancelled one frees its place immediately."""
+        """Requests that have not started. A cancelled one no longer counts."""
         return sum(job.state == "waiting" and not job.is_cancelled for job in self._jobs.values())
 
     @property
@@ -208,7 +210,7 @@ class Scheduler:
             return job.id
         return None
 
-    def _next_to_prefill(self, now: float) -> tuple[_Job, bool] | None:
+    def _next_to_prefill(self, now: float) -> tuple[_Entry, bool] | None:
         """Alternate between the first in the queue and the shortest prompt, so that neither long nor short prompts are delayed.
 
         The shortest must have at least the first one's priority. Age does not count, because a long prompt ages during its prefill.
@@ -226,27 +228,29 @@ class Scheduler:
             return first, True
         return quick, quick is first
 
-    def _prefillable(self, rank: dict[_Job, tuple[int, int]], now: float) -> list[_Job]:
-        """Return the unfinished prefills, and the waiting requests for whose states there is room."""
+    def _prefillable(self, rank: dict[_Entry, tuple[int, int]], now: float) -> list[_Entry]:
+        """Return the unfinished prefills, and the waiting requests for whose states there is capacity."""
         if not rank:
             return []
         head = min(rank, key=rank.__getitem__)
-        # The last place is reserved for the head of the queue; otherwise short prompts would take every place that becomes free.
-        kept = int(head.state == "waiting")
-        full = self._max_states - sum(job.state in ("prefilling", "ready", "preempted") for job in self._jobs.values())
-        half = full - (self._max_states + 1) // 2
+        # The last state is reserved for the head of the queue; otherwise short prompts would take every one that becomes free.
+        n_reserved = int(head.state == "waiting")
+        n_free = self._max_states - sum(
+            job.state in ("prefilling", "ready", "preempted") for job in self._jobs.values()
+        )
+        n_unreserved = n_free - (self._max_states + 1) // 2
         lowest = None if None in self._slots else min(self._level(job, now) for job in self._running())
 
-        def has_room(job: _Job) -> bool:
-            room = full if lowest is None or -rank[job][0] > lowest else half
-            return room > (0 if job is head else kept)
+        def has_capacity(job: _Entry) -> bool:
+            n_available = n_free if lowest is None or -rank[job][0] > lowest else n_unreserved
+            return n_available > (0 if job is head else n_reserved)
 
-        return [job for job in rank if job.state == "prefilling" or has_room(job)]
+        return [job for job in rank if job.state == "prefilling" or has_capacity(job)]
 
     def _fill_slots(self, now: float) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
         """Return the requests to preempt and those to load: free slots are filled first, then those of preempted requests."""
-        line = [job for job in self._jobs.values() if job.state in ("ready", "preempted")]
-        line.sort(key=lambda job: self._rank(job, now))
+        queue = [job for job in self._jobs.values() if job.state in ("ready", "preempted")]
+        queue.sort(key=lambda job: self._rank(job, now))
         # A request is not preempted before it has generated a token, so that every admission makes progress.
         victims = sorted(
             (job for job in self._running() if job.n_tokens), key=lambda job: self._preemption_key(job, now)
@@ -254,7 +258,7 @@ class Scheduler:
         open_slots = [i for i, job in enumerate(self._slots) if job is None]
         preempt: list[tuple[str, int]] = []
         load: list[tuple[str, int]] = []
-        for job in line:
+        for job in queue:
             if open_slots:
                 slot = open_slots.pop(0)
             elif victims and self._preempts(job, victims[0], now):
@@ -267,35 +271,35 @@ class Scheduler:
             load.append((job.id, slot))
         return tuple(preempt), tuple(load)
 
-    def _preempts(self, job: _Job, running: _Job, now: float) -> bool:
+    def _preempts(self, job: _Entry, running: _Entry, now: float) -> bool:
         mine, other = self._level(job, now), self._level(running, now)
         return mine > other or (mine == other and self._is_spent(running))
 
-    def _preemption_key(self, job: _Job, now: float) -> tuple[int, int, int]:
+    def _preemption_key(self, job: _Entry, now: float) -> tuple[int, int, int]:
         """Order of preemption: lowest level first, then most tokens beyond the quantum, then latest in the queue."""
         return self._level(job, now), -job.n_tokens if self._is_spent(job) else 0, -job.sequence
 
-    def _rank(self, job: _Job, now: float) -> tuple[int, int]:
+    def _rank(self, job: _Entry, now: float) -> tuple[int, int]:
         return -self._level(job, now), job.sequence
 
-    def _level(self, job: _Job, now: float) -> int:
+    def _level(self, job: _Entry, now: float) -> int:
         if job.slot is None:
             waited = job.waited + now - job.since
         else:
             waited = 0.0 if self._is_spent(job) else job.waited
         return job.priority + int(waited // self._age_seconds)
 
-    def _is_spent(self, job: _Job) -> bool:
+    def _is_spent(self, job: _Entry) -> bool:
         return job.n_tokens >= self._quantum
 
     # State changes
 
-    def _load(self, job: _Job, slot: int, now: float) -> None:
+    def _load(self, job: _Entry, slot: int, now: float) -> None:
         job.state, job.slot, job.n_tokens = "running", slot, 0
         job.waited += now - job.since
         self._slots[slot] = job
 
-    def _preempt(self, job: _Job, now: float) -> int:
+    def _preempt(self, job: _Entry, now: float) -> int:
         """Preempt a request and return its slot, which the caller must fill immediately."""
         assert job.slot is not None
         if self._is_spent(job):
@@ -304,11 +308,11 @@ class Scheduler:
         job.state, job.slot, job.since = "preempted", None, now
         return slot
 
-    def _remove(self, job: _Job) -> None:
+    def _remove(self, job: _Entry) -> None:
         del self._jobs[job.id]
         self._free_slot(job)
 
-    def _free_slot(self, job: _Job) -> None:
+    def _free_slot(self, job: _Entry) -> None:
         if job.slot is not None:
             self._slots[job.slot] = None
             self._to_clear.append(job.slot)
@@ -318,7 +322,7 @@ class Scheduler:
         self._n_sequence += 1
         return self._n_sequence
 
-    def _running(self) -> list[_Job]:
+    def _running(self) -> list[_Entry]:
         return [job for job in self._slots if job is not None]
 
     def _count(self, state: _State) -> int:

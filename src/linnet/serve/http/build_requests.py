@@ -120,7 +120,7 @@ def text_sampling(
         banned=frozenset(ask.banned_token_ids or ()),
         stop=tuple(dict.fromkeys((*more_stops, *stop))),
         stop_ids=more_stop_ids | frozenset(ask.stop_token_ids or ()),
-        ignore_end=bool(ask.ignore_eos),
+        ignore_eos=bool(ask.ignore_eos),
         max_tokens=max_tokens,
         top_logprobs=top_logprobs,
         constraint=constraint(ask),

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from linnet.models.detokenize import TextAssembler
 from linnet.serve.http.responses import ChatLogprob, ChatLogprobs, Likely, TextLogprobs
-from linnet.serve.request import Choice, PrefillDone, TokensEvent
+from linnet.serve.request import PrefillDone, TokenLogprob, TokensEvent
 from linnet.tokenizers.base import Tokenizer
 
 Ending = Literal["stop", "length"] | None
@@ -61,8 +61,8 @@ class CompletionVoice:
         self._texts = [self._text(ids) for ids in echoed or ()]
 
     def note(self, i: int, read: PrefillDone) -> None:
-        if self._echoed is not None and read.n_cut:
-            self._echoed[i] = self._echoed[i][read.n_cut :]
+        if self._echoed is not None and read.n_truncated:
+            self._echoed[i] = self._echoed[i][read.n_truncated :]
             self._texts[i] = self._text(self._echoed[i])
 
     def opening(self, i: int, read: PrefillDone) -> Mapping[str, Any] | None:
@@ -122,7 +122,7 @@ class CompletionVoice:
             "top_token_ids": [_ids(top) for top in produced.top] if self._k else None,
         }
 
-    def _named(self, top: Sequence[Choice]) -> dict[str, float] | None:
+    def _named(self, top: Sequence[TokenLogprob]) -> dict[str, float] | None:
         """Return log-probabilities by token text. If two ids have the same text, the likelier one is used."""
         named: dict[str, float] = {}
         for choice in top:
@@ -168,7 +168,7 @@ class ChatVoice:
         ]
         return {"content": told, "refusal": None}
 
-    def _likely(self, choice: Choice) -> Likely:
+    def _likely(self, choice: TokenLogprob) -> Likely:
         data = self._tokenizer.id_bytes(choice.token)
         name = data.decode(errors="replace") if data else token_name(self._tokenizer, choice.token)
         return {
@@ -216,5 +216,5 @@ def _joined(first: TextLogprobs | None, then: TextLogprobs | None) -> TextLogpro
     }
 
 
-def _ids(choices: Sequence[Choice]) -> list[int]:
+def _ids(choices: Sequence[TokenLogprob]) -> list[int]:
     return [choice.token for choice in choices]

@@ -40,7 +40,7 @@ async def images(service: Service, http: HttpRequest) -> Response:
     if ask.stream and n > 1:
         raise invalid("n", n, "1 in a stream", "send several calls")
     # Only byte ids, and exactly as many as the image has values, so that it is always complete.
-    sampling = base_sampling(ask, max_tokens=math.prod(shape), allowed=PIXEL_IDS, ignore_end=True)
+    sampling = base_sampling(ask, max_tokens=math.prod(shape), allowed=PIXEL_IDS, ignore_eos=True)
     answers = await service.submit(model, build_requests(service, ask, f"img-{uuid.uuid4().hex}", [()], sampling, n))
     drawing = _Drawing(shape, answers, http.scope["state"]["request_id"])
     if ask.stream:

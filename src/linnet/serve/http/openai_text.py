@@ -207,7 +207,7 @@ async def _answer(service: Service, http: HttpRequest, job: Job) -> Response:
             state=job.start.state,
             return_state=keeps,
             prompt_logprobs=job.prompt_logprobs,
-            cut_prompt=bool(job.ask.truncate_prompt),
+            truncate_prompt=bool(job.ask.truncate_prompt),
             add_special_tokens=job.ask.add_special_tokens is not False,
             shows_prompt=job.shows_prompt,
         )
@@ -241,7 +241,7 @@ class _Run:
             "model": job.model.name,
             "system_fingerprint": job.model.fingerprint,
         }
-        self._n_cached = self._n_produced = self._n_cut = 0
+        self._n_cached = self._n_produced = self._n_truncated = 0
         self._state: str | None = None
 
     async def whole(self) -> bytes:
@@ -285,9 +285,9 @@ class _Run:
             self._job.voice.note(i, event_)
             if i % self._job.best_of == 0:
                 self._n_cached += event_.n_cached
-                self._n_cut += event_.n_cut
-            if self._n_cut:
-                self._base["prompt_tokens_cut"] = self._n_cut
+                self._n_truncated += event_.n_truncated
+            if self._n_truncated:
+                self._base["prompt_tokens_cut"] = self._n_truncated
         if isinstance(event_, Finished):
             problem = of_ending(event_, self._request_id)
             if problem is not None:
@@ -323,8 +323,8 @@ class _Run:
         return bool(self._job.ask.stream_options and self._job.ask.stream_options.include_usage)
 
     def _usage(self) -> Mapping[str, Any]:
-        n_prompt = sum(map(len, self._job.prompts)) - self._n_cut
-        cut = {"prompt_tokens_cut": self._n_cut} if self._n_cut else {}
+        n_prompt = sum(map(len, self._job.prompts)) - self._n_truncated
+        cut = {"prompt_tokens_cut": self._n_truncated} if self._n_truncated else {}
         return {
             "prompt_tokens": n_prompt,
             "completion_tokens": self._n_produced,

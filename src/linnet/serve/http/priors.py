@@ -28,7 +28,7 @@ from linnet.serve.http.sse import EventStream, cancel_on_disconnect, event, with
 from linnet.serve.prior.request import Denoised, Sampled, SampleEvent, SampleRequest
 from linnet.serve.request import MAX_SEED
 
-DEFAULT_TOLD = 16
+DEFAULT_PROGRESS = 16
 PASSED_ON = ("steps", "solver", "eta", "guidance")
 
 
@@ -137,7 +137,7 @@ def _requests(service: Service, ask: PriorRequest, id: str, texts: Sequence[Text
             text=text.embedding,
             encodings=text.encodings,
             seed=(seed + i) % (MAX_SEED + 1),
-            n_told=(DEFAULT_TOLD if ask.progress is None else ask.progress) if ask.stream else 0,
+            n_progress=(DEFAULT_PROGRESS if ask.progress is None else ask.progress) if ask.stream else 0,
             priority=ask.priority or 0,
             deadline=None if deadline is None else service.clock() + deadline,
             **given,

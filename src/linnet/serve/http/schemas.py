@@ -31,7 +31,7 @@ Stop = Annotated[
     Field(union_mode="left_to_right"),
 ]
 
-MAX_NEAREST, MAX_TOLD = 64, 256
+MAX_NEAREST, MAX_PROGRESS = 64, 256
 Caption = Annotated[str, Field(min_length=1, max_length=1 << 13)]
 Captions = Annotated[list[Caption], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
 Vector = Annotated[list[float], Field(fail_fast=True, min_length=1, max_length=1 << 14)]
@@ -196,7 +196,7 @@ class PriorRequest(ApiRequest):
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     nearest: int | None = Field(None, ge=0, le=MAX_NEAREST)
     """Number of nearest gallery images returned with each result."""
-    progress: int | None = Field(None, ge=0, le=MAX_TOLD)
+    progress: int | None = Field(None, ge=0, le=MAX_PROGRESS)
     """Number of progress events per candidate in a stream."""
     stream: bool | None = None
     user: str | None = None

@@ -31,7 +31,7 @@ class SampleRequest:
     """DDIM's eta: 0 adds no noise between steps."""
     guidance: float = 1.0
     seed: int = 0
-    n_told: int = 0
+    n_progress: int = 0
     """Number of evenly spaced progress events with the predicted clean embedding."""
     priority: int = 0
     deadline: float | None = None
@@ -42,8 +42,8 @@ class SampleRequest:
             raise invalid("seed", self.seed, f"0 to {MAX_SEED}", "use 0")
         if not 0 <= self.guidance <= MAX_GUIDANCE:
             raise invalid("guidance", self.guidance, f"0 to {MAX_GUIDANCE:g}", "use 1 for no guidance")
-        if self.n_told < 0:
-            raise invalid("n_told", self.n_told, "0 or more", "use 0")
+        if self.n_progress < 0:
+            raise invalid("n_progress", self.n_progress, "0 or more", "use 0")
         for name, values in (("the embedding", self.text), ("the encodings", self.encodings)):
             if values is not None and not (np.abs(values) <= MAX_VALUE).all():
                 needs = f"finite, with a magnitude of at most {MAX_VALUE:g}"
