@@ -1,4 +1,8 @@
-"""JSON serialization of configs: strict reading, writing, and reading configs of earlier versions."""
+"""JSON serialization of configs: strict reading, writing, and reading configs of earlier versions.
+
+pydantic does not read them: every config class would have to import it to be strict, which doubles the import time of the configs
+(0.11 s to 0.23 s), the class of `model` depends on another field, and its errors would have to be translated to name the fix.
+"""
 
 from __future__ import annotations
 
