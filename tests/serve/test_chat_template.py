@@ -34,7 +34,7 @@ def model_with(tmp_path: Path, template: Any) -> FakeModel:
 
 def test_a_run_without_one_has_the_plain_one(tmp_path: Path) -> None:
     assert read_template(tmp_path) is PLAIN
-    assert PLAIN.text([("user", "hi")], goes_on=False) == "user: hi\nassistant:"
+    assert PLAIN.text([("user", "hi")], continues=False) == "user: hi\nassistant:"
 
 
 def test_a_conversation_becomes_one_text_by_the_runs_own(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_the_stop_string_that_ended_an_answer_is_not_read_again_in_a_session(tmp
 
 
 def test_what_stands_between_may_be_given(tmp_path: Path) -> None:
-    assert model_with(tmp_path, {**MARKED, "between": "||", "answer": ">"}).template.text([], goes_on=True) == "||>"
+    assert model_with(tmp_path, {**MARKED, "between": "||", "answer": ">"}).template.text([], continues=True) == "||>"
 
 
 def test_a_role_that_it_does_not_know_is_refused_and_the_session_is_free_again(tmp_path: Path) -> None:

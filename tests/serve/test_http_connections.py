@@ -63,7 +63,7 @@ def _talk_raw(port: int, *parts: bytes, pause: float = 0.0) -> tuple[int, Any]:
 
 @pytest.mark.parametrize("beginning", [b"GET /hea", b"GET /health HTTP/1.1\r\nhost: a\r\n"])
 def test_incomplete_headers_time_out(monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
-    monkeypatch.setattr(Connection, "head_seconds", 1.5)  # far more than the parts take to be sent
+    monkeypatch.setattr(Connection, "header_seconds", 1.5)  # far more than the parts take to be sent
     with serving(FakeModel()) as (_, port, _):
         status, body = _talk_raw(port, beginning, b"x", b"-", b"y", pause=0.03)
         assert (status, body["error"]["code"]) == (408, "slow_headers")
@@ -71,7 +71,9 @@ def test_incomplete_headers_time_out(monkeypatch: pytest.MonkeyPatch, beginning:
 
 @pytest.mark.slow
 def test_header_timeout_restarts_for_each_request_of_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "head_seconds", 1.0)  # far more than a client takes between connecting and sending
+    monkeypatch.setattr(
+        Connection, "header_seconds", 1.0
+    )  # far more than a client takes between connecting and sending
     with (
         serving(FakeModel(seconds_per_token=0.3)) as (_, port, _),
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as http,
@@ -93,7 +95,7 @@ def test_header_timeout_restarts_for_each_request_of_a_connection(monkeypatch: p
 
 
 def test_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "head_seconds", 0.1)
+    monkeypatch.setattr(Connection, "header_seconds", 0.1)
     with serving(FakeModel()) as (_, port, _):
         status, _ = _talk_raw(port)
         assert status == 408
@@ -195,9 +197,9 @@ def test_batch_mode_reports_progress(
 
     async def batch(_: httpx.AsyncClient) -> None:
         app = make_app([FakeModel()], keys=())
-        await run_batch(app, lines[:1], tmp_path / "out", at_once=1, key=None, log=serve_cli._progress())
+        await run_batch(app, lines[:1], tmp_path / "out", n_workers=1, key=None, log=serve_cli._progress())
         monkeypatch.setattr(serve_cli, "LOG_SECONDS", 0.0)
-        await run_batch(app, lines, tmp_path / "out", at_once=1, key=None, log=serve_cli._progress())
+        await run_batch(app, lines, tmp_path / "out", n_workers=1, key=None, log=serve_cli._progress())
 
     talk(batch)
     said = ["1 of 1 requests done.", "1 of 2 requests done.", "2 of 2 requests done."]

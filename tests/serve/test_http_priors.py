@@ -17,7 +17,7 @@ from fake_prior import DOT, FakePrior, ask_prior
 
 from linnet.models.prior.sampling import best
 from linnet.serve.http.limits import Limits
-from linnet.serve.http.priors import most_like
+from linnet.serve.http.priors import best_candidate
 
 SAMPLE = "/v1/priors/sample"
 
@@ -55,14 +55,14 @@ def test_best_candidate_matches_the_model_familys_choice() -> None:
     for _ in range(5):
         candidates, text = rng.standard_normal((5, 8)).astype(np.float32), rng.standard_normal(8).astype(np.float32)
         by_family = best(jnp.asarray(candidates)[None], jnp.asarray(text)[None])[0]
-        np.testing.assert_array_equal(candidates[most_like(list(candidates), text)], by_family)
+        np.testing.assert_array_equal(candidates[best_candidate(list(candidates), text)], by_family)
     same = np.ones(3, np.float32)
-    assert most_like([same, same], same) == 0
-    assert most_like([same, same], np.ones(5, np.float32)) == 0
+    assert best_candidate([same, same], same) == 0
+    assert best_candidate([same, same], np.ones(5, np.float32)) == 0
 
 
 def test_embeddings_are_used_unchanged_and_round_trip_exactly() -> None:
-    model = FakePrior(most_encodings=3)
+    model = FakePrior(max_encodings=3)
     vector = np.random.default_rng(1).standard_normal(26).astype(np.float32)
     rows = [[0.5] * 26, [0.25] * 26]
     answer = ask_prior({"embeddings": vector.tolist(), "encodings": rows, "seed": 2}, model).json()

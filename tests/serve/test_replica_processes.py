@@ -16,7 +16,7 @@ from fake_replicas import ready_command
 from linnet.core.errors import UserError
 from linnet.serve.replicas import fleet as fleets
 from linnet.serve.replicas import upstream
-from linnet.serve.replicas.fleet import Fleet, NotStarted, Replica
+from linnet.serve.replicas.fleet import Fleet, Replica, ReplicaStartError
 from linnet.serve.replicas.run import run_front
 
 
@@ -35,7 +35,7 @@ def with_fleet(what: Callable[[Fleet], Awaitable[None]], folder: Path, n: int = 
 
 
 async def all_ready(fleet: Fleet) -> list[Replica]:
-    while len(fleet.ready) < len(fleet.places):
+    while len(fleet.ready) < len(fleet.replicas):
         await asyncio.sleep(0.02)
     return fleet.ready
 
@@ -44,7 +44,7 @@ def test_dead_replica_is_restarted_and_logged(tmp_path: Path, capsys: pytest.Cap
     async def kill(fleet: Fleet) -> None:
         old = await all_ready(fleet)
         os.kill(old[0].process.pid, signal.SIGKILL)
-        while fleet.places[0] is old[0]:
+        while fleet.replicas[0] is old[0]:
             await asyncio.sleep(0.02)
         assert fleet.choose() is old[1]
         new = await all_ready(fleet)
@@ -59,7 +59,7 @@ def test_dead_replica_is_restarted_and_logged(tmp_path: Path, capsys: pytest.Cap
 def test_failed_start_returns_the_replicas_exit_code(tmp_path: Path) -> None:
     async def run() -> None:
         fleet = Fleet(2, lambda number: [sys.executable, "-c", "raise SystemExit(2)"], tmp_path)
-        with pytest.raises(NotStarted) as error:
+        with pytest.raises(ReplicaStartError) as error:
             await fleet.start()
         assert error.value.code == 2
         await fleet.stop(0)
@@ -70,7 +70,7 @@ def test_failed_start_returns_the_replicas_exit_code(tmp_path: Path) -> None:
 def test_hung_replica_is_avoided_then_killed_and_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream, "OWN_SECONDS", 0.3)
+    monkeypatch.setattr(upstream, "GET_SECONDS", 0.3)
     monkeypatch.setattr(fleets, "PROBE_SECONDS", 0.05)
 
     async def stop(fleet: Fleet) -> None:
@@ -78,11 +78,11 @@ def test_hung_replica_is_avoided_then_killed_and_replaced(
         other.n_running = 3
         assert fleet.choose() is still, "it has the fewest calls"
         os.kill(still.process.pid, signal.SIGSTOP)
-        while not still.n_silent:
+        while not still.n_missed:
             await asyncio.sleep(0.02)
         assert fleet.choose() is other
         assert fleet.choose([other]) is still, "better than nobody"
-        while fleet.places[0] is still:
+        while fleet.replicas[0] is still:
             await asyncio.sleep(0.02)
         await all_ready(fleet)
         assert fleet.n_restarts == 1
@@ -96,16 +96,16 @@ def test_hung_replica_is_avoided_then_killed_and_replaced(
 def test_late_health_response_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(upstream, "OWN_SECONDS", 0.3)
+    monkeypatch.setattr(upstream, "GET_SECONDS", 0.3)
     monkeypatch.setattr(fleets, "PROBE_SECONDS", 0.05)
 
     async def pause(fleet: Fleet) -> None:
         (one,) = await all_ready(fleet)
         os.kill(one.process.pid, signal.SIGSTOP)
-        while one.n_silent < 2:
+        while one.n_missed < 2:
             await asyncio.sleep(0.02)
         os.kill(one.process.pid, signal.SIGCONT)
-        while one.n_silent:
+        while one.n_missed:
             await asyncio.sleep(0.02)
         assert fleet.ready == [one]
 

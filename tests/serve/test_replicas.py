@@ -103,19 +103,19 @@ def test_call_without_output_is_retried_on_another_replica(harm: Harm) -> None:
 
 def test_retry_keeps_the_request_id() -> None:
     model, names = FakeModel(), []
-    hold = model.store.hold
+    acquire = model.store.acquire
 
     async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         names.extend(line[14:].decode() for line in head.split(b"\r\n") if line.startswith(b"x-request-id: "))
         writer.close()
 
-    def holding(id: str, call: str) -> None:
+    def record_call(id: str, call: str) -> None:
         names.append(call)
-        hold(id, call)
+        acquire(id, call)
         raise AnswerLost(id)
 
-    model.store.hold = holding  # type: ignore[method-assign]
+    model.store.acquire = record_call  # type: ignore[method-assign]
 
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> httpx.Response:
         return await client.post("/v1/completions", json={**ASK, "session": model.store.create()})
@@ -130,7 +130,7 @@ def test_call_that_kills_replicas_is_tried_at_most_twice() -> None:
     model = FakeModel()
 
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> httpx.Response:
-        fleet.ready[2].n_taken = 1
+        fleet.ready[2].n_calls = 1
         return await client.post("/v1/completions", json=ASK)
 
     answer = talk(ask, hangs_up, hangs_up, model)
@@ -152,7 +152,7 @@ def test_interrupted_stream_ends_with_an_error_event() -> None:
 def test_front_without_replicas_returns_503() -> None:
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
         assert (await client.get("/ready")).json() == {"status": "ready"}
-        fleet.places = [None]
+        fleet.replicas = [None]
         none = await client.post("/v1/completions", json=ASK)
         assert (none.status_code, none.json()["error"]["code"]) == (503, "no_replica")
         assert "retry-after" in none.headers
@@ -290,7 +290,7 @@ def test_drain_rejects_new_work_and_ends_late_requests_with_an_error() -> None:
         refused = await client.post("/v1/completions", json=ASK)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert (await client.get("/v1/models")).status_code == 200
-        lifecycle.close_answers()
+        lifecycle.close_responses()
         whole, stream = [await one for one in late]
         assert (whole.status_code, whole.json()["error"]["code"]) == (503, "cancelled")
         assert json.loads(stream.text.strip().split("\n\n")[-1][6:])["error"]["code"] == "cancelled"
@@ -299,7 +299,7 @@ def test_drain_rejects_new_work_and_ends_late_requests_with_an_error() -> None:
 
 
 def test_metrics_do_not_wait_for_a_hung_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "OWN_SECONDS", 0.3)
+    monkeypatch.setattr(upstream, "GET_SECONDS", 0.3)
 
     async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()  # until the front hangs up

@@ -22,7 +22,7 @@ def test_no_request_starves_under_constant_arrivals(
     n_slots: int, quantum: int, age_seconds: float, max_states: int, kinds: list[tuple[int, int, int]]
 ) -> None:
     backend = Backend(n_slots, max_waiting=6, quantum=quantum, age_seconds=age_seconds, max_states=max_states)
-    # In the system at once: at most n_slots + max_held + 6, each with at most 6 chunks (every 5th read at worst) and 12 ticks, and
+    # In the system at once: at most n_slots + max_states + 6, each with at most 6 chunks (every 5th read at worst) and 12 ticks, and
     # five levels of priority that age must make good again after every quantum.
     bound = (n_slots + max_states + 6) * (6 * 5 + 12) + 5 * age_seconds * 12
     for i in range(600):

@@ -19,7 +19,7 @@ from linnet.models.detokenize import TextAssembler
 from linnet.serve.chat_template import PLAIN, Template
 from linnet.serve.http.app import make_app
 from linnet.serve.http.limits import Limits
-from linnet.serve.http.model import Model, PriorModel, SessionStore
+from linnet.serve.http.model import PriorModel, SessionStore, TokenModel
 from linnet.serve.request import (
     Draining,
     Finished,
@@ -251,7 +251,9 @@ def ask(path: str, body: Any, model: FakeModel | None = None, **more: Any) -> ht
     return talk(one, model, **more)
 
 
-def talk(what: Callable[[httpx.AsyncClient], Awaitable[Any]], *models: Model | PriorModel | None, **more: Any) -> Any:
+def talk(
+    what: Callable[[httpx.AsyncClient], Awaitable[Any]], *models: TokenModel | PriorModel | None, **more: Any
+) -> Any:
     async def run() -> Any:
         given = [model for model in models if model is not None]
         app = make_app(given or [FakeModel()], **{"keys": (), "limits": Limits(), **more})

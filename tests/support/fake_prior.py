@@ -12,7 +12,7 @@ import numpy as np
 from fake_model import talk
 
 from linnet.serve.prior.request import Denoised, OnSampleEvent, Sampled, SampleRequest
-from linnet.serve.prior.served import Neighbour
+from linnet.serve.prior.served import Neighbor
 from linnet.serve.request import FinishReason, QueueFull
 
 COLOURS = ("red", "green", "blue", "white")
@@ -32,15 +32,15 @@ class FakePrior:
         width: int = 26,
         seconds_per_step: float = 0.0,
         takes_text: bool = True,
-        most_encodings: int = 0,
+        max_encodings: int = 0,
         has_gallery: bool = True,
         most: int = 64,
         held: bool = False,
         paced: bool = False,
     ) -> None:
         self.name, self.width, self.text_width, self.takes_text = name, width, 26, takes_text
-        self.most_encodings, self.seconds_per_step, self.most = most_encodings, seconds_per_step, most
-        self.gallery_rows, self.has_pictures, self.can_guide = 4 * has_gallery, has_gallery, True
+        self.max_encodings, self.seconds_per_step, self.most = max_encodings, seconds_per_step, most
+        self.gallery_rows, self.has_images, self.can_guide = 4 * has_gallery, has_gallery, True
         self.requests: list[SampleRequest] = []
         self.cancelled: set[str] = set()
         self.running: set[str] = set()
@@ -52,16 +52,16 @@ class FakePrior:
         """A paced model reports its next progress only when the reader has released this for the last one."""
 
     def encode(self, text: str) -> Any:
-        return self.embed([text])[0], np.ones((2, 26), np.float32) if self.most_encodings else None
+        return self.embed([text])[0], np.ones((2, 26), np.float32) if self.max_encodings else None
 
     def embed(self, texts: Sequence[str]) -> Any:
         return np.asarray([[text.lower().count(chr(97 + i)) for i in range(26)] for text in texts], np.float32)
 
-    def nearest(self, embedding: Any, k: int) -> list[Neighbour]:
+    def nearest(self, embedding: Any, k: int) -> list[Neighbor]:
         images = self.embed(COLOURS)
         likeness = images @ embedding / np.linalg.norm(images, axis=1) / max(1e-6, float(np.linalg.norm(embedding)))
         order = np.argsort(-likeness, kind="stable")[:k]
-        return [Neighbour(row=int(i), cosine=float(likeness[i]), caption=COLOURS[i], picture=DOT) for i in order]
+        return [Neighbor(row=int(i), cosine=float(likeness[i]), caption=COLOURS[i], image=DOT) for i in order]
 
     def submit(self, request: SampleRequest, on_event: OnSampleEvent) -> None:
         if len(self.running) >= self.most:

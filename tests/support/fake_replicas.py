@@ -38,7 +38,7 @@ class FakeProcess:
 class FakeFleet(Fleet):
     def __init__(self, sockets: list[Path]) -> None:
         super().__init__(len(sockets), lambda number: [], sockets[0].parent)
-        self.places = [Replica(i, FakeProcess(), socket) for i, socket in enumerate(sockets)]  # type: ignore[arg-type]
+        self.replicas = [Replica(i, FakeProcess(), socket) for i, socket in enumerate(sockets)]  # type: ignore[arg-type]
 
 
 class LocalServer(uvicorn.Server):

@@ -502,10 +502,10 @@ def batch_seeds(folder: Path) -> list[Seed]:
 
 
 def read_batch(path: Path) -> None:
-    from linnet.serve.http.batch import done_before, read_lines
+    from linnet.serve.http.batch import answered_ids, read_lines
 
     read_lines(path)
-    done_before(path)
+    answered_ids(path)
 
 
 def prepared_seeds(folder: Path) -> list[Seed]:

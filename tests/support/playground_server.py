@@ -15,7 +15,7 @@ from waiting import PATIENCE
 from linnet.core.special_tokens import FIRST_BYTE
 from linnet.models.detokenize import TextAssembler
 from linnet.serve.http.app import make_app
-from linnet.serve.http.model import Model, PriorModel
+from linnet.serve.http.model import PriorModel, TokenModel
 from linnet.serve.request import Finished, FinishReason, PrefillDone, Request, TokenLogprob, TokensEvent
 
 VERSE = "The linnet sings: über dem Tal, 春の鳥 🐦, and then is still.\n"
@@ -92,7 +92,7 @@ class DrawingModel(FakeModel):
 
 
 @contextlib.contextmanager
-def serving(*models: Model | PriorModel, keys: tuple[str, ...] = ()) -> Iterator[str]:
+def serving(*models: TokenModel | PriorModel, keys: tuple[str, ...] = ()) -> Iterator[str]:
     """The address of a server with these models."""
     app = make_app(models, keys=keys)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none")

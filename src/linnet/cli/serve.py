@@ -92,7 +92,7 @@ def serve_command(argv: list[str]) -> int:
     from linnet.parallel.startup import init_jax
     from linnet.serve.chat_template import read_template
     from linnet.serve.http.app import make_app
-    from linnet.serve.http.auth import Keys
+    from linnet.serve.http.auth import ApiKeys
     from linnet.serve.http.batch import read_lines
     from linnet.serve.http.lifecycle import Lifecycle, check_host, check_port, run, run_replica
     from linnet.serve.loading import load_model
@@ -101,7 +101,7 @@ def serve_command(argv: list[str]) -> int:
         check_host(flags.host, bool(keys))
         if flags.batch is None:
             check_port(flags.host, flags.port)
-    Keys(keys)  # rejects weak keys before anything is loaded
+    ApiKeys(keys)  # rejects weak keys before anything is loaded
     names = [_name(run) for run in flags.runs]
     if len({name for name, _ in names}) < len(names):
         raise invalid("RUN", " ".join(flags.runs), "runs with unique names", "name one with NAME=FOLDER")
@@ -184,8 +184,8 @@ def _batch(app: ASGIApp, models: list[ServedModel | ServedPrior], lines: list[di
 
     assert flags.batch is not None
     key = next(iter(_keys(flags.keys_file)), None)
-    at_once = 2 * flags.slots * len(models)
-    n_done, n_failed = asyncio.run(run_batch(app, lines, flags.batch[1], at_once=at_once, key=key, log=_progress()))
+    n_workers = 2 * flags.slots * len(models)
+    n_done, n_failed = asyncio.run(run_batch(app, lines, flags.batch[1], n_workers=n_workers, key=key, log=_progress()))
     for model in models:
         model.engine.stop(within=1.0)
     before = len(lines) - n_done

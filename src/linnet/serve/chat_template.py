@@ -24,7 +24,7 @@ FILE, JINJA_FILE, CONFIG_FILE = "chat_template.json", "chat_template.jinja", "to
 MAX_BYTES = 1 << 16
 MAX_CONFIG_BYTES = 1 << 24
 ROLES = ("system", "developer", "user", "assistant")
-NEEDED = ("user", "assistant")
+REQUIRED_ROLES = ("user", "assistant")
 FIELDS = ("beginning", "roles", "answer", "stop", "between")
 
 
@@ -52,7 +52,7 @@ class ChatTemplate:
         self, messages: Sequence[tuple[str, str]], tokenizer: Tokenizer, *, last: int | None = None
     ) -> list[int]:
         """Return the prompt of (role, content) pairs. `last`: the last id of a session that these messages continue."""
-        text = self.text(messages, goes_on=last is not None)
+        text = self.text(messages, continues=last is not None)
         return tokenizer.encode(text.encode(), continues=last is not None).tolist()
 
     def stops(self, tokenizer: Tokenizer) -> tuple[tuple[str, ...], frozenset[int]]:
@@ -63,24 +63,24 @@ class ChatTemplate:
         """Return the template in the format of `chat_template.json`."""
         return {**dataclasses.asdict(self), "stop": list(self.stop)}
 
-    def text(self, messages: Iterable[tuple[str, str]], *, goes_on: bool) -> str:
-        """Render (role, content) pairs as one text. `goes_on`: the text continues a session that is not empty."""
-        parts = [self.between if goes_on else self.beginning]
+    def text(self, messages: Iterable[tuple[str, str]], *, continues: bool) -> str:
+        """Render (role, content) pairs as one text. `continues`: the text continues a session that is not empty."""
+        parts = [self.between if continues else self.beginning]
         for role, content in messages:
             wrapping = self._wrapping(role)
             parts += [wrapping.prefix, content, wrapping.suffix]
         return "".join([*parts, self.answer])
 
     def _wrapping(self, role: str) -> Wrapping:
-        known = self.roles.get(role) or (self.roles.get("system") if role == "developer" else None)
-        if known is None:
+        wrapping = self.roles.get(role) or (self.roles.get("system") if role == "developer" else None)
+        if wrapping is None:
             raise invalid(
                 "the role of a message",
                 role,
                 f"one of {', '.join(self.roles)} for this model",
                 "use one of these roles",
             )
-        return known
+        return wrapping
 
 
 PLAIN = ChatTemplate(
@@ -99,7 +99,7 @@ Template = ChatTemplate | JinjaTemplate
 def read_template(folder: Path) -> Template:
     """Read and validate a run's own template; return the plain one if it has none."""
     if (folder / FILE).exists():
-        return _Checked(folder / FILE).template()
+        return _TemplateReader(folder / FILE).template()
     path = folder / CONFIG_FILE
     config = parse_config(path, _read(path, MAX_CONFIG_BYTES)) if path.exists() else {}
     source = named_template(path, config.get("chat_template"))
@@ -143,17 +143,17 @@ def named_template(path: Path, value: Any) -> str | None:
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens of a tokenizer_config.json, which are strings or objects with `content`."""
-    found = {name: one.get("content") if isinstance(one, dict) else one for name, one in config.items()}
-    return {name: one for name, one in found.items() if name.endswith("_token") and isinstance(one, str)}
+    values = {name: one.get("content") if isinstance(one, dict) else one for name, one in config.items()}
+    return {name: one for name, one in values.items() if name.endswith("_token") and isinstance(one, str)}
 
 
-def _read(path: Path, most: int) -> bytes:
+def _read(path: Path, max_bytes: int) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
         raise invalid(str(path), error.strerror, "a readable file", "check its permissions") from None
-    if len(data) > most:
-        raise invalid(f"the size of {path}", len(data), f"at most {most} bytes", "shorten it")
+    if len(data) > max_bytes:
+        raise invalid(f"the size of {path}", len(data), f"at most {max_bytes} bytes", "shorten it")
     return data
 
 
@@ -164,14 +164,14 @@ def _decode(path: Path, data: bytes) -> str:
         raise invalid(str(path), str(error)[:200], "text in UTF-8", "correct its encoding") from None
 
 
-class _Checked:
+class _TemplateReader:
     """Validates the file field by field; an error names the field."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         data = _read(path, MAX_BYTES)
         try:
-            self._fields = json.loads(data.decode(), object_pairs_hook=self._once)
+            self._fields = json.loads(data.decode(), object_pairs_hook=self._check_duplicates)
         except UserError:  # a duplicate field
             raise
         except (ValueError, RecursionError) as error:
@@ -181,22 +181,22 @@ class _Checked:
     def template(self) -> ChatTemplate:
         fields = self._fields
         roles = self._object("roles", fields.get("roles"), ROLES)
-        for role in NEEDED:
+        for role in REQUIRED_ROLES:
             if role not in roles:
-                raise self._refuse(
-                    "roles", ", ".join(roles) or "empty", f"with {' and '.join(NEEDED)}", f"add {role!r}"
+                raise self._invalid(
+                    "roles", ", ".join(roles) or "empty", f"with {' and '.join(REQUIRED_ROLES)}", f"add {role!r}"
                 )
         wrappings = {role: self._wrapping(f"roles.{role}", value) for role, value in roles.items()}
         stop = self._stop(fields.get("stop", []))
         # The model has generated the stop string that ended its answer, so it is not read a second time.
         suffix = wrappings["assistant"].suffix
-        read = max((len(one) for one in stop if suffix.startswith(one)), default=0)
+        n_read = max((len(one) for one in stop if suffix.startswith(one)), default=0)
         return ChatTemplate(
             beginning=self._text("beginning", fields.get("beginning", "")),
             roles=wrappings,
             answer=self._text("answer", fields.get("answer", wrappings["assistant"].prefix)),
             stop=stop,
-            between=self._text("between", fields.get("between", suffix[read:])),
+            between=self._text("between", fields.get("between", suffix[n_read:])),
         )
 
     def _wrapping(self, field: str, value: Any) -> Wrapping:
@@ -206,39 +206,39 @@ class _Checked:
 
     def _stop(self, value: Any) -> tuple[str, ...]:
         if not isinstance(value, list):
-            raise self._refuse("stop", value, "a list of strings", "put brackets around it")
+            raise self._invalid("stop", value, "a list of strings", "put brackets around it")
         if len(value) > MAX_STOPS // 2:  # the other half is for the caller's own stop strings
-            raise self._refuse("stop", f"{len(value)} strings", f"at most {MAX_STOPS // 2}", "use fewer")
+            raise self._invalid("stop", f"{len(value)} strings", f"at most {MAX_STOPS // 2}", "use fewer")
         for i, one in enumerate(value):
             if not 0 < len(self._text(f"stop[{i}]", one).encode()) <= MAX_STOP_BYTES:
-                raise self._refuse(f"stop[{i}]", one[:80], f"1 to {MAX_STOP_BYTES} bytes long", "shorten or remove it")
+                raise self._invalid(f"stop[{i}]", one[:80], f"1 to {MAX_STOP_BYTES} bytes long", "shorten or remove it")
         return tuple(dict.fromkeys(value))
 
     def _text(self, field: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise self._refuse(field, value, "a string", "put it in quotes")
-        if any(0xD800 <= ord(letter) < 0xE000 for letter in value):
-            raise self._refuse(field, ascii(value)[:80], "valid Unicode text", "remove the unpaired surrogate")
+            raise self._invalid(field, value, "a string", "put it in quotes")
+        if any(0xD800 <= ord(character) < 0xE000 for character in value):
+            raise self._invalid(field, ascii(value)[:80], "valid Unicode text", "remove the unpaired surrogate")
         return value
 
     def _object(self, field: str, value: Any, known: tuple[str, ...]) -> dict[str, Any]:
         if not isinstance(value, dict):
             got = "missing" if value is None else value
-            raise self._refuse(field, got, f"an object with {', '.join(known)}", "see docs/serve.md")
+            raise self._invalid(field, got, f"an object with {', '.join(known)}", "see docs/serve.md")
         for name in value:
             if name not in known:
-                raise self._refuse(
+                raise self._invalid(
                     f"a field of {field}", name[:80], f"one of {', '.join(known)}", "remove or rename it"
                 )
         return value
 
-    def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def _check_duplicates(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise self._refuse("a field", twice[:80], "given once", "remove one of the two")
+            raise self._invalid("a field", twice[:80], "given once", "remove one of the two")
         return fields
 
-    def _refuse(self, field: str, got: Any, needs: str, fix: str) -> UserError:
+    def _invalid(self, field: str, got: Any, needs: str, fix: str) -> UserError:
         return invalid(f"{self._path}: {field}", got, needs, fix)

@@ -16,8 +16,8 @@ from linnet.serve.request import Constraint
 from linnet.tokenizers.base import Tokenizer
 
 MAX_GRAMMAR_BYTES = 32 * 1024
-_LONGEST_REASON = 300
-_DEAD_END = "no token of the vocabulary can continue or end the text"
+_MAX_REASON = 300
+_NO_TOKEN = "no token of the vocabulary can continue or end the text"
 _NAMES = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a Lark grammar"}
 # Work is bounded in llguidance's own units rather than in seconds, so that acceptance does not depend on the machine's load.
 _LIMITS = LLParserLimits(
@@ -82,12 +82,12 @@ class Matcher:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         allowed = np.zeros_like(self._text_ids)
-        known = np.unpackbits(bits, bitorder="little")[: len(allowed)]
-        allowed[: len(known)] = known
+        unpacked = np.unpackbits(bits, bitorder="little")[: len(allowed)]
+        allowed[: len(unpacked)] = unpacked
         allowed &= self._text_ids
         allowed[self._end] = self._matcher.is_accepting()
         if not allowed.any():
-            raise _unusable(self._kind, _DEAD_END)
+            raise _unusable(self._kind, _NO_TOKEN)
         return allowed
 
     def advance(self, token: int) -> None:
@@ -111,7 +111,7 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = self._matcher.get_error()
-            raise _unusable(self._kind, _DEAD_END if reason.startswith("NoExtension") else reason)
+            raise _unusable(self._kind, _NO_TOKEN if reason.startswith("NoExtension") else reason)
 
 
 class _Vocabulary:
@@ -124,7 +124,7 @@ class _Vocabulary:
         self._tokenizer = tokenizer
         self.eos_token_id = tokenizer.end_id
         self.special_token_ids = [i for i, piece in enumerate(pieces) if not piece]
-        self.tokens = [piece or b"<id %d>" % i for i, piece in enumerate(pieces)]  # an empty one makes it panic
+        self.tokens = [piece or b"<id %d>" % i for i, piece in enumerate(pieces)]  # llguidance panics on an empty one
 
     def __call__(self, data: bytes) -> list[int]:
         return self._tokenizer.encode(data).tolist()
@@ -154,8 +154,8 @@ _TO_LARK: dict[str, Callable[[str], str]] = {
 
 
 def _unusable(kind: str, reason: str) -> UserError:
-    first = " ".join(reason.split("<backtrace>")[0].split("<non-verbose/>")[0].split())
-    short = first if len(first) <= _LONGEST_REASON else first[:_LONGEST_REASON] + "..."
+    text = " ".join(reason.split("<backtrace>")[0].split("<non-verbose/>")[0].split())
+    short = text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "..."
     return UserError(
         f"{kind} cannot be used: {short or 'it cannot be parsed'}. Fix: use {_NAMES[kind]} that llguidance supports."
     )

@@ -59,8 +59,8 @@ class JinjaTemplate:
             after = self._after_answer([("user", "x")], tokenizer, guard.mark)
         except UserError:  # the template accepts no second user message, so no session can be continued either
             after = ""
-        found = guard.first(after)
-        ids = {special[name].id for name in (eos, found) if name is not None and name in special}
+        after_answer = guard.first(after)
+        ids = {special[name].id for name in (eos, after_answer) if name is not None and name in special}
         return ((eos,) if eos and eos not in special and after.startswith(eos) else ()), frozenset(ids)
 
     def render(self, messages: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> str:

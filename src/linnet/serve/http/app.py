@@ -17,13 +17,13 @@ from starlette.routing import Route
 from linnet.core.errors import invalid
 from linnet.core.version import __version__
 from linnet.serve.http import images, info, openai_text, priors, responses, schemas, sessions
-from linnet.serve.http.auth import AllowedHosts, Keys
+from linnet.serve.http.auth import AllowedHosts, ApiKeys
 from linnet.serve.http.errors import ApiError, to_api_error
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Calls, Limits
 from linnet.serve.http.metrics import Metrics
 from linnet.serve.http.middleware import RequestMiddleware
-from linnet.serve.http.model import Model, PriorModel
+from linnet.serve.http.model import PriorModel, TokenModel
 from linnet.serve.http.openapi import Endpoint, describe
 from linnet.serve.http.service import Service
 
@@ -127,7 +127,7 @@ ENDPOINTS = (
 
 
 def make_app(
-    models: Sequence[Model | PriorModel],
+    models: Sequence[TokenModel | PriorModel],
     *,
     keys: Sequence[str],
     limits: Limits | None = None,
@@ -147,10 +147,10 @@ def make_app(
         raise invalid("models", names, "at least one, with unique names", "rename one")
     limits, lifecycle, metrics = limits or Limits(), lifecycle or Lifecycle(), Metrics(models)
     service = Service(all_models=tuple(models), limits=limits, metrics=metrics, lifecycle=lifecycle, clock=clock)
-    edge = Middleware(
+    middleware = Middleware(
         RequestMiddleware,
-        keys=Keys(keys),
-        doors=AllowedHosts(None if keys else host),
+        keys=ApiKeys(keys),
+        allowed_hosts=AllowedHosts(None if keys else host),
         calls=Calls(sys.maxsize if is_replica else limits.calls_per_key),
         lifecycle=lifecycle,
         metrics=metrics,
@@ -158,7 +158,7 @@ def make_app(
     )
     return Starlette(
         routes=[Route(one.path, _route(service, one), methods=[one.method]) for one in ENDPOINTS],
-        middleware=[edge],
+        middleware=[middleware],
         exception_handlers={HTTPException: no_route},
     )
 
@@ -169,8 +169,8 @@ def _route(service: Service, endpoint: Endpoint) -> Callable[[HttpRequest], Awai
 
 async def no_route(http: HttpRequest, error: Exception) -> Response:
     problem = to_api_error(error, http.scope["state"]["request_id"])
-    known = {404: "unknown path", 405: "method not allowed for this path"}
-    message = known.get(problem.status, str(problem))
+    messages = {404: "unknown path", 405: "method not allowed for this path"}
+    message = messages.get(problem.status, str(problem))
     return ApiError(
         problem.status, f"{message}. Fix: see /openapi.json for the endpoints.", headers=problem.headers
     ).response()

@@ -13,16 +13,16 @@ from linnet.core.errors import invalid
 from linnet.serve.http.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-FEWEST_CHARACTERS = 8
+MIN_KEY_CHARACTERS = 8
 
 
-class Keys:
+class ApiKeys:
     """The API keys; if empty, no authentication is required."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         for key in keys:
-            if len(key) < FEWEST_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
-                needs = f"at least {FEWEST_CHARACTERS} printable ASCII characters without spaces"
+            if len(key) < MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
+                needs = f"at least {MIN_KEY_CHARACTERS} printable ASCII characters without spaces"
                 raise invalid(
                     "an API key", f"of {len(key)} characters", needs, "create one with `openssl rand -hex 24`"
                 )
@@ -52,8 +52,8 @@ class AllowedHosts:
     With DNS rebinding, a foreign page can resolve its own name to 127.0.0.1, make a visitor's browser call this server, and read the
     responses. The browser still sends that name in the Host header.
 
-    Starlette's TrustedHostMiddleware compares exact names only: it would refuse 127.0.0.2, `localhost.` and HTTP/1.0 clients that
-    send no Host header, and it responds in plain text with status 400.
+    Starlette's TrustedHostMiddleware matches names literally: it would reject other loopback addresses (127.0.0.2), `localhost.`, and
+    HTTP/1.0 clients that send no Host header. It also responds in plain text with status 400 instead of an API error.
     """
 
     def __init__(self, bound: str | None) -> None:

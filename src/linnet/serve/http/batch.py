@@ -52,20 +52,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def done_before(path: Path) -> set[str]:
+def answered_ids(path: Path) -> set[str]:
     """Return the ids that an earlier attempt answered. An incomplete last line is removed from the file."""
     if not path.exists():
         return set()
     content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
+    complete = content[: content.rfind(b"\n") + 1]
     try:
-        names = {parse_json(line)["custom_id"] for line in whole.splitlines() if line.strip()}
+        names = {parse_json(line)["custom_id"] for line in complete.splitlines() if line.strip()}
     except (ValueError, KeyError, TypeError):
         raise invalid(
             "the output file", str(path), "responses of this batch, or a new file", "choose another file"
         ) from None
-    if whole != content:
-        os.truncate(path, len(whole))  # in place, so that the lines before it are never at risk
+    if complete != content:
+        os.truncate(path, len(complete))  # in place, so that the lines before it are never at risk
     return names
 
 
@@ -74,12 +74,12 @@ async def run_batch(
     lines: list[dict[str, Any]],
     out: Path,
     *,
-    at_once: int,
+    n_workers: int,
     key: str | None,
     log: Callable[[int, int], None],
 ) -> tuple[int, int]:
     """Run the lines that have no response yet. Returns how many were run and how many failed. `log(n, total)` reports progress."""
-    known = done_before(out)
+    known = answered_ids(out)
     to_do = [line for line in lines if line["custom_id"] not in known]
     left = iter(to_do)
     n_done = n_failed = 0
@@ -87,7 +87,7 @@ async def run_batch(
     async def work(lines: Iterator[dict[str, Any]], file: TextIO) -> None:
         nonlocal n_done, n_failed
         for line in lines:
-            status, body = await _patiently(app, line["url"], line["body"], key)
+            status, body = await _call_with_retries(app, line["url"], line["body"], key)
             answer = {"custom_id": line["custom_id"], "response": {"status_code": status, "body": body}}
             file.write(json.dumps(answer) + "\n")
             file.flush()
@@ -100,11 +100,11 @@ async def run_batch(
             file = stack.enter_context(open(out, "a", encoding="utf-8"))
         except OSError as error:
             raise UserError(f"{out} cannot be written ({error.strerror}). Fix: choose another file.") from None
-        await asyncio.gather(*(work(left, file) for _ in range(at_once)))
+        await asyncio.gather(*(work(left, file) for _ in range(n_workers)))
     return n_done, n_failed
 
 
-async def _patiently(app: ASGIApp, path: str, body: dict[str, Any], key: str | None) -> tuple[int, Any]:
+async def _call_with_retries(app: ASGIApp, path: str, body: dict[str, Any], key: str | None) -> tuple[int, Any]:
     """Call the app, retrying while the queue is full."""
     while True:
         status, content = await call(app, path, body, key)

@@ -15,27 +15,27 @@ from anyio import to_thread
 
 from linnet.core.errors import invalid
 from linnet.serve.http.limits import Limits
-from linnet.serve.http.model import Model
-from linnet.serve.http.schemas import PlainFormat, SamplingRequest, TextRequest
+from linnet.serve.http.model import TokenModel
+from linnet.serve.http.schemas import ApiRequest, PlainFormat, SamplingRequest, TextRequest
 from linnet.serve.http.service import Service
 from linnet.serve.request import MAX_SEED, Constraint, Finished, Request, Sampling
 
 SMALL_TEXT = 1 << 15
 """Bytes. Longer texts are tokenized in a thread, so that the event loop is not blocked."""
-PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "typical_p")
-PASSED_ON_TEXT = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias")
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+TEXT_FIELDS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias")
 
 
 class SessionLease:
-    """A call's exclusive hold on a session. Released exactly once, because the next call may acquire it immediately."""
+    """A call's exclusive use of a session. Released exactly once, because the next call may acquire it immediately."""
 
-    def __init__(self, model: Model, id: str, call: str) -> None:
-        self.id, self._sessions, self._is_held = id, model.sessions, True
+    def __init__(self, model: TokenModel, id: str, call: str) -> None:
+        self.id, self._sessions, self._is_active = id, model.sessions, True
         self._sessions.acquire(id, call)
 
     def release(self) -> None:
-        if self._is_held:
-            self._is_held = False
+        if self._is_active:
+            self._is_active = False
             self._sessions.release(self.id)
 
 
@@ -52,25 +52,25 @@ class StartState:
             self.session.release()
 
 
-async def encode(model: Model, text: str, limits: Limits, *, continues: bool = False) -> tuple[int, ...]:
+async def encode(model: TokenModel, text: str, limits: Limits, *, continues: bool = False) -> tuple[int, ...]:
     """Tokenize a prompt and check its length. `continues`: the text continues a session that is not empty."""
     data = text.encode()
     encoded = functools.partial(model.tokenizer.encode, data, continues=continues)
     ids = encoded() if len(data) <= SMALL_TEXT else await to_thread.run_sync(encoded)
-    return checked_prompt(ids.tolist(), model, limits)
+    return check_prompt(ids.tolist(), model, limits)
 
 
 async def encode_chat(
-    model: Model, messages: Sequence[tuple[str, str]], limits: Limits, *, last: int | None
+    model: TokenModel, messages: Sequence[tuple[str, str]], limits: Limits, *, last: int | None
 ) -> tuple[int, ...]:
     """Apply the chat template and check the prompt's length. `last`: the last id of a session that the messages continue."""
     encoded = functools.partial(model.template.encode, messages, model.tokenizer, last=last)
     is_small = sum(len(content.encode()) for _, content in messages) <= SMALL_TEXT
     ids = encoded() if is_small else await to_thread.run_sync(encoded)
-    return checked_prompt(ids, model, limits)
+    return check_prompt(ids, model, limits)
 
 
-def checked_prompt(ids: Sequence[int], model: Model, limits: Limits) -> tuple[int, ...]:
+def check_prompt(ids: Sequence[int], model: TokenModel, limits: Limits) -> tuple[int, ...]:
     if len(ids) > limits.prompt_tokens:
         raise invalid(
             "prompt",
@@ -83,22 +83,38 @@ def checked_prompt(ids: Sequence[int], model: Model, limits: Limits) -> tuple[in
 
 
 def check_ids(field: str, ids: Iterable[int] | None, n_vocab: int) -> None:
-    worst = max(ids or (), default=0)
-    if worst >= n_vocab:
+    largest = max(ids or (), default=0)
+    if largest >= n_vocab:
         raise invalid(
-            f"a token id of {field}", worst, f"an id of the vocabulary, 0 to {n_vocab - 1}", "use /v1/tokenize"
+            f"a token id of {field}", largest, f"an id of the vocabulary, 0 to {n_vocab - 1}", "use /v1/tokenize"
         )
 
 
-def base_sampling(ask: SamplingRequest, **more: Any) -> Sampling:
-    given = {name: getattr(ask, name) for name in PASSED_ON if getattr(ask, name) is not None}
-    seed = secrets.randbelow(MAX_SEED + 1) if ask.seed is None else ask.seed
-    return Sampling(**given, seed=seed, **more)
+def check_call(limits: Limits, n_inputs: int, n_each: int, deadline: float | None, inputs: str) -> None:
+    """Check a call's number of answers and its deadline in seconds. `inputs`: name of what is answered, for the error."""
+    if n_inputs * n_each > limits.answers:
+        got = f"{n_inputs} {inputs} x {n_each}"
+        raise invalid("the number of answers", got, f"at most {limits.answers}", "send several calls")
+    if deadline is not None and deadline > limits.deadline_seconds:
+        raise invalid("deadline_seconds", deadline, f"at most {limits.deadline_seconds:g}", "use a smaller value")
+
+
+def given_fields(body: ApiRequest, names: Iterable[str]) -> dict[str, Any]:
+    """Return the fields that the client gave; the others keep the engine's defaults."""
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
+
+
+def choose_seed(seed: int | None) -> int:
+    return secrets.randbelow(MAX_SEED + 1) if seed is None else seed
+
+
+def base_sampling(body: SamplingRequest, **more: Any) -> Sampling:
+    return Sampling(**given_fields(body, SAMPLING_FIELDS), seed=choose_seed(body.seed), **more)
 
 
 def text_sampling(
-    ask: TextRequest,
-    model: Model,
+    body: TextRequest,
+    model: TokenModel,
     limits: Limits,
     *,
     max_tokens: int,
@@ -110,49 +126,48 @@ def text_sampling(
     if max_tokens > limits.max_tokens:
         raise invalid("max_tokens", max_tokens, f"at most {limits.max_tokens}", "request fewer tokens")
     for field in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
-        check_ids(field, getattr(ask, field), model.n_vocab)
-    given = {name: getattr(ask, name) for name in PASSED_ON_TEXT if getattr(ask, name) is not None}
-    stop = [ask.stop] if isinstance(ask.stop, str) else ask.stop or []
+        check_ids(field, getattr(body, field), model.n_vocab)
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return base_sampling(
-        ask,
-        **given,
-        allowed=None if ask.allowed_token_ids is None else frozenset(ask.allowed_token_ids),
-        banned=frozenset(ask.banned_token_ids or ()),
+        body,
+        **given_fields(body, TEXT_FIELDS),
+        allowed=None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids),
+        banned=frozenset(body.banned_token_ids or ()),
         stop=tuple(dict.fromkeys((*more_stops, *stop))),
-        stop_ids=more_stop_ids | frozenset(ask.stop_token_ids or ()),
-        ignore_eos=bool(ask.ignore_eos),
+        stop_ids=more_stop_ids | frozenset(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
         max_tokens=max_tokens,
         top_logprobs=top_logprobs,
-        constraint=constraint(ask),
+        constraint=build_constraint(body),
     )
 
 
-def constraint(ask: TextRequest) -> Constraint | None:
+def build_constraint(body: TextRequest) -> Constraint | None:
     """Return the request's constraint, of which there may be at most one."""
-    asked: list[Constraint] = []
-    if ask.regex is not None:
-        asked.append(Constraint(kind="regex", grammar=ask.regex))
-    if ask.grammar is not None:
-        asked.append(Constraint(kind="lark", grammar=ask.grammar))
-    if isinstance(ask.response_format, PlainFormat):
-        if ask.response_format.type == "json_object":
-            asked.append(Constraint(kind="json_schema", grammar='{"type":"object"}'))
-    elif ask.response_format is not None:
+    constraints: list[Constraint] = []
+    if body.regex is not None:
+        constraints.append(Constraint(kind="regex", grammar=body.regex))
+    if body.grammar is not None:
+        constraints.append(Constraint(kind="lark", grammar=body.grammar))
+    if isinstance(body.response_format, PlainFormat):
+        if body.response_format.type == "json_object":
+            constraints.append(Constraint(kind="json_schema", grammar='{"type":"object"}'))
+    elif body.response_format is not None:
         try:
-            schema = json.dumps(ask.response_format.json_schema.schema_, allow_nan=False)
+            schema = json.dumps(body.response_format.json_schema.schema_, allow_nan=False)
         except ValueError:
             raise invalid("response_format", "NaN or infinity", "JSON", "use finite numbers") from None
-        asked.append(Constraint(kind="json_schema", grammar=schema))
-    if len(asked) > 1:
+        constraints.append(Constraint(kind="json_schema", grammar=schema))
+    if len(constraints) > 1:
         raise invalid(
-            "the number of constraints", len(asked), "at most 1", "use one of response_format, regex and grammar"
+            "the number of constraints", len(constraints), "at most 1", "use one of response_format, regex and grammar"
         )
-    return asked[0] if asked else None
+    return constraints[0] if constraints else None
 
 
 def build_requests(
     service: Service,
-    ask: SamplingRequest,
+    body: SamplingRequest,
     id: str,
     prompts: Sequence[tuple[int, ...]],
     sampling: Sampling,
@@ -160,21 +175,16 @@ def build_requests(
     **more: Any,
 ) -> list[Request]:
     """Build `n_each` requests per prompt. A prompt's i-th answer does not depend on the other prompts of the call."""
-    limits = service.limits
-    if len(prompts) * n_each > limits.answers:
-        got = f"{len(prompts)} prompts x {n_each}"
-        raise invalid("the number of answers", got, f"at most {limits.answers}", "send several calls")
-    deadline = ask.deadline_seconds
-    if deadline is not None and deadline > limits.deadline_seconds:
-        raise invalid("deadline_seconds", deadline, f"at most {limits.deadline_seconds:g}", "use a smaller value")
+    deadline = body.deadline_seconds
+    check_call(service.limits, len(prompts), n_each, deadline, "prompts")
     return [
         Request(
             id=f"{id}-{p * n_each + i}",
             prompt=prompt,
             sampling=dataclasses.replace(sampling, seed=(sampling.seed + i) % (MAX_SEED + 1)),
-            priority=ask.priority or 0,
+            priority=body.priority or 0,
             deadline=None if deadline is None else service.clock() + deadline,
-            use_prefix_cache=ask.cache is not False,
+            use_prefix_cache=body.cache is not False,
             **more,
         )
         for p, prompt in enumerate(prompts)
@@ -182,21 +192,21 @@ def build_requests(
     ]
 
 
-async def acquire_session(model: Model, ask: TextRequest, call: str) -> StartState:
-    """Return the initial state, and hold the session, if there is one, until `commit_session` or `StartState.release`."""
-    if ask.session is not None and ask.state is not None:
+async def acquire_session(model: TokenModel, body: TextRequest, call: str) -> StartState:
+    """Return the initial state, and lease the session, if there is one, until `commit_session` or `StartState.release`."""
+    if body.session is not None and body.state is not None:
         raise invalid("state", "given with a session", "omitted then", "give one of the two")
-    if ask.session is not None:
-        held = SessionLease(model, ask.session, call)
+    if body.session is not None:
+        lease = SessionLease(model, body.session, call)
         try:
-            session = await to_thread.run_sync(model.sessions.get, held.id)
+            session = await to_thread.run_sync(model.sessions.get, lease.id)
         except BaseException:
-            held.release()
+            lease.release()
             raise
-        return StartState(session.state, session.n_tokens, held)
-    if ask.state is not None:
+        return StartState(session.state, session.n_tokens, lease)
+    if body.state is not None:
         try:
-            data = base64.b64decode(ask.state, validate=True)
+            data = base64.b64decode(body.state, validate=True)
         except (binascii.Error, ValueError):
             raise invalid("state", "not base64", "as returned by `return_state`", "send it unchanged") from None
         session = await to_thread.run_sync(model.sessions.unpack, data)
@@ -204,7 +214,7 @@ async def acquire_session(model: Model, ask: TextRequest, call: str) -> StartSta
     return StartState()
 
 
-async def commit_session(model: Model, start: StartState, finished: Finished, return_state: bool) -> str | None:
+async def commit_session(model: TokenModel, start: StartState, finished: Finished, return_state: bool) -> str | None:
     """Store the final state in the session and release it, before the client sees the end and can send the next call. Returns the
     state in base64 if `return_state`."""
     if start.session is not None:

@@ -44,7 +44,7 @@ class ApiError(Exception):
         message = str(self)
         if len(message) > MAX_MESSAGE:
             message = message[:MAX_MESSAGE] + "..."
-        return {"error": {"message": message, "type": _kind(self.status), "param": self.param, "code": self.code}}
+        return {"error": {"message": message, "type": _error_type(self.status), "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
@@ -54,7 +54,7 @@ class ClientGone(Exception):
     """The client has disconnected."""
 
 
-def as_problem(error: Exception) -> ApiError | None:
+def expected_error(error: Exception) -> ApiError | None:
     """Convert an expected exception; returns None for an unexpected one."""
     match error:
         case ApiError():
@@ -92,7 +92,7 @@ def draining() -> ApiError:
 
 def to_api_error(error: Exception, request_id: str) -> ApiError:
     """Convert any exception to the client's error. An unexpected one is logged with its traceback and becomes a 500."""
-    problem = as_problem(error)
+    problem = expected_error(error)
     if problem is None:
         FAILURES.error(json.dumps({"request_id": request_id, "failure": traceback.format_exception(error)}))
         message = f"internal server error. Fix: see the server's log for request id {request_id}."
@@ -100,23 +100,23 @@ def to_api_error(error: Exception, request_id: str) -> ApiError:
     return problem
 
 
-def of_ending(finished: TerminalEvent, request_id: str) -> ApiError | None:
-    """Return the error of a finished request; None if its answer is complete."""
+def check_finished(finished: TerminalEvent, request_id: str) -> None:
+    """Raise the error of a finished request, unless its answer is complete."""
     match finished.reason:
         case "stop" | "length":
-            return None
+            return
         case "stuck":
             message = f"the answer cannot continue: {finished.error or 'its grammar allows no token'}"
-            return ApiError(422, message, code="no_token_left")
+            raise ApiError(422, message, code="no_token_left")
         case "deadline":
             message = "the deadline passed before the answer was complete. Fix: raise deadline_seconds, or request fewer tokens."
-            return ApiError(504, message, param="deadline_seconds", code="deadline", headers=NO_RETRY)
+            raise ApiError(504, message, param="deadline_seconds", code="deadline", headers=NO_RETRY)
         case "cancelled":
-            return ApiError(503, "the server cancelled the request. Fix: try again.", code="cancelled")
+            raise ApiError(503, "the server cancelled the request. Fix: try again.", code="cancelled")
         case "error":
             FAILURES.error(json.dumps({"request_id": request_id, "failure": finished.error}))
             message = f"the engine failed on this request ({request_id}): {finished.error or 'unknown reason'}"
-            return ApiError(500, message, code="engine")
+            raise ApiError(500, message, code="engine")
 
 
 def _invalid(error: ValidationError) -> ApiError:
@@ -124,23 +124,23 @@ def _invalid(error: ValidationError) -> ApiError:
         return ApiError(
             400, f"{error.error_count()} fields are invalid. Fix: see /openapi.json for the fields and their bounds."
         )
-    found = error.errors(include_url=False, include_context=False, include_input=False)
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
     # pydantic reports a field of a union type once per member.
     reasons: dict[str, list[str]] = {}
-    for one in found:
+    for one in errors:
         name = str(one["loc"][0]) if one["loc"] else "the body"
-        known = "unknown field" if one["type"] == "extra_forbidden" else one["msg"]
-        reasons.setdefault(name, []).append(known)
-    told = [f"{name[:100]}: {' or '.join(dict.fromkeys(why))}" for name, why in list(reasons.items())[:MAX_NAMED]]
+        reason = "unknown field" if one["type"] == "extra_forbidden" else one["msg"]
+        reasons.setdefault(name, []).append(reason)
+    messages = [f"{name[:100]}: {' or '.join(dict.fromkeys(why))}" for name, why in list(reasons.items())[:MAX_NAMED]]
     param = next(iter(reasons))
     return ApiError(
         400,
-        f"{'; '.join(told)}. Fix: see /openapi.json for the fields and their bounds.",
+        f"{'; '.join(messages)}. Fix: see /openapi.json for the fields and their bounds.",
         param=None if param == "the body" else param[:100],
         code="invalid_value",
     )
 
 
-def _kind(status: int) -> str:
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-    return kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+def _error_type(status: int) -> str:
+    types = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    return types.get(status, "server_error" if status >= 500 else "invalid_request_error")

@@ -18,9 +18,9 @@ from linnet.core.errors import invalid
 from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS
 from linnet.data.images import SHEET_GREY, pixels_of_ids, to_image
 from linnet.serve.http.build_requests import base_sampling, build_requests
-from linnet.serve.http.errors import of_ending
+from linnet.serve.http.errors import check_finished
 from linnet.serve.http.limits import read_json
-from linnet.serve.http.model import Model
+from linnet.serve.http.model import TokenModel
 from linnet.serve.http.responses import ImagesAnswer, ImageUsage
 from linnet.serve.http.results import ResultStream
 from linnet.serve.http.schemas import ImageRequest
@@ -28,36 +28,36 @@ from linnet.serve.http.service import Service
 from linnet.serve.http.sse import EventStream, cancel_on_disconnect, event, with_error_event
 from linnet.serve.request import Event, Finished, TokensEvent
 
-DEFAULT_PARTS = 8
+DEFAULT_PARTIAL_IMAGES = 8
 PIXEL_IDS = frozenset(range(FIRST_BYTE, N_BYTE_IDS))
 
 
 async def images(service: Service, http: HttpRequest) -> Response:
-    ask = await read_json(http, ImageRequest, service.limits)
-    model = service.model(ask.model)
-    shape = _shape(ask, model)
-    n = ask.n or 1
-    if ask.stream and n > 1:
+    body = await read_json(http, ImageRequest, service.limits)
+    model = service.model(body.model)
+    shape = _shape(body, model)
+    n = body.n or 1
+    if body.stream and n > 1:
         raise invalid("n", n, "1 in a stream", "send several calls")
     # Only byte ids, and exactly as many as the image has values, so that it is always complete.
-    sampling = base_sampling(ask, max_tokens=math.prod(shape), allowed=PIXEL_IDS, ignore_eos=True)
-    answers = await service.submit(model, build_requests(service, ask, f"img-{uuid.uuid4().hex}", [()], sampling, n))
-    drawing = _Drawing(shape, answers, http.scope["state"]["request_id"])
-    if ask.stream:
-        n_parts = DEFAULT_PARTS if ask.partial_images is None else ask.partial_images
-        return EventStream(with_error_event(drawing.stream(n_parts), drawing.request_id), answers.close)
+    sampling = base_sampling(body, max_tokens=math.prod(shape), allowed=PIXEL_IDS, ignore_eos=True)
+    results = await service.submit(model, build_requests(service, body, f"img-{uuid.uuid4().hex}", [()], sampling, n))
+    call = _ImageCall(shape, results, http.scope["state"]["request_id"])
+    if body.stream:
+        n_partial = DEFAULT_PARTIAL_IMAGES if body.partial_images is None else body.partial_images
+        return EventStream(with_error_event(call.stream(n_partial), call.request_id), results.close)
     try:
-        return JSONResponse(await cancel_on_disconnect(http.receive, drawing.whole(n)))
+        return JSONResponse(await cancel_on_disconnect(http.receive, call.full(n)))
     finally:
-        answers.close()
+        results.close()
 
 
-def _shape(ask: ImageRequest, model: Model) -> tuple[int, int, int]:
+def _shape(body: ImageRequest, model: TokenModel) -> tuple[int, int, int]:
     if model.shape is None:
         raise invalid("model", model.name, "a pixel model", "use a model whose `picture` in /v1/models is not null")
     height, width, _ = model.shape
-    if ask.size not in (None, "auto", f"{width}x{height}"):
-        raise invalid("size", ask.size, f"{width}x{height}, the model's size", "omit it")
+    if body.size not in (None, "auto", f"{width}x{height}"):
+        raise invalid("size", body.size, f"{width}x{height}, the model's size", "omit it")
     n = math.prod(model.shape)
     if model.context is not None and n > model.context:
         needs = f"one whose context ({model.context}) holds the {n} values of an image"
@@ -65,16 +65,16 @@ def _shape(ask: ImageRequest, model: Model) -> tuple[int, int, int]:
     return model.shape
 
 
-class _Drawing:
-    def __init__(self, shape: tuple[int, int, int], answers: ResultStream, request_id: str) -> None:
-        self._shape, self._answers, self.request_id = shape, answers, request_id
+class _ImageCall:
+    def __init__(self, shape: tuple[int, int, int], results: ResultStream, request_id: str) -> None:
+        self._shape, self._results, self.request_id = shape, results, request_id
         self._created = int(time.time())
 
-    async def whole(self, n: int) -> ImagesAnswer:
+    async def full(self, n: int) -> ImagesAnswer:
         ids: list[list[int]] = [[] for _ in range(n)]
-        async for i, event_ in self._answers.events():
+        async for i, event_ in self._results.events():
             self._take(ids[i], event_)
-        data = [await to_thread.run_sync(draw, one, self._shape) for one in ids]
+        data = [await to_thread.run_sync(encode_png, one, self._shape) for one in ids]
         return {
             "created": self._created,
             "data": [{"b64_json": one} for one in data],
@@ -83,33 +83,31 @@ class _Drawing:
             "usage": _usage(sum(map(len, ids))),
         }
 
-    async def stream(self, n_parts: int) -> AsyncGenerator[bytes, None]:
+    async def stream(self, n_partial: int) -> AsyncGenerator[bytes, None]:
         ids: list[int] = []
         n_all, n_sent = math.prod(self._shape), 0
-        async for _, event_ in self._answers.events():
+        async for _, event_ in self._results.events():
             self._take(ids, event_)
             # Evenly spaced partial images, without the complete one. Those that are due together are sent as one.
-            n_due = len(ids) * (n_parts + 1) // n_all
+            n_due = len(ids) * (n_partial + 1) // n_all
             if n_sent < n_due and len(ids) < n_all:
-                picture = await to_thread.run_sync(draw, list(ids), self._shape)
+                image = await to_thread.run_sync(encode_png, list(ids), self._shape)
                 # The index is among those requested, so that it shows the progress even if some were merged.
-                yield self._event("image_generation.partial_image", picture, partial_image_index=n_due - 1)
+                yield self._event("image_generation.partial_image", image, partial_image_index=n_due - 1)
                 n_sent = n_due
-        picture = await to_thread.run_sync(draw, ids, self._shape)
-        yield self._event("image_generation.completed", picture, usage=_usage(len(ids)))
+        image = await to_thread.run_sync(encode_png, ids, self._shape)
+        yield self._event("image_generation.completed", image, usage=_usage(len(ids)))
 
     def _take(self, ids: list[int], event_: Event) -> None:
         if isinstance(event_, TokensEvent):
             ids += [choice.token for choice in event_.tokens]
         elif isinstance(event_, Finished):
-            problem = of_ending(event_, self.request_id)
-            if problem is not None:
-                raise problem
+            check_finished(event_, self.request_id)
 
-    def _event(self, name: str, picture: str, **more: Any) -> bytes:
+    def _event(self, name: str, image: str, **more: Any) -> bytes:
         data: Mapping[str, Any] = {
             "type": name,
-            "b64_json": picture,
+            "b64_json": image,
             "created_at": self._created,
             "size": self._size,
             "quality": "auto",
@@ -124,11 +122,11 @@ class _Drawing:
         return f"{self._shape[1]}x{self._shape[0]}"
 
 
-def draw(ids: Sequence[int], shape: tuple[int, int, int]) -> str:
+def encode_png(ids: Sequence[int], shape: tuple[int, int, int]) -> str:
     """Return a PNG in base64; missing values are grey."""
     rest = math.prod(shape) - len(ids)
-    whole = np.concatenate([np.asarray(ids, np.int64), np.full(rest, FIRST_BYTE + SHEET_GREY, np.int64)])
-    pixels, _ = pixels_of_ids(whole, shape)
+    ids_padded = np.concatenate([np.asarray(ids, np.int64), np.full(rest, FIRST_BYTE + SHEET_GREY, np.int64)])
+    pixels, _ = pixels_of_ids(ids_padded, shape)
     return base64.b64encode(to_image(pixels)).decode()
 
 

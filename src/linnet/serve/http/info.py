@@ -13,7 +13,7 @@ from linnet.serve.http.build_requests import check_ids, encode
 from linnet.serve.http.errors import ApiError
 from linnet.serve.http.limits import read_json
 from linnet.serve.http.metrics import CONTENT_TYPE
-from linnet.serve.http.model import Model, PriorModel, is_prior
+from linnet.serve.http.model import PriorModel, TokenModel, is_prior
 from linnet.serve.http.responses import JinjaCard, ModelCard, ModelList, PriorCard, TemplateCard, Text, Tokens
 from linnet.serve.http.schemas import DetokenizeRequest, TokenizeRequest
 from linnet.serve.http.service import Service
@@ -26,8 +26,8 @@ POLICY = (
 
 
 async def list_models(service: Service, http: HttpRequest) -> Response:
-    body: ModelList = {"object": "list", "data": [_card(model) for model in service.all_models]}
-    return JSONResponse(body)
+    answer: ModelList = {"object": "list", "data": [_card(model) for model in service.all_models]}
+    return JSONResponse(answer)
 
 
 async def show_model(service: Service, http: HttpRequest) -> Response:
@@ -35,21 +35,21 @@ async def show_model(service: Service, http: HttpRequest) -> Response:
 
 
 async def tokenize(service: Service, http: HttpRequest) -> Response:
-    ask = await read_json(http, TokenizeRequest, service.limits)
-    model = service.model(ask.model)
-    ids = await encode(model, ask.text, service.limits)
-    if ask.add_special_tokens:
+    body = await read_json(http, TokenizeRequest, service.limits)
+    model = service.model(body.model)
+    ids = await encode(model, body.text, service.limits)
+    if body.add_special_tokens:
         ids = (*in_front(model.bos_id, True), *ids)
-    body: Tokens = {"tokens": list(ids), "pieces": model.tokenizer.pieces(ids), "count": len(ids)}
-    return JSONResponse(body)
+    answer: Tokens = {"tokens": list(ids), "pieces": model.tokenizer.pieces(ids), "count": len(ids)}
+    return JSONResponse(answer)
 
 
 async def detokenize(service: Service, http: HttpRequest) -> Response:
-    ask = await read_json(http, DetokenizeRequest, service.limits)
-    model = service.model(ask.model)
-    check_ids("tokens", ask.tokens, model.tokenizer.n_vocab)
-    body: Text = {"text": text_of(model.tokenizer, ask.tokens)}
-    return JSONResponse(body)
+    body = await read_json(http, DetokenizeRequest, service.limits)
+    model = service.model(body.model)
+    check_ids("tokens", body.tokens, model.tokenizer.n_vocab)
+    answer: Text = {"text": text_of(model.tokenizer, body.tokens)}
+    return JSONResponse(answer)
 
 
 async def health(service: Service, http: HttpRequest) -> Response:
@@ -73,7 +73,7 @@ async def playground(service: Service, http: HttpRequest) -> Response:
     return HTMLResponse(page.read_text(), headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
 
 
-def _card(model: Model | PriorModel) -> ModelCard | PriorCard:
+def _card(model: TokenModel | PriorModel) -> ModelCard | PriorCard:
     return _prior_card(model) if is_prior(model) else _token_card(model)
 
 
@@ -89,15 +89,15 @@ def _prior_card(model: PriorModel) -> PriorCard:
         "text_width": model.text_width,
         "timesteps": model.timesteps,
         "takes_text": model.takes_text,
-        "max_encodings": model.most_encodings,
+        "max_encodings": model.max_encodings,
         "can_guide": model.can_guide,
         "gallery": model.gallery_rows,
-        "pictures": model.has_pictures,
+        "pictures": model.has_images,
         "state_bytes": model.state_bytes,
     }
 
 
-def _token_card(model: Model) -> ModelCard:
+def _token_card(model: TokenModel) -> ModelCard:
     return {
         "id": model.name,
         "object": "model",

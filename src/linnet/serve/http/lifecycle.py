@@ -26,26 +26,26 @@ from linnet.serve.http.auth import is_loopback
 from linnet.serve.http.connection import Connection
 from linnet.serve.http.limits import MAX_HEADER_BYTES
 
-KEEP_SECONDS = 15
+KEEP_ALIVE_SECONDS = 15
 """Keep-alive timeout. Longer than common client keep-alives (httpx: 5 s), to avoid races with connections we are closing."""
-LAST_SECONDS = 2
+SHUTDOWN_SECONDS = 2
 """Grace period for connections that are still open after the drain's limit."""
 
 
-class Closing(Protocol):
+class Closable(Protocol):
     """A response that can be cancelled by the server; its client receives an error."""
 
     def close(self) -> None: ...
 
 
 class Lifecycle:
-    """State of the server: active calls, open answers, and whether it is draining."""
+    """State of the server: active calls, open responses, and whether it is draining."""
 
     def __init__(self) -> None:
         self.n_active = 0
         self.is_draining = False
-        self.answers: weakref.WeakSet[Closing] = weakref.WeakSet()
-        """Answers that are still referenced."""
+        self.responses: weakref.WeakSet[Closable] = weakref.WeakSet()
+        """Responses that have not been garbage-collected."""
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -58,10 +58,10 @@ class Lifecycle:
     def drain(self) -> None:
         self.is_draining = True
 
-    def close_answers(self) -> None:
-        """Cancel all answers. Their clients receive an error, where uvicorn would only close the connection."""
-        for answers in list(self.answers):
-            answers.close()
+    def close_responses(self) -> None:
+        """Cancel all responses. Their clients receive an error, where uvicorn would only close the connection."""
+        for response in list(self.responses):
+            response.close()
 
 
 class DrainingServer(uvicorn.Server):
@@ -84,7 +84,7 @@ class DrainingServer(uvicorn.Server):
             self._until = self._until or time.monotonic() + self._drain_seconds
             is_late = time.monotonic() >= self._until
             if is_late:
-                self._lifecycle.close_answers()
+                self._lifecycle.close_responses()
             if is_late or not self._lifecycle.n_active:
                 self.should_exit = True
         return await super().on_tick(counter)
@@ -102,8 +102,8 @@ def check_port(host: str, port: int) -> None:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         needs = f"a port that can be bound on {host} ({error.strerror})"
-        refused = invalid("--port", port, needs, "use another --port, or stop the process that uses this one")
-        raise PortInUse(str(refused)) if error.errno == errno.EADDRINUSE else refused from None
+        unusable = invalid("--port", port, needs, "use another --port, or stop the process that uses this one")
+        raise PortInUse(str(unusable)) if error.errno == errno.EADDRINUSE else unusable from None
 
 
 def run(
@@ -111,7 +111,7 @@ def run(
 ) -> None:
     """Serve until a signal, and return when all calls are drained."""
     check_host(host, has_keys)
-    log_lines(sys.stderr)
+    log_json(sys.stderr)
     try:
         _run(server_config(app, host, port), lifecycle, drain_seconds)
     except SystemExit:  # uvicorn raises it if it cannot bind: the port was taken since the check
@@ -121,7 +121,7 @@ def run(
 
 def run_replica(app: ASGIApp, lifecycle: Lifecycle, *, address: Path, drain_seconds: float) -> None:
     """Serve a front until a signal or the front's exit. The front writes the access log."""
-    log_lines(sys.stderr, ("linnet.failures",))
+    log_json(sys.stderr, ("linnet.failures",))
     threading.Thread(target=_end_with_front, daemon=True).start()
     config = server_config(app, "", 0)
     config.uds = str(address)
@@ -153,12 +153,12 @@ def server_config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,  # while they arrive; complete ones are checked in `limits`
         access_log=False,  # replaced by our own, which has more fields
         server_header=False,
-        timeout_keep_alive=KEEP_SECONDS,
-        timeout_graceful_shutdown=LAST_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
 
 
-def log_lines(file: TextIO, names: Sequence[str] = ("linnet.access", "linnet.failures")) -> None:
+def log_json(file: TextIO, names: Sequence[str] = ("linnet.access", "linnet.failures")) -> None:
     """Log to `file` without a prefix: the server's log messages are JSON, one object per line."""
     handler = logging.StreamHandler(file)
     for name in names:

@@ -46,14 +46,14 @@ class Limits:
 class Calls:
     """Limits the concurrent calls per API key."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_calls: int) -> None:
+        self._max_calls = max_calls
         self._running: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def one(self, owner: str) -> Iterator[None]:
-        if self._running[owner] >= self._most:
-            message = f"{self._most} calls with this key are running, the maximum. Fix: wait until one ends."
+    def running(self, owner: str) -> Iterator[None]:
+        if self._running[owner] >= self._max_calls:
+            message = f"{self._max_calls} calls with this key are running, the maximum. Fix: wait until one ends."
             raise too_many(message, "too_many_calls", 1)
         self._running[owner] += 1
         try:
@@ -74,28 +74,28 @@ def check_headers(headers: Headers) -> None:
 async def read_json(http: HttpRequest, kind: type[Body], limits: Limits, *, state_bytes: int = 0) -> Body:
     """Read and validate a JSON body. Other content types are rejected, because a foreign web page can make a browser send those with
     the user's credentials. `state_bytes`: maximum size of a state that the body may additionally contain."""
-    _must_be(http, "application/json")
-    most = limits.body_bytes + 4 * min(state_bytes, limits.state_bytes) // 3  # in base64
-    return kind.model_validate_json(await read_bytes(http, most, limits.body_seconds))
+    _check_content_type(http, "application/json")
+    max_bytes = limits.body_bytes + 4 * min(state_bytes, limits.state_bytes) // 3  # in base64
+    return kind.model_validate_json(await read_bytes(http, max_bytes, limits.body_seconds))
 
 
 async def read_file(http: HttpRequest, limits: Limits) -> bytes:
-    _must_be(http, "application/octet-stream")
+    _check_content_type(http, "application/octet-stream")
     return await read_bytes(http, limits.state_bytes, limits.body_seconds)
 
 
-async def read_bytes(http: HttpRequest, most: int, seconds: float) -> bytes:
-    """Read the body, never buffering more than `most` bytes, whatever the client declares or sends."""
-    claimed = http.headers.get("content-length", "")
-    if claimed.isdigit() and int(claimed[:20]) > most:
-        raise _too_large(most)
+async def read_bytes(http: HttpRequest, max_bytes: int, seconds: float) -> bytes:
+    """Read the body, never buffering more than `max_bytes` bytes, whatever the client declares or sends."""
+    declared = http.headers.get("content-length", "")
+    if declared.isdigit() and int(declared[:20]) > max_bytes:
+        raise _too_large(max_bytes)
     parts, size = [], 0
     try:
         async with asyncio.timeout(seconds):
             async for part in http.stream():
                 size += len(part)
-                if size > most:
-                    raise _too_large(most)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
                 parts.append(part)
     except TimeoutError:
         message = f"the body did not arrive within {seconds:g} s. Fix: send it faster, or send less."
@@ -105,7 +105,7 @@ async def read_bytes(http: HttpRequest, most: int, seconds: float) -> bytes:
     return b"".join(parts)
 
 
-def _must_be(http: HttpRequest, kind: str) -> None:
+def _check_content_type(http: HttpRequest, kind: str) -> None:
     got = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if got != kind:
         raise ApiError(
@@ -113,6 +113,6 @@ def _must_be(http: HttpRequest, kind: str) -> None:
         )
 
 
-def _too_large(most: int) -> ApiError:
-    message = f"the body is larger than {most} bytes. Fix: send a smaller one."
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the body is larger than {max_bytes} bytes. Fix: send a smaller one."
     return ApiError(413, message, code="body_too_large", headers={"connection": "close"})

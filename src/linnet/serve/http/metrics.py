@@ -15,7 +15,7 @@ from linnet.serve.request import Event, Finished, PrefillDone, TokensEvent
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-GROWING = ("_total", "_hits", "_misses")
+COUNTER_SUFFIXES = ("_total", "_hits", "_misses")
 """Suffixes of engine statistics that are counters; the others are gauges."""
 HELP = {
     "slots": "Slots",
@@ -39,7 +39,7 @@ HELP = {
 class Metrics:
     def __init__(self, models: Sequence[Served]) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCounts(models))
+        self._registry.register(_EngineCollector(models))
         self._http = Counter(
             "linnet_http_requests", "HTTP requests by route and status", ["route", "status"], registry=self._registry
         )
@@ -55,26 +55,26 @@ class Metrics:
             "linnet_ended", "Finished requests by reason", ["model", "reason"], registry=self._registry
         )
 
-    def answered(self, route: str, status: int) -> None:
+    def count_response(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
 
-    def watch(self, model: str) -> Watch:
-        return Watch(self, model)
+    def observe_tokens(self, model: str) -> TokenObserver:
+        return TokenObserver(self, model)
 
-    def watch_sample(self, model: str) -> SampleWatch:
-        return SampleWatch(self, model)
+    def observe_sample(self, model: str) -> SampleObserver:
+        return SampleObserver(self, model)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-    def _seconds(self, name: str, what: str) -> Histogram:
-        return Histogram(name, what, ["model"], buckets=SECONDS, registry=self._registry)
+    def _seconds(self, name: str, description: str) -> Histogram:
+        return Histogram(name, description, ["model"], buckets=SECONDS, registry=self._registry)
 
-    def _tokens(self, name: str, what: str) -> Counter:
-        return Counter(name, what, ["model"], registry=self._registry)
+    def _tokens(self, name: str, description: str) -> Counter:
+        return Counter(name, description, ["model"], registry=self._registry)
 
 
-class Watch:
+class TokenObserver:
     """Records the metrics of one token request."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
@@ -84,7 +84,7 @@ class Watch:
         self._produced = metrics._produced.labels(model)
         self._last, self._has_token = time.monotonic(), False
 
-    def see(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         match event:
             case PrefillDone():
                 self._prompt.inc(event.n_tokens)
@@ -105,21 +105,21 @@ class Watch:
         self._produced.inc(n)
 
 
-class SampleWatch:
+class SampleObserver:
     """Records the metrics of one prior request."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._model, self._ended, self._sample = model, metrics._ended, metrics._sample.labels(model)
         self._start = time.monotonic()
 
-    def see(self, event: SampleEvent) -> None:
+    def observe(self, event: SampleEvent) -> None:
         if isinstance(event, Sampled):
             self._ended.labels(self._model, event.reason).inc()
             if event.embedding is not None:
                 self._sample.observe(time.monotonic() - self._start)
 
 
-class _EngineCounts(Collector):
+class _EngineCollector(Collector):
     def __init__(self, models: Sequence[Served]) -> None:
         self._models = models
 
@@ -129,7 +129,7 @@ class _EngineCounts(Collector):
             for name, value in {**model.stats(), "state_bytes": model.state_bytes}.items():
                 family = families.get(name)
                 if family is None:
-                    kind = CounterMetricFamily if name.endswith(GROWING) else GaugeMetricFamily
+                    kind = CounterMetricFamily if name.endswith(COUNTER_SUFFIXES) else GaugeMetricFamily
                     family = families[name] = kind(f"linnet_engine_{name}", HELP[name], labels=["model"])
                 assert isinstance(family, CounterMetricFamily | GaugeMetricFamily)
                 family.add_metric([model.name], value)

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from linnet.serve.http.auth import OPEN_PATHS, AllowedHosts, Keys
+from linnet.serve.http.auth import OPEN_PATHS, AllowedHosts, ApiKeys
 from linnet.serve.http.errors import ClientGone, to_api_error
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Calls, check_headers
@@ -30,39 +30,39 @@ class RequestMiddleware:
         self,
         app: ASGIApp,
         *,
-        keys: Keys,
-        doors: AllowedHosts,
+        keys: ApiKeys,
+        allowed_hosts: AllowedHosts,
         calls: Calls,
         lifecycle: Lifecycle,
         metrics: Metrics,
         is_replica: bool = False,
     ) -> None:
         """A replica takes the request ids from its front, so that a second attempt of a call can be recognized."""
-        self._app, self._keys, self._doors, self._is_replica = app, keys, doors, is_replica
+        self._app, self._keys, self._hosts, self._is_replica = app, keys, allowed_hosts, is_replica
         self._calls, self._lifecycle, self._metrics = calls, lifecycle, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id") if self._is_replica else None
-        call = _Call(scope, send, given or f"req_{uuid.uuid4().hex}")
+        front_id = Headers(scope=scope).get("x-request-id") if self._is_replica else None
+        call = _Call(scope, send, front_id or f"req_{uuid.uuid4().hex}")
         try:
-            with ExitStack() as held:
+            with ExitStack() as stack:
                 headers = Headers(scope=scope)
                 check_headers(headers)
-                self._doors.check(headers.get("host"))
+                self._hosts.check(headers.get("host"))
                 call.owner = self._keys.owner(scope["path"], headers.get("authorization"))
                 if scope["path"] not in UNCOUNTED:
-                    held.enter_context(self._calls.one(call.owner))
-                    held.enter_context(self._lifecycle.active())
+                    stack.enter_context(self._calls.running(call.owner))
+                    stack.enter_context(self._lifecycle.active())
                 await self._app(scope, receive, call.send)
         except ClientGone:
             call.status = CLIENT_GONE
         except Exception as error:
             await self._fail(call, scope, receive, error)
         finally:
-            self._metrics.answered(call.route, call.status or CLIENT_GONE)
+            self._metrics.count_response(call.route, call.status or CLIENT_GONE)
             call.log()
 
     async def _fail(self, call: _Call, scope: Scope, receive: Receive, error: Exception) -> None:

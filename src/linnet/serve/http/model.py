@@ -10,7 +10,7 @@ from typing_extensions import TypeIs
 
 from linnet.serve.chat_template import Template
 from linnet.serve.prior.request import OnSampleEvent, SampleRequest
-from linnet.serve.prior.served import Neighbour
+from linnet.serve.prior.served import Neighbor
 from linnet.serve.request import OnEvent, Request
 from linnet.tokenizers.base import Tokenizer
 
@@ -88,7 +88,7 @@ class Served(Protocol):
     def stats(self) -> dict[str, float]: ...
 
 
-class Model(Served, Protocol):
+class TokenModel(Served, Protocol):
     """A token model."""
 
     @property
@@ -132,7 +132,7 @@ class PriorModel(Served, Protocol):
     @property
     def can_guide(self) -> bool: ...
     @property
-    def most_encodings(self) -> int:
+    def max_encodings(self) -> int:
         """Maximum token encodings per text; 0: the model takes none."""
         ...
 
@@ -147,17 +147,17 @@ class PriorModel(Served, Protocol):
         ...
 
     @property
-    def has_pictures(self) -> bool: ...
+    def has_images(self) -> bool: ...
     def encode(self, text: str) -> tuple[Float32[np.ndarray, " X"], Float32[np.ndarray, "L X"] | None]:
         """Return the embedding of a text, and its token encodings if the model takes them."""
         ...
 
-    def nearest(self, embedding: Float32[np.ndarray, " D"], k: int) -> list[Neighbour]: ...
+    def nearest(self, embedding: Float32[np.ndarray, " D"], k: int) -> list[Neighbor]: ...
 
     def submit(self, request: SampleRequest, on_event: OnSampleEvent) -> None:
         """Queue a request. Raises QueueFull, Draining or UserError before any event is sent."""
         ...
 
 
-def is_prior(model: Model | PriorModel) -> TypeIs[PriorModel]:
+def is_prior(model: TokenModel | PriorModel) -> TypeIs[PriorModel]:
     return not hasattr(model, "tokenizer")

@@ -34,9 +34,9 @@ ERRORS = {
     503: "The server is shutting down, or a replica has failed",
     504: "The deadline has passed",
 }
-AT_THE_DOOR = (403, 431)
+MIDDLEWARE_ERRORS = (403, 431)
 """Errors of the middleware, which probes can also receive."""
-WITHOUT_BODY = (400, 401, 403, 404, 405, 429, 431, 500, 503)
+ERRORS_WITHOUT_BODY = (400, 401, 403, 404, 405, 429, 431, 500, 503)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Endpoint:
 def describe(endpoints: Sequence[Endpoint], version: str) -> Mapping[str, Any]:
     schemas: dict[str, Any] = {}
     paths: dict[str, dict[str, Any]] = {}
-    taken = {one.takes for one in endpoints if isinstance(one.takes, type)}
-    if taken:
+    bodies = {one.takes for one in endpoints if isinstance(one.takes, type)}
+    if bodies:
         pairs: list[tuple[type[BaseModel], Literal["validation"]]] = [
-            (kind, "validation") for kind in sorted(taken, key=lambda kind: kind.__name__)
+            (kind, "validation") for kind in sorted(bodies, key=lambda kind: kind.__name__)
         ]
         schemas |= models_json_schema(pairs, ref_template=REF)[1]["$defs"]
     for one in endpoints:
@@ -116,20 +116,20 @@ _EVENT = {
 
 def _responses(one: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
     if isinstance(one.gives, str):
-        good = {one.gives: {"schema": _BINARY if one.gives == "application/octet-stream" else {"type": "string"}}}
+        success = {one.gives: {"schema": _BINARY if one.gives == "application/octet-stream" else {"type": "string"}}}
     else:
-        good = {"application/json": {"schema": _schema(one.gives, schemas)}}
+        success = {"application/json": {"schema": _schema(one.gives, schemas)}}
     if one.streams:
-        good["text/event-stream"] = {"schema": _EVENT}
+        success["text/event-stream"] = {"schema": _EVENT}
     problem = {"application/json": {"schema": _schema(Problem, schemas)}}
-    ending = tuple(ERRORS) if one.takes is not None else (*WITHOUT_BODY, *one.statuses)
+    statuses = tuple(ERRORS) if one.takes is not None else (*ERRORS_WITHOUT_BODY, *one.statuses)
     if one.is_open:
         status = {"application/json": {"schema": _schema(one.gives, schemas)}}
         extra = {str(code): {"description": ERRORS[code], "content": status} for code in one.statuses}
-        refused = {str(code): {"description": ERRORS[code], "content": problem} for code in AT_THE_DOOR}
-        return {"200": {"description": "Success", "content": good}, **extra, **refused}
-    errors = {str(code): {"description": ERRORS[code], "content": problem} for code in ending}
-    return {"200": {"description": "Success", "content": good}, **errors}
+        rejected = {str(code): {"description": ERRORS[code], "content": problem} for code in MIDDLEWARE_ERRORS}
+        return {"200": {"description": "Success", "content": success}, **extra, **rejected}
+    errors = {str(code): {"description": ERRORS[code], "content": problem} for code in statuses}
+    return {"200": {"description": "Success", "content": success}, **errors}
 
 
 def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:

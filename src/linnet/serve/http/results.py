@@ -12,18 +12,18 @@ from anyio import to_thread
 
 from linnet.serve.request import Event, TerminalEvent, TokensEvent
 
-MAX_TOGETHER = 512
+MAX_MERGED = 512
 """Maximum tokens, including top log-probabilities, merged into one event. Serializing thousands would block the event loop for a
 second, and is wasted on a client that does not read."""
 
 
-class Asked(Protocol):
+class HasId(Protocol):
     @property
     def id(self) -> str: ...
 
 
-R = TypeVar("R", bound=Asked)
-R_contra = TypeVar("R_contra", bound=Asked, contravariant=True)
+R = TypeVar("R", bound=HasId)
+R_contra = TypeVar("R_contra", bound=HasId, contravariant=True)
 E = TypeVar("E")
 E_co = TypeVar("E_co", covariant=True)
 
@@ -68,15 +68,15 @@ class ResultStream(Generic[R, E]):
         requests: Sequence[R],
         bridge: Bridge,
         *,
-        watch: Callable[[], Callable[[E], None]],
+        make_observer: Callable[[], Callable[[E], None]],
         merge: Callable[[Sequence[E]], list[E]],
-        takes_long: Callable[[R], bool] = lambda request: False,
+        is_slow: Callable[[R], bool] = lambda request: False,
     ) -> None:
-        """`watch`: creates the observer of one request's events. `takes_long`: whether to submit a request in a thread."""
+        """`make_observer`: creates the observer of one request's events. `is_slow`: whether to submit a request in a thread."""
         self._model, self._requests, self._bridge = model, requests, bridge
-        self._watch, self._merge, self._takes_long = watch, merge, takes_long
-        self._waiting: list[list[E]] = [[] for _ in requests]
-        self._news = asyncio.Event()
+        self._make_observer, self._merge, self._is_slow = make_observer, merge, is_slow
+        self._pending: list[list[E]] = [[] for _ in requests]
+        self._has_events = asyncio.Event()
         self._open: set[int] = set()
         """Submitted requests that have not ended."""
 
@@ -90,10 +90,10 @@ class ResultStream(Generic[R, E]):
             raise
 
     async def _submit_one(self, i: int, request: R) -> None:
-        see = self._watch()
+        observe = self._make_observer()
 
         def receive(event: E) -> None:
-            see(event)
+            observe(event)
             self._receive(i, event)
 
         def put(event: E) -> None:
@@ -101,7 +101,7 @@ class ResultStream(Generic[R, E]):
 
         self._open.add(i)
         try:
-            if self._takes_long(request):
+            if self._is_slow(request):
                 await to_thread.run_sync(self._model.submit, request, put)
             else:
                 self._model.submit(request, put)
@@ -110,20 +110,20 @@ class ResultStream(Generic[R, E]):
             raise
 
     def _receive(self, i: int, event: E) -> None:
-        self._waiting[i].append(event)
+        self._pending[i].append(event)
         if isinstance(event, TerminalEvent):
             self._open.discard(i)
-        self._news.set()
+        self._has_events.set()
 
     async def events(self) -> AsyncIterator[tuple[int, E]]:
         """Yield (request index, event) until every request has ended."""
         n_left = len(self._requests)
         while n_left:
-            await self._news.wait()
-            self._news.clear()
-            for i, waiting in enumerate(self._waiting):
-                self._waiting[i] = []
-                for event in self._merge(waiting):
+            await self._has_events.wait()
+            self._has_events.clear()
+            for i, pending in enumerate(self._pending):
+                self._pending[i] = []
+                for event in self._merge(pending):
                     n_left -= isinstance(event, TerminalEvent)
                     yield i, event
 
@@ -134,8 +134,8 @@ class ResultStream(Generic[R, E]):
         self._open.clear()
 
 
-def merge(events: Sequence[Event], most: int | None = None) -> list[Event]:
-    """Merge consecutive token events, into events of about `most` tokens (including top log-probabilities) if given."""
+def merge(events: Sequence[Event], max_tokens: int | None = None) -> list[Event]:
+    """Merge consecutive token events, into events of about `max_tokens` tokens (including top log-probabilities) if given."""
     merged: list[Event] = []
     run: list[TokensEvent] = []
     n_run = 0
@@ -143,16 +143,16 @@ def merge(events: Sequence[Event], most: int | None = None) -> list[Event]:
         if isinstance(event, TokensEvent):
             run.append(event)
             n_run += len(event.tokens) + sum(map(len, event.top))
-            if most is None or n_run < most:
+            if max_tokens is None or n_run < max_tokens:
                 continue
-            merged += _joined(run)
+            merged += _join(run)
         else:
-            merged += [*_joined(run), event]
+            merged += [*_join(run), event]
         run, n_run = [], 0
-    return merged + _joined(run)
+    return merged + _join(run)
 
 
-def _joined(run: Sequence[TokensEvent]) -> list[Event]:
+def _join(run: Sequence[TokensEvent]) -> list[Event]:
     if len(run) < 2:
         return list(run)
     return [

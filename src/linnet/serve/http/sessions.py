@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from linnet.serve.http.errors import ApiError
 from linnet.serve.http.limits import read_file, read_json
-from linnet.serve.http.model import Model
+from linnet.serve.http.model import TokenModel
 from linnet.serve.http.responses import Deleted, SessionCard
 from linnet.serve.http.schemas import SessionRequest
 from linnet.serve.http.service import Service
@@ -16,8 +16,8 @@ from linnet.serve.request import NoSession
 
 
 async def create(service: Service, http: HttpRequest) -> Response:
-    ask = await read_json(http, SessionRequest, service.limits)
-    model = service.model(ask.model)
+    body = await read_json(http, SessionRequest, service.limits)
+    model = service.model(body.model)
     return _card(model, await to_thread.run_sync(model.sessions.create))
 
 
@@ -54,11 +54,11 @@ async def delete(service: Service, http: HttpRequest) -> Response:
         await to_thread.run_sync(model.sessions.delete, id)
     finally:
         model.sessions.release(id)
-    body: Deleted = {"id": id, "object": "session", "deleted": True}
-    return JSONResponse(body)
+    answer: Deleted = {"id": id, "object": "session", "deleted": True}
+    return JSONResponse(answer)
 
 
-def _find(service: Service, http: HttpRequest) -> tuple[Model, str]:
+def _find(service: Service, http: HttpRequest) -> tuple[TokenModel, str]:
     """Return a session's model and id. Ids are unique across models, so the call need not name the model."""
     id = http.path_params["id"]
     for model in service.models.values():
@@ -70,7 +70,7 @@ def _find(service: Service, http: HttpRequest) -> tuple[Model, str]:
     raise NoSession(id)
 
 
-def _card(model: Model, id: str) -> Response:
+def _card(model: TokenModel, id: str) -> Response:
     card: SessionCard = {
         "id": id,
         "object": "session",

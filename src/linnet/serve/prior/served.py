@@ -23,17 +23,17 @@ from linnet.serve.prior.request import OnSampleEvent, SampleRequest
 
 MAX_GALLERY = 100_000
 """Maximum rows of the index. Each lookup compares with all of them, many times per second while a client streams progress."""
-PICTURES_KEPT = 4096
+MAX_CACHED_IMAGES = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Neighbour:
+class Neighbor:
     """An image near an embedding."""
 
     row: int
     cosine: float
     caption: str | None
-    picture: str | None
+    image: str | None
     """PNG in base64, if the dataset has images."""
 
 
@@ -44,7 +44,7 @@ class ServedPrior:
     encoder: Encoder | None
     """The encoder of the embeddings it was trained on; None: unknown, and requests must give embeddings."""
     gallery: NeighborIndex | None
-    has_pictures: bool
+    has_images: bool
     """Whether the gallery has images, not only captions."""
     created: int
 
@@ -69,13 +69,13 @@ class ServedPrior:
         return self.engine.cfg.can_guide
 
     @property
-    def most_encodings(self) -> int:
+    def max_encodings(self) -> int:
         return self.engine.cfg.max_text_len if self.engine.cfg.text_encodings else 0
 
     @property
     def takes_text(self) -> bool:
         """Whether its text encoder is available, and gives token encodings if the model needs them."""
-        return self.encoder is not None and (not self.most_encodings or self.encoder.text_len > 0)
+        return self.encoder is not None and (not self.max_encodings or self.encoder.text_len > 0)
 
     @property
     def gallery_rows(self) -> int:
@@ -94,19 +94,19 @@ class ServedPrior:
         embed, encodings = encode_prompt(self.encoder, text, with_encodings=self.engine.cfg.text_encodings)
         return embed, cut_encodings(encodings, self.engine.cfg)
 
-    def nearest(self, embedding: Float32[np.ndarray, " D"], k: int) -> list[Neighbour]:
+    def nearest(self, embedding: Float32[np.ndarray, " D"], k: int) -> list[Neighbor]:
         """Return the `k` nearest images by cosine similarity, nearest first."""
         assert self.gallery is not None
         found = self.gallery.nearest(embedding[None], k)
         captions = found.captions[0] if found.captions else [None] * found.rows.shape[1]
-        pictures = (
+        images = (
             [None] * len(captions)
             if found.pictures is None
             else [_png(one.tobytes(), one.shape) for one in found.pictures[0]]
         )
         return [
-            Neighbour(row=int(row), cosine=float(cosine), caption=caption, picture=picture)
-            for row, cosine, caption, picture in zip(found.rows[0], found.cosines[0], captions, pictures, strict=True)
+            Neighbor(row=int(row), cosine=float(cosine), caption=caption, image=image)
+            for row, cosine, caption, image in zip(found.rows[0], found.cosines[0], captions, images, strict=True)
         ]
 
     def submit(self, request: SampleRequest, on_event: OnSampleEvent) -> None:
@@ -149,12 +149,12 @@ def serve_prior(
         engine=engine.start(),
         encoder=encoder,
         gallery=gallery,
-        has_pictures=gallery is not None and gallery.nearest(anywhere, 1).pictures is not None,
+        has_images=gallery is not None and gallery.nearest(anywhere, 1).pictures is not None,
         created=int(time.time()),
     )
 
 
-@functools.lru_cache(maxsize=PICTURES_KEPT)
+@functools.lru_cache(maxsize=MAX_CACHED_IMAGES)
 def _png(pixels: bytes, shape: tuple[int, ...]) -> str:
     """Encode an image as base64 PNG. Cached, because progress events repeat the same few images."""
     return base64.b64encode(to_image(np.frombuffer(pixels, np.uint8).reshape(shape))).decode()

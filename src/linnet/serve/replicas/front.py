@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from linnet.serve.http.app import ENDPOINTS, no_route
-from linnet.serve.http.auth import AllowedHosts, Keys
+from linnet.serve.http.auth import AllowedHosts, ApiKeys
 from linnet.serve.http.errors import NO_RETRY, ApiError, ClientGone, draining
 from linnet.serve.http.lifecycle import Lifecycle
 from linnet.serve.http.limits import Calls, Limits, read_bytes
@@ -27,9 +27,9 @@ from linnet.serve.http.openapi import Endpoint
 from linnet.serve.http.sse import cancel_on_disconnect, event
 from linnet.serve.replicas import metrics as replica_metrics
 from linnet.serve.replicas.fleet import Fleet, Replica
-from linnet.serve.replicas.upstream import Answer, Call, Lost, get_text, proxy_request
+from linnet.serve.replicas.upstream import ProxyCall, ReplicaLost, ReplicaResponse, get_text, proxy_request
 
-ELSEWHERE = frozenset({"queue_full", "draining"})
+RETRY_CODES = frozenset({"queue_full", "draining"})
 """Error codes for which another replica is tried."""
 MAX_LOST = 2
 """Maximum replicas that may die during one call before it fails, because the call itself may be the cause."""
@@ -40,10 +40,10 @@ def make_front(
 ) -> Starlette:
     """Build the front's app. `state_bytes`: size of the largest state that a body may contain."""
     counts = Metrics(())
-    edge = Middleware(
+    middleware = Middleware(
         RequestMiddleware,
-        keys=Keys(keys),
-        doors=AllowedHosts(None if keys else host),
+        keys=ApiKeys(keys),
+        allowed_hosts=AllowedHosts(None if keys else host),
         calls=Calls(limits.calls_per_key),
         lifecycle=lifecycle,
         metrics=counts,
@@ -58,63 +58,63 @@ def make_front(
         return JSONResponse({"status": "ready"})
 
     async def metrics(http: HttpRequest) -> Response:
-        asked = fleet.ready
-        told = await asyncio.gather(*(get_text(one.socket, b"/metrics") for one in asked), return_exceptions=True)
-        texts = {one.number: text for one, text in zip(asked, told, strict=True) if isinstance(text, str)}
-        text = replica_metrics.merged(counts.text().decode(), texts, fleet)
+        ready = fleet.ready
+        scraped = await asyncio.gather(*(get_text(one.socket, b"/metrics") for one in ready), return_exceptions=True)
+        texts = {one.number: text for one, text in zip(ready, scraped, strict=True) if isinstance(text, str)}
+        text = replica_metrics.merge_metrics(counts.text().decode(), texts, fleet)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     own = {"/health": health, "/ready": ready, "/metrics": metrics}
     routes = [
         Route(
             one.path,
-            own.get(one.path) or Passing(fleet, one, limits, lifecycle, state_bytes),
+            own.get(one.path) or ProxyRoute(fleet, one, limits, lifecycle, state_bytes),
             methods=[one.method],
         )
         for one in ENDPOINTS
     ]
-    return Starlette(routes=routes, middleware=[edge], exception_handlers={HTTPException: no_route})
+    return Starlette(routes=routes, middleware=[middleware], exception_handlers={HTTPException: no_route})
 
 
-class Passing:
+class ProxyRoute:
     """Handler of one proxied route. The body is read completely before it is forwarded, so that a second replica can be tried."""
 
     def __init__(
         self, fleet: Fleet, endpoint: Endpoint, limits: Limits, lifecycle: Lifecycle, state_bytes: int
     ) -> None:
         self._fleet, self._lifecycle = fleet, lifecycle
-        self._is_work = endpoint.streams
+        self._generates = endpoint.streams
         """Whether the route generates; other routes are also served while draining."""
         in_base64 = 4 * min(state_bytes, limits.state_bytes) // 3
-        self._most = limits.state_bytes if endpoint.takes == "file" else limits.body_bytes + in_base64
+        self._max_bytes = limits.state_bytes if endpoint.takes == "file" else limits.body_bytes + in_base64
         self._seconds = limits.body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._is_work and self._lifecycle.is_draining:
+        if self._generates and self._lifecycle.is_draining:
             raise draining()
-        body = await read_bytes(HttpRequest(scope, receive), self._most, self._seconds)
+        body = await read_bytes(HttpRequest(scope, receive), self._max_bytes, self._seconds)
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
-        call = Call(
+        call = ProxyCall(
             id=scope["state"]["request_id"],
             method=scope["method"],
             target=scope["raw_path"] + query,
             headers=scope["headers"],
             body=body,
         )
-        told = _Told(send)
-        closing = _Closing()
-        self._lifecycle.answers.add(closing)
+        response = ClientResponse(send)
+        cancellation = _Cancellation()
+        self._lifecycle.responses.add(cancellation)
         try:
-            await cancel_on_disconnect(receive, closing.unless_closed(self._pass(call, told)))
+            await cancel_on_disconnect(receive, cancellation.run(self._forward(call, response)))
         except ApiError as problem:
-            await told.fail(problem)
+            await response.fail(problem)
         except ClientGone:
-            if not told.is_whole:  # a disconnect after the complete response is normal
+            if not response.is_complete:  # a disconnect after the complete response is normal
                 raise
 
-    async def _pass(self, call: Call, told: _Told) -> None:
+    async def _forward(self, call: ProxyCall, response: ClientResponse) -> None:
         tried: list[Replica] = []
-        refusals: list[tuple[Answer, bytes]] = []
+        rejections: list[tuple[ReplicaResponse, bytes]] = []
         n_lost = 0
         while n_lost < MAX_LOST and (replica := self._fleet.choose(tried)) is not None:
             tried.append(replica)
@@ -122,40 +122,40 @@ class Passing:
                 with replica.busy():
                     async with proxy_request(call, replica.socket) as answer:
                         if answer.is_stream:
-                            return await told.stream(answer)
-                        body = await answer.whole()
-                        if not _is_for_another(answer.status, body):
-                            return await told.whole(answer, body)
-                        refusals.append((answer, body))
-            except Lost:
-                if told.has_begun:
-                    raise _cut_short() from None
+                            return await response.stream(answer)
+                        body = await answer.read()
+                        if not _is_retryable(answer.status, body):
+                            return await response.send(answer, body)
+                        rejections.append((answer, body))
+            except ReplicaLost:
+                if response.has_begun:
+                    raise _interrupted() from None
                 n_lost += 1
-                await replica.gone()
-        if not refusals:
-            raise draining() if self._lifecycle.is_draining else _nobody(n_lost)
-        soonest = min(refusals, key=lambda one: _seconds(one[0]))
-        await told.whole(*soonest)
+                await replica.wait_exit()
+        if not rejections:
+            raise draining() if self._lifecycle.is_draining else _no_replica(n_lost)
+        soonest = min(rejections, key=lambda one: _retry_after(one[0]))
+        await response.send(*soonest)
 
 
-class _Told:
+class ClientResponse:
     """The response to the client. Until its first bytes are sent (a complete body, or the start of a stream), another replica may
     still be tried."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.has_begun = self.is_whole = False
+        self.has_begun = self.is_complete = False
 
-    async def stream(self, answer: Answer) -> None:
-        async for piece in answer.pieces:
+    async def stream(self, answer: ReplicaResponse) -> None:
+        async for chunk in answer.chunks:
             await self._begin(answer)
-            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-        await self.whole(answer, b"")
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await self.send(answer, b"")
 
-    async def whole(self, answer: Answer, body: bytes) -> None:
+    async def send(self, answer: ReplicaResponse, body: bytes) -> None:
         await self._begin(answer)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
-        self.is_whole = True
+        self.is_complete = True
 
     async def fail(self, problem: ApiError) -> None:
         """Report an error: as the last event of a stream that has started, otherwise by raising it."""
@@ -163,13 +163,13 @@ class _Told:
             raise problem
         await self._send({"type": "http.response.body", "body": event(problem.body()), "more_body": False})
 
-    async def _begin(self, answer: Answer) -> None:
+    async def _begin(self, answer: ReplicaResponse) -> None:
         if not self.has_begun:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": answer.status, "headers": list(answer.headers)})
 
 
-class _Closing:
+class _Cancellation:
     """Lets the end of a drain cancel a call with an error response."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class _Closing:
         if self._task is not None:
             self._task.cancel()
 
-    async def unless_closed(self, work: Coroutine[Any, Any, None]) -> None:
+    async def run(self, work: Coroutine[Any, Any, None]) -> None:
         self._task = asyncio.create_task(work)
         try:
             await self._task
@@ -191,16 +191,16 @@ class _Closing:
             raise ApiError(503, "the server cancelled the request. Fix: try again.", code="cancelled") from None
 
 
-def _is_for_another(status: int, body: bytes) -> bool:
-    return status in (429, 503) and json.loads(body)["error"]["code"] in ELSEWHERE
+def _is_retryable(status: int, body: bytes) -> bool:
+    return status in (429, 503) and json.loads(body)["error"]["code"] in RETRY_CODES
 
 
-def _seconds(answer: Answer) -> float:
-    told = answer.header(b"retry-after")
-    return int(told) if told.isdigit() else math.inf
+def _retry_after(answer: ReplicaResponse) -> float:
+    seconds = answer.header(b"retry-after")
+    return int(seconds) if seconds.isdigit() else math.inf
 
 
-def _cut_short() -> ApiError:
+def _interrupted() -> ApiError:
     message = (
         "the replica died while answering. Fix: send the request again; with the same seed the answer is the same. A session is "
         "unchanged, unless its n_tokens has grown: then only the end of this answer is missing."
@@ -208,7 +208,7 @@ def _cut_short() -> ApiError:
     return ApiError(503, message, code="replica_lost", headers=NO_RETRY)
 
 
-def _nobody(n_lost: int) -> ApiError:
+def _no_replica(n_lost: int) -> ApiError:
     if n_lost:
         message = f"{n_lost} replicas died before answering. Fix: see the server's log, and try again later."
         return ApiError(503, message, code="replica_lost", headers=NO_RETRY)

@@ -11,22 +11,22 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from linnet.serve.replicas.fleet import Fleet
 
-FRONTS = "linnet_http_requests"
+FRONT_METRIC = "linnet_http_requests"
 """Counted by the front, so that a call tried on two replicas counts once."""
 SHARED = frozenset({"linnet_engine_sessions", "linnet_engine_session_bytes"})
 """Reported once, because all replicas share the same sessions."""
 
 
-def merged(own: str, replicas: Mapping[int, str], fleet: Fleet) -> bytes:
+def merge_metrics(own: str, replicas: Mapping[int, str], fleet: Fleet) -> bytes:
     """Merge the front's metrics (`own`) and those of the replicas (by number) with those of the fleet."""
     families: dict[str, Metric] = {}
     for family in text_string_to_metric_families(own):
         families[family.name] = family
     for number, text in replicas.items():
         for family in text_string_to_metric_families(text):
-            if not family.name.startswith(FRONTS):
+            if not family.name.startswith(FRONT_METRIC):
                 _add(families, family, number)
-    for family in _of_fleet(fleet):
+    for family in _fleet_metrics(fleet):
         families[family.name] = family
     registry = CollectorRegistry()
     registry.register(_Families(families.values()))
@@ -41,7 +41,7 @@ def _add(families: dict[str, Metric], family: Metric, number: int) -> None:
     known.samples += [sample._replace(labels={**sample.labels, **label}) for sample in family.samples]
 
 
-def _of_fleet(fleet: Fleet) -> Iterable[Metric]:
+def _fleet_metrics(fleet: Fleet) -> Iterable[Metric]:
     yield GaugeMetricFamily("linnet_replicas_ready", "Replicas that accept calls", value=len(fleet.ready))
     yield CounterMetricFamily(
         "linnet_replica_restarts", "Replicas that died and were restarted", value=fleet.n_restarts

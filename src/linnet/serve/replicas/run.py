@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from linnet.serve.http.lifecycle import DrainingServer, Lifecycle, check_host, check_port, log_lines, server_config
+from linnet.serve.http.lifecycle import DrainingServer, Lifecycle, check_host, check_port, log_json, server_config
 from linnet.serve.http.limits import Limits
-from linnet.serve.replicas.fleet import Fleet, NotStarted
+from linnet.serve.replicas.fleet import Fleet, ReplicaStartError
 from linnet.serve.replicas.front import make_front
 from linnet.serve.replicas.upstream import get_json
 
@@ -30,11 +30,11 @@ def run_front(
     sessions in `folder`. Without `sessions`, a temporary folder is used, and sessions end with the server."""
     check_host(host, bool(keys))
     check_port(host, port)
-    log_lines(sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="linnet-", ignore_cleanup_errors=True) as own:  # created with mode 0700
-        folder = Path(own)
-        kept = folder / "sessions" if sessions is None else sessions.resolve()
-        fleet = Fleet(n, lambda number: command(number, kept), folder)
+    log_json(sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="linnet-", ignore_cleanup_errors=True) as path:  # created with mode 0700
+        folder = Path(path)
+        session_folder = folder / "sessions" if sessions is None else sessions.resolve()
+        fleet = Fleet(n, lambda number: command(number, session_folder), folder)
         return asyncio.run(_serve(fleet, keys=keys, host=host, port=port, drain_seconds=drain_seconds))
 
 
@@ -50,12 +50,12 @@ async def _serve(fleet: Fleet, *, keys: Sequence[str], host: str, port: int, dra
             limits=Limits(),
             lifecycle=lifecycle,
             host=host,
-            state_bytes=await _most_state_bytes(fleet),
+            state_bytes=await _max_state_bytes(fleet),
         )
-        words = f"Serving on http://{host}:{port} with {len(fleet.places)} replicas (Ctrl-C drains and stops)."
-        print(words, file=sys.stderr, flush=True)
+        message = f"Serving on http://{host}:{port} with {len(fleet.replicas)} replicas (Ctrl-C drains and stops)."
+        print(message, file=sys.stderr, flush=True)
         await DrainingServer(server_config(app, host, port), lifecycle, drain_seconds).serve()
-    except NotStarted as error:
+    except ReplicaStartError as error:
         return error.code if error.code > 0 else 1
     finally:
         await fleet.stop(drain_seconds)
@@ -65,10 +65,10 @@ async def _serve(fleet: Fleet, *, keys: Sequence[str], host: str, port: int, dra
 async def _start(fleet: Fleet) -> int | None:
     """Wait until the first replica is ready. If a signal arrives first, return its number."""
     loop, starting = asyncio.get_running_loop(), asyncio.create_task(fleet.start())
-    came: list[int] = []
+    received: list[int] = []
 
     def end(number: int) -> None:
-        came.append(number)
+        received.append(number)
         starting.cancel()
 
     for one in (signal.SIGTERM, signal.SIGINT):
@@ -76,15 +76,15 @@ async def _start(fleet: Fleet) -> int | None:
     try:
         await starting
     except asyncio.CancelledError:
-        if not came:
+        if not received:
             raise
     finally:  # uvicorn installs its own handlers
         for one in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(one)
-    return came[0] if came else None
+    return received[0] if received else None
 
 
-async def _most_state_bytes(fleet: Fleet) -> int:
-    """Maximum size of a serialized state, computed as in `Service.most_state_bytes`: only token models have states."""
+async def _max_state_bytes(fleet: Fleet) -> int:
+    """Maximum size of a serialized state, computed as in `Service.max_state_bytes`: only token models have states."""
     cards = (await get_json(fleet.ready[0].socket, b"/v1/models"))["data"]
     return 2 * max((card["state_bytes"] for card in cards if "n_vocab" in card), default=0)

@@ -15,26 +15,25 @@ import h11
 from linnet.serve.http.limits import MAX_HEADER_BYTES
 
 READ_BYTES = 1 << 16
-OWN_SECONDS = 5.0
+GET_SECONDS = 5.0
 """Timeout of the front's own requests, none of which runs the model. Below Prometheus' usual scrape timeout of 10 s."""
-OF_A_CONNECTION = frozenset(
+HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
 )
-"""Hop-by-hop headers."""
-NOT_ASKED = OF_A_CONNECTION | {b"content-length", b"authorization", b"host", b"x-request-id"}
+DROPPED_REQUEST_HEADERS = HOP_BY_HOP | {b"content-length", b"authorization", b"host", b"x-request-id"}
 """Request headers that are not forwarded: the front sets the length and the request id, and has checked the API key and the host."""
-NOT_ANSWERED = OF_A_CONNECTION | {b"date", b"x-request-id"}
+DROPPED_RESPONSE_HEADERS = HOP_BY_HOP | {b"date", b"x-request-id"}
 """Response headers that are not forwarded, because the front sets its own."""
 
 HeaderList = Sequence[tuple[bytes, bytes]]
 
 
-class Lost(Exception):
+class ReplicaLost(Exception):
     """The replica cannot be reached, or closed the connection before its response was complete."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
+class ProxyCall:
     """A complete call to a replica, including its body, because it may have to be sent to a second one."""
 
     id: str
@@ -47,16 +46,16 @@ class Call:
     @property
     def wire_headers(self) -> list[tuple[bytes, bytes]]:
         length = [(b"content-length", str(len(self.body)).encode())] if self.body else []
-        mine = [(b"host", b"localhost"), (b"x-request-id", self.id.encode()), (b"connection", b"close"), *length]
-        return [*_without(self.headers, NOT_ASKED), *mine]
+        own = [(b"host", b"localhost"), (b"x-request-id", self.id.encode()), (b"connection", b"close"), *length]
+        return [*_without(self.headers, DROPPED_REQUEST_HEADERS), *own]
 
 
-class Answer:
-    def __init__(self, response: h11.Response, pieces: AsyncGenerator[bytes, None]) -> None:
+class ReplicaResponse:
+    def __init__(self, response: h11.Response, chunks: AsyncGenerator[bytes, None]) -> None:
         self.status = response.status_code
-        self.headers = _without(response.headers, NOT_ANSWERED)
-        self.pieces = pieces
-        """Chunks of the body as they arrive; raises `Lost` if they end early."""
+        self.headers = _without(response.headers, DROPPED_RESPONSE_HEADERS)
+        self.chunks = chunks
+        """Chunks of the body as they arrive; raises `ReplicaLost` if they end early."""
 
     def header(self, name: bytes) -> bytes:
         return dict(self.headers).get(name, b"")
@@ -65,39 +64,39 @@ class Answer:
     def is_stream(self) -> bool:
         return self.header(b"content-type").startswith(b"text/event-stream")
 
-    async def whole(self) -> bytes:
-        return b"".join([piece async for piece in self.pieces])
+    async def read(self) -> bytes:
+        return b"".join([chunk async for chunk in self.chunks])
 
 
 @contextlib.asynccontextmanager
-async def proxy_request(call: Call, socket: Path) -> AsyncIterator[Answer]:
+async def proxy_request(call: ProxyCall, socket: Path) -> AsyncIterator[ReplicaResponse]:
     """Send a call and yield the response. The connection is closed at the end of the block, which cancels an unfinished response."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(socket))
     except OSError as error:
-        raise Lost(str(error)) from None
+        raise ReplicaLost(str(error)) from None
     try:
         wire = h11.Connection(h11.CLIENT, max_incomplete_event_size=2 * MAX_HEADER_BYTES)
-        writer.write(_written(wire, call))
+        writer.write(_serialize(wire, call))
         # The response, such as an error, may arrive before the body has been sent completely.
         async with _sending(writer):
             response = await _response(wire, reader)
-            pieces = _pieces(wire, reader)
-            async with contextlib.aclosing(pieces):
-                yield Answer(response, pieces)
+            chunks = _chunks(wire, reader)
+            async with contextlib.aclosing(chunks):
+                yield ReplicaResponse(response, chunks)
     finally:
         writer.transport.abort()
 
 
 async def get_json(socket: Path, target: bytes) -> Any:
     """Send a GET request of the front's own and parse the response."""
-    async with _asked(socket, target) as answer:
-        return json.loads(await answer.whole())
+    async with _get(socket, target) as response:
+        return json.loads(await response.read())
 
 
 async def get_text(socket: Path, target: bytes) -> str:
-    async with _asked(socket, target) as answer:
-        return (await answer.whole()).decode()
+    async with _get(socket, target) as response:
+        return (await response.read()).decode()
 
 
 async def is_ready(socket: Path) -> bool:
@@ -112,26 +111,26 @@ async def is_alive(socket: Path) -> bool:
 async def _status(socket: Path, target: bytes) -> int | None:
     """Return the status of a GET request; None if there is no response."""
     try:
-        async with _asked(socket, target) as answer:
-            return answer.status
-    except Lost:
+        async with _get(socket, target) as response:
+            return response.status
+    except ReplicaLost:
         return None
 
 
 @contextlib.asynccontextmanager
-async def _asked(socket: Path, target: bytes) -> AsyncIterator[Answer]:
-    """Send a GET request of the front's own. A timeout also raises `Lost`, because a hung process keeps its connections open."""
+async def _get(socket: Path, target: bytes) -> AsyncIterator[ReplicaResponse]:
+    """Send a GET request of the front's own. A timeout raises `ReplicaLost`, too: a hung process keeps its connections open."""
     try:
         async with (
-            asyncio.timeout(OWN_SECONDS),
-            proxy_request(Call(id="front", method="GET", target=target), socket) as answer,
+            asyncio.timeout(GET_SECONDS),
+            proxy_request(ProxyCall(id="front", method="GET", target=target), socket) as response,
         ):
-            yield answer
+            yield response
     except TimeoutError:
-        raise Lost(f"no response within {OWN_SECONDS:g} s") from None
+        raise ReplicaLost(f"no response within {GET_SECONDS:g} s") from None
 
 
-def _written(wire: h11.Connection, call: Call) -> bytes:
+def _serialize(wire: h11.Connection, call: ProxyCall) -> bytes:
     events = [
         h11.Request(method=call.method, target=call.target, headers=call.wire_headers),
         *([h11.Data(data=call.body)] if call.body else []),
@@ -153,11 +152,11 @@ async def _sending(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
 async def _response(wire: h11.Connection, reader: asyncio.StreamReader) -> h11.Response:
     while not isinstance(event := await _next(wire, reader), h11.Response):
         if isinstance(event, h11.ConnectionClosed):
-            raise Lost("it closed the connection without a response")
+            raise ReplicaLost("it closed the connection without a response")
     return event
 
 
-async def _pieces(wire: h11.Connection, reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
+async def _chunks(wire: h11.Connection, reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
     while not isinstance(event := await _next(wire, reader), h11.EndOfMessage):
         assert isinstance(event, h11.Data)
         yield bytes(event.data)
@@ -168,7 +167,7 @@ async def _next(wire: h11.Connection, reader: asyncio.StreamReader) -> h11.Event
         while (event := wire.next_event()) is h11.NEED_DATA:
             wire.receive_data(await reader.read(READ_BYTES))
     except (h11.RemoteProtocolError, OSError) as error:
-        raise Lost(str(error)) from None
+        raise ReplicaLost(str(error)) from None
     assert not isinstance(event, type)
     return event
 
