@@ -13,6 +13,7 @@ from benchmarks.dense_attention import chunk_len, dense_attention
 from linnet.bench import jobs
 from linnet.bench.measure import Benchmark
 from linnet.config.schema import RunConfig
+from linnet.core import quant
 from linnet.core.errors import invalid
 from linnet.models.base import Aux, Keys, TokenFamily
 from linnet.models.vq import family as vq
@@ -86,7 +87,7 @@ def _forward(
     """Return the last hidden states, the code statistics of all units, and the sum of their commitment losses."""
     dtype = jnp.dtype(cfg.dtype)
     x = params.embed[tokens].astype(dtype)
-    if cfg.pe_abs:
+    if params.position_scale is not None:
         waves = sinusoid(jnp.arange(tokens.shape[1]), cfg.d_model, cfg.pe_lam)
         x = x + (params.position_scale * waves).astype(dtype)
 
@@ -101,7 +102,7 @@ def _forward(
         mixed = mixed.swapaxes(1, 2).reshape(*x.shape[:2], -1)
         square_error = jnp.sum((k.astype(jnp.float32) - quantised) ** 2, axis=(1, 3))
         seen = codebook.statistics(jax.lax.stop_gradient(k), chosen, mask, cfg.n_code)
-        return x + (mixed * gate) @ p.w_res.astype(x.dtype), (seen, jnp.mean(mask * square_error))
+        return x + (mixed * gate) @ quant.to_array(p.w_res, x.dtype), (seen, jnp.mean(mask * square_error))
 
     if cfg.remat != "none":
         unit = jax.checkpoint(unit)

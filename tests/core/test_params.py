@@ -16,8 +16,9 @@ from linnet.core import params, rng
 from linnet.core.errors import UserError
 from linnet.core.params import Spec
 from linnet.core.pytree import named_leaves, pytree, replace, static
+from linnet.core.quant import Quantized
 from linnet.models.moe.params import RULES
-from linnet.parallel.sharding import make_mesh, open_mesh, partition, quantized_pspec, shardings
+from linnet.parallel.sharding import AxesTree, PSpecTree, make_mesh, open_mesh, partition, quantized_pspec, shardings
 
 
 @pytree
@@ -100,11 +101,23 @@ print("fits")
 def test_scales_of_8_bits_go_with_the_inputs_they_are_for(n_group: int, groups: str | None) -> None:
     """Four parts of the inputs: each has its own groups where they divide evenly, and all of them where they do not."""
     mesh = AbstractMesh((4, 2), ("model", "expert"))
-    by_inputs = quantized_pspec(PartitionSpec("expert", "model", None), n_group, mesh)
-    assert by_inputs.weight == PartitionSpec("expert", "model", None)
-    assert by_inputs.scales == PartitionSpec("expert", groups, None)
-    by_outputs = quantized_pspec(PartitionSpec("expert", None, "model"), 1, mesh)
-    assert by_outputs.scales == by_outputs.weight == PartitionSpec("expert", None, "model")
+    inputs, outputs = PartitionSpec("expert", "model", None), PartitionSpec("expert", None, "model")
+    scales = PartitionSpec("expert", groups, None)
+    assert quantized_pspec(inputs, n_group, mesh) == PSpecTree.of(Quantized, weight=inputs, scales=scales)
+    assert quantized_pspec(outputs, 1, mesh) == PSpecTree.of(Quantized, weight=outputs, scales=outputs)
+
+
+def test_trees_of_axes_are_known_by_their_leaves() -> None:
+    axes, pspecs = (
+        AxesTree.of(Quantized, weight=("model", None), scales=(None,)),
+        PSpecTree.of(Quantized, weight=PartitionSpec(), scales=None),
+    )
+    assert isinstance(axes, AxesTree)
+    assert not isinstance(axes, PSpecTree)
+    assert not isinstance(pspecs, AxesTree)
+    assert not isinstance(
+        Quantized(weight=jnp.zeros((1, 1), jnp.int8), scales=jnp.zeros((1, 1), jnp.bfloat16)), AxesTree
+    )
 
 
 def test_a_mesh_of_one_device_cuts_nothing() -> None:

@@ -14,7 +14,7 @@ from tiny_moe import make, tokens_of
 from linnet.core import rng
 from linnet.core.dtypes import WeightDtype
 from linnet.models.moe import cache, model, slots
-from linnet.models.moe.cache import BLOCK, Memory
+from linnet.models.moe.cache import BLOCK, MoEState
 from linnet.models.moe.config import MoEConfig
 from linnet.nn.sampling import sampling_settings
 
@@ -34,7 +34,7 @@ def run(params: Any, state: slots.Slots, tokens: np.ndarray, cfg: MoEConfig, act
     return state, np.stack(logits)
 
 
-def assert_same(a: Memory, b: Memory) -> None:
+def assert_same(a: MoEState, b: MoEState) -> None:
     assert a.n_read == b.n_read
     jax.tree.map(np.testing.assert_array_equal, a, b)
 

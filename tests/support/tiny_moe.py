@@ -11,7 +11,6 @@ import numpy as np
 from linnet.core import quant
 from linnet.core.dtypes import WeightDtype
 from linnet.core.params import Spec, map_specs
-from linnet.models.moe import slots
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import MoEParams, param_specs
 
@@ -40,7 +39,7 @@ def make(weights: WeightDtype = "float32", **changes: Any) -> tuple[MoEConfig, M
         return jnp.asarray((spec.init == "ones") + random.normal(0, spread, spec.shape), jnp.float32)
 
     specs = param_specs(cfg)
-    return cfg, slots.cast_weights(quant.cast_params(map_specs(draw, specs), specs, weights))
+    return cfg, quant.bfloat16_as_bits(quant.cast_params(map_specs(draw, specs), specs, weights))
 
 
 def tokens_of(n_row: int, length: int, n_vocab: int = 30, seed: int = 7) -> np.ndarray:

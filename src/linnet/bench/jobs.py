@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from linnet.data import load_dataset
 from linnet.evaluate.language_model import evaluate, make_nats
 from linnet.models import registry
 from linnet.models.base import TokenFamily
+from linnet.models.decoder import Decoder
 from linnet.nn import sampling
 from linnet.optim.optimizer import optimizer as make_optimizer
 from linnet.runs.state import fresh_buffers, fresh_state
@@ -88,9 +89,9 @@ def eval_benchmark(cfg: RunConfig, family: TokenFamily, flops: float) -> Benchma
 def prefill(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
     """Consecutive prompts, each from prefill to the first generated token. Compile time includes all programs involved."""
     params, buffers = fresh_weights(cfg, weights)
-    prompts, slots, model = _prompts(cfg), _decoder(cfg), cast(Any, cfg.model)
+    prompts, slots, model = _prompts(cfg), _decoder(cfg), cfg.lm
     params = slots.cast_weights(params)
-    prepared = slots.prepare(params, buffers, cfg=model)
+    prepared = slots.prepare(params, buffers, model)
 
     def answer(prompt: list[int]) -> None:
         one = slots.insert(slots.init_slots(model, 1), slots.prefill(params, buffers, prompt[:-1], model), 0)
@@ -114,9 +115,9 @@ def decode(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
     """All slots generate `TICKS` tokens per run after a prompt. If the model's context is bounded, each run restarts from the same
     state, because the context would fill up."""
     params, buffers = fresh_weights(cfg, weights)
-    prompts, slots, model = _prompts(cfg), _decoder(cfg), cast(Any, cfg.model)
+    prompts, slots, model = _prompts(cfg), _decoder(cfg), cfg.lm
     params = slots.cast_weights(params)
-    prepared = slots.prepare(params, buffers, cfg=model)
+    prepared = slots.prepare(params, buffers, model)
     state = slots.init_slots(model, len(prompts))
     for i, prompt in enumerate(prompts):
         state = slots.insert(state, slots.prefill(params, buffers, prompt[:-1], model), i)
@@ -128,7 +129,8 @@ def decode(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
     def compile_() -> Any:
         nonlocal ticks
         arguments = (prepared, state, tokens, settings, keys, seen)
-        ticks = slots.decode.lower(*arguments, cfg=model, n_ticks=TICKS).compile()
+        program: Any = slots.decode  # jitted
+        ticks = program.lower(*arguments, cfg=model, n_ticks=TICKS).compile()
         return ticks
 
     def run() -> None:
@@ -148,7 +150,7 @@ def decode(cfg: RunConfig, weights: WeightDtype = "float32") -> Benchmark:
     )
 
 
-def _decoder(cfg: RunConfig) -> Any:
+def _decoder(cfg: RunConfig) -> Decoder:
     return registry.tokens(cfg.family).decoder
 
 

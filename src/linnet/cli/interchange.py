@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from linnet.cli.advice import needed_prompt
 from linnet.cli.import_vq import check_unused_flags
@@ -185,8 +185,9 @@ def export_command(argv: list[str]) -> int:
     out = flags.out or flags.run.with_name(flags.run.name + suffix)
     if flags.format == "grok-hf":
         from linnet.convert.grok.hf import export_conversion
+        from linnet.models.moe.config import MoEConfig
 
-        n = export_conversion(run.params, cast(Any, run.cfg.model), out)
+        n = export_conversion(run.params, run.cfg.model_as(MoEConfig), out)
         print(f"Wrote {n} file{'s' if n > 1 else ''} to {out} (step {run.step}).")
     else:
         about = codec.to_json(for_other_machines(run.cfg))

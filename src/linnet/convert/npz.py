@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zipfile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -69,5 +69,6 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -
 
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Write the file atomically."""
+    savez: Any = np.savez  # its type takes an array for the option `allow_pickle`
     with atomic_file(path, sync=True) as file:
-        np.savez(file, **cast(Any, arrays))
+        savez(file, **arrays)

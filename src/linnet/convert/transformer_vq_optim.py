@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -128,16 +128,15 @@ def _fill(state: Any, leaves: Mapping[str, Mapping[str, np.ndarray]], count: jax
     if isinstance(state, optax.ScaleByScheduleState):
         return state._replace(count=count)
     if isinstance(state, optax.ScaleByAdamState):
-        kept = {name: params_from_leaves(leaves[name], cfg) for name in ("mu", "nu")}
-        return state._replace(count=count, **cast(Any, kept))
+        mu, nu = (params_from_leaves(leaves[name], cfg) for name in ("mu", "nu"))
+        return state._replace(count=count, mu=mu, nu=nu)
     if isinstance(state, optax.ScaleByLionState):
         return state._replace(count=count, mu=params_from_leaves(leaves["mu"], cfg, leaves["mu"]["embed"].dtype))
     if isinstance(state, optax.FactoredState):
-        kept = {
-            name: {leaf: jnp.asarray(leaves[name][leaf]) for leaf in cast(Any, getattr(state, name))}
-            for name in KEPT["adafactor"]
+        kept: dict[str, Any] = {
+            name: {leaf: jnp.asarray(leaves[name][leaf]) for leaf in getattr(state, name)} for name in KEPT["adafactor"]
         }
-        return state._replace(count=jnp.broadcast_to(count, np.shape(state.count)), **cast(Any, kept))
+        return state._replace(count=jnp.broadcast_to(count, np.shape(state.count)), **kept)
     if isinstance(state, dict):
         return {name: _fill(part, leaves, count, cfg) for name, part in state.items()}
     if isinstance(state, tuple) and not hasattr(state, "_fields"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 
@@ -19,18 +19,25 @@ def static(**kwargs: Any) -> Any:
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def pytree(cls: type[T]) -> type[T]:
     """Make `cls` a frozen keyword-only dataclass and register it as a pytree whose key paths are the field names."""
-    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     # A tree may have specs, shardings or layers stacked on another axis in place of the arrays that its fields declare, and JAX
     # makes such trees by the constructor: run-time type checkers must not check it.
-    made.__no_type_check__ = True  # pyright: ignore[reportAttributeAccessIssue]
-    fields = dataclasses.fields(cast(Any, made))
+    made.__no_type_check__ = True
+    fields = dataclasses.fields(made)
     meta = [f.name for f in fields if f.metadata.get("static")]
     data = [f.name for f in fields if not f.metadata.get("static")]
     return jax.tree_util.register_dataclass(made, data_fields=data, meta_fields=meta)
 
 
+def tree_of(kind: type[T], /, **fields: Any) -> T:
+    """Build a `kind` whose leaves are not the arrays that its fields declare: Specs, or abstract arrays. Logical axes and
+    PartitionSpecs have types of their own, `sharding.AxesTree` and `sharding.PSpecTree`."""
+    return kind(**fields)
+
+
 def replace(tree: T, **changes: Any) -> T:
-    return dataclasses.replace(cast(Any, tree), **changes)
+    dataclass: Any = tree
+    return dataclasses.replace(dataclass, **changes)
 
 
 def n_bytes(tree: Any) -> int:

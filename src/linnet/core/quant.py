@@ -6,7 +6,7 @@ one scale per output column. Letters: K inputs, N outputs, G groups.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from linnet.core.dtypes import WEIGHT_DTYPES, WeightDtype
 from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import pytree
 
+T = TypeVar("T")
 LARGEST = 127  # -128 is not used: the range is the same on both sides
 
 
@@ -74,6 +75,16 @@ def dequantize(matrix: Quantized, dtype: Any = jnp.float32) -> Float[Array, "*L 
 
 def as_bits(matrix: BFloat16[Array, "*L K N"]) -> Bf16Bits:
     return Bf16Bits(bits=jax.lax.bitcast_convert_type(matrix, jnp.uint16))
+
+
+def bfloat16_as_bits(weights: T) -> T:
+    """Return the weights with bfloat16 arrays stored as bits, which can be read in tiles."""
+
+    def one(leaf: Any) -> Any:
+        is_half = not isinstance(leaf, Quantized) and leaf.dtype == jnp.bfloat16
+        return as_bits(jnp.asarray(leaf)) if is_half else leaf
+
+    return jax.tree.map(one, weights, is_leaf=is_quantized)
 
 
 def to_array(matrix: Weight, dtype: Any) -> Float[Array, ...]:

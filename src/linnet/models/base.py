@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from linnet.core.pytree import pytree
 from linnet.models.decoder import Decoder
 from linnet.models.model_config import ModelConfig
-from linnet.parallel.sharding import LogicalAxisRules
+from linnet.parallel.sharding import Axes, LogicalAxisRules
 
 
 @pytree
@@ -105,7 +105,7 @@ class ModelFamily:
     # The carry: the state between the updates of one sequence.
     empty_carry: Callable[[Any, int], Any] = _none
     """`(cfg, batch_size)`"""
-    carry_axes: Callable[[Any], Any] = _none
+    carry_axes: Callable[[Any], Axes | None] = _none
     """`(carry)`: the logical axes of the carry's leaves; one axis of each leaf is the batch."""
 
     diagnostics: Callable[[Any, Any, Any], dict[str, Any]] = _no_figures

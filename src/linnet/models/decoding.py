@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from linnet.models.decoder import DecodeProgram
-from linnet.models.tensor_parallel import WHOLE, Parts
+from linnet.models.tensor_parallel import Shard, TensorParallel, tp_call
 from linnet.nn.batch_invariant import COMPILER_OPTIONS
 from linnet.nn.losses import top_logprobs
 from linnet.nn.sampling import LogitMask, SamplingSettings, sample, uniforms
@@ -60,24 +60,22 @@ def decode_loop(
 
 class Tick(Protocol):
     def __call__(
-        self, prepared: Any, slots: Any, tokens: Int[Array, " B"], active: Bool[Array, " B"], cfg: Any, of: Parts, /
+        self,
+        prepared: Any,
+        slots: Any,
+        tokens: Int[Array, " B"],
+        active: Bool[Array, " B"],
+        cfg: Any,
+        tp: TensorParallel,
+        /,
     ) -> tuple[Any, Float[Array, "B A"]]:
         """Read one token in every active slot, and return the slots and the logits of the next token. Inactive slots may tick too:
-        their contents are meaningless. On a mesh, everything given belongs to one of the model's shards `of`."""
+        their contents are meaningless. On a mesh, all arguments belong to one device's shard of the model."""
         ...
 
 
-Sharded = Callable[..., tuple[Any, ...]]
-"""`(run, prepared, slots, cfg, *rest)`: call `run(prepared, slots, cfg, parts, *rest)`, on a mesh for each device's shard. `run`
-returns slots and replicated results."""
-
-
-def on_one_device(run: Sharded, prepared: Any, slots: Any, cfg: Any, *rest: Any) -> tuple[Any, ...]:
-    return run(prepared, slots, cfg, WHOLE, *rest)
-
-
-def tick_program(tick: Tick, sharded: Sharded = on_one_device, options: dict[str, Any] = COMPILER_OPTIONS) -> Any:
-    """Return the program of a single tick, without sampling."""
+def tick_program(tick: Tick, shard: Shard | None = None, options: dict[str, Any] = COMPILER_OPTIONS) -> Any:
+    """Return the program of a single tick, without sampling. `shard`: for models that can be sharded."""
 
     @partial(jax.jit, static_argnames="cfg", donate_argnames="slots", compiler_options=options)
     def one_tick(
@@ -85,19 +83,21 @@ def tick_program(tick: Tick, sharded: Sharded = on_one_device, options: dict[str
     ) -> tuple[Any, Float[Array, "B A"]]:
         """Read one token in every active slot and return the logits of the next."""
 
-        def run(prepared: Any, slots: Any, cfg: Any, of: Parts, tokens: Any, active: Any) -> tuple[Any, ...]:
-            return tick(prepared, slots, tokens, active, cfg, of)
+        def run(
+            prepared: Any, slots: Any, cfg: Any, tp: TensorParallel, tokens: Array, active: Array
+        ) -> tuple[Any, Array]:
+            return tick(prepared, slots, tokens, active, cfg, tp)
 
         active = jnp.ones(tokens.shape, bool) if active is None else active
-        return cast(Any, sharded(run, prepared, slots, cfg, tokens, active))
+        slots, logits = tp_call(run, shard, prepared, slots, cfg, tokens, active)
+        return slots, logits
 
     return one_tick
 
 
-def decode_program(
-    tick: Tick, sharded: Sharded = on_one_device, options: dict[str, Any] = COMPILER_OPTIONS
-) -> DecodeProgram:
-    """Return the program that runs `decode_loop` with this tick. The slots and the counts of ids are donated."""
+def decode_program(tick: Tick, shard: Shard | None = None, options: dict[str, Any] = COMPILER_OPTIONS) -> DecodeProgram:
+    """Return the program that runs `decode_loop` with this tick. The slots and the counts of ids are donated. `shard`: for models that
+    can be sharded."""
 
     @partial(
         jax.jit,
@@ -120,15 +120,17 @@ def decode_program(
         n_ticks: int,
         n_top: int = 0,
     ) -> tuple[Any, Int[Array, "B A"], Int[Array, "n B"], Float[Array, "n B"], Top | None]:
-        def run(prepared: Any, slots: Any, cfg: Any, of: Parts, *given: Any) -> tuple[Any, ...]:
+        def run(prepared: Any, slots: Any, cfg: Any, tp: TensorParallel, *given: Any) -> tuple[Any, ...]:
             tokens, active, settings, keys, seen, rules, n = given
 
             def one(slots: Any, tokens: Int[Array, " B"]) -> tuple[Any, Float[Array, "B A"]]:
-                return tick(prepared, slots, tokens, active, cfg, of)
+                return tick(prepared, slots, tokens, active, cfg, tp)
 
             return decode_loop(one, slots, tokens, settings, keys, seen, rules, n_ticks, n_top, n)
 
         active = jnp.ones(tokens.shape, bool) if active is None else active
-        return cast(Any, sharded(run, prepared, slots, cfg, tokens, active, settings, keys, seen, rules, n))
+        given = (tokens, active, settings, keys, seen, rules, n)
+        slots, seen, sampled, logprobs, top = tp_call(run, shard, prepared, slots, cfg, *given)
+        return slots, seen, sampled, logprobs, top
 
     return decode

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,34 +19,32 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from linnet.core.errors import invalid
-from linnet.core.params import is_spec
+from linnet.core.params import Spec, is_spec
 from linnet.core.pytree import replace
 from linnet.core.quant import Bf16Bits, Quantized, Weight
 from linnet.nn.moe import Routing
 from linnet.parallel import sharding
 from linnet.parallel.mesh import MESH_AXES
-from linnet.parallel.sharding import LogicalAxes, LogicalAxisRules
+from linnet.parallel.sharding import AxesTree, LogicalAxes, LogicalAxisRules, PSpecs, PSpecTree, shard_map
 
-EVERYWHERE = PartitionSpec()
+T = TypeVar("T")
+W = TypeVar("W", bound=Weight)
+REPLICATED = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
-    """Number of shards of a model along each mesh axis."""
+class TensorParallel:
+    """Number of shards of a model along each mesh axis, and the collectives between them."""
 
     model: int = 1
     expert: int = 1
-
-    @property
-    def n(self) -> int:
-        return self.model * self.expert
 
     def psum(self, x: Float[Array, "*B D"], *axes: str) -> Float[Array, "*B D"]:
         """Sum over all shards in float32, because summing values rounded to 16 bits would lose precision."""
         axes = tuple(axis for axis in axes if getattr(self, axis) > 1)
         return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
 
-    def rows(self, table: Weight, index: Int[Array, "*B"], n_row: int) -> Any:
+    def embedding_lookup(self, table: W, index: Int[Array, "*B"], n_row: int) -> W:
         """Look up rows of a table with `n_row` rows that may be sharded. The result is exact: other shards contribute zeros."""
         if table.shape[0] >= n_row:
             return jax.tree.map(lambda x: x[index], table)
@@ -58,11 +57,11 @@ class Parts:
 
         return jax.tree.map(one, table)
 
-    def all_gather_logits(self, scores: Float[Array, "*B A"], n: int) -> Float[Array, "*B A"]:
+    def all_gather_logits(self, logits: Float[Array, "*B A"], n: int) -> Float[Array, "*B A"]:
         """All-gather the columns of logits that may be sharded over the vocabulary."""
-        if scores.shape[-1] == n:
-            return scores
-        return jax.lax.all_gather(scores, "model", axis=scores.ndim - 1, tiled=True)[..., :n]
+        if logits.shape[-1] == n:
+            return logits
+        return jax.lax.all_gather(logits, "model", axis=logits.ndim - 1, tiled=True)[..., :n]
 
     def first_expert(self, n_expert: int) -> int | Int[Array, ""]:
         """Return the index of this shard's first expert."""
@@ -79,12 +78,44 @@ class Parts:
         return replace(routing, chosen=jnp.where(mine, here, n_here), probability=routing.probability[:, :n_here])
 
 
-WHOLE = Parts()
+ONE_DEVICE = TensorParallel()
 
 
-def parts() -> Parts:
+def current_tp() -> TensorParallel:
     """Return the shards of the current mesh."""
-    return Parts(model=sharding.axis_size("model"), expert=sharding.axis_size("expert"))
+    return TensorParallel(model=sharding.axis_size("model"), expert=sharding.axis_size("expert"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardedModel:
+    """How the current mesh shards a model for decoding."""
+
+    cfg: Any
+    """The config of one device's shard."""
+    weights: PSpecs
+    slots: PSpecs
+
+
+Shard = Callable[[Any, Any, Any], ShardedModel]
+"""`(prepared, slots, cfg)`. Called on a mesh only."""
+
+
+def tp_call(
+    run: Callable[..., tuple[Any, ...]], shard: Shard | None, prepared: Any, slots: Any, cfg: Any, *rest: Any
+) -> tuple[Any, ...]:
+    """Call `run(prepared, slots, cfg, tp, *rest)`, on a mesh for each device's shard. `run` returns slots and replicated results.
+    Without `shard` the model is not sharded."""
+    if shard is None or sharding.current() is None:
+        return run(prepared, slots, cfg, ONE_DEVICE, *rest)
+    tp, sharded = current_tp(), shard(prepared, slots, cfg)
+
+    def here(prepared: Any, slots: Any, rest: tuple[Any, ...]) -> tuple[Any, Any]:
+        slots, *outputs = run(prepared, slots, sharded.cfg, tp, *rest)
+        return slots, outputs
+
+    ins = (sharded.weights, sharded.slots, REPLICATED)
+    slots, outputs = shard_map(here, (prepared, slots, rest), ins, (sharded.slots, REPLICATED))
+    return slots, *outputs
 
 
 def decoding_rules(rules: LogicalAxisRules) -> LogicalAxisRules:
@@ -92,56 +123,55 @@ def decoding_rules(rules: LogicalAxisRules) -> LogicalAxisRules:
     return {name: axis for name, axis in rules.items() if axis in ("model", "expert")}
 
 
-def pspec(shape: tuple[int, ...], names: LogicalAxes, rules: LogicalAxisRules) -> PartitionSpec:
+def pspec(shape: tuple[int, ...], axes: LogicalAxes, rules: LogicalAxisRules) -> PartitionSpec:
     mesh = sharding.current()
     assert mesh is not None, "only on a mesh"
-    return sharding.partition(shape, names, mesh, rules)
+    return sharding.partition(shape, axes, mesh, rules)
 
 
-def pspecs(axes: Any, arrays: Any, rules: LogicalAxisRules) -> Any:
-    """Return the PartitionSpec of every array for decoding. `axes`: a tree like `arrays`, of logical axes."""
+def pspecs(axes: AxesTree[T], arrays: T, rules: LogicalAxisRules) -> PSpecTree[T]:
+    """Return the PartitionSpec of every array for decoding, given its logical axes."""
     rules = decoding_rules(rules)
-    return jax.tree.map(lambda n, x: pspec(x.shape, n, rules), axes, arrays, is_leaf=sharding.is_logical_axes)
+    return sharding.map_axes(lambda a, x: pspec(x.shape, a, rules), axes, arrays)
 
 
-def constrain(axes: Any, arrays: Any, rules: LogicalAxisRules) -> Any:
-    """Shard every array for decoding, inside a program; without a mesh nothing changes. `axes` as in `pspecs`."""
+def constrain(axes: AxesTree[T], arrays: T, rules: LogicalAxisRules) -> T:
+    """Shard every array for decoding, inside a program; without a mesh nothing changes."""
     rules = decoding_rules(rules)
-    return jax.tree.map(lambda n, x: sharding.constrain(x, n, rules), axes, arrays, is_leaf=sharding.is_logical_axes)
+    return sharding.map_axes(lambda a, x: sharding.constrain(x, a, rules), axes, arrays)
 
 
-def weight_pspecs(specs: Any, weights: Any, rules: LogicalAxisRules) -> Any:
+def weight_pspecs(specs: T, weights: T, rules: LogicalAxisRules) -> PSpecTree[T]:
     """Return PartitionSpecs for decoding of weights of any dtype. If the inputs of an 8-bit matrix are sharded, its scales are sharded
     too or replicated."""
     rules = decoding_rules(rules)
 
-    def one(spec: Any, leaf: Any) -> Any:
-        cut = pspec(spec.shape, spec.axes, rules)
+    def one(spec: Spec, leaf: Weight) -> PSpecs:
+        weight = pspec(spec.shape, spec.axes, rules)
         if isinstance(leaf, Bf16Bits):
-            return Bf16Bits(bits=cut)  # pyright: ignore[reportArgumentType]
-        return _of_8_bits(leaf, cut) if isinstance(leaf, Quantized) else cut
+            return PSpecTree.of(Bf16Bits, bits=weight)
+        return _quantized_pspec(leaf, weight) if isinstance(leaf, Quantized) else weight
 
     return jax.tree.map(one, specs, weights, is_leaf=is_spec)
 
 
-def _of_8_bits(matrix: Quantized, cut: PartitionSpec) -> Any:
+def _quantized_pspec(matrix: Quantized, weight: PartitionSpec) -> PSpecTree[Quantized]:
     mesh = sharding.current()
     assert mesh is not None, "only on a mesh"
-    n_part = mesh.shape["model"]
-    if cut[-2] is not None and matrix.n_group > 1 and matrix.n_group % n_part:
+    n_shard = mesh.shape["model"]
+    if weight[-2] is not None and matrix.n_group > 1 and matrix.n_group % n_shard:
         needs = f"a size that divides the {matrix.n_group} groups of scales of the 8-bit weights"
-        raise invalid("mesh axis model", n_part, needs, f"use --mesh model={matrix.n_group}, or other --weights")
-    return sharding.quantized_pspec(cut, matrix.n_group, mesh)
+        raise invalid("mesh axis model", n_shard, needs, f"use --mesh model={matrix.n_group}, or other --weights")
+    return sharding.quantized_pspec(weight, matrix.n_group, mesh)
 
 
 def check_serving(sizes: dict[str, int], field: str, text: str) -> None:
     """Raise an error if the mesh has axes that decoding does not use."""
     for axis in MESH_AXES:
         if sizes[axis] > 1 and axis not in ("model", "expert"):
-            instead = "serve more rows by --replicas" if axis == "data" else "cut the model by model"
-            raise invalid(
-                field, text, "the axes model and expert only, which cut a model", f"leave {axis} out; {instead}"
-            )
+            instead = "serve more rows with --replicas" if axis == "data" else "shard the model over the axis model"
+            needs = "the axes model and expert only, which shard a model"
+            raise invalid(field, text, needs, f"leave {axis} out; {instead}")
 
 
 # Entry points outside of jitted programs.
@@ -150,8 +180,8 @@ def check_serving(sizes: dict[str, int], field: str, text: str) -> None:
 def put_weights(specs: Any, weights: Any, mesh: Mesh, rules: LogicalAxisRules) -> Any:
     """Shard weights of any dtype over the mesh for decoding."""
     with jax.set_mesh(mesh):
-        cut = weight_pspecs(specs, weights, rules)
-    return jax.tree.map(lambda x, cut: jax.device_put(x, NamedSharding(mesh, cut)), weights, cut)
+        placement = weight_pspecs(specs, weights, rules)
+    return jax.tree.map(lambda x, pspec: jax.device_put(x, NamedSharding(mesh, pspec)), weights, placement)
 
 
 def mesh_of(arrays: Any) -> Mesh | None:

@@ -23,7 +23,7 @@ from linnet.core.quant import Bf16Bits, Quantized, Weight
 from linnet.nn.linear import rows
 from linnet.nn.norm import rms_norm_gain
 from linnet.parallel import sharding
-from linnet.parallel.sharding import LogicalAxes, LogicalAxisRules
+from linnet.parallel.sharding import AxesTree, LogicalAxes, LogicalAxisRules
 
 HEIGHTS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 256)
 """Block heights available in prefill. An expert's rows are multiplied as one block of the smallest height that fits them, so little is
@@ -34,9 +34,9 @@ wasted on padding. Each height is compiled separately, so training, which has ma
 class ExpertWeights:
     """Expert weights of one layer, or of several layers concatenated along the expert axis."""
 
-    gate: Any  # E D F: passed through GELU
-    value: Any  # E D F
-    out: Any  # E F D
+    gate: Weight  # E D F: passed through GELU
+    value: Weight  # E D F
+    out: Weight  # E F D
 
 
 @pytree
@@ -202,7 +202,7 @@ def _backward(
 
     def expert(d_x: Array, one: tuple[ExpertWeights, Array, Array]) -> tuple[Array, ExpertWeights]:
         weights, start, n_row = one
-        gate, value, out = (w.astype(x.dtype) for w in (weights.gate, weights.value, weights.out))
+        gate, value, out = (quant.to_array(w, x.dtype) for w in (weights.gate, weights.value, weights.out))
 
         def block(i: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
             d_x, (d_gate, d_value, d_out) = state
@@ -253,33 +253,33 @@ def _is_float(experts: ExpertWeights) -> bool:
 class Mixture:
     """Weights of a residual MoE block: h + RMS(experts(RMS(h)))."""
 
-    in_gain: Any  # D
-    router: Any  # D E
+    in_gain: Float[Array, "*L D"]
+    router: Float[Array, "*L D E"]
     experts: ExpertWeights
-    out_gain: Any  # D
+    out_gain: Float[Array, "*L D"]
 
 
 def moe_block(
     h: Float[Array, "*B D"],
     mixture: Mixture,
     n_choice: int,
-    names: LogicalAxes,
+    axes: LogicalAxes,
     rules: LogicalAxisRules,
     *,
     plain: bool = False,
 ) -> tuple[Float[Array, "*B D"], Routing]:
-    """Return the block's update of `h`, before its output norm, and the routing. `names`: logical axes of `h`."""
+    """Return the block's update of `h`, before its output norm, and the routing. `axes`: logical axes of `h`."""
     x = rms_norm_gain(h, mixture.in_gain)
     routing = route(rows(x), mixture.router, n_choice)
     if plain:
         y = moe_dense(x.reshape(-1, x.shape[-1]), routing, mixture.experts).reshape(h.shape)
     else:
-        y = _spread_experts(x, routing, mixture.experts, names, rules)
+        y = _spread_experts(x, routing, mixture.experts, axes, rules)
     return y, routing
 
 
 def _spread_experts(
-    x: Float[Array, "*B D"], routing: Routing, experts: ExpertWeights, names: LogicalAxes, rules: LogicalAxisRules
+    x: Float[Array, "*B D"], routing: Routing, experts: ExpertWeights, axes: LogicalAxes, rules: LogicalAxisRules
 ) -> Float[Array, "*B D"]:
     """Run `moe_grouped` with expert and tensor parallelism. Tokens are all-gathered over the expert axis, each device applies
     its experts (or its shard of their hidden units), and the sums are reduced and scattered back. No token is ever dropped."""
@@ -305,10 +305,8 @@ def _spread_experts(
 
     chosen, weight = (a.reshape(*x.shape[:-1], -1) for a in (routing.chosen, routing.weight))
     wide, tall = ("experts", None, "hidden"), ("experts", "hidden", None)
-    weights = ExpertWeights(gate=wide, value=wide, out=tall)
-    return sharding.shard_map_by_axes(
-        here, rules, (x, chosen, weight, experts), (names, names, names, weights), names, x
-    )
+    weights = AxesTree.of(ExpertWeights, gate=wide, value=wide, out=tall)
+    return sharding.shard_map_by_axes(here, rules, (x, chosen, weight, experts), (axes, axes, axes, weights), axes, x)
 
 
 @pytree

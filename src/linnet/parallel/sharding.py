@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,10 @@ from linnet.core import quant
 from linnet.core.dtypes import WeightDtype
 from linnet.core.errors import invalid
 from linnet.core.params import Spec, is_spec, map_specs
-from linnet.core.pytree import leaf_name
+from linnet.core.pytree import leaf_name, tree_of
 from linnet.parallel.mesh import BATCH_AXES, MESH_AXES, mesh_text, n_devices, parse_mesh
 
+T = TypeVar("T")
 LogicalAxes = tuple[str | None, ...]
 """Names of an array's axes. None: the axis is not sharded."""
 LogicalAxisRules = Mapping[str, str | tuple[str, ...]]
@@ -30,6 +31,47 @@ LogicalAxisRules = Mapping[str, str | tuple[str, ...]]
 
 ROWS: LogicalAxisRules = {"batch": BATCH_AXES}
 """The batch rule, part of every family's table."""
+
+
+def is_logical_axes(x: Any) -> bool:
+    return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
+
+
+def is_pspec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+class _LeafCheck(type):
+    """Type of `AxesTree` and `PSpecTree`. They exist for type checkers, and for `isinstance`, which looks at a tree's leaves."""
+
+    is_leaf: Callable[[Any], bool]
+
+    def __instancecheck__(cls, tree: Any) -> bool:
+        return all(map(cls.is_leaf, jax.tree.leaves(tree, is_leaf=cls.is_leaf)))
+
+
+class AxesTree(Generic[T], metaclass=_LeafCheck):
+    """A pytree of type `T` that has logical axes in place of its arrays."""
+
+    is_leaf = staticmethod(is_logical_axes)
+
+    @staticmethod
+    def of(kind: type[T], /, **fields: LogicalAxes | AxesTree[Any] | None) -> AxesTree[T]:
+        return cast(AxesTree[T], kind(**fields))
+
+
+class PSpecTree(Generic[T], metaclass=_LeafCheck):
+    """A pytree of type `T` that has PartitionSpecs in place of its arrays, or of its subtrees: one for all arrays of a subtree."""
+
+    is_leaf = staticmethod(is_pspec)
+
+    @staticmethod
+    def of(kind: type[T], /, **fields: PSpecs | tuple[PSpecs, ...] | None) -> PSpecTree[T]:
+        return cast(PSpecTree[T], kind(**fields))
+
+
+Axes = LogicalAxes | AxesTree[Any]
+PSpecs = PartitionSpec | PSpecTree[Any]
 
 
 def make_mesh(sizes: Mapping[str, int] | None = None) -> Mesh:
@@ -59,30 +101,35 @@ def _fix_one_device(n: int) -> str:
 
 
 def partition(
-    shape: tuple[int, ...], names: LogicalAxes, mesh: Mesh | AbstractMesh, rules: LogicalAxisRules
+    shape: tuple[int, ...], axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: LogicalAxisRules
 ) -> PartitionSpec:
     """Return the PartitionSpec: each axis with a rule is sharded if it divides evenly. A mesh axis is used once, by the first such
     axis."""
     used: set[str] = set()
-    cuts: list[tuple[str, ...] | str | None] = []
-    for size, name in zip(shape, names, strict=True):
+    entries: list[tuple[str, ...] | str | None] = []
+    for size, name in zip(shape, axes, strict=True):
         rule = rules.get(name) if name is not None else None
-        axes = (rule,) if isinstance(rule, str) else rule or ()
-        if not axes or used & set(axes) or size % math.prod(mesh.shape[axis] for axis in axes):
-            cuts.append(None)
+        mesh_axes = (rule,) if isinstance(rule, str) else rule or ()
+        if not mesh_axes or used & set(mesh_axes) or size % math.prod(mesh.shape[axis] for axis in mesh_axes):
+            entries.append(None)
         else:
-            used |= set(axes)
-            cuts.append(rule)
-    return PartitionSpec(*cuts)
+            used |= set(mesh_axes)
+            entries.append(rule)
+    return PartitionSpec(*entries)
 
 
-def named_sharding(shape: tuple[int, ...], names: LogicalAxes, mesh: Mesh, rules: LogicalAxisRules) -> NamedSharding:
-    return NamedSharding(mesh, partition(shape, names, mesh, rules))
+def named_sharding(shape: tuple[int, ...], axes: LogicalAxes, mesh: Mesh, rules: LogicalAxisRules) -> NamedSharding:
+    return NamedSharding(mesh, partition(shape, axes, mesh, rules))
 
 
-def named_shardings(arrays: Any, names: Any, mesh: Mesh, rules: LogicalAxisRules) -> Any:
-    """Return the shardings of a tree of arrays (concrete or abstract) with logical axes `names`."""
-    return jax.tree.map(lambda n, x: named_sharding(x.shape, n, mesh, rules), names, arrays, is_leaf=is_logical_axes)
+def named_shardings(arrays: Any, axes: Axes | None, mesh: Mesh, rules: LogicalAxisRules) -> Any:
+    """Return the shardings of a tree of arrays (concrete or abstract), given their logical axes."""
+    return map_axes(lambda a, x: named_sharding(x.shape, a, mesh, rules), axes, arrays)
+
+
+def map_axes(f: Callable[..., Any], axes: Any, *trees: Any) -> Any:
+    """Return the tree of `f(axes, *leaves)`, called with the logical axes of each array and the corresponding leaves of `trees`."""
+    return jax.tree.map(f, axes, *trees, is_leaf=is_logical_axes)
 
 
 def shardings(specs: Any, mesh: Mesh, rules: LogicalAxisRules) -> Any:
@@ -107,52 +154,55 @@ def axis_size(axis: str) -> int:
     return 1 if mesh is None else mesh.shape[axis]
 
 
-def constrain(x: Array, names: LogicalAxes, rules: LogicalAxisRules) -> Array:
+def constrain(x: Array, axes: LogicalAxes, rules: LogicalAxisRules) -> Array:
     """Constrain the sharding of an intermediate array."""
     mesh = current()
     if mesh is None:
         return x
-    return jax.lax.with_sharding_constraint(x, partition(x.shape, names, mesh, rules))
+    return jax.lax.with_sharding_constraint(x, partition(x.shape, axes, mesh, rules))
 
 
 def shard_map_by_axes(
-    f: Callable[..., Any], rules: LogicalAxisRules, args: tuple[Any, ...], ins: tuple[Any, ...], out: Any, like: Any
+    f: Callable[..., Any],
+    rules: LogicalAxisRules,
+    args: tuple[Any, ...],
+    ins: tuple[Axes | None, ...],
+    out: Axes | tuple[Axes, ...],
+    like: Any,
 ) -> Any:
-    """Compute `f(*args)` under shard_map, with shardings given as logical axes. `ins` and `out` are trees with logical axes in place
-    of arrays; `like` has the global shapes of the result. Unsharded outputs must be identical on all devices."""
+    """Compute `f(*args)` under shard_map, with shardings given as logical axes, `ins` for the arguments and `out` for the result, of
+    which `like` has the global shapes. Unsharded outputs must be identical on all devices."""
     mesh = current()
     if mesh is None:
         return f(*args)
 
-    def one(names: LogicalAxes, x: Any) -> Any:
-        cuts = partition(x.shape, names, mesh, rules)
-        return quantized_pspec(cuts, x.n_group, mesh) if isinstance(x, quant.Quantized) else cuts
+    def one(axes: LogicalAxes, x: Any) -> PSpecs:
+        pspec = partition(x.shape, axes, mesh, rules)
+        return quantized_pspec(pspec, x.n_group, mesh) if isinstance(x, quant.Quantized) else pspec
 
-    def specs(names: Any, like: Any) -> Any:
-        return jax.tree.map(one, names, like, is_leaf=is_logical_axes)
-
-    return shard_map(f, args, specs(ins, args), specs(out, like))
+    return shard_map(f, args, map_axes(one, ins, args), map_axes(one, out, like))
 
 
-def shard_map(f: Callable[..., Any], args: tuple[Any, ...], ins: tuple[Any, ...], out: Any) -> Any:
+def shard_map(
+    f: Callable[..., Any], args: tuple[Any, ...], ins: tuple[PSpecs, ...], out: PSpecs | tuple[PSpecs, ...]
+) -> Any:
     """Compute `f(*args)` per device on the current mesh. `ins` and `out` are PartitionSpecs or tree prefixes of them. Unsharded
     outputs must be identical on all devices."""
     return jax.shard_map(f, in_specs=ins, out_specs=out, check_vma=False)(*args)
 
 
-def quantized_pspec(cuts: PartitionSpec, n_group: int, mesh: Mesh | AbstractMesh) -> Any:
-    """Return the PartitionSpecs of a quantized weight and its scales. If the input axis is sharded, the scale groups are sharded with
-    it when there are several and they divide evenly; otherwise they are replicated."""
-    by = cuts[-2]
-    axes = (by,) if isinstance(by, str) else by or ()
-    n_part = math.prod(mesh.shape[axis] for axis in axes)
-    groups = by if n_group > 1 and n_group % n_part == 0 else None
-    scales = PartitionSpec(*cuts[:-2], groups, cuts[-1])
-    return quant.Quantized(weight=cast(Any, cuts), scales=cast(Any, scales))
+def quantized_pspec(weight: PartitionSpec, n_group: int, mesh: Mesh | AbstractMesh) -> PSpecTree[quant.Quantized]:
+    return PSpecTree.of(quant.Quantized, weight=weight, scales=_scales_pspec(weight, n_group, mesh))
 
 
-def is_logical_axes(x: Any) -> bool:
-    return isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x)
+def _scales_pspec(weight: PartitionSpec, n_group: int, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Return the PartitionSpec of a quantized weight's scales. If the input axis is sharded, the scale groups are sharded with it when
+    there are several and they divide evenly; otherwise they are replicated."""
+    inputs = weight[-2]
+    mesh_axes = (inputs,) if isinstance(inputs, str) else inputs or ()
+    n_shard = math.prod(mesh.shape[axis] for axis in mesh_axes)
+    groups = inputs if n_group > 1 and n_group % n_shard == 0 else None
+    return PartitionSpec(*weight[:-2], groups, weight[-1])
 
 
 # Transfers from and to the host.
@@ -160,10 +210,10 @@ def is_logical_axes(x: Any) -> bool:
 
 def to_host(tree: Any) -> Any:
     """Return the complete arrays as numpy on every process. Only for small arrays: those spread over processes are all-gathered."""
-    return jax.tree.map(_whole_on_host, tree)
+    return jax.tree.map(_complete_on_host, tree)
 
 
-def _whole_on_host(x: Any) -> Any:
+def _complete_on_host(x: Any) -> Any:
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     from jax.experimental import multihost_utils
@@ -171,27 +221,26 @@ def _whole_on_host(x: Any) -> Any:
     return multihost_utils.process_allgather(x, tiled=True)
 
 
-def host_to_global(x: Any, names: LogicalAxes, mesh: Mesh, rules: LogicalAxisRules) -> jax.Array:
+def host_to_global(x: Any, axes: LogicalAxes, mesh: Mesh, rules: LogicalAxisRules) -> jax.Array:
     """Make a global array from one that every process has completely."""
-    held = np.asarray(x)
-    return jax.make_array_from_callback(
-        held.shape, named_sharding(held.shape, names, mesh, rules), lambda index: held[index]
-    )
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, named_sharding(x.shape, axes, mesh, rules), lambda index: x[index])
 
 
 def process_batch_slice(n_row: int, mesh: Mesh, rules: LogicalAxisRules) -> tuple[int, int]:
     """Return (index, count): the batch rows this process must read for its devices, as one of `count` equal slices."""
-    held = named_sharding((n_row,), ("batch",), mesh, rules).addressable_devices_indices_map((n_row,)).values()
-    bounds = [cast(tuple[slice], index)[0].indices(n_row)[:2] for index in held]
-    first, last = min(start for start, _ in bounds), max(stop for _, stop in bounds)
-    shares = (n for n in range(n_row, 0, -1) if n_row % n == 0)
-    n = next(n for n in shares if first // (n_row // n) == (last - 1) // (n_row // n))
+    local = named_sharding((n_row,), ("batch",), mesh, rules).addressable_devices_indices_map((n_row,)).values()
+    ranges = [cast(tuple[slice], index)[0].indices(n_row)[:2] for index in local]
+    first, last = min(start for start, _ in ranges), max(stop for _, stop in ranges)
+    counts = (n for n in range(n_row, 0, -1) if n_row % n == 0)
+    n = next(n for n in counts if first // (n_row // n) == (last - 1) // (n_row // n))
     return first // (n_row // n), n
 
 
-def global_batch(tree: Any, share: tuple[int, int], n_row: int, mesh: Mesh, rules: LogicalAxisRules) -> Any:
+def global_batch(tree: Any, batch_slice: tuple[int, int], n_row: int, mesh: Mesh, rules: LogicalAxisRules) -> Any:
     """Make a global batch from the slice of rows (see `process_batch_slice`) that this process has read."""
-    first = share[0] * (n_row // share[1])
+    index, count = batch_slice
+    first = index * (n_row // count)
 
     def one(part: Any) -> jax.Array:
         part = np.asarray(part)
@@ -218,22 +267,23 @@ def abstract_weights(
     groups of matrices whose input axis is sharded, as in Grok-1's release; or of every matrix, by name."""
 
     def one(path: tuple[Any, ...], spec: Spec) -> Any:
-        cuts = partition(spec.shape, spec.axes, mesh, rules)
+        pspec = partition(spec.shape, spec.axes, mesh, rules)
 
-        def array(shape: tuple[int, ...], dtype: Any, cuts: PartitionSpec) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, cuts))
+        def array(shape: tuple[int, ...], dtype: Any, pspec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, pspec))
 
-        held = quant.storage_dtype(spec, weights)
-        if held != "int8":
-            return array(spec.shape, held, cuts)
+        dtype = quant.storage_dtype(spec, weights)
+        if dtype != "int8":
+            return array(spec.shape, dtype, pspec)
         if isinstance(n_group, int):
-            groups = n_group if cuts[-2] is not None else 1
+            groups = n_group if pspec[-2] is not None else 1
         else:
             groups = n_group[leaf_name(path)]
-        both = quantized_pspec(cuts, groups, mesh)
-        return quant.Quantized(
-            weight=cast(Any, array(spec.shape, jnp.int8, both.weight)),
-            scales=cast(Any, array((*spec.shape[:-2], groups, spec.shape[-1]), jnp.bfloat16, both.scales)),
+        scales = (*spec.shape[:-2], groups, spec.shape[-1])
+        return tree_of(
+            quant.Quantized,
+            weight=array(spec.shape, jnp.int8, pspec),
+            scales=array(scales, jnp.bfloat16, _scales_pspec(pspec, groups, mesh)),
         )
 
     return jax.tree_util.tree_map_with_path(one, specs, is_leaf=is_spec)

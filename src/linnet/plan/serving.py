@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import jax
 
@@ -50,7 +50,7 @@ def plan_serving(cfg: RunConfig, weights: str) -> ServingPlan:
     model, family = cfg.lm, registry.tokens(cfg.family)
 
     def session_bytes(n_read: int) -> float:
-        return float(shape_bytes(jax.eval_shape(lambda: family.decoder.abstract_state(cast(Any, model), n_read))))
+        return float(shape_bytes(jax.eval_shape(lambda: family.decoder.abstract_state(model, n_read))))
 
     return ServingPlan(
         **dataclasses.asdict(serving_memory(family, model, sizes, dtype)),

@@ -146,8 +146,7 @@ def state_shardings(
     params = sharding.shardings(specs, mesh, rules)
     carry = None
     if shapes.carry is not None:
-        names = family.carry_axes(shapes.carry)
-        carry = sharding.named_shardings(shapes.carry, names, mesh, rules)
+        carry = sharding.named_shardings(shapes.carry, family.carry_axes(shapes.carry), mesh, rules)
     return replace(
         everywhere,
         params=params,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding
 
 from linnet.config.schema import RunConfig
 from linnet.core.errors import invalid
@@ -76,6 +78,9 @@ class LMTask:
         limit, data = self._cfg.train.eval_sequences, self._data
         n = data.validation.n_windows if limit is None else min(limit, data.validation.n_windows)
         n_batch = math.ceil(n / self._cfg.data.batch_size)
+        placement = state.step.sharding
+        assert isinstance(placement, NamedSharding)
+        assert isinstance(placement.mesh, Mesh)
         result = evaluate(
             self._family,
             self._cfg,
@@ -84,7 +89,7 @@ class LMTask:
             data,
             "validation",
             nats=self._nats,
-            mesh=cast(Any, state.step.sharding).mesh,
+            mesh=placement.mesh,
             limit=limit,
             progress=lambda batches: track(batches, "validation", n_batch),
         )

@@ -117,17 +117,17 @@ def _loss_and_gradient(
         (loss, aux), gradient = gradient_of(state.params, state.buffers, carry, batch, keys, 0, cfg.model)
         return loss, aux, gradient
     rows = cfg.data.batch_size // n
-    names = family.carry_axes(carry)
-    axes = jax.tree.map(lambda n: n.index("batch"), names, is_leaf=sharding.is_logical_axes)
+    carry_axes = family.carry_axes(carry)
+    batch_axes = sharding.map_axes(lambda axes: axes.index("batch"), carry_axes)
 
-    def rows_of(x: Array, i: Array, names: sharding.LogicalAxes) -> Array:
+    def rows_of(x: Array, i: Array, axes: sharding.LogicalAxes) -> Array:
         """Slice the rows of a micro-batch and reshard them over all devices (the slice covers only some)."""
-        part = jax.lax.dynamic_slice_in_dim(x, i * rows, rows, names.index("batch"))
-        return sharding.constrain(part, names, family.rules)
+        part = jax.lax.dynamic_slice_in_dim(x, i * rows, rows, axes.index("batch"))
+        return sharding.constrain(part, axes, family.rules)
 
     def one(i: Array) -> tuple[Array, Aux, Any]:
         part = jax.tree.map(lambda x: rows_of(x, i, ("batch", *(None,) * (x.ndim - 1))), batch)
-        part_carry = jax.tree.map(lambda n, x: rows_of(x, i, n), names, carry, is_leaf=sharding.is_logical_axes)
+        part_carry = sharding.map_axes(lambda axes, x: rows_of(x, i, axes), carry_axes, carry)
         (loss, aux), gradient = gradient_of(state.params, state.buffers, part_carry, part, keys, i * rows, cfg.model)
         return loss, aux, gradient
 
@@ -143,7 +143,7 @@ def _loss_and_gradient(
     loss, aux, gradient = one(jnp.zeros((), jnp.int32))
     start = (loss, replace(aux, carry=None), gradient)
     (loss, total, gradient), carries = jax.lax.scan(add, start, jnp.arange(1, n))
-    carry = jax.tree.map(lambda first, rest, axis: _join_rows(first, rest, axis), aux.carry, carries, axes)
+    carry = jax.tree.map(lambda first, rest, axis: _join_rows(first, rest, axis), aux.carry, carries, batch_axes)
     loss, metrics, gradient = jax.tree.map(lambda x: x / n, (loss, total.metrics, gradient))
     return loss, Aux(metrics=metrics, statistics=total.statistics, carry=carry), gradient
 

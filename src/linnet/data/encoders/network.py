@@ -6,14 +6,12 @@ embedding, h w pixels, C channels.
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from linnet.core.params import Spec
-from linnet.core.pytree import pytree
+from linnet.core.pytree import pytree, tree_of
 from linnet.data.encoders.hashed_ngrams import N_BUCKETS
 
 SIZE = 32
@@ -53,23 +51,25 @@ class EncoderPair:
 
 
 def specs() -> EncoderPair:
-    def conv(n_in: int, n_out: int) -> Any:
+    def conv(n_in: int, n_out: int) -> Spec:
         return Spec((3, 3, n_in, n_out), (None,) * 4)
 
-    def matrix(n_in: int, n_out: int) -> Any:
+    def matrix(n_in: int, n_out: int) -> Spec:
         return Spec((n_in, n_out), (None, None))
 
-    def zeros(*shape: int) -> Any:
+    def zeros(*shape: int) -> Spec:
         return Spec(shape, (None,) * len(shape), init="zeros")
 
-    text = TextEncoder(
-        table=cast(Any, Spec((N_BUCKETS, WORD), (None, None), init="fan_out")),
+    text = tree_of(
+        TextEncoder,
+        table=Spec((N_BUCKETS, WORD), (None, None), init="fan_out"),
         parts=zeros(2, WORD),
         pool=zeros(WORD, POOLS),
         up=matrix(POOLS * WORD, TEXT_HIDDEN),
         down=matrix(TEXT_HIDDEN, WIDTH),
     )
-    image = ImageEncoder(
+    image = tree_of(
+        ImageEncoder,
         stem=conv(12, STEM),
         stem_bias=zeros(STEM),
         middle=matrix(4 * STEM, MIDDLE),

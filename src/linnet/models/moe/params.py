@@ -5,10 +5,12 @@ Letters: L layers, D model width, Q query heads, H key and value heads, K key wi
 
 from __future__ import annotations
 
-from typing import Any
+from jaxtyping import Array, Float
 
-from linnet.core.params import Spec
-from linnet.core.pytree import pytree
+from linnet.core.dtypes import WeightDtype
+from linnet.core.params import Init, Spec
+from linnet.core.pytree import pytree, tree_of
+from linnet.core.quant import Weight
 from linnet.models.moe.config import MoEConfig
 from linnet.nn.moe import ExpertWeights
 from linnet.parallel.sharding import ROWS, LogicalAxisRules
@@ -27,23 +29,23 @@ RULES: LogicalAxisRules = {
 
 @pytree
 class LayerParams:
-    attention_in_gain: Any  # L D: rms_norm
-    attention_out_gain: Any  # L D: rms_norm_1
-    experts_in_gain: Any  # L D: rms_norm_2
-    experts_out_gain: Any  # L D: rms_norm_3
-    w_q: Any  # L D QK
-    w_k: Any  # L D HK
-    w_v: Any  # L D HK
-    w_o: Any  # L QK D
-    router: Any  # L D E
+    attention_in_gain: Float[Array, "*L D"]  # rms_norm
+    attention_out_gain: Float[Array, "*L D"]  # rms_norm_1
+    experts_in_gain: Float[Array, "*L D"]  # rms_norm_2
+    experts_out_gain: Float[Array, "*L D"]  # rms_norm_3
+    w_q: Weight  # L D QK
+    w_k: Weight  # L D HK
+    w_v: Weight  # L D HK
+    w_o: Weight  # L QK D
+    router: Float[Array, "*L D E"]
     experts: ExpertWeights  # L E ..
 
 
 @pytree
 class MoEParams:
-    embed: Any  # A D, tied to the output weights
+    embed: Weight  # A D, tied to the output weights
     layers: LayerParams
-    out_gain: Any  # D
+    out_gain: Float[Array, " D"]
 
 
 def param_specs(cfg: MoEConfig) -> MoEParams:
@@ -51,16 +53,18 @@ def param_specs(cfg: MoEConfig) -> MoEParams:
     qk, hk = cfg.n_q_head * cfg.d_k, cfg.n_kv_head * cfg.d_k
 
     def layer(
-        shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any = "fan_in", min_dtype: Any = "int8"
+        shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init = "fan_in", min_dtype: WeightDtype = "int8"
     ) -> Spec:
         return Spec((n, *shape), ("layers", *axes), init, min_dtype=min_dtype)
 
     def gain() -> Spec:
         return layer((d,), ("model",), "ones", "float32")
 
-    return MoEParams(
+    return tree_of(
+        MoEParams,
         embed=Spec((cfg.n_vocab, d), ("vocab", "model"), "fan_out", min_dtype="bfloat16"),
-        layers=LayerParams(
+        layers=tree_of(
+            LayerParams,
             attention_in_gain=gain(),
             attention_out_gain=gain(),
             experts_in_gain=gain(),
@@ -70,7 +74,8 @@ def param_specs(cfg: MoEConfig) -> MoEParams:
             w_v=layer((d, hk), ("model", "kv_heads")),
             w_o=layer((qk, d), ("heads", "model")),
             router=layer((d, cfg.n_expert), ("model", None), min_dtype="float32"),
-            experts=ExpertWeights(
+            experts=tree_of(
+                ExpertWeights,
                 gate=layer((cfg.n_expert, d, f), ("experts", "model", "hidden")),
                 value=layer((cfg.n_expert, d, f), ("experts", "model", "hidden")),
                 out=layer((cfg.n_expert, f, d), ("experts", "hidden", "model")),

@@ -6,9 +6,9 @@ pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ from linnet.core.pytree import replace
 from linnet.models.decoder import Decoder
 from linnet.models.decoding import decode_program, tick_program
 from linnet.models.moe import cache, model
-from linnet.models.moe.cache import BLOCK, Memory, Slots, init_slots, insert, single_slot, to_device
+from linnet.models.moe.cache import BLOCK, MoESlots, MoEState, init_slots, insert, single_slot, to_device
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import RULES, LayerParams, MoEParams, param_specs
-from linnet.models.tensor_parallel import EVERYWHERE, WHOLE, Parts, parts, pspecs, weight_pspecs
+from linnet.models.tensor_parallel import ShardedModel, TensorParallel, pspecs, tp_call, weight_pspecs
 from linnet.nn import moe as ex
 from linnet.nn.batch_invariant import COMPILER_OPTIONS
 from linnet.nn.gqa import gqa_cached
@@ -31,8 +31,6 @@ from linnet.nn.linear import linear
 from linnet.nn.norm import rms_norm_gain
 from linnet.nn.positions import apply_rope
 from linnet.nn.tiled import group_rows, moe_decode, tiled_matmul, tiled_matmul_rows
-from linnet.parallel import sharding
-from linnet.parallel.sharding import shard_map
 
 CHUNK = 512  # prefill chunk, in tokens: large enough that each expert's weights are read for many tokens
 ROWS = 64
@@ -40,40 +38,18 @@ ROWS = 64
 OPTIONS = {**COMPILER_OPTIONS, "xla_allow_excess_precision": False}
 
 
-def cast_weights(params: MoEParams) -> MoEParams:
-    """Return the weights as served: bfloat16 matrices are stored as bits, which can be read in tiles."""
-
-    def held(leaf: Any) -> Any:
-        is_half = not quant.is_quantized(leaf) and leaf.dtype == jnp.bfloat16
-        return quant.as_bits(jnp.asarray(leaf)) if is_half else leaf
-
-    return jax.tree.map(held, params, is_leaf=quant.is_quantized)
+def _shard(params: MoEParams, slots: MoESlots, cfg: MoEConfig) -> ShardedModel:
+    weights = weight_pspecs(param_specs(cfg), params, RULES)
+    return ShardedModel(cfg=cfg, weights=weights, slots=pspecs(cache.SLOT_AXES, slots, RULES))
 
 
-def _by_parts(
-    run: Callable[..., tuple[Any, ...]], params: MoEParams, slots: Slots, cfg: MoEConfig, *rest: Any
-) -> tuple[Any, ...]:
-    """Call `run(params, slots, cfg, parts, *rest)`, on a mesh for each device's shard. `run` returns slots and replicated results."""
-    if sharding.current() is None:
-        return run(params, slots, cfg, WHOLE, *rest)
-    of, slot_cuts = parts(), pspecs(cache.SLOT_NAMES, slots, RULES)
-
-    def here(params: MoEParams, slots: Slots, rest: tuple[Any, ...]) -> tuple[Any, Any]:
-        slots, *outputs = run(params, slots, cfg, of, *rest)
-        return slots, outputs
-
-    ins = (weight_pspecs(param_specs(cfg), params, RULES), slot_cuts, EVERYWHERE)
-    slots, outputs = shard_map(here, (params, slots, rest), ins, (slot_cuts, EVERYWHERE))
-    return slots, *outputs
-
-
-def empty_state(cfg: MoEConfig) -> Memory:
+def empty_state(cfg: MoEConfig) -> MoEState:
     """Return the state of an empty sequence."""
     del cfg
-    return Memory(blocks=(), n_read=0)
+    return MoEState(blocks=(), n_read=0)
 
 
-def abstract_state(cfg: MoEConfig, n_read: int) -> Memory:
+def abstract_state(cfg: MoEConfig, n_read: int) -> MoEState:
     """Return an abstract state for `n_read` tokens, rounded up to complete blocks and limited by the context."""
     return cache.blank(cfg, min(n_read, cfg.context))
 
@@ -84,23 +60,23 @@ def chunk_len(cfg: MoEConfig) -> int:
     return min(CHUNK, half, -(-cfg.context // ROWS) * ROWS)
 
 
-def prefill_chunk(params: MoEParams, buffers: Any, memory: Memory, tokens: Sequence[int], cfg: MoEConfig) -> Memory:
+def prefill_chunk(params: MoEParams, buffers: Any, state: MoEState, tokens: Sequence[int], cfg: MoEConfig) -> MoEState:
     """Prefill at most `chunk_len(cfg)` tokens; the engine calls this between ticks. Padding costs little."""
     del buffers
-    size, n_read = chunk_len(cfg), memory.n_read + len(tokens)
+    size, n_read = chunk_len(cfg), state.n_read + len(tokens)
     assert 0 < len(tokens) <= size, f"a chunk has 1 to {size} tokens, got {len(tokens)}"
     assert n_read <= cfg.context, f"{n_read} tokens do not fit a context of {cfg.context}"
     padded = np.full((size,), cfg.pad_id, np.int32)
     padded[: len(tokens)] = tokens
-    one = single_slot(memory, cfg)
+    one = single_slot(state, cfg)
     one, _ = _read(params, one, padded, np.int32(len(tokens)), cfg=cfg)
-    return cache.extract(one, 0, n_read, memory)
+    return cache.extract(one, 0, n_read, state)
 
 
 def chunk_logprobs(
     params: MoEParams,
     buffers: Any,
-    memory: Memory,
+    state: MoEState,
     tokens: Int[Array, "1 C"] | Int[np.ndarray, "1 C"],
     targets: Int[Array, "1 C"] | Int[np.ndarray, "1 C"],
     *,
@@ -111,7 +87,7 @@ def chunk_logprobs(
     tokens there."""
     del buffers
     assert tokens.shape[1] % ROWS == 0, f"a chunk is padded to a multiple of {ROWS}, got {tokens.shape[1]}"
-    one = single_slot(memory, cfg)
+    one = single_slot(state, cfg)
     _, x = _read(params, one, jnp.asarray(tokens)[0], np.int32(tokens.shape[1]), cfg=cfg)
     return _logprobs(params, x, jnp.asarray(targets)[0], cfg=cfg, n_top=n_top)
 
@@ -128,15 +104,21 @@ def _logprobs(params: MoEParams, x: Array, targets: Array, *, cfg: MoEConfig, n_
 
 @partial(jax.jit, static_argnames="cfg", donate_argnames="one")
 def _read(
-    params: MoEParams, one: Slots, tokens: Int[Array, " C"], length: Int[Array, ""], *, cfg: MoEConfig
-) -> tuple[Slots, Float[Array, "C D"]]:
+    params: MoEParams, one: MoESlots, tokens: Int[Array, " C"], length: Int[Array, ""], *, cfg: MoEConfig
+) -> tuple[MoESlots, Float[Array, "C D"]]:
     """Read `length` of these tokens into the only slot. Also returns the hidden vectors after them."""
-    return cast(Any, _by_parts(_read_here, params, one, cfg, tokens, length))
+    one, x = tp_call(_read_here, _shard, params, one, cfg, tokens, length)
+    return one, x
 
 
 def _read_here(
-    params: MoEParams, one: Slots, cfg: MoEConfig, of: Parts, tokens: Int[Array, " C"], length: Int[Array, ""]
-) -> tuple[Slots, Float[Array, "C D"]]:
+    params: MoEParams,
+    one: MoESlots,
+    cfg: MoEConfig,
+    tp: TensorParallel,
+    tokens: Int[Array, " C"],
+    length: Int[Array, ""],
+) -> tuple[MoESlots, Float[Array, "C D"]]:
     start = one.position[0]
     # Writes beyond the capacity are dropped: `dynamic_update_slice` would move them back onto earlier tokens.
     all_tokens = one.tokens.at[0, start + jnp.arange(tokens.shape[0])].set(tokens, mode="drop")
@@ -161,32 +143,32 @@ def _read_here(
                 return _block(keys, number, 0, j), _block(values, number, 0, j), real
 
             mixed = gqa_cached(q, position, read, position[-1] + 1, BLOCK, model.scores(cfg))
-            y = of.psum(linear(mixed.reshape(ROWS, -1), p.w_o), "model")
+            y = tp.psum(linear(mixed.reshape(ROWS, -1), p.w_o), "model")
             part = part + rms_norm_gain(y, p.attention_out_gain)
             return jax.lax.dynamic_update_slice_in_dim(h, part, i * ROWS, 0), keys, values
 
         h, keys, values = jax.lax.fori_loop(0, -(-length // ROWS), rows, (h, keys, values))
         x = rms_norm_gain(h, p.experts_in_gain)
         routing = ex.route(x, p.router, cfg.n_choice)
-        n_here = cfg.n_expert // of.expert
-        y = ex.moe_grouped(x, of.local_routing(routing), experts, first=number * n_here, n_token=length)
-        y = of.psum(y, "model", "expert")
+        n_here = cfg.n_expert // tp.expert
+        y = ex.moe_grouped(x, tp.local_routing(routing), experts, first=number * n_here, n_token=length)
+        y = tp.psum(y, "model", "expert")
         return (h + rms_norm_gain(y, p.experts_out_gain), keys, values), None
 
-    h = _embed(params, tokens, cfg, of)
+    h = _embed(params, tokens, cfg, tp)
     numbers = jnp.arange(cfg.n_layer)
     (h, keys, values), _ = jax.lax.scan(layer, (h, one.keys, one.values), (layers, numbers))
-    return Slots(keys=keys, values=values, tokens=all_tokens, position=one.position + length), h
+    return MoESlots(keys=keys, values=values, tokens=all_tokens, position=one.position + length), h
 
 
 def _tick(
     params: MoEParams,
-    slots: Slots,
+    slots: MoESlots,
     tokens: Int[Array, " B"],
     active: Bool[Array, " B"],
     cfg: MoEConfig,
-    of: Parts,
-) -> tuple[Slots, Float[Array, "B A"]]:
+    tp: TensorParallel,
+) -> tuple[MoESlots, Float[Array, "B A"]]:
     """Read one token in every active slot. Inactive slots do not advance and cost nothing."""
     # A request ends before its context does; the remaining ticks of its dispatch write into the spare block.
     position = jnp.minimum(slots.position, cache.room(cfg) - 1)
@@ -223,27 +205,27 @@ def _tick(
             return jax.lax.dynamic_update_slice_in_dim(mixed, one, i, 0), keys, values
 
         mixed, keys, values = jax.lax.fori_loop(0, n_active, slot, (jnp.zeros_like(q), keys, values))
-        y = of.psum(tiled_matmul(mixed.reshape(len(tokens), -1), layers.w_o, here), "model")
+        y = tp.psum(tiled_matmul(mixed.reshape(len(tokens), -1), layers.w_o, here), "model")
         h = h + rms_norm_gain(y, gain(layers.attention_out_gain))
         x = rms_norm_gain(h, gain(layers.experts_in_gain))
-        first = of.first_expert(cfg.n_expert)
+        first = tp.first_expert(cfg.n_expert)
         y = moe_decode(x, layers.router, experts, number, active, cfg.n_choice, first)
-        y = of.psum(y, "model", "expert")
+        y = tp.psum(y, "model", "expert")
         return h + rms_norm_gain(y, gain(layers.experts_out_gain)), keys, values
 
-    state = (_embed(params, tokens, cfg, of), slots.keys, slots.values)
+    state = (_embed(params, tokens, cfg, tp), slots.keys, slots.values)
     h, keys, values = jax.lax.fori_loop(0, cfg.n_layer, layer, state)
     x = rms_norm_gain(h, params.out_gain)
     scores = tiled_matmul_rows(x, params.embed, dense).astype(jnp.float32) * cfg.logit_scale
-    scores = of.all_gather_logits(scores, cfg.n_vocab)
+    scores = tp.all_gather_logits(scores, cfg.n_vocab)
     position = slots.position + active
-    return Slots(keys=keys, values=values, tokens=read_tokens, position=position), scores
+    return MoESlots(keys=keys, values=values, tokens=read_tokens, position=position), scores
 
 
-def _embed(params: MoEParams, tokens: Int[Array, "*B"], cfg: MoEConfig, of: Parts) -> Float[Array, "*B D"]:
+def _embed(params: MoEParams, tokens: Int[Array, "*B"], cfg: MoEConfig, tp: TensorParallel) -> Float[Array, "*B D"]:
     """Same as `model.embed`, for a shard of the vocabulary."""
     dtype = jnp.dtype(cfg.dtype)
-    rows = quant.to_array(of.rows(params.embed, tokens, cfg.n_vocab), dtype)
+    rows = quant.to_array(tp.embedding_lookup(params.embed, tokens, cfg.n_vocab), dtype)
     return rows * jnp.asarray(cfg.embed_scale, dtype)
 
 
@@ -259,17 +241,17 @@ def _block(all_keys: Array, number: Array, slot: Any, j: Array) -> Float[Array, 
 
 
 def extract(
-    params: MoEParams, slots: Slots, i: int, cfg: MoEConfig, n_read: int, known: Memory | None = None
-) -> Memory:
+    params: MoEParams, slots: MoESlots, i: int, cfg: MoEConfig, n_read: int, known: MoEState | None = None
+) -> MoEState:
     del params, cfg
     return cache.extract(slots, i, n_read, known)
 
 
-tick = tick_program(_tick, _by_parts, OPTIONS)
-decode = decode_program(_tick, _by_parts, OPTIONS)
+tick = tick_program(_tick, _shard, OPTIONS)
+decode = decode_program(_tick, _shard, OPTIONS)
 
 
-def sharded(slots: Slots, cfg: MoEConfig) -> Any:
+def sharded(slots: MoESlots, cfg: MoEConfig) -> Any:
     """Return the arrays that the model axis shards."""
     del cfg
     return slots.keys, slots.values
@@ -286,7 +268,7 @@ DECODER = Decoder(
     single_slot=single_slot,
     extract=extract,
     decode=decode,
-    cast_weights=cast_weights,
+    cast_weights=quant.bfloat16_as_bits,
     to_device=to_device,
     sharded_slots=sharded,
 )

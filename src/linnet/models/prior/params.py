@@ -6,11 +6,13 @@ of a kind.
 
 from __future__ import annotations
 
-from typing import Any
+from jaxtyping import Array, Float
 
 from linnet.core.params import Init, Spec
-from linnet.core.pytree import pytree
+from linnet.core.pytree import pytree, tree_of
+from linnet.core.quant import Weight
 from linnet.models.prior.config import PriorConfig
+from linnet.nn.batch_invariant import SplitK
 from linnet.parallel.sharding import ROWS, LogicalAxisRules
 
 RULES: LogicalAxisRules = {**ROWS, "model": "fsdp", "heads": "model", "hidden": "model"}
@@ -21,8 +23,8 @@ N_BUCKET = 32
 
 @pytree
 class Affine:
-    w: Any
-    b: Any
+    w: Weight | SplitK
+    b: Float[Array, " O"]
 
 
 @pytree
@@ -34,33 +36,33 @@ class TimeNetwork:
 
 @pytree
 class LayerParams:
-    attention_gain: Any  # Y D
-    null_kv: Any  # Y 2 K
-    w_q: Any  # Y D HK
-    w_kv: Any  # Y D 2K
-    w_out: Any  # Y HK D
-    out_gain: Any  # Y D
-    ff_gain: Any  # Y D
-    w_in: Any  # Y D 2F
-    mid_gain: Any  # Y F, with normformer
-    w_back: Any  # Y F D
+    attention_gain: Float[Array, "*Y D"]
+    null_kv: Float[Array, "*Y 2 K"]
+    w_q: Weight | SplitK  # Y D HK
+    w_kv: Weight | SplitK  # Y D 2K
+    w_out: Weight | SplitK  # Y HK D
+    out_gain: Float[Array, "*Y D"]
+    ff_gain: Float[Array, "*Y D"]
+    w_in: Weight | SplitK  # Y D 2F
+    mid_gain: Float[Array, "*Y F"] | None  # with normformer
+    w_back: Weight | SplitK  # Y F D
 
 
 @pytree
 class PriorParams:
-    query: Any  # D
-    null_encodings: Any  # L D
-    null_text: Any  # N D
-    null_image: Any  # 1 D
-    time: Any  # a table T x N D, or a TimeNetwork
+    query: Float[Array, " D"]
+    null_encodings: Float[Array, "L D"] | None  # unless the text is masked
+    null_text: Float[Array, "N D"] | None  # with null vectors
+    null_image: Float[Array, "1 D"] | None  # with null vectors
+    time: Float[Array, "T ND"] | TimeNetwork  # a table of the timesteps, or a network of continuous time
     text_tokens: Affine | None  # X -> N D, with several tokens or different widths
-    encoding: Any  # X D, with different widths
+    encoding: Weight | SplitK | None  # X D, with different widths
     image_tokens: Affine | None  # D -> N D, with several tokens
-    bias: Any  # 32 H: by distance
-    in_gain: Any  # D, with norm_in
-    layers: Any  # LayerParams; after `prepare`, a tuple with one per layer
-    out_gain: Any  # D, with norm_out
-    w_proj: Any  # D D, with final_proj
+    bias: Float[Array, "32 H"]  # by distance
+    in_gain: Float[Array, " D"] | None  # with norm_in
+    layers: LayerParams | tuple[LayerParams, ...]  # stacked; after `prepare`, one per layer
+    out_gain: Float[Array, " D"] | None  # with norm_out
+    w_proj: Weight | SplitK | None  # D D, with final_proj
 
 
 def param_specs(cfg: PriorConfig) -> PriorParams:
@@ -74,7 +76,7 @@ def param_specs(cfg: PriorConfig) -> PriorParams:
 
     def affine(n_in: int, n_out: int) -> Affine:
         bias = Spec((n_out,), ("hidden",), "uniform", n_in=n_in)
-        return Affine(w=Spec((n_in, n_out), ("model", "hidden"), "uniform"), b=bias)
+        return tree_of(Affine, w=Spec((n_in, n_out), ("model", "hidden"), "uniform"), b=bias)
 
     def gain(there: bool = True) -> Spec | None:
         return Spec((d,), ("model",), "ones") if there else None
@@ -83,7 +85,8 @@ def param_specs(cfg: PriorConfig) -> PriorParams:
     network = TimeNetwork(first=affine(d, 2 * wide), second=affine(2 * wide, 2 * wide), out=affine(2 * wide, wide))
     narrow = cfg.d_text != d
     replaced = cfg.text_conditioning == "null_vectors"
-    return PriorParams(
+    return tree_of(
+        PriorParams,
         query=Spec((d,), ("model",), "normal"),
         null_encodings=Spec((cfg.max_text_len, d), (None, "model"), "normal") if not cfg.masks_text else None,
         null_text=Spec((cfg.n_text_token, d), (None, "model"), "normal") if replaced else None,
@@ -94,7 +97,8 @@ def param_specs(cfg: PriorConfig) -> PriorParams:
         image_tokens=affine(d, cfg.n_image_token * d) if cfg.n_image_token > 1 else None,
         bias=Spec((N_BUCKET, cfg.n_head), (None, "heads"), "normal"),
         in_gain=gain(cfg.norm_in),
-        layers=LayerParams(
+        layers=tree_of(
+            LayerParams,
             attention_gain=layer((d,), ("model",), "ones"),
             null_kv=layer((2, k), (None, None), "normal"),
             w_q=layer((d, hk), ("model", "heads")),

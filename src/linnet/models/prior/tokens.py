@@ -51,6 +51,7 @@ def text_tokens(
         return jnp.concatenate([given, embed], axis=1), jnp.pad(seen, [(0, 0), (1, 0)], constant_values=True)
     short = max(0, cfg.max_text_len - encodings.shape[1])
     encodings = jnp.pad(encodings[:, : cfg.max_text_len], [(0, 0), (0, short), (0, 0)])
+    assert params.null_encodings is not None
     real = is_encoding(encodings) & keep[:, None]
     encodings = jnp.where(real[..., None], _project(encodings, params, cfg), params.null_encodings.astype(cfg.dtype))
     if params.null_text is not None and cfg.drop_text_embedding:

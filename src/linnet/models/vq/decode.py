@@ -10,7 +10,7 @@ product, and products with weights use `batch_invariant`. Tests enforce this.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from linnet.core import quant
 from linnet.core.pytree import replace
-from linnet.core.quant import Weight, concat_outputs
+from linnet.core.quant import Weight, concat_outputs, to_array
 from linnet.models.decoding import decode_program, tick_program
-from linnet.models.tensor_parallel import WHOLE, Parts, weight_pspecs
+from linnet.models.tensor_parallel import ONE_DEVICE, TensorParallel, weight_pspecs
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.decode_state import (
     Prepared,
-    Slots,
     UnitMemory,
     UnitWeights,
-    apart,
-    by_parts,
-    part_config,
-    prepared_cuts,
-    slot_cuts,
+    VQSlots,
+    prepared_pspecs,
+    shard_config,
+    shard_model,
+    split_fused_kvg,
 )
 from linnet.models.vq.model import add_condition, distance_vectors, key_scale
 from linnet.models.vq.params import RULES, VQBuffers, VQParams, buffer_specs
@@ -49,17 +48,15 @@ from linnet.parallel.sharding import shard_map
 def prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
     if sharding.current() is None:
         return _prepare(params, buffers, cfg)
-    (divided, specs), mine = apart(params, cfg), part_config(cfg)
+    (split, specs), shard_cfg = split_fused_kvg(params, cfg), shard_config(cfg)
 
     def here(params: VQParams, buffers: VQBuffers) -> Prepared:
-        joined = replace(params.units, w_kvg=concat_outputs(*params.units.w_kvg))
-        return _prepare(replace(params, units=joined), buffers, mine)
+        columns: Any = params.units.w_kvg  # of keys, values and gates
+        units = replace(params.units, w_kvg=concat_outputs(*columns))
+        return _prepare(replace(params, units=units), buffers, shard_cfg)
 
-    ins = (
-        weight_pspecs(specs, divided, RULES),
-        weight_pspecs(buffer_specs(cfg), buffers, RULES),
-    )
-    return shard_map(here, (divided, buffers), ins, prepared_cuts(cfg))
+    ins = (weight_pspecs(specs, split, RULES), weight_pspecs(buffer_specs(cfg), buffers, RULES))
+    return shard_map(here, (split, buffers), ins, prepared_pspecs(cfg))
 
 
 def _prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
@@ -75,12 +72,12 @@ def _prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
         return UnitWeights(
             gain=p.norm_gain,
             bias=p.norm_bias,
-            project=split_k(_held(concat_outputs(p.w_q, p.w_kvg), dtype)),
+            project=split_k(_narrow(concat_outputs(p.w_q, p.w_kvg), dtype)),
             scores=tuple(split_k(head.T) for head in scores),
             offset=jnp.pad(offset, [(0, 0), (0, -offset.shape[1] % LANES)]),
             half_square=0.5 * jnp.sum(vectors[g] ** 2, axis=-1),
-            out=split_k(_held(p.w_res, dtype)),
-            mixture=None if params.mixture is None else _taken(params.mixture, g),
+            out=split_k(_narrow(p.w_res, dtype)),
+            mixture=quant.bfloat16_as_bits(jax.tree.map(lambda x: x[g], params.mixture)),
         )
 
     return Prepared(
@@ -89,13 +86,13 @@ def _prepare(params: VQParams, buffers: VQBuffers, cfg: VQConfig) -> Prepared:
         units=tuple(unit(g) for g in range(cfg.n_unit)),
         out_gain=params.out_gain,
         out_norm_bias=params.out_norm_bias,
-        logits=split_k(params.embed.T if cfg.e_tie else params.w_out),
+        logits=split_k(params.embed.T if params.w_out is None else params.w_out),
         logits_bias=params.out_bias,
-        place=params.place,
+        position_gain=params.place,
     )
 
 
-def _held(matrix: Weight, dtype: Any) -> Weight:
+def _narrow(matrix: Weight, dtype: Any) -> Weight:
     """Cast a float matrix to the dtype of the activations, unless it is narrower or quantised."""
     if not isinstance(matrix, jax.Array) or matrix.dtype.itemsize < dtype.itemsize:
         return matrix
@@ -103,7 +100,9 @@ def _held(matrix: Weight, dtype: Any) -> Weight:
 
 
 def code_vectors(weights: UnitWeights, cfg: VQConfig) -> Float[Array, "H S K"]:
-    return jnp.stack([jnp.concatenate(cast(Any, head))[:, : cfg.n_code].T for head in weights.scores])
+    return jnp.stack(
+        [jnp.concatenate([to_array(part, jnp.float32) for part in head])[:, : cfg.n_code].T for head in weights.scores]
+    )
 
 
 def table_size(cfg: VQConfig) -> int:
@@ -112,20 +111,22 @@ def table_size(cfg: VQConfig) -> int:
 
 def read_token(
     prepared: Prepared,
-    slots: Slots,
+    slots: VQSlots,
     tokens: Int[Array, " B"],
     active: Bool[Array, " B"] | None,
     cfg: VQConfig,
-    of: Parts = WHOLE,
-) -> tuple[Slots, Float[Array, "B A"]]:
+    tp: TensorParallel = ONE_DEVICE,
+) -> tuple[VQSlots, Float[Array, "B A"]]:
     """One tick, to be traced into a larger program. `cfg` is the config of one device's shard of the model. All slots tick, active or
     not."""
     del active
     dtype = jnp.dtype(cfg.dtype)
-    x = of.rows(prepared.embed, tokens, cfg.n_vocab).astype(dtype)
+    x = tp.embedding_lookup(prepared.embed, tokens, cfg.n_vocab).astype(dtype)
     if cfg.d_condition:
-        x = x + add_condition(prepared.place, slots.condition, slots.position, cfg).astype(dtype)
-    if cfg.pe_abs:
+        assert prepared.position_gain is not None
+        assert slots.condition is not None
+        x = x + add_condition(prepared.position_gain, slots.condition, slots.position, cfg).astype(dtype)
+    if prepared.position_scale is not None:
         wave = sinusoid(slots.position, cfg.d_model, cfg.pe_lam)
         x = x + (prepared.position_scale * wave).astype(dtype)
     ring = cfg.mem_len + 1
@@ -135,15 +136,15 @@ def read_token(
     units = []
     for weights, memory in zip(prepared.units, slots.units, strict=True):
         y, memory = _unit(x, weights, memory, column, distance, begins, cfg)
-        x = x + of.psum(y, "model")
+        x = x + tp.psum(y, "model")
         if weights.mixture is not None:
-            x = x + _mixture(x, weights.mixture, cfg, of)
+            x = x + _mixture(x, weights.mixture, cfg, tp)
         units.append(memory)
     x = x.astype(jnp.float32)
-    if cfg.e_preln:
+    if prepared.out_gain is not None and prepared.out_norm_bias is not None:
         x = rms_norm_affine(x, prepared.out_gain, prepared.out_norm_bias)
     logits = matmul(x, prepared.logits)[:, : prepared.logits_bias.shape[0]] + prepared.logits_bias
-    logits = of.all_gather_logits(cfg.e_scale * logits, cfg.n_vocab)
+    logits = tp.all_gather_logits(cfg.e_scale * logits, cfg.n_vocab)
     return replace(slots, units=tuple(units), position=slots.position + 1), logits
 
 
@@ -186,22 +187,11 @@ def _unit(
     return matmul(mixed * gate, weights.out)[:, : cfg.d_model], memory
 
 
-def _taken(mixture: Mixture, g: int) -> Mixture:
-    """Return one unit's mixture. bfloat16 weights are stored as bits, which can be read in tiles."""
-
-    def one(leaf: Any) -> Any:
-        leaf = jax.tree.map(lambda x: x[g], leaf)
-        return quant.as_bits(leaf) if isinstance(leaf, jax.Array) and leaf.dtype == jnp.bfloat16 else leaf
-
-    return jax.tree.map(one, mixture, is_leaf=quant.is_quantized)
-
-
-def _mixture(x: Float[Array, "B D"], mixture: Mixture, cfg: VQConfig, of: Parts) -> Float[Array, "B D"]:
-    everyone = jnp.ones((x.shape[0],), bool)
+def _mixture(x: Float[Array, "B D"], mixture: Mixture, cfg: VQConfig, tp: TensorParallel) -> Float[Array, "B D"]:
     h = rms_norm_gain(x, mixture.in_gain)
-    first = of.first_expert(cfg.n_expert)
-    y = moe_decode(h, mixture.router[None], mixture.experts, 0, everyone, cfg.n_choice, first)
-    return rms_norm_gain(of.psum(y, "model", "expert"), mixture.out_gain)
+    first = tp.first_expert(cfg.n_expert)
+    y = moe_decode(h, mixture.router[None], mixture.experts, 0, jnp.ones((x.shape[0],), bool), cfg.n_choice, first)
+    return rms_norm_gain(tp.psum(y, "model", "expert"), mixture.out_gain)
 
 
 def _write(
@@ -214,12 +204,12 @@ def _write(
     here = n_table + column
     rows = jnp.arange(n_row)
     if n_table:
-        memory, (old_code, old_total) = leave_ring(memory, column, write=False)
-        place = jnp.stack([old_code, here], axis=1)
+        memory, (old_code, old_total) = evict_from_ring(memory, column, write=False)
+        written = jnp.stack([old_code, here], axis=1)
         new = jnp.stack([old_total, value], axis=1)
     else:
-        place, new = here[:, None], value[:, None]
-    total = memory.total.at[rows[:, None], place].set(new, unique_indices=True, mode="promise_in_bounds")
+        written, new = here[:, None], value[:, None]
+    total = memory.total.at[rows[:, None], written].set(new, unique_indices=True, mode="promise_in_bounds")
     return UnitMemory(
         total=jax.lax.optimization_barrier(total),
         codes=jnp.where(jnp.arange(ring) == column[:, None], code[:, None], memory.codes),
@@ -227,7 +217,7 @@ def _write(
     )
 
 
-def leave_ring(
+def evict_from_ring(
     memory: UnitMemory, column: Int[Array, " R"], *, write: bool = True
 ) -> tuple[UnitMemory, tuple[Int[Array, " R"], Float[Array, "R V"]]]:
     """Move each row's key in ring column `column` (if there is one) to the table: the counts, and with `write` the totals. Also
@@ -239,20 +229,16 @@ def leave_ring(
     if not n_table:
         return memory, (code, memory.total[rows, code])
     moving = memory.count[rows, n_table + column][:, None]
-    held = jnp.where(memory.count[rows, code][:, None] > 0, memory.total[rows, code], 0.0)
-    total = held + jnp.where(moving > 0, memory.total[rows, n_table + column], 0.0)
-    places = jnp.arange(memory.count.shape[1])
-    count = memory.count + jnp.where(places == code[:, None], moving, 0.0)
-    count = jnp.where(places == n_table + column[:, None], 0.0, count)
+    old = jnp.where(memory.count[rows, code][:, None] > 0, memory.total[rows, code], 0.0)
+    total = old + jnp.where(moving > 0, memory.total[rows, n_table + column], 0.0)
+    columns = jnp.arange(memory.count.shape[1])
+    count = memory.count + jnp.where(columns == code[:, None], moving, 0.0)
+    count = jnp.where(columns == n_table + column[:, None], 0.0, count)
     memory = replace(memory, count=count)
     if write:
         memory = replace(memory, total=memory.total.at[rows, code].set(total))
     return memory, (code, total)
 
 
-def _by_parts(run: Any, prepared: Prepared, slots: Slots, cfg: VQConfig, *rest: Any) -> tuple[Any, ...]:
-    return by_parts(run, prepared, slots, cfg, slot_cuts(cfg.n_head, cfg.n_unit), *rest)
-
-
-tick = tick_program(read_token, _by_parts)
-decode = decode_program(read_token, _by_parts)
+tick = tick_program(read_token, shard_model)
+decode = decode_program(read_token, shard_model)

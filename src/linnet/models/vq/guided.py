@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,21 +17,22 @@ from jaxtyping import Array, Float, Int
 from linnet.core.pytree import pytree, replace
 from linnet.models.decoder import DecodeProgram
 from linnet.models.decoding import decode_program
-from linnet.models.tensor_parallel import EVERYWHERE, Parts
+from linnet.models.tensor_parallel import REPLICATED, ShardedModel, TensorParallel
 from linnet.models.vq import decode
 from linnet.models.vq import slots as one_by_one
 from linnet.models.vq.config import VQConfig
-from linnet.models.vq.decode_state import Prepared, Slots, by_parts, slot_cuts
+from linnet.models.vq.decode_state import Prepared, VQSlots, shard_model
 from linnet.models.vq.model import VQCarry
 from linnet.models.vq.params import VQBuffers, VQParams
+from linnet.parallel.sharding import PSpecTree
 
 Pair = tuple[VQCarry, VQCarry]
 
 
 @pytree
 class CFGSlots:
-    both: Slots  # 2B
-    guidance: Float[Array, " B"]
+    both: VQSlots  # 2B
+    guidance: Float[Array, " B"] | Float[np.ndarray, " B"]
 
     @property
     def position(self) -> Int[Array, " B"]:
@@ -51,9 +52,8 @@ class CFGDecoder:
         return one_by_one.prepare(params, buffers, cfg)
 
     def init_slots(self, cfg: VQConfig, n: int) -> CFGSlots:
-        return CFGSlots(
-            both=one_by_one.init_slots(cfg, 2 * n), guidance=cast(Any, np.full((n,), self.guidance, np.float32))
-        )
+        guidance = np.full((n,), self.guidance, np.float32)  # not on a device yet: each program replicates it
+        return CFGSlots(both=one_by_one.init_slots(cfg, 2 * n), guidance=guidance)
 
     def conditioned_state(
         self, params: VQParams, embed: Float[Array, " E"] | Float[np.ndarray, " E"], cfg: VQConfig
@@ -82,19 +82,19 @@ class CFGDecoder:
 
 
 def read_token(
-    prepared: Prepared, slots: CFGSlots, tokens: Int[Array, " B"], active: Any, cfg: VQConfig, of: Parts
+    prepared: Prepared, slots: CFGSlots, tokens: Int[Array, " B"], active: Any, cfg: VQConfig, tp: TensorParallel
 ) -> tuple[CFGSlots, Float[Array, "B A"]]:
     """Read the token in both sequences of each pair, and mix their logits."""
-    both, logits = decode.read_token(prepared, slots.both, jnp.concatenate([tokens, tokens]), None, cfg, of)
+    both, logits = decode.read_token(prepared, slots.both, jnp.concatenate([tokens, tokens]), None, cfg, tp)
     conditional, unconditional = jnp.split(logits, 2)
     guidance = slots.guidance[:, None]
     mixed = jnp.where(guidance == 1.0, conditional, unconditional + guidance * (conditional - unconditional))
     return replace(slots, both=both), mixed
 
 
-def _by_parts(run: Any, prepared: Prepared, slots: CFGSlots, cfg: VQConfig, *rest: Any) -> tuple[Any, ...]:
-    cut = CFGSlots(both=slot_cuts(cfg.n_head, cfg.n_unit), guidance=cast(Any, EVERYWHERE))
-    return by_parts(run, prepared, slots, cfg, cut, *rest)
+def _shard(prepared: Prepared, slots: CFGSlots, cfg: VQConfig) -> ShardedModel:
+    one = shard_model(prepared, slots.both, cfg)
+    return dataclasses.replace(one, slots=PSpecTree.of(CFGSlots, both=one.slots, guidance=REPLICATED))
 
 
-_decode = decode_program(read_token, _by_parts)
+_decode = decode_program(read_token, _shard)

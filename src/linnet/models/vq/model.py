@@ -7,7 +7,7 @@ E width of a condition.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from linnet.nn.positions import sinusoid
 from linnet.nn.vq_attention import AttentionState, Queries, attention, empty_state, into_blocks, out_of_blocks
 from linnet.nn.vq_attention_reference import attention_dense
 from linnet.parallel import sharding
+from linnet.parallel.sharding import AxesTree
 
 PROJECTED = "projected"
 
@@ -38,7 +39,7 @@ class VQCarry:
 
     attention: AttentionState  # stacked over units
     position: Int[Array, " B"]  # tokens read so far
-    condition: Any = None  # B D: projected condition (zeros: none); None in an unconditional model
+    condition: Float[Array, "B D"] | None = None  # projected condition (zeros: none); None in an unconditional model
 
 
 @pytree
@@ -56,33 +57,34 @@ class UnitAux:
     """Auxiliary outputs of a unit, stacked over units."""
 
     seen: codebook.CodeStatistics
-    candidates: Any  # H S K: keys onto which dead codes can be moved, or None
+    candidates: Float[Array, "*G H S K"] | None  # keys onto which dead codes can be moved
     commitment: Float[Array, "*G"]
     key_norm: Float[Array, "*G"]
     quantised_norm: Float[Array, "*G"]
     error: Float[Array, "*G 3"]  # relative quantisation error: minimum, mean, maximum
     codes: Int[Array, "*G B H T"]
-    output: Any  # B T D, or None unless requested
-    router: Any = None  # RouterStats, or None without experts
+    output: Float[Array, "*G B T D"] | None  # None unless requested
+    router: experts.RouterStats | None = None  # None without experts
 
 
-STATE_NAMES: Any = AttentionState(
-    codes=cast(Any, ("batch", "heads", None)),
-    keys=cast(Any, ("batch", "heads", None, None)),
-    values=cast(Any, ("batch", "heads", None, "values")),
-    documents=cast(Any, ("batch", None)),
-    count=cast(Any, ("batch", "heads", None)),
-    total=cast(Any, ("batch", "heads", None, "values")),
-    table_document=cast(Any, ("batch",)),
+STATE_AXES = AxesTree.of(
+    AttentionState,
+    codes=("batch", "heads", None),
+    keys=("batch", "heads", None, None),
+    values=("batch", "heads", None, "values"),
+    documents=("batch", None),
+    count=("batch", "heads", None),
+    total=("batch", "heads", None, "values"),
+    table_document=("batch",),
 )
 """Logical axes of one unit's state."""
 
 
-def carry_axes(carry: VQCarry) -> Any:
+def carry_axes(carry: VQCarry) -> AxesTree[VQCarry]:
     """Return the logical axes of a carry."""
-    attention = jax.tree.map(lambda names: ("layers", *names), STATE_NAMES, is_leaf=sharding.is_logical_axes)
-    condition: Any = None if carry.condition is None else ("batch", None)
-    return VQCarry(attention=attention, position=cast(Any, ("batch",)), condition=condition)
+    attention = sharding.map_axes(lambda axes: ("layers", *axes), STATE_AXES)
+    condition = None if carry.condition is None else ("batch", None)
+    return AxesTree.of(VQCarry, attention=attention, position=("batch",), condition=condition)
 
 
 def empty_carry(cfg: VQConfig, batch: int) -> VQCarry:
@@ -100,16 +102,17 @@ def conditioned(params: VQParams, carry: VQCarry, embeds: Float[Array, "B E"], c
 
     The state stores the projected condition, and every position adds it with its own gain. A prefix read only through attention
     would be one old key among many: beyond the window it counts only through its code."""
+    assert params.w_condition is not None
     # Unit variance, like token embeddings.
     wide = math.sqrt(cfg.d_condition) * embeds.astype(jnp.float32)
     return replace(carry, condition=jnp.matmul(wide, params.w_condition, precision="highest"))
 
 
 def add_condition(
-    places: Float[Array, "P D"], condition: Float[Array, "*#B D"], position: Int[Array, "*B"], cfg: VQConfig
+    position_gain: Float[Array, "P D"], condition: Float[Array, "*#B D"], position: Int[Array, "*B"], cfg: VQConfig
 ) -> Float[Array, "*B D"]:
     """Return the condition scaled by the gain of a position, which is added to the input there."""
-    return condition * places[jnp.minimum(position, cfg.n_place - 1)]
+    return condition * position_gain[jnp.minimum(position, cfg.n_place - 1)]
 
 
 def forward(
@@ -137,11 +140,12 @@ def forward(
     documents = into_blocks(documents, block_len, vq_attention_scan.EMPTY)
     mask = jnp.ones(tokens.shape, jnp.float32) if mask is None else mask
     x = params.embed[into_blocks(tokens, block_len)].astype(dtype)
+    position = into_blocks(carry.position[:, None] + jnp.arange(n_token), block_len)
     if cfg.d_condition:
-        place = into_blocks(carry.position[:, None] + jnp.arange(n_token), block_len)
-        x = x + add_condition(params.place, carry.condition[:, None], place, cfg).astype(dtype)
-    if cfg.pe_abs:
-        position = into_blocks(carry.position[:, None] + jnp.arange(n_token), block_len)
+        assert params.place is not None
+        assert carry.condition is not None
+        x = x + add_condition(params.place, carry.condition[:, None], position, cfg).astype(dtype)
+    if params.position_scale is not None:
         x = x + (params.position_scale * sinusoid(position, cfg.d_model, cfg.pe_lam)).astype(dtype)
     if dropout is not None and cfg.p_dropemb:
         x = _drop_rows(x, cfg.p_dropemb, _row_stream(dropout.update, "embedding"))
@@ -153,7 +157,7 @@ def forward(
         drop = None if dropout is None else jax.tree.map(lambda k: _fold_rows(k, index), dropout)
         y, state, aux = _unit(x, p, unit_codes, state, cfg, documents, mask, length, drop, dense, keep_outputs)
         if drop is not None and cfg.p_droplyr:
-            y = _drop_rows(y, cfg.p_droplyr, _row_stream(drop.sequence, "layer"), whole=True)
+            y = _drop_rows(y, cfg.p_droplyr, _row_stream(drop.sequence, "layer"), per_row=True)
         x = x + y
         if mixture is not None:
             z, routing = experts.moe_block(x, mixture, cfg.n_choice, (None, "batch", None, None), RULES)
@@ -173,9 +177,9 @@ def forward(
 
 
 def logits(params: VQParams, x: Float[Array, "*B D"], cfg: VQConfig) -> Float[Array, "*B A"]:
-    if cfg.e_preln:
+    if params.out_gain is not None and params.out_norm_bias is not None:
         x = rms_norm_affine(x, params.out_gain, params.out_norm_bias)
-    weights = params.embed.T if cfg.e_tie else params.w_out
+    weights = params.embed.T if params.w_out is None else params.w_out
     return cfg.e_scale * (linear(x.astype(jnp.float32), weights) + params.out_bias)
 
 
@@ -289,14 +293,14 @@ def _attention(
 ) -> tuple[Float[Array, "N B H L V"], AttentionState]:
     """Attend in `shard_map`: rows and heads (with a single head, slices of its values) are independent, so no collective is needed."""
     by_key, by_value = (None, "batch", "heads", None, None), (None, "batch", "heads", None, "values")
-    names = (
-        Queries(content=cast(Any, by_key), position=cast(Any, by_key)),
+    axes = (
+        AxesTree.of(Queries, content=by_key, position=by_key),
         by_key,
         by_key[:-1],
         by_value,
         ("heads", None, None),
         ("heads", None, None),
-        STATE_NAMES,
+        STATE_AXES,
         (None, "batch", None),
         None if length is None else ("batch",),
     )
@@ -306,7 +310,7 @@ def _attention(
         return attention(queries, *others, n_token=n_token, length=length, **options)
 
     args = (queries, keys, chosen, values, codes, distances, state, documents, length)
-    return sharding.shard_map_by_axes(attend, RULES, args, names, (by_value, STATE_NAMES), (values, state))
+    return sharding.shard_map_by_axes(attend, RULES, args, axes, (by_value, STATE_AXES), (values, state))
 
 
 def _unit_aux(
@@ -347,10 +351,10 @@ def _drop(x: Array, p: float, key: PRNGKeyArray, shape: tuple[int, ...] | None =
 
 
 def _drop_rows(
-    x: Float[Array, "N B L D"], p: float, keys: Key[Array, " B"], whole: bool = False
+    x: Float[Array, "N B L D"], p: float, keys: Key[Array, " B"], per_row: bool = False
 ) -> Float[Array, "N B L D"]:
-    """Apply dropout with one key per row; `whole` keeps or drops complete rows."""
-    return jax.vmap(lambda row, key: _drop(row, p, key, (1,) * row.ndim if whole else None), (1, 0), 1)(x, keys)
+    """Apply dropout with one key per row; `per_row` keeps or drops complete rows."""
+    return jax.vmap(lambda row, key: _drop(row, p, key, (1,) * row.ndim if per_row else None), (1, 0), 1)(x, keys)
 
 
 def _row_stream(keys: Key[Array, " B"], name: str) -> Key[Array, " B"]:

@@ -5,10 +5,12 @@ Letters: G units, D model width, H heads, K key width, V value width, S codes, A
 
 from __future__ import annotations
 
-from typing import Any
+from jaxtyping import Array, Float
 
-from linnet.core.params import Spec
-from linnet.core.pytree import pytree
+from linnet.core.dtypes import WeightDtype
+from linnet.core.params import Init, Spec
+from linnet.core.pytree import pytree, tree_of
+from linnet.core.quant import Weight
 from linnet.models.hidden import ffn_size
 from linnet.models.vq.config import VQConfig
 from linnet.nn.moe import ExpertWeights, Mixture
@@ -28,49 +30,53 @@ RULES: LogicalAxisRules = {
 
 @pytree
 class UnitParams:
-    norm_gain: Any  # G D
-    norm_bias: Any  # G D
-    w_q: Any  # G D HK
-    w_kvg: Any  # G D (HK + HV + HV)
-    w_r: Any  # G D HK
-    w_res: Any  # G HV D
-    u: Any  # G HK
-    w: Any  # G HK
+    norm_gain: Float[Array, "*G D"]
+    norm_bias: Float[Array, "*G D"]
+    w_q: Weight  # G D HK
+    w_kvg: Weight  # G D (HK + HV + HV)
+    w_r: Float[Array, "*G D HK"]
+    w_res: Weight  # G HV D
+    u: Float[Array, "*G HK"]
+    w: Float[Array, "*G HK"]
 
 
 @pytree
 class VQParams:
-    embed: Any  # A D
-    position_scale: Any  # scalar, or None without absolute positions
+    embed: Float[Array, "A D"]
+    position_scale: Float[Array, ""] | None  # None without absolute positions
     units: UnitParams
-    out_gain: Any  # D, or None without e_preln
-    out_norm_bias: Any  # D, or None without e_preln
-    w_out: Any  # D A, or None when tied
-    out_bias: Any  # A
-    mixture: Any = None  # G ..: a `Mixture` after each unit, or None without experts
-    w_condition: Any = None  # E D, or None in an unconditional model
-    place: Any = None  # P D: gain of the condition at each position, or None
+    out_gain: Float[Array, " D"] | None  # None without e_preln
+    out_norm_bias: Float[Array, " D"] | None  # None without e_preln
+    w_out: Weight | None  # D A, or None when tied
+    out_bias: Float[Array, " A"]
+    mixture: Mixture | None = None  # after each unit; None without experts
+    w_condition: Float[Array, "E D"] | None = None  # None in an unconditional model
+    place: Float[Array, "P D"] | None = None  # gain of the condition at each position; None in an unconditional model
 
 
 @pytree
 class VQBuffers:
     """Codebooks, which are learned without gradients."""
 
-    code_count: Any  # G H S
-    code_total: Any  # G H S K
+    code_count: Float[Array, "G H S"]
+    code_total: Float[Array, "G H S K"]
 
 
 def param_specs(cfg: VQConfig) -> VQParams:
     g, d, hk, hv = cfg.n_unit, cfg.d_model, cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
     heads = head_axis(cfg)
 
-    def unit(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any, min_dtype: Any = "float32") -> Spec:
+    def unit(
+        shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init, min_dtype: WeightDtype = "float32"
+    ) -> Spec:
         return Spec((g, *shape), ("layers", *axes), init, min_dtype=min_dtype)
 
-    return VQParams(
+    return tree_of(
+        VQParams,
         embed=Spec((cfg.n_vocab, d), ("vocab", "model"), "normal", min_dtype="bfloat16"),
         position_scale=Spec((), (), "zeros") if cfg.pe_abs else None,
-        units=UnitParams(
+        units=tree_of(
+            UnitParams,
             norm_gain=unit((d,), ("model",), "ones"),
             norm_bias=unit((d,), ("model",), "zeros"),
             w_q=unit((d, hk), ("model", heads), "fan_in", "int8"),
@@ -100,14 +106,16 @@ def _mixture_specs(cfg: VQConfig) -> Mixture:
     n, d, f = cfg.n_expert, cfg.d_model, ffn_size(cfg.d_model, cfg.widening)
 
     def unit(
-        shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any = "fan_in", min_dtype: Any = "float32"
+        shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init = "fan_in", min_dtype: WeightDtype = "float32"
     ) -> Spec:
         return Spec((cfg.n_unit, *shape), ("layers", *axes), init, min_dtype=min_dtype)
 
-    return Mixture(
+    return tree_of(
+        Mixture,
         in_gain=unit((d,), ("model",), "ones"),
         router=unit((d, n), ("model", None)),
-        experts=ExpertWeights(
+        experts=tree_of(
+            ExpertWeights,
             gate=unit((n, d, f), ("experts", "model", "hidden"), min_dtype="int8"),
             value=unit((n, d, f), ("experts", "model", "hidden"), min_dtype="int8"),
             out=unit((n, f, d), ("experts", "hidden", "model"), min_dtype="int8"),
@@ -118,7 +126,8 @@ def _mixture_specs(cfg: VQConfig) -> Mixture:
 
 def buffer_specs(cfg: VQConfig) -> VQBuffers:
     shape = (cfg.n_unit, cfg.n_head, cfg.n_code)
-    return VQBuffers(
+    return tree_of(
+        VQBuffers,
         code_count=Spec(shape, ("layers", "heads", None), "ones"),
         code_total=Spec((*shape, cfg.d_k), ("layers", "heads", None, None), "fan_in"),
     )

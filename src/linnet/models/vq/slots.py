@@ -22,17 +22,17 @@ from jaxtyping import Array, Float, Int
 
 from linnet.core.pytree import replace
 from linnet.models.decoder import Decoder
-from linnet.models.tensor_parallel import EVERYWHERE, constrain, pspecs
+from linnet.models.tensor_parallel import REPLICATED, constrain, pspecs
 from linnet.models.vq.config import VQConfig
-from linnet.models.vq.decode import code_vectors, decode, leave_ring, prepare, table_size
+from linnet.models.vq.decode import code_vectors, decode, evict_from_ring, prepare, table_size
 from linnet.models.vq.decode_state import (
     Prepared,
-    Slots,
     UnitMemory,
     UnitWeights,
-    part_config,
-    prepared_cuts,
-    slot_cuts,
+    VQSlots,
+    prepared_pspecs,
+    shard_config,
+    slot_pspecs,
 )
 from linnet.models.vq.model import VQCarry, carry_axes, conditioned, empty_carry, forward, logits, nats
 from linnet.models.vq.params import RULES, VQBuffers, VQParams
@@ -41,27 +41,27 @@ from linnet.nn.losses import top_logprobs
 from linnet.nn.vq_attention import AttentionState
 from linnet.nn.vq_attention_scan import EMPTY
 from linnet.parallel import sharding
-from linnet.parallel.sharding import shard_map
+from linnet.parallel.sharding import PSpecTree, shard_map
 
 CHUNK = 128  # minimum prefill chunk, in tokens
 SHORT = 32  # last chunks up to this length use a smaller program, so that short messages are cheap
 DOCUMENT = 0  # id of a slot's current document; older documents are dropped
 
 
-def init_slots(cfg: VQConfig, n: int) -> Slots:
+def init_slots(cfg: VQConfig, n: int) -> VQSlots:
     """Return `n` empty slots."""
-    return _empty_slots(cfg, n) if sharding.current() is None else _slots_by_parts(cfg, n)
+    return _empty_slots(cfg, n) if sharding.current() is None else _slots_on_mesh(cfg, n)
 
 
 @partial(jax.jit, static_argnames=("cfg", "n"))
-def _slots_by_parts(cfg: VQConfig, n: int) -> Slots:
-    mine = part_config(cfg)
-    return shard_map(lambda: _empty_slots(mine, n), (), (), slot_cuts(cfg.n_head, cfg.n_unit))
+def _slots_on_mesh(cfg: VQConfig, n: int) -> VQSlots:
+    shard_cfg = shard_config(cfg)
+    return shard_map(lambda: _empty_slots(shard_cfg, n), (), (), slot_pspecs(cfg.n_head, cfg.n_unit))
 
 
-def _empty_slots(cfg: VQConfig, n: int) -> Slots:
+def _empty_slots(cfg: VQConfig, n: int) -> VQSlots:
     rows, ring, columns = n * cfg.n_head, cfg.mem_len + 1, table_size(cfg) + cfg.mem_len + 1
-    return Slots(
+    return VQSlots(
         units=tuple(
             UnitMemory(
                 total=jnp.zeros((rows, columns, cfg.d_v), jnp.float32),
@@ -160,21 +160,21 @@ def chunk_logprobs(
 
 
 @partial(jax.jit, donate_argnums=0)
-def insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
+def insert(slots: VQSlots, one: VQCarry, i: int | Int[Array, ""]) -> VQSlots:
     """Insert a sequence into slot `i`; other slots are not changed."""
     if sharding.current() is None:
         return _insert(slots, one, i)
-    cut = _cuts_of(slots)
-    return shard_map(_insert, (slots, one, jnp.asarray(i)), (cut, pspecs(carry_axes(one), one, RULES), EVERYWHERE), cut)
+    of_slots, of_one = _slot_pspecs_of(slots), pspecs(carry_axes(one), one, RULES)
+    return shard_map(_insert, (slots, one, jnp.asarray(i)), (of_slots, of_one, REPLICATED), of_slots)
 
 
-def _cuts_of(slots: Slots) -> Any:
+def _slot_pspecs_of(slots: VQSlots) -> PSpecTree[VQSlots]:
     """Return the slots' PartitionSpecs: sharded by heads if there are several rows per slot."""
     n_head = slots.units[0].codes.shape[0] // slots.position.shape[0]
-    return slot_cuts(n_head, len(slots.units))
+    return slot_pspecs(n_head, len(slots.units))
 
 
-def _insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
+def _insert(slots: VQSlots, one: VQCarry, i: int | Int[Array, ""]) -> VQSlots:
     n_slot = slots.position.shape[0]
     position = one.position[0]
 
@@ -199,12 +199,15 @@ def _insert(slots: Slots, one: VQCarry, i: int | Int[Array, ""]) -> Slots:
         )
 
     units = tuple(put(memory, jax.tree.map(lambda x, g=g: x[g], one.attention)) for g, memory in enumerate(slots.units))
-    condition = None if slots.condition is None else slots.condition.at[i].set(one.condition[0])
-    return Slots(units=units, position=slots.position.at[i].set(position), condition=condition)
+    condition = slots.condition
+    if condition is not None:
+        assert one.condition is not None
+        condition = condition.at[i].set(one.condition[0])
+    return VQSlots(units=units, position=slots.position.at[i].set(position), condition=condition)
 
 
 @partial(jax.jit, static_argnames="cfg")
-def single_slot(one: VQCarry, cfg: VQConfig) -> Slots:
+def single_slot(one: VQCarry, cfg: VQConfig) -> VQSlots:
     """Return a single slot that holds this sequence."""
     return insert(init_slots(cfg, 1), one, 0)
 
@@ -212,7 +215,7 @@ def single_slot(one: VQCarry, cfg: VQConfig) -> Slots:
 @partial(jax.jit, static_argnames="cfg")
 def extract(
     prepared: Prepared,
-    slots: Slots,
+    slots: VQSlots,
     i: int | Int[Array, ""],
     cfg: VQConfig,
     n_read: int | Int[Array, ""] = 0,
@@ -223,13 +226,13 @@ def extract(
     del n_read, known
     if sharding.current() is None:
         return _extract(prepared, slots, i, cfg)
-    mine, one = part_config(cfg), jax.eval_shape(lambda: empty_carry(cfg, 1))
+    shard_cfg, one = shard_config(cfg), jax.eval_shape(lambda: empty_carry(cfg, 1))
     out = pspecs(carry_axes(one), one, RULES)
-    ins = (prepared_cuts(cfg), _cuts_of(slots), EVERYWHERE)
-    return shard_map(lambda p, slots, i: _extract(p, slots, i, mine), (prepared, slots, jnp.asarray(i)), ins, out)
+    ins = (prepared_pspecs(cfg), _slot_pspecs_of(slots), REPLICATED)
+    return shard_map(lambda p, slots, i: _extract(p, slots, i, shard_cfg), (prepared, slots, jnp.asarray(i)), ins, out)
 
 
-def _extract(prepared: Prepared, slots: Slots, i: int | Int[Array, ""], cfg: VQConfig) -> VQCarry:
+def _extract(prepared: Prepared, slots: VQSlots, i: int | Int[Array, ""], cfg: VQConfig) -> VQCarry:
     position = slots.position[i]
     window, n_table = cfg.mem_len, table_size(cfg)
     ring = window + 1
@@ -237,7 +240,7 @@ def _extract(prepared: Prepared, slots: Slots, i: int | Int[Array, ""], cfg: VQC
 
     def take(weights: UnitWeights, memory: UnitMemory) -> AttentionState:
         memory = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * cfg.n_head, cfg.n_head), memory)
-        memory, _ = leave_ring(memory, jnp.broadcast_to(position % ring, (cfg.n_head,)))
+        memory, _ = evict_from_ring(memory, jnp.broadcast_to(position % ring, (cfg.n_head,)))
         count = jnp.pad(memory.count[:, :n_table], [(0, 0), (0, cfg.n_code - n_table)])
         total = jnp.pad(memory.total[:, :n_table], [(0, 0), (0, cfg.n_code - n_table), (0, 0)])
         real = memory.count[0, n_table + column] > 0  # the same for every head
@@ -265,14 +268,14 @@ def _extract(prepared: Prepared, slots: Slots, i: int | Int[Array, ""], cfg: VQC
 
 
 @partial(jax.jit, donate_argnums=0)
-def clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
+def clear(slots: VQSlots, i: int | Int[Array, ""]) -> VQSlots:
     """Empty slot `i`. A count of zero masks whatever the columns contain."""
     if sharding.current() is None:
         return _clear(slots, i)
-    return shard_map(_clear, (slots, jnp.asarray(i)), (_cuts_of(slots), EVERYWHERE), _cuts_of(slots))
+    return shard_map(_clear, (slots, jnp.asarray(i)), (_slot_pspecs_of(slots), REPLICATED), _slot_pspecs_of(slots))
 
 
-def _clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
+def _clear(slots: VQSlots, i: int | Int[Array, ""]) -> VQSlots:
     n_slot = slots.position.shape[0]
 
     def empty(memory: UnitMemory) -> UnitMemory:
@@ -281,10 +284,10 @@ def _clear(slots: Slots, i: int | Int[Array, ""]) -> Slots:
         return replace(memory, count=jax.lax.dynamic_update_slice(memory.count, zeros, (i * n_head, 0)))
 
     condition = None if slots.condition is None else slots.condition.at[i].set(0.0)
-    return Slots(units=tuple(map(empty, slots.units)), position=slots.position.at[i].set(0), condition=condition)
+    return VQSlots(units=tuple(map(empty, slots.units)), position=slots.position.at[i].set(0), condition=condition)
 
 
-def sharded(slots: Slots, cfg: VQConfig) -> Any:
+def sharded(slots: VQSlots, cfg: VQConfig) -> Any:
     """Return the arrays that the model axis shards: everything per head, or the values of a single head."""
     return slots.units if cfg.n_head > 1 else [unit.total for unit in slots.units]
 

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from linnet.convert.grok.checkpoint import find_folder, read_checkpoint
 from linnet.convert.grok.settings import grok_config
 from linnet.core.errors import UserError
-from linnet.models.moe.cache import Memory
+from linnet.models.moe.cache import MoEState
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import MoEParams
 from linnet.models.moe.slots import DECODER as decoder
@@ -94,7 +94,7 @@ def recompute_decoder(m: GrokModel, prefix: str, tolerance: float, recomputed: R
 def _cache(
     m: GrokModel,
     name: str,
-    memories: list[Memory],
+    memories: list[MoEState],
     part: str,
     layer: int,
     tolerance: float,

@@ -128,6 +128,7 @@ def recompute_network_parts(golden: Golden) -> Recomputed:
         p = jax.tree.map(lambda w, i=i: w[i], params.layers)
         values[f"layer{i}.ff/out"] = layers.feed_forward(jnp.asarray(golden.get(f"layer{i}.ff/in")), p, cfg)
         x = halves(x, i)[1]
+    assert params.out_gain is not None
     values["final_norm/out"] = layer_norm(jnp.asarray(golden.get("final_norm/in")), params.out_gain, cfg.last_norm)
     values["transformer/out"] = net.head(params, x, cfg)
     return Recomputed(values=values, inputs=frozenset(given))
