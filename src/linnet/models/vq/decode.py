@@ -188,9 +188,10 @@ def _unit(
 
 
 def _mixture(x: Float[Array, "B D"], mixture: Mixture, cfg: VQConfig, tp: TensorParallel) -> Float[Array, "B D"]:
+    wanted = jnp.ones((x.shape[0],), bool)
     h = rms_norm_gain(x, mixture.in_gain)
     first = tp.first_expert(cfg.n_expert)
-    y = moe_decode(h, mixture.router[None], mixture.experts, 0, jnp.ones((x.shape[0],), bool), cfg.n_choice, first)
+    y = moe_decode(h, mixture.router[None], mixture.experts, 0, wanted, cfg.n_choice, first)
     return rms_norm_gain(tp.psum(y, "model", "expert"), mixture.out_gain)
 
 
