@@ -49,6 +49,16 @@ def test_restore_follows_the_sharding_of_the_target(saved: Checkpoints) -> None:
     assert bits(restored) == bits(make_state(2))
 
 
+def test_a_renamed_field_keeps_its_name_in_checkpoints(tmp_path: Path) -> None:
+    state = {"consecutive_nonfinite": jnp.int32(3), "step": jnp.int32(7)}
+    with Checkpoints(tmp_path, keep=1) as saver:
+        saver.save(7, state, extra={}, wait=True)
+        assert set(snapshot.checksums(saver.path(7))) == {"bad_run", "step"}
+        assert bits(saver.restore(jax.eval_shape(lambda: state)).state) == bits(state)
+        counter = {"consecutive_nonfinite": jax.ShapeDtypeStruct((), jnp.int32)}
+        assert int(saver.restore(counter, partial=True).state["consecutive_nonfinite"]) == 3
+
+
 def test_buffers_may_be_donated_as_soon_as_save_returns(tmp_path: Path) -> None:
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
     saver = Checkpoints(tmp_path, keep=9)

@@ -33,8 +33,8 @@ class TrainState:
     """Key data of the PRNG key from which all of the run's keys are derived."""
     skipped: Int[Array, ""]
     """Number of updates skipped because the loss or gradient was not finite."""
-    bad_run: Int[Array, ""]
-    """Number of consecutive skipped updates up to now."""
+    consecutive_nonfinite: Int[Array, ""]
+    """Number of consecutive skipped updates up to now. Checkpoints name it `bad_run`."""
     base: Any = None
     """With adapters: the frozen weights. They are stored once next to the checkpoints, not in each of them."""
 
@@ -84,7 +84,7 @@ def start_from(
         ema=jax.tree.map(jnp.copy, params) if cfg.train.ema_decay is not None else None,
         key=jax.random.key_data(rng.root(cfg.seed)),
         skipped=jnp.zeros((), jnp.int32),
-        bad_run=jnp.zeros((), jnp.int32),
+        consecutive_nonfinite=jnp.zeros((), jnp.int32),
     )
 
 
@@ -182,7 +182,7 @@ def _optimizer_shardings(opt_state: Any, specs: Any, mesh: Mesh, rules: sharding
 
 def both_weights(state: TrainState) -> TrainState:
     """Reduce a state (or abstract state) to what is evaluated: parameters, EMA, codebooks and the base of adapters."""
-    return replace(state, step=None, carry=None, opt_state=None, key=None, skipped=None, bad_run=None)
+    return replace(state, step=None, carry=None, opt_state=None, key=None, skipped=None, consecutive_nonfinite=None)
 
 
 def served_weights(state: TrainState) -> TrainState:

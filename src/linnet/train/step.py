@@ -85,9 +85,13 @@ def update(
         opt_state=if_finite(opt_state, state.opt_state),
         ema=None if ema is None else if_finite(ema, state.ema),
         skipped=state.skipped + skipped,
-        bad_run=(state.bad_run + 1) * skipped,
+        consecutive_nonfinite=(state.consecutive_nonfinite + 1) * skipped,
     )
-    return after, {**aux.metrics, "loss": loss, "grad_norm": norm, "skipped": after.skipped, "bad_run": after.bad_run}
+    counts = {
+        "skipped": after.skipped,
+        "bad_run": after.consecutive_nonfinite,
+    }  # as metrics.jsonl has always named them
+    return after, {**aux.metrics, "loss": loss, "grad_norm": norm, **counts}
 
 
 def _keys(state: TrainState, cfg: RunConfig) -> Keys:

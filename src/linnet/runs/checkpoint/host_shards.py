@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +13,9 @@ from jaxtyping import Array
 
 from linnet.core.pytree import named_leaves
 from linnet.runs.checkpoint import checksum
+
+STORED_NAMES = {"consecutive_nonfinite": "bad_run"}
+"""Names in checkpoints of the leaves whose field has been renamed since the first version."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -70,9 +74,14 @@ def _aligned_copy(piece: np.ndarray) -> np.ndarray:
     return copy
 
 
+def stored_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each leaf with its name in a checkpoint."""
+    return ((STORED_NAMES.get(name, name), leaf) for name, leaf in named_leaves(tree))
+
+
 def named(tree: Any) -> dict[str, Any]:
     """Return the leaves by name, with PRNG keys as key data. Works on arrays and on abstract leaves."""
-    pairs = list(named_leaves(tree))
+    pairs = list(stored_leaves(tree))
     named = {name: _numbers(leaf) for name, leaf in pairs}
     assert len(named) == len(pairs), f"two leaves share a name among {sorted(name for name, _ in pairs)}"
     return named
@@ -80,7 +89,7 @@ def named(tree: Any) -> dict[str, Any]:
 
 def kinds(tree: Any) -> dict[str, str]:
     """Return dtype and shape of every leaf, as in `float32[3, 4]`."""
-    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_leaves(tree)}
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in stored_leaves(tree)}
 
 
 def not_empty(leaves: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array
 
 from linnet.core.errors import UserError
-from linnet.core.pytree import named_leaves
 from linnet.parallel import multihost
 from linnet.runs.checkpoint import checksum, host_shards
 
@@ -60,7 +59,7 @@ def read_checkpoint(path: Path, target: Any, *, partial: bool = False) -> Restor
     reports = multihost.all_gather_json(report)
     _settle(fault, reports)
     _prove(found, manifest["leaves"], [each["sums"] for each in reports])
-    leaves = [_like(found[name], leaf) for name, leaf in named_leaves(target)]
+    leaves = [_like(found[name], leaf) for name, leaf in host_shards.stored_leaves(target)]
     state = jax.tree.unflatten(jax.tree.structure(target), leaves)
     return Restored(state=state, step=manifest["step"], extra=manifest["extra"])
 
