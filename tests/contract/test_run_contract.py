@@ -19,7 +19,7 @@ from run_comparison import assert_same_bits
 
 import linnet
 from linnet.cli import main
-from linnet.cli.interchange_flags import ExportFlags
+from linnet.cli.convert_flags import ExportFlags
 from linnet.config import codec
 from linnet.config.tuning import LoraConfig
 from linnet.core import params

@@ -63,7 +63,7 @@ def test_a_checkpoint_becomes_a_run_and_its_export_comes_back(
     monkeypatch.chdir(tmp_path)
     assert not linnet("import", "dalle2-prior", checkpoint)
     said = capsys.readouterr().out
-    assert "Averaged weights: width 16, 1 layers, 12 steps (linear); step 7, version 1.15.6." in said
+    assert "EMA weights: width 16, 1 layers, 12 steps (linear); step 7, version 1.15.6." in said
     assert "Assumed, since weights do not show it: it predicts x_start, embeddings are scaled by 4" in said
     run = open_run(Path("runs/trained"))
     assert run.cfg.prior == CFG
@@ -90,7 +90,7 @@ def test_the_other_weights_and_what_weights_do_not_tell(
     settings.write_text(json.dumps(whole))
     flags = ("--settings", settings, "--which", "online", "--source", "pairs")
     assert not linnet("import", "dalle2-prior", checkpoint, "--out", out, *flags)
-    assert "Trained weights" in capsys.readouterr().out
+    assert "Online weights" in capsys.readouterr().out
     run = open_run(out)
     same(run.params, model(CFG, 1))
     cfg = run.cfg.prior

@@ -14,8 +14,8 @@ import optax
 import pytest
 from tiny import config, corpus
 
+from linnet.cli.convert import export_command, import_command
 from linnet.cli.evaluate import eval_command
-from linnet.cli.interchange import export_command, import_command
 from linnet.cli.sample import sample_command
 from linnet.config import codec
 from linnet.config.schema import OptimConfig, RunConfig

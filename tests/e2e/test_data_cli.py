@@ -200,7 +200,7 @@ def test_the_seen_half_stays_as_it_is(painter: Path, tmp_path: Path, capsys: pyt
     ("flags", "words"),
     [
         (["--prompt", "x"], "--complete"),
-        (["--max-tokens", "3"], "paints pictures"),
+        (["--max-tokens", "3"], "generates images"),
         (["--complete", "nowhere.png"], "nowhere.png"),
         (["--keep", "2"], "--keep"),
     ],

@@ -7,15 +7,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import PATIENCE, until
 
-from linnet.cli.launch import fair_share, the_first
+from linnet.cli.launch import first_failure, process_cores
 from linnet.core.errors import UserError
 from linnet.parallel.cluster.environment import ALONE, Member, Timeouts, find_cluster_env, find_timeouts
 from linnet.parallel.cluster.heartbeat import FAILED_SECONDS, Beat, FailureDetector, Heartbeat, MissedBeats
-from linnet.parallel.cluster.peer_failure import is_peer_failure
+from linnet.parallel.cluster.lifecycle import is_peer_failure
 from linnet.train.stragglers import NullMonitor, StragglerMonitor, monitor, stragglers
 
 EXPLICIT = {"LINNET_COORDINATOR": "node0:1234", "LINNET_PROCESSES": "4", "LINNET_PROCESS_ID": "2"}
@@ -40,14 +41,14 @@ def test_without_a_word_in_the_environment_a_process_is_alone(tmp_path: Path) ->
 
 
 def test_linnets_own_variables_come_first(tmp_path: Path) -> None:
-    place = find_cluster_env({**SLURM, **EXPLICIT}, tmp_path)
-    assert (place.kind, place.coordinator, place.index, place.count) == ("explicit", "node0:1234", 2, 4)
+    env = find_cluster_env({**SLURM, **EXPLICIT}, tmp_path)
+    assert (env.kind, env.coordinator, env.index, env.count) == ("explicit", "node0:1234", 2, 4)
     assert find_cluster_env({**SLURM, "LINNET_PROCESSES": "1"}, tmp_path) == ALONE
 
 
 def test_a_slurm_step_and_an_indexed_job_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = find_cluster_env(SLURM, tmp_path)
-    assert (place.kind, place.index, place.count) == ("slurm", 3, 4)
+    env = find_cluster_env(SLURM, tmp_path)
+    assert (env.kind, env.index, env.count) == ("slurm", 3, 4)
     job = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="LINNET_COORDINATOR"):
@@ -111,7 +112,7 @@ def test_bounds_have_usual_values_and_refuse_nonsense() -> None:
 @pytest.mark.parametrize(("n_core", "n"), [(2, 4), (8, 3), (8, 8), (1, 1), (5, 2)])
 def test_every_process_has_a_core_and_no_core_is_left_out(n_core: int, n: int) -> None:
     cores = list(range(10, 10 + n_core))
-    shares = [fair_share(cores, i, n) for i in range(n)]
+    shares = [process_cores(cores, i, n) for i in range(n)]
     assert all(shares)
     assert {core for share in shares for core in share} == set(cores)
     if n <= n_core:
@@ -119,26 +120,26 @@ def test_every_process_has_a_core_and_no_core_is_left_out(n_core: int, n: int) -
 
 
 def test_who_misses_another_is_not_taken_for_the_first_to_fail() -> None:
-    assert the_first([(0, 76), (2, 137), (3, 76)]) == (2, 137)
-    assert the_first([(1, 76)]) == (1, 76)
+    assert first_failure([(0, 76), (2, 137), (3, 76)]) == (2, 137)
+    assert first_failure([(1, 76)]) == (1, 76)
 
 
 # Who is gone.
 
 
-def sign(index: int, beat: int = 0, **more: object) -> Beat:
-    return dataclasses.replace(Beat(index=index, host=f"h{index}", beat=beat), **more)  # pyright: ignore[reportArgumentType]
+def beat(index: int, sequence: int = 0, **more: object) -> Beat:
+    return dataclasses.replace(Beat(index=index, host=f"h{index}", sequence=sequence), **more)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_process_without_new_signs_is_gone_after_the_bound_and_named() -> None:
-    ears = FailureDetector(3)
-    for beat in range(5):
-        ears.hear([sign(0, beat), sign(1, beat, step=beat), sign(2, min(beat, 1), step=17)], 1.0)
-    assert [one.index for one in ears.silent(2.0)] == [2]
-    assert ears.verdict(4.0, 4.0) is None
-    for beat in range(5, 7):
-        ears.hear([sign(0, beat), sign(1, beat), sign(2, 1, step=17)], 1.0)
-    words = ears.verdict(4.0, 4.0)
+def test_a_process_without_new_beats_is_gone_after_the_bound_and_named() -> None:
+    detector = FailureDetector(3)
+    for n in range(5):
+        detector.update([beat(0, n), beat(1, n, step=n), beat(2, min(n, 1), step=17)], 1.0)
+    assert [one.index for one in detector.missed(2.0)] == [2]
+    assert detector.verdict(4.0, 4.0) is None
+    for n in range(5, 7):
+        detector.update([beat(0, n), beat(1, n), beat(2, 1, step=17)], 1.0)
+    words = detector.verdict(4.0, 4.0)
     assert words is not None
     assert "process 2 on h2" in words
     assert "step 17" in words
@@ -146,30 +147,30 @@ def test_a_process_without_new_signs_is_gone_after_the_bound_and_named() -> None
 
 
 def test_a_process_that_never_spoke_is_gone_too() -> None:
-    ears = FailureDetector(2)
-    for beat in range(6):
-        ears.hear([sign(0, beat)], 1.0)
-    assert "process 1 " in str(ears.verdict(4.0, 4.0))
+    detector = FailureDetector(2)
+    for n in range(6):
+        detector.update([beat(0, n)], 1.0)
+    assert "process 1 " in str(detector.verdict(4.0, 4.0))
 
 
 def test_a_broken_connection_shortens_the_wait_but_accuses_nobody_who_speaks() -> None:
-    ears = FailureDetector(2)
-    for beat in range(4):
-        ears.hear([sign(0, beat, broken=True), sign(1, beat)], 1.0)
-    assert ears.verdict(30.0, 2.0) is None
-    for beat in range(4, 8):
-        ears.hear([sign(0, beat, broken=True), sign(1, 3)], 1.0)
-    assert "process 1" in str(ears.verdict(30.0, 2.0))
+    detector = FailureDetector(2)
+    for n in range(4):
+        detector.update([beat(0, n, broken=True), beat(1, n)], 1.0)
+    assert detector.verdict(30.0, 2.0) is None
+    for n in range(4, 8):
+        detector.update([beat(0, n, broken=True), beat(1, 3)], 1.0)
+    assert "process 1" in str(detector.verdict(30.0, 2.0))
 
 
 def test_a_process_that_failed_is_named_with_its_reason_after_the_others_had_time_to_fail_too() -> None:
-    ears = FailureDetector(2)
-    ears.hear([sign(0), sign(1, 1, failed="the disk is full")], 1.0)
-    assert ears.verdict(30.0, 30.0) is None
-    ears.hear([sign(0, 1, broken=True), sign(1, 1, failed="the disk is full")], FAILED_SECONDS - 1.0)
-    assert ears.verdict(30.0, 2.0) is None  # silent, with a connection broken: but it has said why
-    ears.hear([sign(0, 2), sign(1, 1, failed="the disk is full")], 1.0)
-    assert "the disk is full" in str(ears.verdict(30.0, 30.0))
+    detector = FailureDetector(2)
+    detector.update([beat(0), beat(1, 1, failed="the disk is full")], 1.0)
+    assert detector.verdict(30.0, 30.0) is None
+    detector.update([beat(0, 1, broken=True), beat(1, 1, failed="the disk is full")], FAILED_SECONDS - 1.0)
+    assert detector.verdict(30.0, 2.0) is None  # silent, with a connection broken: but it has said why
+    detector.update([beat(0, 2), beat(1, 1, failed="the disk is full")], 1.0)
+    assert "the disk is full" in str(detector.verdict(30.0, 30.0))
 
 
 class Board:
@@ -209,16 +210,16 @@ def beating(board: Board, index: int, count: int, lost: float = 3.0) -> tuple[He
 
 def test_all_name_the_process_that_fell_silent_and_say_what_is_kept() -> None:
     board = Board()
-    pulses = [beating(board, i, 3) for i in range(3)]
-    for pulse, _ in pulses:
-        pulse.saved = lambda: "Nothing after step 15 is kept."
-        pulse.start()
-    pulses[2][0].stepped(17, 0.0)
+    heartbeats = [beating(board, i, 3) for i in range(3)]
+    for heartbeat, _ in heartbeats:
+        heartbeat.describe_saved = lambda: "Nothing after step 15 is kept."
+        heartbeat.start()
+    heartbeats[2][0].stepped(17, 0.0)
     written = board.n_written
     until(lambda: board.n_written >= written + 9)  # several heartbeats of each
-    assert not any(left.words for _, left in pulses)
-    pulses[2][0].stop()  # killed, for all the others can see
-    for _, left in pulses[:2]:
+    assert not any(left.words for _, left in heartbeats)
+    heartbeats[2][0].stop()  # killed, for all the others can see
+    for _, left in heartbeats[:2]:
         assert left.at.wait(PATIENCE)
         assert "process 2 on h2" in left.words[0]
         assert "step 17" in left.words[0]
@@ -230,8 +231,8 @@ def test_all_name_the_process_that_fell_silent_and_say_what_is_kept() -> None:
 @pytest.mark.parametrize("how", ["refused", "stuck"])
 def test_process_0_is_missed_when_its_store_is_gone_or_hangs(how: str) -> None:
     board = Board()
-    pulse, left = beating(board, 1, 2)
-    pulse.start()
+    heartbeat, left = beating(board, 1, 2)
+    heartbeat.start()
 
     def gone() -> None:
         if how == "stuck":
@@ -282,12 +283,12 @@ def test_a_process_on_its_own_is_watched_by_nobody() -> None:
 
 
 def test_the_slow_host_and_the_slow_core_are_told_apart() -> None:
-    usual = {"host_seconds": 0.010, "probe_seconds": 0.001}
-    signs = {i: sign(i, **usual) for i in range(4)}
-    assert stragglers(signs) == {}
-    signs[2] = sign(2, host_seconds=0.062, probe_seconds=0.001)
-    signs[3] = sign(3, host_seconds=0.010, probe_seconds=0.0045)
-    found = stragglers(signs)
+    usual: dict[str, Any] = {"host_seconds": 0.010, "probe_seconds": 0.001}
+    beats = {i: beat(i, **usual) for i in range(4)}
+    assert stragglers(beats) == {}
+    beats[2] = beat(2, host_seconds=0.062, probe_seconds=0.001)
+    beats[3] = beat(3, host_seconds=0.010, probe_seconds=0.0045)
+    found = stragglers(beats)
     assert set(found) == {2, 3}
     assert "6.2 times" in found[2]
     assert "host" in found[2]
@@ -295,20 +296,20 @@ def test_the_slow_host_and_the_slow_core_are_told_apart() -> None:
 
 
 def test_small_host_work_is_no_straggler_and_two_processes_can_be_told_apart() -> None:
-    assert stragglers({0: sign(0, host_seconds=0.0001), 1: sign(1, host_seconds=0.001)}) == {}
-    assert set(stragglers({0: sign(0, host_seconds=0.01), 1: sign(1, host_seconds=0.1)})) == {1}
-    assert stragglers({0: sign(0, host_seconds=0.01)}) == {}
+    assert stragglers({0: beat(0, host_seconds=0.0001), 1: beat(1, host_seconds=0.001)}) == {}
+    assert set(stragglers({0: beat(0, host_seconds=0.01), 1: beat(1, host_seconds=0.1)})) == {1}
+    assert stragglers({0: beat(0, host_seconds=0.01)}) == {}
 
 
 def test_a_straggler_is_named_once_and_only_when_it_was_slow_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    pulse, _ = beating(Board(), 0, 3)
+    heartbeat, _ = beating(Board(), 0, 3)
     now, said = [0.0], []
     monkeypatch.setattr("linnet.train.stragglers.time.monotonic", lambda: now[0])
-    watch = StragglerMonitor(pulse, lambda step, words: said.append((step, words)), lambda words: None)
+    watch = StragglerMonitor(heartbeat, lambda step, words: said.append((step, words)), lambda words: None)
 
     def step(n: int, slow: bool) -> None:
-        now[0] += pulse.late + 0.1
-        pulse.ears.hear([sign(i, n, host_seconds=0.5 if slow and i == 1 else 0.01) for i in range(3)], 1.0)
+        now[0] += heartbeat.late_seconds + 0.1
+        heartbeat.detector.update([beat(i, n, host_seconds=0.5 if slow and i == 1 else 0.01) for i in range(3)], 1.0)
         watch.stepped(n, 0.01)
 
     step(1, slow=True)
@@ -323,16 +324,16 @@ def test_a_straggler_is_named_once_and_only_when_it_was_slow_twice(monkeypatch: 
 
 
 def test_waiting_is_told_at_once_and_written_when_the_run_goes_on() -> None:
-    pulse, _ = beating(Board(), 0, 3)
+    heartbeat, _ = beating(Board(), 0, 3)
     told: list[str] = []
     said: list[tuple[int, str]] = []
-    watch = StragglerMonitor(pulse, lambda step, words: said.append((step, words)), told.append)
-    assert pulse.on_silence is not None
+    watch = StragglerMonitor(heartbeat, lambda step, words: said.append((step, words)), told.append)
+    assert heartbeat.on_late is not None
     for seconds in (6.0, 7.0):
-        pulse.on_silence([MissedBeats(index=2, seconds=seconds, sign=sign(2, step=17))])
-    assert told == ["Waiting for process 2 on h2 since 6 s, last seen at step 17."]
-    pulse.ears.hear([sign(2, 9)], 0.0)
-    pulse.on_silence([])
+        heartbeat.on_late([MissedBeats(index=2, seconds=seconds, last=beat(2, step=17))])
+    assert told == ["Waiting for process 2 on h2 for 6 s, last seen at step 17."]
+    heartbeat.detector.update([beat(2, 9)], 0.0)
+    heartbeat.on_late([])
     assert not said
     watch.stepped(18, 0.0)
-    assert said == [(18, "Process 2 on h2 was silent for 7 s, and goes on.")]
+    assert said == [(18, "Process 2 on h2 sent no heartbeat for 7 s, and has recovered.")]

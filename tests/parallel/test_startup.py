@@ -12,7 +12,7 @@ import pytest
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 PROGRAM = """
 import jax
-from linnet.parallel.startup import init_jax
+from linnet.parallel.cluster import init_jax
 {before}
 init_jax()
 print(jax.config.jax_compilation_cache_dir)

@@ -280,7 +280,7 @@ def test_a_prior_is_evaluated_told_and_reported(tiny: Path, capsys: pytest.Captu
     for words in (
         "validation at step 0",
         "3 pairs",
-        "with the weights as trained",
+        "with the online weights",
         "similarity with text",
         "this prior",
         "ridge regression",

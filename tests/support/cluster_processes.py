@@ -88,7 +88,7 @@ class Processes:
                 assert process.wait(max(0.1, asked + within - time.monotonic())) == 76, self.said(i)
                 words = self.said(i)
                 assert f"process {victim} " in words, words
-                assert "Nothing after the last checkpoint, step 15, is kept." in words
+                assert "Updates after the last checkpoint, step 15, are lost." in words
                 assert "--restarts" in words
 
     def _step(self, i: int) -> int:

@@ -13,7 +13,7 @@ def main() -> None:
     there is a FOLDER/failINDEX."""
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     from linnet.parallel import cluster
-    from linnet.parallel.startup import init_jax
+    from linnet.parallel.cluster import init_jax
 
     init_jax()
     import jax

@@ -32,7 +32,7 @@ def test_a_process_that_stood_still_for_a_while_is_named_and_the_run_goes_on(tmp
         processes.wait_for_words(0, "Waiting for process 1 on ", 15)
         processes.signal(1, signal.SIGCONT)
         assert processes.codes(within=120) == [0, 0, 0]
-        assert "was silent for" in processes.said(0)
+        assert "and has recovered" in processes.said(0)
 
 
 @pytest.mark.trial
@@ -40,7 +40,7 @@ def test_a_slow_host_is_named_in_the_log(tmp_path: Path) -> None:
     with Processes(tmp_path, 3, steps=300, lost=12.0, slow=(2, 0.06)) as processes:
         assert processes.codes(within=180) == [0, 0, 0]
         assert "Process 2 on " in processes.said(0)
-        assert "is slow: its host's work" in processes.said(0)
+        assert "is slow: its host work" in processes.said(0)
 
 
 @pytest.mark.trial

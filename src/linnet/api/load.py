@@ -36,7 +36,7 @@ def load(
     """
     if weights not in ("float32", "bfloat16", "int8"):
         raise invalid("weights", weights, "float32, bfloat16 or int8", "use float32")
-    from linnet.parallel.startup import init_jax
+    from linnet.parallel.cluster import init_jax
     from linnet.runs.load import decoding_mesh, open_run, read_config
 
     path = Path(path)

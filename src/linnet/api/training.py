@@ -130,7 +130,7 @@ def run_training(
 
     if config.model.KEEPS_FREED_MEMORY:
         keep_memory()  # has no effect if JAX was imported before
-    from linnet.parallel.startup import init_jax
+    from linnet.parallel.cluster import init_jax
     from linnet.runs.folder import RunFolder
     from linnet.train.loop import train
 
@@ -196,7 +196,7 @@ def _loaded(config: RunConfig, out: Path, checkpoint: Path) -> tuple[RunConfig, 
 
     from linnet.config import codec
     from linnet.convert.dalle2.importing import start_from_checkpoint
-    from linnet.parallel.startup import init_jax
+    from linnet.parallel.cluster import init_jax
     from linnet.runs.folder import RunFolder
     from linnet.train.exports import read_exports
 

@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnet.cli.advice import needed_prompt
+from linnet.cli.convert_flags import ExportFlags, ImportFlags
 from linnet.cli.import_vq import check_unused_flags
-from linnet.cli.interchange_flags import ExportFlags, ImportFlags
 from linnet.cli.parse import parse
+from linnet.cli.sample_flags import needed_prompt
 from linnet.config.schema import PairsConfig, RunConfig
 from linnet.core.errors import UserError, invalid
 from linnet.models.model_config import TokenModelConfig
@@ -25,7 +25,7 @@ def import_command(argv: list[str]) -> int:
         "import",
         "Convert a checkpoint of another program into a run, which can then be evaluated, sampled, served and trained further.",
     )
-    from linnet.parallel.startup import init_jax
+    from linnet.parallel.cluster import init_jax
     from linnet.runs.load import write_run
     from linnet.runs.weights import held_leaves, write_stored_run
     from linnet.runs.weights_file import import_safetensors, is_float32
@@ -46,11 +46,11 @@ def import_command(argv: list[str]) -> int:
     if flags.file is None or flags.out is None:
         raise invalid("FILE" if flags.file is None else "--out", None, "given", "name what to import, and --out RUN")
     if (flags.out / "config.json").exists():
-        raise UserError(f"{flags.out} holds a run already, and nothing is overwritten. Fix: choose another --out.")
+        raise UserError(f"{flags.out} already contains a run, which is not overwritten. Fix: choose another --out.")
     init_jax()
     if flags.kind == "grok-1":
         return _grok(flags, flags.file, flags.out)
-    continued: dict[str, Any] = {}
+    training: dict[str, Any] = {}
     if flags.kind == "safetensors":
         from linnet.config import codec
 
@@ -64,7 +64,7 @@ def import_command(argv: list[str]) -> int:
 
         imported = import_vq(flags, flags.file)
         cfg, params, buffers = imported.cfg, imported.params, imported.buffers
-        continued = {"step": imported.step, "opt_state": imported.opt_state}
+        training = {"step": imported.step, "opt_state": imported.opt_state}
         for remark in imported.remarks:
             print(remark)
     if flags.source is not None:
@@ -76,7 +76,7 @@ def import_command(argv: list[str]) -> int:
         cfg = dataclasses.replace(cfg, model=_with_tokenizer(cfg.model, tokenizer, flags))
     cfg = dataclasses.replace(cfg, model=_with_begin(cfg.model, flags))
     if is_float32(params):
-        write_run(flags.out, cfg, params, buffers, **continued)
+        write_run(flags.out, cfg, params, buffers, **training)
         if tokenizer is not None:
             tokenizer.save(flags.out)
     else:  # weights below float32 cannot be trained, so they are stored without an optimizer
@@ -144,12 +144,11 @@ def _grok(flags: ImportFlags, file: Path, out: Path) -> int:
     found = find_grok(file, flags.settings)
     # A settings file with a BOS id belongs to a model trained by Linnet, so its tokenizer is opened with Linnet's default rules.
     tokenizer = _tokenizer(flags, "released" if found.cfg.bos_id is None else None)
-    print(f"Sizes: {found.settings or 'as published'}.")
+    print(f"Model sizes: {found.settings or 'those of the release'}.")
     model = _with_begin(found.cfg if tokenizer is None else _with_tokenizer(found.cfg, tokenizer, flags), flags)
     finish = (lambda folder: None) if tokenizer is None else tokenizer.save
     import_grok(found, run_config(model, flags.source), out, flags.weights, finish=finish, log=print)
-    front = "nothing" if model.bos_id is None else f"id {model.bos_id}"
-    print(f"In front of every sequence: {front}.")
+    print(f"BOS id, prepended to every sequence: {'none' if model.bos_id is None else model.bos_id}.")
     print(f"The run is in {out}. Next: linnet sample {out}{needed_prompt(model)}; linnet serve {out}")
     return 0
 
@@ -163,7 +162,7 @@ def export_command(argv: list[str]) -> int:
     )
     from linnet.config import codec
     from linnet.data.sources.locations import for_other_machines
-    from linnet.parallel.startup import init_jax
+    from linnet.parallel.cluster import init_jax
     from linnet.runs.folder import RunFolder
     from linnet.runs.load import open_run
     from linnet.runs.weights_file import export_safetensors
@@ -190,13 +189,13 @@ def export_command(argv: list[str]) -> int:
         n = export_conversion(run.params, run.cfg.model_as(MoEConfig), out)
         print(f"Wrote {n} file{'s' if n > 1 else ''} to {out} (step {run.step}).")
     else:
-        about = codec.to_json(for_other_machines(run.cfg))
-        mark = export_safetensors(run.params, run.buffers, about, out, _about_tokenizer(flags.run))
-        print(f"Wrote {out} (step {run.step}, fingerprint {mark[:12]}).")
+        description = codec.to_json(for_other_machines(run.cfg))
+        fingerprint = export_safetensors(run.params, run.buffers, description, out, _describe_tokenizer(flags.run))
+        print(f"Wrote {out} (step {run.step}, fingerprint {fingerprint[:12]}).")
     return 0
 
 
-def _about_tokenizer(run: Path) -> dict[str, Any] | None:
+def _describe_tokenizer(run: Path) -> dict[str, Any] | None:
     from linnet.tokenizers.load import has_tokenizer, open_tokenizer
 
     if not has_tokenizer(run):

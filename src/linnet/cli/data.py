@@ -40,11 +40,11 @@ def data_command(argv: list[str]) -> int:
     commands = {"prepare": _prepare, "embed": embed_command, "show": _show, "check": _check}
     if argv and argv[0] in commands:
         return commands[argv[0]](argv[1:])
-    asked = bool(argv) and argv[0] in ("-h", "--help")
-    print(SUBCOMMANDS, file=sys.stdout if asked else sys.stderr)
-    if not asked and argv:
+    is_help = bool(argv) and argv[0] in ("-h", "--help")
+    print(SUBCOMMANDS, file=sys.stdout if is_help else sys.stderr)
+    if not is_help and argv:
         raise UserError(f"there is no command 'data {argv[0]}'.{did_you_mean(argv[0], commands)}")
-    return 0 if asked else 2
+    return 0 if is_help else 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class PrepareFlags:
 def _prepare(argv: list[str]) -> int:
     description = "Tokenize a source into shards that training memory-maps. Run the same command again to resume an interrupted run."
     flags = parse(PrepareFlags, argv, "data prepare", description)
-    _refuse_flags(flags)
+    _check_flags(flags)
     from linnet.data.prepare.pipeline import prepare
 
     task = _task(flags)
@@ -97,8 +97,8 @@ def _prepare(argv: list[str]) -> int:
     seconds = time.perf_counter() - start
     unpacked = getattr(task.source, "unpacked_bytes", 0)  # 0: nothing was compressed, or everything was already done
     if flags.json:
-        about = {"out": str(flags.out), "seconds": seconds, "unpacked_bytes": unpacked}
-        print(json.dumps({**about, **_summary(index)}))
+        description = {"out": str(flags.out), "seconds": seconds, "unpacked_bytes": unpacked}
+        print(json.dumps({**description, **_summary(index)}))
         return 0
     _print_summary(index, flags.out, seconds)
     if unpacked:
@@ -106,7 +106,7 @@ def _prepare(argv: list[str]) -> int:
     return 0
 
 
-def _refuse_flags(flags: PrepareFlags) -> None:
+def _check_flags(flags: PrepareFlags) -> None:
     for name in ("validation_fraction", "test_fraction", "max_broken"):
         if not 0 <= getattr(flags, name) <= 1:
             raise invalid(f"--{name.replace('_', '-')}", getattr(flags, name), "between 0 and 1", "use 0.05")
@@ -130,7 +130,7 @@ def _task(flags: PrepareFlags) -> PrepareConfig:
 
     source, pixels = _open(flags)
     if pixels and flags.tokenizer != "bytes":
-        raise invalid("--tokenizer", flags.tokenizer, "bytes: pictures are read value by value", "leave it out")
+        raise invalid("--tokenizer", flags.tokenizer, "bytes: images are read value by value", "leave it out")
     return PrepareConfig(
         source=source,
         tokenizer=open_tokenizer(flags.tokenizer, end_token=flags.end_token),
@@ -156,7 +156,7 @@ def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
         return found, NAMED[flags.source].kind == "pictures"
     if flags.from_ is not None:
         raise invalid(
-            "--from", str(flags.from_), f"a named set as SOURCE ({', '.join(NAMED)})", "give the path as SOURCE"
+            "--from", str(flags.from_), f"a named dataset as SOURCE ({', '.join(NAMED)})", "give the path as SOURCE"
         )
     if indexes.is_prepared(path) or is_unfinished(path):
         raise invalid("SOURCE", flags.source, "a source that is not prepared data", "train on it with --data.source")
@@ -207,7 +207,7 @@ def _print_summary(index: Index, out: Path, seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    what = "pictures" if index.kind == "pixels" else "documents"
+    what = "images" if index.kind == "pixels" else "documents"
     table = Table("split", what, "tokens", "bytes", "words", box=None)
     for name, split in index.splits.items():
         words = "" if split.words is None else f"{split.words:,}"
@@ -216,10 +216,10 @@ def _print_summary(index: Index, out: Path, seconds: float) -> None:
     console.print(table)
     if index.left_out:
         reasons = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in sorted(index.left_out.items()))
-        console.print(f"Left out: {reasons}.")
+        console.print(f"Skipped: {reasons}.")
     if index.lossy_documents:
         console.print(
-            f"{index.lossy_documents:,} parts of documents cannot be given back byte for byte: this tokenizer is not byte-exact."
+            f"{index.lossy_documents:,} parts of documents do not round-trip byte for byte: this tokenizer is not byte-exact."
         )
     n_bytes = sum(split.bytes for split in index.splits.values())
     console.print(
@@ -274,9 +274,9 @@ def _show(argv: list[str]) -> int:
         print(json.dumps({"step": flags.step, **{name: getattr(batch, name).tolist() for name in names}}))
         return 0
     if data.shape is not None and cfg.update_len == cfg.sequence_len:
-        pictures, _ = pixels_of_ids(np.asarray(batch.targets), (len(batch.targets), *data.shape))
-        atomic_write(flags.out, contact_sheet(pictures, 8, max(1, 64 // data.shape[1])))
-        print(f"The {len(pictures)} pictures of step {flags.step} are in {flags.out}.")
+        images, _ = pixels_of_ids(np.asarray(batch.targets), (len(batch.targets), *data.shape))
+        atomic_write(flags.out, contact_sheet(images, 8, max(1, 64 // data.shape[1])))
+        print(f"The {len(images)} images of step {flags.step} are in {flags.out}.")
         return 0
     for row, text in enumerate(rows_as_text(batch, data.tokenizer)):
         print(f"--- step {flags.step}, row {row} ---\n{text}")
@@ -323,16 +323,16 @@ def _check(argv: list[str]) -> int:
     if not indexes.is_prepared(flags.folder):
         raise invalid("DIR", str(flags.folder), "prepared data", "prepare it with `linnet data prepare`")
     index = indexes.load(flags.folder)
-    found = indexes.problems(flags.folder, index, checksums=True)
+    problems = indexes.problems(flags.folder, index, checksums=True)
     try:
         indexes.the_tokenizer(flags.folder, index)
     except UserError as error:
-        found.append(str(error))
+        problems.append(str(error))
     if flags.json:
-        print(json.dumps({"folder": str(flags.folder), "ok": not found, "problems": found}))
+        print(json.dumps({"folder": str(flags.folder), "ok": not problems, "problems": problems}))
     else:
-        for problem in found:
+        for problem in problems:
             print(problem)
         n_tokens = sum(shard.tokens for shard in index.shards)
-        print(f"{flags.folder}: {'damaged' if found else 'good'}, {len(index.shards)} shards, {n_tokens:,} tokens.")
-    return 1 if found else 0
+        print(f"{flags.folder}: {'damaged' if problems else 'good'}, {len(index.shards)} shards, {n_tokens:,} tokens.")
+    return 1 if problems else 0

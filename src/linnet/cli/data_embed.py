@@ -65,7 +65,7 @@ def embed_command(argv: list[str]) -> int:
         (flags.source, flags.metadata) if flags.metadata else embedded_images(Path(os.path.expanduser(flags.source)))
     )
 
-    def opened() -> tuple[Encoder, EncodingSettings]:
+    def open_both() -> tuple[Encoder, EncodingSettings]:
         encoder = open_encoder(flags.encoder)
         return encoder, choose_encodings(encoder, flags.text_encodings, flags.text_len)
 
@@ -73,22 +73,30 @@ def embed_command(argv: list[str]) -> int:
         if embedded:
             if flags.image_key is not None:
                 raise invalid(
-                    "--image-key", flags.image_key, "left out where the images are embedded already", "leave it out"
+                    "--image-key",
+                    flags.image_key,
+                    "left out: the images of this source are already embedded",
+                    "leave it out",
                 )
-            encoder, encodings = opened()
+            encoder, encodings = open_both()
             notes = embed_texts(*embedded, encoder, flags.out, flags.caption_key, encodings, progress)
         else:
             source = open_captioned(flags.source, flags.caption_key, flags.image_key)
-            encoder, encodings = opened()
+            encoder, encodings = open_both()
             task = Task(source=source, encoder=encoder, encodings=encodings, shard_rows=flags.shard_rows)
             notes = embed(task, flags.out, progress)
     seconds = time.perf_counter() - start
     n_bytes = stored_bytes(flags.out)
     if flags.json:
-        found = {"pairs": notes.n_pairs, "shards": notes.n_shards, "left_out": notes.left_out, "encoder": flags.encoder}
+        summary = {
+            "pairs": notes.n_pairs,
+            "shards": notes.n_shards,
+            "left_out": notes.left_out,
+            "encoder": flags.encoder,
+        }
         stored = {"dtype": encodings.dtype, "positions": encodings.length, "bytes": n_bytes}
-        found |= {"text_encodings": None if encodings.dtype == "none" else stored}
-        print(json.dumps({"out": str(flags.out), "seconds": seconds, **found}))
+        summary |= {"text_encodings": None if encodings.dtype == "none" else stored}
+        print(json.dumps({"out": str(flags.out), "seconds": seconds, **summary}))
         return 0
     print(
         f"{notes.n_pairs:,} pairs in {notes.n_shards} shards in {flags.out}, embedded by {flags.encoder} in {seconds:.1f} s."
@@ -100,9 +108,7 @@ def embed_command(argv: list[str]) -> int:
     )
     if notes.left_out:
         print(
-            "Left out: "
-            + ", ".join(f"{n:,} {why.replace('_', ' ')}" for why, n in sorted(notes.left_out.items()))
-            + "."
+            "Skipped: " + ", ".join(f"{n:,} {why.replace('_', ' ')}" for why, n in sorted(notes.left_out.items())) + "."
         )
     return 0
 
@@ -116,4 +122,4 @@ def _counter(*, quiet: bool) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
 
     with Console(stderr=True).status("embedding") as status:
-        yield lambda n: status.update(f"embedding: {n:,} pictures")
+        yield lambda n: status.update(f"embedding: {n:,} images")

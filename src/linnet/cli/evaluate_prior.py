@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from linnet.api.evaluation import EvaluationResult
 
-WEIGHTS = {"online": "the weights as trained", "ema": "their moving average"}
+WEIGHTS = {"online": "the online weights", "ema": "the EMA weights"}
 
 
 def print_prior_result(evaluated: EvaluationResult) -> None:
@@ -22,7 +22,7 @@ def print_prior_result(evaluated: EvaluationResult) -> None:
     record, details, console = evaluated.metrics, evaluated.details, Console()
     assert isinstance(details, PriorRunEvaluation)
     result, rows = details.result, details.rows
-    losses = ", ".join(f"{value:.4f} with {WEIGHTS[who]}" for who, value in result.losses.items())
+    losses = ", ".join(f"{value:.4f} with {WEIGHTS[kind]}" for kind, value in result.losses.items())
     console.print(
         f"{record['split']} at step {record['step']}: {result.loss_type} loss {losses}; {result.pairs:,} pairs."
     )

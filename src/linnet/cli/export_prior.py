@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from linnet.core.errors import UserError, invalid
 
 if TYPE_CHECKING:
-    from linnet.cli.interchange_flags import ExportFlags
+    from linnet.cli.convert_flags import ExportFlags
     from linnet.config.schema import RunConfig
     from linnet.runs.state import TrainState
 

@@ -49,15 +49,15 @@ def _flax(run: Path, out: Path | None, checkpoint: str) -> int:
     if stored_weights.is_weights_only(run):
         opened = open_run(run, checkpoint)
         cfg, params, buffers, step, opt_state = opened.cfg, opened.params, opened.buffers, opened.step, None
-        averaged = False
+        is_ema = False
     else:
         cfg, state, step = open_state(run, checkpoint)
-        (params, buffers), averaged = model_weights(state), state.ema is not None
+        (params, buffers), is_ema = model_weights(state), state.ema is not None
         opt_state = None if cfg.lora.rank else state.opt_state  # LoRA: it belongs to adapters, which are merged here
     tree = nest(to_reference(params, buffers, cfg.vq))
     states, remarks = from_opt_state(opt_state, cfg.optim, cfg.vq)
-    if averaged and opt_state is not None:
-        remarks.append("The weights are the moving average, the optimizer state is that of the trained ones.")
+    if is_ema and opt_state is not None:
+        remarks.append("The weights are the EMA weights; the optimizer state belongs to the online weights.")
     file = out or run.with_name(f"{run.name}-transformer-vq") / f"checkpoint_{step}"
     file = file / f"checkpoint_{step}" if file.is_dir() else file
     beside = settings_beside(file)

@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar
 import tyro
 
 from linnet.api.imagine import imagine
-from linnet.cli import file_names
 from linnet.cli.flags import Layout
 from linnet.cli.parse import named_as_flags, parse
 from linnet.core.errors import invalid
+from linnet.core.formatting import slugify
 from linnet.core.local_path import FreeText
 
 PRIOR, PAINTER = Path("runs/prior-emoji"), Path("runs/emoji-imagine")
@@ -83,7 +83,7 @@ def imagine_command(argv: list[str]) -> int:
         )
     for remark in remarks:
         print(remark.message, file=sys.stderr)
-    name = file_names.slugify(flags.text.strip().lower(), "imagined")
+    name = slugify(flags.text.strip().lower(), "imagined")
     sheet = flags.out or flags.painter / "samples" / "imagined" / f"{name}.png"
     with named_as_flags(flags):
         files, _ = images.save_as([sheet.with_name(f"{sheet.stem}_{i:04d}.png") for i in range(len(images))], sheet)
@@ -98,12 +98,12 @@ def imagine_command(argv: list[str]) -> int:
     ]
     if flags.json:
         shape = images.pixels.shape[1:]
-        about = {"text": flags.text, "prior": str(flags.prior), "painter": str(flags.painter), "shape": shape}
-        print(json.dumps(about | {"sheet": str(sheet), "pictures": records}))
+        description = {"text": flags.text, "prior": str(flags.prior), "painter": str(flags.painter), "shape": shape}
+        print(json.dumps(description | {"sheet": str(sheet), "pictures": records}))
         return 0
     for record in records:
         print(f"{record['file']}  (seed {record['seed']})")
         for near in record["nearest"]:
             print(f"    {near['cosine']:.2f}  {near['caption']}")
-    print(f"All of them are on {sheet}. Beside each: the captions of the real pictures nearest to what was imagined.")
+    print(f"{sheet} shows all of them. The captions above are those of the dataset's images nearest to each embedding.")
     return 0

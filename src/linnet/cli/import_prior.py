@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from linnet.core.errors import invalid
 
 if TYPE_CHECKING:
-    from linnet.cli.interchange_flags import ImportFlags
+    from linnet.cli.convert_flags import ImportFlags
     from linnet.convert.dalle2.parts import Train
 
-OF_OTHERS = (
+NOT_OF_PRIORS = (
     "tokenizer",
     "begin_id",
     "block_len",
@@ -28,7 +28,7 @@ STEPS = 10_000
 def import_prior(flags: ImportFlags) -> int:
     if flags.file is None:
         raise invalid("FILE", None, "given", "name the checkpoint to import")
-    for name in OF_OTHERS:
+    for name in NOT_OF_PRIORS:
         if getattr(flags, name) is not None:
             needs = "left out: a prior has no such setting"
             raise invalid(f"--{name.replace('_', '-')}", getattr(flags, name), needs, "leave it out")
@@ -46,7 +46,7 @@ def import_prior(flags: ImportFlags) -> int:
     from linnet.convert.dalle2.importing import find_trainer, release_remark, write_imported
     from linnet.convert.dalle2.prior import read_prior_checkpoint
     from linnet.convert.dalle2.trainer import trained_with, with_adam
-    from linnet.parallel.startup import init_jax
+    from linnet.parallel.cluster import init_jax
     from linnet.runs.weights import check_is_new
 
     check_is_new(out)
@@ -67,12 +67,11 @@ def import_prior(flags: ImportFlags) -> int:
         optim=optim_config(train, steps) if trainer is None else with_adam(optim_config(train, steps), trainer),
         train=train_config(train, found.cfg.timesteps),
     )
-
     write_imported(out, cfg, found, trainer)
     model = found.cfg
     facts = ", ".join(f"{name} {value}" for name, value in found.facts.items())
     print(
-        f"{'Averaged' if found.which == 'ema' else 'Trained'} weights: width {model.dim}, {model.depth} layers, {model.timesteps} "
+        f"{'EMA' if found.which == 'ema' else 'Online'} weights: width {model.dim}, {model.depth} layers, {model.timesteps} "
         f"steps ({model.schedule})" + (f"; {facts}." if facts else ".")
     )
     print(release_remark(found.release, model))
@@ -82,12 +81,12 @@ def import_prior(flags: ImportFlags) -> int:
         print(
             f"Assumed, since weights do not show it: it predicts {model.objective}, embeddings are scaled by "
             f"{model.scale:g}, texts have {'' if model.text_encodings else 'no '}token encodings, and conditions were dropped in "
-            "training. Else: --settings FILE.json, the JSON it was trained with"
+            "training. If this is wrong, give --settings FILE.json, the JSON it was trained with"
             + ("." if flags.text_encodings else ", or --text-encodings.")
         )
     if flags.source is None:
         print(
-            f"Its pairs are {cfg.data.source} until others are named: --source, or `linnet train {out} --data.source PAIRS`."
+            f"Its data is {cfg.data.source}. To use other pairs, give --source, or `linnet train {out} --data.source PAIRS`."
         )
     print(remark)
     print(f"The run is in {out}. Next: linnet sample {out} --embedding FILE.npy; linnet eval {out}; linnet serve {out}")
@@ -104,7 +103,7 @@ def _settings(path: Path | None) -> tuple[dict[str, Any], Train]:
     if path is None:
         return {}, Train()
     values = read_json(path)
-    whole = isinstance(values, dict) and "prior" in values
-    said = values["prior"] if whole else values
-    train = from_dict(Train, values.get("train") or {}, "train.") if whole else Train()
-    return import_settings(read_prior(said), said), train
+    is_complete = isinstance(values, dict) and "prior" in values
+    prior = values["prior"] if is_complete else values
+    train = from_dict(Train, values.get("train") or {}, "train.") if is_complete else Train()
+    return import_settings(read_prior(prior), prior), train

@@ -11,7 +11,7 @@ from linnet.core.errors import invalid
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from linnet.cli.interchange_flags import ImportFlags
+    from linnet.cli.convert_flags import ImportFlags
     from linnet.config.schema import OptimConfig, RunConfig
     from linnet.convert.transformer_vq_optim import OfficialOptim
     from linnet.models.vq.config import VQConfig
@@ -64,7 +64,7 @@ def import_vq(flags: ImportFlags, file: Path) -> Imported:
         try:
             optim = read_optimizer(found.opt_state)
         except Unmapped as error:
-            remarks.append(_without_state(error, flags))
+            remarks.append(_describe_missing_state(error, flags))
     chosen, assumed = _optim_config(optim, settings, flags, str(path or found.path))
     cfg = _run_config(model, settings, flags, chosen)
     opt_state = None
@@ -72,34 +72,36 @@ def import_vq(flags: ImportFlags, file: Path) -> Imported:
         try:
             opt_state = to_opt_state(optim, cfg, params)
         except Unmapped as error:
-            remarks.append(_without_state(error, flags))
+            remarks.append(_describe_missing_state(error, flags))
     step = 0
     if optim is not None and opt_state is not None:
         step = optim.count if found.step is None else found.step
-        remarks += _continued(step, optim, chosen, assumed)
+        remarks += _describe_resume(step, optim, chosen, assumed)
     return Imported(cfg=cfg, params=params, buffers=buffers, step=step, opt_state=opt_state, remarks=tuple(remarks))
 
 
-def _without_state(why: ValueError, flags: ImportFlags) -> str:
+def _describe_missing_state(why: ValueError, flags: ImportFlags) -> str:
     if flags.optimizer == "keep":
         raise invalid("--optimizer", "keep", f"fresh: the state cannot be imported ({why})", "leave it out")
     return f"The optimizer state is not imported: {why}. Training would start at step 0 with a fresh optimizer."
 
 
-def _continued(step: int, found: OfficialOptim, chosen: OptimConfig, assumed: list[str]) -> list[str]:
-    said = [
+def _describe_resume(step: int, found: OfficialOptim, chosen: OptimConfig, assumed: list[str]) -> list[str]:
+    remarks = [
         f"`linnet train` continues at step {step} with the state of {found.rule}, on the data of --source in Linnet's order."
     ]
     if assumed:
         values = ", ".join(f"{name} {getattr(chosen, name)}" for name in assumed)
         wanted = " ".join(f"--optim.{name.replace('_', '-')}" for name in assumed)
-        said.append(
-            f"Assumed, since the file does not hold it: {values}. To train on as it was trained, import it with --settings FILE.json "
-            f"(launch.py's arguments) or {wanted}."
+        remarks.append(
+            f"Assumed, because the file does not contain it: {values}. To continue with its own settings, import it with --settings "
+            f"FILE.json (launch.py's arguments) or {wanted}."
         )
     if chosen.schedule == "inv_sqrt":
-        said.append("The official inv_sqrt schedule rises without bound; Linnet's falls with the inverse square root.")
-    return said
+        remarks.append(
+            "The official inv_sqrt schedule rises without bound; Linnet's falls with the inverse square root."
+        )
+    return remarks
 
 
 def _optim_config(
@@ -137,16 +139,16 @@ def _run_config(model: VQConfig, settings: dict[str, Any], flags: ImportFlags, o
     if sequence is not None and (sequence < 1 or sequence % block):
         needs = f"a multiple of the block length ({block})"
         raise invalid("--sequence-len", sequence, needs, f"use {max(block, round(sequence / block) * block)}")
-    update = flags.update_len or _whole(settings.get("update_len") or 4 * block, block)
+    update = flags.update_len or _round_up(settings.get("update_len") or 4 * block, block)
     if flags.update_len is None and sequence is not None:
         update = math.gcd(update, sequence)
     if update < 1 or update % block:
         needs = f"a multiple of the block length ({block})"
         raise invalid("--update-len", update, needs, f"use {max(block, round(update / block) * block)}")
-    sequence = sequence or _whole(settings.get("sequence_len") or update, update)
+    sequence = sequence or _round_up(settings.get("sequence_len") or update, update)
     if sequence % update:
         needs = f"a multiple of the update length ({update})"
-        raise invalid("--sequence-len", sequence, needs, f"use {_whole(sequence, update)}, or another --update-len")
+        raise invalid("--sequence-len", sequence, needs, f"use {_round_up(sequence, update)}, or another --update-len")
     batch = settings.get("global_batch_size", cfg.data.batch_size)
     if not isinstance(batch, int) or batch < 1:
         raise invalid("the setting global_batch_size", batch, "a number of sequences", "correct it in the settings")
@@ -154,5 +156,5 @@ def _run_config(model: VQConfig, settings: dict[str, Any], flags: ImportFlags, o
     return dataclasses.replace(cfg, model=model, data=data, optim=optim)
 
 
-def _whole(length: int, unit: int) -> int:
+def _round_up(length: int, unit: int) -> int:
     return -(-length // unit) * unit

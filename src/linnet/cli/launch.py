@@ -31,7 +31,7 @@ GRACE_SECONDS = 2.0
 HURRY_SECONDS = 5.0
 """Time to exit after the second signal."""
 POLL_SECONDS = 0.05
-NOT_MENDED = (0, 2, 3, 75)
+NOT_RESTARTED = (0, 2, 3, 75)
 """Exit codes after which a restart would not help."""
 
 
@@ -46,25 +46,25 @@ class Flags:
 
 
 def launch_command(argv: list[str]) -> int:
-    cut = argv.index("--") if "--" in argv else len(argv)
-    flags, command = parse(Flags, argv[:cut], "launch", DESCRIPTION), argv[cut + 1 :]
+    end = argv.index("--") if "--" in argv else len(argv)
+    flags, command = parse(Flags, argv[:end], "launch", DESCRIPTION), argv[end + 1 :]
     _check(flags, command)
     with _Signals() as signals:
         for restart in range(flags.restarts + 1):
-            code = _Cluster(flags, command, signals).to_end()
-            if code in NOT_MENDED or signals.count or restart == flags.restarts:
+            code = _Cluster(flags, command, signals).run()
+            if code in NOT_RESTARTED or signals.count or restart == flags.restarts:
                 return code
             _log(f"Restart {restart + 1} of {flags.restarts}: all {flags.processes} processes are started again.")
-    raise AssertionError("the last round returns")
+    raise AssertionError("unreachable: the last restart returns")
 
 
 def _check(flags: Flags, command: list[str]) -> None:
     if not command:
         raise UserError(
-            "launch needs a command after `--`. Fix: as in `linnet launch --processes 4 -- train quickstart`."
+            "launch needs a command after `--`. Fix: use `linnet launch --processes 4 -- train quickstart`."
         )
     if command[0] == "launch":
-        raise invalid("COMMAND", "launch", "another command", "name what the processes are to do, such as train")
+        raise invalid("COMMAND", "launch", "another command", "name the command that the processes run, such as train")
     if flags.processes < 1:
         raise invalid("--processes", flags.processes, "at least 1", "use 2")
     if flags.devices_per_process is not None and flags.devices_per_process < 1:
@@ -81,14 +81,14 @@ class _Signals:
         self.count, self.last = 0, signal.SIGTERM
 
     def __enter__(self) -> _Signals:
-        self._old = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._old = {number: signal.signal(number, self._count) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
-    def _signalled(self, number: int, frame: object) -> None:
+    def _count(self, number: int, frame: object) -> None:
         self.count, self.last = self.count + 1, signal.Signals(number)
 
 
@@ -97,11 +97,11 @@ class _Cluster:
 
     def __init__(self, flags: Flags, command: list[str], signals: _Signals) -> None:
         self.flags, self.command, self.signals = flags, command, signals
-        self.passed_on = 0
+        self.n_forwarded = 0
         self.first_failed: tuple[int, int] | None = None  # process index and exit code
         self.kill_at = float("inf")
 
-    def to_end(self) -> int:
+    def run(self) -> int:
         address = f"127.0.0.1:{_free_port()}"
         processes: list[subprocess.Popen[str]] = []
         for i in range(self.flags.processes):
@@ -146,48 +146,48 @@ class _Cluster:
 
     def _watch(self, processes: list[subprocess.Popen[str]]) -> None:
         """Forward signals, record the first failure, and kill processes that do not exit after it."""
-        if self.signals.count > self.passed_on:
-            self.passed_on = self.signals.count
+        if self.signals.count > self.n_forwarded:
+            self.n_forwarded = self.signals.count
             for process in processes:
                 process.send_signal(self.signals.last)
-            if self.passed_on > 1:
+            if self.n_forwarded > 1:
                 self.kill_at = min(self.kill_at, time.monotonic() + HURRY_SECONDS)
         codes = [(i, _exit_code(process)) for i, process in enumerate(processes) if process.poll() is not None]
         failed = [(i, code) for i, code in codes if code]
         if failed and self.first_failed is None:
-            self.first_failed = the_first(failed)
+            self.first_failed = first_failure(failed)
             left = len(processes) - len(codes)
             if left and self.first_failed[1] != 75:
                 i, code = self.first_failed
                 others = "the other one is" if left == 1 else f"the other {left} are"
-                _log(f"Process {i} {_how(code)}: {others} stopped within {GRACE_SECONDS:g} s.")
+                _log(f"Process {i} {_describe_exit(code)}: {others} stopped within {GRACE_SECONDS:g} s.")
                 self.kill_at = min(self.kill_at, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > self.kill_at:
             for process in processes:
                 process.kill()
 
 
-def the_first(failed: list[tuple[int, int]]) -> tuple[int, int]:
+def first_failure(failed: list[tuple[int, int]]) -> tuple[int, int]:
     """Return the first failure among processes found failed at the same time: preferably one that does not report a lost peer."""
     return min(failed, key=lambda one: one[1] == EXIT_PEER_LOST)
 
 
 @contextlib.contextmanager
 def _on_its_cores(i: int, n: int) -> Iterator[None]:
-    """Bind processes started in this block to their share of the cores (Linux only). Otherwise each process would start threads for
+    """Bind processes started in this block to their cores (Linux only). Otherwise each process would start threads for
     all cores, and updates would take 1.5 to 2 times as long."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, fair_share(sorted(cores), i, n))
+    os.sched_setaffinity(0, process_cores(sorted(cores), i, n))
     try:
         yield
     finally:
         os.sched_setaffinity(0, cores)
 
 
-def fair_share(cores: list[int], i: int, n: int) -> list[int]:
+def process_cores(cores: list[int], i: int, n: int) -> list[int]:
     """Return the cores of process `i` of `n`: an equal part, or one shared core if there are more processes than cores."""
     if n >= len(cores):
         return [cores[i % len(cores)]]
@@ -198,7 +198,7 @@ def _exit_code(process: subprocess.Popen[str]) -> int:
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     try:
         return f"was ended by {signal.Signals(code - 128).name}"
     except ValueError:
@@ -215,20 +215,19 @@ def _free_port() -> int:
 def _read(i: int, out: IO[str] | None, err: IO[str] | None) -> list[threading.Thread]:
     """Start threads that forward the output of a process line by line, prefixed with its index."""
 
-    def pass_on(source: IO[str], to: IO[str]) -> None:
+    def forward(source: IO[str], to: IO[str]) -> None:
         with source:
             for line in source:
-                with contextlib.suppress(
-                    OSError
-                ):  # the reader of stdout is gone, but the process must not block on a full pipe
+                # If the reader of stdout has exited, the process must still not block on a full pipe.
+                with contextlib.suppress(OSError):
                     print(f"[{i}] {line}", end="", file=to, flush=True)
 
     pairs = [(source, to) for source, to in ((out, sys.stdout), (err, sys.stderr)) if source is not None]
-    threads = [threading.Thread(target=pass_on, args=pair, daemon=True) for pair in pairs]
+    threads = [threading.Thread(target=forward, args=pair, daemon=True) for pair in pairs]
     for thread in threads:
         thread.start()
     return threads
 
 
-def _log(words: str) -> None:
-    print(f"linnet launch: {words}", file=sys.stderr, flush=True)
+def _log(message: str) -> None:
+    print(f"linnet launch: {message}", file=sys.stderr, flush=True)

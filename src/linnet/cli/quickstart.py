@@ -43,7 +43,7 @@ def quickstart_command(argv: list[str]) -> int:
     )
     if not 0 < flags.minutes < 10_000:
         raise invalid("--minutes", flags.minutes, "above 0", "use 3")
-    from linnet.parallel.startup import init_jax
+    from linnet.parallel.cluster import init_jax
     from linnet.runs.folder import RunFolder
     from linnet.train.interrupt import EXIT_INTERRUPTED
 

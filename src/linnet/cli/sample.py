@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from linnet.api.results import GeneratedText
 from linnet.api.text import MAX_TOKENS, TOP_P
 from linnet.cli.parse import parse
-from linnet.cli.sample_flags import Flags, drawing_settings, refuse_given
+from linnet.cli.sample_flags import Flags, check_not_given, read_sampling
 from linnet.core.errors import invalid
 
 if TYPE_CHECKING:
@@ -54,29 +54,29 @@ def sample_command(argv: list[str]) -> int:
 
     if flags.prompt_ids and (flags.prompt or flags.prompt_file is not None):
         raise invalid("--prompt-ids", flags.prompt_ids, "given without a text", "leave out --prompt and --prompt-file")
-    drawing_settings(flags, 1, 1.0)  # validates the settings before the run is opened
+    read_sampling(flags, 1, 1.0)  # validates the settings before the run is opened
     check_stops(flags.stop)
     # Python passes invalid UTF-8 on the command line as surrogates; a prompt may contain any bytes.
     prompt = flags.prompt.encode(errors="surrogateescape") if flags.prompt_file is None else _read(flags.prompt_file)
     is_prior = not read_config(flags.run).reads_tokens
     if is_prior:
-        refuse_given(flags, TOKENS_ONLY, f"{flags.run} is a prior, which predicts an embedding")
+        check_not_given(flags, TOKENS_ONLY, f"{flags.run} is a prior, which predicts an embedding")
         if flags.weights == "int8":
             raise invalid("--weights", flags.weights, "float32 or bfloat16 for a prior, which is small", "leave it out")
     else:
-        refuse_given(flags, PRIORS_ONLY, f"{flags.run} is no prior")
+        check_not_given(flags, PRIORS_ONLY, f"{flags.run} is not a prior")
     run = load(flags.run, checkpoint=flags.checkpoint, weights=flags.weights, mesh=flags.mesh)
     if is_prior:
         from linnet.cli.sample_prior import predict
 
         return predict(flags, run, prompt)
     if run.kind == "images":
-        refuse_given(flags, ("prompt_ids", "add_special_tokens"), f"{flags.run} paints pictures")
-        from linnet.cli.sample_pictures import paint
+        check_not_given(flags, ("prompt_ids", "add_special_tokens"), f"{flags.run} generates images")
+        from linnet.cli.sample_images import write_images
 
-        return paint(flags, run)
+        return write_images(flags, run)
     if flags.complete or flags.out is not None:
-        raise invalid("--complete / --out", str(flags.run), "a run that paints pictures", "leave them out")
+        raise invalid("--complete / --out", str(flags.run), "a run that generates images", "leave them out")
     return _write_text(flags, run, prompt)
 
 

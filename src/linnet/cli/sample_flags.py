@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -88,7 +88,8 @@ class Flags:
     """Print one JSON object at the end instead of streaming text."""
 
 
-def refuse_given(flags: Flags, names: tuple[str, ...], why: str) -> None:
+def check_not_given(flags: Flags, names: tuple[str, ...], why: str) -> None:
+    """Raise if one of the flags was changed from its default."""
     defaults = {field.name: field.default for field in dataclasses.fields(flags)}
     for name in names:
         if getattr(flags, name) != defaults[name]:
@@ -97,7 +98,7 @@ def refuse_given(flags: Flags, names: tuple[str, ...], why: str) -> None:
             raise invalid(field, str(shown) if isinstance(shown, Path) else shown, f"left out: {why}", "leave it out")
 
 
-def drawing_settings(flags: Flags, n: int, top_p: float) -> SamplingSettings:
+def read_sampling(flags: Flags, n: int, top_p: float) -> SamplingSettings:
     from linnet.nn.sampling import sampling_settings
 
     return sampling_settings(
@@ -108,3 +109,8 @@ def drawing_settings(flags: Flags, n: int, top_p: float) -> SamplingSettings:
         min_p=flags.min_p,
         repetition_penalty=flags.repetition_penalty,
     )
+
+
+def needed_prompt(model: Any) -> str:
+    """Return the `--prompt` flag for `linnet sample RUN` if the model needs one: without a BOS id the prompt must not be empty."""
+    return ' --prompt "The answer"' if getattr(model, "bos_id", 0) is None else ""

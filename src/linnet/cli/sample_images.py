@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from linnet.api.run import Run
 
 
-def paint(flags: Flags, run: Run) -> int:
-    _refuse_text_flags(flags)
+def write_images(flags: Flags, run: Run) -> int:
+    _check_no_text_flags(flags)
     with named_as_flags(flags):
         images = run.generate_images(
             flags.n,
@@ -34,15 +34,15 @@ def paint(flags: Flags, run: Run) -> int:
         record = {"run": str(flags.run), "pictures": [str(file) for file in files], "sheet": str(sheet)}
         print(json.dumps(record | {"seen_rows": n_rows, "shape": shape}))
         return 0
-    print(f"{len(images)} pictures are in {sheet.parent}, all of them on {sheet.name}.")
+    print(f"{len(images)} images are in {sheet.parent}; {sheet.name} shows all of them.")
     return 0
 
 
-def _refuse_text_flags(flags: Flags) -> None:
+def _check_no_text_flags(flags: Flags) -> None:
     if flags.prompt or flags.prompt_file is not None or flags.stop or flags.max_tokens is not None or flags.ignore_end:
         raise invalid(
             "--prompt / --prompt-file / --stop / --max-tokens / --ignore-end",
             "given",
-            "left out: this run paints pictures",
-            "use --complete PICTURE to begin with one",
+            "left out: this run generates images",
+            "use --complete IMAGE to start from an image",
         )

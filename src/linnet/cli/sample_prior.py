@@ -6,9 +6,9 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from linnet.cli import file_names
 from linnet.cli.parse import named_as_flags
 from linnet.core.errors import invalid
+from linnet.core.formatting import slugify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,7 +89,7 @@ def _write(flags: Flags, text: str, found: EmbeddingSamples) -> list[Path]:
     from linnet.data.npy_writer import write_array
 
     folder = flags.out or flags.run / "samples"
-    file = folder / f"{file_names.slugify(text.strip(), 'prior')}-seed{flags.seed}.npy"
+    file = folder / f"{slugify(text.strip(), 'prior')}-seed{flags.seed}.npy"
     write_array(file, found.embeddings)
     if (sheet := found.sheet()) is None:
         return [file]

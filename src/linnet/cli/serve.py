@@ -89,7 +89,7 @@ def serve_command(argv: list[str]) -> int:
 
     socket = os.environ.get(SOCKET)
     keys = [] if socket else _keys(flags.keys_file)
-    from linnet.parallel.startup import init_jax
+    from linnet.parallel.cluster import init_jax
     from linnet.serve.chat_template import read_template
     from linnet.serve.http.app import make_app
     from linnet.serve.http.auth import ApiKeys
@@ -189,7 +189,7 @@ def _batch(app: ASGIApp, models: list[ServedModel | ServedPrior], lines: list[di
     for model in models:
         model.engine.stop(within=1.0)
     before = len(lines) - n_done
-    print(f"{n_done} responses written to {flags.batch[1]}, {n_failed} of them errors; {before} were already there.")
+    print(f"{n_done} responses written to {flags.batch[1]}, {n_failed} of them errors; {before} were written earlier.")
     return 0
 
 
@@ -214,13 +214,13 @@ def _name(run: str) -> tuple[str, Path]:
 
 
 def _keys(path: Path | None) -> list[str]:
-    found = [key.strip() for key in os.environ.get(KEYS, "").split(",")]
+    candidates = [key.strip() for key in os.environ.get(KEYS, "").split(",")]
     if path is not None:
         try:
-            found += [line.strip() for line in path.read_text().splitlines() if not line.startswith("#")]
+            candidates += [line.strip() for line in path.read_text().splitlines() if not line.startswith("#")]
         except (OSError, UnicodeDecodeError) as error:
             raise invalid("--keys-file", str(path), f"a readable text file ({error})", "check the path") from None
-    keys = [key for key in found if key]
+    keys = [key for key in candidates if key]
     if path is not None and not keys:
         raise invalid("--keys-file", str(path), "a file with at least one key", "write one key per line")
     return keys

@@ -79,15 +79,15 @@ def _train(flags: TrainFlags) -> int:
     from linnet.tokenizers.sentencepiece import open_sentencepiece
 
     if not flags.sources:
-        raise invalid("SOURCE", "", "at least one text file, folder or glob", "name the text to learn from")
+        raise invalid("SOURCE", "", "at least one text file, folder or glob", "name the text to train on")
     path = flags.out if flags.out.suffix == ".model" else flags.out / SENTENCEPIECE_FILE
     if path.exists():
-        raise invalid("--out", str(flags.out), f"a place without a tokenizer ({path} is there)", "choose another name")
+        raise invalid("--out", str(flags.out), f"a folder without a tokenizer ({path} exists)", "choose another name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise invalid(
-            "--out", str(flags.out), f"a folder that can be made ({error.strerror})", "choose another"
+            "--out", str(flags.out), f"a folder that can be created ({error.strerror})", "choose another"
         ) from None
     content = train_sentencepiece(
         flags.sources,
@@ -113,9 +113,9 @@ def _show(flags: ShowFlags) -> int:
     ids = tokenizer.encode(data).tolist()
     pieces = tokenizer.pieces(ids)
     end = tokenizer.pieces([tokenizer.end_id])[0]
-    same = tokenizer.decode(ids) == data
+    is_exact = tokenizer.decode(ids) == data
     if flags.json:
-        about = {
+        description = {
             "tokenizer": tokenizer.kind,
             "n_vocab": tokenizer.n_vocab,
             "fingerprint": tokenizer.fingerprint,
@@ -123,24 +123,24 @@ def _show(flags: ShowFlags) -> int:
             "rules": tokenizer.rules,
             "end": {"id": tokenizer.end_id, "piece": end},
             "bytes": len(data),
-            "comes_back": same,
+            "comes_back": is_exact,
             "ids": ids,
             "pieces": pieces,
         }
-        print(json.dumps(about, ensure_ascii=False))
+        print(json.dumps(description, ensure_ascii=False))
         return 0
     for token, piece in zip(ids, pieces, strict=True):
         print(f"{token:>7}  {_quoted(piece)}")
-    why = "it is used as released" if tokenizer.rules == "released" else "it has no piece for every byte"
-    words = "comes back exactly" if same else f"does NOT come back: this tokenizer is not byte-exact, {why}"
+    why = "it follows the rules of its release" if tokenizer.rules == "released" else "it has no piece for every byte"
+    result = "round-trips exactly" if is_exact else f"does NOT round-trip: this tokenizer is not byte-exact, {why}"
     print(
-        f"{len(data)} bytes, {len(ids)} ids, {words}. {tokenizer.kind}: {tokenizer.n_vocab:,} ids, end {tokenizer.end_id} {end}"
+        f"{len(data)} bytes, {len(ids)} ids, {result}. {tokenizer.kind}: {tokenizer.n_vocab:,} ids, end {tokenizer.end_id} {end}"
     )
     return 0
 
 
-def _log(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def _log(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 def _quoted(piece: str) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from linnet.api.training import default_folder, open_reference, read_reference, run_training
-from linnet.cli.advice import needed_prompt
 from linnet.cli.finetune import parse_fine_tuning
 from linnet.cli.parse import config_first, flag_value, parse_run
+from linnet.cli.sample_flags import needed_prompt
 from linnet.config.schema import RunConfig
 from linnet.core.errors import invalid
 

@@ -36,7 +36,7 @@ def verify_command(argv: list[str]) -> int:
     flags = parse(Flags, argv, "verify", DESCRIPTION)
     from rich.console import Console
 
-    from linnet.parallel.startup import init_jax
+    from linnet.parallel.cluster import init_jax
     from linnet.verify import render, verify_file
     from linnet.verify.golden import installed_goldens
 

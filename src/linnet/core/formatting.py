@@ -1,6 +1,10 @@
-"""Human-readable formatting of numbers."""
+"""Human-readable durations, and file names made of text."""
 
 from __future__ import annotations
+
+import re
+
+MAX_SLUG = 40
 
 
 def duration(seconds: float) -> str:
@@ -12,3 +16,8 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes % 60:02d}:{whole % 60:02d}"
     return f"{minutes}:{whole % 60:02d}"
+
+
+def slugify(text: str, default: str) -> str:
+    """Return at most `MAX_SLUG` word characters and hyphens of a text, for a file name, or `default` if it has none."""
+    return re.sub(r"[^\w]+", "-", text).strip("-")[:MAX_SLUG].strip("-") or default

@@ -33,68 +33,68 @@ class NullMonitor:
 
 
 class StragglerMonitor:
-    def __init__(self, pulse: Heartbeat, log: Callable[[int, str], None], notify: Callable[[str], None]) -> None:
-        self._pulse, self._log, self._notify = pulse, log, notify
-        self._named: set[int] = set()
-        self._silent: dict[int, float] = {}
-        self._unwritten: list[str] = []
-        self._asked_at = time.monotonic()
+    """Logs stragglers and late processes on process 0. `log` records an event of the run and prints it; `notify` only prints."""
+
+    def __init__(self, heartbeat: Heartbeat, log: Callable[[int, str], None], notify: Callable[[str], None]) -> None:
+        self._heartbeat, self._log, self._notify = heartbeat, log, notify
+        self._late: dict[int, MissedBeats] = {}
+        self._recovered: list[str] = []
+        self._checked_at = time.monotonic()
         self._suspects: set[int] = set()
-        if pulse.member.index == 0:
-            pulse.on_silence = self._hear_silence
+        self._reported: set[int] = set()
+        if heartbeat.member.index == 0:
+            heartbeat.on_late = self._report_late
 
     def stepped(self, step: int, host_seconds: float) -> None:
-        self._pulse.stepped(step, host_seconds)
-        if self._pulse.member.index != 0:
+        self._heartbeat.stepped(step, host_seconds)
+        if self._heartbeat.member.index != 0:
             return
-        while self._unwritten:
-            self._log(step, self._unwritten.pop(0))
-        if time.monotonic() - self._asked_at < self._pulse.late:
+        while self._recovered:
+            self._log(step, self._recovered.pop(0))
+        if time.monotonic() - self._checked_at < self._heartbeat.late_seconds:
             return
-        self._asked_at = time.monotonic()
-        slow = stragglers(dict(self._pulse.ears.signs))
+        self._checked_at = time.monotonic()
+        slow = stragglers(dict(self._heartbeat.detector.beats))
         for index, message in slow.items():
-            if index in self._suspects and index not in self._named:  # report only after two checks in a row
+            if index in self._suspects and index not in self._reported:  # report only after two checks in a row
                 self._log(step, message)
-                self._named.add(index)
-        self._named &= set(slow)
+                self._reported.add(index)
+        self._reported &= set(slow)
         self._suspects = set(slow)
 
-    def _hear_silence(self, silent: list[MissedBeats]) -> None:
-        """Display missed beats at once (on the heartbeat's thread), and log the recovery as an event at the next update."""
-        for one in silent:
-            if one.index not in self._silent:
-                at = f", last seen at step {one.sign.step}" if one.sign and one.sign.step is not None else ""
-                host = f" on {one.sign.host}" if one.sign else ""
-                self._notify(f"Waiting for process {one.index}{host} since {one.seconds:.0f} s{at}.")
-            self._silent[one.index] = one.seconds
-        for index in set(self._silent) - {one.index for one in silent}:
-            sign = self._pulse.ears.signs.get(index)
-            host = f" on {sign.host}" if sign else ""
-            self._unwritten.append(
-                f"Process {index}{host} was silent for {self._silent.pop(index):.0f} s, and goes on."
-            )
-
-
-def stragglers(signs: Mapping[int, Beat]) -> dict[int, str]:
-    """Return a message for each process that is much slower than the median of the others."""
-    found: dict[int, str] = {}
-    for least, name, of in (
-        (MIN_SECONDS, "its host's work for an update takes", lambda sign: sign.host_seconds),
-        (0.0, "a fixed piece of work takes it", lambda sign: sign.probe_seconds),
-    ):
-        figures = {index: of(sign) for index, sign in signs.items() if of(sign) is not None}
-        if len(figures) < 2:
-            continue
-        for index, seconds in figures.items():
-            usual = statistics.median(other for i, other in figures.items() if i != index)
-            if seconds > TIMES_MEDIAN * usual and seconds - usual > least:
-                times = f"{seconds / usual:.1f} times" if usual > 0 else "more than"
-                found[index] = (
-                    f"Process {index} on {signs[index].host} is slow: {name} {1e3 * seconds:.1f} ms, {times} the median of the "
-                    f"others ({1e3 * usual:.1f} ms)."
+    def _report_late(self, missed: list[MissedBeats]) -> None:
+        """Display late processes at once (on the heartbeat's thread), and log their recovery as an event at the next update."""
+        late = {each.index: each for each in missed}
+        for index, each in late.items():
+            if index not in self._late:
+                self._notify(f"Waiting for process {index}{each.host} for {each.seconds:.0f} s{each.step}.")
+        for index, each in self._late.items():
+            if index not in late:
+                self._recovered.append(
+                    f"Process {index}{each.host} sent no heartbeat for {each.seconds:.0f} s, and has recovered."
                 )
-    return found
+        self._late = late
+
+
+def stragglers(beats: Mapping[int, Beat]) -> dict[int, str]:
+    """Return a message for each process that is much slower than the median of the others."""
+    messages: dict[int, str] = {}
+    for min_excess, work, seconds_of in (
+        (MIN_SECONDS, "its host work per update takes", lambda beat: beat.host_seconds),
+        (0.0, "a fixed computation takes", lambda beat: beat.probe_seconds),
+    ):
+        measured = {index: seconds_of(beat) for index, beat in beats.items() if seconds_of(beat) is not None}
+        if len(measured) < 2:
+            continue
+        for index, seconds in measured.items():
+            median = statistics.median(other for i, other in measured.items() if i != index)
+            if seconds > TIMES_MEDIAN * median and seconds - median > min_excess:
+                times = f"{seconds / median:.1f} times" if median > 0 else "more than"
+                messages[index] = (
+                    f"Process {index} on {beats[index].host} is slow: {work} {1e3 * seconds:.1f} ms, {times} the median of the "
+                    f"others ({1e3 * median:.1f} ms)."
+                )
+    return messages
 
 
 @contextlib.contextmanager
@@ -106,23 +106,25 @@ def monitor(
     `log(step, message)` logs an event of the run and displays it; `notify` only displays, from any thread; `saved` returns the last
     committed step.
     """
-    pulse = cluster.current_heartbeat()
-    if pulse is None:
+    heartbeat = cluster.current_heartbeat()
+    if heartbeat is None:
         yield NullMonitor()
         return
-    pulse.saved = lambda: _kept(saved)
+    heartbeat.describe_saved = lambda: _describe_saved(saved)
     try:
-        yield StragglerMonitor(pulse, log, notify)
+        yield StragglerMonitor(heartbeat, log, notify)
     except Exception as error:
         cluster.attribute_failure(error)
         raise
     finally:
-        pulse.on_silence = None
+        heartbeat.on_late = None
 
 
-def _kept(saved: Callable[[], int | None]) -> str:
+def _describe_saved(saved: Callable[[], int | None]) -> str:
     try:
         step = saved()
     except OSError:
         return ""
-    return "Nothing was saved yet." if step is None else f"Nothing after the last checkpoint, step {step}, is kept."
+    return (
+        "No checkpoint was saved yet." if step is None else f"Updates after the last checkpoint, step {step}, are lost."
+    )

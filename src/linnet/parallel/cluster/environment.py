@@ -70,7 +70,7 @@ def find_timeouts(environ: Mapping[str, str]) -> Timeouts:
 
 
 def _explicit(environ: Mapping[str, str]) -> ClusterEnv:
-    count = _whole(environ, PROCESSES)
+    count = _integer(environ, PROCESSES)
     if count is None:
         found = ", ".join(name for name in (COORDINATOR, PROCESS_ID) if name in environ)
         raise UserError(
@@ -80,7 +80,7 @@ def _explicit(environ: Mapping[str, str]) -> ClusterEnv:
         raise invalid(PROCESSES, count, "at least 1", "set it to the number of processes")
     if count == 1:  # overrides Slurm and Kubernetes: the tasks of a sweep are not a cluster
         return ALONE
-    index = _whole(environ, PROCESS_ID)
+    index = _integer(environ, PROCESS_ID)
     if index is None:
         raise UserError(
             f"{PROCESSES} is {count}, but {PROCESS_ID} is not set. Fix: set it to 0 to {count - 1}, each once."
@@ -101,7 +101,7 @@ def _slurm(environ: Mapping[str, str]) -> ClusterEnv:
             f"this is a Slurm step of {environ['SLURM_NTASKS']} tasks, but {', '.join(missing)} is not set. "
             f"Fix: start with srun, or set {PROCESSES}=1 to run alone."
         )
-    count, index = _whole(environ, "SLURM_NTASKS"), _whole(environ, "SLURM_PROCID")
+    count, index = _integer(environ, "SLURM_NTASKS"), _integer(environ, "SLURM_PROCID")
     assert count is not None
     assert index is not None
     if not 0 <= index < count:
@@ -123,11 +123,11 @@ def _kubernetes(environ: Mapping[str, str]) -> ClusterEnv:
             f"Fix: set {COORDINATOR}, {PROCESSES} and {PROCESS_ID} in the Job (docs/scale.md has one), {PROCESSES}=1 if each pod "
             "works alone, or pip install kubernetes."
         )
-    index = _whole(environ, "JOB_COMPLETION_INDEX")
+    index = _integer(environ, "JOB_COMPLETION_INDEX")
     return ClusterEnv(kind="kubernetes", index=index)
 
 
-def _whole(environ: Mapping[str, str], name: str) -> int | None:
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
     value = environ.get(name)
     if value is None:
         return None

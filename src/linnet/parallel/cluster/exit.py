@@ -20,30 +20,30 @@ EXIT_PEER_LOST = 76
 """Exit code of a process that stopped because a peer was lost. Restarting all processes fixes it."""
 
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_speaking = threading.Lock()
-_kept: list[object] = []  # keeps the handlers alive: C holds no Python reference to them
+_exiting = threading.Lock()
+_handlers: list[object] = []  # keeps the handlers alive: C holds no Python reference to them
 
 
-def exit_now(words: str, code: int = EXIT_PEER_LOST, after: float = 0.0) -> NoReturn:
-    """Print `words` and exit the process, from any thread. A second caller blocks until the first has exited."""
-    _speaking.acquire()
+def exit_now(message: str, code: int = EXIT_PEER_LOST, delay: float = 0.0) -> NoReturn:
+    """Print `message` and exit the process after `delay` seconds, from any thread. A second caller blocks until then."""
+    _exiting.acquire()
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed, but the process must still exit
-        print(words, file=sys.stderr, flush=True)
-    time.sleep(after)
+        print(message, file=sys.stderr, flush=True)
+    time.sleep(delay)
     os._exit(code)
 
 
-def on_abort(words: Callable[[], str | None]) -> None:
-    """On SIGABRT, print the message that `words` returns and exit. If it returns None, the abort is unrelated to the cluster and
+def on_abort(explain: Callable[[], str | None]) -> None:
+    """On SIGABRT, print the message that `explain` returns and exit. If it returns None, the abort is unrelated to the cluster and
     proceeds."""
 
     def aborted(number: int) -> None:
-        found = words()
-        if found is not None:
-            exit_now(found)
+        message = explain()
+        if message is not None:
+            exit_now(message)
 
     handler = _HANDLER(aborted)
-    _kept.append(handler)
+    _handlers.append(handler)
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, _HANDLER]
     libc.signal.restype = ctypes.c_void_p

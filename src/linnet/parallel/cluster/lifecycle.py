@@ -1,16 +1,22 @@
-"""Startup of a multi-process run, before JAX initializes its devices, and its shutdown. No effect with a single process."""
+"""Startup of JAX and of multi-process runs, before devices are initialized, and their shutdown.
+
+JAX and the launcher (`linnet launch`, Slurm, Kubernetes) do most of this: JAX detects the cluster and connects its processes, the
+launcher restarts them. Linnet adds a clear message in every process when one is lost, and an exit code that asks for a restart.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
+import re
 import socket
 import sys
 import time
 from typing import Any
 
 from linnet.core.errors import UserError
+from linnet.core.files import cache_folder
 from linnet.parallel.cluster.environment import (
     ALONE,
     LOST_SECONDS,
@@ -23,27 +29,40 @@ from linnet.parallel.cluster.environment import (
 )
 from linnet.parallel.cluster.exit import exit_now, on_abort
 from linnet.parallel.cluster.heartbeat import FAILED_SECONDS, Heartbeat
-from linnet.parallel.cluster.peer_failure import is_peer_failure
 
-_pulse: Heartbeat | None = None
+RUNTIME_STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|DEADLINE_EXCEEDED|ABORTED|CANCELLED|FAILED_PRECONDITION): ")
+
+_heartbeat: Heartbeat | None = None
+
+
+def init_jax() -> None:
+    """Enable the persistent compilation cache (JAX_COMPILATION_CACHE_DIR moves or disables it), then connect to the other processes,
+    if any, which must happen before devices are initialized. A cache folder that the caller has set is kept."""
+    import jax
+
+    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]  # its stubs omit the flags
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and chosen is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    initialize()
 
 
 def initialize() -> Member:
     """Connect to the other processes, if the environment defines any, and start the heartbeat. Later calls have no effect."""
-    global _pulse
-    if _pulse is not None:
-        return _pulse.member
-    place, bounds = find_cluster_env(os.environ), find_timeouts(os.environ)
-    if place == ALONE:
+    global _heartbeat
+    if _heartbeat is not None:
+        return _heartbeat.member
+    env, timeouts = find_cluster_env(os.environ), find_timeouts(os.environ)
+    if env == ALONE:
         return describe()
-    on_abort(lambda: _aborted(place, bounds))
-    _initialize(place, bounds)
+    on_abort(lambda: _explain_abort(env, timeouts))
+    _connect(env, timeouts)
     service = _service()
     member = Member(index=service.process_id, count=service.num_processes, host=socket.gethostname())
     if member.count > 1:  # before devices are initialized, because that too waits for all processes
         address = str(service.coordinator_address)
-        _pulse = Heartbeat(
-            service.client, member, bounds, address, lambda words, after: exit_now(words, after=after)
+        _heartbeat = Heartbeat(
+            service.client, member, timeouts, address, lambda message, delay: exit_now(message, delay=delay)
         ).start()
         atexit.register(_end_together)  # runs before JAX's own exit handler, which was registered earlier
     return member
@@ -51,82 +70,93 @@ def initialize() -> Member:
 
 def describe() -> Member:
     """Return the index and host of this process, and the process count."""
-    return _pulse.member if _pulse is not None else Member(index=0, count=1, host=socket.gethostname())
+    return _heartbeat.member if _heartbeat is not None else Member(index=0, count=1, host=socket.gethostname())
 
 
 def current_heartbeat() -> Heartbeat | None:
     """Return the heartbeat, or None with a single process."""
-    return _pulse
+    return _heartbeat
+
+
+def is_peer_failure(error: BaseException | None) -> bool:
+    """Return whether the error, or one in its chain of causes, has a status of the JAX runtime, as after a broken connection.
+
+    The exception class does not tell: it can be a ValueError or a JaxRuntimeError. The error may also be this process's own.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if RUNTIME_STATUS.match(str(error)):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def attribute_failure(error: BaseException) -> None:
     """If the error may be caused by a lost peer, wait for the heartbeat to report that peer and exit this process. Returns if no
     peer is lost: then the error is this process's own."""
-    if _pulse is None or _pulse.broken or not is_peer_failure(error):
+    if _heartbeat is None or _heartbeat.broken or not is_peer_failure(error):
         return
-    _pulse.broken = True
-    time.sleep(_pulse.bounds.lost + 6 * _pulse.every)
+    _heartbeat.broken = True
+    time.sleep(_heartbeat.timeouts.lost + 6 * _heartbeat.interval)
 
 
 def shutdown(code: int, error: BaseException | None = None) -> None:
     """Exit with the code of a failed command; return for a single process and for codes 0 and 75. A failed process reports its error
     and exits at once: the peers would never reach the exit barrier at which JAX waits for them."""
-    if _pulse is None or code in (0, 75):
+    if _heartbeat is None or code in (0, 75):
         return
     if error is not None:
         attribute_failure(error)
-    words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    with contextlib.suppress(Exception):  # if process 0 is gone, there is nothing to report to
-        _pulse.fail(f"exit code {code}" if error is None else words)
+    reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(Exception):  # if process 0 is lost, there is nothing to report to
+        _heartbeat.fail(f"exit code {code}" if error is None else reason)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    exit_now("This process of the cluster stops; the others will, too.", code, _linger(_pulse))
-
-
-def _linger(pulse: Heartbeat) -> float:
-    """Return how long to wait before exit: process 0 stays while the others read the verdict, because it runs the store."""
-    return FAILED_SECONDS + 3 * pulse.every if pulse.member.index == 0 else 0.0
+    # Process 0 stays while the others read the verdict, because it runs the store.
+    delay = FAILED_SECONDS + 3 * _heartbeat.interval if _heartbeat.member.index == 0 else 0.0
+    exit_now("This process of the cluster stops, and so will the others.", code, delay)
 
 
 def _end_together() -> None:
     """Barrier at exit, so that no process mistakes a normal exit for a failure; then stop the heartbeat."""
-    assert _pulse is not None
+    assert _heartbeat is not None
     uncaught = getattr(sys, "last_value", None)
     if uncaught is not None:
         shutdown(1, uncaught)
     _service().client.wait_at_barrier("linnet/end", 24 * 3600 * 1000)  # the heartbeat ends this wait if a peer is lost
-    _pulse.stop()
+    _heartbeat.stop()
 
 
-def _initialize(place: ClusterEnv, bounds: Timeouts) -> None:
+def _connect(env: ClusterEnv, timeouts: Timeouts) -> None:
     import jax
 
     # CPU devices of other processes are only reachable with gloo; other backends have their own transports.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    how: dict[str, Any] = {}
-    if place.kind == "explicit":
-        how = {
-            "coordinator_address": place.coordinator,
-            "num_processes": place.count,
-            "process_id": place.index,
+    settings: dict[str, Any] = {}
+    if env.kind == "explicit":
+        settings = {
+            "coordinator_address": env.coordinator,
+            "num_processes": env.count,
+            "process_id": env.index,
             "cluster_detection_method": "deactivate",
         }
     try:
         jax.distributed.initialize(
-            **how,
-            initialization_timeout=round(bounds.start),
-            # Longer than the timeout of Linnet's own heartbeat, which should fire first.
-            heartbeat_timeout_seconds=max(15, round(3 * bounds.lost)),
-            shutdown_timeout_seconds=max(15, round(3 * bounds.lost)),
+            **settings,
+            initialization_timeout=round(timeouts.start),
+            # Longer than the timeout of Linnet's own heartbeat, which should act first.
+            heartbeat_timeout_seconds=max(15, round(3 * timeouts.lost)),
+            shutdown_timeout_seconds=max(15, round(3 * timeouts.lost)),
         )
     except (RuntimeError, ValueError, OSError) as error:
         # Various environment errors: a port in use, an unresolvable host, missing Kubernetes permissions.
-        exit_now(f"The processes could not be brought together ({str(error).strip().splitlines()[0]}). {_CHECK}")
+        exit_now(f"The processes could not connect to each other ({str(error).strip().splitlines()[0]}). {_FIX}")
 
 
-_CHECK = (
-    f"Fix: see that all processes were started, with the same command, and can reach process 0; {START_SECONDS} sets how long they "
-    f"wait for each other, {LOST_SECONDS} how soon a silent one counts as gone."
+_FIX = (
+    f"Fix: check that all processes were started with the same command and can reach process 0; {START_SECONDS} sets how long they "
+    f"wait for each other, {LOST_SECONDS} after how many seconds without a heartbeat a process counts as lost."
 )
 
 
@@ -138,18 +168,20 @@ def _service() -> Any:
     return distributed.global_state
 
 
-def _aborted(place: ClusterEnv, bounds: Timeouts) -> str | None:
+def _explain_abort(env: ClusterEnv, timeouts: Timeouts) -> str | None:
     """Return the message for an abort by JAX, or None if it is unrelated to the cluster."""
-    if _pulse is None:
-        who = f"process {place.index} of {place.count}" if place.index is not None else "this process"
-        return f"The processes did not come together within {bounds.start:g} s, or one was lost meanwhile: {who} stops. {_CHECK}"
-    silent = _pulse.ears.silent(_pulse.late)
-    if silent:
-        return _pulse.gone(f"Gone: {silent[0]}.")
-    return None if _reachable() else _pulse.no_answer()
+    if _heartbeat is None:
+        who = f"process {env.index} of {env.count}" if env.index is not None else "this process"
+        return (
+            f"The processes did not connect within {timeouts.start:g} s, or one was lost meanwhile: {who} stops. {_FIX}"
+        )
+    missed = _heartbeat.detector.missed(_heartbeat.late_seconds)
+    if missed:
+        return _heartbeat.exit_message(f"Lost: {missed[0]}.")
+    return None if _is_coordinator_reachable() else _heartbeat.coordinator_lost_message()
 
 
-def _reachable() -> bool:
+def _is_coordinator_reachable() -> bool:
     host, _, port = str(_service().coordinator_address).rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
