@@ -24,7 +24,7 @@ import pytest
 from cli_commands import COMMANDS, flags_of
 
 import linnet
-from linnet.api import client_calls, text, training
+from linnet.api import client_text, text, training
 from linnet.cli.dispatch import COMMANDS as DISPATCHED
 from linnet.cli.flags import Flag, list_flags
 from linnet.config import presets
@@ -138,7 +138,7 @@ def signature(function: Any) -> str:
 
 
 def option_class(name: str) -> Any:
-    return getattr(client_calls, name, None) or getattr(text, name)
+    return getattr(client_text, name, None) or getattr(text, name)
 
 
 def test_python_api() -> None:

@@ -23,6 +23,8 @@ UNCHECKED = {
     "linnet.api.async_client": _VALIDATES,
     "linnet.api.client": _VALIDATES,
     "linnet.api.client_calls": _VALIDATES,
+    "linnet.api.client_images": _VALIDATES,
+    "linnet.api.client_text": _VALIDATES,
     "linnet.api.run": _VALIDATES,
     "linnet.api.text": _VALIDATES,
     "linnet.generate.prior.given_texts": _VALIDATES,

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
 from linnet.api import client_http
 from linnet.api.client import RETRIES, TIMEOUT
-from linnet.api.client_calls import Calls, Message, SessionInfo, TextStream
+from linnet.api.client_calls import Calls
 from linnet.api.client_http import Gather, HttpRequest, HttpResponse, Operation, Wait
 from linnet.api.client_httpx import api_errors, http_settings, request_fields
+from linnet.api.client_text import Message, SessionInfo, TextCall, TextStream
 from linnet.api.images import EmbeddingSamples, Images
 from linnet.api.results import GeneratedText, Score
 from linnet.api.session import write_state
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import Float32
 
-    from linnet.api.client_calls import ChatOptions, ClientOptions, Ids, Prompt, Prompts, TurnOptions
+    from linnet.api.client_text import ChatOptions, ClientOptions, Ids, Prompt, Prompts, TurnOptions
     from linnet.serve.http.responses import ModelCard, PriorCard
 
 T = TypeVar("T")
@@ -129,9 +130,7 @@ class AsyncClient:
         self, messages: str | Sequence[Message], *, stream: bool = False, **options: Unpack[ChatOptions]
     ) -> Awaitable[GeneratedText] | AsyncIterator[GeneratedText]:
         """See `Client.chat`."""
-        if stream:
-            return _singles(self._stream(self._calls.chat_stream(messages, **options)))
-        return self._run(self._calls.chat(messages, **options))
+        return self._answer(self._calls.chat(messages, options), stream)
 
     @overload
     async def score(self, text: str, *, model: str | None = None) -> Score: ...
@@ -220,6 +219,13 @@ class AsyncClient:
                 await response.aclose()
         return HttpResponse(status=response.status_code, headers=response.headers, body=body)
 
+    def _answer(
+        self, call: Operation[TextCall], stream: bool
+    ) -> Awaitable[GeneratedText] | AsyncIterator[GeneratedText]:
+        if stream:
+            return _singles(self._stream(self._calls.open_stream(call)))
+        return self._run(self._calls.complete(call))
+
     async def _stream(self, operation: Operation[TextStream]) -> AsyncGenerator[list[GeneratedText | None], None]:
         parser = await self._run(operation)
         opened = await self._run(self._calls.send(parser.request))
@@ -293,10 +299,7 @@ class AsyncRemoteSession:
         self, prompt: str = "", *, stream: bool = False, **options: Unpack[TurnOptions]
     ) -> Awaitable[GeneratedText] | AsyncIterator[GeneratedText]:
         """See `RemoteSession.generate`."""
-        client, calls = self._client, self._client._calls
-        if stream:
-            return _singles(client._stream(calls.turn_stream(self._info, prompt, **options)))
-        return client._run(calls.turn_text(self._info, prompt, **options))
+        return self._client._answer(self._client._calls.turn(self._info, prompt, options), stream)
 
     @overload
     def chat(
@@ -312,10 +315,7 @@ class AsyncRemoteSession:
         self, messages: str | Sequence[Message], *, stream: bool = False, **options: Unpack[TurnOptions]
     ) -> Awaitable[GeneratedText] | AsyncIterator[GeneratedText]:
         """See `RemoteSession.chat`."""
-        client, calls = self._client, self._client._calls
-        if stream:
-            return _singles(client._stream(calls.chat_turn_stream(self._info, messages, **options)))
-        return client._run(calls.chat_turn_text(self._info, messages, **options))
+        return self._client._answer(self._client._calls.chat_turn(self._info, messages, options), stream)
 
     async def fork(self) -> AsyncRemoteSession:
         """See `RemoteSession.fork`."""

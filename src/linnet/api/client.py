@@ -11,9 +11,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
 from linnet.api import client_http
-from linnet.api.client_calls import Calls, Message, SessionInfo, TextStream
+from linnet.api.client_calls import Calls
 from linnet.api.client_http import Gather, HttpRequest, HttpResponse, Operation, Wait
 from linnet.api.client_httpx import api_errors, http_settings, request_fields
+from linnet.api.client_text import Message, SessionInfo, TextCall, TextStream
 from linnet.api.images import EmbeddingSamples, Images
 from linnet.api.results import GeneratedText, Score
 from linnet.api.session import write_state
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import Float32
 
-    from linnet.api.client_calls import ChatOptions, ClientOptions, Ids, Prompt, Prompts, TurnOptions
+    from linnet.api.client_text import ChatOptions, ClientOptions, Ids, Prompt, Prompts, TurnOptions
     from linnet.serve.http.responses import ModelCard, PriorCard
 
 TIMEOUT, RETRIES = 600.0, 3
@@ -161,9 +162,7 @@ class Client:
             stream: Return an iterator over pieces of text.
             **options: As in `generate`.
         """
-        if stream:
-            return _singles(self._stream(self._calls.chat_stream(messages, **options)))
-        return self._run(self._calls.chat(messages, **options))
+        return self._answer(self._calls.chat(messages, options), stream)
 
     @overload
     def score(self, text: str, *, model: str | None = None) -> Score: ...
@@ -262,6 +261,11 @@ class Client:
                 response.close()
         return HttpResponse(status=response.status_code, headers=response.headers, body=body)
 
+    def _answer(self, call: Operation[TextCall], stream: bool) -> GeneratedText | Iterator[GeneratedText]:
+        if stream:
+            return _singles(self._stream(self._calls.open_stream(call)))
+        return self._run(self._calls.complete(call))
+
     def _stream(self, operation: Operation[TextStream]) -> Iterator[list[GeneratedText | None]]:
         parser = self._run(operation)
         opened = self._run(self._calls.send(parser.request))
@@ -333,10 +337,7 @@ class RemoteSession:
     ) -> GeneratedText | Iterator[GeneratedText]:
         """Read a prompt and generate an answer, which becomes part of the conversation. Options are those of `Client.generate`. With
         `stream`, the session advances when the iterator ends; if it is closed earlier, the session stays as it was."""
-        client, calls = self._client, self._client._calls
-        if stream:
-            return _singles(client._stream(calls.turn_stream(self._info, prompt, **options)))
-        return client._run(calls.turn_text(self._info, prompt, **options))
+        return self._client._answer(self._client._calls.turn(self._info, prompt, options), stream)
 
     @overload
     def chat(
@@ -352,10 +353,7 @@ class RemoteSession:
         self, messages: str | Sequence[Message], *, stream: bool = False, **options: Unpack[TurnOptions]
     ) -> GeneratedText | Iterator[GeneratedText]:
         """Answer new messages of the conversation. Earlier ones are not sent again."""
-        client, calls = self._client, self._client._calls
-        if stream:
-            return _singles(client._stream(calls.chat_turn_stream(self._info, messages, **options)))
-        return client._run(calls.chat_turn_text(self._info, messages, **options))
+        return self._client._answer(self._client._calls.chat_turn(self._info, messages, options), stream)
 
     def fork(self) -> RemoteSession:
         """Return an independent session that continues from the same state."""
