@@ -224,7 +224,7 @@ def test_invalid_flags_are_rejected(tokens: Path, tmp_path: Path, capsys: pytest
         (["--validation-fraction", "0.9", "--test-fraction", "0.2"], "below 1"),
         (["--workers", "0"], "--workers"),
         (["--tokenizer", "nowhere.model"], "nowhere.model"),
-        (["--from", str(tmp_path)], "named set"),
+        (["--from", str(tmp_path)], "named dataset"),
     ):
         code, _, err = run(capsys, "data", "prepare", tokens / "text", "--out", tmp_path / "x", *flags)
         assert code == 2
