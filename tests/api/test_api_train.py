@@ -78,6 +78,8 @@ def test_the_result_tells_what_was_learned(trained: tuple[linnet.TrainingResult,
     result, _ = trained
     assert (result.step, result.finished) == (12, True)
     assert [line["step"] for line in result.metrics if line["kind"] == "train"] == list(range(1, 13))
+    assert result._repr_html_().startswith("<p><code>")  # tags, not escaped text
+    assert "<style>" in result._repr_html_()  # without the report's style sheet, curves would be filled areas
     assert "<svg" in result._repr_html_()
     assert "finished at step 12" in result._repr_html_()
     run = result.load("latest")

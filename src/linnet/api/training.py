@@ -59,7 +59,8 @@ class TrainingResult:
         head = f"<p><code>{html.escape(str(self.path))}</code>: {state} at step {self.step:,}</p>"
         if not series:
             return head
-        return head + str(line_chart(series, label="Loss by step", x_label="step", y_label="loss"))
+        chart = line_chart(series, label="Loss by step", x_label="step", y_label="loss", width=560, height=280)
+        return f"{head}{chart.standalone('Loss by step')}"
 
 
 def train(
