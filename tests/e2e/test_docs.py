@@ -24,6 +24,7 @@ import tyro
 import yaml
 from docs_pages import PAGES, ROOT, Block
 from server_process import serving
+from small_quickstart import FLAGS, use_small_quickstart
 from starlette.routing import compile_path
 
 from linnet.cli import main
@@ -46,12 +47,6 @@ OTHERS = ("migrate.md",)
 """Pages that name flags and settings of other programs as well."""
 RUN_ELSEWHERE = ("serve.md", "sessions.md", "http-api.md")
 """Pages whose curl commands `test_server_pages.py` runs."""
-SMALL = [
-    *("--model.d-model", "16", "--model.d-k", "8", "--model.d-v", "16", "--model.n-code", "8", "--model.n-layer", "1"),
-    *("--model.block-len", "16", "--model.mem-len", "16", "--data.sequence-len", "64", "--data.update-len", "64"),
-    *("--optim.steps", "4", "--optim.warmup-steps", "1", "--train.sample-tokens", "8"),
-]
-"""Makes a run of the preset `quickstart` take a second."""
 SERVER = "http://127.0.0.1:8000"
 """The address on the pages; where a block is run, a real server takes its place."""
 
@@ -126,7 +121,7 @@ def check_linnet(words: list[str], tiny_run: Path, monkeypatch: pytest.MonkeyPat
 
 
 def stand_in(path: Path, tiny_run: Path) -> None:
-    """Put the tiny run, or a settings file of DALLE2-pytorch, where a command expects one."""
+    """Put the tiny run, or a settings file of DALLE2-pytorch, where a page expects one."""
     assert not path.is_absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json" and path.name != "config.json":
@@ -231,9 +226,10 @@ def test_flags_and_settings_in_prose_exist(page: Path, known_flags: set[str]) ->
 
 
 @pytest.fixture(scope="module")
-def python_server(tiny_run: Path) -> Iterator[str]:
+def python_server(tiny_run: Path, image_runs: dict[str, Path]) -> Iterator[str]:
     """The server that the pages' Python talks to, with the names that they use."""
-    with serving(Path(f"mine={tiny_run}")) as (address, _):
+    beside = [Path(f"{name}={image_runs[name]}") for name in ("emoji", "prior-emoji")]
+    with serving(Path(f"mine={tiny_run}"), beside=beside) as (address, _):
         yield address
 
 
@@ -243,14 +239,21 @@ def python_server(tiny_run: Path) -> Iterator[str]:
     ids=lambda page: page.name,
 )
 def test_python_blocks_run(
-    page: Path, tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    page: Path,
+    tiny_run: Path,
+    image_runs: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """All blocks of a page run in order, as one program, in a folder with the runs that they name."""
     monkeypatch.chdir(tmp_path)
+    use_small_quickstart(monkeypatch)
     found = [block for block in docs_pages.blocks(page) if block.language == "python"]
     whole = "".join(block.text for block in found)
-    for name in set(re.findall(r"[\"'](runs/[\w-]+)[\"']", whole)):
-        stand_in(Path(name), tiny_run)
+    made = set(re.findall(r"\bout=\"(runs/[\w-]+)\"", whole))
+    for name in set(re.findall(r"[\"'](runs/[\w-]+)[\"']", whole)) - made:
+        stand_in(Path(name), image_runs.get(Path(name).name, tiny_run))
     server = request.getfixturevalue("python_server") if SERVER in whole else SERVER
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in found:
@@ -292,7 +295,7 @@ def test_the_first_commands_run(name: str, tiny_run: Path, tmp_path: Path, monke
         if words[0] in ("sample", "eval", "report") and not (tmp_path / words[1]).exists():
             continue  # a run that the page does not make
         if words[:2] == ["train", "quickstart"] and "--mesh" not in words:
-            words = [*words, *SMALL]
+            words = [*words, *FLAGS]
         elif words[0] not in ("sample", "eval", "report", "presets"):
             continue
         with pytest.raises(SystemExit) as exit:

@@ -8,50 +8,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from image_runs import PAINTER, PRIOR, SHAPE, write_untrained
 from PIL import Image
 
 import linnet
 from linnet.cli import main
-from linnet.config.schema import DataConfig, PairsConfig, RunConfig
-from linnet.core import params, rng
+from linnet.config.schema import RunConfig
+from linnet.core import rng
 from linnet.core.errors import UserError
-from linnet.core.pytree import replace
 from linnet.data.sources.emoji import open_emoji
 from linnet.generate.text_to_image import Imagination, open_imagination
-from linnet.models import registry
 from linnet.models.prior import sampling as prior_sampling
-from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.solver import make_solver
-from linnet.models.vq.config import VQConfig
 from linnet.nn.sampling import sampling_settings
-from linnet.runs.load import write_run
-
-SHAPE = (4, 4, 3)
-PAINTER = RunConfig(
-    model=VQConfig(d_model=16, d_k=8, d_v=16, n_code=6, n_layer=1, block_len=8, mem_len=8, d_condition=256, n_place=48),
-    data=DataConfig(source="pictures", sequence_len=48, update_len=48, batch_size=2, condition="builtin"),
-)
-PRIOR = RunConfig(
-    family="prior",
-    model=PriorConfig(dim=256, depth=1, n_head=1, d_head=8, ff_mult=1, timesteps=8),
-    data=PairsConfig(),
-    train=dataclasses.replace(PAINTER.train, eval_timesteps=(4,)),
-)
-
-
-def written(path: Path, cfg: RunConfig) -> Path:
-    family = registry.get(cfg.family)
-    made = params.init(family.param_specs(cfg.model), rng.root(1))
-    if getattr(made, "place", None) is not None:  # else an untrained painter does not hear what it is told
-        made = replace(made, place=jax.random.normal(rng.root(3), made.place.shape))
-    write_run(path, cfg, made, params.init(family.buffer_specs(cfg.model), rng.root(2)))
-    if cfg.family == "vq":
-        (path / "data.json").write_text(json.dumps({"shape": SHAPE}))
-    return path
 
 
 def changed(cfg: RunConfig, **changes: Any) -> RunConfig:
@@ -65,7 +37,7 @@ def changed(cfg: RunConfig, **changes: Any) -> RunConfig:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("imagine")
-    return written(folder / "prior", PRIOR), written(folder / "painter", PAINTER)
+    return write_untrained(folder / "prior", PRIOR), write_untrained(folder / "painter", PAINTER)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +125,7 @@ def test_the_text_the_embedding_and_guidance_make_a_difference(both: Imagination
 
 def test_a_prior_with_token_encodings_gets_those_of_the_text(runs: tuple[Path, Path], tmp_path: Path) -> None:
     cfg = changed(PRIOR, **{"model.max_text_len": 4, "model.text_encodings": True})
-    both = open_imagination(written(tmp_path / "tokens", cfg), runs[1])
+    both = open_imagination(write_untrained(tmp_path / "tokens", cfg), runs[1])
     embeds = both.embeds("red heart", [0, 1], steps=4)
     text = both.encoder.encode_texts(["red heart"])
     plan = make_solver(cfg.prior, 4)
@@ -187,12 +159,12 @@ def test_runs_that_do_not_go_together_are_refused(runs: tuple[Path, Path], tmp_p
         open_imagination(prior, prior)
     plain = dataclasses.replace(PAINTER, model=dataclasses.replace(PAINTER.vq, d_condition=0, n_place=0))
     with pytest.raises(UserError, match="painter is .*nothing conditions"):
-        open_imagination(prior, written(tmp_path / "plain", plain))
+        open_imagination(prior, write_untrained(tmp_path / "plain", plain))
     with pytest.raises(UserError, match=r"model.d_condition of .* is 8, .* 256"):
-        open_imagination(prior, written(tmp_path / "narrow", changed(PAINTER, **{"model.d_condition": 8})))
+        open_imagination(prior, write_untrained(tmp_path / "narrow", changed(PAINTER, **{"model.d_condition": 8})))
     elsewhere = changed(PRIOR, **{"data.source": "laion"})
     with pytest.raises(UserError, match="encoder is known"):
-        open_imagination(written(tmp_path / "laion", elsewhere), painter)
+        open_imagination(write_untrained(tmp_path / "laion", elsewhere), painter)
 
 
 def test_an_encoder_that_differs_is_refused(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import tomllib
+import types
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ def test_navigation_has_every_page_once() -> None:
     listed = [name for name in nav_files(SITE["nav"]) if name.endswith(".md")]
     assert listed[0] == "index.md"
     generated = ["index.md", "reference.md"]  # README.md and the docstrings of the package
+    generated += [f"notebooks/{path.stem}.md" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")]
     assert sorted(listed) == sorted([*generated, *(page.name for page in PAGES)])
 
 
@@ -38,7 +41,9 @@ def test_site_is_built_strictly_and_loads_nothing_from_other_hosts() -> None:
     assert SITE["strict"] is True
     assert "mkdocs build --strict\n" in (ROOT / "Makefile").read_text()  # with --quiet, warnings are not counted
     assert SITE["theme"]["font"] is False
-    assert not {"extra_javascript", "extra_css", "repo_url", "site_url"} & SITE.keys()
+    assert not {"extra_javascript", "repo_url", "site_url"} & SITE.keys()
+    for name in SITE["extra_css"]:
+        assert "url(" not in (ROOT / "docs" / name).read_text()
     assert {kind for group in SITE["validation"].values() for kind in group.values()} == {"warn"}
 
 
@@ -63,6 +68,11 @@ def test_lists_and_tables_follow_a_blank_line(page: Path) -> None:
     assert wrong == []
 
 
+def on_page(markdown: str, name: str) -> str:
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri=name))
+    return HOOKS["on_page_markdown"](markdown, page=page)
+
+
 def test_home_page_is_the_readme_with_links_of_the_site() -> None:
     readme = (
         "![a](docs/a.png) [b](docs/b.md#c) [d](CONTRIBUTING.md) [`e.py`](examples/e.py) [f](http://127.0.0.1/) [g](#h)"
@@ -72,9 +82,34 @@ def test_home_page_is_the_readme_with_links_of_the_site() -> None:
 
 
 def test_links_out_of_the_docs_become_paths() -> None:
-    assert HOOKS["on_page_markdown"]("[x.py](../src/x.py), [y](z.md)") == "`src/x.py`, [y](z.md)"
+    assert on_page("[x.py](../src/x.py), [y](z.md)", "python.md") == "`src/x.py`, [y](z.md)"
+    assert on_page("[x](../python.md)", "notebooks/a.md") == "[x](../python.md)"
+
+
+def test_links_to_sources_of_generated_pages_lead_to_these_pages() -> None:
+    links = "[a](notebooks/a-b.ipynb) [c](d.ipynb) [e](../src/linnet/__init__.py)"
+    assert on_page(links, "python.md") == "[a](notebooks/a-b.md) [c](d.md) [e](reference.md)"
+
+
+def test_notebook_becomes_a_page_with_its_outputs() -> None:
+    outputs = [
+        {"output_type": "stream", "name": "stdout", "text": ["2\n"]},
+        {"output_type": "execute_result", "data": {"text/plain": ["T"], "text/html": ["<p>a</p>\n", "\n", "<p>b</p>"]}},
+        {"output_type": "execute_result", "data": {"text/plain": ["I"], "image/png": "QUJD\n"}},
+        {"output_type": "display_data", "data": {"text/plain": ["<HTML object>"], "text/html": [""]}},
+    ]
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "\n", "Text"]},
+        {"cell_type": "code", "source": ["print(2)"], "outputs": outputs},
+    ]
+    page = HOOKS["notebook_page"](json.dumps({"cells": cells}), "x.ipynb")
+    assert page.startswith("# Title\n\nText\n\n```python\nprint(2)\n```\n\n```text\n2\n```\n\n<div")
+    assert "<p>a</p>\n<p>b</p></div>\n\n<img" in page  # a blank line would end the block of HTML
+    assert 'src="data:image/png;base64,QUJD"' in page
+    assert "HTML object" not in page  # the output of a progress bar that was removed
+    assert 'href="x.ipynb"' in page
 
 
 def test_reference_page_has_the_public_names() -> None:
     page = HOOKS["reference_page"]('__all__ = ["Run", "__version__", "load"]\n')
-    assert re.findall("^::: (.+)$", page, re.MULTILINE) == ["linnet.Run", "linnet.load"]
+    assert re.findall("^::: (.+)$", page, re.MULTILINE) == ["linnet.load", "linnet.Run"]
