@@ -185,7 +185,7 @@ def test_events_may_be_cut_anywhere_and_contain_any_character() -> None:
 
 def test_arguments_are_checked_before_a_request_is_sent(tmp_path: Path) -> None:
     server = Server(httpx.Response(500))
-    client = make_client(server)
+    client: Any = make_client(server)  # some arguments are of a wrong type on purpose
     for call, message in (
         (lambda: client.generate([]), "at least one prompt"),
         (lambda: client.generate(7), "texts, or arrays of token ids"),

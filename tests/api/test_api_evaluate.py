@@ -21,7 +21,7 @@ DATA = {"vq": "text.txt", "moe": "prepared", "pixels": "pictures", "prior": "pai
 @pytest.mark.parametrize("name", DATA)
 def test_evaluate_gives_the_figures_of_the_command(name: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(MADE / name, tmp_path / name))
-    flags = {"timesteps": (2,)} if name == "prior" else {}
+    flags: dict[str, Any] = {"timesteps": (2,)} if name == "prior" else {}
     result = linnet.load(folder).evaluate("test", data_source=MADE / DATA[name], limit=6, quiet=True, **flags)
     assert not list(folder.glob("eval_*"))
     out = io.StringIO()

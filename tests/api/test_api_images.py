@@ -42,7 +42,7 @@ def prior() -> linnet.Run:
 
 
 @pytest.fixture(scope="module")
-def given() -> dict[str, np.ndarray]:
+def given() -> dict[str, Any]:
     """Two texts, encoded."""
     return {
         "embeddings": np.load(PAIRS / "text_emb" / "text_emb_0.npy")[40:42].astype(np.float32),
@@ -77,7 +77,7 @@ def test_images_are_completed(painter: linnet.Run, tmp_path: Path) -> None:
     assert Image.open(io.BytesIO(images.sheet())).width > Image.open(io.BytesIO(images.sheet())).height
 
 
-def test_embeddings_are_those_of_the_command(prior: linnet.Run, given: dict[str, np.ndarray], tmp_path: Path) -> None:
+def test_embeddings_are_those_of_the_command(prior: linnet.Run, given: dict[str, Any], tmp_path: Path) -> None:
     for name, values in given.items():
         np.save(tmp_path / f"{name}.npy", values)
     found = prior.sample(**given, n=2, steps=4, guidance=1.5, seed=3)
@@ -97,7 +97,7 @@ def test_embeddings_are_those_of_the_command(prior: linnet.Run, given: dict[str,
 
 @pytest.mark.slow
 @pytest.mark.optimized
-def test_texts_together_equal_each_alone(prior: linnet.Run, given: dict[str, np.ndarray]) -> None:
+def test_texts_together_equal_each_alone(prior: linnet.Run, given: dict[str, Any]) -> None:
     together = prior.sample(**given, steps=4)
     for i in range(2):
         alone = prior.sample(**{name: values[i] for name, values in given.items()}, steps=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import math
@@ -9,9 +10,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -45,7 +47,7 @@ def learned(run: Path) -> list[dict[str, Any]]:
 def assert_same_weights(a: Path, b: Path, step: int) -> None:
     ours, theirs = (jax.tree.leaves(open_state(run, str(step))[1]) for run in (a, b))
     for one, other in zip(ours, theirs, strict=True):
-        if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
@@ -124,9 +126,8 @@ def test_paths_in_settings_are_relative_to_the_working_directory(
 
 
 def test_the_function_and_the_package_share_a_name(config: Path) -> None:
-    import linnet.train.loop
-
-    assert linnet.train.loop.train is not train_function
+    loop, package = importlib.import_module("linnet.train.loop"), cast(Any, linnet.train)
+    assert package.loop.train is loop.train is not train_function
     assert inspect.signature(linnet.train) == inspect.signature(train_function)
     with pytest.raises(linnet.UserError, match="from_run"):
         linnet.train()

@@ -10,46 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
+from bench_results import TINY, result, text_of, tiny_task
 
 from linnet.bench import measure, run, table, targets, worker
 from linnet.bench.measure import Benchmark, Span, TooLarge
-from linnet.config.codec import to_json
-from linnet.config.schema import DataConfig, OptimConfig, RunConfig
+from linnet.config.schema import RunConfig
 from linnet.core.errors import UserError
-from linnet.models.vq.config import VQConfig
 
-TINY = RunConfig(
-    preset="tiny",
-    model=VQConfig(d_model=8, d_k=4, d_v=8, n_code=4, n_layer=1, block_len=8, mem_len=8),
-    data=DataConfig(sequence_len=16, update_len=16, batch_size=2),
-    optim=OptimConfig(name="lion", warmup_steps=0),
-)
 FIGURES = {
     "job", "preset", "sequence_len", "batch", "tokens_per_second", "tokens_per_cpu_second", "compile_cpu_seconds",
     "compile_seconds", "peak_rss_bytes", "flops_per_token", "gemm_gflops_per_cpu_second", "gemm_gflops_per_second", "mfu",
     "cores", "repetitions", "date", "commit", "machine",
 }  # fmt: skip
-
-
-def result(**changes: Any) -> dict[str, Any]:
-    """A result as `run_bench` gives it."""
-    figures = {
-        "job": "train", "preset": "bench-s", "sequence_len": 2048, "batch": 2, "tokens_per_second": 2000.0,
-        "tokens_per_cpu_second": 1000.0, "spread": 0.02, "repetitions": 5, "seconds_per_run": 2.0, "compile_seconds": 8.0,
-        "compile_cpu_seconds": 12.0, "peak_rss_bytes": 900_000_000, "flops_per_token": 3.6e7,
-        "gemm_gflops_per_second": 150.0, "gemm_gflops_per_cpu_second": 85.0, "mfu": 0.5, "cores": 2, "commit": "a" * 40,
-        "machine": {"cpu": "A processor", "cores_usable": 2, "memory_bytes": 2**34, "versions": {"jax": "0.10.2"}},
-        "date": "2030-01-02 03:04 UTC",
-    }  # fmt: skip
-    return {**figures, **changes}
-
-
-def text_of(renderable: Any) -> str:
-    console = Console(width=200, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
-    console.print(renderable)
-    console.file.close()
-    return console.export_text()
 
 
 class TestRefusals:
@@ -77,10 +49,10 @@ class TestRefusals:
 
 def test_a_preset_is_measured_on_the_embedded_corpus_at_its_own_size() -> None:
     cfg = run.job_config("train", "enwik8", None, None)
-    assert (cfg.data.source, cfg.data.sequence_len, cfg.data.batch_size) == ("python-stdlib", 2048, 128)
+    assert (cfg.data.source, cfg.tokens.sequence_len, cfg.data.batch_size) == ("python-stdlib", 2048, 128)
     assert cfg.data.updates_per_sequence == 1
     cfg = run.job_config("decode", "bench-s", None, None)
-    assert (cfg.data.sequence_len, cfg.data.batch_size) == (run.CONTEXT, 1)
+    assert (cfg.tokens.sequence_len, cfg.data.batch_size) == (run.CONTEXT, 1)
 
 
 class Script:
@@ -200,12 +172,6 @@ def test_a_failed_measurement_says_what_failed(monkeypatch: pytest.MonkeyPatch) 
         run.run_bench("train", TINY)
 
 
-def tiny_task(job: str) -> dict[str, Any]:
-    settings = json.loads(json.dumps(to_json(run.sized(TINY, 16, 2))))
-    settings.pop("version")
-    return {"job": job, "config": settings, "seconds": 0.01, "cores": None, "long_once": True, "gemm_size": 32}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["eval", "prefill", "decode"])
 def test_the_other_jobs_run(job: str) -> None:
@@ -215,8 +181,8 @@ def test_the_other_jobs_run(job: str) -> None:
         assert got["time_to_first_token"] == pytest.approx(got["seconds_per_run"] / 2)
     if job == "decode":
         assert got["context"] == 16
-        columns = TINY.model.n_code + TINY.model.mem_len + 1
-        assert got["state_bytes"] >= TINY.model.n_unit * columns * TINY.model.d_v * 4
+        columns = TINY.vq.n_code + TINY.vq.mem_len + 1
+        assert got["state_bytes"] >= TINY.vq.n_unit * columns * TINY.vq.d_v * 4
 
 
 class TestTargets:
@@ -255,7 +221,7 @@ def test_comparing_cores_measures_again_on_one(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
-        return result(job=job, sequence_len=cfg.data.sequence_len, batch=cfg.data.batch_size)
+        return result(job=job, sequence_len=cfg.tokens.sequence_len, batch=cfg.data.batch_size)
 
     monkeypatch.setattr(run, "measure_apart", fake)
     rows = run.run_table()

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
-from test_bench import result
+from bench_results import result
 
 from linnet.bench import jobs, moe, run, table, targets
 from linnet.config.schema import DataConfig, OptimConfig, RunConfig
@@ -28,7 +28,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, int, int]])
     """512 tokens of a prompt take 0.5 CPU-seconds, 64 take 0.1."""
 
     def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
-        length, batch = cfg.data.sequence_len, cfg.data.batch_size
+        length, batch = cfg.tokens.sequence_len, cfg.data.batch_size
         asked.append((job, length, batch))
         rate = {512: 1024.0, 64: 640.0}[length]
         return result(job=job, preset=cfg.preset, sequence_len=length, batch=batch, tokens_per_cpu_second=rate)
@@ -73,8 +73,8 @@ def test_another_family_is_refused() -> None:
 
 @pytest.mark.trial
 def test_decoding_stays_within_the_context() -> None:
-    assert run.job_config("decode", "bench-moe", None, None).data.sequence_len == 1024 - run.TICKS
-    assert run.job_config("prefill", "bench-moe", None, None).data.sequence_len == 1024
+    assert run.job_config("decode", "bench-moe", None, None).tokens.sequence_len == 1024 - run.TICKS
+    assert run.job_config("prefill", "bench-moe", None, None).tokens.sequence_len == 1024
     with pytest.raises(UserError, match=r"--sequence-len is 1000.*at most 960.*and 64 are written.*use 960"):
         run.job_config("decode", "bench-moe", 1000, None)
     job = jobs.decode(run.sized(TINY, 32, 2), "int8")

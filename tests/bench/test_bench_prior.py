@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_bench import result
+from bench_results import result
 
 from linnet.bench import prior, prior_jobs, run, table, targets
 from linnet.config import presets

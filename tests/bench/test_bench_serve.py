@@ -7,7 +7,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from test_bench import TINY, result
+from bench_results import TINY, result
 
 from linnet.bench import paired, serve, serve_jobs, table
 from linnet.bench.measure import Gemm, Span
@@ -83,7 +83,7 @@ class TestRequests:
         asked: list[tuple[str, int]] = []
 
         def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
-            asked.append((job, cfg.data.sequence_len))
+            asked.append((job, cfg.tokens.sequence_len))
             return figures()[job]
 
         monkeypatch.setattr(serve, "measure_apart", fake)

@@ -9,9 +9,9 @@ import types
 from typing import Any
 
 import pytest
+from bench_results import TINY, result
 from fake_model import FakeModel
 from playground_server import serving as fake_server
-from test_bench import TINY, result
 
 from benchmarks import serve_http
 from benchmarks.http_clients import Clients, cpu_seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from test_bench import result
+from bench_results import result
 
 from benchmarks.import_memory import memory_table
 from benchmarks.worker import measure_apart

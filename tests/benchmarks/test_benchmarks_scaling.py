@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from test_bench import result, text_of, tiny_task
+from bench_results import result, text_of, tiny_task
 
 import benchmarks
 from benchmarks import scaling
@@ -37,7 +37,7 @@ class TestScaling:
         """Linear: 1,000 tokens a CPU-second always. Dense: half of that at 2,048, falling with the length."""
 
         def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
-            n = cfg.data.sequence_len
+            n = cfg.tokens.sequence_len
             assert cfg.data.batch_size == 1
             rate = 1000.0 if job == "train" else 500.0 * 2048 / n
             if job == "train" and n > 8192:
@@ -82,7 +82,7 @@ class TestScaling:
 
     def test_dropout_is_left_out(self) -> None:
         cfg = scaling._without_dropout(presets.get("enwik8"))
-        assert (cfg.model.p_dropsin, cfg.model.p_dropres, cfg.model.p_droplyr) == (0.0, 0.0, 0.0)
+        assert (cfg.vq.p_dropsin, cfg.vq.p_dropres, cfg.vq.p_droplyr) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.trial

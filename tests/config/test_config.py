@@ -26,12 +26,12 @@ def test_every_preset_survives_its_file(name: str, tmp_path: Path) -> None:
 def test_paper_presets_have_the_papers_sizes() -> None:
     enwik8, pg19, imagenet = (presets.get(name) for name in ("enwik8", "pg19", "imagenet64"))
     for cfg, sizes in ((enwik8, (768, 128, 1536)), (pg19, (2048, 128, 4096)), (imagenet, (2048, 128, 4096))):
-        assert (cfg.model.d_model, cfg.model.d_k, cfg.model.d_v) == sizes
-        assert (cfg.model.n_head, cfg.model.n_layer, cfg.model.n_code) == (1, 24, 512)
-        assert (cfg.model.block_len, cfg.model.mem_len, cfg.data.batch_size) == (512, 512, 128)
-        assert (cfg.model.c_beta, cfg.model.c_gamma, cfg.optim.warmup_steps) == (1e-4, 0.99, 10_000)
-    assert (enwik8.data.sequence_len, enwik8.data.update_len, enwik8.optim.steps) == (8192, 2048, 125_000)
-    assert (imagenet.data.sequence_len, imagenet.data.update_len, imagenet.optim.steps) == (12_288, 1536, 500_000)
+        assert (cfg.vq.d_model, cfg.vq.d_k, cfg.vq.d_v) == sizes
+        assert (cfg.vq.n_head, cfg.vq.n_layer, cfg.vq.n_code) == (1, 24, 512)
+        assert (cfg.vq.block_len, cfg.vq.mem_len, cfg.data.batch_size) == (512, 512, 128)
+        assert (cfg.vq.c_beta, cfg.vq.c_gamma, cfg.optim.warmup_steps) == (1e-4, 0.99, 10_000)
+    assert (enwik8.tokens.sequence_len, enwik8.tokens.update_len, enwik8.optim.steps) == (8192, 2048, 125_000)
+    assert (imagenet.tokens.sequence_len, imagenet.tokens.update_len, imagenet.optim.steps) == (12_288, 1536, 500_000)
     assert (enwik8.optim.name, enwik8.optim.lr, enwik8.optim.clip, enwik8.optim.decay) == ("adamw", 4e-4, 0.1, 2e-4)
     assert (pg19.optim.name, pg19.optim.lr, pg19.optim.clip, pg19.optim.decay) == ("adafactor", 0.01, None, 0.0)
 

@@ -72,7 +72,7 @@ def test_a_restored_checkpoint_evaluates_to_what_the_run_wrote(whole: Path) -> N
     result = open_task(cfg).evaluate(state, lambda batches, label, n: batches)
     told = [r for r in read_metrics(whole) if r["kind"] == "eval"][-1]
     assert result.loss == told["loss"]
-    for name, value in result.record.items():
+    for name, value in result.metrics.items():
         assert told[name] == value, name
 
 

@@ -91,7 +91,8 @@ def test_a_bare_state_dict_is_read_to_the_bit() -> None:
 @pytest.mark.slow
 def test_warm_up_and_bare_checkpoints_predict_what_the_reference_predicted() -> None:
     def check(found: PriorParams, cfg: PriorConfig, inputs: list[np.ndarray], expected: np.ndarray) -> None:
-        output = network(found, *map(jnp.asarray, inputs), None, None, None, cfg)  # pyright: ignore[reportArgumentType]
+        image, times, text, encodings = map(jnp.asarray, inputs)
+        output = network(found, image, times, text, encodings, None, None, None, cfg)
         np.testing.assert_allclose(output, expected, atol=1e-5 * np.abs(expected).max())
 
     for release in ("1.15.6", "1.1.0"):

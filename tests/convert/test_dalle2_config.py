@@ -272,7 +272,7 @@ def test_a_length_given_by_a_flag_stays(folder: Path) -> None:
 
 
 def test_separate_places_are_taken_as_they_are(folder: Path) -> None:
-    places = {"images": str(folder / "img_emb"), "texts": str(folder / "text_emb")}
+    places: dict[str, Any] = {"images": str(folder / "img_emb"), "texts": str(folder / "text_emb")}
     cfg, said = opened(newer(), **places)
     assert (cfg.pairs.images, cfg.pairs.texts, cfg.pairs.metadata) == (*places.values(), None)
     assert any("data.meta_url (<where your captions are>) is not a local path" in words for words in said)
@@ -335,6 +335,7 @@ def test_the_example_runs_on_pairs_that_data_embed_made(
         assert cfg.optim.warmup_steps == 50 > cfg.optim.steps, "a short run is within its warm-up, as in the reference"
         assert any("train.warmup_steps is 50, more than" in words for words in said)
         batch = PriorTask(cfg).batch(0)
+        assert batch.encodings is not None
         assert batch.encodings.shape == (6, 48, 256)
         assert batch.encodings[:, :3].any(-1).all()
 

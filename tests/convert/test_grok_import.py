@@ -71,7 +71,7 @@ def test_tiny_a_becomes_a_run(tmp_path: Path, capsys: Any) -> None:
     assert main(["import", "grok-1", str(TINY_A), "--out", str(tmp_path / "run")]) == 0
     assert "linnet serve" in capsys.readouterr().out
     run = open_run(tmp_path / "run")
-    assert (run.cfg.family, run.cfg.model.n_vocab, run.step) == ("moe", 512, 0)
+    assert (run.cfg.family, run.cfg.lm.n_vocab, run.step) == ("moe", 512, 0)
     with as_main():
         gate = pickle.loads((TINY_A / "ckpt-0" / "tensor00014_000").read_bytes())
     held = run.params.layers.experts.gate

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def pack_tree(tree: Any, chunk: int | None = None) -> bytes:
             return msgpack.ExtType(2, msgpack.packb((node.real, node.imag)))
         return node
 
-    return msgpack.packb(pack(tree), use_bin_type=True)
+    return cast(bytes, msgpack.packb(pack(tree), use_bin_type=True))
 
 
 def nest(flat: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def nest(flat: dict[str, np.ndarray]) -> dict[str, Any]:
     return tree
 
 
-def official(cfg: VQConfig) -> dict[str, np.ndarray]:
+def official(cfg: VQConfig) -> dict[str, Any]:
     return to_reference(*weights(cfg), cfg)
 
 
@@ -123,15 +123,17 @@ def train_state(cfg: VQConfig) -> dict[str, Any]:
 def test_official_checkpoint(tmp_path: Path, cfg: VQConfig, form: str) -> None:
     path, flat = tmp_path / "file", official(cfg)
     meta = np.array(json.dumps({"config": {"mem_len": 6, "block_len": 4, "note": "n", "e_scale": 1.0}}))
+    inputs: dict[str, Any] = {"in/x": np.zeros(1)}
+    moments: dict[str, Any] = {"opt_state/0": np.zeros(1)}
     with open(path, "wb") as file:
         if form == "npz":
             np.savez(file, **flat)
         elif form == "npz_params":
             np.savez_compressed(file, **{f"params/{k}": v for k, v in flat.items()}, meta=meta)
         elif form == "golden":
-            np.savez(file, **{f"params/{k}": v for k, v in flat.items()}, meta=meta, **{"in/x": np.zeros(1)})
+            np.savez(file, **{f"params/{k}": v for k, v in flat.items()}, meta=meta, **inputs)
         elif form == "state_npz":
-            np.savez(file, **{f"params/{k}": v for k, v in flat.items()}, **{"opt_state/0": np.zeros(1)}, step=3)
+            np.savez(file, **{f"params/{k}": v for k, v in flat.items()}, **moments, step=3)
         else:
             tree = nest(flat) if form == "bare_msgpack" else train_state(cfg)
             file.write(pack_tree(tree, chunk=7 if form == "chunked" else None))
@@ -191,7 +193,7 @@ def test_damaged_msgpack_is_refused_or_whole(tmp_path: Path, cut: float, flip: b
 
 def chunked(**changes: Any) -> bytes:
     node = {"__msgpack_chunked_array__": True, "shape": {"0": 4}, "chunks": {"0": pack_array(np.zeros(4, np.float32))}}
-    return msgpack.packb({"a": {**node, **changes}})
+    return cast(bytes, msgpack.packb({"a": {**node, **changes}}))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,8 @@ def test_foreign_msgpack_is_refused(tmp_path: Path, data: bytes) -> None:
 
 def test_foreign_npz_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file.npz"
-    for arrays in ({"a": np.zeros(2)}, {}, {"params/a": np.zeros(2)}):
+    foreign: list[dict[str, Any]] = [{"a": np.zeros(2)}, {}, {"params/a": np.zeros(2)}]
+    for arrays in foreign:
         np.savez(path, **arrays)
         with pytest.raises(UserError, match=r"file\.npz"):
             read_transformer_vq(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +173,10 @@ def test_settings_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 # The optimizer state.
 
 
+def _is_decayed(params: Any) -> dict[str, bool]:
+    return {name: jnp.ndim(value) != 1 for name, value in params.items()}
+
+
 def official_chain(name: str, clip: bool, decay: bool) -> optax.GradientTransformation:
     """The official optimizer of the parameters, written down independently of the converter."""
     rule = {
@@ -180,7 +184,7 @@ def official_chain(name: str, clip: bool, decay: bool) -> optax.GradientTransfor
         "lion": lambda: optax.lion(1e-3, b1=0.95, b2=0.98, mu_dtype=jnp.bfloat16, weight_decay=0.0),
         "adafactor": lambda: optax.adafactor(1e-2, weight_decay_rate=0.0),
     }[name]()
-    masked = optax.add_decayed_weights(-0.1, mask=lambda p: {k: jnp.ndim(v) != 1 for k, v in p.items()})
+    masked = optax.add_decayed_weights(-0.1, mask=_is_decayed)
     parts = [optax.clip_by_global_norm(0.1)] * clip + [rule, optax.scale_by_schedule(lambda _: 1.0)] + [masked] * decay
     return optax.chain(*parts)
 
@@ -208,7 +212,7 @@ def official_file(cfg: VQConfig, name: str, clip: bool, decay: bool, n_update: i
         if not cfg.e_tie:
             gradient["token_embedder/bias_out"] = jnp.zeros(cfg.n_vocab)
         updates, state = update(gradient, state, main)
-        main = optax.apply_updates(main, updates)
+        main = cast(dict[str, jax.Array], optax.apply_updates(main, updates))
     saved = {"main": as_saved(state, {key: {} for key in flat if "/c_" in key}), "codebook": {"0": {}, "1": {}}}
     inner = {group: {"inner_state": part} for group, part in saved.items()}
     params = nest({**flat, **{k: np.asarray(v) for k, v in main.items()}})
@@ -256,16 +260,16 @@ def test_an_imported_state_updates_as_the_official_one(name: Any) -> None:
     optim = OptimConfig(name=name, lr=1e-2 if name == "adafactor" else 1e-3, decay=0.1, momentum_dtype=momentum)
     optim = OptimConfig(**{**vars(optim), "schedule": "constant", "warmup_steps": 0})
     flat = flatten(tree["params"])
-    main = {key: jnp.asarray(value) for key, value in flat.items() if "/c_" not in key}
-    gradient = {k: jnp.asarray(generator.normal(size=v.shape), jnp.float32) for k, v in main.items()}
+    main: dict[str, Any] = {key: jnp.asarray(value) for key, value in flat.items() if "/c_" not in key}
+    gradient: dict[str, Any] = {k: jnp.asarray(generator.normal(size=v.shape), jnp.float32) for k, v in main.items()}
     chain = official_chain(name, True, True)
     state = _like(jax.eval_shape(chain.init, main), tree["opt_state"]["inner_states"]["main"]["inner_state"])
-    theirs = optax.apply_updates(main, jax.jit(chain.update)(gradient, state, main)[0])
+    theirs = cast(dict[str, jax.Array], optax.apply_updates(main, jax.jit(chain.update)(gradient, state, main)[0]))
     ours_params, ours_gradient = (params_from_leaves(leaves_from_reference(t, TIED), TIED) for t in (main, gradient))
     rule = optimizer(optim, param_specs(TIED))
     opt_state = to_opt_state(found, RunConfig(model=TIED, optim=optim), ours_params)
     updates, _ = jax.jit(rule.update)(ours_gradient, opt_state, ours_params)
-    ours = to_reference(optax.apply_updates(ours_params, updates), None, TIED)
+    ours = to_reference(cast(Any, optax.apply_updates(cast(Any, ours_params), updates)), None, TIED)
     for key, value in theirs.items():
         np.testing.assert_allclose(ours[key], value, atol=1e-5, err_msg=key)
 

@@ -61,9 +61,6 @@ def test_a_config_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_nothing_is_written_in_place(path: Path) -> None:
     if str(path.relative_to(ROOT)) in WITHIN_A_NEW_FOLDER:
         return
-    called = {n.func.attr for n in ast.walk(ast.parse(path.read_text())) if _is_method_call(n)}
+    calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    called = {function.attr for function in calls if isinstance(function, ast.Attribute)}
     assert not {"write_text", "write_bytes"} & called, "use linnet.core.files.atomic_write"
-
-
-def _is_method_call(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)

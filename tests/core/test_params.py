@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,8 @@ from linnet.parallel.sharding import AxesTree, PSpecTree, make_mesh, open_mesh, 
 
 @pytree
 class Toy:
-    weight: object
-    bias: object
+    weight: Any
+    bias: Any
     size: int = static(default=3)
 
 

@@ -121,13 +121,14 @@ def test_embed_writes_encodings_that_training_maps(tmp_path: Path, capsys: pytes
     cfg = PairsConfig(source=str(out), validation_fraction=0, test_fraction=0)
     pairs = open_pairs(cfg, 0, encodings=True)
     batch = pairs.at(np.array([4, 0]), 2)
+    assert batch.encodings is not None
     assert np.array_equal(batch.encodings, want[[4, 0]].astype(np.float32))
     assert pairs.encodings is not None
     shards: Any = pairs.encodings.shards
     assert all(isinstance(shard.array, np.memmap) for shard in shards)
     assert open_pairs(cfg, 0).encodings is None
     # Named one by one, as the reference's JSON does: they lie beside the texts.
-    named = {"images": str(out / "img_emb"), "texts": str(out / "text_emb") + "/"}
+    named: dict[str, Any] = {"images": str(out / "img_emb"), "texts": str(out / "text_emb") + "/"}
     assert open_pairs(PairsConfig(**named, batch_size=2), 0, encodings=True).text_len == MAX_WORDS
     moved = (out / "text_encodings").rename(tmp_path / "moved")
     assert open_pairs(PairsConfig(**named, batch_size=2), 0, encodings=True).text_len is None
@@ -185,7 +186,9 @@ def test_emoji_pairs_have_encodings_of_their_captions(monkeypatch: pytest.Monkey
     want = open_encoder("builtin").encode_texts(few[1]).encodings.astype(np.float16)
     for _ in range(2):  # made, then read from the cache
         pairs = open_pairs(PairsConfig(batch_size=1), 0, encodings=True)
-        assert np.array_equal(pairs.at(np.arange(3), 3).encodings, want.astype(np.float32))
+        encodings = pairs.at(np.arange(3), 3).encodings
+        assert encodings is not None
+        assert np.array_equal(encodings, want.astype(np.float32))
     assert open_pairs(PairsConfig(batch_size=1), 0).encodings is None
 
 

@@ -192,6 +192,7 @@ def test_images_and_embeddings(client: linnet.Client, runs: dict[str, linnet.Run
     np.testing.assert_allclose(found.embeddings, expected.embeddings, atol=1e-4)
     assert (found.texts, found.seeds, found.steps) == (expected.texts, expected.seeds, expected.steps)
     assert found.cosines is not None
+    assert expected.cosines is not None
     np.testing.assert_allclose(found.cosines, expected.cosines, atol=1e-4)
     assert [len(row) for row in found.nearest] == [len(row) for row in expected.nearest]
     with pytest.raises(linnet.UserError, match="one of the two"):

@@ -41,7 +41,8 @@ def linnet(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main([*map(str, arguments)])
-        return Done(str(arguments[0]), int(ended.value.code or 0), *capsys.readouterr())
+        written = capsys.readouterr()
+        return Done(str(arguments[0]), int(ended.value.code or 0), written.out, written.err)
 
     return run
 

@@ -169,6 +169,7 @@ def check_curl(words: list[str]) -> None:
     method = named[0] if named else "POST" if bodies else "GET"
     (endpoint, *_) = [one for one in ENDPOINTS if one.method == method and compile_path(one.path)[0].match(path)]
     if bodies and endpoint.takes != "file" and not bodies[0].startswith("@"):
+        assert endpoint.takes is not None
         pydantic.TypeAdapter(endpoint.takes).validate_python(json.loads(bodies[0]))
 
 

@@ -83,7 +83,9 @@ def test_the_api_imagines_what_the_command_does(
     _, words, _ = imagined(capsys, "red heart", *where, "--n", "2", "--seed", "5", "--steps", "4", "--json")
     record = json.loads(words)
     prior, painter = map(linnet.load, runs)
-    for given in ({"prior": runs[0], "painter": runs[1]}, {"prior": prior, "painter": painter}):
+    folders: dict[str, Any] = {"prior": runs[0], "painter": runs[1]}
+    loaded: dict[str, Any] = {"prior": prior, "painter": painter}
+    for given in (folders, loaded):
         images = linnet.imagine("red heart", **given, n=2, seed=5, steps=4)
         assert images.seeds == (5, 6)
         assert images.sheet() == Path(record["sheet"]).read_bytes()
@@ -131,10 +133,10 @@ def test_a_prior_with_token_encodings_gets_those_of_the_text(runs: tuple[Path, P
     plan = make_solver(cfg.prior, 4)
 
     def drawn(encodings: np.ndarray) -> np.ndarray:
-        given = (np.repeat(one, 2, 0) for one in (text.embeds, encodings))
+        embed, tokens = (jnp.repeat(jnp.asarray(one), 2, 0) for one in (text.embeds, encodings))
         prepared = prior_sampling.prepared(both.prior.params, cfg.prior)
         keys = jnp.stack([rng.sample_key(seed) for seed in (0, 1)])
-        found = np.asarray(prior_sampling.sample(prepared, *map(jnp.asarray, given), plan, keys, cfg.prior))
+        found = np.asarray(prior_sampling.sample(prepared, embed, tokens, plan, keys, cfg.prior))
         return found / np.linalg.norm(found, axis=1, keepdims=True)
 
     np.testing.assert_array_equal(drawn(text.encodings), embeds)

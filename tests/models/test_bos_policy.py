@@ -183,8 +183,9 @@ def test_evaluation_scores_bare_tokens(tmp_path: Path) -> None:
     length = cfg.tokens.sequence_len
     ids = data.begun_by(None).validation
     tokens = [ids.first_input(0), *ids.window(0).targets.tolist()]
-    x, _ = moe.forward(params, jnp.asarray([tokens[:-1]]), cfg.model)
-    logprobs = jax.nn.log_softmax(moe.logits(params, x, cfg.model))[0]
+    model = cfg.model_as(MoEConfig)
+    x, _ = moe.forward(params, jnp.asarray([tokens[:-1]]), model)
+    logprobs = jax.nn.log_softmax(moe.logits(params, x, model))[0]
     nats = -np.asarray(logprobs)[np.arange(length), tokens[1:]].sum()
     assert found.tokens == length
     assert found.nats == pytest.approx(nats, rel=1e-4)

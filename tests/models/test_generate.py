@@ -20,7 +20,7 @@ from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS, TextRules
 from linnet.generate.samples import sample_pictures
 from linnet.models.decoder import Decoder
 from linnet.models.generate import Piece, byte_of, generate
-from linnet.models.registry import get
+from linnet.models.registry import tokens as tokens_family
 from linnet.models.vq import slots
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.params import buffer_specs, param_specs
@@ -93,7 +93,7 @@ class Script:
     def init_slots(self, cfg: Any, n: int) -> Any:
         return 0
 
-    def prefill(self, params: Any, buffers: Any, prompt: Sequence[int], cfg: Any) -> Any:
+    def prefill(self, params: Any, buffers: Any, prompt: Sequence[int], cfg: Any, state: Any = None, /) -> Any:
         return None
 
     def insert(self, slots: Any, one: Any, i: int) -> Any:
@@ -107,11 +107,13 @@ class Script:
         settings: Any,
         keys: Any,
         seen: Any,
-        rules: Any,
-        active: Any,
+        rules: Any = None,
+        active: Any = None,
+        n: Any = None,
         *,
         cfg: Any,
         n_ticks: int,
+        n_top: int = 0,
     ) -> Any:
         drawn = np.full((n_ticks, tokens.shape[0]), 2, np.int32)
         for i, row in enumerate(self.rows):
@@ -260,7 +262,7 @@ def test_only_allowed_ids_are_drawn_and_a_pixel_run_paints_no_special_ids() -> N
     rows = run([[]] * 3, [1, 2, 3], settings=wide, max_tokens=64, ignore_end=True, allowed=allowed)
     assert {token for row in rows for token in tokens(row)} == set(allowed)
     cfg, shape = RunConfig(model=CFG), (8, 16, 3)
-    pictures = sample_pictures(get("vq"), cfg, PARAMS, BUFFERS, shape, [b"\x07" * 48] * 3, wide, [1, 2, 3])
+    pictures = sample_pictures(tokens_family("vq"), cfg, PARAMS, BUFFERS, shape, [b"\x07" * 48] * 3, wide, [1, 2, 3])
     assert pictures.shape == (3, *shape)
     assert (pictures[:, 0] == 7).all()  # what was given stays
     bytes_only = run(

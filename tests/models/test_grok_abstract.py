@@ -11,6 +11,7 @@ from compiler_flags import simulated
 from linnet.config import presets
 from linnet.core import params
 from linnet.models import registry
+from linnet.models.moe.config import MoEConfig
 
 COMPILE = """
 import json
@@ -43,7 +44,7 @@ print(json.dumps({
 def test_the_preset_has_the_published_number_of_parameters() -> None:
     cfg = presets.get("grok-1")
     assert params.count(registry.get("moe").param_specs(cfg.model)) == 315_684_820_992
-    assert cfg.model.d_ffn == 32_768
+    assert cfg.model_as(MoEConfig).d_ffn == 32_768
 
 
 def test_it_compiles_for_eight_devices_without_its_weights() -> None:

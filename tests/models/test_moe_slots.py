@@ -24,7 +24,7 @@ def forward_logits(params: Any, tokens: Any, cfg: MoEConfig) -> jax.Array:
     return model.logits(params, model.forward(params, tokens, cfg)[0], cfg)
 
 
-def run(params: Any, state: slots.Slots, tokens: np.ndarray, cfg: MoEConfig, active: Any = None) -> Any:
+def run(params: Any, state: slots.MoESlots, tokens: np.ndarray, cfg: MoEConfig, active: Any = None) -> Any:
     """Teacher-forced: B x T tokens, one tick each; the state after, and logits T B A."""
     on = jnp.asarray(np.ones(len(tokens), bool) if active is None else active)
     logits = []
@@ -213,7 +213,8 @@ def decode_program(cfg: MoEConfig, params: Any, n: int) -> str:
     state = slots.init_slots(cfg, n)
     keys = jnp.stack([rng.root(i) for i in range(n)])
     seen, token = jnp.zeros((n, cfg.n_vocab), jnp.int32), jnp.ones((n,), jnp.int32)
-    lowered = slots.decode.lower(params, state, token, sampling_settings(n), keys, seen, cfg=cfg, n_ticks=4)
+    jitted: Any = slots.decode
+    lowered = jitted.lower(params, state, token, sampling_settings(n), keys, seen, cfg=cfg, n_ticks=4)
     return lowered.compile().as_text() or ""
 
 

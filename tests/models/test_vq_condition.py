@@ -68,7 +68,7 @@ def forward(tokens: Any, embeds: Any) -> jax.Array:
 
 
 @jax.jit
-def ticks(prepared: Any, state: slots.Slots, tokens: Any) -> tuple[slots.Slots, jax.Array]:
+def ticks(prepared: Any, state: slots.VQSlots, tokens: Any) -> tuple[slots.VQSlots, jax.Array]:
     return jax.lax.scan(lambda s, t: read_token(prepared, s, t, None, CFG), state, tokens.T)
 
 

@@ -55,8 +55,8 @@ def forward_logits(params: Any, buffers: Any, tokens: Any, cfg: VQConfig) -> tup
 
 @partial(jax.jit, static_argnames="cfg", compiler_options=COMPILER_OPTIONS)
 def ticks(
-    prepared: decode.Prepared, state: slots.Slots, tokens: Any, cfg: VQConfig
-) -> tuple[slots.Slots, Float[Array, "T B A"]]:
+    prepared: decode.Prepared, state: slots.VQSlots, tokens: Any, cfg: VQConfig
+) -> tuple[slots.VQSlots, Float[Array, "T B A"]]:
     """Teacher-forced: B x T tokens, one tick each."""
     return jax.lax.scan(
         lambda state, token: decode.read_token(prepared, state, token, None, cfg), state, jnp.asarray(tokens).T
@@ -82,9 +82,8 @@ def ticks(
 def test_decode_equals_forward(changes: dict[str, Any]) -> None:
     cfg, params, buffers, prepared = make(**changes)
     tokens = tokens_of(4, 60)
-    want, carry = (
-        np.asarray(x) if isinstance(x, jax.Array) else x for x in forward_logits(params, buffers, tokens, cfg)
-    )
+    logits, carry = forward_logits(params, buffers, tokens, cfg)
+    want = np.asarray(logits)
     state, got = ticks(prepared, slots.init_slots(cfg, 4), tokens, cfg)
     close = partial(np.testing.assert_allclose, atol=2e-5 * float(np.abs(want).max()))
     close(np.asarray(got).swapaxes(0, 1), want)
@@ -195,9 +194,8 @@ def test_updates_are_in_place() -> None:
         state = slots.init_slots(cfg, n)
         keys = jnp.stack([rng.root(i) for i in range(n)])
         seen, token = jnp.zeros((n, cfg.n_vocab), jnp.int32), jnp.ones((n,), jnp.int32)
-        compiled = slots.decode.lower(
-            prepared, state, token, sampling_settings(n), keys, seen, cfg=cfg, n_ticks=4
-        ).compile()
+        jitted: Any = slots.decode
+        compiled = jitted.lower(prepared, state, token, sampling_settings(n), keys, seen, cfg=cfg, n_ticks=4).compile()
         shape = state.units[0].total.shape
         whole = f"f32[{','.join(map(str, shape))}]"
         lines = [line for line in compiled.as_text().splitlines() if f"= {whole}" in line or f"= ({whole}" in line]

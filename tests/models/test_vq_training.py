@@ -88,7 +88,8 @@ def test_masked_tokens_teach_nothing() -> None:
     some = seen(batch(masked=5))
     assert float(some.count.sum()) == PLAIN.n_unit * PLAIN.n_head * 2 * 11
     plain = batch(masked=5)
-    changed = replace(plain, targets=plain.targets.at[:, -5:].set(7), inputs=plain.inputs.at[:, -4:].set(9))
+    inputs, targets = jnp.asarray(plain.inputs), jnp.asarray(plain.targets)
+    changed = replace(plain, targets=targets.at[:, -5:].set(7), inputs=inputs.at[:, -4:].set(9))
     assert np.array_equal(some.total, seen(changed).total)
     assert loss_of(PLAIN, None, changed) == pytest.approx(loss_of(PLAIN, None, batch(masked=5)))
 

@@ -30,7 +30,8 @@ def load(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 def model_of(arrays: dict[str, np.ndarray], config: dict[str, Any]) -> tuple[VQConfig, Any, Any]:
     fields = VQConfig.__dataclass_fields__
-    cfg = VQConfig(**{k: bool(v) if fields[k].type == "bool" else v for k, v in config.items() if k in fields})
+    known: dict[str, Any] = {k: bool(v) if fields[k].type == "bool" else v for k, v in config.items() if k in fields}
+    cfg = VQConfig(**known)
     tree = {name.removeprefix("params/"): x for name, x in arrays.items() if name.startswith("params/")}
     return cfg, *convert.from_reference(tree, cfg)
 

@@ -56,7 +56,7 @@ def forward() -> dict[str, np.ndarray]:
         "out/shortcodes": np.asarray(aux.codes),
         "out/state/0/0/xlcache/z": window,
         "out/state/0/0/aggcache/lower": np.zeros((3, CFG.n_head, CFG.n_code), np.float32),
-        "out/state/0/0/pos_offset": np.int32(N_TOKEN),
+        "out/state/0/0/pos_offset": np.asarray(N_TOKEN, np.int32),
     }
 
 
@@ -179,7 +179,7 @@ def test_comparison() -> None:
     assert compare("x", np.full(2, 1e-7), np.zeros(2), 1e-5).passed
     assert not compare("x", np.full(2, 2e-6), np.zeros(2), 1e-5).passed
     assert not compare("x", np.array([1, 2]), np.array([1, 3]), 1e-5).passed
-    assert compare("x", 0.001, np.float32(0.00100001), 1e-6, scale=0.5).passed
+    assert compare("x", 0.001, np.asarray(0.00100001, np.float32), 1e-6, scale=0.5).passed
 
 
 def test_config_from_reference() -> None:

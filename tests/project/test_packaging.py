@@ -42,7 +42,8 @@ def imported(folder: str) -> set[str]:
                 found.add(node.module.split(".")[0])
     files = list((ROOT / folder).rglob("*.py"))
     local = {path.parent.name if path.name == "__init__.py" else path.stem for path in files} | {"linnet"}
-    local |= set() if folder == "src" else {"benchmarks"}  # not installed, so the package may not import it
+    if folder != "src":  # they are not installed, so the package may not import them
+        local |= {"benchmarks", "scripts"}
     return found - set(sys.stdlib_module_names) - local
 
 

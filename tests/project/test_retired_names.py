@@ -10,8 +10,8 @@ from pathlib import Path
 import linnet
 
 ROOT = Path(linnet.__file__).parent
-RETIRED = dict(
-    line.split()
+RETIRED = {
+    line.split()[0]: line.split()[1]
     for line in """
 _carry_out _execute
 _displaces _preempts
@@ -140,7 +140,7 @@ windows_at window_indices
 Wish ControlFlags
 Work Job
 """.strip().splitlines()
-)
+}
 """The retired name, and the name that took its place."""
 PREFIXES = re.compile(r"_?(MOST|LEAST)_[A-Z]")
 """For bounds: MAX_ and MIN_."""

@@ -129,7 +129,7 @@ def signature(function: Any) -> str:
             parts.append("*")
         text = one.name if one.annotation is one.empty else f"{one.name}: {one.annotation}"
         if one.kind is one.VAR_KEYWORD:
-            cls = option_class(one.annotation.removeprefix("Unpack[").removesuffix("]"))
+            cls = option_class(str(one.annotation).removeprefix("Unpack[").removesuffix("]"))
             hints = {name: getattr(hint, "__forward_arg__", hint) for name, hint in cls.__annotations__.items()}
             parts += [f"{name}: {hint} = ..." for name, hint in hints.items()]
         else:

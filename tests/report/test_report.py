@@ -223,7 +223,7 @@ def evil_run(run: Path) -> tuple[Path, list[str]]:
         json.dumps({"split": evil("split"), "loss": evil("x"), "per_position": by_position})
     )
     shown = "name sample text event message preset group key value variable setting package version compressor split"
-    return run, shown.split()
+    return run, [*shown.split()]
 
 
 def test_text_from_files_is_never_html(full_run: Path) -> None:
@@ -438,6 +438,7 @@ def test_the_standard_error_is_that_of_paired_sequences() -> None:
     early, last = found.change.early, found.change.last
     difference = bins[:, early] - bins[:, last]
     np.testing.assert_allclose(found.change.nats, difference.mean())
+    assert found.change.standard_error is not None
     np.testing.assert_allclose(found.change.standard_error, difference.std(ddof=1) / np.sqrt(50))
     assert found.change.standard_error < 0.2 * found.standard_errors[early], (
         "pairing removes what differs between texts"

@@ -11,7 +11,7 @@ import pytest
 from fake_model import FakeModel, ask, talk
 
 from linnet.core.errors import UserError
-from linnet.serve.chat_template import FILE, PLAIN, read_template
+from linnet.serve.chat_template import FILE, PLAIN, ChatTemplate, read_template
 from linnet.serve.http.batch import call
 
 MARKED = {
@@ -79,7 +79,9 @@ def test_the_stop_string_that_ended_an_answer_is_not_read_again_in_a_session(tmp
 
 
 def test_what_stands_between_may_be_given(tmp_path: Path) -> None:
-    assert model_with(tmp_path, {**MARKED, "between": "||", "answer": ">"}).template.text([], continues=True) == "||>"
+    template = model_with(tmp_path, {**MARKED, "between": "||", "answer": ">"}).template
+    assert isinstance(template, ChatTemplate)
+    assert template.text([], continues=True) == "||>"
 
 
 def test_a_role_that_it_does_not_know_is_refused_and_the_session_is_free_again(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_prompt_logprobs_equal_the_models(engine: Engine) -> None:
         loss_mask=np.ones(tokens.shape, np.float32),
     )
     want, _ = FAMILY.nats(PARAMS, BUFFERS, FAMILY.empty_carry(CFG, 1), jax.tree.map(jnp.asarray, batch), CFG)
-    np.testing.assert_allclose(logprobs, -np.asarray(want)[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(logprobs, float), -np.asarray(want)[0], rtol=1e-4, atol=1e-5)
     assert answer.tokens == plain(asked)[0]
 
 
@@ -219,7 +219,9 @@ def test_prompt_top_logprobs_equal_the_models(engine: Engine) -> None:
         if token in likeliest:
             assert likeliest[token] == other.logprobs[place]
         else:
-            assert other.logprobs[place] <= min(likeliest.values())
+            logprob = other.logprobs[place]
+            assert logprob is not None
+            assert logprob <= min(likeliest.values())
 
 
 def test_grammar_constrains_the_answer(engine: Engine) -> None:

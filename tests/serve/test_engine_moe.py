@@ -199,7 +199,9 @@ def test_continuing_a_state_matches_one_prefill(engine: Engine) -> None:
         rest = ask(engine, text[at + 1 :], prompt_logprobs=True, max_tokens=1, state=begun.end.state).read
         assert rest is not None
         assert rest.logprobs is not None
-        np.testing.assert_allclose(rest.logprobs, whole.logprobs[at + 1 :], rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(
+            np.asarray(rest.logprobs, float), np.asarray(whole.logprobs[at + 1 :], float), rtol=2e-4, atol=2e-4
+        )
 
 
 def test_too_long_prompt_is_rejected_or_truncated(engine: Engine) -> None:

@@ -9,7 +9,7 @@ import json
 import lzma
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -48,7 +48,7 @@ def tarred(members: dict[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def jsonl(rows: list[object]) -> bytes:
+def jsonl(rows: Sequence[object]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 

@@ -244,7 +244,7 @@ def _is_late(request: Request) -> bool:
     return request.deadline is not None and time.monotonic() > request.deadline
 
 
-def ask(path: str, body: Any, model: FakeModel | None = None, **more: Any) -> httpx.Response:
+def ask(path: str, body: Any, model: TokenModel | None = None, **more: Any) -> httpx.Response:
     async def one(client: httpx.AsyncClient) -> httpx.Response:
         return await client.post(path, json=body)
 

@@ -24,7 +24,7 @@ SHORT = {"optim.steps": 6, "optim.warmup_steps": 2, "train.eval_every": 3, "trai
 Name = Literal["vq", "moe"]
 
 
-def parent_run(folder: Path, source: Path, family: Name = "vq", **changes: Any) -> Path:
+def parent_run(folder: Path, source: Path, family: Name = "vq", /, **changes: Any) -> Path:
     """A run that looks trained: random weights, saved as step 0. Nothing is compiled but its initial values."""
     cfg = tiny.config(source, family, **changes)
     made = registry.get(family)
@@ -40,7 +40,7 @@ def other_text(folder: Path) -> Path:
     return path
 
 
-def tuned(path: Path, source: Path, keep_optimizer: bool = False, **changes: Any) -> RunConfig:
+def tuned(path: Path, source: Path, keep_optimizer: bool = False, /, **changes: Any) -> RunConfig:
     """As the command makes it, then with `changes` keyed by dotted names."""
     origin = find_origin(path)
     cfg = tuned_config(origin.cfg, origin.parent(keep_optimizer), lora="lora.rank" in changes, other_data=True)

@@ -13,7 +13,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import document_files
 import embedding_files
@@ -341,7 +341,7 @@ def flax_seeds(folder: Path) -> list[Seed]:
         node[last] = array(np.asarray(value))
     chunks = {"0": array(np.ones(3, np.float32)), "1": array(np.ones(3, np.float32))}
     extra = {"__msgpack_chunked_array__": True, "shape": {"0": 2, "1": 3}, "chunks": chunks}
-    return [Seed("checkpoint_1", msgpack.packb({"params": tree, "extra": extra, "step": 3}))]
+    return [Seed("checkpoint_1", cast(bytes, msgpack.packb({"params": tree, "extra": extra, "step": 3})))]
 
 
 def read_transformer_vq(path: Path) -> None:

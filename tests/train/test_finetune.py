@@ -84,7 +84,7 @@ def test_a_kept_optimizer_keeps_its_moments_and_restarts_its_schedule(source: Pa
     train(cfg, RunFolder(tmp_path / "run"), quiet=True)
     step = find_origin(tmp_path / "run").step
     theirs = open_state(tmp_path / "run", str(step))[1]
-    state = begun(tuned(tmp_path / "run", source, keep_optimizer=True))
+    state = begun(tuned(tmp_path / "run", source, True))
     rule, schedule = theirs.opt_state[1], theirs.opt_state[2]
     assert int(schedule.count) == step > 0
     assert int(state.opt_state[2].count) == 0
@@ -163,7 +163,7 @@ def test_an_optimizer_that_cannot_be_kept_is_refused(
     flags: dict[str, Any], changes: dict[str, Any], words: str, source: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=words):
-        parents.check_parent(tuned(parent_run(tmp_path, source, **changes), source, keep_optimizer=True, **flags))
+        parents.check_parent(tuned(parent_run(tmp_path, source, **changes), source, True, **flags))
 
 
 def test_a_parent_that_changed_is_refused(source: Path, tmp_path: Path) -> None:
