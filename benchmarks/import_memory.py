@@ -19,7 +19,7 @@ from linnet.bench.targets import MOE_PRESET
 from linnet.config import codec, presets
 from linnet.config.schema import RunConfig
 from linnet.convert.grok.checkpoint import checkpoint_files, read_checkpoint
-from linnet.convert.grok.importing import Found, import_grok
+from linnet.convert.grok.importer import GrokSource, import_grok
 from linnet.models.moe.config import MoEConfig
 from linnet.runs.environment import give_back_memory, rss_bytes
 from linnet.runs.stored_array import CHUNK
@@ -33,8 +33,8 @@ def import_memory(cfg: RunConfig) -> dict[str, Any]:
         files = checkpoint_files(checkpoint)
         give_back_memory()
         before, began = rss_bytes(), time.perf_counter()
-        found = Found(
-            cfg=cfg.model, settings=None, tensors=read_checkpoint(checkpoint, cfg.model), files=files, turned=False
+        found = GrokSource(
+            cfg=cfg.model, settings=None, tensors=read_checkpoint(checkpoint, cfg.model), files=files, transposed=False
         )
         import_grok(found, cfg, Path(folder) / "run", "float32", finish=lambda _: None, log=lambda _: None)
         took, above = time.perf_counter() - began, own_peak_bytes() - before

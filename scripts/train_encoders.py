@@ -27,7 +27,7 @@ from linnet.core import rng
 from linnet.data.embeddings.neighbors import recall
 from linnet.data.encoders import builtin, network
 from linnet.data.encoders.hashed_ngrams import KEYWORD, featurize
-from linnet.data.sources.emoji import concept, open_emoji
+from linnet.data.sources.emoji import find_concept, open_emoji
 
 BATCH = 128
 MAX_WORDS = 1024
@@ -84,7 +84,7 @@ def _format_metrics(path: Path, splits: Sequence[str]) -> str:
     """Evaluate the weights in the file. Settings were chosen by the validation concepts; the test concepts are used at the end."""
     images, captions, split_of = open_emoji(network.SIZE)
     rows = [i for i, split in enumerate(split_of) if split in splits]
-    encoder = builtin.BuiltIn(builtin.load(path))
+    encoder = builtin.BuiltinEncoder(builtin.load(path))
     text, image = encoder.embed_texts([captions[i] for i in rows]), encoder.embed_images(images[rows])
     metrics = {"cosine": float((text * image).sum(-1).mean()), **recall(text, image)}
     return f"among {len(rows)}: " + " ".join(f"{name} {value:.3f}" for name, value in metrics.items())
@@ -110,7 +110,7 @@ class _Batches:
             # A caption describes only what all styles of its emoji have in common.
             mean = teacher[1].mean(0)
             self.mean = mean / np.linalg.norm(mean, axis=-1, keepdims=True)
-        concepts = [concept(caption) for caption in captions]
+        concepts = [find_concept(caption) for caption in captions]
         counts = {name: concepts.count(name) for name in set(concepts)}
         chance = np.array([counts[name] ** -0.5 for name in concepts])
         self.chance = chance / chance.sum()

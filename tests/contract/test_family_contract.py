@@ -28,7 +28,7 @@ def test_the_registry_and_the_family_agree(subject: str, folder: Path) -> None:
     cfg = subjects.config(subject, folder)
     family = registry.get(cfg.family)
     assert isinstance(family, ModelFamily)
-    assert family.name == cfg.family == registry.name_of(family.config)
+    assert family.name == cfg.family == registry.row_name(family.config)
     assert family.config is registry.config_class(cfg.family) is type(cfg.model)
     assert isinstance(cfg.data, DATA[family.config.READS])
     assert cfg.family in registry.names(family.config.READS)

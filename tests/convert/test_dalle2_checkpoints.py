@@ -16,8 +16,8 @@ import pytest
 from tiny_prior import config, model
 from torch_files import Writer
 
-from linnet.convert.dalle2.prior import _facts, find_states, read_prior_checkpoint
-from linnet.convert.torch_file import Inert, read_torch
+from linnet.convert.dalle2.prior import _read_metadata, find_states, read_prior_checkpoint
+from linnet.convert.torch_pickle import Inert, read_torch
 from linnet.core.errors import UserError
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.convert import to_reference
@@ -118,9 +118,9 @@ def test_versions_are_read_however_they_were_stored() -> None:
         Inert("packaging.version", "Version", (), {"_version": fields, "_key": (0, (1, 0, 1))}),
         Inert("packaging.version", "Version", (), (None, {"_epoch": 0, "_release": (1, 0, 1)})),
     ):
-        assert _facts({"version": stored}) == {"version": "1.0.1"}
+        assert _read_metadata({"version": stored}) == {"version": "1.0.1"}
     for odd in ("\x1b[2J", "1." + "9" * 500, (1, 10**40), None, np.ones(3)):
-        assert _facts({"version": odd, "step": float("nan"), "epoch": 10**400}) == {}
+        assert _read_metadata({"version": odd, "step": float("nan"), "epoch": 10**400}) == {}
 
 
 def test_schedule_tables_at_the_top_of_older_state_dicts_are_found(tmp_path: Path) -> None:

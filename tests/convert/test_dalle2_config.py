@@ -17,10 +17,10 @@ from image_files import png
 from linnet.api.training import keep_remarks
 from linnet.cli import main
 from linnet.config.schema import OptimConfig, PairsConfig, RunConfig, TrainConfig
-from linnet.convert.dalle2 import parts as dalle2_parts
-from linnet.convert.dalle2.config import folder_hint, remarks, run_config
-from linnet.convert.dalle2.data import open_config
-from linnet.convert.dalle2.parts import is_reference, read_json, read_parts
+from linnet.convert.dalle2 import schema as dalle2_schema
+from linnet.convert.dalle2.config import default_run_folder, remarks, run_config
+from linnet.convert.dalle2.data import complete_config
+from linnet.convert.dalle2.schema import is_dalle2_config, parse_config, read_json
 from linnet.core.errors import UserError
 from linnet.models.prior.config import PriorConfig
 from linnet.runs.metrics import read_metrics
@@ -63,8 +63,8 @@ def put(values: dict[str, Any], name: str, value: Any) -> None:
     values[last] = value
 
 
-def parts(values: dict[str, Any]) -> dalle2_parts.DallE2Config:
-    return read_parts(values, Path("settings.json"))
+def parts(values: dict[str, Any]) -> dalle2_schema.DallE2Config:
+    return parse_config(values, Path("settings.json"))
 
 
 def fields(cls: type, where: str = "") -> list[tuple[str, Any]]:
@@ -84,7 +84,7 @@ def outcome(values: dict[str, Any]) -> Any:
     """All that a user can notice."""
     try:
         read = parts(values)
-        return run_config(read), list(remarks(read)), folder_hint(read, Path("settings.json"))
+        return run_config(read), list(remarks(read)), default_run_folder(read, Path("settings.json"))
     except UserError as error:
         return str(error)
 
@@ -158,7 +158,7 @@ def test_the_older_file_is_the_run_that_it_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), fields(dalle2_parts.DallE2Config), ids=lambda x: x if isinstance(x, str) else ""
+    ("name", "kind"), fields(dalle2_schema.DallE2Config), ids=lambda x: x if isinstance(x, str) else ""
 )
 def test_no_field_is_passed_over_in_silence(name: str, kind: Any) -> None:
     before = copy.deepcopy(SMALLEST)
@@ -175,7 +175,7 @@ def test_no_field_is_passed_over_in_silence(name: str, kind: Any) -> None:
 
 
 def _owner(name: str) -> type:
-    cls: type = dalle2_parts.DallE2Config
+    cls: type = dalle2_schema.DallE2Config
     for part in name.split(".")[:-1]:
         hint = typing.get_type_hints(cls)[part]
         arms = [arm for arm in typing.get_args(hint) or (hint,) if arm not in (type(None), Ellipsis)]
@@ -249,7 +249,7 @@ def opened(values: dict[str, Any], flags: dict[str, Any] | None = None, **data: 
     read = parts(values)
     asked = run_config(read)
     asked = dataclasses.replace(asked, data=dataclasses.replace(asked.pairs, **data), **(flags or {}))
-    return open_config(read, asked)
+    return complete_config(read, asked)
 
 
 def test_both_embeddings_in_one_layout_are_found_and_give_the_length(folder: Path) -> None:
@@ -330,7 +330,7 @@ def test_the_example_runs_on_pairs_that_data_embed_made(
     places = {"data__image_url": "laion/img_emb/", "data__meta_url": "laion/metadata/", "train__warmup_steps": 50}
     for more in ({}, {"data__text_url": "laion/text_emb/"}):
         read = parts(newer(**wide, **places, **more))
-        cfg, said = open_config(read, run_config(read))
+        cfg, said = complete_config(read, run_config(read))
         assert cfg.prior.text_encodings
         assert cfg.optim.warmup_steps == 50 > cfg.optim.steps, "a short run is within its warm-up, as in the reference"
         assert any("train.warmup_steps is 50, more than" in words for words in said)
@@ -344,9 +344,9 @@ def test_the_example_runs_on_pairs_that_data_embed_made(
 
 
 def test_kinds_of_files_are_told_apart_by_their_content() -> None:
-    assert is_reference(newer())
-    assert not is_reference({"version": 1, "family": "prior", "model": {}})
-    assert not is_reference([1])
+    assert is_dalle2_config(newer())
+    assert not is_dalle2_config({"version": 1, "family": "prior", "model": {}})
+    assert not is_dalle2_config([1])
 
 
 def said_by(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from linnet.convert.dalle2.export import RELEASES, model_file, release_of, state_dict
+from linnet.convert.dalle2.export import RELEASES, find_release, model_file, state_dict
 from linnet.convert.dalle2.prior import read_prior_checkpoint
-from linnet.convert.torch_file import read_torch
+from linnet.convert.torch_pickle import read_torch
 from linnet.convert.torch_writer import write_torch
 from linnet.core.errors import UserError
 from linnet.models.prior.convert import ROTARY, from_reference
@@ -70,7 +70,7 @@ def test_the_files_of_the_reference_come_out_as_they_went_in(tmp_path: Path) -> 
     for path in sorted((GOLDENS / "ckpt").glob("*_model.pth")):
         found, loaded = read_prior_checkpoint(path), read_torch(path)
         theirs: dict[str, Any] = loaded.get("model", loaded)
-        ours = state_dict(found.params, found.cfg, release_of(found.cfg))
+        ours = state_dict(found.params, found.cfg, find_release(found.cfg))
         assert list(ours) == list(theirs), path
         for name, value in theirs.items():
             np.testing.assert_allclose(ours[name], value, rtol=2e-6, atol=1e-12, err_msg=f"{path} {name}")
@@ -82,10 +82,10 @@ def test_every_stretch_of_releases_is_found_by_its_own_settings() -> None:
     for release in RELEASES:
         settings = behaviour(release)
         self_cond = "self_cond_layout" in settings
-        found = release_of(dataclasses.replace(cfg, continuous_time=True, self_cond=self_cond, **settings))
+        found = find_release(dataclasses.replace(cfg, continuous_time=True, self_cond=self_cond, **settings))
         assert behaviour(found) == settings, (release, found)
     with pytest.raises(UserError, match="no release"):
-        release_of(dataclasses.replace(cfg, bias_scale=3.0))
+        find_release(dataclasses.replace(cfg, bias_scale=3.0))
 
 
 def test_schedules_are_written_in_full(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from linnet.cli import main
 from linnet.config.schema import RunConfig
 from linnet.convert.dalle2.export import trainer_file
 from linnet.convert.dalle2.prior import ImportedPrior, read_prior_checkpoint
-from linnet.convert.dalle2.trainer import NotContinuable, store_trainer, trainer_state, with_adam
-from linnet.convert.torch_file import read_torch
+from linnet.convert.dalle2.trainer import UnusableTrainerState, read_trainer_state, store_trainer, with_adam
+from linnet.convert.torch_pickle import read_torch
 from linnet.convert.torch_writer import write_torch
 from linnet.core.errors import UserError
 from linnet.models import registry
@@ -42,11 +42,11 @@ WARMUP = CHECKPOINTS / "warmup_1.15.6_checkpoint.pth"
 
 def run_config(found: ImportedPrior, path: Path) -> RunConfig:
     from linnet.convert.dalle2.config import optim_config, train_config
-    from linnet.convert.dalle2.parts import Train
-    from linnet.convert.dalle2.trainer import trained_with
+    from linnet.convert.dalle2.schema import Train
+    from linnet.convert.dalle2.trainer import train_settings
 
-    trainer = trainer_state(found.content, found.cfg, found.facts.get("version"), path)
-    train = dataclasses.replace(Train(ema_update_after_step=0, ema_update_every=2), **trained_with(trainer))
+    trainer = read_trainer_state(found.content, found.cfg, found.facts.get("version"), path)
+    train = dataclasses.replace(Train(ema_update_after_step=0, ema_update_every=2), **train_settings(trainer))
     return RunConfig(
         preset="dalle2-prior",
         family="prior",
@@ -68,7 +68,7 @@ def restored(path: Path, folder: Path) -> tuple[RunConfig, TrainState, int]:
     found = read_prior_checkpoint(path, {"text_encodings": True})
     cfg = run_config(found, path)
     folder.mkdir()
-    store_trainer(folder, found, trainer_state(found.content, found.cfg, found.facts.get("version"), path))
+    store_trainer(folder, found, read_trainer_state(found.content, found.cfg, found.facts.get("version"), path))
     check_trainer(folder, cfg)
     rule = optimizer(cfg.optim, param_specs(found.cfg))
     return cfg, *continue_from(folder, registry.get("prior"), cfg, rule, sharding.make_mesh())
@@ -172,15 +172,15 @@ def broken(change: Any) -> dict[str, Any]:
 )
 def test_what_cannot_be_mapped_is_refused_with_the_reason(change: Any, why: str) -> None:
     found = read_prior_checkpoint(WARMUP)
-    with pytest.raises(NotContinuable, match=why):
-        trainer_state(broken(change), found.cfg, "1.15.6", WARMUP)
+    with pytest.raises(UnusableTrainerState, match=why):
+        read_trainer_state(broken(change), found.cfg, "1.15.6", WARMUP)
 
 
 def test_releases_that_did_not_record_the_order_are_refused() -> None:
     found = read_prior_checkpoint(WARMUP)
     for version in ("0.6.2", "0.9.4", None):
-        with pytest.raises(NotContinuable, match="order"):
-            trainer_state(found.content, found.cfg, version, WARMUP)
+        with pytest.raises(UnusableTrainerState, match="order"):
+            read_trainer_state(found.content, found.cfg, version, WARMUP)
 
 
 def linnet(*arguments: str | Path) -> Any:
@@ -215,7 +215,7 @@ def test_training_continues_from_an_imported_trainer_and_exports_as_it_goes(
     assert [line["lr"] for line in lines if line["kind"] == "train"][:2] == pytest.approx([0.0015, 0.00175])
     written = read_prior_checkpoint(tmp_path / "out" / "latest_56.pth")
     assert written.facts["step"] == 14
-    assert trainer_state(written.content, written.cfg, "1.15.6", tmp_path / "out" / "latest_56.pth").step == 14
+    assert read_trainer_state(written.content, written.cfg, "1.15.6", tmp_path / "out" / "latest_56.pth").step == 14
     assert read_prior_checkpoint(best).which == "ema"
     capsys.readouterr()
     for out, kind in (("m.pth", "dalle2-prior"), ("t.pth", "dalle2-trainer"), ("m.safetensors", "dalle2-prior")):

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from grok_files import CONFIG, GOLDENS, TINY_A, QuantizedWeight8bit, draw, dump, floats, number_of, write_release
 
-from linnet.convert.grok.checkpoint import find_folder, places, read_checkpoint
-from linnet.convert.grok.leaves import Pair, Tensor, to_leaves
+from linnet.convert.grok.checkpoint import find_folder, read_checkpoint, shard_slices
+from linnet.convert.grok.leaves import Tensor, TensorPair, to_leaves
 from linnet.convert.grok.names import BY_LEAF, WEIGHTS, file_order
 from linnet.convert.grok.settings import grok_config
 from linnet.core.errors import UserError
@@ -40,7 +40,7 @@ LEAVES = {
 }
 
 
-def multiplied(tensor: Tensor | Pair) -> np.ndarray:
+def multiplied(tensor: Tensor | TensorPair) -> np.ndarray:
     if isinstance(tensor, Tensor):
         return tensor.read()
     return floats(QuantizedWeight8bit(tensor.weight.read(), tensor.scales.read()))
@@ -95,7 +95,7 @@ def test_tiny_a_is_read_whole() -> None:
             assert isinstance(tensor, Tensor)
             assert (list(tensor.shape), str(tensor.dtype)) == (shape, dtype)
         else:
-            assert isinstance(tensor, Pair)
+            assert isinstance(tensor, TensorPair)
             assert (list(tensor.weight.shape), str(tensor.weight.dtype)) == (shape, dtype)
             assert (list(tensor.scales.shape), str(tensor.scales.dtype)) == (scales, scales_dtype)
 
@@ -222,7 +222,7 @@ def test_scales_that_could_be_of_any_rows_are_refused(tmp_path: Path) -> None:
 )
 def test_shards_that_make_no_whole_are_refused(shape: tuple[int, ...], shards: list[tuple[int, ...]]) -> None:
     with pytest.raises(UserError, match=r"tensor00007.*sizes need \(8, 8\)"):
-        places("tensor00007_000", shape, shards, ("data", "model"))
+        shard_slices("tensor00007_000", shape, shards, ("data", "model"))
 
 
 # What can be wrong with a folder.

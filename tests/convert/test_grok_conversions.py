@@ -15,7 +15,7 @@ from grok_files import CONFIG, draw, floats, write_release
 from safetensors.numpy import load_file, save_file
 
 from linnet.convert.grok.hf import export_conversion, read_conversion
-from linnet.convert.grok.importing import find_grok
+from linnet.convert.grok.importer import find_grok
 from linnet.convert.grok.leaves import to_leaves
 from linnet.convert.grok.settings import find_settings, grok_config
 from linnet.core import quant

@@ -120,7 +120,7 @@ def test_the_tokenizer_of_the_release_goes_with_the_run(tmp_path: Path, tokenize
     from sentencepiece import SentencePieceProcessor
 
     own = open_tokenizer(str(tokenizer))
-    assert (own.end_id, own.n_vocab, own.rules) == (2, 300, "exact")
+    assert (own.eos_id, own.n_vocab, own.rules) == (2, 300, "exact")
     cfg = dataclasses.replace(CFG, n_vocab=300, end_id=5, begin_id=None)
     write_release(tmp_path / "grok", cfg)
     (tmp_path / "grok" / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))

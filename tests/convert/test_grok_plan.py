@@ -16,13 +16,13 @@ from grok_files import CONFIG, TINY_A, QuantizedWeight8bit, dump, write_release
 from safetensors.numpy import save_file
 from test_grok_conversions import converted
 
-from linnet.convert import import_plan as plans
-from linnet.convert.grok.importing import find_grok, plan_import
+from linnet.convert.grok import import_plan as plans
+from linnet.convert.grok.import_plan import GB, MEMORIES, format_plan, plan_from_config
+from linnet.convert.grok.importer import find_grok, plan_import
 from linnet.convert.grok.leaves import to_leaves
 from linnet.convert.grok.names import QUANTIZED
 from linnet.convert.grok.settings import grok_config
 from linnet.convert.grok.sizes import file_size, file_sizes
-from linnet.convert.import_plan import GB, MEMORIES, format_plan, plan_from_config
 from linnet.core.pytree import n_bytes
 from linnet.models.moe.params import param_specs
 from linnet.runs import stored_array

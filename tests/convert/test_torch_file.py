@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from torch_files import Writer, mutated, repacked
 
-from linnet.convert import torch_archive, torch_file
+from linnet.convert import torch_archive, torch_pickle
 from linnet.convert.dalle2.prior import read_prior_checkpoint
-from linnet.convert.torch_file import read_torch
+from linnet.convert.torch_pickle import read_torch
 from linnet.core.errors import UserError
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "prior" / "ckpt"
@@ -61,7 +61,7 @@ def test_deep_and_recursive_values_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_number_of_opcodes_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_file, "MAX_OPCODES", 1000)
+    monkeypatch.setattr(torch_pickle, "MAX_OPCODES", 1000)
     assert "opcodes" in refusal(write(tmp_path / "long.pth", b"N" * 1000))
     monkeypatch.setattr(torch_archive, "MAX_PICKLE", 100)
     assert "pickle" in refusal(write(tmp_path / "large.pth", b"N" * 200))

@@ -19,10 +19,9 @@ from linnet.cli.evaluate import eval_command
 from linnet.cli.sample import sample_command
 from linnet.config import codec
 from linnet.config.schema import OptimConfig, RunConfig
-from linnet.convert.flax import flatten, read_flax
-from linnet.convert.flax_write import nest, pack_flax, write_flax
-from linnet.convert.transformer_vq import newest_checkpoint
-from linnet.convert.transformer_vq_optim import Unmapped, from_opt_state, read_optimizer, to_opt_state
+from linnet.convert.flax import flatten, nest, pack_flax, read_flax, write_flax
+from linnet.convert.transformer_vq import find_newest_checkpoint
+from linnet.convert.transformer_vq_optim import UnsupportedOptimizer, from_opt_state, read_optimizer, to_opt_state
 from linnet.core.errors import UserError
 from linnet.core.params import map_specs
 from linnet.core.pytree import named_leaves
@@ -119,13 +118,13 @@ def test_npz_is_still_written(run: Path, tmp_path: Path) -> None:
 def test_newest_checkpoint_by_number(tmp_path: Path) -> None:
     for name in ("checkpoint_9", "checkpoint_100", "checkpoint_20", "checkpoint_100.tmp", "validation_loss_3"):
         (tmp_path / name).write_bytes(b"")
-    assert newest_checkpoint(tmp_path).name == "checkpoint_100"
+    assert find_newest_checkpoint(tmp_path).name == "checkpoint_100"
     (tmp_path / "checkpoint_101").mkdir()
     with pytest.raises(UserError, match="Orbax"):
-        newest_checkpoint(tmp_path)
+        find_newest_checkpoint(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="without a checkpoint_N"):
-        newest_checkpoint(tmp_path / "empty")
+        find_newest_checkpoint(tmp_path / "empty")
 
 
 def test_lengths_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -289,7 +288,7 @@ def test_states_that_cannot_be_mapped_say_why(tmp_path: Path, capsys: pytest.Cap
     tree = official_file(TINY, "adamw", True, False)
     link = tree["opt_state"]["inner_states"]["main"]["inner_state"]["1"]["0"]
     link["trace"] = link.pop("nu")
-    with pytest.raises(Unmapped, match="mu, trace"):
+    with pytest.raises(UnsupportedOptimizer, match="mu, trace"):
         read_optimizer(tree["opt_state"])
     path = tmp_path / "checkpoint_3"
     write_flax(path, tree)
@@ -311,15 +310,15 @@ def test_states_that_cannot_be_mapped_say_why(tmp_path: Path, capsys: pytest.Cap
     link = tree["opt_state"]["inner_states"]["main"]["inner_state"]["1"]["0"]
     link["nu"]["transformer_layers_0"]["scanned_attn2"]["u"] = np.zeros(3, np.float32)
     params = map_specs(lambda spec: jnp.zeros(spec.shape), param_specs(TINY))
-    with pytest.raises(Unmapped, match="other shapes in some layers"):
+    with pytest.raises(UnsupportedOptimizer, match="other shapes in some layers"):
         to_opt_state(read_optimizer(tree["opt_state"]), RunConfig(model=TINY), params)
     for change in ({"mu": 3}, {"count": None}):
         broken = {name: value for name, value in {**link, **change}.items() if value is not None}
         tree["opt_state"]["inner_states"]["main"]["inner_state"]["1"]["0"] = broken
-        with pytest.raises(Unmapped, match="incomplete"):
+        with pytest.raises(UnsupportedOptimizer, match="incomplete"):
             read_optimizer(tree["opt_state"])
     for broken in ({}, {"inner_states": {"main": {"inner_state": {"0": {}}}}}, {"inner_states": None}):
-        with pytest.raises(Unmapped, match="chain of the official code"):
+        with pytest.raises(UnsupportedOptimizer, match="chain of the official code"):
             read_optimizer(broken)
 
 

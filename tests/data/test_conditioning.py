@@ -18,10 +18,10 @@ from linnet.core.errors import UserError
 from linnet.data import TokenDataset, load_dataset
 from linnet.data.embeddings import open_pairs
 from linnet.data.encoders.builtin import open_builtin
-from linnet.data.images import pixels_of_ids
+from linnet.data.images import ids_to_pixels
 from linnet.data.prepare.pipeline import prepare
 from linnet.data.sources.emoji import open_emoji
-from linnet.data.sources.images import open_pictures
+from linnet.data.sources.images import open_images
 from linnet.runs.folder import RunFolder
 from linnet.runs.load import open_state
 from linnet.train.loop import train
@@ -34,7 +34,7 @@ LEN = 4 * 4 * 3
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("pictures")
     pictures = write_folder(made / "files", {f"{i:02d}.png": png(i) for i in range(N)})
-    prepare(task_of(open_pictures(str(pictures)), size=4), made / "data")
+    prepare(task_of(open_images(str(pictures)), size=4), made / "data")
     return made / "data"
 
 
@@ -68,7 +68,7 @@ def test_every_picture_has_its_own_row_in_training_and_evaluation(folder: Path, 
         batches += data.evaluation(name, 3)
     for batch in batches:
         real = batch.loss_mask[:, 0] > 0
-        want = pixels_of_ids(np.asarray(batch.targets), (3, LEN))[0][:, :9].astype(np.float32)
+        want = ids_to_pixels(np.asarray(batch.targets), (3, LEN))[0][:, :9].astype(np.float32)
         want = want / np.maximum(np.linalg.norm(want, axis=1, keepdims=True), 1e-9) * real[:, None]
         np.testing.assert_allclose(batch.condition, want, atol=1e-6)
     assert any(not (batch.loss_mask[:, 0] > 0).all() for batch in batches), "no batch was filled up"
@@ -101,7 +101,7 @@ def test_small_emoji_have_the_embeddings_of_the_pairs(monkeypatch: pytest.Monkey
         np.testing.assert_array_equal(data.embeds(name), pairs.images.read(pairs.split(name)))
     pictures, _, split_of = open_emoji(16)
     batch = next(iter(data.evaluation("test", 3)))
-    shown = pixels_of_ids(np.asarray(batch.targets), (3, 16, 16, 3))[0]
+    shown = ids_to_pixels(np.asarray(batch.targets), (3, 16, 16, 3))[0]
     np.testing.assert_array_equal(shown, pictures[np.array(split_of) == "test"][:3])
 
 

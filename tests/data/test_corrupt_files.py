@@ -18,7 +18,7 @@ from linnet.data import index as indexes
 from linnet.data.embeddings import PairsConfig, open_pairs
 from linnet.data.prepare.chunks import SplitFractions
 from linnet.data.prepare.pipeline import PrepareConfig, prepare
-from linnet.data.sources import npy, unpacked
+from linnet.data.sources import npy, unpack_budget
 from linnet.data.sources.documents import open_documents
 from linnet.tokenizers.base import BytesTokenizer
 from linnet.tokenizers.load import open_tokenizer
@@ -88,7 +88,7 @@ def bomb(path: Path, n_bytes: int, name: str = "a.npy") -> Path:
 
 
 def test_an_npz_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpacked, "FLOOR_BYTES", 1 << 20)
+    monkeypatch.setattr(unpack_budget, "FLOOR_BYTES", 1 << 20)
     path = bomb(tmp_path / "weights.npz", 8 << 20)
     with pytest.raises(UserError, match=r"weights.npz unpacks to more than .* 100 times its packed size"):
         read_npz(path)
@@ -96,7 +96,7 @@ def test_an_npz_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, monkeypatc
 
 
 def test_an_npz_bomb_of_embeddings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpacked, "FLOOR_BYTES", 1 << 20)
+    monkeypatch.setattr(unpack_budget, "FLOOR_BYTES", 1 << 20)
     path = bomb(tmp_path / "pairs.npz", 8 << 20, "img_emb.npy")
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("text_emb.npy", embedding_files.npy(embedding_files.texts()))

@@ -20,9 +20,16 @@ from PIL import Image
 from linnet.core.errors import UserError
 from linnet.data.sources import catalog as named_module
 from linnet.data.sources import documents as documents_module
-from linnet.data.sources.catalog import ENWIK8, NAMED, ImageNet64, Stream, StreamDocuments, open_named
+from linnet.data.sources.catalog import (
+    BENCHMARKS,
+    ENWIK8,
+    BenchmarkDocuments,
+    BenchmarkText,
+    ImageNet64,
+    open_benchmark,
+)
 from linnet.data.sources.documents import FileDocuments
-from linnet.data.sources.files import find
+from linnet.data.sources.files import find_files
 
 TEXT = b"".join(b"line %d of a small encyclopedia\n" % i for i in range(400))
 BOOKS = {
@@ -36,10 +43,10 @@ BOOKS = {
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Stream:
+def small(monkeypatch: pytest.MonkeyPatch) -> BenchmarkText:
     """A small set in the place of enwik8, with splits that fall inside lines and inside parts."""
     test = len(TEXT) - 9001 - 777
-    stream = Stream(
+    stream = BenchmarkText(
         name="enwik8",
         url=ENWIK8.url,
         sha256=hashlib.sha256(TEXT).hexdigest(),
@@ -66,34 +73,38 @@ def no_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> Path:
         raise AssertionError("nothing may be fetched")
 
-    monkeypatch.setattr(named_module, "fetch", fail)
+    monkeypatch.setattr(named_module, "download_file", fail)
     monkeypatch.setattr(named_module, "read_url", fail)
 
 
 def refused(name: str, from_path: Path | None, cache: Path) -> str:
     with pytest.raises(UserError) as caught:
-        open_named(name, from_path, cache)
+        open_benchmark(name, from_path, cache)
     assert "Fix: " in str(caught.value)
     return str(caught.value)
 
 
 def test_what_is_known_of_each_set() -> None:
-    assert list(NAMED) == ["enwik8", "pg19", "imagenet64"]
+    assert list(BENCHMARKS) == ["enwik8", "pg19", "imagenet64"]
     assert ENWIK8.n_bytes == 100_000_000
     assert list(ENWIK8.sizes.values()) == [90_000_000, 5_000_000, 5_000_000]
-    assert {name: s.kind for name, s in NAMED.items()} == {"enwik8": "text", "pg19": "text", "imagenet64": "pictures"}
+    assert {name: s.kind for name, s in BENCHMARKS.items()} == {
+        "enwik8": "text",
+        "pg19": "text",
+        "imagenet64": "pictures",
+    }
 
 
 @pytest.mark.parametrize("name", ["enwik8", "enwik8.zip", "enwik8.gz"])
 @pytest.mark.parametrize("by", ["file", "folder", "cache"])
 def test_enwik8_is_cut_exactly_at_its_splits(
-    small: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, by: str
+    small: BenchmarkText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, by: str
 ) -> None:
     no_fetch(monkeypatch)
     path = pack(name, tmp_path / "have")
     from_path = {"file": path, "folder": path.parent, "cache": None}[by]
-    documents = open_named("enwik8", from_path, path.parent if by == "cache" else tmp_path / "cache")
-    assert isinstance(documents, StreamDocuments)
+    documents = open_benchmark("enwik8", from_path, path.parent if by == "cache" else tmp_path / "cache")
+    assert isinstance(documents, BenchmarkDocuments)
     assert (documents.ends, documents.single, documents.n_bytes) == (False, True, path.stat().st_size)
     parts = list(documents.parts())
     start = 0
@@ -110,20 +121,22 @@ def test_enwik8_is_cut_exactly_at_its_splits(
     assert json.loads(json.dumps(documents.identity())) == documents.identity()
 
 
-def test_enwik8_is_fetched_into_the_cache(small: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enwik8_is_fetched_into_the_cache(
+    small: BenchmarkText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     def fetch(url: str, path: Path, **_: object) -> Path:
         asked.append(url)
         return pack(path.name, path.parent)
 
-    monkeypatch.setattr(named_module, "fetch", fetch)
-    open_named("enwik8", None, tmp_path / "cache")
-    open_named("enwik8", None, tmp_path / "cache")
+    monkeypatch.setattr(named_module, "download_file", fetch)
+    open_benchmark("enwik8", None, tmp_path / "cache")
+    open_benchmark("enwik8", None, tmp_path / "cache")
     assert asked == [small.url]
 
 
-def test_another_text_is_not_enwik8(small: Stream, tmp_path: Path) -> None:
+def test_another_text_is_not_enwik8(small: BenchmarkText, tmp_path: Path) -> None:
     path = pack("enwik8", tmp_path, TEXT[:-1] + b"!")
     message = refused("enwik8", path, tmp_path)
     assert f"{path} is not enwik8" in message
@@ -190,8 +203,8 @@ def test_pg19_from_a_folder_or_an_archive(tmp_path: Path, monkeypatch: pytest.Mo
         tar_books(tmp_path / "books.tgz", "deepmind/pg19/"),
     ]
     for source in sources:
-        assert check_books(open_named("pg19", source, tmp_path)) == {"outside_splits": 2}
-    assert check_books(open_named("pg19", zip_splits(tmp_path / "zips"), tmp_path)) == {"outside_splits": 1}
+        assert check_books(open_benchmark("pg19", source, tmp_path)) == {"outside_splits": 2}
+    assert check_books(open_benchmark("pg19", zip_splits(tmp_path / "zips"), tmp_path)) == {"outside_splits": 1}
     assert "train/, validation/ and test/" in refused("pg19", tmp_path / "pg19/train", tmp_path)
 
 
@@ -218,14 +231,14 @@ def test_pg19_is_fetched_with_its_checksums(tmp_path: Path, monkeypatch: pytest.
         return path
 
     monkeypatch.setattr(named_module, "read_url", listing)
-    monkeypatch.setattr(named_module, "fetch", fetch)
+    monkeypatch.setattr(named_module, "download_file", fetch)
     seen: list[tuple[int, int | None]] = []
-    documents = open_named("pg19", None, tmp_path, lambda *done: seen.append(done))
+    documents = open_benchmark("pg19", None, tmp_path, lambda *done: seen.append(done))
     assert check_books(documents) == {}
     books = sorted(name for name in BOOKS if name.endswith(".txt"))
     assert sorted(fetched) == books
     assert seen[-1] == (sum(len(BOOKS[name]) for name in books),) * 2
-    open_named("pg19", None, tmp_path)
+    open_benchmark("pg19", None, tmp_path)
     assert sorted(fetched) == books, "what is there is not fetched again"
     monkeypatch.setattr(named_module, "read_url", lambda url, instead: b"<html>")
     assert "did not return a listing" in refused("pg19", None, tmp_path)
@@ -263,7 +276,7 @@ def test_imagenet64_divides_its_training_file_by_name(tmp_path: Path, monkeypatc
     assert "valid_64x64.tar is missing" in refused("imagenet64", tmp_path, tmp_path)
     tar_pictures(tmp_path / "valid_64x64.tar", ["valid_64x64/1.png"])
     for from_path in (tmp_path, tmp_path / "train_64x64.tar"):
-        pictures = open_named("imagenet64", from_path, tmp_path / "cache")
+        pictures = open_benchmark("imagenet64", from_path, tmp_path / "cache")
         assert isinstance(pictures, ImageNet64)
         found = list(pictures.pictures())
         assert [(p.split, p.encoded) for p in found] == [
@@ -289,8 +302,8 @@ def test_imagenet64_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         tar_pictures(path, [f"{path.stem}/1.png"])
         return path
 
-    monkeypatch.setattr(named_module, "fetch", fetch)
-    pictures = open_named("imagenet64", None, tmp_path)
+    monkeypatch.setattr(named_module, "download_file", fetch)
+    pictures = open_benchmark("imagenet64", None, tmp_path)
     assert isinstance(pictures, ImageNet64)
     assert [p.split for p in pictures.pictures()] == ["train", "test"]
     assert asked == [f"https://image-net.org/small/{name}_64x64.tar" for name in ("train", "valid")]
@@ -299,5 +312,5 @@ def test_imagenet64_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_find_takes_packed_files_only_when_asked(tmp_path: Path) -> None:
     (tmp_path / "a.GZ").write_bytes(b"\x1f\x8b\0")
     (tmp_path / "b.txt").write_bytes(b"b")
-    assert [f.name for f in find(str(tmp_path)).files] == ["b.txt"]
-    assert [f.name for f in find(str(tmp_path), "SOURCE", (".gz",)).files] == ["a.GZ", "b.txt"]
+    assert [f.name for f in find_files(str(tmp_path)).files] == ["b.txt"]
+    assert [f.name for f in find_files(str(tmp_path), "SOURCE", (".gz",)).files] == ["a.GZ", "b.txt"]

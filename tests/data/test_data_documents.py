@@ -18,8 +18,8 @@ import pytest
 from document_files import NOT_UTF8, PACKERS, jsonl, parquet, tarred, whole, write, zipped, zst
 
 from linnet.data.sources import documents as documents_module
-from linnet.data.sources.archives import kind_of
-from linnet.data.sources.documents import Part, cut, open_documents
+from linnet.data.sources.archives import detect_format
+from linnet.data.sources.documents import DocumentPart, open_documents, split_stream
 
 # Cutting
 
@@ -29,7 +29,7 @@ def test_cut_keeps_every_byte(data: bytes, limit: int, at_once: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents_module, "PART_BYTES", limit)
         stream = io.BytesIO(data)
-        parts = list(cut(lambda n: stream.read(min(n, at_once))))
+        parts = list(split_stream(lambda n: stream.read(min(n, at_once))))
     assert b"".join(part for part, _, _ in parts) == data
     assert all(0 < len(part) <= limit for part, _, _ in parts)
     assert [first for _, first, _ in parts] == [i == 0 for i in range(len(parts))]
@@ -41,15 +41,15 @@ def test_cut_never_divides_a_character(text: str, limit: int) -> None:
     text = text.encode("utf-8", "ignore").decode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents_module, "PART_BYTES", limit)
-        parts = [part for part, _, _ in cut(io.BytesIO(text.encode()).read)]
+        parts = [part for part, _, _ in split_stream(io.BytesIO(text.encode()).read)]
     assert "".join(part.decode() for part in parts) == text
 
 
 def test_cut_prefers_the_end_of_a_line_nearby(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents_module, "PART_BYTES", 10)
-    assert [part for part, _, _ in cut(io.BytesIO(b"ab\ncd\nefghijk").read)] == [b"ab\ncd\n", b"efghijk"]
+    assert [part for part, _, _ in split_stream(io.BytesIO(b"ab\ncd\nefghijk").read)] == [b"ab\ncd\n", b"efghijk"]
     monkeypatch.setattr(documents_module, "NEWLINE_WITHIN", 3)
-    assert [part for part, _, _ in cut(io.BytesIO(b"ab\ncd\nefghijk").read)] == [b"ab\ncd\nefgh", b"ijk"]
+    assert [part for part, _, _ in split_stream(io.BytesIO(b"ab\ncd\nefghijk").read)] == [b"ab\ncd\nefgh", b"ijk"]
 
 
 def test_a_long_file_comes_in_parts_of_bounded_size(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_long_file_comes_in_parts_of_bounded_size(tmp_path: Path) -> None:
 def test_one_text_file_is_one_stream(tmp_path: Path) -> None:
     documents = open_documents(write(tmp_path / "a.txt", NOT_UTF8))
     assert (documents.single, documents.ends) == (True, False)
-    assert list(documents.parts()) == [Part("a.txt", NOT_UTF8, True, True, None, len(NOT_UTF8))]
+    assert list(documents.parts()) == [DocumentPart("a.txt", NOT_UTF8, True, True, None, len(NOT_UTF8))]
 
 
 @pytest.mark.parametrize("codec", PACKERS)
@@ -191,4 +191,4 @@ def test_identity_follows_the_input_and_the_options(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_name_says(name: str, expected: tuple[str, str]) -> None:
-    assert kind_of(name) == expected
+    assert detect_format(name) == expected

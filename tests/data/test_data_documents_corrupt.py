@@ -12,7 +12,7 @@ import pytest
 from document_files import PACKERS, jsonl, parquet, refused, tarred, whole, write, zipped, zst
 
 from linnet.core.errors import UserError
-from linnet.data.sources import unpacked
+from linnet.data.sources import unpack_budget
 from linnet.data.sources.documents import FileDocuments, open_documents
 
 
@@ -85,7 +85,7 @@ def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
 def test_what_a_source_unpacks_to_is_bounded_and_counted(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unpacked, "FLOOR_BYTES", 1 << 20)
+    monkeypatch.setattr(unpack_budget, "FLOOR_BYTES", 1 << 20)
     text = b"the same line\n" * 300_000
     content = {"zip": lambda: zipped({"a.txt": text}), "gz": lambda: PACKERS[".gz"](tarred({"a.txt": text}))}
     packed = content[name.split(".")[-1]]() if name in ("a.zip", "a.tar.gz") else PACKERS[Path(name).suffix](text)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from linnet.core.errors import UserError
-from linnet.data.sources import fetch as fetch_module
-from linnet.data.sources.fetch import fetch, read_url
+from linnet.data.sources import download as download_module
+from linnet.data.sources.download import download_file, read_url
 
 CONTENT = os.urandom(300_000)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -69,8 +69,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(fetch_module, "PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(fetch_module, "TIMEOUT_SECONDS", 5.0)
+    monkeypatch.setattr(download_module, "PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", 5.0)
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with Server() as server:
@@ -83,7 +83,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def refused(url: str, path: Path, **expected: object) -> str:
     with pytest.raises(UserError) as caught:
-        fetch(url, path, **expected)  # pyright: ignore[reportArgumentType]
+        download_file(url, path, **expected)  # pyright: ignore[reportArgumentType]
     assert "Fix: " in str(caught.value)
     return str(caught.value)
 
@@ -91,48 +91,48 @@ def refused(url: str, path: Path, **expected: object) -> str:
 def test_a_file_is_fetched_checked_and_kept(server: Server, tmp_path: Path) -> None:
     path = tmp_path / "new/folder/file"
     seen: list[tuple[int, int | None]] = []
-    got = fetch(server.url, path, sha256=SHA256, size=300_000, progress=lambda *done: seen.append(done))
+    got = download_file(server.url, path, sha256=SHA256, size=300_000, progress=lambda *done: seen.append(done))
     assert got == path
     assert path.read_bytes() == CONTENT
     assert seen == sorted(seen)
     assert seen[-1] == (300_000, 300_000)
     assert [p.name for p in path.parent.iterdir()] == ["file"]
-    fetch(server.url, path, sha256=SHA256)
+    download_file(server.url, path, sha256=SHA256)
     assert server.asked == [None], "what is there is not fetched again"
 
 
 def test_a_part_is_resumed(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(CONTENT[:100_000])
-    fetch(server.url, tmp_path / "file", md5=MD5)
+    download_file(server.url, tmp_path / "file", md5=MD5)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert server.asked == ["bytes=100000-"]
 
 
 def test_a_whole_part_only_gets_its_name(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(CONTENT)
-    fetch(server.url, tmp_path / "file", sha256=SHA256)
+    download_file(server.url, tmp_path / "file", sha256=SHA256)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert server.asked == ["bytes=300000-"]
 
 
 def test_a_connection_may_drop_often_as_long_as_it_gets_on(server: Server, tmp_path: Path) -> None:
     server.drop_after = 20_000
-    fetch(server.url, tmp_path / "file", sha256=SHA256)
+    download_file(server.url, tmp_path / "file", sha256=SHA256)
     assert (tmp_path / "file").read_bytes() == CONTENT
-    assert len(server.asked) == 15 > fetch_module.TRIES
+    assert len(server.asked) == 15 > download_module.MAX_TRIES
 
 
 def test_a_connection_that_gives_nothing_is_given_up(server: Server, tmp_path: Path) -> None:
     server.drop_after = 0
     message = refused(server.url, tmp_path / "file")
-    assert len(server.asked) == fetch_module.TRIES
+    assert len(server.asked) == download_module.MAX_TRIES
     assert f"put it at {tmp_path / 'file'}, or give it with --from PATH" in message
 
 
 def test_a_server_without_ranges_starts_again(server: Server, tmp_path: Path) -> None:
     server.ranges = False
     (tmp_path / "file.part").write_bytes(b"x" * 100_000)
-    fetch(server.url, tmp_path / "file", sha256=SHA256)
+    download_file(server.url, tmp_path / "file", sha256=SHA256)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert server.asked == ["bytes=100000-"]
 
@@ -140,7 +140,7 @@ def test_a_server_without_ranges_starts_again(server: Server, tmp_path: Path) ->
 @pytest.mark.parametrize("old", [b"x" * 100_000, b"x" * 400_000], ids=["shorter", "longer"])
 def test_a_part_of_something_else_is_thrown_away(server: Server, tmp_path: Path, old: bytes) -> None:
     (tmp_path / "file.part").write_bytes(old)
-    fetch(server.url, tmp_path / "file", sha256=SHA256)
+    download_file(server.url, tmp_path / "file", sha256=SHA256)
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
@@ -161,7 +161,7 @@ def test_a_wrong_file_that_is_there_is_said_and_kept(server: Server, tmp_path: P
 
 def test_errors_that_may_pass_are_tried_again_and_others_not(server: Server, tmp_path: Path) -> None:
     server.statuses = (503, 429)
-    fetch(server.url, tmp_path / "file", sha256=SHA256)
+    download_file(server.url, tmp_path / "file", sha256=SHA256)
     assert len(server.asked) == 3
     server.statuses = (404,)
     assert "the server returned 404" in refused(server.url, tmp_path / "other")

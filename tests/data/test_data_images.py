@@ -17,7 +17,7 @@ from image_files import IN_ORDER, PICTURES, contents, flipped, png, write_folder
 
 from linnet.core.errors import UserError
 from linnet.data.sources import image_readers as picture_readers
-from linnet.data.sources.images import looks_like_pictures, open_pictures
+from linnet.data.sources.images import contains_images, open_images
 
 # Sources
 
@@ -80,7 +80,7 @@ KEPT = [(f"in.parquet:{row:09}", ROWS[row]) for row in (0, 3, 4, 5, 6)]
 )
 def test_parquet(tmp_path: Path, column: str, values: pa.Array) -> None:
     path = write_parquet(tmp_path / "in.parquet", {"label": list(range(len(ROWS))), column: values})
-    source = open_pictures(str(path), column=None if column == "image" else column)
+    source = open_images(str(path), column=None if column == "image" else column)
     found = list(source.pictures())
     assert [(p.name, p.encoded) for p in found] == KEPT
     assert source.left_out == {"null_rows": 1, "empty": 1}
@@ -92,7 +92,7 @@ def test_positions_grow_up_to_the_size_of_the_input(tmp_path: Path) -> None:
     write_zip(tmp_path / "x.zip", PICTURES)
     write_tar(tmp_path / "y.tar", PICTURES)
     write_parquet(tmp_path / "z.parquet", {"image": list(PICTURES.values())})
-    source = open_pictures(str(tmp_path))
+    source = open_images(str(tmp_path))
     positions = [picture.position for picture in source.pictures()]
     assert len(positions) == 20
     assert all(before < after for before, after in itertools.pairwise(positions))
@@ -102,14 +102,14 @@ def test_positions_grow_up_to_the_size_of_the_input(tmp_path: Path) -> None:
 
 def test_identity_tells_of_a_changed_input(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "in", PICTURES)
-    before = open_pictures(str(root)).identity()
-    assert open_pictures(str(root)).identity() == before
+    before = open_images(str(root)).identity()
+    assert open_images(str(root)).identity() == before
     assert str(tmp_path) not in str(before)
     os.utime(root / "c.png", ns=(1, 1))
-    touched = open_pictures(str(root)).identity()
+    touched = open_images(str(root)).identity()
     assert touched != before
     (root / "c.png").rename(root / "d.png")
-    assert open_pictures(str(root)).identity() != touched
+    assert open_images(str(root)).identity() != touched
 
 
 # What is left out, and what is refused
@@ -120,7 +120,7 @@ def test_a_folder_counts_what_it_leaves_out(tmp_path: Path) -> None:
     (root / "gone.png").symlink_to(root / "nowhere.png")
     (root / "zz.png").symlink_to(root / "c.png")
     os.mkfifo(root / "pipe.png")
-    source = open_pictures(str(root))
+    source = open_images(str(root))
     for _ in range(2):  # a second reading does not count twice
         assert [picture.name for picture in source.pictures()] == IN_ORDER
         assert source.left_out == {"not_a_picture": 1, "empty": 1, "not_regular": 2, "linked_twice": 1}
@@ -134,7 +134,7 @@ def test_a_zip_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(picture_readers, "MAX_ENCODED_BYTES", 4000)
     path = write_zip(tmp_path / "in.zip", {"folder/": b"", **PICTURES, **BAD_MEMBERS, "broken.png": b"findme" * 9})
     path.write_bytes(path.read_bytes().replace(b"findme", b"fondue", 1))  # the checksum of one member is wrong now
-    source = open_pictures(str(path))
+    source = open_images(str(path))
     assert [p.name.removeprefix("in.zip/") for p in source.pictures()] == IN_ORDER
     assert source.left_out == {**BAD_COUNTS, "broken": 1}
 
@@ -147,7 +147,7 @@ def test_a_tar_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.Mon
         folder.type, link.type, link.linkname = tarfile.DIRTYPE, tarfile.SYMTYPE, "c.png"
         archive.addfile(folder)
         archive.addfile(link)
-    source = open_pictures(str(path))
+    source = open_images(str(path))
     assert [p.name.removeprefix("in.tar/") for p in source.pictures()] == IN_ORDER
     assert source.left_out == {**BAD_COUNTS, "not_regular": 1}
 
@@ -162,7 +162,7 @@ def test_a_tar_cut_anywhere_is_refused(tmp_path: Path) -> None:
     for n in (*headers[1:], end, *range(100, end, 317)):
         path.write_bytes(whole[:n])
         with pytest.raises(UserError, match="cut.tar is corrupt or truncated"):
-            list(open_pictures(str(path)).pictures())
+            list(open_images(str(path)).pictures())
     path.write_bytes(whole[: end + 512])
     assert len(contents(path)) == 5
 
@@ -175,7 +175,7 @@ def test_a_damaged_header_in_a_tar_is_refused(tmp_path: Path) -> None:
     data[header + 5] ^= 1
     path.write_bytes(data)
     with pytest.raises(UserError, match="in.tar is corrupt"):
-        list(open_pictures(str(path)).pictures())
+        list(open_images(str(path)).pictures())
 
 
 @pytest.mark.parametrize(("name", "write"), [("in.zip", write_zip), ("in.tar", write_tar)])
@@ -203,34 +203,34 @@ def test_a_cut_zip_or_parquet_is_refused(tmp_path: Path, keep: float) -> None:
     for path in (tmp_path / "in.zip", tmp_path / "in.parquet"):
         path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
         with pytest.raises(UserError, match=f"{path.name} is corrupt or truncated"):
-            list(open_pictures(str(path)).pictures())
+            list(open_images(str(path)).pictures())
 
 
 def test_parquet_columns_are_checked_before_work(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "in.parquet", {"jpg": [png(0)], "webp": [png(1)], "text": ["a"]})
     with pytest.raises(UserError, match="--column is 'image'.*jpg, webp"):
-        open_pictures(str(path))
+        open_images(str(path))
     with pytest.raises(UserError, match="--column is 'text'.*jpg, webp"):
-        open_pictures(str(path), column="text")
+        open_images(str(path), column="text")
     text = write_parquet(tmp_path / "text.parquet", {"text": ["a"]})
     with pytest.raises(UserError, match=r"none of its columns \(text\)"):
-        open_pictures(str(text))
+        open_images(str(text))
 
 
 def test_sources_without_pictures_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="SOURCE is .*existing"):
-        open_pictures(str(tmp_path / "nowhere"))
+        open_images(str(tmp_path / "nowhere"))
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(UserError, match="left out: 1 not a picture"):
-        open_pictures(str(tmp_path))
+        open_images(str(tmp_path))
     for path in (write_zip(tmp_path / "in.zip", {"a.txt": b"x"}), write_tar(tmp_path / "in.tar", {"a.txt": b"x"})):
         with pytest.raises(UserError, match="left out: 1 not a picture"):
-            list(open_pictures(str(path)).pictures())
+            list(open_images(str(path)).pictures())
     with pytest.raises(UserError, match="an uncompressed tar"):
-        open_pictures(str(tmp_path / "in.tar.gz"))
+        open_images(str(tmp_path / "in.tar.gz"))
     write_folder(tmp_path / "p", PICTURES)
     with pytest.raises(UserError, match="--column is 'image'"):
-        open_pictures(str(tmp_path / "p"), column="image")
+        open_images(str(tmp_path / "p"), column="image")
 
 
 def test_what_looks_like_pictures(tmp_path: Path) -> None:
@@ -257,5 +257,5 @@ def test_what_looks_like_pictures(tmp_path: Path) -> None:
         "",
     ]
     (tmp_path / "bad.zip").write_bytes(b"PK\x03\x04")
-    assert [str(source) for source in yes if not looks_like_pictures(str(source))] == []
-    assert [str(source) for source in (*no, tmp_path / "bad.zip") if looks_like_pictures(str(source))] == []
+    assert [str(source) for source in yes if not contains_images(str(source))] == []
+    assert [str(source) for source in (*no, tmp_path / "bad.zip") if contains_images(str(source))] == []

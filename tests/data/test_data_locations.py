@@ -18,7 +18,7 @@ from linnet.config.schema import DataConfig, PairsConfig, RunConfig
 from linnet.core.errors import UserError
 from linnet.data import load_dataset
 from linnet.data.embeddings import open_pairs
-from linnet.data.sources.locations import absolute_paths, for_other_machines, located, retyped, with_base
+from linnet.data.sources.locations import absolute_paths, rebase_changed, resolve_paths, with_base, without_local_paths
 from linnet.runs.folder import RunFolder
 from linnet.runs.relocated import relocated
 from linnet.train.loop import train
@@ -122,15 +122,15 @@ def test_paths_are_found_below_the_base_first(tmp_path: Path, monkeypatch: pytes
     (here / "b.txt").write_text("x")
     monkeypatch.chdir(here)
     cfg = DataConfig(source="a.txt", test_files=("b.txt", str(here / "a.txt")), base=str(base))
-    assert located(cfg).source == str(base / "a.txt")
-    assert located(cfg).test_files == ("b.txt", str(here / "a.txt"))  # not below base; absolute already
-    assert located(dataclasses.replace(cfg, source="*.txt")).source == str(base / "*.txt")
+    assert resolve_paths(cfg).source == str(base / "a.txt")
+    assert resolve_paths(cfg).test_files == ("b.txt", str(here / "a.txt"))  # not below base; absolute already
+    assert resolve_paths(dataclasses.replace(cfg, source="*.txt")).source == str(base / "*.txt")
     assert (
         load_dataset(DataConfig(source="a.txt", base=str(base), sequence_len=64, update_len=64), 0).raw("train")[:4]
         == b"base"
     )
     for name in ("python-stdlib", "emoji-32", "hf:a/b"):
-        assert located(dataclasses.replace(cfg, source=name)).source == name
+        assert resolve_paths(dataclasses.replace(cfg, source=name)).source == name
     assert with_base(RunConfig(data=DataConfig(source="a.txt"))).data.base == str(here)
     assert with_base(RunConfig(data=DataConfig(source="nothing.txt"))).data.base is None
     assert with_base(RunConfig(data=DataConfig(source=str(here / "a.txt")))).data.base is None
@@ -144,10 +144,10 @@ def test_a_flag_is_relative_to_the_working_directory_and_the_rest_stays(
     old = RunConfig(data=DataConfig(source="a.txt", validation_files=("held.txt",), base=str(tmp_path)))
     monkeypatch.chdir("/")
     new = dataclasses.replace(old, data=dataclasses.replace(old.data, source="b.txt"))
-    got = retyped(new, old).data
+    got = rebase_changed(new, old).data
     assert isinstance(got, DataConfig)
     assert (got.source, got.validation_files, got.base) == ("b.txt", (str(tmp_path / "held.txt"),), None)
-    assert retyped(old, old) is old
+    assert rebase_changed(old, old) is old
 
 
 def test_a_new_source_leaves_the_other_files_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,5 +173,5 @@ def test_pairs_are_found_from_another_directory(tmp_path: Path, monkeypatch: pyt
 
 def test_settings_for_other_machines_name_no_files_of_this_one(tmp_path: Path) -> None:
     cfg = tiny.config(tmp_path / "a.txt", **{"data.base": str(tmp_path), "train.exports": ("best:model:/p/best.pth",)})
-    found = for_other_machines(cfg)
+    found = without_local_paths(cfg)
     assert (found.data.base, found.train.exports) == (None, ())

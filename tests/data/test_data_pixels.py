@@ -14,7 +14,7 @@ from image_files import flipped, noise, png
 from PIL import Image
 
 from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS
-from linnet.data.images import BrokenPicture, contact_sheet, decode_pixels, pixels_of_ids, to_image
+from linnet.data.images import BrokenImage, contact_sheet, decode_pixels, ids_to_pixels, to_png
 
 
 def encode(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
@@ -35,14 +35,14 @@ def test_the_right_size_is_kept_pixel_for_pixel(form: str) -> None:
 @pytest.mark.parametrize(("height", "width", "crop"), [(8, 13, np.s_[:, 2:10]), (13, 8, np.s_[2:10])])
 def test_the_middle_is_cut_out(height: int, width: int, crop: Any) -> None:
     pixels = noise(2, height, width)
-    np.testing.assert_array_equal(decode_pixels(to_image(pixels), 8), pixels[crop])
+    np.testing.assert_array_equal(decode_pixels(to_png(pixels), 8), pixels[crop])
 
 
 def test_larger_pictures_become_the_mean_over_areas() -> None:
     pixels = noise(3, 32, 40)
     areas = pixels[:, 4:36].reshape(8, 4, 8, 4, 3).mean(axis=(1, 3))
-    assert np.abs(decode_pixels(to_image(pixels), 8) - areas).max() <= 1
-    assert decode_pixels(to_image(noise(4, 3)), 8).shape == (8, 8, 3)
+    assert np.abs(decode_pixels(to_png(pixels), 8) - areas).max() <= 1
+    assert decode_pixels(to_png(noise(4, 3)), 8).shape == (8, 8, 3)
 
 
 def test_transparency_shows_white() -> None:
@@ -66,7 +66,7 @@ def test_grey_of_any_depth() -> None:
         np.testing.assert_array_equal(decode_pixels(encode(image), 8), grey[..., None].repeat(3, axis=2))
     assert (decode_pixels(encode(Image.new("1", (8, 8), 1)), 8) == 255).all()
     assert decode_pixels(encode(Image.new("CMYK", (8, 8)), "JPEG"), 8).min() > 250
-    with pytest.raises(BrokenPicture) as caught:
+    with pytest.raises(BrokenImage) as caught:
         decode_pixels(encode(Image.new("F", (8, 8)), "TIFF"), 8)
     assert caught.value.reason == "unknown_range"
 
@@ -99,7 +99,7 @@ def test_the_camera_is_turned_upright(orientation: int) -> None:
     ],
 )
 def test_what_is_no_picture_says_so(encoded: bytes, reason: str) -> None:
-    with pytest.raises(BrokenPicture) as caught:
+    with pytest.raises(BrokenImage) as caught:
         decode_pixels(encoded, 8)
     assert caught.value.reason == reason
 
@@ -110,14 +110,14 @@ def test_a_picture_that_claims_to_be_huge_is_not_unpacked(monkeypatch: pytest.Mo
     assert decode_pixels(png(0, 9), 8).shape == (8, 8, 3)
     for limit in (None, 30):  # Pillow's own limit refuses even earlier
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-        with pytest.raises(BrokenPicture, match="too_large"):
+        with pytest.raises(BrokenImage, match="too_large"):
             decode_pixels(png(0, 10), 8)
 
 
 def test_a_cut_picture_is_broken() -> None:
     for form in ("PNG", "JPEG", "GIF", "WEBP"):
         whole = encode(Image.fromarray(noise(7, 64)), form)
-        with pytest.raises(BrokenPicture) as caught:
+        with pytest.raises(BrokenImage) as caught:
             decode_pixels(whole[: len(whole) // 2], 64)
         assert caught.value.reason in ("broken", "not_a_picture")
 
@@ -128,7 +128,7 @@ WHOLE = [encode(Image.fromarray(noise(8, 16)), form) for form in ("PNG", "JPEG",
 @given(st.sampled_from(WHOLE), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=8), st.floats(0, 1))
 def test_any_damage_gives_pixels_or_a_broken_picture(whole: bytes, flips: list[tuple[float, int]], keep: float) -> None:
     damaged = flipped(whole, flips)
-    with contextlib.suppress(BrokenPicture):
+    with contextlib.suppress(BrokenImage):
         assert decode_pixels(damaged[: int(keep * len(damaged))], 8).shape == (8, 8, 3)
 
 
@@ -150,7 +150,7 @@ def test_a_contact_sheet_shows_each_picture_in_its_place() -> None:
 
 @given(st.lists(st.integers(0, 70000), min_size=12, max_size=12))
 def test_ids_become_pixels_and_others_are_counted(ids: list[int]) -> None:
-    pixels, n_special = pixels_of_ids(np.array(ids, np.int32), (2, 2, 3))
+    pixels, n_special = ids_to_pixels(np.array(ids, np.int32), (2, 2, 3))
     assert pixels.shape == (2, 2, 3)
     assert pixels.dtype == np.uint8
     bytes_ = [i - FIRST_BYTE if FIRST_BYTE <= i < N_BYTE_IDS else 0 for i in ids]
@@ -160,6 +160,6 @@ def test_ids_become_pixels_and_others_are_counted(ids: list[int]) -> None:
 
 def test_every_pixel_value_comes_back() -> None:
     values = np.arange(256, dtype=np.uint8)
-    pixels, n_special = pixels_of_ids(values.astype(np.int32) + FIRST_BYTE, (16, 16))
+    pixels, n_special = ids_to_pixels(values.astype(np.int32) + FIRST_BYTE, (16, 16))
     np.testing.assert_array_equal(pixels.ravel(), values)
     assert n_special == 0

@@ -18,7 +18,7 @@ from linnet.core.errors import UserError
 from linnet.core.special_tokens import EOS, FIRST_BYTE
 from linnet.data import TokenDataset, load_dataset
 from linnet.data import index as indexes
-from linnet.data.images import to_image
+from linnet.data.images import to_png
 from linnet.data.index import Index
 from linnet.data.prepare import chunks as chunks_module
 from linnet.data.prepare import pipeline as prepare_module
@@ -26,7 +26,7 @@ from linnet.data.prepare.chunks import SplitFractions
 from linnet.data.prepare.pipeline import PrepareConfig, prepare
 from linnet.data.prepare.shards import count_words
 from linnet.data.sources.documents import open_documents
-from linnet.data.sources.images import open_pictures
+from linnet.data.sources.images import open_images
 from linnet.data.splits import SPLITS
 
 
@@ -76,7 +76,7 @@ def test_every_token_of_every_document_comes_out_once(
         found = [document for name in SPLITS for document in documents_of(data, name, ends)]
         assert sorted(found) == sorted(whole)
     assert sum(split.bytes for split in index.splits.values()) == sum(map(len, whole))
-    assert indexes.problems(out / "data", index, checksums=True) == []
+    assert indexes.find_problems(out / "data", index, checksums=True) == []
 
 
 def documents_of(data: TokenDataset, name: str, ends: bool) -> list[bytes]:
@@ -198,12 +198,12 @@ def pictures_in(folder: Path, n: int) -> np.ndarray:
     folder.mkdir()
     values = np.random.default_rng(0).integers(0, 256, (n, 4, 4, 3), np.uint8)
     for i, picture in enumerate(values):
-        (folder / f"{i:03d}.png").write_bytes(to_image(picture))
+        (folder / f"{i:03d}.png").write_bytes(to_png(picture))
     return values
 
 
 def picture_task(folder: Path, **changes: Any) -> PrepareConfig:
-    return task_of(open_pictures(str(folder)), size=4, **changes)
+    return task_of(open_images(str(folder)), size=4, **changes)
 
 
 def test_pictures_are_one_a_sequence(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_few_pictures_are_never_cut_by_the_tail(tmp_path: Path) -> None:
 
 def test_broken_pictures_are_counted_and_refused_above_the_limit(tmp_path: Path) -> None:
     values = pictures_in(tmp_path / "in", 30)
-    (tmp_path / "in" / "010.png").write_bytes(to_image(values[10])[:40])
+    (tmp_path / "in" / "010.png").write_bytes(to_png(values[10])[:40])
     with pytest.raises(UserError, match=r"1 of 30 images are broken.*010.png.*--max-broken"):
         prepare(picture_task(tmp_path / "in"), tmp_path / "out")
     index = prepare(picture_task(tmp_path / "in", max_broken=0.05), tmp_path / "out")

@@ -43,7 +43,7 @@ def test_a_flipped_byte_is_found(good: Path, tmp_path: Path) -> None:
     content = bytearray(shard.read_bytes())
     content[7] ^= 1
     shard.write_bytes(content)
-    assert len(indexes.problems(folder, indexes.load(folder), checksums=True)) == 1
+    assert len(indexes.find_problems(folder, indexes.load(folder), checksums=True)) == 1
     with pytest.raises(UserError, match=r"train-00000.bin was modified"):
         opened(folder)
 
@@ -51,7 +51,7 @@ def test_a_flipped_byte_is_found(good: Path, tmp_path: Path) -> None:
 def test_a_short_or_missing_shard_is_found_however_large_the_data(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexes, "CHECKED_AT_OPENING", 0)
+    monkeypatch.setattr(indexes, "MAX_CHECKED_BYTES", 0)
     folder = copied(good, tmp_path / "data")
     shard = folder / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -82,7 +82,7 @@ def test_an_index_from_elsewhere_is_refused(good: Path, tmp_path: Path, change: 
 def test_tables_that_do_not_add_up_are_found(good: Path, tmp_path: Path) -> None:
     folder = copied(good, tmp_path / "data")
     (folder / "train.documents.npy").write_bytes((folder / "test.documents.npy").read_bytes())
-    assert any("modified" in words for words in indexes.problems(folder, indexes.load(folder), checksums=True))
+    assert any("modified" in words for words in indexes.find_problems(folder, indexes.load(folder), checksums=True))
 
 
 def test_another_tokenizer_beside_the_data_is_refused(good: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_columns_that_are_not_there_are_refused_with_those_that_are(tmp_path: Pa
     assert whole(open_documents(table, column="body")) == [("a.parquet:1", b"x")]
     assert f"in {table} it is int64" in refused(table, "id")
     assert "since the source is plain text" in refused(write(tmp_path / "a.txt", b"x"), "body")
-    late = jsonl([{"body": "x"}] * records.TRIED_ROWS + [{"text": "x"}])
+    late = jsonl([{"body": "x"}] * records.MIN_ROWS_TRIED + [{"text": "x"}])
     assert "it has: body" in refused(write(tmp_path / "late.jsonl", late))
     assert "--column is 'text'" in refused(write(tmp_path / "a.zip", zipped({"a.jsonl": jsonl([{"body": "x"}])})))
 

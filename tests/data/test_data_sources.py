@@ -15,7 +15,7 @@ from linnet.core.errors import UserError
 from linnet.data import load_dataset
 from linnet.data.sources import files as source_module
 from linnet.data.sources import text as text_module
-from linnet.data.sources.files import find
+from linnet.data.sources.files import find_files
 
 
 def write(root: Path, files: dict[str, bytes]) -> Path:
@@ -26,7 +26,7 @@ def write(root: Path, files: dict[str, bytes]) -> Path:
 
 
 def names(source: Path | str) -> list[str]:
-    return [f.name for f in find(str(source)).files]
+    return [f.name for f in find_files(str(source)).files]
 
 
 def refused(source: Path | str, **settings: object) -> str:
@@ -45,7 +45,7 @@ def test_hidden_binary_and_empty_files_are_left_out_and_counted(tmp_path: Path) 
     write(tmp_path, {".hidden": b"h", ".git/config": b"g", "image": b"PNG\0", "late": late_nul, "none": b"", "t": b"t"})
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe")
-    found = find(str(tmp_path))
+    found = find_files(str(tmp_path))
     assert [f.name for f in found.files] == ["late", "t"]
     assert found.left_out == {"binary": 1, "empty": 1, "not_regular": 2}
     described = load_dataset(DataConfig(source=str(tmp_path)), 0).describe()
@@ -73,17 +73,17 @@ def test_links_that_leave_the_folder_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "data/sub/up.txt").symlink_to("../../elsewhere/secret.txt")
     (tmp_path / "link").symlink_to(tmp_path / "data")
     for source in (tmp_path / "data", tmp_path / "link"):
-        found = find(str(source))
+        found = find_files(str(source))
         assert [f.name for f in found.files] == ["a.txt", "sub/b.txt"]
         assert found.left_out == {"links_that_leave_the_folder": 3}
-    found = find(str(tmp_path / "data/**/*.txt"))
+    found = find_files(str(tmp_path / "data/**/*.txt"))
     assert [f.name for f in found.files] == ["a.txt", "sub/b.txt"]
     assert found.left_out["links_that_leave_the_folder"] >= 2
-    named = find(str(tmp_path / "data/file.txt"))
+    named = find_files(str(tmp_path / "data/file.txt"))
     assert [f.size for f in named.files] == [1], "a link that the user names is followed"
     (tmp_path / "data/sub/b.txt").unlink()
     with pytest.raises(UserError, match="name what the links point to"):
-        find(str(tmp_path / "data/sub"))
+        find_files(str(tmp_path / "data/sub"))
 
 
 def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_a_large_file_is_mapped_and_means_the_same(tmp_path: Path, monkeypatch: 
 
 
 def test_the_standard_library_is_a_corpus() -> None:
-    found = find("python-stdlib")
+    found = find_files("python-stdlib")
     assert found.n_bytes > 5_000_000
     assert [f.name for f in found.files] == sorted(f.name for f in found.files)
     folders = {part for f in found.files for part in Path(f.name).parts[:-1]}
@@ -204,7 +204,7 @@ def test_a_file_that_shrinks_between_looking_and_reading_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, {"a.txt": b"long enough"})
-    found = find(str(tmp_path / "a.txt"))
+    found = find_files(str(tmp_path / "a.txt"))
     write(tmp_path, {"a.txt": b"short"})
-    monkeypatch.setattr("linnet.data.load.find", lambda source: found)
+    monkeypatch.setattr("linnet.data.load.find_files", lambda source: found)
     assert "a.txt shrank" in refused(tmp_path / "a.txt")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from linnet.config.schema import DataConfig
 from linnet.core.special_tokens import EOS, FIRST_BYTE, PAD
 from linnet.data import Batch, TokenDataset, load_dataset
-from linnet.data.batch import cut
+from linnet.data.batch import make_batch
 from linnet.data.packed import PackedSplit
 from linnet.data.shuffle import permutation, window_indices
 
@@ -79,8 +79,8 @@ def test_updates_are_slices_of_the_whole_sequence(
     sequence_len = update_len * updates
     split = pack(docs, sequence_len)
     rows = list(range(split.n_windows))
-    whole = cut(split, rows, 0, sequence_len, len(rows))
-    parts = [cut(split, rows, u * update_len, (u + 1) * update_len, len(rows)) for u in range(updates)]
+    whole = make_batch(split, rows, 0, sequence_len, len(rows))
+    parts = [make_batch(split, rows, u * update_len, (u + 1) * update_len, len(rows)) for u in range(updates)]
     joined = jax.tree.map(lambda *xs: np.concatenate(xs, axis=1), *parts)
     jax.tree.map(np.testing.assert_array_equal, joined, whole)
     assert (np.asarray(whole.inputs)[:, 0] == EOS).all(), "every sequence is prompted by the end id"

@@ -17,8 +17,8 @@ from image_files import png
 from linnet.cli.dispatch import main
 from linnet.core.errors import UserError
 from linnet.data.embeddings import PairsConfig, open_pairs
-from linnet.data.embeddings.captioned import Captioned, open_captioned
-from linnet.data.embeddings.embed import NOTES, Notes, Task, embed, read_notes
+from linnet.data.embeddings.captioned_images import CaptionedImage, open_captioned
+from linnet.data.embeddings.embed import MANIFEST, EmbedManifest, EmbedTask, embed, read_manifest
 from linnet.data.embeddings.encodings import EncodingSettings
 from linnet.data.encoders.builtin import open_builtin
 from linnet.data.images import decode_pixels
@@ -89,7 +89,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path: Path) -> None:
     (source / "b.txt").unlink()
     (source / "c.png").write_bytes(PICTURES["c.png"][:60])
     (source / "d.png").write_bytes(b"")
-    notes = embed(Task(source=open_captioned(str(source)), encoder=open_builtin()), tmp_path / "out")
+    notes = embed(EmbedTask(source=open_captioned(str(source)), encoder=open_builtin()), tmp_path / "out")
     assert notes.left_out == {"no_caption": 1, "broken": 1, "empty": 1}
     assert notes.n_pairs == 2
     names = pq.read_table(tmp_path / "out" / "metadata" / "metadata_0.parquet").column("image_path").to_pylist()
@@ -100,7 +100,7 @@ def test_blocks_with_nothing_good_leave_no_gap_in_the_shards(tmp_path: Path) -> 
     source = write_source(tmp_path / "in", "txt")
     for name in ("c", "d"):
         (source / f"{name}.txt").unlink()
-    notes = embed(Task(source=open_captioned(str(source)), encoder=open_builtin(), shard_rows=2), tmp_path / "out")
+    notes = embed(EmbedTask(source=open_captioned(str(source)), encoder=open_builtin(), shard_rows=2), tmp_path / "out")
     assert notes.blocks == (2, 0, 1)
     assert sorted(path.name for path in (tmp_path / "out" / "img_emb").iterdir()) == ["img_emb_0.npy", "img_emb_1.npy"]
     assert open_pairs(PairsConfig(source=str(tmp_path / "out"), batch_size=1), seed=0).warnings() == []
@@ -111,14 +111,14 @@ def test_a_killed_run_goes_on_and_gives_the_same_files(tmp_path: Path, n_before:
     source = open_captioned(str(write_source(tmp_path / "in", "txt")))
     read: list[str] = []
 
-    def samples(stop: int) -> Iterator[Captioned]:
+    def samples(stop: int) -> Iterator[CaptionedImage]:
         for i, sample in enumerate(source.samples()):
             if i == stop:
                 raise KeyboardInterrupt
             yield dataclasses.replace(sample, encoded=lambda s=sample: (read.append(s.name), s.encoded())[1])
 
-    def task(stop: int) -> Task:
-        return Task(
+    def task(stop: int) -> EmbedTask:
+        return EmbedTask(
             source=dataclasses.replace(source, samples=lambda: samples(stop)),
             encoder=open_builtin(),
             encodings=EncodingSettings(length=3),
@@ -147,19 +147,19 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_folder_of_another_task_is_left_as_it_is(tmp_path: Path) -> None:
     source, out = write_source(tmp_path / "in", "txt"), tmp_path / "out"
-    embed(Task(source=open_captioned(str(source)), encoder=open_builtin()), out)
+    embed(EmbedTask(source=open_captioned(str(source)), encoder=open_builtin()), out)
     before = _contents(out)
     (source / "a.txt").write_text("another caption")
     with pytest.raises(UserError, match="a folder of the same task .*files was"):
-        embed(Task(source=open_captioned(str(source)), encoder=open_builtin()), out)
+        embed(EmbedTask(source=open_captioned(str(source)), encoder=open_builtin()), out)
     with pytest.raises(UserError, match="shard_rows was 8192 and is 3"):
-        embed(Task(source=open_captioned(str(source)), encoder=open_builtin(), shard_rows=3), out)
+        embed(EmbedTask(source=open_captioned(str(source)), encoder=open_builtin(), shard_rows=3), out)
     assert _contents(out) == before
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "letter.txt").write_text("dear")
     with pytest.raises(UserError, match="a new folder, or one that an earlier run"):
-        embed(Task(source=open_captioned(str(source)), encoder=open_builtin()), mine)
+        embed(EmbedTask(source=open_captioned(str(source)), encoder=open_builtin()), mine)
     assert _contents(mine) == {"letter.txt": b"dear"}
 
 
@@ -176,14 +176,14 @@ def test_embedded_images_with_captions_get_their_texts(tmp_path: Path, capsys: p
     assert np.array_equal(batch.text_embed, open_builtin().embed_texts(files.captions()))
     assert _contents(source) == before
     again = _contents(out)
-    notes: Any = read_notes(out)
+    notes: Any = read_manifest(out)
     dataclasses.replace(notes, blocks=notes.blocks[:1], finished=False).save(out)
     (out / "text_emb" / "text_emb_2.npy").unlink()
     assert linnet("data", "embed", source, "--out", out) == 0
     assert _contents(out) == again
     assert linnet("data", "embed", source / "img_emb", "--metadata", source / "metadata", "--out", tmp_path / "b") == 0
-    assert {name: data for name, data in _contents(tmp_path / "b").items() if name != NOTES} == {
-        name: data for name, data in again.items() if name != NOTES
+    assert {name: data for name, data in _contents(tmp_path / "b").items() if name != MANIFEST} == {
+        name: data for name, data in again.items() if name != MANIFEST
     }
     assert linnet("data", "embed", source, "--out", source) == 2
     assert "a folder other than SOURCE" in capsys.readouterr().err
@@ -221,12 +221,12 @@ def test_captions_that_cannot_be_read_are_refused(tmp_path: Path, name: str, con
 def test_pictures_without_any_caption_are_refused(tmp_path: Path) -> None:
     source = open_captioned(str(write_source(tmp_path / "in", "none")))
     with pytest.raises(UserError, match="left out: 5 no caption"):
-        embed(Task(source=source, encoder=open_builtin()), tmp_path / "out")
+        embed(EmbedTask(source=source, encoder=open_builtin()), tmp_path / "out")
 
 
 def test_damaged_notes_are_named(tmp_path: Path) -> None:
-    (tmp_path / NOTES).write_text("{")
-    with pytest.raises(UserError, match=f"{NOTES} is damaged"):
-        read_notes(tmp_path)
-    Notes(asked={}).save(tmp_path)
-    assert read_notes(tmp_path) == Notes(asked={})
+    (tmp_path / MANIFEST).write_text("{")
+    with pytest.raises(UserError, match=f"{MANIFEST} is damaged"):
+        read_manifest(tmp_path)
+    EmbedManifest(asked={}).save(tmp_path)
+    assert read_manifest(tmp_path) == EmbedManifest(asked={})

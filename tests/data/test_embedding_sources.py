@@ -15,7 +15,7 @@ import pytest
 from linnet.core.errors import UserError
 from linnet.data import shuffle
 from linnet.data.embeddings import EmbeddingPairs, PairsConfig, open_pairs
-from linnet.data.embeddings import validate as scans
+from linnet.data.embeddings import validation as scans
 
 
 @pytest.fixture(autouse=True)

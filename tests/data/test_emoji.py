@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from linnet.core.errors import UserError
-from linnet.data.sources.emoji import FOLDER, SIZES, concept, divide_emoji, open_emoji
+from linnet.data.sources.emoji import FOLDER, SIZES, assign_splits, find_concept, open_emoji
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -62,34 +62,36 @@ def test_captions_name_what_is_seen() -> None:
     ],
 )
 def test_concepts(caption: str, is_about: str) -> None:
-    assert concept(caption) == is_about
+    assert find_concept(caption) == is_about
 
 
 def test_no_concept_and_no_picture_is_in_two_splits() -> None:
     pictures, captions, splits = open_emoji(16)
-    for keys in ([concept(caption) for caption in captions], [picture.tobytes() for picture in pictures]):
+    for keys in ([find_concept(caption) for caption in captions], [picture.tobytes() for picture in pictures]):
         assert len(set(zip(keys, splits, strict=True))) == len(set(keys))
     # No skin tone is left over as a concept of its own.
-    assert not [c for c in map(concept, captions) if "skin tone" in c]
+    assert not [c for c in map(find_concept, captions) if "skin tone" in c]
     assert open_emoji(32)[2] == splits
 
 
 def test_the_same_picture_joins_concepts_even_through_a_third() -> None:
     a, b = np.zeros((2, 2, 3), np.uint8), np.ones((2, 2, 3), np.uint8)
     names = [f"thing {i}" for i in range(60)]
-    alone = divide_emoji(names, np.arange(60, dtype=np.uint8).reshape(60, 1, 1, 1).repeat(3, axis=3))
+    alone = assign_splits(names, np.arange(60, dtype=np.uint8).reshape(60, 1, 1, 1).repeat(3, axis=3))
     assert len(set(alone)) == 3, "60 names of which none is held out would test nothing"
     # Each name stands once with picture a and once with picture b, so all are one.
-    assert len(set(divide_emoji([*names, *names], np.stack([a] * 60 + [b] * 60)))) == 1
+    assert len(set(assign_splits([*names, *names], np.stack([a] * 60 + [b] * 60)))) == 1
 
 
 def test_shares_are_near_what_was_asked() -> None:
     _, captions, splits = open_emoji(16)
-    pictures, concepts = Counter(splits), Counter(dict(zip(map(concept, captions), splits, strict=True)).values())
+    pictures, concepts = Counter(splits), Counter(dict(zip(map(find_concept, captions), splits, strict=True)).values())
     for split in ("validation", "test"):
         assert 0.04 < pictures[split] / 3786 < 0.06
         assert 0.04 < concepts[split] / concepts.total() < 0.06
-        largest = Counter(concept(c) for c, s in zip(captions, splits, strict=True) if s == split).most_common(1)[0][1]
+        largest = Counter(find_concept(c) for c, s in zip(captions, splits, strict=True) if s == split).most_common(1)[
+            0
+        ][1]
         assert largest <= pictures[split] / 5
 
 

@@ -130,8 +130,10 @@ def test_the_emoji_are_pairs_on_every_machine(emoji: EmbeddingPairs) -> None:
 @pytest.mark.slow
 def test_emoji_are_embedded_once(cache: Path, monkeypatch: pytest.MonkeyPatch, emoji: EmbeddingPairs) -> None:
     called: list[int] = []
-    embed = builtin.BuiltIn.embed_texts
-    monkeypatch.setattr(builtin.BuiltIn, "embed_texts", lambda self, texts: (called.append(1), embed(self, texts))[1])
+    embed = builtin.BuiltinEncoder.embed_texts
+    monkeypatch.setattr(
+        builtin.BuiltinEncoder, "embed_texts", lambda self, texts: (called.append(1), embed(self, texts))[1]
+    )
     for n_called in (1, 1):
         pairs = open_pairs(PairsConfig(batch_size=8), seed=1)
         assert len(called) == n_called

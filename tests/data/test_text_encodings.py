@@ -18,8 +18,8 @@ from linnet.config import codec
 from linnet.config.schema import PairsConfig, RunConfig, TrainConfig
 from linnet.core.errors import UserError
 from linnet.data.embeddings import open_pairs
-from linnet.data.embeddings.embed import NOTES, read_notes
-from linnet.data.embeddings.provenance import encoder_of
+from linnet.data.embeddings.embed import MANIFEST, read_manifest
+from linnet.data.embeddings.provenance import find_encoder
 from linnet.data.encoders import open_encoder
 from linnet.data.encoders.hashed_ngrams import MAX_WORDS
 from linnet.data.encoders.open_clip import _is_real
@@ -303,13 +303,13 @@ def test_a_prior_with_encodings_is_not_sampled_without(
 
 def test_a_run_remembers_its_encoder_when_its_data_is_gone(tmp_path: Path) -> None:
     gone = PairsConfig(source=str(tmp_path / "gone"))
-    assert encoder_of(gone, tmp_path) is None
+    assert find_encoder(gone, tmp_path) is None
     for record, name in (("{", None), ("[]", None), ('{"encoder": 3}', None), ('{"encoder": "builtin"}', "builtin")):
         (tmp_path / "data.json").write_text(record)
-        assert encoder_of(gone, tmp_path) == name
+        assert find_encoder(gone, tmp_path) == name
     source, out = photos(tmp_path / "in"), tmp_path / "out"
     assert linnet("data", "embed", source, "--out", out) == 0
     assert open_pairs(PairsConfig(source=str(out), batch_size=2), 0).describe()["encoder"] == "builtin"
-    assert read_notes(out) is not None
-    (out / NOTES).unlink()
+    assert read_manifest(out) is not None
+    (out / MANIFEST).unlink()
     assert open_pairs(PairsConfig(source=str(out), batch_size=2), 0).describe()["encoder"] is None

@@ -60,7 +60,7 @@ def test_generate_equals_the_run(client: linnet.Client, runs: dict[str, linnet.R
 
 def test_eos_is_reported_as_by_the_run(client: linnet.Client, runs: dict[str, linnet.Run]) -> None:
     """The server's `stop` is EOS here. A bias makes EOS certain."""
-    end = runs["vq"].loaded.vocabulary.tokenizer.end_id
+    end = runs["vq"].loaded.vocabulary.tokenizer.eos_id
     text = client.generate(PROMPT, max_tokens=8, seed=1, logit_bias={end: 100.0})
     assert (text, text.token_ids, text.finish_reason) == ("", (end,), "end")
 

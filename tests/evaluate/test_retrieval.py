@@ -159,7 +159,7 @@ def test_captions_belong_to_the_rows_that_were_evaluated(tmp_path: Path) -> None
     texts, images = normal(0, 40, 4), normal(1, 40, 4)
     pairs = made(tmp_path, texts, images, validation=0.25, test=0.25)
     for limit in (None, 4):
-        chosen = pairs.evaluated("test", limit)
+        chosen = pairs.evaluation_rows("test", limit)
         part = (texts[chosen], images[chosen], images[chosen], texts[chosen])
         rows, matrix = retrieval.side_by_side(pairs, "test", len(chosen), *part, retrieval.baselines(pairs))
         assert matrix.captions == tuple(f"caption {row}" for row in chosen)

@@ -172,7 +172,7 @@ def test_runs_that_do_not_go_together_are_refused(runs: tuple[Path, Path], tmp_p
 def test_an_encoder_that_differs_is_refused(
     runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("linnet.generate.text_to_image.encoder_of", lambda pairs, run: "open_clip:ViT-B-32/openai")
+    monkeypatch.setattr("linnet.generate.text_to_image.find_encoder", lambda pairs, run: "open_clip:ViT-B-32/openai")
     with pytest.raises(UserError, match=r"data.condition of .* is 'builtin', .*open_clip"):
         open_imagination(*runs)
 

@@ -22,9 +22,9 @@ from linnet.config.schema import PairsConfig, RunConfig, TrainConfig
 from linnet.core import rng
 from linnet.core.errors import UserError
 from linnet.data.embeddings import open_pairs
-from linnet.data.embeddings.embed import Notes
+from linnet.data.embeddings.embed import EmbedManifest
 from linnet.data.embeddings.neighbors import l2_normalize
-from linnet.data.embeddings.provenance import encoder_of
+from linnet.data.embeddings.provenance import find_encoder
 from linnet.data.encoders import open_encoder
 from linnet.models.prior.sampling import prepare, sample
 from linnet.models.prior.solver import make_solver
@@ -187,14 +187,14 @@ def test_a_run_that_is_no_prior_takes_none_of_its_flags(tmp_path: Path, capsys: 
 
 
 def test_the_encoder_is_known_where_it_was_noted(tmp_path: Path) -> None:
-    assert encoder_of(PairsConfig()) == "builtin"
-    assert encoder_of(PairsConfig(source=str(tmp_path))) is None
-    Notes(asked={"encoder": "open_clip:A/b"}, finished=True).save(tmp_path)
-    assert encoder_of(PairsConfig(source=str(tmp_path))) == "open_clip:A/b"
+    assert find_encoder(PairsConfig()) == "builtin"
+    assert find_encoder(PairsConfig(source=str(tmp_path))) is None
+    EmbedManifest(asked={"encoder": "open_clip:A/b"}, finished=True).save(tmp_path)
+    assert find_encoder(PairsConfig(source=str(tmp_path))) == "open_clip:A/b"
     images = str(tmp_path / "img_emb")
-    assert encoder_of(PairsConfig(images=images)) is None
-    assert encoder_of(PairsConfig(images=images, texts=str(tmp_path / "text_emb"))) == "open_clip:A/b"
-    assert encoder_of(PairsConfig(images=images, texts=str(tmp_path / "elsewhere"))) is None
+    assert find_encoder(PairsConfig(images=images)) is None
+    assert find_encoder(PairsConfig(images=images, texts=str(tmp_path / "text_emb"))) == "open_clip:A/b"
+    assert find_encoder(PairsConfig(images=images, texts=str(tmp_path / "elsewhere"))) is None
     (tmp_path / "embed.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):
-        encoder_of(PairsConfig(source=str(tmp_path)))
+        find_encoder(PairsConfig(source=str(tmp_path)))

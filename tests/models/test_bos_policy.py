@@ -21,7 +21,7 @@ from linnet.config.schema import DataConfig, RunConfig
 from linnet.core import params as weights
 from linnet.core.errors import UserError
 from linnet.data import load_dataset
-from linnet.data.prepare.chunks import Item
+from linnet.data.prepare.chunks import ChunkItem
 from linnet.data.prepare.shards import TextEncoder
 from linnet.evaluate.language_model import evaluate
 from linnet.generate.samples import sample_text
@@ -147,7 +147,7 @@ def data_of(text: bytes, folder: Path, length: int, begin: int | None) -> Any:
         validation_fraction=0.0,
         test_fraction=0.0,
     )
-    return load_dataset(cfg, 0).begun_by(begin)
+    return load_dataset(cfg, 0).with_bos(begin)
 
 
 @pytest.mark.parametrize("n", [2, 4, 5, 8, 9, 10])
@@ -181,7 +181,7 @@ def test_evaluation_scores_bare_tokens(tmp_path: Path) -> None:
     data = load_dataset(cfg.tokens, cfg.seed)
     found = evaluate(family, cfg, params, None, data, "validation", limit=1)
     length = cfg.tokens.sequence_len
-    ids = data.begun_by(None).validation
+    ids = data.with_bos(None).validation
     tokens = [ids.first_input(0), *ids.window(0).targets.tolist()]
     model = cfg.model_as(MoEConfig)
     x, _ = moe.forward(params, jnp.asarray([tokens[:-1]]), model)
@@ -228,7 +228,7 @@ def test_the_begin_id_may_be_left_out_of_one_request(tmp_path: Path) -> None:
 
 def test_a_document_in_parts_gets_one_dummy_prefix() -> None:
     encoder = TextEncoder(open_tokenizer(str(TOKENIZER), rules="released"))
-    parts = [Item("a", b"the class o", True, False, False), Item("a", b"f answers", False, True, True)]
+    parts = [ChunkItem("a", b"the class o", True, False, False), ChunkItem("a", b"f answers", False, True, True)]
     ids = [encoder.encode(part).tolist() for part in parts]
     assert encoder.tokenizer.decode(ids[0] + ids[1]) == b"the class of answers"
     assert not any(encoder.is_lossy(part, np.asarray(one)) for part, one in zip(parts, ids, strict=True))

@@ -111,7 +111,7 @@ def test_offsets_point_at_the_character_of_the_first_byte(tokens: list[bytes]) -
 def test_offsets_of_bytes() -> None:
     tokenizer = BytesTokenizer()
     assembler = TextAssembler(tokenizer.text_rules)
-    for token in [*tokenizer.encode("a🐈b".encode()).tolist(), tokenizer.end_id]:
+    for token in [*tokenizer.encode("a🐈b".encode()).tolist(), tokenizer.eos_id]:
         assembler.feed(token)
     assert assembler.take() == ("a🐈b", (0, 1, 1, 1, 1, 2, 3))
     assert assembler.take() == ("", ())

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from linnet.convert.flax import read_flax
-from linnet.convert.flax_write import write_flax
+from linnet.convert.flax import read_flax, write_flax
 from linnet.core.errors import UserError
 from linnet.verify import Verification, verify_file
 

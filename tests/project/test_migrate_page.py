@@ -12,7 +12,7 @@ import pytest
 
 from linnet.cli import main
 from linnet.config.schema import DATA, OptimConfig, RunConfig, TrainConfig
-from linnet.convert.dalle2.parts import DECODERS, DallE2Config
+from linnet.convert.dalle2.schema import DECODERS, DallE2Config
 from linnet.convert.grok import settings as grok
 from linnet.convert.transformer_vq_settings import OPTIM
 from linnet.models import registry

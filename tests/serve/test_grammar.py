@@ -94,10 +94,10 @@ def walk(matcher: Matcher, tokenizer: Tokenizer, draw: random.Random, closing: b
     while len(ids) < N_MOST:
         mask = matcher.mask()
         assert mask.any()
-        allowed = [int(i) for i in np.flatnonzero(mask) if i != tokenizer.end_id]
-        if mask[tokenizer.end_id] and (len(ids) > N_FREE or not allowed or draw.random() < 0.1):
+        allowed = [int(i) for i in np.flatnonzero(mask) if i != tokenizer.eos_id]
+        if mask[tokenizer.eos_id] and (len(ids) > N_FREE or not allowed or draw.random() < 0.1):
             assert matcher.is_finished == (not allowed) or not tokenizer.exact or not ids
-            matcher.advance(tokenizer.end_id)
+            matcher.advance(tokenizer.eos_id)
             assert matcher.is_finished
             return tokenizer.decode(ids).decode()  # strict: always UTF-8
         if len(ids) > N_FREE and draw.random() < 0.8:
@@ -180,7 +180,7 @@ def accepts(matcher: Matcher, text: str) -> bool:
         if matcher.is_finished or not matcher.mask()[token]:
             return False
         matcher.advance(token)
-    return bool(matcher.mask()[BYTES.end_id])
+    return bool(matcher.mask()[BYTES.eos_id])
 
 
 @settings(deadline=None, max_examples=60)
@@ -214,15 +214,15 @@ def test_the_end_and_what_comes_after() -> None:
     a, b = BYTES.encode(b"ab").tolist()
     assert np.flatnonzero(matcher.mask()).tolist() == [a]
     matcher.advance(a)
-    assert np.flatnonzero(matcher.mask()).tolist() == [BYTES.end_id, b]
+    assert np.flatnonzero(matcher.mask()).tolist() == [BYTES.eos_id, b]
     assert not matcher.is_finished
     fork, ended = matcher.copy(), matcher.copy()
     matcher.advance(b)
     assert matcher.is_finished
-    assert np.flatnonzero(matcher.mask()).tolist() == [BYTES.end_id]
+    assert np.flatnonzero(matcher.mask()).tolist() == [BYTES.eos_id]
     assert not fork.is_finished
     assert fork.mask()[b]
-    ended.advance(BYTES.end_id)
+    ended.advance(BYTES.eos_id)
     assert ended.is_finished
     with pytest.raises(AssertionError, match="after the end of the text"):
         matcher.advance(a)

@@ -115,7 +115,7 @@ def test_a_template_that_drops_answers_cannot_continue_a_session(tokenizer: Toke
     template = JinjaTemplate(source="{{ messages[-1].content }}")
     with pytest.raises(UserError, match="without a session"):
         template.encode([("user", "x")], tokenizer, last=3)
-    assert template.stops(tokenizer) == ((), frozenset({tokenizer.end_id}))
+    assert template.stops(tokenizer) == ((), frozenset({tokenizer.eos_id}))
 
 
 def test_a_byte_model_has_its_end_token() -> None:

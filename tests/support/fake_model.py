@@ -194,7 +194,7 @@ class FakeModel:
         yield PrefillDone(
             n_tokens=len(prompt), n_cached=len(prompt) // 2, n_truncated=n_truncated, logprobs=logprobs, top=top
         )
-        known = [*(request.state or []), *prompt] or [self.tokenizer.end_id + 2]
+        known = [*(request.state or []), *prompt] or [self.tokenizer.eos_id + 2]
         before = request.prompt if request.shows_prompt else ()
         text, drawn, reason, error = (
             TextAssembler(self.tokenizer.text_rules, sampling.stop, before=before),

@@ -68,11 +68,11 @@ def npy_seeds(folder: Path) -> list[Seed]:
 
 
 def read_npy(path: Path) -> None:
-    from linnet.data.embeddings.validate import scan
+    from linnet.data.embeddings.validation import validate_rows
     from linnet.data.embeddings.vectors import Vectors, open_npy
 
     vectors = Vectors.join([open_npy(path, "image")], "image")
-    scan(vectors, "image")
+    validate_rows(vectors, "image")
     vectors.read(np.arange(min(vectors.n_rows, 64)))
 
 
@@ -178,14 +178,14 @@ def picture_archive_seeds(folder: Path) -> list[Seed]:
 
 
 def read_pictures(path: Path) -> None:
-    from linnet.data.images import BrokenPicture, decode_pixels
-    from linnet.data.sources.images import looks_like_pictures, open_pictures
+    from linnet.data.images import BrokenImage, decode_pixels
+    from linnet.data.sources.images import contains_images, open_images
 
-    looks_like_pictures(str(path))
-    for picture in open_pictures(str(path)).pictures():
+    contains_images(str(path))
+    for picture in open_images(str(path)).pictures():
         try:
             decode_pixels(picture.encoded, 8)
-        except BrokenPicture:  # counted and left out by `data prepare`
+        except BrokenImage:  # counted and left out by `data prepare`
             continue
 
 
@@ -201,7 +201,7 @@ def captioned_seeds(folder: Path) -> list[Seed]:
 
 
 def read_captioned(path: Path) -> None:
-    from linnet.data.embeddings.captioned import open_captioned
+    from linnet.data.embeddings.captioned_images import open_captioned
 
     for sample in open_captioned(str(path)).samples():
         sample.encoded()
@@ -370,7 +370,7 @@ def torch_seeds(folder: Path) -> list[Seed]:
 
 
 def read_torch(path: Path) -> None:
-    from linnet.convert.torch_file import read_torch
+    from linnet.convert.torch_pickle import read_torch
 
     read_torch(path)
 
@@ -422,11 +422,11 @@ def dalle2_seeds(folder: Path) -> list[Seed]:
 
 def read_dalle2(path: Path) -> None:
     from linnet.convert.dalle2 import config as dalle2_config
-    from linnet.convert.dalle2 import parts as dalle2_parts
+    from linnet.convert.dalle2 import schema as dalle2_schema
 
-    values = dalle2_parts.read_json(path)
-    if dalle2_parts.is_reference(values):
-        parts = dalle2_parts.read_parts(values, path)
+    values = dalle2_schema.read_json(path)
+    if dalle2_schema.is_dalle2_config(values):
+        parts = dalle2_schema.parse_config(values, path)
         dalle2_config.run_config(parts)
         list(dalle2_config.remarks(parts))
 
@@ -555,7 +555,7 @@ def read_prepared(path: Path) -> None:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(_intact[name])
     _damaged[:] = [path.name]
-    indexes.problems(root, indexes.load(root), checksums=True)
+    indexes.find_problems(root, indexes.load(root), checksums=True)
     data = load_dataset(DataConfig(source=str(root), sequence_len=16, update_len=16, batch_size=2), 0)
     next(iter(data.evaluation("train", 2, 2)))
 

@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from linnet.data.images import to_image
-from linnet.data.sources.images import open_pictures
+from linnet.data.images import to_png
+from linnet.data.sources.images import open_images
 
 
 def png(seed: int, size: int = 8) -> bytes:
-    return to_image(noise(seed, size))
+    return to_png(noise(seed, size))
 
 
 def noise(seed: int, height: int = 8, width: int | None = None) -> np.ndarray:
@@ -57,7 +57,7 @@ def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
 
 
 def contents(source: Path, **options: Any) -> list[tuple[str, bytes]]:
-    return [(picture.name, picture.encoded) for picture in open_pictures(str(source), **options).pictures()]
+    return [(picture.name, picture.encoded) for picture in open_images(str(source), **options).pictures()]
 
 
 def flipped(data: bytes, flips: list[tuple[float, int]]) -> bytes:

@@ -14,7 +14,7 @@ from linnet.config.schema import DataConfig
 from linnet.data import TokenDataset, load_dataset
 from linnet.data.prepare.chunks import SplitFractions
 from linnet.data.prepare.pipeline import PrepareConfig
-from linnet.data.sources.documents import Part
+from linnet.data.sources.documents import DocumentPart
 from linnet.tokenizers.load import open_tokenizer
 
 SHARES = SplitFractions(validation=0.2, test=0.2)
@@ -36,11 +36,11 @@ class Listed:
     def identity(self) -> dict[str, Any]:
         return {"documents": [[part.hex() for part in parts] for parts in self.documents]}
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[DocumentPart]:
         for i, parts in enumerate(self.documents):
             for j, data in enumerate(parts):
                 split = self.splits[i] if self.splits else None
-                yield Part(f"doc{i}", data, j == 0, j == len(parts) - 1, split, 0)
+                yield DocumentPart(f"doc{i}", data, j == 0, j == len(parts) - 1, split, 0)
 
 
 def task_of(source: Any, **changes: Any) -> PrepareConfig:

@@ -18,8 +18,8 @@ from tokenizer_files import EXACT, INEXACT, ODD, sentencepiece, write_all
 
 from linnet.cli.tokenizer import tokenizer_command
 from linnet.core.errors import UserError
-from linnet.data.prepare.train_tokenizer import sentences, spread, stretches, train_sentencepiece
-from linnet.data.sources.documents import Part
+from linnet.data.prepare.train_tokenizer import sample_evenly, split_blocks, train_sentencepiece, trainer_lines
+from linnet.data.sources.documents import DocumentPart
 from linnet.tokenizers.base import Tokenizer
 from linnet.tokenizers.huggingface import byte_letters
 from linnet.tokenizers.load import open_tokenizer
@@ -45,7 +45,7 @@ def test_odd_bytes_come_back(opened: dict[str, Tokenizer], name: str) -> None:
         ids = tokenizer.encode(data)
         assert ids.dtype == np.int32
         assert tokenizer.decode(ids) == data
-        assert tokenizer.end_id not in ids
+        assert tokenizer.eos_id not in ids
         assert all(tokenizer.id_bytes(i) for i in set(ids.tolist())), "an id without bytes in a text"
         assert tokenizer.lengths()[ids].sum() == len(data)
 
@@ -89,7 +89,7 @@ def test_a_lossy_tokenizer_says_so_and_lives(opened: dict[str, Tokenizer], name:
     tokenizer = opened[name]
     assert not tokenizer.exact
     for data in [*ODD, b"the [SEP] cat </s>"]:
-        assert tokenizer.end_id not in tokenizer.encode(data)
+        assert tokenizer.eos_id not in tokenizer.encode(data)
     assert len(tokenizer.encode(b"the cat " * 40)) >= 80, "a model's own truncation must not count"
     assert tokenizer.decode(tokenizer.encode(b"the cat")).strip() == b"the cat"
 
@@ -105,7 +105,7 @@ def test_every_id_can_be_decoded_and_named(opened: dict[str, Tokenizer], name: s
     assert tokenizer.decode(every) == b"".join(map(tokenizer.id_bytes, every))
     assert tokenizer.lengths().tolist() == [len(tokenizer.id_bytes(i)) for i in every]
     assert all(tokenizer.pieces(every))
-    assert tokenizer.id_bytes(tokenizer.end_id) == b""
+    assert tokenizer.id_bytes(tokenizer.eos_id) == b""
     beyond = [-1, tokenizer.n_vocab, 10**9]
     assert tokenizer.decode(beyond) == b""
     assert len(tokenizer.pieces(beyond)) == 3
@@ -139,9 +139,9 @@ def test_a_chosen_end_token_is_kept_and_never_in_a_text(
     files: dict[str, str], name: str, token: str, tmp_path: Path
 ) -> None:
     tokenizer = open_tokenizer(files[name], end_token=token)
-    assert tokenizer.pieces([tokenizer.end_id]) == [token]
+    assert tokenizer.pieces([tokenizer.eos_id]) == [token]
     data = b"on the cat <pad> the cat at hat"
-    assert tokenizer.end_id not in tokenizer.encode(data)
+    assert tokenizer.eos_id not in tokenizer.encode(data)
     assert tokenizer.decode(tokenizer.encode(data)) == data
     tokenizer.save(tmp_path)
     assert open_tokenizer(str(tmp_path)).fingerprint == tokenizer.fingerprint
@@ -150,7 +150,7 @@ def test_a_chosen_end_token_is_kept_and_never_in_a_text(
 def test_bytes_are_what_the_models_know(opened: dict[str, Tokenizer]) -> None:
     tokenizer = opened["bytes"]
     assert tokenizer.encode(b"\x00a\xff").tolist() == [3, 100, 258]
-    assert (tokenizer.n_vocab, tokenizer.end_id) == (259, 1)
+    assert (tokenizer.n_vocab, tokenizer.eos_id) == (259, 1)
     assert tokenizer.pieces([0, 1, 2, 100, 13, 258]) == ["<pad>", "<end>", "<unknown>", "a", "<0x0A>", "<0xFF>"]
 
 
@@ -159,7 +159,7 @@ def test_trained_models_are_as_the_reference_has_them(files: dict[str, str], ope
 
     for name, n in (("bpe", 340), ("unigram", 300)):
         tokenizer = opened[name]
-        assert (tokenizer.n_vocab, tokenizer.end_id) == (n, 1)
+        assert (tokenizer.n_vocab, tokenizer.eos_id) == (n, 1)
         assert tokenizer.pieces([0, 1, 2]) == ["<pad>", "</s>", "<unk>"]
         assert [tokenizer.id_bytes(i + 3) for i in range(256)] == [bytes([i]) for i in range(256)]
         processor = SentencePieceProcessor(model_file=files[name])
@@ -209,9 +209,9 @@ def test_training_does_not_look_at_what_is_held_out(monkeypatch: pytest.MonkeyPa
     class Divided:
         left_out: ClassVar = Counter[str]()
 
-        def parts(self) -> Iterator[Part]:
+        def parts(self) -> Iterator[DocumentPart]:
             for split, data in (("train", b"ab ab"), ("validation", b"XY XY"), ("test", b"XY XY")):
-                yield Part(split, data, True, True, split, 0)
+                yield DocumentPart(split, data, True, True, split, 0)
 
     monkeypatch.setattr("linnet.data.prepare.train_tokenizer.open_documents", lambda source, **options: Divided())
     content = train_sentencepiece(["any"], vocab_size=263, model="bpe", sample_bytes=1000)
@@ -220,15 +220,15 @@ def test_training_does_not_look_at_what_is_held_out(monkeypatch: pytest.MonkeyPa
 
 @given(st.lists(st.binary(max_size=30)), st.integers(1, 40))
 def test_stretches_are_short_and_lose_nothing(parts: list[bytes], longest: int) -> None:
-    found = list(stretches(parts, longest))
+    found = list(split_blocks(parts, longest))
     assert b"".join(found) == b"".join(parts)
     assert all(0 < len(stretch) <= longest for stretch in found)
-    assert list(stretches([b"one\ntwo\nthree"], 9)) == [b"one\ntwo\n", b"three"]
+    assert list(split_blocks([b"one\ntwo\nthree"], 9)) == [b"one\ntwo\n", b"three"]
 
 
 @given(st.integers(0, 3000), st.integers(7, 5000))
 def test_a_sample_is_spread_over_all_the_text(n: int, most: int) -> None:
-    kept = [int(item) for item in spread((b"%07d" % i for i in range(n)), most)]
+    kept = [int(item) for item in sample_evenly((b"%07d" % i for i in range(n)), most)]
     assert 7 * len(kept) <= most
     if 7 * n <= most:
         assert kept == list(range(n))
@@ -240,7 +240,7 @@ def test_a_sample_is_spread_over_all_the_text(n: int, most: int) -> None:
 
 
 def test_no_text_is_left_out_of_training() -> None:
-    found = list(sentences(b"one\ttwo\xffthree " + b"word " * 3000 + b"y" * 5000 + b"\nlast"))
+    found = list(trainer_lines(b"one\ttwo\xffthree " + b"word " * 3000 + b"y" * 5000 + b"\nlast"))
     assert "".join(found).replace(" ", "") == "onetwothree" + "word" * 3000 + "y" * 5000 + "last"
     assert max(len(text.encode()) for text in found) <= 4192
 
@@ -301,7 +301,7 @@ def test_an_end_token_must_be_known(files: dict[str, str], tmp_path: Path) -> No
     for name in ("tokenizer.json", "no_end.model"):
         with pytest.raises(UserError, match="--end-token"):
             open_tokenizer(str(tmp_path / name))
-    assert open_tokenizer(str(tmp_path), end_token="<pad>").end_id == 1
+    assert open_tokenizer(str(tmp_path), end_token="<pad>").eos_id == 1
     for name in ("gpt2", "bpe", "bytes"):
         with pytest.raises(UserError, match="--end-token is '<nothing>'"):
             open_tokenizer(files[name], end_token="<nothing>")

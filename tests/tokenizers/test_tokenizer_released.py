@@ -12,7 +12,7 @@ from tokenizer_files import write_all
 
 from linnet.core.errors import UserError
 from linnet.models.detokenize import TextAssembler
-from linnet.tokenizers.base import SETTINGS_FILE, text_of
+from linnet.tokenizers.base import SETTINGS_FILE, decode_text
 from linnet.tokenizers.load import open_tokenizer
 from linnet.tokenizers.sentencepiece import SPACE
 
@@ -50,7 +50,7 @@ def test_as_released_a_model_is_what_sentencepiece_makes_of_it(name: str, files:
         text = TextAssembler(tokenizer.text_rules, before=ids[:cut])
         for token in ids[cut:]:
             text.feed(token)
-        assert text.before + text.take()[0] + text.close() == text_of(tokenizer, ids) == own.decode(ids)
+        assert text.before + text.take()[0] + text.close() == decode_text(tokenizer, ids) == own.decode(ids)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "metaspace"])
@@ -63,7 +63,7 @@ def test_as_released_a_tokenizer_json_is_what_its_package_makes_of_it(name: str,
     for text in ("the cat", " the cat", "  the  cat\n"):
         ids = tokenizer.encode(text.encode()).tolist()
         assert ids == own.encode(text, add_special_tokens=False).ids
-        assert text_of(tokenizer, ids) == own.decode(ids)
+        assert decode_text(tokenizer, ids) == own.decode(ids)
     assert tokenizer.fingerprint != open_tokenizer(files[name]).fingerprint
 
 

@@ -194,7 +194,7 @@ def test_8_bit_weights_are_trained_by_adapters_only(source: Path, tmp_path: Path
 def test_text_of_another_tokenizer_is_refused_with_the_command_that_prepares_it(source: Path, tmp_path: Path) -> None:
     (tmp_path / "own.model").write_bytes(tokenizer_files.sentencepiece(byte_fallback=True, model_type="bpe"))
     tokenizer = open_tokenizer(str(tmp_path / "own.model"))
-    run = parent_run(tmp_path, source, **{"model.n_vocab": tokenizer.n_vocab, "model.end_id": tokenizer.end_id})
+    run = parent_run(tmp_path, source, **{"model.n_vocab": tokenizer.n_vocab, "model.end_id": tokenizer.eos_id})
     tokenizer.save(run)
     with pytest.raises(UserError, match=f"linnet data prepare SOURCE --tokenizer {run} --out DIR"):
         train(tuned(run, source), RunFolder(tmp_path / "out"), quiet=True)
@@ -284,7 +284,7 @@ def test_plain_text_is_encoded_with_the_parents_tokenizer(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.model").write_bytes(tokenizer_files.sentencepiece(byte_fallback=True, model_type="bpe"))
     tokenizer = open_tokenizer(str(tmp_path / "own.model"))
-    run = parent_run(tmp_path, source, **{"model.n_vocab": tokenizer.n_vocab, "model.end_id": tokenizer.end_id})
+    run = parent_run(tmp_path, source, **{"model.n_vocab": tokenizer.n_vocab, "model.end_id": tokenizer.eos_id})
     tokenizer.save(run)
     for i in range(30):
         (tmp_path / "mine").mkdir(exist_ok=True)

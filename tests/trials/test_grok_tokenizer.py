@@ -13,7 +13,7 @@ from grok_files import GOLDENS
 from sentencepiece import SentencePieceProcessor
 
 from linnet.models.detokenize import TextAssembler
-from linnet.tokenizers.base import text_of
+from linnet.tokenizers.base import decode_text
 from linnet.tokenizers.load import open_tokenizer
 
 pytestmark = pytest.mark.trial
@@ -33,7 +33,7 @@ def test_every_case_has_the_ids_and_the_text_of_sentencepiece() -> None:
     assert tokenizer.rules == "released"
     for case in CASES["cases"]:
         assert tokenizer.encode(case["text"].encode()).tolist() == case["ids"], case["text"]
-        assert text_of(tokenizer, case["ids"]) == case["decoded"]
+        assert decode_text(tokenizer, case["ids"]) == case["decoded"]
         text = TextAssembler(tokenizer.text_rules)
         for token in case["ids"]:
             text.feed(token)

@@ -43,7 +43,7 @@ def check(tokenizer: Tokenizer, strings: Iterator[bytes]) -> int:
     for n, data in enumerate(strings, start=1):  # noqa: B007
         ids = tokenizer.encode(data)
         assert tokenizer.decode(ids) == data, f"{data!r} became {tokenizer.pieces(ids)}"
-        assert tokenizer.end_id not in ids
+        assert tokenizer.eos_id not in ids
     return n
 
 

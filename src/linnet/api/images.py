@@ -83,12 +83,12 @@ class Images:
     def save_as(self, files: Sequence[Path], sheet: Path) -> tuple[list[Path], Path]:
         """Write each image to its file, and all of them to `sheet`."""
         from linnet.core.files import atomic_write
-        from linnet.data.images import to_image
+        from linnet.data.images import to_png
 
         try:
             sheet.parent.mkdir(parents=True, exist_ok=True)
             for file, picture in zip(files, self.pixels, strict=True):
-                atomic_write(file, to_image(picture))
+                atomic_write(file, to_png(picture))
             atomic_write(sheet, self.sheet())
         except OSError as error:
             needs = f"a folder that can be written ({error.strerror})"
@@ -170,14 +170,14 @@ def generate_images(
 
 
 def _read_image(path: Path, size: int) -> UInt8[np.ndarray, "h w 3"]:
-    from linnet.data.images import BrokenPicture, decode_pixels
+    from linnet.data.images import BrokenImage, decode_pixels
 
     try:
         return decode_pixels(path.read_bytes(), size)
     except OSError as error:
         needs = f"a file that can be read ({error.strerror})"
         raise invalid("complete", str(path), needs, "check the path") from None
-    except BrokenPicture as error:
+    except BrokenImage as error:
         needs = f"a picture that can be read ({error.reason})"
         raise invalid("complete", str(path), needs, "choose another") from None
 

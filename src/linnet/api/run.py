@@ -90,9 +90,9 @@ class Run:
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD."""
         self._need("decode", "text")
-        from linnet.tokenizers.base import text_of
+        from linnet.tokenizers.base import decode_text
 
-        return text_of(self.loaded.vocabulary.tokenizer, [int(token) for token in ids])
+        return decode_text(self.loaded.vocabulary.tokenizer, [int(token) for token in ids])
 
     # Text
 

@@ -13,7 +13,7 @@ from linnet.core.errors import UserError, invalid
 if TYPE_CHECKING:
     from linnet.api.run import Run
     from linnet.config.schema import RunConfig
-    from linnet.convert.dalle2.parts import DallE2Config
+    from linnet.convert.dalle2.schema import DallE2Config
 
 OnStep = Callable[[int, dict[str, float]], None]
 
@@ -168,10 +168,10 @@ def read_reference(path: Path) -> DallE2Config | None:
     """Read the config file, if it is one of DALLE2-pytorch."""
     if path.suffix != ".json" or not path.is_file():
         return None
-    from linnet.convert.dalle2.parts import is_reference, read_json, read_parts
+    from linnet.convert.dalle2.schema import is_dalle2_config, parse_config, read_json
 
     values = read_json(path)
-    return read_parts(values, path) if is_reference(values) else None
+    return parse_config(values, path) if is_dalle2_config(values) else None
 
 
 def open_reference(
@@ -179,12 +179,12 @@ def open_reference(
 ) -> tuple[RunConfig, Path, list[str]]:
     """Return the config to train with, its folder, and remarks. `config`: that of `run_config(parts)`, with all settings applied
     before the paths are opened, because they may correct them."""
-    from linnet.convert.dalle2.config import folder_hint
-    from linnet.convert.dalle2.data import open_config
-    from linnet.convert.dalle2.tracker import loaded_file
+    from linnet.convert.dalle2.config import default_run_folder
+    from linnet.convert.dalle2.data import complete_config
+    from linnet.convert.dalle2.tracker import find_loaded_file
 
-    config, remarks = open_config(parts, config)
-    out, checkpoint = out or folder_hint(parts, path), loaded_file(parts)
+    config, remarks = complete_config(parts, config)
+    out, checkpoint = out or default_run_folder(parts, path), find_loaded_file(parts)
     if checkpoint is None:
         return config, out, list(remarks)
     config, loaded = _loaded(config, out, checkpoint)
@@ -196,7 +196,7 @@ def _loaded(config: RunConfig, out: Path, checkpoint: Path) -> tuple[RunConfig, 
     import dataclasses
 
     from linnet.config import codec
-    from linnet.convert.dalle2.importing import start_from_checkpoint
+    from linnet.convert.dalle2.importer import start_from_checkpoint
     from linnet.parallel.cluster import init_jax
     from linnet.runs.folder import RunFolder
     from linnet.train.exports import read_exports
@@ -262,6 +262,6 @@ def _fine_tuning(
 
 def _relocated(config: RunConfig, base: RunConfig) -> RunConfig:
     """Make paths that the caller gave relative to the working directory."""
-    from linnet.data.sources.locations import retyped
+    from linnet.data.sources.locations import rebase_changed
 
-    return retyped(config, base)
+    return rebase_changed(config, base)

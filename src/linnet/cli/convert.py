@@ -15,7 +15,7 @@ from linnet.core.errors import UserError, invalid
 from linnet.models.model_config import TokenModelConfig
 
 if TYPE_CHECKING:
-    from linnet.tokenizers.base import Rules, Tokenizer
+    from linnet.tokenizers.base import EncodingRules, Tokenizer
 
 
 def import_command(argv: list[str]) -> int:
@@ -88,7 +88,7 @@ def import_command(argv: list[str]) -> int:
     return 0
 
 
-def _tokenizer(flags: ImportFlags, rules: Rules | None) -> Tokenizer | None:
+def _tokenizer(flags: ImportFlags, rules: EncodingRules | None) -> Tokenizer | None:
     """Open `--tokenizer`. `rules` apply to a file; a folder with a saved tokenizer has its own."""
     from linnet.tokenizers.load import open_tokenizer
 
@@ -125,12 +125,12 @@ def _with_tokenizer(model: Any, tokenizer: Tokenizer, flags: ImportFlags) -> Any
     if tokenizer.n_vocab > model.n_vocab:
         needs = f"at most the model's {model.n_vocab} ids (it has {tokenizer.n_vocab})"
         raise invalid("--tokenizer", flags.tokenizer, needs, "name the one that the model was trained with")
-    return dataclasses.replace(model, end_id=tokenizer.end_id)
+    return dataclasses.replace(model, end_id=tokenizer.eos_id)
 
 
 def _plan(flags: ImportFlags) -> int:
-    from linnet.convert.grok.importing import plan_import
-    from linnet.convert.import_plan import format_plan
+    from linnet.convert.grok.import_plan import format_plan
+    from linnet.convert.grok.importer import plan_import
 
     if flags.kind != "grok-1":
         raise invalid("--plan", flags.kind, "used with grok-1", "leave it out: other models are small")
@@ -139,7 +139,7 @@ def _plan(flags: ImportFlags) -> int:
 
 
 def _grok(flags: ImportFlags, file: Path, out: Path) -> int:
-    from linnet.convert.grok.importing import find_grok, import_grok, run_config
+    from linnet.convert.grok.importer import find_grok, import_grok, run_config
 
     found = find_grok(file, flags.settings)
     # A settings file with a BOS id belongs to a model trained by Linnet, so its tokenizer is opened with Linnet's default rules.
@@ -161,7 +161,7 @@ def export_command(argv: list[str]) -> int:
         "Write a run's weights (the EMA weights, if it has them) in a format that other programs read.",
     )
     from linnet.config import codec
-    from linnet.data.sources.locations import for_other_machines
+    from linnet.data.sources.locations import without_local_paths
     from linnet.parallel.cluster import init_jax
     from linnet.runs.folder import RunFolder
     from linnet.runs.load import open_run
@@ -189,7 +189,7 @@ def export_command(argv: list[str]) -> int:
         n = export_conversion(run.params, run.cfg.model_as(MoEConfig), out)
         print(f"Wrote {n} file{'s' if n > 1 else ''} to {out} (step {run.step}).")
     else:
-        description = codec.to_json(for_other_machines(run.cfg))
+        description = codec.to_json(without_local_paths(run.cfg))
         fingerprint = export_safetensors(run.params, run.buffers, description, out, _describe_tokenizer(flags.run))
         print(f"Wrote {out} (step {run.step}, fingerprint {fingerprint[:12]}).")
     return 0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from linnet.data.index import Index
     from linnet.data.prepare.pipeline import PrepareConfig
     from linnet.data.sources.documents import Documents
-    from linnet.data.sources.images import Pictures
+    from linnet.data.sources.images import ImageSource
 
 SUBCOMMANDS = """usage: linnet data COMMAND [--help] ...
 
@@ -140,28 +140,31 @@ def _task(flags: PrepareFlags) -> PrepareConfig:
     )
 
 
-def _open(flags: PrepareFlags) -> tuple[Documents | Pictures, bool]:
+def _open(flags: PrepareFlags) -> tuple[Documents | ImageSource, bool]:
     from linnet.core.files import cache_folder
     from linnet.data import index as indexes
     from linnet.data.prepare.pipeline import is_unfinished
-    from linnet.data.sources.catalog import NAMED, open_named
+    from linnet.data.sources.catalog import BENCHMARKS, open_benchmark
     from linnet.data.sources.documents import open_documents
-    from linnet.data.sources.images import looks_like_pictures, open_pictures
+    from linnet.data.sources.images import contains_images, open_images
 
     path = Path(os.path.expanduser(flags.source))
-    if flags.source in NAMED:  # a folder of that name can be given as ./NAME
+    if flags.source in BENCHMARKS:  # a folder of that name can be given as ./NAME
         # The size of a download is not known before it begins.
         with _bar("fetching", None, quiet=flags.json) as fetched:
-            found = open_named(flags.source, flags.from_, cache_folder(), lambda done, _: fetched(done))
-        return found, NAMED[flags.source].kind == "pictures"
+            found = open_benchmark(flags.source, flags.from_, cache_folder(), lambda done, _: fetched(done))
+        return found, BENCHMARKS[flags.source].kind == "pictures"
     if flags.from_ is not None:
         raise invalid(
-            "--from", str(flags.from_), f"a named dataset as SOURCE ({', '.join(NAMED)})", "give the path as SOURCE"
+            "--from",
+            str(flags.from_),
+            f"a named dataset as SOURCE ({', '.join(BENCHMARKS)})",
+            "give the path as SOURCE",
         )
     if indexes.is_prepared(path) or is_unfinished(path):
         raise invalid("SOURCE", flags.source, "a source that is not prepared data", "train on it with --data.source")
-    if looks_like_pictures(flags.source):
-        return open_pictures(flags.source, column=flags.column, max_unpacked_gb=flags.max_unpacked_gb), True
+    if contains_images(flags.source):
+        return open_images(flags.source, column=flags.column, max_unpacked_gb=flags.max_unpacked_gb), True
     return open_documents(flags.source, column=flags.column, max_unpacked_gb=flags.max_unpacked_gb), False
 
 
@@ -263,8 +266,8 @@ def _show(argv: list[str]) -> int:
     import numpy as np
 
     from linnet.data import load_dataset
-    from linnet.data.images import contact_sheet, pixels_of_ids
-    from linnet.data.inspect import rows_as_text
+    from linnet.data.batch import format_rows
+    from linnet.data.images import contact_sheet, ids_to_pixels
 
     cfg, seed = _data_of(flags)
     data = load_dataset(cfg, seed if flags.seed is None else flags.seed)
@@ -274,11 +277,11 @@ def _show(argv: list[str]) -> int:
         print(json.dumps({"step": flags.step, **{name: getattr(batch, name).tolist() for name in names}}))
         return 0
     if data.shape is not None and cfg.update_len == cfg.sequence_len:
-        images, _ = pixels_of_ids(np.asarray(batch.targets), (len(batch.targets), *data.shape))
+        images, _ = ids_to_pixels(np.asarray(batch.targets), (len(batch.targets), *data.shape))
         atomic_write(flags.out, contact_sheet(images, 8, max(1, 64 // data.shape[1])))
         print(f"The {len(images)} images of step {flags.step} are in {flags.out}.")
         return 0
-    for row, text in enumerate(rows_as_text(batch, data.tokenizer)):
+    for row, text in enumerate(format_rows(batch, data.tokenizer)):
         print(f"--- step {flags.step}, row {row} ---\n{text}")
     return 0
 
@@ -323,9 +326,9 @@ def _check(argv: list[str]) -> int:
     if not indexes.is_prepared(flags.folder):
         raise invalid("DIR", str(flags.folder), "prepared data", "prepare it with `linnet data prepare`")
     index = indexes.load(flags.folder)
-    problems = indexes.problems(flags.folder, index, checksums=True)
+    problems = indexes.find_problems(flags.folder, index, checksums=True)
     try:
-        indexes.the_tokenizer(flags.folder, index)
+        indexes.load_tokenizer(flags.folder, index)
     except UserError as error:
         problems.append(str(error))
     if flags.json:

@@ -54,15 +54,15 @@ def embed_command(argv: list[str]) -> int:
         "same command again to resume an interrupted run."
     )
     flags = parse(EmbedFlags, argv, "data embed", description)
-    from linnet.data.embeddings.captioned import open_captioned
-    from linnet.data.embeddings.embed import Task, embed
-    from linnet.data.embeddings.embed_texts import embed_texts, embedded_images
-    from linnet.data.embeddings.encodings import choose_encodings, stored_bytes
+    from linnet.data.embeddings.captioned_images import open_captioned
+    from linnet.data.embeddings.embed import embed
+    from linnet.data.embeddings.embed_texts import embed_texts, find_image_embeds
+    from linnet.data.embeddings.encodings import choose_encodings, encoding_bytes
     from linnet.data.encoders import open_encoder
 
     start = time.perf_counter()
     embedded = (
-        (flags.source, flags.metadata) if flags.metadata else embedded_images(Path(os.path.expanduser(flags.source)))
+        (flags.source, flags.metadata) if flags.metadata else find_image_embeds(Path(os.path.expanduser(flags.source)))
     )
 
     def open_both() -> tuple[Encoder, EncodingSettings]:
@@ -83,10 +83,10 @@ def embed_command(argv: list[str]) -> int:
         else:
             source = open_captioned(flags.source, flags.caption_key, flags.image_key)
             encoder, encodings = open_both()
-            task = Task(source=source, encoder=encoder, encodings=encodings, shard_rows=flags.shard_rows)
+            task = EmbedTask(source=source, encoder=encoder, encodings=encodings, shard_rows=flags.shard_rows)
             notes = embed(task, flags.out, progress)
     seconds = time.perf_counter() - start
-    n_bytes = stored_bytes(flags.out)
+    n_bytes = encoding_bytes(flags.out)
     if flags.json:
         summary = {
             "pairs": notes.n_pairs,

@@ -58,7 +58,7 @@ def _trainer(flags: ExportFlags) -> tuple[dict, int]:
 def _imported_trainer(flags: ExportFlags) -> tuple[RunConfig, TrainState, int]:
     """Return the state from which an imported trainer checkpoint would resume."""
     from linnet.config import codec
-    from linnet.convert.dalle2.export import check_trained_alike
+    from linnet.convert.dalle2.export import check_optimizer
     from linnet.models import registry
     from linnet.optim.optimizer import optimizer
     from linnet.parallel import sharding
@@ -70,7 +70,7 @@ def _imported_trainer(flags: ExportFlags) -> tuple[RunConfig, TrainState, int]:
         needs = f"best, latest or {step} (this run is an imported trainer checkpoint)"
         raise invalid("--checkpoint", flags.checkpoint, needs, "leave it out")
     cfg = codec.load(RunFolder(flags.run).config)
-    check_trained_alike(cfg.optim)
+    check_optimizer(cfg.optim)
     family = registry.get(cfg.family)
     rule = optimizer(cfg.optim, family.param_specs(cfg.model))
     return cfg, *continue_from(flags.run, family, cfg, rule, sharding.make_mesh())

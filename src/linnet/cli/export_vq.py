@@ -38,7 +38,7 @@ def _npz(run: Path, out: Path, checkpoint: str) -> int:
 def _flax(run: Path, out: Path | None, checkpoint: str) -> int:
     import numpy as np
 
-    from linnet.convert.flax_write import nest, write_flax
+    from linnet.convert.flax import nest, write_flax
     from linnet.convert.transformer_vq_optim import from_opt_state
     from linnet.convert.transformer_vq_settings import settings_beside
     from linnet.models.vq.convert import to_reference

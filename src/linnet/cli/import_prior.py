@@ -10,7 +10,7 @@ from linnet.core.errors import invalid
 
 if TYPE_CHECKING:
     from linnet.cli.convert_flags import ImportFlags
-    from linnet.convert.dalle2.parts import Train
+    from linnet.convert.dalle2.schema import Train
 
 NOT_OF_PRIORS = (
     "tokenizer",
@@ -43,9 +43,9 @@ def import_prior(flags: ImportFlags) -> int:
         settings = {**settings, "text_encodings": True}
     from linnet.config.schema import PairsConfig, RunConfig
     from linnet.convert.dalle2.config import PRESET, optim_config, train_config
-    from linnet.convert.dalle2.importing import find_trainer, release_remark, write_imported
+    from linnet.convert.dalle2.importer import describe_release, find_trainer, write_imported
     from linnet.convert.dalle2.prior import read_prior_checkpoint
-    from linnet.convert.dalle2.trainer import trained_with, with_adam
+    from linnet.convert.dalle2.trainer import train_settings, with_adam
     from linnet.parallel.cluster import init_jax
     from linnet.runs.weights import check_is_new
 
@@ -54,7 +54,7 @@ def import_prior(flags: ImportFlags) -> int:
     found = read_prior_checkpoint(flags.file, settings, flags.which, flags.release)
     trainer, remark = find_trainer(flags.file, found, flags.optimizer)
     if trainer is not None and flags.settings is None:
-        train = dataclasses.replace(train, **trained_with(trainer))
+        train = dataclasses.replace(train, **train_settings(trainer))
     steps = max(
         (trainer.step if trainer else 0) + STEPS, (train.warmup_steps or 0) + 1, train.cosine_decay_max_steps or 1
     )
@@ -74,7 +74,7 @@ def import_prior(flags: ImportFlags) -> int:
         f"{'EMA' if found.which == 'ema' else 'Online'} weights: width {model.dim}, {model.depth} layers, {model.timesteps} "
         f"steps ({model.schedule})" + (f"; {facts}." if facts else ".")
     )
-    print(release_remark(found.release, model))
+    print(describe_release(found.release, model))
     if flags.which != found.which:
         print(f"The file has no {flags.which} weights.")
     if flags.settings is None:
@@ -98,7 +98,7 @@ def _settings(path: Path | None) -> tuple[dict[str, Any], Train]:
     settings."""
     from linnet.config.codec import from_dict
     from linnet.convert.dalle2.config import import_settings
-    from linnet.convert.dalle2.parts import Train, read_json, read_prior
+    from linnet.convert.dalle2.schema import Train, parse_prior, read_json
 
     if path is None:
         return {}, Train()
@@ -106,4 +106,4 @@ def _settings(path: Path | None) -> tuple[dict[str, Any], Train]:
     is_complete = isinstance(values, dict) and "prior" in values
     prior = values["prior"] if is_complete else values
     train = from_dict(Train, values.get("train") or {}, "train.") if is_complete else Train()
-    return import_settings(read_prior(prior), prior), train
+    return import_settings(parse_prior(prior), prior), train

@@ -45,7 +45,7 @@ def check_unused_flags(flags: ImportFlags) -> None:
 
 def import_vq(flags: ImportFlags, file: Path) -> Imported:
     from linnet.convert.transformer_vq import import_config, read_official, to_model
-    from linnet.convert.transformer_vq_optim import Unmapped, read_optimizer, to_opt_state
+    from linnet.convert.transformer_vq_optim import UnsupportedOptimizer, read_optimizer, to_opt_state
     from linnet.convert.transformer_vq_settings import read_settings, settings_beside
 
     found = read_official(file, flags.max_unpacked_gb)
@@ -63,7 +63,7 @@ def import_vq(flags: ImportFlags, file: Path) -> Imported:
     if found.opt_state is not None and flags.optimizer != "fresh":
         try:
             optim = read_optimizer(found.opt_state)
-        except Unmapped as error:
+        except UnsupportedOptimizer as error:
             remarks.append(_describe_missing_state(error, flags))
     chosen, assumed = _optim_config(optim, settings, flags, str(path or found.path))
     cfg = _run_config(model, settings, flags, chosen)
@@ -71,7 +71,7 @@ def import_vq(flags: ImportFlags, file: Path) -> Imported:
     if optim is not None:
         try:
             opt_state = to_opt_state(optim, cfg, params)
-        except Unmapped as error:
+        except UnsupportedOptimizer as error:
             remarks.append(_describe_missing_state(error, flags))
     step = 0
     if optim is not None and opt_state is not None:

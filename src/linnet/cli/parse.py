@@ -25,9 +25,9 @@ def parse(flags: type[T], argv: list[str], command: str, description: str, defau
     parsed: Any = parse_flags(flags, argv, f"linnet {command}", description, default)
     # Here the defaults come from a config file. Flags may replace its paths, which are checked where they are opened.
     if isinstance(default, RunFlags) and isinstance(parsed, RunFlags):
-        from linnet.data.sources.locations import retyped  # imports JAX, which --help does not need
+        from linnet.data.sources.locations import rebase_changed  # imports JAX, which --help does not need
 
-        parsed = dataclasses.replace(parsed, config=retyped(parsed.config, default.config))
+        parsed = dataclasses.replace(parsed, config=rebase_changed(parsed.config, default.config))
     known = {flag.name: flag.default for flag in list_flags(flags, default)} if default is not None else {}
     for flag in list_flags(flags, parsed):
         if not is_free_text(flag.hint) and (flag.name not in known or known[flag.name] != flag.default):

@@ -112,7 +112,7 @@ def _show(flags: ShowFlags) -> int:
     data = flags.text.encode(errors="surrogateescape")  # the shell's bytes, UTF-8 or not
     ids = tokenizer.encode(data).tolist()
     pieces = tokenizer.pieces(ids)
-    end = tokenizer.pieces([tokenizer.end_id])[0]
+    end = tokenizer.pieces([tokenizer.eos_id])[0]
     is_exact = tokenizer.decode(ids) == data
     if flags.json:
         description = {
@@ -121,7 +121,7 @@ def _show(flags: ShowFlags) -> int:
             "fingerprint": tokenizer.fingerprint,
             "exact": tokenizer.exact,
             "rules": tokenizer.rules,
-            "end": {"id": tokenizer.end_id, "piece": end},
+            "end": {"id": tokenizer.eos_id, "piece": end},
             "bytes": len(data),
             "comes_back": is_exact,
             "ids": ids,
@@ -134,7 +134,7 @@ def _show(flags: ShowFlags) -> int:
     why = "it follows the rules of its release" if tokenizer.rules == "released" else "it has no piece for every byte"
     result = "round-trips exactly" if is_exact else f"does NOT round-trip: this tokenizer is not byte-exact, {why}"
     print(
-        f"{len(data)} bytes, {len(ids)} ids, {result}. {tokenizer.kind}: {tokenizer.n_vocab:,} ids, end {tokenizer.end_id} {end}"
+        f"{len(data)} bytes, {len(ids)} ids, {result}. {tokenizer.kind}: {tokenizer.n_vocab:,} ids, end {tokenizer.eos_id} {end}"
     )
     return 0
 

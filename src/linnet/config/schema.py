@@ -339,7 +339,7 @@ class RunConfig:
     def model_as(self, config: type[M]) -> M:
         """Return the model config as that of one family. Raises for other families."""
         if not isinstance(self.model, config):
-            name = registry.name_of(config)
+            name = registry.row_name(config)
             raise invalid("family", self.family, name, f"use a {name} preset or run")
         return self.model
 

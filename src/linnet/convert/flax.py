@@ -1,8 +1,12 @@
-"""Read a Flax msgpack checkpoint without Flax: a nested dict whose arrays are msgpack extension types."""
+"""Read and write Flax msgpack checkpoints without Flax: nested dicts whose arrays are msgpack extension types.
+
+Written files are byte-identical to those of `flax.serialization.msgpack_serialize`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,12 @@ import msgpack
 import numpy as np
 
 from linnet.core.errors import UserError
+from linnet.core.files import atomic_write
 
 NDARRAY, COMPLEX, SCALAR = 1, 2, 3
 CHUNKED = "__msgpack_chunked_array__"
+CHUNK_BYTES = 2**30
+"""Flax splits larger arrays: a msgpack entry holds less than 4 GB."""
 # bfloat16 is not a numpy type. Other types (objects, text) are never weights.
 DTYPES = {
     name: np.dtype(name)
@@ -47,7 +54,7 @@ def read_flax(path: Path) -> dict[str, Any]:
             f"{path} is a folder, not a msgpack file. Fix: name the checkpoint file in it (as in checkpoint_1000)."
         ) from None
     try:
-        tree = msgpack.unpackb(data, ext_hook=_extension, raw=False, strict_map_key=True)
+        tree = msgpack.unpackb(data, ext_hook=_unpack_extension, raw=False, strict_map_key=True)
         tree = _join_chunks(tree, "")
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise UserError(f"{path} is not a complete Flax msgpack file ({error}). Fix: copy it again.") from None
@@ -67,9 +74,9 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
     return flat
 
 
-def _extension(code: int, data: bytes) -> Any:
+def _unpack_extension(code: int, data: bytes) -> Any:
     if code in (NDARRAY, SCALAR):
-        array = _array(data)
+        array = _unpack_array(data)
         return array[()] if code == SCALAR else array
     if code == COMPLEX:
         real, imaginary = msgpack.unpackb(data)
@@ -77,7 +84,7 @@ def _extension(code: int, data: bytes) -> Any:
     raise ValueError(f"unknown extension type {code}")
 
 
-def _array(data: bytes) -> np.ndarray:
+def _unpack_array(data: bytes) -> np.ndarray:
     parts = msgpack.unpackb(data, raw=False)
     if not (isinstance(parts, list) and len(parts) == 3):
         raise ValueError("an array is not (shape, dtype, bytes)")
@@ -97,7 +104,7 @@ def _join_chunks(node: Any, where: str) -> Any:
         return node
     if CHUNKED not in node:
         return {str(name): _join_chunks(value, f"{where}/{name}") for name, value in node.items()}
-    shape, chunks = _in_order(node.get("shape"), where), _in_order(node.get("chunks"), where)
+    shape, chunks = _ordered_values(node.get("shape"), where), _ordered_values(node.get("chunks"), where)
     if not chunks or not all(isinstance(c, np.ndarray) for c in chunks) or not all(isinstance(n, int) for n in shape):
         raise ValueError(f"{where} is a chunked array without its chunks")
     if sum(c.size for c in chunks) != math.prod(shape):
@@ -105,7 +112,52 @@ def _join_chunks(node: Any, where: str) -> Any:
     return np.concatenate([c.reshape(-1) for c in chunks]).reshape(shape)
 
 
-def _in_order(items: Any, where: str) -> list[Any]:
+def _ordered_values(items: Any, where: str) -> list[Any]:
     if not isinstance(items, dict) or set(items) != {str(i) for i in range(len(items))}:
         raise ValueError(f"{where} is a chunked array with a piece missing")
     return [items[str(i)] for i in range(len(items))]
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert '/'-joined names to nested dicts."""
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *folders, last = name.split("/")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[last] = value
+    return tree
+
+
+def pack_flax(tree: Mapping[str, Any], chunk_bytes: int = CHUNK_BYTES) -> bytes:
+    """Pack nested dicts of arrays. Names are sorted, as in Flax."""
+    packed = msgpack.packb(_to_packable(tree, chunk_bytes), use_bin_type=True, strict_types=True)
+    assert packed is not None
+    return packed
+
+
+def write_flax(path: Path, tree: Mapping[str, Any]) -> None:
+    """Write the file atomically."""
+    atomic_write(path, pack_flax(tree), sync=True)
+
+
+def _to_packable(node: Any, chunk_bytes: int) -> Any:
+    if isinstance(node, Mapping):
+        return {name: _to_packable(node[name], chunk_bytes) for name in sorted(node)}
+    array = np.asarray(node)
+    if array.nbytes <= chunk_bytes:
+        return _pack_array(array)
+    flat, n = array.reshape(-1), max(1, chunk_bytes // array.itemsize)
+    pieces = [flat[i : i + n] for i in range(0, flat.size, n)]
+    return {
+        CHUNKED: True,
+        "shape": {str(i): size for i, size in enumerate(array.shape)},
+        "chunks": {str(i): _pack_array(piece) for i, piece in enumerate(pieces)},
+    }
+
+
+def _pack_array(array: np.ndarray) -> msgpack.ExtType:
+    body = msgpack.packb((array.shape, array.dtype.name, array.tobytes("C")), use_bin_type=True)
+    assert body is not None
+    return msgpack.ExtType(NDARRAY, body)

@@ -11,10 +11,10 @@ import numpy as np
 
 from linnet.core.errors import UserError
 from linnet.core.files import atomic_file
-from linnet.data.sources.archives import opened_zip, zip_files
+from linnet.data.sources.archives import open_zip, zip_files
 from linnet.data.sources.files import reading
 from linnet.data.sources.npy import check_size, read_npy_header
-from linnet.data.sources.unpacked import UnpackBudget
+from linnet.data.sources.unpack_budget import UnpackBudget
 
 
 def read_npz(path: Path, limit_gb: float | None = None, flag: str | None = None) -> dict[str, np.ndarray]:
@@ -23,8 +23,8 @@ def read_npz(path: Path, limit_gb: float | None = None, flag: str | None = None)
     A damaged, foreign or pickled file raises an error that names it, as does one that unpacks to more than `UnpackBudget` allows.
     `flag` is the command-line flag that sets `limit_gb`, if there is one.
     """
-    _must_be_file(path)
-    with reading(path), opened_zip(path) as archive:
+    _check_is_file(path)
+    with reading(path), open_zip(path) as archive:
         members = zip_files(archive)
         budget = UnpackBudget(path, path.stat().st_size, limit_gb, flag)
         budget.claim(sum(member.file_size for member in members))
@@ -33,19 +33,19 @@ def read_npz(path: Path, limit_gb: float | None = None, flag: str | None = None)
 
 def read_npz_array(path: Path, name: str) -> np.ndarray:
     """Return one array, without reading the others."""
-    _must_be_file(path)
-    with reading(path), opened_zip(path) as archive:
+    _check_is_file(path)
+    with reading(path), open_zip(path) as archive:
         member = archive.getinfo(f"{name}.npy")
         UnpackBudget(path, path.stat().st_size, flag=None).claim(member.file_size)
         return _read_array(archive, member, path)
 
 
-def npz_names(path: Path) -> set[str]:
-    with reading(path), opened_zip(path) as archive:
+def list_npz(path: Path) -> set[str]:
+    with reading(path), open_zip(path) as archive:
         return {member.filename.removesuffix(".npy") for member in zip_files(archive)}
 
 
-def _must_be_file(path: Path) -> None:
+def _check_is_file(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"{path} is a folder, not an .npz file. Fix: name the file in it.")
     if not path.exists():

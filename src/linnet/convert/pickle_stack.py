@@ -34,7 +34,7 @@ class PickleStack:
         """Return the next bytes, or raise."""
         raise NotImplementedError
 
-    def refuse(self, why: str) -> NoReturn:
+    def fail(self, why: str) -> NoReturn:
         raise NotImplementedError
 
     def recall(self, place: int) -> None:
@@ -49,7 +49,7 @@ class PickleStack:
 
     def pop(self) -> Any:
         if not self.stack or isinstance(self.stack[-1], _Mark):
-            self.refuse("a value is missing")
+            self.fail("a value is missing")
         return self.stack.pop()
 
     def mark(self) -> None:
@@ -61,7 +61,7 @@ class PickleStack:
                 found = self.stack[i + 1 :]
                 del self.stack[i:]
                 return found
-        self.refuse("a mark is missing")
+        self.fail("a mark is missing")
 
     def pop_tuple(self, n: int) -> None:
         self.push(tuple([self.pop() for _ in range(n)][::-1]))

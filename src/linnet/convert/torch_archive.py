@@ -37,29 +37,29 @@ class TorchArchive:
             with zipfile.ZipFile(_BoundedReads(file)) as archive:  # pyright: ignore[reportArgumentType]
                 entries = archive.infolist()
         except _TooLarge:
-            self.refuse(f"its directory has more than {MAX_DIRECTORY} bytes")
+            self.fail(f"its directory has more than {MAX_DIRECTORY} bytes")
         except ZIP_ERRORS:
             raise UserError(
                 f"{path} is not a .pth file that torch 1.6 or later wrote. Fix: load and save it again with a newer torch."
             ) from None
         self.members = {entry.filename: entry for entry in entries}
         if len(self.members) != len(entries):
-            self.refuse("two of its members have the same name")
+            self.fail("two of its members have the same name")
         self.data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         pickles = [name for name in self.members if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            self.refuse("it has no single data.pkl")
+            self.fail("it has no single data.pkl")
         self.folder = pickles[0].removesuffix("data.pkl")
         self._used = 0
         order = self.members.get(self.folder + "byteorder")
         if order is not None and bytes(self._bytes(order)).strip() != b"little":
-            self.refuse("its numbers are stored in big-endian order")
+            self.fail("its numbers are stored in big-endian order")
         if self.members[pickles[0]].file_size > MAX_PICKLE:
-            self.refuse(f"its pickle has more than {MAX_PICKLE} bytes")
+            self.fail(f"its pickle has more than {MAX_PICKLE} bytes")
         self.pickle = bytes(self._bytes(self.members[pickles[0]]))
         self._storages: dict[str, memoryview] = {}
 
-    def refuse(self, why: str) -> NoReturn:
+    def fail(self, why: str) -> NoReturn:
         raise UserError(
             f"{self.path} is not a checkpoint that Linnet reads: {why}. Nothing in it was run. "
             "Fix: download it again, and only from a source that you trust."
@@ -70,30 +70,30 @@ class TorchArchive:
         if key not in self._storages:
             member = self.members.get(f"{self.folder}data/{key}")
             if member is None:
-                self.refuse("a tensor's storage is missing")
+                self.fail("a tensor's storage is missing")
             self._storages[key] = self._bytes(member)
         data = self._storages[key]
         if size < 0 or size * dtype.itemsize != len(data):
-            self.refuse("a tensor's storage does not have the size it states")
+            self.fail("a tensor's storage does not have the size it states")
         return np.frombuffer(data, dtype) if size else np.zeros(0, dtype)
 
     def _bytes(self, member: zipfile.ZipInfo) -> memoryview:
         if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
-            self.refuse("a member is compressed, which torch never does")
+            self.fail("a member is compressed, which torch never does")
         if member.flag_bits & ENCRYPTED:
-            self.refuse("a member is encrypted")
+            self.fail("a member is encrypted")
         # Members of a valid file do not overlap: together they cannot exceed the file.
         self._used += member.file_size
         begin, size = member.header_offset, member.file_size
         if self._used > self.size or begin < 0 or begin + LOCAL_HEADER.size > self.size:
-            self.refuse("its members overlap or reach beyond its end")
+            self.fail("its members overlap or reach beyond its end")
         magic, *_, n_name, n_extra = LOCAL_HEADER.unpack_from(self.data, begin)
         begin += LOCAL_HEADER.size + n_name + n_extra
         if magic != b"PK\x03\x04" or begin + size > self.size:
-            self.refuse("its members overlap or reach beyond its end")
+            self.fail("its members overlap or reach beyond its end")
         found = self.data[begin : begin + size]
         if zlib.crc32(found) != member.CRC:
-            self.refuse("a member is damaged (its checksum differs)")
+            self.fail("a member is damaged (its checksum differs)")
         return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet.convert.torch_file import ORDERED, STORAGES, TENSOR
+from linnet.convert.torch_pickle import ORDERED_DICT, STORAGES, TENSOR
 from linnet.core.files import atomic_file
 
 STORAGE_NAMES = {dtype: name for name, dtype in STORAGES.items()}
@@ -104,7 +104,7 @@ class _Pickler:
         strides = [int(np.prod(value.shape[i + 1 :], dtype=np.int64)) for i in range(value.ndim)]
         self._value(value.shape)
         self._value(tuple(strides))
-        self.out += b"\x89" + _name(ORDERED) + b")RtR"
+        self.out += b"\x89" + _name(ORDERED_DICT) + b")RtR"
 
 
 def _name(key: tuple[str, str]) -> bytes:

@@ -25,7 +25,7 @@ WRAPPERS = ("params/", "target/", "state/")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Official:
+class OfficialCheckpoint:
     """Content of a checkpoint of the official code."""
 
     path: Path
@@ -46,10 +46,10 @@ def read_transformer_vq(
     return found.params, found.settings
 
 
-def read_official(path: Path, max_unpacked_gb: float | None = None) -> Official:
+def read_official(path: Path, max_unpacked_gb: float | None = None) -> OfficialCheckpoint:
     """Read a checkpoint file, or the newest one of a folder of checkpoints."""
     if path.is_dir():
-        path = newest_checkpoint(path)
+        path = find_newest_checkpoint(path)
     try:
         with open(path, "rb") as file:
             start = file.read(len(ZIP_START))
@@ -57,20 +57,20 @@ def read_official(path: Path, max_unpacked_gb: float | None = None) -> Official:
         raise UserError(f"{path} does not exist. Fix: check the path.") from None
     if start == ZIP_START:
         arrays = read_npz(path, max_unpacked_gb, "--max-unpacked-gb")
-        meta = _settings(arrays.pop("meta"), path) if "meta" in arrays else {}
-        return Official(path=path, params=_unwrap(arrays, path), settings=meta)
+        meta = _parse_settings(arrays.pop("meta"), path) if "meta" in arrays else {}
+        return OfficialCheckpoint(path=path, params=_unwrap(arrays, path), settings=meta)
     tree = read_flax(path)
     opt_state = tree.get("opt_state")
-    return Official(
+    return OfficialCheckpoint(
         path=path,
         params=_unwrap(flatten(tree), path),
         settings={},
-        step=_step(tree.get("step"), path),
+        step=_parse_step(tree.get("step"), path),
         opt_state=opt_state if isinstance(opt_state, dict) else None,
     )
 
 
-def newest_checkpoint(folder: Path) -> Path:
+def find_newest_checkpoint(folder: Path) -> Path:
     """Return the file `checkpoint_N` with the largest number."""
     found = {int(match[1]): path for path in folder.iterdir() if (match := CHECKPOINT.fullmatch(path.name))}
     if not found:
@@ -86,7 +86,7 @@ def newest_checkpoint(folder: Path) -> Path:
     return newest
 
 
-def _step(value: Any, path: Path) -> int | None:
+def _parse_step(value: Any, path: Path) -> int | None:
     if value is None:
         return None
     array = np.asarray(value)
@@ -138,7 +138,7 @@ def _unwrap(arrays: dict[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
     return {name: value for name, value in tree.items() if not name.startswith(("in/", "out/", "opt_state/"))}
 
 
-def _settings(meta: np.ndarray, path: Path) -> dict[str, Any]:
+def _parse_settings(meta: np.ndarray, path: Path) -> dict[str, Any]:
     try:
         values = parse_json(str(meta[()]))
         settings = values.get("config", values)

@@ -17,8 +17,7 @@ import numpy as np
 import optax
 
 from linnet.config.schema import OptimConfig, RunConfig
-from linnet.convert.flax import flatten
-from linnet.convert.flax_write import nest
+from linnet.convert.flax import flatten, nest
 from linnet.core.params import is_spec
 from linnet.core.pytree import named_leaves
 from linnet.models import registry
@@ -35,14 +34,14 @@ from linnet.models.vq.convert import (
 from linnet.optim.optimizer import optimizer
 
 Rule = Literal["adamw", "lion", "adafactor"]
-KEPT: dict[Rule, tuple[str, ...]] = {"adamw": ("mu", "nu"), "lion": ("mu",), "adafactor": ("v_row", "v_col", "v")}
+MOMENTS: dict[Rule, tuple[str, ...]] = {"adamw": ("mu", "nu"), "lion": ("mu",), "adafactor": ("v_row", "v_col", "v")}
 """Arrays that each rule stores per parameter."""
 N_STATES: dict[Rule, int] = {"adamw": 3, "lion": 3, "adafactor": 6}
 """Links of optax's own chain for the rule; only the first has a state."""
 BETAS: dict[str, Any] = {"b1": 0.9, "b2": 0.98, "eps": 1e-9}
 
 
-class Unmapped(ValueError):
+class UnsupportedOptimizer(ValueError):
     """The file has an optimizer state that Linnet cannot resume; the message gives the reason."""
 
 
@@ -63,40 +62,40 @@ class OfficialOptim:
 
 
 def read_optimizer(opt_state: Mapping[str, Any]) -> OfficialOptim:
-    """Parse an optimizer state; raises `Unmapped` if it is not the chain of the official code."""
+    """Parse an optimizer state; raises `UnsupportedOptimizer` if it is not the chain of the official code."""
     try:
         chain = opt_state["inner_states"]["main"]["inner_state"]
         links = [chain[str(i)] for i in range(len(chain))]
         at = next(i for i, link in enumerate(links) if isinstance(link.get("0"), dict))
         state, counted = links[at]["0"], links[at + 1]
     except (KeyError, TypeError, AttributeError, StopIteration, IndexError):
-        raise Unmapped("it is not the chain of the official code") from None
+        raise UnsupportedOptimizer("it is not the chain of the official code") from None
     names = set(state) - {"count"}
-    rule: Rule | None = next((rule for rule, kept in KEPT.items() if set(kept) == names), None)
+    rule: Rule | None = next((rule for rule, kept in MOMENTS.items() if set(kept) == names), None)
     if rule is None:
-        raise Unmapped(
+        raise UnsupportedOptimizer(
             f"its optimizer stores {', '.join(sorted(names)) or 'nothing'}, which is neither adamw, lion nor adafactor"
         )
-    if "count" not in state or not all(isinstance(state[name], dict) for name in KEPT[rule]):
-        raise Unmapped("its optimizer state is incomplete")
+    if "count" not in state or not all(isinstance(state[name], dict) for name in MOMENTS[rule]):
+        raise UnsupportedOptimizer("its optimizer state is incomplete")
     if at > 1 or any(links[:at]) or not isinstance(counted, dict) or set(counted) != {"count"}:
-        raise Unmapped("its chain has transformations other than clipping, optimizer, schedule and decay")
+        raise UnsupportedOptimizer("its chain has transformations other than clipping, optimizer, schedule and decay")
     after = links[at + 2 :]
     if after and after != [{"inner_state": {}}]:
-        raise Unmapped("its chain has transformations other than decay after the schedule")
+        raise UnsupportedOptimizer("its chain has transformations other than decay after the schedule")
     return OfficialOptim(
         rule=rule,
         clips=at == 1,
         decays=bool(after),
-        count=_count(counted["count"], state["count"]),
-        kept={name: flatten(state[name]) for name in KEPT[rule]},
+        count=_parse_count(counted["count"], state["count"]),
+        kept={name: flatten(state[name]) for name in MOMENTS[rule]},
     )
 
 
-def _count(schedule: Any, rule: Any) -> int:
+def _parse_count(schedule: Any, rule: Any) -> int:
     counts = [np.asarray(count) for count in (schedule, rule)]
     if any(count.shape or count.dtype.kind not in "iu" or count < 0 for count in counts) or counts[0] != counts[1]:
-        raise Unmapped("the step counts of its optimizer and its schedule differ")
+        raise UnsupportedOptimizer("the step counts of its optimizer and its schedule differ")
     return int(counts[0])
 
 
@@ -108,18 +107,20 @@ def to_opt_state(found: OfficialOptim, cfg: RunConfig, params: Any) -> Any:
     for name, arrays in found.kept.items():
         missing = sorted(set(reference_leaves(cfg.vq)) - set(arrays))
         if missing:
-            raise Unmapped(f"its {name} has no {missing[0]}")
+            raise UnsupportedOptimizer(f"its {name} has no {missing[0]}")
         try:
             leaves[name] = leaves_from_reference(arrays, cfg.vq)
         except ValueError:
-            raise Unmapped(f"its {name} has other shapes in some layers than in others") from None
+            raise UnsupportedOptimizer(f"its {name} has other shapes in some layers than in others") from None
         bad = sorted(n for n, value in leaves[name].items() if not np.all(np.isfinite(np.asarray(value, np.float32))))
         if bad:
-            raise Unmapped(f"its {name} of {bad[0]} is not finite")
+            raise UnsupportedOptimizer(f"its {name} of {bad[0]} is not finite")
     filled = _fill(fresh, leaves, jnp.asarray(found.count, jnp.int32), cfg.vq)
     for (name, old), (_, new) in zip(named_leaves(fresh), named_leaves(filled), strict=True):
         if old.shape != new.shape or old.dtype != new.dtype:
-            raise Unmapped(f"its {name} is {new.dtype}{list(new.shape)}, where {old.dtype}{list(old.shape)} is needed")
+            raise UnsupportedOptimizer(
+                f"its {name} is {new.dtype}{list(new.shape)}, where {old.dtype}{list(old.shape)} is needed"
+            )
     return filled
 
 
@@ -134,7 +135,8 @@ def _fill(state: Any, leaves: Mapping[str, Mapping[str, np.ndarray]], count: jax
         return state._replace(count=count, mu=params_from_leaves(leaves["mu"], cfg, leaves["mu"]["embed"].dtype))
     if isinstance(state, optax.FactoredState):
         kept: dict[str, Any] = {
-            name: {leaf: jnp.asarray(leaves[name][leaf]) for leaf in getattr(state, name)} for name in KEPT["adafactor"]
+            name: {leaf: jnp.asarray(leaves[name][leaf]) for leaf in getattr(state, name)}
+            for name in MOMENTS["adafactor"]
         }
         return state._replace(count=jnp.broadcast_to(count, np.shape(state.count)), **kept)
     if isinstance(state, dict):
@@ -154,9 +156,9 @@ def from_opt_state(state: Any, optim: OptimConfig, cfg: VQConfig) -> tuple[dict[
     if optim.name == "muon" or state is None:
         state = None
         remarks.append(f"The file contains a fresh optimizer state of {rule}.")
-    found = {} if state is None else _states(state)
+    found = {} if state is None else _collect_states(state)
     count = np.asarray(found["count"] if found else 0, np.int32)
-    kept = {name: _kept(name, rule, found.get(name), cfg) for name in KEPT[rule]}
+    kept = {name: _reference_moments(name, rule, found.get(name), cfg) for name in MOMENTS[rule]}
     links: list[dict[str, Any]] = [{"count": count, **kept}, *({} for _ in range(N_STATES[rule] - 1))]
     chain: list[dict[str, Any]] = [{}] if optim.clip is not None else []
     chain += [_numbered(links), {"count": np.asarray(found.get("schedule", count), np.int32)}]
@@ -183,7 +185,7 @@ def _differences(optim: OptimConfig) -> list[str]:
     return said
 
 
-def _states(state: Any) -> dict[str, Any]:
+def _collect_states(state: Any) -> dict[str, Any]:
     """Return counts and the arrays of the rule by leaf name, with groups of stacked layers merged."""
     found: dict[str, Any] = {}
 
@@ -195,7 +197,7 @@ def _states(state: Any) -> dict[str, Any]:
             found.update({"count": part.count} | {name: dict(named_leaves(getattr(part, name))) for name in names})
         elif isinstance(part, optax.FactoredState):
             found["count"] = np.asarray(part.count).reshape(-1)[0]
-            for name in KEPT["adafactor"]:
+            for name in MOMENTS["adafactor"]:
                 found.setdefault(name, {}).update(getattr(part, name))
         elif isinstance(part, dict):
             for inner in part.values():
@@ -208,10 +210,10 @@ def _states(state: Any) -> dict[str, Any]:
     return found
 
 
-def _kept(name: str, rule: Rule, leaves: Mapping[str, Any] | None, cfg: VQConfig) -> dict[str, Any]:
+def _reference_moments(name: str, rule: Rule, leaves: Mapping[str, Any] | None, cfg: VQConfig) -> dict[str, Any]:
     """Return the arrays by the reference's nested names; a codebook has an empty entry."""
     if leaves is None:
-        leaves = _fresh(name, rule, cfg)
+        leaves = _fresh_moments(name, rule, cfg)
     dtype = jnp.bfloat16 if rule == "lion" else np.float32
     flat: dict[str, Any] = {n: value.astype(dtype) for n, value in leaves_to_reference(leaves, cfg).items()}
     if TIED_BIAS not in flat:  # an untied model has it and never uses it
@@ -220,7 +222,7 @@ def _kept(name: str, rule: Rule, leaves: Mapping[str, Any] | None, cfg: VQConfig
     return nest(flat | codebooks)
 
 
-def _fresh(name: str, rule: Rule, cfg: VQConfig) -> dict[str, Any]:
+def _fresh_moments(name: str, rule: Rule, cfg: VQConfig) -> dict[str, Any]:
     specs = registry.get("vq").param_specs(cfg)
     params = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs, is_leaf=is_spec)
-    return _states(optimizer(OptimConfig(name=rule), specs).init(params))[name]
+    return _collect_states(optimizer(OptimConfig(name=rule), specs).init(params))[name]

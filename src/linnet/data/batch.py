@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float32, Int32, Shaped
 
 from linnet.core.pytree import pytree
 from linnet.core.special_tokens import PAD
+from linnet.tokenizers.base import Tokenizer
 
 NO_DOCUMENT = -1
 
@@ -66,13 +67,13 @@ class Split(Protocol):
         ...
 
     @property
-    def begin_id(self) -> int | None:
+    def bos_id(self) -> int | None:
         """BOS id placed before every window. None: a window begins with the token before its first target."""
         ...
 
     @property
-    def end_id(self) -> int: ...
-    def begun_by(self, begin_id: int | None) -> Split: ...
+    def eos_id(self) -> int: ...
+    def with_bos(self, bos_id: int | None) -> Split: ...
     def first_input(self, i: int) -> int:
         """Return the token before the first target of window i."""
         ...
@@ -86,7 +87,7 @@ class Split(Protocol):
         ...
 
 
-def cut(
+def make_batch(
     split: Split,
     windows: Sequence[int],
     start: int,
@@ -106,10 +107,28 @@ def cut(
         targets[row], doc_ids[row], mask[row] = (values[before:] for values in part)
         inputs[row, 0] = part.targets[0] if before else split.first_input(window)
     if not before:
-        inputs[len(windows) :, 0] = split.end_id if split.begin_id is None else split.begin_id
+        inputs[len(windows) :, 0] = split.eos_id if split.bos_id is None else split.bos_id
     inputs[:, 1:] = targets[:, :-1]
     condition = None
     if embeds is not None:
         condition = np.zeros((n_rows, embeds.shape[1]), np.float32)
         condition[: len(windows)] = embeds[list(windows)]
     return Batch(inputs=inputs, targets=targets, doc_ids=doc_ids, loss_mask=mask, condition=condition)
+
+
+def format_rows(batch: Batch, tokenizer: Tokenizer) -> Iterator[str]:
+    for targets, documents in zip(np.asarray(batch.targets), np.asarray(batch.doc_ids), strict=True):
+        yield "\n".join(_format_segments(targets, documents, tokenizer))
+
+
+def _format_segments(targets: np.ndarray, documents: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
+    changes = np.flatnonzero(np.diff(documents)) + 1
+    for start, stop in zip((0, *changes), (*changes, len(targets)), strict=True):
+        document = int(documents[start])
+        if document == NO_DOCUMENT:
+            yield f"[{stop - start} positions of padding]"
+            continue
+        ids = targets[start:stop]
+        ended = bool(ids[-1] == tokenizer.eos_id)
+        yield f"[document {document}]"
+        yield tokenizer.decode(ids[:-1] if ended else ids).decode(errors="replace") + ("[end]" if ended else "")

@@ -21,7 +21,7 @@ from linnet.core.errors import UserError, invalid
 from linnet.core.files import cache_folder
 from linnet.core.local_path import check_local
 from linnet.data.batch import Split
-from linnet.data.index import sha256_of
+from linnet.data.index import sha256_file
 from linnet.data.npy_writer import write_array
 from linnet.data.sources.npy import as_float32, map_npy
 from linnet.data.splits import SPLITS
@@ -44,7 +44,7 @@ class Condition:
         return next(iter(self.embeds.values())).shape[1]
 
 
-def of_emoji(source: str, split_of: Sequence[str]) -> Condition:
+def load_emoji_condition(source: str, split_of: Sequence[str]) -> Condition:
     """Return the embeddings of the emoji.
 
     With the built-in encoder these are the image embeddings of `emoji-pairs` for every image size, so that a prior trained on those
@@ -57,33 +57,33 @@ def of_emoji(source: str, split_of: Sequence[str]) -> Condition:
         pairs = open_emoji_pairs(PairsConfig(source=EMOJI_PAIRS), 0)
         rows, fingerprint = pairs.images.read(np.arange(len(split_of))), pairs.fingerprint
     else:
-        rows, fingerprint = _from_file(source, len(split_of))
+        rows, fingerprint = _read_embeds(source, len(split_of))
     places = np.array(split_of)
     return Condition(embeds={name: rows[places == name] for name in SPLITS}, fingerprint=fingerprint)
 
 
-def of_pictures(source: str, splits: Mapping[str, Split], shape: tuple[int, int, int]) -> Condition:
+def load_image_condition(source: str, splits: Mapping[str, Split], shape: tuple[int, int, int]) -> Condition:
     """Return the embeddings of image splits. A file has the rows of the training images first, then validation, then test."""
     counts = [splits[name].n_documents for name in SPLITS]
     if source == BUILTIN:
-        rows, fingerprint = _embedded(splits, shape)
+        rows, fingerprint = _compute_embeds(splits, shape)
     else:
-        rows, fingerprint = _from_file(source, sum(counts))
+        rows, fingerprint = _read_embeds(source, sum(counts))
     parts = np.split(rows, np.cumsum(counts)[:-1])
     return Condition(embeds=dict(zip(SPLITS, parts, strict=True)), fingerprint=fingerprint)
 
 
-def refuse_condition_of_text(cfg: DataConfig) -> None:
+def check_no_condition(cfg: DataConfig) -> None:
     if cfg.condition is not None:
         raise invalid("data.condition", cfg.condition, f"none: {cfg.source} is text, not images", "leave it out")
 
 
-def _embedded(splits: Mapping[str, Split], shape: tuple[int, int, int]) -> tuple[Float32[np.ndarray, "n E"], str]:
+def _compute_embeds(splits: Mapping[str, Split], shape: tuple[int, int, int]) -> tuple[Float32[np.ndarray, "n E"], str]:
     from linnet.data.encoders.builtin import WEIGHTS, open_builtin
     from linnet.data.encoders.network import SIZE
 
     # The key does not hash the vectors: another processor may round them differently although the data is the same.
-    made_of = [str(VERSION), sha256_of(WEIGHTS), *(splits[name].fingerprint() for name in SPLITS)]
+    made_of = [str(VERSION), sha256_file(WEIGHTS), *(splits[name].fingerprint() for name in SPLITS)]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     place = cache_folder() / "condition" / f"{key[:32]}.npy"
     with contextlib.suppress(UserError):
@@ -93,7 +93,7 @@ def _embedded(splits: Mapping[str, Split], shape: tuple[int, int, int]) -> tuple
         for at in range(0, splits[name].n_documents, BLOCK):
             stop = min(at + BLOCK, splits[name].n_documents)
             pictures = splits[name].content(at * size, stop * size).reshape(stop - at, *shape)
-            made.append(encoder.embed_images(_resized(pictures, SIZE)))
+            made.append(encoder.embed_images(_resize(pictures, SIZE)))
     rows = np.concatenate(made)
     # If the cache is not writable, the embeddings are only computed again the next time.
     with contextlib.suppress(UserError):
@@ -101,7 +101,7 @@ def _embedded(splits: Mapping[str, Split], shape: tuple[int, int, int]) -> tuple
     return rows, key
 
 
-def _resized(pictures: UInt8[np.ndarray, "n h w 3"], size: int) -> UInt8[np.ndarray, "n size size 3"]:
+def _resize(pictures: UInt8[np.ndarray, "n h w 3"], size: int) -> UInt8[np.ndarray, "n size size 3"]:
     from PIL import Image
 
     if pictures.shape[1] == size:
@@ -110,7 +110,7 @@ def _resized(pictures: UInt8[np.ndarray, "n h w 3"], size: int) -> UInt8[np.ndar
     return np.stack([np.asarray(image) for image in small])
 
 
-def _from_file(source: str, n_pictures: int) -> tuple[Float32[np.ndarray, "n E"], str]:
+def _read_embeds(source: str, n_pictures: int) -> tuple[Float32[np.ndarray, "n E"], str]:
     check_local("data.condition", source)
     path = Path(os.path.expanduser(source))
     try:
@@ -127,4 +127,4 @@ def _from_file(source: str, n_pictures: int) -> tuple[Float32[np.ndarray, "n E"]
     if bad.size:
         needs = "rows of finite numbers that are not all zero"
         raise invalid("data.condition", f"{source}, row {bad[0]} ({bad.size} in total)", needs, "embed them again")
-    return rows / length, sha256_of(path)
+    return rows / length, sha256_file(path)

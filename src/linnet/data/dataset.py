@@ -14,7 +14,7 @@ from jaxtyping import Float32
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError, invalid
 from linnet.data import shuffle
-from linnet.data.batch import Batch, Split, cut
+from linnet.data.batch import Batch, Split, make_batch
 from linnet.data.conditioning import Condition
 from linnet.data.splits import SPLITS
 from linnet.tokenizers.base import Tokenizer
@@ -49,7 +49,7 @@ class TokenDataset:
         rows = shuffle.host_slice(self.cfg.batch_size, host, n_hosts)
         first = sequence * self.cfg.batch_size + rows.start
         windows = shuffle.window_indices(self.seed, first, len(rows), self.train.n_windows)
-        return cut(self.train, windows, update * length, (update + 1) * length, len(rows), self.embeds("train"))
+        return make_batch(self.train, windows, update * length, (update + 1) * length, len(rows), self.embeds("train"))
 
     def evaluation(self, split: str, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
         """Iterate over complete sequences [batch_size, sequence_len] in the order of the split.
@@ -68,7 +68,7 @@ class TokenDataset:
         windows = [i * chosen.n_windows // n for i in range(n)]
         # The generator is lazy; the checks above run immediately.
         return (
-            cut(chosen, windows[at : at + batch_size], 0, self.cfg.sequence_len, batch_size, self.embeds(split))
+            make_batch(chosen, windows[at : at + batch_size], 0, self.cfg.sequence_len, batch_size, self.embeds(split))
             for at in range(0, n, batch_size)
         )
 
@@ -95,19 +95,19 @@ class TokenDataset:
         content = chosen.content(0, chosen.n_tokens + 1)  # includes a first token that is not a target
         return content.tobytes() if content.dtype == np.uint8 else self.tokenizer.decode(content.tolist())
 
-    def begun_by(self, begin_id: int | None) -> TokenDataset:
+    def with_bos(self, bos_id: int | None) -> TokenDataset:
         """Return the same data for a model whose sequences begin with this BOS id, or with none."""
-        splits = {name: self.split(name).begun_by(begin_id) for name in SPLITS}
+        splits = {name: self.split(name).with_bos(bos_id) for name in SPLITS}
         return dataclasses.replace(self, **splits)
 
     def unpredicted_bytes(self, split: str) -> int:
         """Return the number of bytes that are never predicted: the first token, if no BOS id precedes it."""
         chosen = self.split(split)
-        if chosen.begin_id is not None or not chosen.n_windows:
+        if chosen.bos_id is not None or not chosen.n_windows:
             return 0
         return len(self.tokenizer.decode([chosen.first_input(0)]))
 
-    def check_fit(self, n_vocab: int, end_id: int, d_condition: int = 0) -> None:
+    def check_fit(self, n_vocab: int, eos_id: int, d_condition: int = 0) -> None:
         """Check that the model's vocabulary, EOS id and condition width match the data.
 
         An id beyond the vocabulary would be read as another token.
@@ -123,9 +123,9 @@ class TokenDataset:
             raise invalid("model.d_condition", d_condition, needs, f"use --model.d-condition {width}")
         if self.n_vocab > n_vocab:
             raise invalid("model.n_vocab", n_vocab, f"at least the data's {self.n_vocab} ids", f"use {self.n_vocab}")
-        if self.tokenizer.end_id != end_id:
-            end = self.tokenizer.end_id
-            raise invalid("model.end_id", end_id, f"the EOS id of the data, {end}", f"use {end}")
+        if self.tokenizer.eos_id != eos_id:
+            end = self.tokenizer.eos_id
+            raise invalid("model.end_id", eos_id, f"the EOS id of the data, {end}", f"use {end}")
 
     @functools.cached_property
     def fingerprint(self) -> str:

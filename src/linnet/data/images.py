@@ -26,7 +26,7 @@ SHEET_GREY = 208
 ORIENTATION_TAG = 0x0112
 
 
-class BrokenPicture(ValueError):
+class BrokenImage(ValueError):
     """The bytes are not a usable image. `reason` is a key for counting."""
 
     def __init__(self, reason: str) -> None:
@@ -40,20 +40,20 @@ def decode_pixels(encoded: bytes, size: int) -> UInt8[np.ndarray, "size size 3"]
     An image of this size is returned unchanged; any other is resized by area averaging.
     """
     if not encoded:
-        raise BrokenPicture("empty")
+        raise BrokenImage("empty")
     try:
         with warnings.catch_warnings():
             # Pillow warns about unusual metadata; only whether the pixels can be read matters.
             warnings.simplefilter("ignore")
             return np.asarray(_square(_over_white(_upright(_open(encoded))), size))
-    except BrokenPicture:
+    except BrokenImage:
         raise
     except Exception:
         # Damaged bytes make Pillow's readers raise almost anything: OSError, SyntaxError, struct.error, IndexError...
-        raise BrokenPicture("broken") from None
+        raise BrokenImage("broken") from None
 
 
-def to_image(picture: UInt8[np.ndarray, "h w 3"]) -> bytes:
+def to_png(picture: UInt8[np.ndarray, "h w 3"]) -> bytes:
     """Encode one image as a PNG file."""
     from PIL import Image
 
@@ -73,10 +73,10 @@ def contact_sheet(pictures: UInt8[np.ndarray, "n h w 3"], columns: int, scale: i
     cell = np.full((rows * columns, height * scale + SHEET_GAP, width * scale + SHEET_GAP, channels), SHEET_GREY, "u1")
     cell[:n, SHEET_GAP:, SHEET_GAP:] = pictures.repeat(scale, axis=1).repeat(scale, axis=2)
     sheet = cell.reshape(rows, columns, *cell.shape[1:]).swapaxes(1, 2).reshape(-1, columns * cell.shape[2], channels)
-    return to_image(np.pad(sheet, ((0, SHEET_GAP), (0, SHEET_GAP), (0, 0)), constant_values=SHEET_GREY))
+    return to_png(np.pad(sheet, ((0, SHEET_GAP), (0, SHEET_GAP), (0, 0)), constant_values=SHEET_GREY))
 
 
-def pixels_of_ids(ids: Int[np.ndarray, "*ids"], shape: Sequence[int]) -> tuple[UInt8[np.ndarray, "*shape"], int]:
+def ids_to_pixels(ids: Int[np.ndarray, "*ids"], shape: Sequence[int]) -> tuple[UInt8[np.ndarray, "*shape"], int]:
     """Return pixels of this shape, and the number of ids that were not bytes (special or beyond the bytes); those become 0."""
     assert ids.size == math.prod(shape), f"{ids.size} ids for the shape {tuple(shape)}"
     is_byte = (ids >= FIRST_BYTE) & (ids < N_BYTE_IDS)
@@ -90,11 +90,11 @@ def _open(encoded: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     except Image.UnidentifiedImageError:
-        raise BrokenPicture("not_a_picture") from None
+        raise BrokenImage("not_a_picture") from None
     except Image.DecompressionBombError:
-        raise BrokenPicture("too_large") from None
+        raise BrokenImage("too_large") from None
     if image.width * image.height > MAX_PIXELS:
-        raise BrokenPicture("too_large")
+        raise BrokenImage("too_large")
     image.load()
     return image
 
@@ -125,7 +125,7 @@ def _over_white(image: Image.Image) -> Image.Image:
         # Pillow would clip 16 bits to 255 instead of scaling them.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
-        raise BrokenPicture("unknown_range")  # 32 bits per pixel: the value of white is unknown
+        raise BrokenImage("unknown_range")  # 32 bits per pixel: the value of white is unknown
     if not image.has_transparency_data:
         return image.convert("RGB")
     image = image.convert("RGBA")

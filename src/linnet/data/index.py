@@ -16,7 +16,7 @@ from jaxtyping import Int64, Shaped
 
 from linnet.core.errors import UserError
 from linnet.core.files import atomic_write, parse_json
-from linnet.data.packed import Joined, PackedSplit
+from linnet.data.packed import ConcatArray, PackedSplit
 from linnet.data.sources.files import reading
 from linnet.data.sources.npy import map_npy
 from linnet.data.splits import SPLITS
@@ -25,7 +25,7 @@ from linnet.tokenizers.load import open_tokenizer
 
 FORMAT, VERSION = "linnet-data", 1
 INDEX = "index.json"
-CHECKED_AT_OPENING = 256 << 20
+MAX_CHECKED_BYTES = 256 << 20
 """Data up to this size has its checksums verified whenever it is opened; `linnet data check` verifies any size."""
 HASH_BYTES = 1 << 20
 DTYPES = ("uint8", "uint16", "uint32", "int32")
@@ -33,7 +33,7 @@ DTYPES = ("uint8", "uint16", "uint32", "int32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shard:
+class TokenShard:
     file: str
     tokens: int
     sha256: str
@@ -64,7 +64,7 @@ class Index:
     """Image shape: height, width, channels."""
     tokenizer: dict[str, Any]
     source: dict[str, Any]
-    shards: list[Shard]
+    shards: list[TokenShard]
     splits: dict[str, SplitIndex]
     held_out: str
     """Description of how validation and test were chosen."""
@@ -107,7 +107,7 @@ def load(folder: Path) -> Index:
             "`linnet data prepare`, or use the Linnet that made it."
         )
     try:
-        shards = [Shard(**shard) for shard in fields.pop("shards")]
+        shards = [TokenShard(**shard) for shard in fields.pop("shards")]
         splits = {name: SplitIndex(**split) for name, split in fields.pop("splits").items()}
         index = Index(shards=shards, splits=splits, **fields)
         _check(index)
@@ -164,7 +164,7 @@ def _is_plain_name(value: object) -> bool:
     return isinstance(value, str) and value not in ("", ".", "..") and "/" not in value and "\0" not in value
 
 
-def _is_segment(value: object, shards: list[Shard]) -> bool:
+def _is_segment(value: object, shards: list[TokenShard]) -> bool:
     if not isinstance(value, list) or len(value) != 3 or not all(map(_is_count, value)):
         return False
     shard, start, stop = value
@@ -175,12 +175,12 @@ def open_split(folder: Path, index: Index, name: str, sequence_len: int) -> Pack
     split = index.splits[name]
     table = _documents(folder, split)
     return PackedSplit(
-        Joined([_map(folder, index, shard)[start:stop] for shard, start, stop in split.segments]),
+        ConcatArray([_map(folder, index, shard)[start:stop] for shard, start, stop in split.segments]),
         table[:, 0],
         table[:, 1].astype(bool),
         sequence_len,
         first_id=index.first_id,
-        end_id=index.tokenizer["end_id"],
+        eos_id=index.tokenizer["end_id"],
         n_bytes=split.bytes,
         n_words=split.words,
         fingerprint=fingerprint(index, name),
@@ -195,7 +195,7 @@ def fingerprint(index: Index, name: str) -> str:
     return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
 
 
-def the_tokenizer(folder: Path, index: Index) -> Tokenizer:
+def load_tokenizer(folder: Path, index: Index) -> Tokenizer:
     """Return the tokenizer that the data was made with, which is saved beside it."""
     tokenizer = open_tokenizer(str(folder))
     if tokenizer.fingerprint != index.tokenizer["fingerprint"]:
@@ -205,7 +205,7 @@ def the_tokenizer(folder: Path, index: Index) -> Tokenizer:
     return tokenizer
 
 
-def problems(folder: Path, index: Index, *, checksums: bool) -> list[str]:
+def find_problems(folder: Path, index: Index, *, checksums: bool) -> list[str]:
     """Return the problems of the files as sentences; without `checksums` only sizes are compared."""
     found: list[str] = []
     for shard in index.shards:
@@ -225,14 +225,14 @@ def problems(folder: Path, index: Index, *, checksums: bool) -> list[str]:
     return found
 
 
-def refuse_damage(folder: Path, index: Index) -> None:
-    wrong = problems(folder, index, checksums=index.n_bytes_on_disk <= CHECKED_AT_OPENING)
+def check_files(folder: Path, index: Index) -> None:
+    wrong = find_problems(folder, index, checksums=index.n_bytes_on_disk <= MAX_CHECKED_BYTES)
     if wrong:
         more = f" (and {len(wrong) - 1} more: see `linnet data check {folder}`)" if len(wrong) > 1 else ""
         raise UserError(f"{wrong[0]}{more}. Fix: restore the file, or prepare the data again.")
 
 
-def sha256_of(path: Path) -> str:
+def sha256_file(path: Path) -> str:
     digest = hashlib.sha256()
     with reading(path), open(path, "rb") as file:
         while block := file.read(HASH_BYTES):
@@ -245,7 +245,7 @@ def _file_problems(path: Path, size: int | None, sha256: str | None) -> list[str
         return [f"{path} is missing"]
     if size is not None and path.stat().st_size != size:
         return [f"{path} has {path.stat().st_size:,} bytes and should have {size:,}"]
-    if sha256 is not None and sha256_of(path) != sha256:
+    if sha256 is not None and sha256_file(path) != sha256:
         return [f"{path} was modified: its checksum differs from the index"]
     return []
 

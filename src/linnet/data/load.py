@@ -13,27 +13,27 @@ from linnet.config.schema import EMBEDDED_CORPUS, DataConfig
 from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import check_local
 from linnet.data import index as indexes
-from linnet.data.conditioning import of_emoji, of_pictures, refuse_condition_of_text
+from linnet.data.conditioning import check_no_condition, load_emoji_condition, load_image_condition
 from linnet.data.dataset import TokenDataset
 from linnet.data.packed import PackedSplit
 from linnet.data.prepare.pipeline import is_unfinished
-from linnet.data.sources.catalog import NAMED
+from linnet.data.sources.catalog import BENCHMARKS
 from linnet.data.sources.emoji import SIZES, open_emoji
-from linnet.data.sources.files import find
-from linnet.data.sources.images import looks_like_pictures
-from linnet.data.sources.locations import located
+from linnet.data.sources.files import find_files
+from linnet.data.sources.images import contains_images
+from linnet.data.sources.locations import resolve_paths
 from linnet.data.sources.text import open_text
 from linnet.data.splits import SPLITS, make_splits
 from linnet.tokenizers.base import BytesTokenizer
 
 EMOJI = {f"emoji-{size}": size for size in SIZES}
-_DIVIDED_BY = ("validation_files", "test_files", "validation_fraction", "test_fraction")
+_SPLIT_FIELDS = ("validation_files", "test_files", "validation_fraction", "test_fraction")
 
 
 def load_dataset(cfg: DataConfig, seed: int) -> TokenDataset:
     """Open the data of a run; raises a `UserError` for unusable data."""
     check_local("data.source", cfg.source)
-    cfg = located(cfg)
+    cfg = resolve_paths(cfg)
     path = Path(os.path.expanduser(cfg.source))
     if cfg.source in EMOJI:
         return _emoji(cfg, seed, EMOJI[cfg.source])
@@ -44,7 +44,7 @@ def load_dataset(cfg: DataConfig, seed: int) -> TokenDataset:
             f"data.source is {cfg.source!r}, whose preparation was not finished. Fix: run the same `linnet data prepare` again: "
             "it resumes where it stopped."
         )
-    if cfg.source in NAMED and not path.exists():
+    if cfg.source in BENCHMARKS and not path.exists():
         raise UserError(
             f"data.source is {cfg.source!r}, which is not prepared here. Fix: run `linnet data prepare {cfg.source} --out "
             f"{cfg.source}` (it says which file to download if it cannot), or name the folder it was prepared in with --data.source."
@@ -52,25 +52,25 @@ def load_dataset(cfg: DataConfig, seed: int) -> TokenDataset:
     return _text(cfg, seed)
 
 
-def is_divided(source: str) -> bool:
+def has_splits(source: str) -> bool:
     """Return whether the source has predefined splits."""
     return source in EMOJI or indexes.is_prepared(Path(os.path.expanduser(source)))
 
 
 def _text(cfg: DataConfig, seed: int) -> TokenDataset:
-    if cfg.source != EMBEDDED_CORPUS and looks_like_pictures(cfg.source):
+    if cfg.source != EMBEDDED_CORPUS and contains_images(cfg.source):
         raise UserError(
             f"data.source is {cfg.source!r}, which contains images or is a tar: prepare it first. Fix: run `linnet data prepare "
             f"{cfg.source} --out DIR` and train with --data.source DIR (it prints the whole command)."
         )
-    source = find(cfg.source)
+    source = find_files(cfg.source)
     division = make_splits(source, cfg)
     train, validation, test = (open_text(division.pieces[name], cfg.sequence_len) for name in SPLITS)
     if not train.n_tokens:
         raise invalid(
             "data.source", cfg.source, "large enough to leave a fraction for training", "name a larger source"
         )
-    refuse_condition_of_text(cfg)
+    check_no_condition(cfg)
     origin = {"source": cfg.source, "root": str(source.root), "left_out": division.left_out, "held_out": division.how}
     return TokenDataset(
         cfg=cfg,
@@ -85,23 +85,23 @@ def _text(cfg: DataConfig, seed: int) -> TokenDataset:
 
 
 def _prepared(cfg: DataConfig, seed: int, folder: Path) -> TokenDataset:
-    _refuse_division(cfg, "was split when it was prepared")
+    _check_unset(cfg, "was split when it was prepared")
     index = indexes.load(folder)
-    indexes.refuse_damage(folder, index)
+    indexes.check_files(folder, index)
     shape = None if index.shape is None else (index.shape[0], index.shape[1], index.shape[2])
-    _refuse_cut_pictures(cfg, shape)
+    _check_image_len(cfg, shape)
     splits = {name: indexes.open_split(folder, index, name, cfg.sequence_len) for name in SPLITS}
     held_out = dict.fromkeys(("validation", "test"), index.held_out)
     origin = {"source": cfg.source, "root": str(folder), "left_out": {"source": index.left_out}, "held_out": held_out}
     condition = None
     if shape is None:
-        refuse_condition_of_text(cfg)
+        check_no_condition(cfg)
     elif cfg.condition is not None:
-        condition = of_pictures(cfg.condition, splits, shape)
+        condition = load_image_condition(cfg.condition, splits, shape)
     return TokenDataset(
         cfg=cfg,
         seed=seed,
-        tokenizer=indexes.the_tokenizer(folder, index),
+        tokenizer=indexes.load_tokenizer(folder, index),
         shape=shape,
         origin=origin,
         condition=condition,
@@ -110,9 +110,9 @@ def _prepared(cfg: DataConfig, seed: int, folder: Path) -> TokenDataset:
 
 
 def _emoji(cfg: DataConfig, seed: int, size: int) -> TokenDataset:
-    _refuse_division(cfg, "is split by what its images show")
+    _check_unset(cfg, "is split by what its images show")
     shape = (size, size, 3)
-    _refuse_cut_pictures(cfg, shape)
+    _check_image_len(cfg, shape)
     pictures, _, split_of = open_emoji(size)
     chosen = {name: pictures[np.array(split_of) == name] for name in SPLITS}
     splits = {
@@ -129,19 +129,19 @@ def _emoji(cfg: DataConfig, seed: int, size: int) -> TokenDataset:
         tokenizer=BytesTokenizer(),
         shape=shape,
         origin=origin,
-        condition=None if cfg.condition is None else of_emoji(cfg.condition, split_of),
+        condition=None if cfg.condition is None else load_emoji_condition(cfg.condition, split_of),
         **splits,
     )
 
 
-def _refuse_division(cfg: DataConfig, why: str) -> None:
+def _check_unset(cfg: DataConfig, why: str) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
-    for name in _DIVIDED_BY:
+    for name in _SPLIT_FIELDS:
         if getattr(cfg, name) != defaults[name]:
             raise invalid(f"data.{name}", getattr(cfg, name), f"left unset: {cfg.source} {why}", "leave it out")
 
 
-def _refuse_cut_pictures(cfg: DataConfig, shape: tuple[int, int, int] | None) -> None:
+def _check_image_len(cfg: DataConfig, shape: tuple[int, int, int] | None) -> None:
     if shape is not None and cfg.sequence_len != math.prod(shape):
         raise invalid(
             "data.sequence_len",

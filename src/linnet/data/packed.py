@@ -29,7 +29,7 @@ class Content(Protocol):
     def __getitem__(self, at: slice, /) -> Shaped[np.ndarray, " n"]: ...
 
 
-class Joined:
+class ConcatArray:
     """Concatenation of several arrays; slicing touches only the parts it needs."""
 
     def __init__(self, parts: Sequence[Shaped[np.ndarray, " _"]]) -> None:
@@ -64,14 +64,14 @@ class PackedSplit:
         sequence_len: int,
         *,
         first_id: int = FIRST_BYTE,
-        end_id: int = EOS,
+        eos_id: int = EOS,
         n_bytes: int | None = None,
         n_words: int | None = None,
         fingerprint: str | None = None,
     ) -> None:
         assert content.size == sizes.sum(), f"documents of {sizes.sum()} tokens in a content of {content.size}"
-        self.sequence_len, self.end_id, self.n_words = sequence_len, end_id, n_words
-        self.begin_id: int | None = end_id
+        self.sequence_len, self.eos_id, self.n_words = sequence_len, eos_id, n_words
+        self.bos_id: int | None = eos_id
         self.n_bytes = content.size if n_bytes is None else n_bytes
         self._content, self._first_id, self._fingerprint = content, first_id, fingerprint
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes + ends)])
@@ -90,21 +90,21 @@ class PackedSplit:
     @property
     def _n_unpredicted(self) -> int:
         """1 without a BOS id: nothing precedes the very first token, so it is an input but not a target."""
-        return int(self.begin_id is None)
+        return int(self.bos_id is None)
 
-    def begun_by(self, begin_id: int | None) -> PackedSplit:
+    def with_bos(self, bos_id: int | None) -> PackedSplit:
         """Return the same content for a model whose sequences begin with this BOS id.
 
         None: a sequence begins with the token before its first target, which is the last token of the previous sequence.
         """
         changed = copy.copy(self)
-        changed.begin_id = begin_id
+        changed.bos_id = bos_id
         return changed
 
     def first_input(self, i: int) -> int:
         """Return the token before the first target of window i."""
-        if self.begin_id is not None:
-            return self.begin_id
+        if self.bos_id is not None:
+            return self.bos_id
         return int(self._tokens(i * self.sequence_len, i * self.sequence_len + 1)[0])
 
     @property
@@ -138,7 +138,7 @@ class PackedSplit:
         ids = self._content[first - int(e0) : last - int(e1)].astype(np.int32) + self._first_id
         if e0 == e1:
             return ids
-        tokens = np.full(last - first, self.end_id, np.int32)
+        tokens = np.full(last - first, self.eos_id, np.int32)
         is_content = np.ones(last - first, bool)
         is_content[self._end_positions[e0:e1] - first] = False
         tokens[is_content] = ids

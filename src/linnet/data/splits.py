@@ -9,7 +9,7 @@ import os
 
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError, invalid
-from linnet.data.sources.files import FileId, Found, SourceFile, find_held_out
+from linnet.data.sources.files import FileId, SourceFile, SourceFiles, find_held_out
 
 SPLITS = ("train", "validation", "test")
 CLOSE_ENOUGH = 0.9
@@ -17,7 +17,7 @@ CLOSE_ENOUGH = 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
+class FileSpan:
     """Bytes start to stop of a file; `ends` if the document ends here with an EOS id."""
 
     file: SourceFile
@@ -32,20 +32,20 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitPlan:
-    pieces: dict[str, tuple[Piece, ...]]
+    pieces: dict[str, tuple[FileSpan, ...]]
     left_out: dict[str, dict[str, int]]
     how: dict[str, str]
     """Description of how each held-out split was chosen."""
 
 
-def make_splits(source: Found, cfg: DataConfig) -> SplitPlan:
+def make_splits(source: SourceFiles, cfg: DataConfig) -> SplitPlan:
     """Split a source. Independent of the seed, so that the same text is held out in every run on the same files."""
     named = {
         split: find_held_out(patterns, source.root, f"data.{split}_files")
         for split, patterns in (("validation", cfg.validation_files), ("test", cfg.test_files))
         if patterns
     }
-    _refuse_overlap(named)
+    _check_disjoint(named)
     held_out = {f.identity for found in named.values() for f in found.files}
     rest = tuple(f for f in source.files if f.identity not in held_out)
     if not rest:
@@ -60,13 +60,13 @@ def make_splits(source: Found, cfg: DataConfig) -> SplitPlan:
     pieces, how = _by_fraction(rest, wanted, ends)
     return SplitPlan(
         pieces={split: pieces.get(split, ()) for split in SPLITS}
-        | {split: _whole(found.files, ends) for split, found in named.items()},
+        | {split: _full_spans(found.files, ends) for split, found in named.items()},
         left_out={"source": source.left_out} | {split: found.left_out for split, found in named.items()},
         how=dict.fromkeys(wanted, how) | dict.fromkeys(named, "named files"),
     )
 
 
-def _refuse_overlap(named: dict[str, Found]) -> None:
+def _check_disjoint(named: dict[str, SourceFiles]) -> None:
     test = {f.identity for f in named["test"].files} if "test" in named else set()
     both = [f for f in named["validation"].files if f.identity in test] if "validation" in named else []
     if both:
@@ -80,13 +80,13 @@ def _refuse_overlap(named: dict[str, Found]) -> None:
 
 def _by_fraction(
     files: tuple[SourceFile, ...], wanted: dict[str, float], ends: bool
-) -> tuple[dict[str, tuple[Piece, ...]], str]:
+) -> tuple[dict[str, tuple[FileSpan, ...]], str]:
     chosen = _by_hash(files, wanted) if len(files) > 1 else None
     if chosen is None:
-        return _by_tail(_whole(files, ends), wanted), "the tail of the stream"
+        return _by_tail(_full_spans(files, ends), wanted), "the tail of the stream"
     # Each split keeps the order of the source.
     groups = {split: tuple(f for f in files if chosen.get(f.identity, "train") == split) for split in SPLITS}
-    return {split: _whole(group, ends) for split, group in groups.items()}, "whole files, by a hash of their names"
+    return {split: _full_spans(group, ends) for split, group in groups.items()}, "whole files, by a hash of their names"
 
 
 def _by_hash(files: tuple[SourceFile, ...], wanted: dict[str, float]) -> dict[FileId, str] | None:
@@ -111,7 +111,7 @@ def _by_hash(files: tuple[SourceFile, ...], wanted: dict[str, float]) -> dict[Fi
     return chosen if len(chosen) < len(files) else None
 
 
-def _by_tail(documents: tuple[Piece, ...], wanted: dict[str, float]) -> dict[str, tuple[Piece, ...]]:
+def _by_tail(documents: tuple[FileSpan, ...], wanted: dict[str, float]) -> dict[str, tuple[FileSpan, ...]]:
     """Split the concatenated documents at byte offsets: train, then validation, then test."""
     total = sum(d.size for d in documents)
     # Rounded down to bytes, with tolerance for floating-point error: 0.29 * 100 is 29.
@@ -123,17 +123,17 @@ def _by_tail(documents: tuple[Piece, ...], wanted: dict[str, float]) -> dict[str
     }
 
 
-def _clip(documents: tuple[Piece, ...], start: int, stop: int) -> tuple[Piece, ...]:
+def _clip(documents: tuple[FileSpan, ...], start: int, stop: int) -> tuple[FileSpan, ...]:
     """Return the part of the stream between two byte offsets. Only the piece with a document's last byte has its EOS id."""
-    parts: list[Piece] = []
+    parts: list[FileSpan] = []
     offset = 0
     for d in documents:
         first, last = max(start - offset, 0), min(stop - offset, d.size)
         if first < last:
-            parts.append(Piece(file=d.file, start=first, stop=last, ends=d.ends and last == d.size))
+            parts.append(FileSpan(file=d.file, start=first, stop=last, ends=d.ends and last == d.size))
         offset += d.size
     return tuple(parts)
 
 
-def _whole(files: tuple[SourceFile, ...], ends: bool) -> tuple[Piece, ...]:
-    return tuple(Piece(file=f, start=0, stop=f.size, ends=ends) for f in files)
+def _full_spans(files: tuple[SourceFile, ...], ends: bool) -> tuple[FileSpan, ...]:
+    return tuple(FileSpan(file=f, start=0, stop=f.size, ends=ends) for f in files)

@@ -82,7 +82,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a split. Sequences are processed in segments of `update_len`, so memory does not grow with their length."""
     data.check_fit(cfg.lm.n_vocab, cfg.lm.end_id, cfg.d_condition)
-    data = data.begun_by(cfg.lm.bos_id)
+    data = data.with_bos(cfg.lm.bos_id)
     nats = nats or make_nats(family, cfg)
     size = batch_size or cfg.data.batch_size
     mesh = sharding.make_mesh() if mesh is None else mesh

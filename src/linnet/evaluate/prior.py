@@ -117,7 +117,7 @@ def evaluate_prior(
     sums: dict[int, dict[str, float]] = {n: dict.fromkeys(FIGURES, 0.0) for n in plans}
     kept: dict[int, list[tuple[np.ndarray, ...]]] = {n: [] for n in plans}
     chosen: list[np.ndarray] = []
-    choose = choose and len(pairs.evaluated(split, limit)) <= MAX_CHOSEN and pairs.text_width == pairs.image_width
+    choose = choose and len(pairs.evaluation_rows(split, limit)) <= MAX_CHOSEN and pairs.text_width == pairs.image_width
     seen = 0
     for batch in progress(pairs.evaluation(split, size, limit)):
         n = int(np.sum(batch.mask))

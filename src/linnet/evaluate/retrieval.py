@@ -89,7 +89,7 @@ def _blocks(
     pairs: EmbeddingPairs, split: str, most: int
 ) -> Iterator[tuple[Float64[np.ndarray, "b T"], Float64[np.ndarray, "b D"]]]:
     """Yield texts and images of a split, or of at most `most` rows spread evenly over it."""
-    rows = pairs.evaluated(split, most)
+    rows = pairs.evaluation_rows(split, most)
     for at in range(0, len(rows), BLOCK):
         part = rows[at : at + BLOCK]
         yield pairs.texts.read(part).astype(np.float64), pairs.images.read(part).astype(np.float64)

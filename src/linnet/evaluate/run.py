@@ -18,7 +18,7 @@ from linnet.core.errors import UserError, invalid
 from linnet.core.pytree import n_bytes
 from linnet.data import load_dataset
 from linnet.data.embeddings import EmbeddingPairs, open_pairs
-from linnet.data.load import is_divided
+from linnet.data.load import has_splits
 from linnet.evaluate import retrieval
 from linnet.evaluate.language_model import Evaluation, evaluate
 from linnet.evaluate.prior import PriorEvaluation, check_fit, evaluate_prior
@@ -85,7 +85,7 @@ def evaluate_language_model_run(
     cfg = _with_lengths(run.cfg, settings)
     own = cfg if settings.data_source is None else relocated(cfg, settings.data_source)
     data_cfg, split = _text_source(settings, own.tokens)
-    data = load_dataset(data_cfg, cfg.seed).begun_by(cfg.lm.bos_id)
+    data = load_dataset(data_cfg, cfg.seed).with_bos(cfg.lm.bos_id)
     if settings.data_source is not None:
         check_same_data(run.folder, data.fingerprint, settings.data_source)
     check_match(
@@ -145,7 +145,7 @@ def _text_source(settings: EvalSettings, trained_on: DataConfig) -> tuple[DataCo
         return trained_on, settings.split
     lengths = {name: getattr(trained_on, name) for name in ("sequence_len", "update_len", "batch_size")}
     other = DataConfig(source=settings.source, **lengths)
-    if is_divided(settings.source):
+    if has_splits(settings.source):
         return other, settings.split
     # Plain text has no splits, so all of it is evaluated.
     return dataclasses.replace(other, validation_fraction=0.0, test_fraction=0.0), "train"

@@ -16,11 +16,11 @@ from jaxtyping import Float32, Int64
 
 from linnet.core import rng
 from linnet.core.errors import UserError, invalid
-from linnet.data.embeddings.load import open_gallery
+from linnet.data.embeddings.load import open_neighbor_index
 from linnet.data.embeddings.neighbors import NeighborIndex, l2_normalize
-from linnet.data.embeddings.provenance import encoder_of
-from linnet.data.encoders.encoder import Encoder, encode_prompt
-from linnet.data.encoders.load import open_encoder
+from linnet.data.embeddings.provenance import find_encoder
+from linnet.data.encoders import Encoder, open_encoder
+from linnet.data.encoders.encoder import encode_prompt
 from linnet.models.prior import sampling
 from linnet.models.prior.conditions import check_encodings, cut_encodings
 from linnet.models.prior.config import PriorConfig
@@ -66,7 +66,7 @@ def solver_table(cfg: PriorConfig, *, n: int, steps: int | None, solver: Solver,
 
 def encode_texts(run: LoadedRun, texts: Sequence[str]) -> Texts:
     """Encode texts with the encoder that made the run's pairs."""
-    name = encoder_of(run.cfg.pairs, run.folder)
+    name = find_encoder(run.cfg.pairs, run.folder)
     if name is None:
         raise UserError(
             f"no encoder is recorded for the pairs of {run.folder} ({run.cfg.pairs.images or run.cfg.pairs.source}), so a text "
@@ -144,6 +144,6 @@ def sample_best(run: LoadedRun, texts: Texts, table: SolverTable, seeds: Sequenc
 def open_neighbors(run: LoadedRun) -> tuple[NeighborIndex | None, str | None]:
     """Return the index of the run's images, or None and the reason: an embedding is useful without it."""
     try:
-        return open_gallery(run.cfg.pairs, run.cfg.seed, run.cfg.prior.dim), None
+        return open_neighbor_index(run.cfg.pairs, run.cfg.seed, run.cfg.prior.dim), None
     except UserError as error:
         return None, f"No nearest pictures: {error}"

@@ -14,7 +14,7 @@ from linnet.config.schema import RunConfig
 from linnet.core.errors import invalid
 from linnet.core.files import atomic_write
 from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS
-from linnet.data.images import contact_sheet, pixels_of_ids
+from linnet.data.images import contact_sheet, ids_to_pixels
 from linnet.models.base import TokenFamily
 from linnet.models.generate import generate
 from linnet.models.tensor_parallel import on_mesh_of
@@ -134,7 +134,7 @@ def sample_pictures(
         for row in pieces:
             for i, piece in enumerate(row):
                 ids[i] += [] if piece is None else piece.tokens
-    pixels, _ = pixels_of_ids(np.array(ids, np.int32), (len(ids), *shape))
+    pixels, _ = ids_to_pixels(np.array(ids, np.int32), (len(ids), *shape))
     return pixels
 
 

@@ -17,9 +17,8 @@ from linnet.core.errors import UserError, invalid
 from linnet.data.conditioning import BUILTIN
 from linnet.data.embeddings import open_pairs
 from linnet.data.embeddings.neighbors import NeighborIndex, l2_normalize
-from linnet.data.embeddings.provenance import encoder_of
-from linnet.data.encoders.encoder import Encoder
-from linnet.data.encoders.load import open_encoder
+from linnet.data.embeddings.provenance import find_encoder
+from linnet.data.encoders import Encoder, open_encoder
 from linnet.generate.images import generate_images
 from linnet.generate.prior import encode_with, sample_candidates
 from linnet.models.prior.solver import default_steps, make_solver
@@ -111,7 +110,7 @@ def _encoder_of_both(first: RunConfig, second: RunConfig, prior: Path, painter: 
     if first.prior.dim != second.d_condition:
         needs = f"{first.prior.dim}, the width of the embeddings of {prior}"
         raise invalid(f"model.d_condition of {painter}", second.d_condition, needs, "train it on those embeddings")
-    name = encoder_of(first.pairs, prior)
+    name = find_encoder(first.pairs, prior)
     if name is None:
         needs = "pairs whose encoder is known, so that it can read your text"
         raise invalid("prior", f"{prior}, of {first.pairs.source}", needs, "make pairs with `linnet data embed`")

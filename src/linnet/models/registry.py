@@ -55,7 +55,7 @@ def names(reads: DataKind | None = None) -> tuple[str, ...]:
     return tuple(name for name in FAMILIES if reads in (None, config_class(name).READS))
 
 
-def name_of(config: type[ModelConfig]) -> str:
+def row_name(config: type[ModelConfig]) -> str:
     """Return the name of the family with this config class."""
     return next(name for name in FAMILIES if config_class(name) is config)
 

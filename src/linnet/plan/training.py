@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from linnet.config.codec import run_from_dict
 from linnet.config.schema import RunConfig
 from linnet.data.batch import Batch
-from linnet.data.embeddings.batch import PairBatch
+from linnet.data.embeddings.pairs import PairBatch
 from linnet.models import registry
 from linnet.models.base import ModelFamily
 from linnet.models.model_config import PairModelConfig

@@ -10,7 +10,7 @@ from linnet.config.schema import PairsConfig, RunConfig
 from linnet.core.errors import UserError
 from linnet.data import load_dataset
 from linnet.data.embeddings import open_pairs
-from linnet.data.sources.locations import located
+from linnet.data.sources.locations import resolve_paths
 
 ELSEWHERE = {"images": None, "texts": None, "metadata": None, "encodings": None}
 """Settings of embedding pairs that a new `source` overrides."""
@@ -20,14 +20,16 @@ def relocated(cfg: RunConfig, source: str) -> RunConfig:
     """Return the config with its data at `source`, relative to the working directory."""
     beside = ELSEWHERE if isinstance(cfg.data, PairsConfig) else {}
     # The other paths become absolute, since `base` no longer applies.
-    return dataclasses.replace(cfg, data=dataclasses.replace(located(cfg.data), source=source, base=None, **beside))
+    return dataclasses.replace(
+        cfg, data=dataclasses.replace(resolve_paths(cfg.data), source=source, base=None, **beside)
+    )
 
 
 def data_fingerprint(cfg: RunConfig) -> str:
     """Open the data of a run and return its fingerprint, which depends on content only, not on names or locations."""
     if not cfg.reads_tokens:
         return open_pairs(cfg.pairs, cfg.seed, encodings=cfg.pair_model.text_encodings).fingerprint
-    return load_dataset(cfg.tokens, cfg.seed).begun_by(cfg.lm.bos_id).fingerprint
+    return load_dataset(cfg.tokens, cfg.seed).with_bos(cfg.lm.bos_id).fingerprint
 
 
 def recorded_fingerprint(run: Path) -> str | None:

@@ -37,12 +37,12 @@ class Grammars:
         """`n_vocab`: the model's vocabulary size, if larger than the tokenizer's. The additional ids are never allowed."""
         n_ids = tokenizer.n_vocab if n_vocab is None else n_vocab
         assert n_ids >= tokenizer.n_vocab, "the tokenizer has ids outside the model's vocabulary"
-        self._end = tokenizer.end_id
+        self._end = tokenizer.eos_id
         self._text_ids = np.zeros(n_ids, bool)
         self._text_ids[: tokenizer.n_vocab] = tokenizer.lengths() > 0
         # Text that the grammar forces is split into tokens as the tokenizer would split it, unless that changes the text.
         self._options = "" if tokenizer.exact else '%llguidance {"no_forcing": true}'
-        self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=tokenizer.end_id)
+        self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=tokenizer.eos_id)
 
     def compile(self, constraint: Constraint) -> Matcher:
         """Compile a constraint. Raises `UserError` if it cannot be parsed, is too large, or matches no text of this vocabulary."""
@@ -122,7 +122,7 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         pieces = [tokenizer.id_bytes(i) for i in range(tokenizer.n_vocab)]
         self._tokenizer = tokenizer
-        self.eos_token_id = tokenizer.end_id
+        self.eos_token_id = tokenizer.eos_id
         self.special_token_ids = [i for i, piece in enumerate(pieces) if not piece]
         self.tokens = [piece or b"<id %d>" % i for i, piece in enumerate(pieces)]  # llguidance panics on an empty one
 

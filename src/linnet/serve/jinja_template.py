@@ -78,7 +78,7 @@ class JinjaTemplate:
             ) from None
 
     def _variables(self, tokenizer: Tokenizer) -> dict[str, str]:
-        return {"bos_token": "", "eos_token": tokenizer.pieces([tokenizer.end_id])[0], **self.tokens}
+        return {"bos_token": "", "eos_token": tokenizer.pieces([tokenizer.eos_id])[0], **self.tokens}
 
     def _after_answer(self, messages: Iterable[tuple[str, str]], tokenizer: Tokenizer, mark: str) -> str:
         """Return what follows an answer if the conversation continues with these messages."""

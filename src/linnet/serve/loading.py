@@ -8,9 +8,9 @@ from pathlib import Path
 
 from linnet.core.dtypes import WeightDtype
 from linnet.core.errors import UserError, invalid
-from linnet.data.embeddings.load import open_gallery
+from linnet.data.embeddings.load import open_neighbor_index
 from linnet.data.embeddings.neighbors import NeighborIndex
-from linnet.data.embeddings.provenance import encoder_of
+from linnet.data.embeddings.provenance import find_encoder
 from linnet.data.encoders import Encoder, open_encoder
 from linnet.runs.load import LoadedRun, decoding_mesh, open_run
 from linnet.serve.chat_template import Template
@@ -87,7 +87,7 @@ def _load_prior(name: str, run: LoadedRun, settings: ServeSettings, log: Callabl
 
 def _encoder(run: LoadedRun) -> tuple[Encoder | None, str | None]:
     """Return the encoder of the run's training data, or None and the reason."""
-    name = encoder_of(run.cfg.pairs, run.folder)
+    name = find_encoder(run.cfg.pairs, run.folder)
     if name is None:
         return None, "the encoder of its data is unknown: requests must give embeddings, not texts."
     try:
@@ -102,7 +102,7 @@ def _encoder(run: LoadedRun) -> tuple[Encoder | None, str | None]:
 def _gallery(run: LoadedRun) -> tuple[NeighborIndex | None, str | None]:
     """Return the index of the run's images, or None and the reason: a run is served even if its data is gone."""
     try:
-        gallery = open_gallery(run.cfg.pairs, run.cfg.seed, run.cfg.prior.dim)
+        gallery = open_neighbor_index(run.cfg.pairs, run.cfg.seed, run.cfg.prior.dim)
     except UserError as error:
         return None, f"no gallery: {error}"
     if gallery.n_rows > MAX_GALLERY:

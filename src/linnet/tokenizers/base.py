@@ -20,11 +20,11 @@ from linnet.core.special_tokens import EOS, FIRST_BYTE, N_BYTE_IDS, TextRules
 BYTES = "bytes"
 BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE = "tokenizer.bytes", "tokenizer.model", "tokenizer.json"
 TOKENIZER_FILES = (BYTES_FILE, SENTENCEPIECE_FILE, HUGGINGFACE_FILE)
-END_FILE = "tokenizer.end"
+EOS_FILE = "tokenizer.end"
 """File with the name of the EOS token, next to a saved model: a model file need not define which token is EOS."""
 SETTINGS_FILE = "tokenizer_settings.json"
-"""File with the `Rules` of a saved tokenizer. Without it the rules are `exact`, as in all versions before the setting existed."""
-Rules = Literal["exact", "released"]
+"""File with the `EncodingRules` of a saved tokenizer. Without it the rules are `exact`: versions before the setting had no others."""
+EncodingRules = Literal["exact", "released"]
 """`exact`: every byte string round-trips. `released`: encodes and decodes exactly as the model file's own library does."""
 
 
@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
     @property
     def n_vocab(self) -> int: ...
     @property
-    def end_id(self) -> int:
+    def eos_id(self) -> int:
         """The EOS id, which ends a document. No text is encoded to it."""
         ...
 
@@ -59,7 +59,7 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def rules(self) -> Rules: ...
+    def rules(self) -> EncodingRules: ...
     @property
     def text_rules(self) -> TextRules:
         """The detokenization rules for single ids; `decode` follows them too."""
@@ -104,9 +104,9 @@ class BytesTokenizer:
 
     kind = BYTES
     n_vocab = N_BYTE_IDS
-    end_id = EOS
+    eos_id = EOS
     exact = True
-    rules: Rules = "exact"
+    rules: EncodingRules = "exact"
     special_tokens: Mapping[str, SpecialToken] = MappingProxyType({"<end>": SpecialToken(EOS)})
 
     @property
@@ -115,7 +115,7 @@ class BytesTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint(self.kind, b"", self.end_id)
+        return fingerprint(self.kind, b"", self.eos_id)
 
     def encode(self, data: bytes, *, continues: bool = False) -> Int32[np.ndarray, " n"]:
         return np.frombuffer(data, np.uint8).astype(np.int32) + FIRST_BYTE
@@ -133,13 +133,13 @@ class BytesTokenizer:
 
     def pieces(self, ids: Sequence[int] | Int32[np.ndarray, " n"]) -> list[str]:
         special = dict(enumerate(("<pad>", "<end>", "<unknown>")))
-        return [special.get(i) or readable(self.id_bytes(i), i) for i in map(int, ids)]
+        return [special.get(i) or format_piece(self.id_bytes(i), i) for i in map(int, ids)]
 
     def save(self, folder: Path) -> None:
         atomic_write(folder / BYTES_FILE, b"ids 0 pad, 1 end, 2 unknown; byte b is b + 3\n")
 
 
-def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def decode_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Decode a complete sequence of ids to a string."""
     return tokenizer.decode(ids).decode(errors=tokenizer.text_rules.errors)
 
@@ -148,7 +148,7 @@ def settings_json(tokenizer: Tokenizer) -> bytes:
     return json.dumps({"rules": tokenizer.rules, "byte_exact": tokenizer.exact}, indent=1).encode() + b"\n"
 
 
-def readable(piece: bytes, token: int) -> str:
+def format_piece(piece: bytes, token: int) -> str:
     """Return the text of a piece, or its bytes as <0xNN> if it is not printable."""
     text = piece.decode(errors="replace")
     if text.isprintable() and "\ufffd" not in text:
@@ -156,11 +156,11 @@ def readable(piece: bytes, token: int) -> str:
     return "".join(f"<0x{byte:02X}>" for byte in piece)
 
 
-def fingerprint(kind: str, content: bytes, end_id: int) -> str:
-    return hashlib.sha256(f"{kind}\0{end_id}\0".encode() + content).hexdigest()
+def fingerprint(kind: str, content: bytes, eos_id: int) -> str:
+    return hashlib.sha256(f"{kind}\0{eos_id}\0".encode() + content).hexdigest()
 
 
-def not_a_tokenizer(name: str, needs: str = "") -> UserError:
+def invalid_tokenizer(name: str, needs: str = "") -> UserError:
     return invalid(
         "--tokenizer",
         name,

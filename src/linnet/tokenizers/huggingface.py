@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import parse_json
 from linnet.core.special_tokens import ONE_PER_BYTE
-from linnet.tokenizers.base import HUGGINGFACE_FILE, Rules, SpecialToken, not_a_tokenizer
-from linnet.tokenizers.pieces import Model, PieceTokenizer, Released
+from linnet.tokenizers.base import HUGGINGFACE_FILE, EncodingRules, SpecialToken, invalid_tokenizer
+from linnet.tokenizers.pieces import PieceModel, PieceTokenizer, ReleasedCodec
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 KIND = "huggingface"
-END_TOKENS = (
+EOS_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",
     "</s>",
@@ -37,7 +37,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def open_huggingface(
-    content: bytes, end_token: str | None = None, name: str = HUGGINGFACE_FILE, rules: Rules = "exact"
+    content: bytes, end_token: str | None = None, name: str = HUGGINGFACE_FILE, rules: EncodingRules = "exact"
 ) -> PieceTokenizer:
     # Encoding is parallelized by worker processes; the package's own threads would compete with them and warn when forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -46,8 +46,8 @@ def open_huggingface(
     names = _names(plain)
     added = plain.get_added_tokens_decoder()
     special = {i for i, token in added.items() if token.special}
-    end_id = _end_id({names[i]: i for i in sorted(special)}, names, end_token)
-    silent = special | {end_id} | {i for i, token in enumerate(names) if token is None}
+    eos_id = _eos_id({names[i]: i for i in sorted(special)}, names, end_token)
+    silent = special | {eos_id} | {i for i, token in enumerate(names) if token is None}
     literal = {i: token.content.encode() for i, token in added.items()}
     bytes_of = _bytes_of(spec, plain, [token for token in names if token is not None])
     table = [b"" if i in silent else literal.get(i) or bytes_of(str(token)) for i, token in enumerate(names)]
@@ -55,13 +55,13 @@ def open_huggingface(
     # A tokenizer that is lossy anyway keeps its own prefix handling.
     used = plain if byte_ids is None else _tokenizer(_without_prefix(spec), name)
     return PieceTokenizer(
-        Model(
+        PieceModel(
             kind=KIND,
             file=HUGGINGFACE_FILE,
             content=content,
             names=[f"<id {i}>" if token is None else token for i, token in enumerate(names)],
             table=table,
-            end_id=end_id,
+            eos_id=eos_id,
             byte_ids=byte_ids,
             unknown_id=next((i for i, token in enumerate(names) if token in UNKNOWN_TOKENS), None),
             encode_texts=_encoder(used),
@@ -72,14 +72,14 @@ def open_huggingface(
     )
 
 
-def _released(spec: Mapping[str, Any], name: str, plain: Tokenizer, table: Sequence[bytes]) -> Released:
+def _released(spec: Mapping[str, Any], name: str, plain: Tokenizer, table: Sequence[bytes]) -> ReleasedCodec:
     """Return the package's own encoding and decoding, except that text is never encoded to a control id."""
     whole, continuing = _encoder(plain), _encoder(_tokenizer(_without_prefix(spec), name))
     word = next((i for i, piece in enumerate(table) if piece.startswith(b" ") and len(piece) > 1), None)
     drops = word is not None and plain.decode([word], skip_special_tokens=False).encode() == table[word][1:]
     byte_pieces = {i for token, i in plain.get_vocab().items() if _BYTE_PIECE.fullmatch(token)}
     opening = [piece if i in byte_pieces else piece.removeprefix(b" ") for i, piece in enumerate(table)]
-    return Released(
+    return ReleasedCodec(
         encode=lambda text: whole([text])[0],
         encode_continuing=lambda text: continuing([text])[0],
         opening=opening if drops else None,
@@ -99,10 +99,10 @@ def _spec(content: bytes, name: str) -> dict[str, Any]:
     try:
         spec = parse_json(content)
     except ValueError as error:
-        raise not_a_tokenizer(name, f"a tokenizer.json (it is not JSON: {error})") from None
+        raise invalid_tokenizer(name, f"a tokenizer.json (it is not JSON: {error})") from None
     if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
         keys = ", ".join(str(key) for key in list(spec)[:6]) if isinstance(spec, dict) else type(spec).__name__
-        raise not_a_tokenizer(name, f"a tokenizer.json with a 'model' (this one has {keys or 'nothing'})")
+        raise invalid_tokenizer(name, f"a tokenizer.json with a 'model' (this one has {keys or 'nothing'})")
     return spec
 
 
@@ -112,7 +112,7 @@ def _tokenizer(spec: Mapping[str, Any], name: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(json.dumps(spec))
     except Exception as error:  # the package raises no narrower kind
-        raise not_a_tokenizer(name, f"a tokenizer.json that the package `tokenizers` can read ({error})") from None
+        raise invalid_tokenizer(name, f"a tokenizer.json that the package `tokenizers` can read ({error})") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # special tokens spelled out in a text are encoded as text
@@ -140,12 +140,12 @@ def _names(tokenizer: Tokenizer) -> list[str | None]:
     return names
 
 
-def _end_id(special: Mapping[str | None, int], names: Sequence[str | None], end_token: str | None) -> int:
+def _eos_id(special: Mapping[str | None, int], names: Sequence[str | None], end_token: str | None) -> int:
     if end_token is not None:
         if end_token not in names:
             raise invalid("--end-token", end_token, "a token of the tokenizer", f"use one of: {_some(special)}")
         return names.index(end_token)
-    known = next((special[token] for token in END_TOKENS if token in special), None)
+    known = next((special[token] for token in EOS_TOKENS if token in special), None)
     if known is None:
         needs = "given for this tokenizer (none of its special tokens is known to end a document)"
         raise invalid(

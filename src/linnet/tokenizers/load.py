@@ -14,17 +14,17 @@ from linnet.core.local_path import check_local
 from linnet.tokenizers.base import (
     BYTES,
     BYTES_FILE,
-    END_FILE,
+    EOS_FILE,
     SETTINGS_FILE,
     TOKENIZER_FILES,
     BytesTokenizer,
-    Rules,
+    EncodingRules,
     Tokenizer,
-    not_a_tokenizer,
+    invalid_tokenizer,
 )
 
 
-def open_tokenizer(name: str, *, end_token: str | None = None, rules: Rules | None = None) -> Tokenizer:
+def open_tokenizer(name: str, *, end_token: str | None = None, rules: EncodingRules | None = None) -> Tokenizer:
     """Open `bytes`, a model file, or a folder with a saved tokenizer. `end_token` names the EOS token. `rules` defaults to those of
     the saved tokenizer, or `exact` for a file."""
     if name == BYTES:
@@ -33,7 +33,7 @@ def open_tokenizer(name: str, *, end_token: str | None = None, rules: Rules | No
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         path = _in_folder(path)
-        end_file = path.with_name(END_FILE)
+        end_file = path.with_name(EOS_FILE)
         if end_token is None and end_file.is_file():
             end_token = _read(end_file).decode(errors="replace")
         rules = rules or _saved_rules(path.parent)
@@ -49,7 +49,7 @@ def open_tokenizer(name: str, *, end_token: str | None = None, rules: Rules | No
     return open_sentencepiece(content, end_token, str(path), rules or "exact")
 
 
-def _saved_rules(folder: Path) -> Rules:
+def _saved_rules(folder: Path) -> EncodingRules:
     """Return the rules in the folder's settings file. Without one, the rules are `released` if the model uses no BOS, as imported
     models such as Grok-1, and `exact` otherwise (a run from before the setting existed)."""
     file = folder / SETTINGS_FILE
@@ -59,10 +59,10 @@ def _saved_rules(folder: Path) -> Rules:
         found = json.loads(_read(file))["rules"]
     except (ValueError, KeyError, TypeError):
         found = None
-    for rules in get_args(Rules):
+    for rules in get_args(EncodingRules):
         if found == rules:
             return rules
-    needs = f"one of {', '.join(get_args(Rules))}"
+    needs = f"one of {', '.join(get_args(EncodingRules))}"
     raise invalid(f"rules in {file}", found, needs, "restore the file, or import the model again")
 
 
@@ -95,7 +95,7 @@ def _saved(folder: Path) -> list[Path]:
 def _in_folder(folder: Path) -> Path:
     there = _saved(folder)
     if not there:
-        raise not_a_tokenizer(str(folder), f"a folder that contains one of {', '.join(TOKENIZER_FILES)}")
+        raise invalid_tokenizer(str(folder), f"a folder that contains one of {', '.join(TOKENIZER_FILES)}")
     if len(there) > 1:
         names = " and ".join(path.name for path in there)
         raise invalid(
@@ -108,7 +108,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise not_a_tokenizer(str(path)) from None
+        raise invalid_tokenizer(str(path)) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the name
         reason = error.strerror if isinstance(error, OSError) else error
-        raise not_a_tokenizer(str(path), f"a file that can be read ({reason})") from None
+        raise invalid_tokenizer(str(path), f"a file that can be read ({reason})") from None

@@ -21,7 +21,15 @@ from jaxtyping import Int32
 from linnet.core.files import atomic_write
 from linnet.core.special_tokens import ONE_PER_BYTE, TextRules
 from linnet.models.detokenize import joined_bytes
-from linnet.tokenizers.base import END_FILE, SETTINGS_FILE, Rules, SpecialToken, fingerprint, readable, settings_json
+from linnet.tokenizers.base import (
+    EOS_FILE,
+    SETTINGS_FILE,
+    EncodingRules,
+    SpecialToken,
+    fingerprint,
+    format_piece,
+    settings_json,
+)
 
 BLOCK_CHARS = 4096
 """Target block size: the libraries encode short texts faster and with less memory than long ones."""
@@ -37,7 +45,7 @@ _NOT_UTF8 = re.compile(r"[\udc80-\udcff]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
+class PieceModel:
     """The contents of a model file, independent of its library."""
 
     kind: str
@@ -47,21 +55,21 @@ class Model:
     names: Sequence[str]
     table: Sequence[bytes]
     """Bytes of each id inside a text; empty for control ids."""
-    end_id: int
+    eos_id: int
     byte_ids: Sequence[int] | None
     """The id of each byte; None unless all 256 bytes have one."""
     unknown_id: int | None
     encode_texts: Callable[[list[str]], list[list[int]]]
-    reopen: Callable[[bytes, str, str, Rules], PieceTokenizer]
+    reopen: Callable[[bytes, str, str, EncodingRules], PieceTokenizer]
     """Reopens the tokenizer in a worker process from the content, the EOS token's name, the file name and the rules."""
-    released: Released | None = None
+    released: ReleasedCodec | None = None
     """The library's own encoding and decoding, with the rules `released`."""
     special: Mapping[int, SpecialToken] = dataclasses.field(default_factory=dict)
     """Control ids with settings of their own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Released:
+class ReleasedCodec:
     encode: Callable[[str], list[int]]
     """Encodes a complete text."""
     encode_continuing: Callable[[str], list[int]]
@@ -74,16 +82,16 @@ class Released:
 
 
 class PieceTokenizer:
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PieceModel) -> None:
         self._model = model
         self.kind = model.kind
         self.n_vocab = len(model.table)
-        self.end_id = model.end_id
-        self.rules: Rules = "exact" if model.released is None else "released"
+        self.eos_id = model.eos_id
+        self.rules: EncodingRules = "exact" if model.released is None else "released"
         self.exact = model.byte_ids is not None and model.released is None
         # The rules change the ids and therefore the fingerprint; that of `exact` is the same as before there were two rules.
         kind = model.kind if model.released is None else f"{model.kind} {self.rules}"
-        self.fingerprint = fingerprint(kind, model.content, model.end_id)
+        self.fingerprint = fingerprint(kind, model.content, model.eos_id)
         control = (i for i, piece in enumerate(model.table) if not piece)
         self.special_tokens: Mapping[str, SpecialToken] = {
             model.names[i]: model.special.get(i, SpecialToken(i)) for i in control
@@ -91,7 +99,7 @@ class PieceTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         model = self._model
-        return model.reopen, (model.content, model.names[self.end_id], model.file, self.rules)
+        return model.reopen, (model.content, model.names[self.eos_id], model.file, self.rules)
 
     @property
     def text_rules(self) -> TextRules:
@@ -133,13 +141,13 @@ class PieceTokenizer:
         return [self._name(int(i)) for i in ids]
 
     def save(self, folder: Path) -> None:
-        atomic_write(folder / END_FILE, self._model.names[self.end_id].encode())
+        atomic_write(folder / EOS_FILE, self._model.names[self.eos_id].encode())
         atomic_write(folder / SETTINGS_FILE, settings_json(self))
         atomic_write(folder / self._model.file, self._model.content)
 
     def _name(self, token: int) -> str:
         piece = self.id_bytes(token)
-        return self._model.names[token] if not piece and 0 <= token < self.n_vocab else readable(piece, token)
+        return self._model.names[token] if not piece and 0 <= token < self.n_vocab else format_piece(piece, token)
 
     def _encode_exact(
         self, spans: list[str], finer: tuple[Split, ...], byte_ids: Sequence[int]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from linnet.core.errors import invalid
 from linnet.core.special_tokens import EOS, ONE_PER_BYTE, PAD, UNKNOWN
-from linnet.tokenizers.base import SENTENCEPIECE_FILE, Rules, not_a_tokenizer
-from linnet.tokenizers.pieces import Model, PieceTokenizer, Released
+from linnet.tokenizers.base import SENTENCEPIECE_FILE, EncodingRules, invalid_tokenizer
+from linnet.tokenizers.pieces import PieceModel, PieceTokenizer, ReleasedCodec
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -24,13 +24,13 @@ CHANGED = "  a  B\ufb01\u2460\u212b  "
 
 
 def open_sentencepiece(
-    content: bytes, end_token: str | None = None, name: str = SENTENCEPIECE_FILE, rules: Rules = "exact"
+    content: bytes, end_token: str | None = None, name: str = SENTENCEPIECE_FILE, rules: EncodingRules = "exact"
 ) -> PieceTokenizer:
     processor, names = _processor(content, name)
     n_vocab = len(names)
-    end_id = _end_id(processor.eos_id(), names, end_token)
+    eos_id = _eos_id(processor.eos_id(), names, end_token)
     bytes_of = {i: bytes.fromhex(names[i][3:5]) for i in range(n_vocab) if processor.IsByte(i)}
-    silent = {end_id, *(i for i in range(n_vocab) if processor.IsControl(i) or processor.IsUnknown(i))}
+    silent = {eos_id, *(i for i in range(n_vocab) if processor.IsControl(i) or processor.IsUnknown(i))}
     table = [b"" if i in silent else bytes_of.get(i) or names[i].replace(SPACE, " ").encode() for i in range(n_vocab)]
     byte_ids = {piece[0]: i for i, piece in bytes_of.items() if i not in silent}
     complete = len(byte_ids) == 256
@@ -44,13 +44,13 @@ def open_sentencepiece(
         return [processor.EncodeAsIds(text) for text in texts]  # encoding a list would start threads
 
     return PieceTokenizer(
-        Model(
+        PieceModel(
             kind=KIND,
             file=SENTENCEPIECE_FILE,
             content=content,
             names=names,
             table=table,
-            end_id=end_id,
+            eos_id=eos_id,
             byte_ids=[byte_ids[byte] for byte in range(256)] if complete else None,
             unknown_id=processor.unk_id() if processor.unk_id() >= 0 else None,
             encode_texts=encode_texts,
@@ -73,7 +73,7 @@ def _processor(content: bytes, name: str) -> tuple[SentencePieceProcessor, list[
         processor.LoadFromSerializedProto(content)
         names = [processor.IdToPiece(i) for i in range(processor.GetPieceSize())]
     if not names:
-        raise not_a_tokenizer(name, "a sentencepiece model (this file is not one, or is truncated)")
+        raise invalid_tokenizer(name, "a sentencepiece model (this file is not one, or is truncated)")
     return processor, names
 
 
@@ -90,7 +90,7 @@ def _released(
     names: Sequence[str],
     table: list[bytes],
     bytes_of: Mapping[int, bytes],
-) -> Released:
+) -> ReleasedCodec:
     """Return sentencepiece's own encoding and decoding. Sets the bytes of unknown ids in `table` to what it decodes them to."""
     continuing.OverrideNormalizerSpec(add_dummy_prefix=False)
     opening = list(table)
@@ -99,16 +99,16 @@ def _released(
             table[i] = opening[i] = processor.DecodeIds([i]).encode()
         elif i not in bytes_of and table[i] and name.startswith(SPACE):
             opening[i] = table[i][1:]
-    return Released(
-        encode=_whole(processor),
-        encode_continuing=_whole(continuing),
+    return ReleasedCodec(
+        encode=_encoder(processor),
+        encode_continuing=_encoder(continuing),
         opening=opening if _drops_space(processor, names, opening) else None,
         drops_all=_drops_all(processor, names),
         errors=ONE_PER_BYTE,
     )
 
 
-def _whole(processor: SentencePieceProcessor) -> Callable[[str], list[int]]:
+def _encoder(processor: SentencePieceProcessor) -> Callable[[str], list[int]]:
     return lambda text: processor.EncodeAsIds(text)
 
 
@@ -125,7 +125,7 @@ def _drops_all(processor: SentencePieceProcessor, names: Sequence[str]) -> bool:
     return not processor.DecodeIds([names.index(SPACE)] * 2)
 
 
-def _end_id(own: int, names: Sequence[str], end_token: str | None) -> int:
+def _eos_id(own: int, names: Sequence[str], end_token: str | None) -> int:
     if end_token is not None:
         if end_token not in names:
             raise invalid(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 
 from linnet.config.schema import RunConfig
-from linnet.convert.dalle2.export import check_trained_alike, model_file, trainer_file
+from linnet.convert.dalle2.export import check_optimizer, model_file, trainer_file
 from linnet.convert.torch_writer import write_torch
 from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import check_local
@@ -48,7 +48,7 @@ def read_exports(cfg: RunConfig) -> list[Export]:
         raise invalid("train.exports", cfg.train.exports, "empty with several processes", "export after training")
     for export in found:
         if export.content == "checkpoint":
-            check_trained_alike(cfg.optim)
+            check_optimizer(cfg.optim)
         if Path(_filled(export.path, dict.fromkeys(FIELDS, 0))).is_dir():
             raise invalid("train.exports", export.path, "a file (this is a folder)", "name a .pth file in it")
     return found

@@ -12,9 +12,9 @@ from linnet.data import index as indexes
 from linnet.data.load import EMOJI
 from linnet.data.prepare.chunks import SplitFractions
 from linnet.data.prepare.pipeline import PrepareConfig, is_unfinished, prepare
-from linnet.data.sources.catalog import NAMED
+from linnet.data.sources.catalog import BENCHMARKS
 from linnet.data.sources.documents import open_documents
-from linnet.data.sources.images import looks_like_pictures
+from linnet.data.sources.images import contains_images
 from linnet.tokenizers.base import BYTES
 from linnet.tokenizers.load import has_tokenizer, open_tokenizer
 from linnet.train.parent import tokenizer_of
@@ -54,7 +54,7 @@ def with_encoded_text(cfg: RunConfig, out: Path, log: Callable[[str], None]) -> 
 
 
 def _is_text(source: str) -> bool:
-    if source in (EMBEDDED_CORPUS, *EMOJI) or source in NAMED:
+    if source in (EMBEDDED_CORPUS, *EMOJI) or source in BENCHMARKS:
         return False
     path = Path(os.path.expanduser(source))
-    return not indexes.is_prepared(path) and not is_unfinished(path) and not looks_like_pictures(source)
+    return not indexes.is_prepared(path) and not is_unfinished(path) and not contains_images(source)

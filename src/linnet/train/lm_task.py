@@ -27,7 +27,7 @@ class LMTask:
 
     def __init__(self, cfg: RunConfig, tokenizer: Tokenizer | None = None) -> None:
         self._cfg, self._family = cfg, registry.tokens(cfg.family)
-        self._data = load_dataset(cfg.tokens, cfg.seed).begun_by(cfg.lm.bos_id)
+        self._data = load_dataset(cfg.tokens, cfg.seed).with_bos(cfg.lm.bos_id)
         if tokenizer is not None and cfg.parent is not None:
             vocabulary.check_match(Path(cfg.parent.path), self._data, tokenizer)
         self._data.check_fit(cfg.lm.n_vocab, cfg.lm.end_id, cfg.d_condition)

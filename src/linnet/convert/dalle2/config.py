@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from linnet.config.schema import OptimConfig, PairsConfig, RunConfig, TrainConfig
-from linnet.convert.dalle2.parts import DallE2Config, Data, Prior, Splits, Train
-from linnet.convert.dalle2.tracker import export_targets, has_wandb, loaded_file, tracker_remarks
+from linnet.convert.dalle2.schema import DallE2Config, Data, Prior, Splits, Train
+from linnet.convert.dalle2.tracker import export_targets, find_loaded_file, has_wandb, tracker_remarks
 from linnet.core.errors import invalid
 from linnet.models.prior.config import Objective, PriorConfig
 from linnet.models.prior.reference import NETWORK, network_config
@@ -24,7 +24,7 @@ BETAS, EPSILON = (0.9, 0.99), 1e-6
 """Adam constants of the reference's trainer; its settings files do not contain them."""
 FRESH_LOSS = 1e9
 # Settings that the weights determine as well: if the file states them, they must agree.
-TOLD_BY_WEIGHTS = {"timesteps": "timesteps", "beta_schedule": "schedule"}
+SET_BY_WEIGHTS = {"timesteps": "timesteps", "beta_schedule": "schedule"}
 
 
 def model_config(prior: Prior) -> PriorConfig:
@@ -64,9 +64,9 @@ def _diffusion(prior: Prior) -> dict[str, Any]:
 def import_settings(prior: Prior, said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that a checkpoint's weights do not determine, and those that they do determine if the file states them."""
     whole = dataclasses.asdict(model_config(prior))
-    told = {ours for theirs, ours in TOLD_BY_WEIGHTS.items() if theirs in said}
+    told = {ours for theirs, ours in SET_BY_WEIGHTS.items() if theirs in said}
     told |= {ours for theirs, ours in NETWORK.items() if said["net"].get(theirs) is not None}
-    told |= {"p_drop_attention", "p_drop_ff", "self_cond"} | (set(_diffusion(prior)) - set(TOLD_BY_WEIGHTS.values()))
+    told |= {"p_drop_attention", "p_drop_ff", "self_cond"} | (set(_diffusion(prior)) - set(SET_BY_WEIGHTS.values()))
     return {name: whole[name] for name in told}
 
 
@@ -119,7 +119,7 @@ def run_config(parts: DallE2Config) -> RunConfig:
     data, train = parts.data, parts.train
     _check(parts)
     model = model_config(parts.prior)
-    steps = updates(parts, data.num_data_points or data.batch_size, data.batch_size)
+    steps = count_updates(parts, data.num_data_points or data.batch_size, data.batch_size)
     trackers = ("wandb",) if parts.tracker.kind == "wandb" and has_wandb() else ()
     return RunConfig(
         preset=PRESET,
@@ -140,7 +140,7 @@ def run_config(parts: DallE2Config) -> RunConfig:
     )
 
 
-def updates(parts: DallE2Config, n_pairs: int, batch_size: int) -> int:
+def count_updates(parts: DallE2Config, n_pairs: int, batch_size: int) -> int:
     """Return the number of updates for `epochs` passes over the training pairs. Batches cross epochs, so none is short."""
     return max(1, math.ceil(parts.train.epochs * n_pairs * parts.data.splits.train / batch_size - 1e-9))
 
@@ -153,11 +153,11 @@ def _check(parts: DallE2Config) -> None:
     if (parts.data.num_data_points or 1) < 1:
         raise invalid("data.num_data_points", parts.data.num_data_points, "at least 1", "leave it out for all")
     for name in ("current_epoch", "num_samples_seen"):
-        if getattr(train, name) and loaded_file(parts) is None:
+        if getattr(train, name) and find_loaded_file(parts) is None:
             needs = "0: Linnet resumes its own runs by itself, exactly"
             fix = "leave it out; to start from a checkpoint of the reference, use `linnet import dalle2-prior FILE`"
             raise invalid(f"train.{name}", getattr(train, name), needs, fix)
-    loaded_file(parts)
+    find_loaded_file(parts)
     export_targets(parts)
 
 
@@ -169,7 +169,7 @@ def _check_splits(splits: Splits) -> None:
         raise invalid("data.splits.train", 0, "above 0", "leave a fraction for training")
 
 
-def folder_hint(parts: DallE2Config, path: Path) -> Path:
+def default_run_folder(parts: DallE2Config, path: Path) -> Path:
     """Return the default run folder: the data path of the reference's tracker, if set."""
     place = parts.tracker.data_path
     return Path("runs") / path.stem if place is None else Path(place)
@@ -194,6 +194,6 @@ def remarks(parts: DallE2Config) -> Iterator[str]:
         yield "train.amp is bfloat16 here (model.dtype), not float16: no loss scaling is needed."
     if train.best_validation_loss != FRESH_LOSS:
         yield "train.best_validation_loss is not used: the best checkpoint is that of this run."
-    if loaded_file(parts) is not None and (train.current_epoch or train.num_samples_seen):
+    if find_loaded_file(parts) is not None and (train.current_epoch or train.num_samples_seen):
         yield "train.current_epoch and num_samples_seen are not used: the checkpoint of tracker.load contains them."
     yield from tracker_remarks(parts)

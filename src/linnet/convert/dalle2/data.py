@@ -7,15 +7,15 @@ import re
 from pathlib import Path
 
 from linnet.config.schema import EMOJI_PAIRS, PairsConfig, RunConfig
-from linnet.convert.dalle2.config import optim_config, remarks, run_config, updates
-from linnet.convert.dalle2.parts import Clip, DallE2Config
+from linnet.convert.dalle2.config import count_updates, optim_config, remarks, run_config
+from linnet.convert.dalle2.schema import Clip, DallE2Config
 from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import is_remote
 from linnet.data.embeddings import open_pairs
 from linnet.data.embeddings.sources import FOLDERS
 
 PLACEHOLDER = re.compile(r"\s*(<.*>)?\s*")
-PLACES = ("images", "texts", "metadata", "encodings")
+PATH_FIELDS = ("images", "texts", "metadata", "encodings")
 FLAGS = {
     "data.image_url": "--data.images PATH --data.metadata PATH",
     "data.text_url": "--data.texts PATH",
@@ -32,13 +32,13 @@ OPENAI = {
 """The reference's names of OpenAI's models, and open_clip's."""
 
 
-def open_config(parts: DallE2Config, asked: RunConfig) -> tuple[RunConfig, list[str]]:
+def complete_config(parts: DallE2Config, asked: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the requested run with its paths resolved and its length set, and remarks for the user.
 
     `asked` is `run_config(parts)` changed by flags. Nothing is written.
     """
     base, said = run_config(parts), list(remarks(parts))
-    data, found = _places(parts, asked.pairs, base.pairs)
+    data, found = _resolve_paths(parts, asked.pairs, base.pairs)
     pairs = open_pairs(data, asked.seed, encodings=asked.prior.text_encodings)
     if asked.prior.text_encodings and pairs.text_len is None:
         raise invalid(
@@ -51,7 +51,9 @@ def open_config(parts: DallE2Config, asked: RunConfig) -> tuple[RunConfig, list[
     said += found
     optim = asked.optim
     if (optim.steps, optim.extra_steps) == (base.optim.steps, base.optim.extra_steps):
-        steps, words = _length(parts, {name: pairs.n_rows(name) for name in ("train", "validation", "test")}, data)
+        steps, words = _training_steps(
+            parts, {name: pairs.n_rows(name) for name in ("train", "validation", "test")}, data
+        )
         said += words
         made = optim_config(parts.train, steps)
         optim = dataclasses.replace(optim, steps=made.steps, extra_steps=made.extra_steps)
@@ -63,30 +65,30 @@ def open_config(parts: DallE2Config, asked: RunConfig) -> tuple[RunConfig, list[
     return dataclasses.replace(asked, data=data, optim=optim), said
 
 
-def _length(parts: DallE2Config, rows: dict[str, int], data: PairsConfig) -> tuple[int, list[str]]:
+def _training_steps(parts: DallE2Config, rows: dict[str, int], data: PairsConfig) -> tuple[int, list[str]]:
     """Return the number of updates, by `num_data_points` or all existing pairs, and remarks."""
     total, wanted = sum(rows.values()), parts.data.num_data_points
     if wanted is None or wanted == total:
-        return _exactly(parts.train.epochs * rows["train"], data), []
+        return _ceil_batches(parts.train.epochs * rows["train"], data), []
     if wanted > total:
         words = f"data.num_data_points is {wanted:,}, but there are {total:,} pairs: an epoch is all of them."
-        return _exactly(parts.train.epochs * rows["train"], data), [words]
+        return _ceil_batches(parts.train.epochs * rows["train"], data), [words]
     words = (
         f"data.num_data_points is {wanted:,} of {total:,} pairs: training has as many updates as with that number, but "
         "draws from all pairs. To leave some out, name fewer files with --data.images."
     )
-    return updates(parts, wanted, data.batch_size), [words]
+    return count_updates(parts, wanted, data.batch_size), [words]
 
 
-def _exactly(n_pairs: int, data: PairsConfig) -> int:
+def _ceil_batches(n_pairs: int, data: PairsConfig) -> int:
     return max(1, -(-n_pairs // data.batch_size))
 
 
-def _places(parts: DallE2Config, asked: PairsConfig, base: PairsConfig) -> tuple[PairsConfig, list[str]]:
+def _resolve_paths(parts: DallE2Config, asked: PairsConfig, base: PairsConfig) -> tuple[PairsConfig, list[str]]:
     """Return the data config with paths that can be opened. A flag that names a source overrides all paths of the file."""
     if asked.source != base.source or (asked.images is None and base.images is not None):
         words = []
-        kept = {name: None for name in PLACES if getattr(asked, name) == getattr(base, name)}
+        kept = {name: None for name in PATH_FIELDS if getattr(asked, name) == getattr(base, name)}
         asked = dataclasses.replace(asked, **kept)
         if asked.source == EMOJI_PAIRS:
             defaults = PairsConfig()
@@ -95,15 +97,15 @@ def _places(parts: DallE2Config, asked: PairsConfig, base: PairsConfig) -> tuple
             words = [f"data.splits is ignored: {EMOJI_PAIRS} is split by what its images show."]
         return asked, words
     assert asked.images is not None
-    _local("data.image_url", asked.images)
+    _check_is_local("data.image_url", asked.images)
     # If a flag names the images, other paths of the file are dropped if they are placeholders or remote.
-    left = [name for name in ("texts", "metadata") if asked.images != base.images and _unknown(getattr(base, name))]
+    left = [name for name in ("texts", "metadata") if asked.images != base.images and _is_unusable(getattr(base, name))]
     left = [name for name in left if getattr(asked, name) == getattr(base, name)]
     asked = dataclasses.replace(asked, **dict.fromkeys(left))
     for field, value in (("data.text_url", asked.texts), ("data.meta_url", asked.metadata)):
         if value is not None:
-            _local(field, value)
-    root = _layout(asked)
+            _check_is_local(field, value)
+    root = _find_layout(asked)
     if root is not None:
         words = [f"Text embeddings (and captions, if any) are read from beside the image embeddings, in {root}."]
         return dataclasses.replace(asked, source=str(root), images=None, metadata=None), words
@@ -113,7 +115,7 @@ def _places(parts: DallE2Config, asked: PairsConfig, base: PairsConfig) -> tuple
     return asked, [said] if "metadata" in left else []
 
 
-def _layout(data: PairsConfig) -> Path | None:
+def _find_layout(data: PairsConfig) -> Path | None:
     """Return the folder with both embeddings (and captions), in the layout of clip-retrieval and `linnet data embed`."""
     assert data.images is not None
     images = Path(data.images).expanduser()
@@ -131,11 +133,11 @@ def _layout(data: PairsConfig) -> Path | None:
     return root
 
 
-def _unknown(value: str | None) -> bool:
+def _is_unusable(value: str | None) -> bool:
     return value is not None and bool(PLACEHOLDER.fullmatch(value) or is_remote(value))
 
 
-def _local(field: str, value: str) -> None:
+def _check_is_local(field: str, value: str) -> None:
     if PLACEHOLDER.fullmatch(value):
         raise invalid(field, value, "a path: this is a placeholder", f"edit the file, or add {FLAGS[field]}")
     if is_remote(value):

@@ -71,7 +71,7 @@ NEEDED_FOR: dict[str, Callable[[PriorConfig], bool]] = {
 """Settings of a release that only affect some models."""
 
 
-def release_of(cfg: PriorConfig) -> str:
+def find_release(cfg: PriorConfig) -> str:
     """Return the newest release whose network computes the same as this one."""
     return next((release for release in RELEASES if _computes(release, cfg)), None) or _no_release()
 
@@ -96,22 +96,22 @@ def _no_release() -> NoReturn:
 
 def model_file(params: PriorParams, cfg: PriorConfig) -> dict[str, Any]:
     """Return what the reference's tracker saves as `model`."""
-    release = release_of(cfg)
+    release = find_release(cfg)
     return {"version": release, "model": state_dict(params, cfg, release)}
 
 
 def state_dict(params: PriorParams, cfg: PriorConfig, release: str) -> dict[str, np.ndarray]:
     """Return the state dict of a DiffusionPrior: tables of the noise schedule, then the network in parameter order."""
     table = dataclasses.asdict(tables(cfg.schedule, cfg.timesteps))
-    weights = named_for(to_reference(params, cfg), release)
+    weights = rename_norms(to_reference(params, cfg), release)
     return {
         **{NOISE + name: np.ascontiguousarray(value) for name, value in table.items()},
         NOISE + "p2_loss_weight": np.ones(cfg.timesteps, np.float32),
-        **{NETWORK + name: np.ascontiguousarray(weights[name]) for name in sorted(weights, key=_place)},
+        **{NETWORK + name: np.ascontiguousarray(weights[name]) for name in sorted(weights, key=_order_key)},
     }
 
 
-def named_for(weights: dict[str, np.ndarray], release: str) -> dict[str, np.ndarray]:
+def rename_norms(weights: dict[str, np.ndarray], release: str) -> dict[str, np.ndarray]:
     """Rename the norms for the release."""
     if parse(release) >= parse("0.16.0"):
         return weights
@@ -125,19 +125,19 @@ def named_for(weights: dict[str, np.ndarray], release: str) -> dict[str, np.ndar
     return found
 
 
-def _place(name: str) -> tuple[Any, ...]:
+def _order_key(name: str) -> tuple[Any, ...]:
     """Sort key for the definition order of the reference's modules. Submodules are already named in order."""
     first = next(
         i for i, prefix in enumerate(ORDER) if name == prefix or (prefix[-1] == "." and name.startswith(prefix))
     )
     if ORDER[first] != BLOCK + "layers.":
-        return first, 0, 0, _natural(name)
+        return first, 0, 0, _name_key(name)
     layer, _, rest = name.removeprefix(BLOCK + "layers.").partition(".")
     part = next(i for i, prefix in enumerate(LAYER_ORDER) if rest.startswith(prefix))
-    return first, int(layer), part, _natural(rest)
+    return first, int(layer), part, _name_key(rest)
 
 
-def _natural(name: str) -> tuple[Any, ...]:
+def _name_key(name: str) -> tuple[Any, ...]:
     """Sort key: weights before biases, gains before shifts, numbers numerically."""
     ends = {"weight": "0", "bias": "1", "gamma": "0", "beta": "1"}
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, ends.get(part, part)) for part in name.split("."))
@@ -147,8 +147,8 @@ def trainer_file(
     state: TrainState, cfg: RunConfig, *, epoch: int, samples_seen: int, best_validation_loss: float
 ) -> dict[str, Any]:
     """Return what the reference's trainer saves, without the warm-up schedule (an object, which `load` does not read)."""
-    check_trained_alike(cfg.optim)
-    release, step = release_of(cfg.prior), int(state.step)
+    check_optimizer(cfg.optim)
+    release, step = find_release(cfg.prior), int(state.step)
     model = state_dict(state.params, cfg.prior, release)
     optimizer = _optimizer(state, cfg, model, release)
     saved: dict[str, Any] = {
@@ -175,7 +175,7 @@ def trainer_file(
     return {**saved, "ema": {"initted": initted, "step": np.array(step, np.int64), **both}, "ema_model": ema}
 
 
-def check_trained_alike(optim: OptimConfig) -> None:
+def check_optimizer(optim: OptimConfig) -> None:
     """Raise if the optimizer state would have another meaning in the reference."""
     if optim.name != "adamw" or not optim.decay_by_lr or not optim.schedule.startswith("dampened"):
         raise UserError(
@@ -197,7 +197,7 @@ def parameter_groups(names: dict[str, np.ndarray], apart: bool) -> list[list[str
 
 def _optimizer(state: TrainState, cfg: RunConfig, model: dict[str, np.ndarray], release: str) -> dict[str, Any]:
     optim = cfg.optim
-    adam = _part(state.opt_state, optax.ScaleByAdamState)
+    adam = _find_state(state.opt_state, optax.ScaleByAdamState)
     mean, square = (state_dict(tree, cfg.prior, release) for tree in (adam.mu, adam.nu))
     groups = parameter_groups(model, optim.decay > 0 and not optim.decay_vectors)
     count = np.array(float(adam.count), np.float32)
@@ -224,7 +224,7 @@ def _optimizer(state: TrainState, cfg: RunConfig, model: dict[str, np.ndarray], 
 def _scheduler(state: TrainState, cfg: RunConfig, n: int) -> dict[str, Any]:
     """Return the state of torch's CosineAnnealingLR or LambdaLR, whose rates exclude warm-up. `n`: number of parameter groups."""
     optim = cfg.optim
-    count = int(_part(state.opt_state, optax.ScaleByAdamState).count)
+    count = int(_find_state(state.opt_state, optax.ScaleByAdamState).count)
     flat = dataclasses.replace(optim, warmup_steps=0)
     common = {
         "base_lrs": [optim.lr] * n,
@@ -238,7 +238,7 @@ def _scheduler(state: TrainState, cfg: RunConfig, n: int) -> dict[str, Any]:
     return {**common, "lr_lambdas": [None] * n}
 
 
-def _part(opt_state: Any, kind: type) -> Any:
+def _find_state(opt_state: Any, kind: type) -> Any:
     return next(
         part for part in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind)) if isinstance(part, kind)
     )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from linnet.convert.torch_file import Inert, read_torch
+from linnet.convert.torch_pickle import Inert, read_torch
 from linnet.core.errors import UserError
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.convert import from_reference
@@ -21,8 +21,8 @@ from linnet.models.prior.releases import Release, check_certain, check_settings,
 
 Which = Literal["ema", "online"]
 NETWORK, NOISE = "net.", "noise_scheduler."
-MARK = "learned_query"  # every network has one
-LARGEST = 1e15
+QUERY = "learned_query"  # every network has one
+MAX_NUMBER = 1e15
 """Larger than any count of steps or samples."""
 MAX_TIMESTEPS = 1_000_000
 NAME = re.compile(r"[A-Za-z0-9_.]{1,120}")
@@ -58,15 +58,15 @@ def read_prior_checkpoint(
     states = find_states(loaded, path)
     taken: Which = which if which in states else next(iter(states))
     prior = states[taken]
-    facts, network = _facts(loaded), _network(prior, path)
+    facts, network = _read_metadata(loaded), _network_weights(prior, path)
     of = recognize(network, version=facts.get("version"), keys=filter(_is_text, loaded), override=release)
     # Before 0.11.0 the schedule's tables were at the top level of the state dict.
     noise = prior.get(NOISE + "betas", prior.get("betas"))
-    cfg = infer_config(network, _table(noise, path), settings or {}, of)
+    cfg = infer_config(network, _check_table(noise, path), settings or {}, of)
     known = {"self_cond": cfg.self_cond, "has_version": release is not None or "version" in facts}
     check_certain(of, continuous_time=cfg.continuous_time, **known)
     check_settings(of, self_cond=cfg.self_cond, objective=cfg.objective)
-    others = [from_reference(_network(state, path), cfg) for name, state in states.items() if name != taken]
+    others = [from_reference(_network_weights(state, path), cfg) for name, state in states.items() if name != taken]
     return ImportedPrior(
         cfg=cfg,
         params=from_reference(network, cfg),
@@ -102,7 +102,7 @@ def find_states(loaded: Any, path: Path) -> dict[Which, dict[str, Any]]:
         found["online"] = loaded
     if not found:
         raise UserError(
-            f"{path} has no weights of a diffusion prior (no '{NETWORK}{MARK}'). "
+            f"{path} has no weights of a diffusion prior (no '{NETWORK}{QUERY}'). "
             "Fix: name the checkpoint of a trainer, a model or an EMA."
         )
     return found
@@ -113,12 +113,12 @@ def _is_text(key: Any) -> bool:
 
 
 def _has_network(state: Mapping[Any, Any]) -> bool:
-    return MARK in state or NETWORK + MARK in state
+    return QUERY in state or NETWORK + QUERY in state
 
 
-def _network(state: Mapping[str, Any], path: Path) -> dict[str, np.ndarray]:
+def _network_weights(state: Mapping[str, Any], path: Path) -> dict[str, np.ndarray]:
     """Return the network's weights, without those of CLIP if they were saved together."""
-    whole = MARK in state
+    whole = QUERY in state
     found = {
         name.removeprefix("" if whole else NETWORK): x
         for name, x in state.items()
@@ -137,7 +137,7 @@ def _network(state: Mapping[str, Any], path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def _table(value: Any, path: Path) -> np.ndarray | None:
+def _check_table(value: Any, path: Path) -> np.ndarray | None:
     if value is None:
         return None
     if not isinstance(value, np.ndarray) or value.ndim != 1 or not 0 < value.size <= MAX_TIMESTEPS:
@@ -145,24 +145,24 @@ def _table(value: Any, path: Path) -> np.ndarray | None:
     return value
 
 
-def _facts(loaded: Mapping[str, Any]) -> dict[str, Any]:
+def _read_metadata(loaded: Mapping[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for name in ("step", "epoch", "samples_seen", "best_validation_loss"):
-        value = number(loaded.get(name))
+        value = parse_number(loaded.get(name))
         if value is not None:
             facts[name] = value
-    version = _version(loaded.get("version"))
+    version = _parse_version(loaded.get("version"))
     return facts if version is None else {**facts, "version": version}
 
 
-def number(value: Any) -> int | float | None:
+def parse_number(value: Any) -> int | float | None:
     """Return a count or a loss, stored as a number or a one-element tensor; None if it is implausible."""
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.reshape(-1)[0].item()
-    return value if isinstance(value, int | float) and abs(value) < LARGEST else None
+    return value if isinstance(value, int | float) and abs(value) < MAX_NUMBER else None
 
 
-def _version(version: Any) -> str | None:
+def _parse_version(version: Any) -> str | None:
     """Return the version from a string or a `packaging.Version`.
 
     Releases of `packaging` pickle the numbers in several ways; the first tuple of integers found is the release.
@@ -175,7 +175,7 @@ def _version(version: Any) -> str | None:
         if isinstance(value, str) and VERSION.fullmatch(value):
             return value
         if isinstance(value, tuple | list) and 1 < len(value) < 8 and all(type(n) is int for n in value):
-            return ".".join(str(n) for n in value) if all(0 <= n < LARGEST for n in value) else None
+            return ".".join(str(n) for n in value) if all(0 <= n < MAX_NUMBER for n in value) else None
         if isinstance(value, Inert):
             todo += [value.arguments, value.state]
         elif isinstance(value, tuple | list | dict):

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from linnet.convert.dalle2.parts import DallE2Config, Load, Log, Save
+from linnet.convert.dalle2.schema import DallE2Config, Load, Log, Save
 from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import check_local
 
@@ -17,7 +17,7 @@ def has_wandb() -> bool:
     return importlib.util.find_spec("wandb") is not None
 
 
-def loaded_file(parts: DallE2Config) -> Path | None:
+def find_loaded_file(parts: DallE2Config) -> Path | None:
     """Return the local checkpoint to start from; remote loaders raise."""
     load, old = parts.tracker.load, parts.load
     if load is not None and load.load_from is not None and not load.only_auto_resume:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from linnet.config.schema import OptimConfig
-from linnet.convert.dalle2.prior import NETWORK, ImportedPrior, number
-from linnet.convert.torch_file import Inert
+from linnet.convert.dalle2.prior import NETWORK, ImportedPrior, parse_number
+from linnet.convert.torch_pickle import Inert
 from linnet.core.errors import UserError
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.convert import ROTARY, from_reference
@@ -56,36 +56,36 @@ class TrainerState:
     settings: AdamSettings
 
 
-class NotContinuable(UserError):
+class UnusableTrainerState(UserError):
     """The file has no trainer state, or it cannot be mapped. The message gives the reason."""
 
 
-def trainer_state(loaded: Mapping[str, Any], cfg: PriorConfig, version: str | None, path: Path) -> TrainerState:
+def read_trainer_state(loaded: Mapping[str, Any], cfg: PriorConfig, version: str | None, path: Path) -> TrainerState:
     """Extract the trainer state from the content of a checkpoint, as returned by `read_torch`."""
     saved, model = loaded.get("optimizer"), loaded.get("model")
     if not isinstance(saved, dict) or not isinstance(model, dict) or not saved.get("param_groups"):
-        raise _refusal("the file has no optimizer state")
-    groups = _groups(saved)
-    if len(groups) == 2 and _numbers(version) < UNORDERED_BEFORE:
-        raise _refusal("releases before 0.10.0 did not record the order of their parameters")
-    names = _names(model, groups)
-    mean, square, counts = _moments(saved.get("state"), names, model, path.stat().st_size)
-    step = number(_entry(loaded, "step"))
+        raise _unusable("the file has no optimizer state")
+    groups = _check_groups(saved)
+    if len(groups) == 2 and _parse_release(version) < UNORDERED_BEFORE:
+        raise _unusable("releases before 0.10.0 did not record the order of their parameters")
+    names = _parameter_names(model, groups)
+    mean, square, counts = _read_moments(saved.get("state"), names, model, path.stat().st_size)
+    step = parse_number(_entry(loaded, "step"))
     if not isinstance(step, int) or step < 1 or len(counts) != 1:
-        raise _refusal("its parameters were not all updated equally often" if counts else "nothing was trained yet")
+        raise _unusable("its parameters were not all updated equally often" if counts else "nothing was trained yet")
     average = loaded.get("ema")
-    if isinstance(average, dict) and number(average.get("step")) not in (None, step):
-        raise _refusal("its EMA has another step count than its trainer")
+    if isinstance(average, dict) and parse_number(average.get("step")) not in (None, step):
+        raise _unusable("its EMA has another step count than its trainer")
     return TrainerState(
         step=step,
         optimizer_step=counts.pop(),
         mean=from_reference(mean, cfg),
         square=from_reference(square, cfg),
-        settings=_settings(groups, loaded),
+        settings=_read_settings(groups, loaded),
     )
 
 
-def trained_with(trainer: TrainerState) -> dict[str, Any]:
+def train_settings(trainer: TrainerState) -> dict[str, Any]:
     """Return the training settings stored in the file, as fields of the reference's `train`."""
     of = trainer.settings
     return {"lr": of.lr, "wd": of.decay, "warmup_steps": of.warmup_steps, "cosine_decay_max_steps": of.cosine_steps}
@@ -101,7 +101,7 @@ def store_trainer(run: Path, found: ImportedPrior, trainer: TrainerState) -> Non
     """Store the trainer state beside the weights of an imported run, so that `linnet train` resumes from it."""
     weights = {found.which: found.params, ("online" if found.which == "ema" else "ema"): found.other}
     stored = StoredTrainer(
-        so_far=_so_far(found.facts, trainer.step),
+        so_far=_read_progress(found.facts, trainer.step),
         optimizer_step=trainer.optimizer_step,
         params=weights["online"],
         ema=weights["ema"],
@@ -111,7 +111,7 @@ def store_trainer(run: Path, found: ImportedPrior, trainer: TrainerState) -> Non
     write_trainer(run, stored)
 
 
-def _so_far(facts: Mapping[str, Any], step: int) -> TrainedSoFar:
+def _read_progress(facts: Mapping[str, Any], step: int) -> TrainedSoFar:
     """Return epochs, samples and the best loss of the file, if plausible."""
     seen, epoch = (
         value if type(value := facts.get(name)) is int and value >= 0 else None for name in ("samples_seen", "epoch")
@@ -121,8 +121,8 @@ def _so_far(facts: Mapping[str, Any], step: int) -> TrainedSoFar:
     return TrainedSoFar(step=step, samples_seen=seen, epoch=epoch, best_validation_loss=best)
 
 
-def _refusal(why: str) -> NotContinuable:
-    return NotContinuable(f"its optimizer state cannot be used: {why}. Fix: use --optimizer fresh.")
+def _unusable(why: str) -> UnusableTrainerState:
+    return UnusableTrainerState(f"its optimizer state cannot be used: {why}. Fix: use --optimizer fresh.")
 
 
 def _entry(values: Mapping[str, Any], name: str) -> Any:
@@ -132,31 +132,31 @@ def _entry(values: Mapping[str, Any], name: str) -> Any:
     return found
 
 
-def _numbers(version: str | None) -> tuple[int, ...]:
+def _parse_release(version: str | None) -> tuple[int, ...]:
     """Parse a version; without one it is a release before 0.6.2."""
     return tuple(map(int, re.findall(r"\d{1,6}", version or "")))[:2]
 
 
-def _groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _check_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups = saved["param_groups"]
     if not isinstance(groups, list) or len(groups) > 2 or not all(isinstance(group, dict) for group in groups):
-        raise _refusal("its groups of parameters are not those of the reference")
+        raise _unusable("its groups of parameters are not those of the reference")
     for group in groups:
         members = group.get("params")
         if not isinstance(members, list) or not all(type(n) is int for n in members):
-            raise _refusal("its groups of parameters are not those of the reference")
+            raise _unusable("its groups of parameters are not those of the reference")
         if group.get("amsgrad") or group.get("maximize"):
-            raise _refusal("it is a variant of Adam that Linnet does not have (amsgrad or maximize)")
+            raise _unusable("it is a variant of Adam that Linnet does not have (amsgrad or maximize)")
     return groups
 
 
-def _names(model: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, str]:
+def _parameter_names(model: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, str]:
     """Return the name of each numbered parameter, without the rotary frequencies."""
     for name, value in model.items():
         if not isinstance(name, str) or not isinstance(value, np.ndarray):
-            raise _refusal("its model is not a state dict")
+            raise _unusable("its model is not a state dict")
     if any(name.startswith("clip.") for name in model):
-        raise _refusal("it was saved together with CLIP")
+        raise _unusable("it was saved together with CLIP")
     trained = [name for name in model if name.startswith(NETWORK) and not name.endswith(".beta")]
     rotary = [name for name in trained if name.endswith(ROTARY)]
     trained = [name for name in trained if name not in rotary[1:]]  # one module, shared by all layers
@@ -168,7 +168,7 @@ def _names(model: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, 
     else:
         ordered = [[n for n in trained if model[n].ndim >= 2], [n for n in trained if model[n].ndim < 2]]
     if [len(part) for part in ordered] != [len(group["params"]) for group in groups]:
-        raise _refusal("it has another number of parameters than the model")
+        raise _unusable("it has another number of parameters than the model")
     pairs = [
         (n, name)
         for group, part in zip(groups, ordered, strict=True)
@@ -176,16 +176,16 @@ def _names(model: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[int, 
     ]
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise _refusal("a parameter is in two groups")
+        raise _unusable("a parameter is in two groups")
     return {n: name for n, name in found.items() if name not in rotary}
 
 
-def _moments(
+def _read_moments(
     state: Any, names: Mapping[int, str], model: Mapping[str, Any], size: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], set[int]]:
     """Return first and second moments by network name, and the update counts. A parameter that never had a gradient has none."""
     if not isinstance(state, dict):
-        raise _refusal("the file has no optimizer state")
+        raise _unusable("the file has no optimizer state")
     found: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] = ({}, {})
     counts: set[int] = set()
     total = 0
@@ -197,27 +197,27 @@ def _moments(
                 values[short] = np.zeros(shape, np.float32)
             continue
         arrays = [entry.get(moment) if isinstance(entry, dict) else None for moment in MOMENTS]
-        count = number(entry.get("step")) if isinstance(entry, dict) else None
+        count = parse_number(entry.get("step")) if isinstance(entry, dict) else None
         if count is None or count != int(count) or count < 1:
-            raise _refusal("a parameter's count of updates is missing")
+            raise _unusable("a parameter's count of updates is missing")
         for values, array in zip(found, arrays, strict=True):
             if not isinstance(array, np.ndarray) or array.shape != shape:
-                raise _refusal("a moment does not have the shape of its parameter")
+                raise _unusable("a moment does not have the shape of its parameter")
             total += array.nbytes
             if total > size or not np.all(np.isfinite(array.astype(np.float32))):
-                raise _refusal("its moments are damaged")
+                raise _unusable("its moments are damaged")
             values[short] = array
         counts.add(int(count))
     if any(np.any(array < 0) for array in found[1].values()):
-        raise _refusal("its moments are damaged")
+        raise _unusable("its moments are damaged")
     return *found, counts
 
 
-def _settings(groups: list[dict[str, Any]], loaded: Mapping[str, Any]) -> AdamSettings:
+def _read_settings(groups: list[dict[str, Any]], loaded: Mapping[str, Any]) -> AdamSettings:
     first = groups[0]
     betas = first.get("betas")
     values = [
-        number(value)
+        parse_number(value)
         for value in (
             first.get("initial_lr", first.get("lr")),
             first.get("weight_decay", 0.0),
@@ -226,7 +226,7 @@ def _settings(groups: list[dict[str, Any]], loaded: Mapping[str, Any]) -> AdamSe
         )
     ]
     if any(value is None or value < 0 for value in values):
-        raise _refusal("its settings are missing")
+        raise _unusable("its settings are missing")
     lr, decay, b1, b2, eps = (float(value) for value in values if value is not None)
     schedule = loaded.get("scheduler")
     wave = schedule.get("T_max") if isinstance(schedule, dict) else None
@@ -237,12 +237,12 @@ def _settings(groups: list[dict[str, Any]], loaded: Mapping[str, Any]) -> AdamSe
         b1=b1,
         b2=b2,
         eps=eps,
-        warmup_steps=_warmup(loaded.get("warmup_scheduler")),
+        warmup_steps=_read_warmup(loaded.get("warmup_scheduler")),
         cosine_steps=wave if type(wave) is int and 0 < wave < 10**9 else None,
     )
 
 
-def _warmup(schedule: Any) -> int | None:
+def _read_warmup(schedule: Any) -> int | None:
     state = schedule.state if isinstance(schedule, Inert) and isinstance(schedule.state, dict) else {}
     parts = state.get("warmup_params")
     period = parts[0].get("warmup_period") if isinstance(parts, list) and parts and isinstance(parts[0], dict) else None

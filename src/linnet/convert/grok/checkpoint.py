@@ -13,8 +13,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from linnet.convert.grok.leaves import Pair, Tensor, Tensors, specs_by_name
-from linnet.convert.grok.names import QUANTIZED, Split, Weight, file_order
+from linnet.convert.grok.leaves import Tensor, TensorPair, Tensors, specs_by_name
+from linnet.convert.grok.names import QUANTIZED, ShardAxis, Weight, file_order
 from linnet.convert.grok.pickle_reader import StoredPair, read_pickle
 from linnet.convert.grok.settings import CHECKPOINT
 from linnet.convert.grok.settings import FILE as SETTINGS
@@ -23,7 +23,7 @@ from linnet.models.moe.config import MoEConfig
 from linnet.runs.stored_array import StoredArray
 
 FILE = re.compile(r"tensor(\d{5})_(\d{3})")
-Place = tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 
 def find_folder(path: Path) -> Path | None:
@@ -37,8 +37,8 @@ def find_folder(path: Path) -> Path | None:
 def read_checkpoint(folder: Path, cfg: MoEConfig) -> Tensors:
     """Check every file against the config before any tensor is read."""
     order, files = file_order(cfg), _files(folder)
-    _must_be_all(folder, files, len(order), cfg)
-    specs, found = specs_by_name(cfg), dict[str, dict[int, Tensor | Pair]]()
+    _check_complete(folder, files, len(order), cfg)
+    specs, found = specs_by_name(cfg), dict[str, dict[int, Tensor | TensorPair]]()
     for number, (name, weight, layer) in enumerate(order):
         shape = specs[weight.leaf].shape[0 if layer is None else 1 :]
         label = f"{files[number][0].name} ({name.removeprefix('params/')})"
@@ -67,7 +67,7 @@ def _files(folder: Path) -> dict[int, list[Path]]:
     return {number: [of[i] for i in range(len(of))] for number, of in shards.items()}
 
 
-def _must_be_all(folder: Path, files: dict[int, list[Path]], n: int, cfg: MoEConfig) -> None:
+def _check_complete(folder: Path, files: dict[int, list[Path]], n: int, cfg: MoEConfig) -> None:
     wanted = set(range(n))
     if set(files) == wanted:
         return
@@ -80,7 +80,7 @@ def _must_be_all(folder: Path, files: dict[int, list[Path]], n: int, cfg: MoECon
     )
 
 
-def _tensor(label: str, paths: Sequence[Path], weight: Weight, shape: tuple[int, ...]) -> Tensor | Pair:
+def _tensor(label: str, paths: Sequence[Path], weight: Weight, shape: tuple[int, ...]) -> Tensor | TensorPair:
     shards = [read_pickle(path) for path in paths]
     pairs, arrays = [s for s in shards if isinstance(s, StoredPair)], [s for s in shards if isinstance(s, StoredArray)]
     if pairs and (arrays or weight.leaf not in QUANTIZED):
@@ -90,12 +90,14 @@ def _tensor(label: str, paths: Sequence[Path], weight: Weight, shape: tuple[int,
     for array in arrays:
         if array.dtype not in (np.float32, jnp.bfloat16):
             raise invalid(label, str(array.dtype), "an array of floats or an 8-bit pair", "use the file of the release")
-    return _joined(label, arrays, places(label, shape, [array.shape for array in arrays], weight.splits), shape)
+    return _join_shards(
+        label, arrays, shard_slices(label, shape, [array.shape for array in arrays], weight.splits), shape
+    )
 
 
-def _pair(label: str, pairs: Sequence[StoredPair], weight: Weight, shape: tuple[int, ...]) -> Pair:
+def _pair(label: str, pairs: Sequence[StoredPair], weight: Weight, shape: tuple[int, ...]) -> TensorPair:
     weights, scales = [p.weight for p in pairs], [p.scales for p in pairs]
-    at = places(label, shape, [array.shape for array in weights], weight.splits)
+    at = shard_slices(label, shape, [array.shape for array in weights], weight.splits)
     sizes = set[int]()
     for one, its in zip(weights, scales, strict=True):
         alike = len(its.shape) == len(one.shape) and (*its.shape[:-2], its.shape[-1]) == (
@@ -109,13 +111,15 @@ def _pair(label: str, pairs: Sequence[StoredPair], weight: Weight, shape: tuple[
     if len(sizes) > 1:
         raise invalid(f"the rows of one scale in {label}", sorted(sizes), "the same in all shards", "download it again")
     (rows,) = sizes
-    _must_be_own(label, scales, at)
+    _check_scales(label, scales, at)
     scale_at = [(*p[:-2], slice(p[-2].start // rows, p[-2].stop // rows), p[-1]) for p in at]
     scale_shape = (*shape[:-2], shape[-2] // rows, shape[-1])
-    return Pair(weight=_joined(label, weights, at, shape), scales=_joined(label, scales, scale_at, scale_shape))
+    return TensorPair(
+        weight=_join_shards(label, weights, at, shape), scales=_join_shards(label, scales, scale_at, scale_shape)
+    )
 
 
-def _must_be_own(label: str, scales: Sequence[StoredArray], at: Sequence[Place]) -> None:
+def _check_scales(label: str, scales: Sequence[StoredArray], at: Sequence[Slices]) -> None:
     """Check that shards of the input rows have the scales of their own rows.
 
     Equal groups in all shards could be a copy of the complete tensor's scales, and then the rows of a scale would be ambiguous.
@@ -131,41 +135,45 @@ def _must_be_own(label: str, scales: Sequence[StoredArray], at: Sequence[Place])
             raise invalid(f"the scales of {label}", "equal in every shard", needs, "join its shards to one file")
 
 
-def places(
-    label: str, shape: tuple[int, ...], shards: Sequence[tuple[int, ...]], splits: tuple[Split, ...]
-) -> list[Place]:
+def shard_slices(
+    label: str, shape: tuple[int, ...], shards: Sequence[tuple[int, ...]], splits: tuple[ShardAxis, ...]
+) -> list[Slices]:
     """Return the slices of each shard in the full tensor. Copies have the same slices."""
     whole = tuple(slice(0, n) for n in shape)
     if any(len(shard) != len(shape) for shard in shards):
-        raise _misfit(label, shape, shards)
+        raise _shape_error(label, shape, shards)
     divided = [axis for axis, n in enumerate(shape) if any(shard[axis] != n for shard in shards)]
     if not divided:
         return [whole] * len(shards)
     if len(divided) == 1 and sum(shard[divided[0]] for shard in shards) == shape[divided[0]]:
         ends = np.cumsum([shard[divided[0]] for shard in shards]).tolist()
-        return [_at(whole, {divided[0]: (end - s[divided[0]], end)}) for end, s in zip(ends, shards, strict=True)]
+        return [
+            _replace_axes(whole, {divided[0]: (end - s[divided[0]], end)}) for end, s in zip(ends, shards, strict=True)
+        ]
     if len(set(shards)) > 1 or any(n % m for n, m in zip(shape, shards[0], strict=True)):
-        raise _misfit(label, shape, shards)
-    mesh: dict[Split, int] = {split: shape[a] // shards[0][a] for a, split in enumerate(splits) if split}
+        raise _shape_error(label, shape, shards)
+    mesh: dict[ShardAxis, int] = {split: shape[a] // shards[0][a] for a, split in enumerate(splits) if split}
     n_data = mesh.get("data", len(shards) // mesh.get("model", len(shards)))
     n_model = mesh.get("model", len(shards) // n_data)
     if n_data * n_model != len(shards) or any(splits[axis] not in ("data", "model") for axis in divided):
-        raise _misfit(label, shape, shards)
-    found: list[Place] = []
+        raise _shape_error(label, shape, shards)
+    found: list[Slices] = []
     for i in range(len(shards)):
         part = {"data": i // n_model, "model": i % n_model}
         sizes = {axis: shards[0][axis] for axis in divided}
         found.append(
-            _at(whole, {a: (part[str(splits[a])] * n, (part[str(splits[a])] + 1) * n) for a, n in sizes.items()})
+            _replace_axes(
+                whole, {a: (part[str(splits[a])] * n, (part[str(splits[a])] + 1) * n) for a, n in sizes.items()}
+            )
         )
     return found
 
 
-def _at(whole: Place, bounds: dict[int, tuple[int, int]]) -> Place:
+def _replace_axes(whole: Slices, bounds: dict[int, tuple[int, int]]) -> Slices:
     return tuple(slice(*bounds[axis]) if axis in bounds else s for axis, s in enumerate(whole))
 
 
-def _misfit(label: str, shape: tuple[int, ...], shards: Sequence[tuple[int, ...]]) -> UserError:
+def _shape_error(label: str, shape: tuple[int, ...], shards: Sequence[tuple[int, ...]]) -> UserError:
     got = str(shards[0]) if len(shards) == 1 else f"{len(shards)} shards of {', '.join(map(str, sorted(set(shards))))}"
     return UserError(
         f"{label} is {got}, but the model's sizes need {shape}. Fix: give the sizes with --settings if they are not the "
@@ -173,7 +181,7 @@ def _misfit(label: str, shape: tuple[int, ...], shards: Sequence[tuple[int, ...]
     )
 
 
-def _joined(label: str, arrays: Sequence[StoredArray], at: Sequence[Place], shape: tuple[int, ...]) -> Tensor:
+def _join_shards(label: str, arrays: Sequence[StoredArray], at: Sequence[Slices], shape: tuple[int, ...]) -> Tensor:
     types = {array.dtype for array in arrays}
     if len(types) > 1:
         raise invalid(f"the dtypes of {label}", sorted(map(str, types)), "one for all shards", "download it again")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.convert.grok.leaves import FLOATS, Tensor, Tensors, specs_by_name
-from linnet.convert.grok.names import BY_LEAF, HEAD, WEIGHTS, Weight, converted_name, scheme_of, with_suffix
+from linnet.convert.grok.names import BY_LEAF, HEAD, WEIGHTS, Weight, add_suffix, converted_name, find_scheme
 from linnet.core import quant
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import read_json
@@ -26,7 +26,7 @@ from linnet.models.moe.config import MoEConfig
 from linnet.runs.stored_array import Leaf, StoredArray, read_safetensors, write_safetensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LARGEST_FILE = 5_000_000_000  # bytes; the usual file size of conversions
+MAX_FILE_BYTES = 5_000_000_000  # bytes; the usual file size of conversions
 
 
 def is_conversion(path: Path) -> bool:
@@ -39,7 +39,7 @@ def is_conversion(path: Path) -> bool:
 def read_conversion(path: Path, cfg: MoEConfig) -> Tensors:
     """Check every tensor against the config before any is read."""
     arrays = _arrays(path)
-    scheme = scheme_of(arrays, str(path))
+    scheme = find_scheme(arrays, str(path))
     specs, used, found = specs_by_name(cfg), set[str](), dict[str, list[Tensor]]()
     for weight in WEIGHTS:
         spec = specs[weight.leaf]
@@ -58,7 +58,7 @@ def read_conversion(path: Path, cfg: MoEConfig) -> Tensors:
             "does not have. Fix: give the model's sizes with --settings."
         )
     if HEAD in arrays:
-        _must_be_tied(path, arrays[HEAD], arrays[converted_name(BY_LEAF["embed"], scheme, None)])
+        _check_tied(path, arrays[HEAD], arrays[converted_name(BY_LEAF["embed"], scheme, None)])
     return found
 
 
@@ -72,11 +72,11 @@ def _arrays(path: Path) -> dict[str, StoredArray]:
     arrays: dict[str, StoredArray] = {}
     for file in conversion_files(path):
         for name, array in read_safetensors(file)[0].items():
-            if with_suffix(name) in arrays:
+            if add_suffix(name) in arrays:
                 raise UserError(
                     f"{file} has {name!r}, which another file has too. Fix: keep the files of one conversion."
                 )
-            arrays[with_suffix(name)] = array
+            arrays[add_suffix(name)] = array
     return arrays
 
 
@@ -91,10 +91,10 @@ def _indexed(path: Path) -> list[Path]:
 
 
 def _tensor(path: Path, arrays: dict[str, StoredArray], name: str, weight: Weight, shape: tuple[int, ...]) -> Tensor:
-    array, turned = arrays.get(name), weight.kind in ("matrix", "experts")
+    array, transposed = arrays.get(name), weight.kind in ("matrix", "experts")
     if array is None:
         raise UserError(f"{path} has no {name!r}. Fix: download what is missing, or give the sizes with --settings.")
-    wanted = shape[::-1] if turned else shape
+    wanted = shape[::-1] if transposed else shape
     if array.shape != wanted:
         raise invalid(f"{name} in {array.path}", array.shape, f"{wanted}", "give the model's sizes with --settings")
     if array.dtype not in FLOATS:
@@ -104,12 +104,12 @@ def _tensor(path: Path, arrays: dict[str, StoredArray], name: str, weight: Weigh
 
     def read() -> np.ndarray:
         values = array.read()
-        return np.ascontiguousarray(values.T) if turned else values
+        return np.ascontiguousarray(values.T) if transposed else values
 
     return Tensor(label=f"{array.path.name} ({name})", shape=shape, dtype=array.dtype, read=read)
 
 
-def _must_be_tied(path: Path, head: StoredArray, embed: StoredArray) -> None:
+def _check_tied(path: Path, head: StoredArray, embed: StoredArray) -> None:
     """Check that the head equals the embedding: Grok-1 ties them, so a separate head would be lost."""
     alike = head.shape == embed.shape and head.dtype == embed.dtype
     if not (alike and head.sha256() == embed.sha256()):
@@ -119,7 +119,7 @@ def _must_be_tied(path: Path, head: StoredArray, embed: StoredArray) -> None:
 # Writing.
 
 
-def export_conversion(params: Any, cfg: MoEConfig, out: Path, largest: int = LARGEST_FILE) -> int:
+def export_conversion(params: Any, cfg: MoEConfig, out: Path, largest: int = MAX_FILE_BYTES) -> int:
     """Write scheme (1) to a new folder with an index and a config.json with the model's sizes; returns the number of files.
 
     8-bit weights become float32, which represents them exactly.
@@ -129,7 +129,7 @@ def export_conversion(params: Any, cfg: MoEConfig, out: Path, largest: int = LAR
     out.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
-        files = _divided(list(_leaves(params, cfg)), largest)
+        files = _group_files(list(_leaves(params, cfg)), largest)
         index: dict[str, str] = {}
         for i, leaves in enumerate(files):
             name = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
@@ -149,7 +149,7 @@ def export_conversion(params: Any, cfg: MoEConfig, out: Path, largest: int = LAR
 def _leaves(params: Any, cfg: MoEConfig) -> Iterator[Leaf]:
     held = dict(named_leaves(params, is_leaf=quant.is_quantized))
     for weight in WEIGHTS:
-        value, turned = held[weight.leaf], weight.kind in ("matrix", "experts")
+        value, transposed = held[weight.leaf], weight.kind in ("matrix", "experts")
         for layer in range(cfg.n_layer) if weight.in_layer else [None]:
             for expert in range(cfg.n_expert) if weight.kind == "experts" else [None]:
                 index = tuple(i for i in (layer, expert) if i is not None)
@@ -157,25 +157,25 @@ def _leaves(params: Any, cfg: MoEConfig) -> Iterator[Leaf]:
                 dtype = np.dtype("float32") if quant.is_quantized(value) else np.dtype(value.dtype)
                 yield Leaf(
                     name=converted_name(weight, "decoder_layer", layer, expert),
-                    shape=shape[::-1] if turned else shape,
+                    shape=shape[::-1] if transposed else shape,
                     dtype=dtype,
-                    parts=_one(value, index, turned),
+                    parts=_read_matrix(value, index, transposed),
                 )
 
 
-def _one(value: Any, index: tuple[int, ...], turned: bool) -> Callable[[], Iterator[np.ndarray]]:
+def _read_matrix(value: Any, index: tuple[int, ...], transposed: bool) -> Callable[[], Iterator[np.ndarray]]:
     def parts() -> Iterator[np.ndarray]:
         if quant.is_quantized(value):
             one = quant.Quantized(weight=value.weight[index], scales=value.scales[index])
             matrix = np.asarray(quant.dequantize(one, jnp.float32))
         else:
             matrix = np.asarray(value[index])
-        yield np.ascontiguousarray(matrix.T) if turned else matrix
+        yield np.ascontiguousarray(matrix.T) if transposed else matrix
 
     return parts
 
 
-def _divided(leaves: list[Leaf], largest: int) -> list[list[Leaf]]:
+def _group_files(leaves: list[Leaf], largest: int) -> list[list[Leaf]]:
     files: list[list[Leaf]] = [[]]
     for leaf in leaves:
         if files[-1] and sum(other.nbytes for other in files[-1]) + leaf.nbytes > largest:

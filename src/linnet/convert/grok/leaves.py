@@ -41,12 +41,12 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pair:
+class TensorPair:
     weight: Tensor
     scales: Tensor
 
 
-Tensors = Mapping[str, Sequence[Tensor] | Sequence[Pair]]
+Tensors = Mapping[str, Sequence[Tensor] | Sequence[TensorPair]]
 """Tensors of each leaf by name, in order: one, one per layer, or one per expert of each layer."""
 
 
@@ -59,7 +59,7 @@ def to_leaves(tensors: Tensors, cfg: MoEConfig, weights: WeightDtype) -> list[Le
     leaves: list[Leaf] = []
     for name, spec in specs_by_name(cfg).items():
         found = tensors[name]
-        pairs, floats = [t for t in found if isinstance(t, Pair)], [t for t in found if isinstance(t, Tensor)]
+        pairs, floats = [t for t in found if isinstance(t, TensorPair)], [t for t in found if isinstance(t, Tensor)]
         if pairs and floats:
             raise UserError(
                 f"{floats[0].label} has dtype {floats[0].dtype}, but {pairs[0].weight.label} is an 8-bit pair: "
@@ -69,7 +69,7 @@ def to_leaves(tensors: Tensors, cfg: MoEConfig, weights: WeightDtype) -> list[Le
     return leaves
 
 
-def _pair_leaves(name: str, spec: Spec, pairs: Sequence[Pair]) -> list[Leaf]:
+def _pair_leaves(name: str, spec: Spec, pairs: Sequence[TensorPair]) -> list[Leaf]:
     first = pairs[0].scales
     for pair in pairs:
         if pair.scales.shape != first.shape:
@@ -86,12 +86,12 @@ def _pair_leaves(name: str, spec: Spec, pairs: Sequence[Pair]) -> list[Leaf]:
 
 def _float_leaves(name: str, spec: Spec, tensors: Sequence[Tensor], weights: WeightDtype) -> list[Leaf]:
     if spec.min_dtype == "int8" and weights == "int8":
-        return _quantizing(name, spec, tensors)
-    to = _float_type(spec, [tensor.dtype for tensor in tensors], weights)
+        return _quantized_leaves(name, spec, tensors)
+    to = _float_dtype(spec, [tensor.dtype for tensor in tensors], weights)
     return [Leaf(name=name, shape=spec.shape, dtype=to, parts=_reader(tensors, to))]
 
 
-def _float_type(spec: Spec, found: Sequence[np.dtype], weights: WeightDtype) -> np.dtype:
+def _float_dtype(spec: Spec, found: Sequence[np.dtype], weights: WeightDtype) -> np.dtype:
     """Return bfloat16 only if that is lossless or was requested."""
     bfloat16 = np.dtype(jnp.bfloat16)
     if spec.min_dtype != "float32" and (weights != "float32" or all(dtype == bfloat16 for dtype in found)):
@@ -109,7 +109,7 @@ def _reader(tensors: Sequence[Tensor], to: np.dtype | None = None) -> Callable[[
     return parts
 
 
-def _quantizing(name: str, spec: Spec, tensors: Sequence[Tensor]) -> list[Leaf]:
+def _quantized_leaves(name: str, spec: Spec, tensors: Sequence[Tensor]) -> list[Leaf]:
     """Quantize while writing. The scales, which are small, are written after the weights, when they are known."""
     scales: list[np.ndarray] = []
 

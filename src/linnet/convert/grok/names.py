@@ -13,7 +13,7 @@ from typing import Literal
 from linnet.core.errors import UserError
 from linnet.models.moe.config import MoEConfig
 
-Split = Literal["data", "model", "both"] | None
+ShardAxis = Literal["data", "model", "both"] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Weight:
     leaf: str
     """Name in `linnet.core.pytree.named_leaves`."""
     release: str
-    splits: tuple[Split, ...]
+    splits: tuple[ShardAxis, ...]
     """Mesh axis that the release shards each axis over."""
     decoder_layer: str
     model_layers: str
@@ -46,7 +46,7 @@ def _gain(leaf: str, number: str, model_layers: str) -> Weight:
     )
 
 
-def _attention(leaf: str, name: str, short: str, splits: tuple[Split, ...]) -> Weight:
+def _attention(leaf: str, name: str, short: str, splits: tuple[ShardAxis, ...]) -> Weight:
     return Weight(
         leaf=f"layers/{leaf}",
         release=f"multi_head_attention/{name}/w",
@@ -57,7 +57,7 @@ def _attention(leaf: str, name: str, short: str, splits: tuple[Split, ...]) -> W
     )
 
 
-def _expert(leaf: str, name: str, splits: tuple[Split, ...]) -> Weight:
+def _expert(leaf: str, name: str, splits: tuple[ShardAxis, ...]) -> Weight:
     return Weight(
         leaf=f"layers/experts/{leaf}",
         release=f"moe/{name}/w",
@@ -133,7 +133,7 @@ def converted_name(weight: Weight, scheme: Scheme, layer: int | None, expert: in
     return name if layer is None else f"{LAYERS[scheme]}.{layer}.{name}"
 
 
-def scheme_of(names: Iterable[str], where: str) -> Scheme:
+def find_scheme(names: Iterable[str], where: str) -> Scheme:
     found = set(names)
     for scheme in LAYERS:
         if converted_name(BY_LEAF["embed"], scheme, None) in found:
@@ -145,6 +145,6 @@ def scheme_of(names: Iterable[str], where: str) -> Scheme:
     )
 
 
-def with_suffix(name: str) -> str:
+def add_suffix(name: str) -> str:
     """Append `.weight`, which some conversions leave out."""
     return name if re.search(r"\.(weight|scale)$", name) else f"{name}.weight"

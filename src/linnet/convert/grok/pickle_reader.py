@@ -82,17 +82,17 @@ class _Reader(PickleStack):
 
     def read(self) -> StoredArray | StoredPair:
         if self.take(2) != bytes([0x80, PROTOCOL]):
-            self.refuse(f"it does not start as a pickle of protocol {PROTOCOL}")
+            self.fail(f"it does not start as a pickle of protocol {PROTOCOL}")
         for _ in range(MAX_OPCODES):
             code = self.take(1)
             if code == b".":
                 return self.result()
             if code not in OPCODES:
-                self.refuse(f"{_opcode_name(code)} is not part of an array")
+                self.fail(f"{_opcode_name(code)} is not part of an array")
             OPCODES[code](self)
-        self.refuse(f"it has more than {MAX_OPCODES} opcodes")
+        self.fail(f"it has more than {MAX_OPCODES} opcodes")
 
-    def refuse(self, why: str) -> NoReturn:
+    def fail(self, why: str) -> NoReturn:
         raise UserError(
             f"{self.path} is not a tensor of a Grok-1 checkpoint: at byte {self.at}, {why}. Nothing in it was run. "
             "Fix: download the file again, and only from a source that you trust."
@@ -102,10 +102,10 @@ class _Reader(PickleStack):
 
     def take(self, n: int) -> bytes:
         if n > self.size - self.at:
-            self.refuse(f"{n} bytes should follow, but the file has {self.size - self.at}: it is truncated")
+            self.fail(f"{n} bytes should follow, but the file has {self.size - self.at}: it is truncated")
         found = self.file.read(n)
         if len(found) != n:
-            self.refuse("the file ends early")
+            self.fail("the file ends early")
         self.at += n
         return found
 
@@ -115,34 +115,34 @@ class _Reader(PickleStack):
         """Read the frame length, which is not used but must be valid."""
         n = self.number(8)
         if n > self.size - self.at:
-            self.refuse(f"a frame of {n} bytes is longer than the file")
+            self.fail(f"a frame of {n} bytes is longer than the file")
 
     def long(self) -> None:
         n = self.number(1)
         if n > 8:
-            self.refuse(f"a number of {n} bytes")
+            self.fail(f"a number of {n} bytes")
         self.push(self.number(n, signed=True))
 
     def text(self, n_length: int) -> None:
         n = self.number(n_length)
         if n > MAX_TEXT:
-            self.refuse(f"a name of {n} bytes")
+            self.fail(f"a name of {n} bytes")
         try:
             self.push(self.take(n).decode("ascii"))
         except UnicodeDecodeError:
-            self.refuse("a name that is not plain text")
+            self.fail("a name that is not plain text")
 
     def payload(self, n_length: int) -> None:
         n = self.number(n_length)
         if n > self.size - self.at:
-            self.refuse(f"{n} bytes should follow, but the file has {self.size - self.at}: it is truncated")
+            self.fail(f"{n} bytes should follow, but the file has {self.size - self.at}: it is truncated")
         self.push(_Bytes(self.at, n))
         self.at += n
         self.file.seek(self.at)
 
     def recall(self, place: int) -> None:
         if place >= len(self.memo):
-            self.refuse(f"value {place} is read before it was stored")
+            self.fail(f"value {place} is read before it was stored")
         self.push(self.memo[place])
 
     def memoize(self) -> None:
@@ -153,13 +153,13 @@ class _Reader(PickleStack):
     def name(self) -> None:
         name, module = self.pop(), self.pop()
         if not (isinstance(module, str) and isinstance(name, str) and (module, name) in NAMES):
-            self.refuse(f"it names {_shown(module)}.{_shown(name)}")
+            self.fail(f"it names {_printable(module)}.{_printable(name)}")
         self.push(Name(module, name))
 
     def new(self) -> None:
         arguments, name = self.pop(), self.pop()
         if not (isinstance(name, Name) and name.key == PAIR and arguments == ()):
-            self.refuse("it creates an object that is not an 8-bit pair")
+            self.fail("it creates an object that is not an 8-bit pair")
         self.push(_Object("pair"))
 
     def call(self) -> None:
@@ -170,14 +170,19 @@ class _Reader(PickleStack):
             of, shape, kind = arguments
             if isinstance(of, Name) and of.key == NDARRAY and shape == (0,) and self.is_byte(kind, b"b"):
                 return self.push(_Object("array"))
-        if key == DTYPE and isinstance(arguments, tuple) and len(arguments) == 3 and _flags(arguments[1:], (0, 1)):
+        if (
+            key == DTYPE
+            and isinstance(arguments, tuple)
+            and len(arguments) == 3
+            and _matches_flags(arguments[1:], (0, 1))
+        ):
             of = arguments[0]
             if isinstance(of, Name) and of.key == BFLOAT16:
                 return self.push(_Object("dtype", BFLOAT16_TYPE))
             if isinstance(of, str) and of in TYPES:
                 return self.push(_Object("dtype", TYPES[of]))
-            self.refuse(f"it has values of type {_shown(of)}")
-        self.refuse("it calls something that does not create an array")
+            self.fail(f"it has values of type {_printable(of)}")
+        self.fail("it calls something that does not create an array")
 
     def is_byte(self, value: Any, expected: bytes) -> bool:
         if not isinstance(value, _Bytes) or value.size != 1:
@@ -190,17 +195,17 @@ class _Reader(PickleStack):
     def item(self, pairs: list[Any]) -> None:
         values = self.pop()
         if not isinstance(values, dict) or len(pairs) % 2:
-            self.refuse("values are set in something that is not a dict")
+            self.fail("values are set in something that is not a dict")
         for name, value in zip(pairs[::2], pairs[1::2], strict=True):
             if name not in ("weight", "scales") or name in values or not isinstance(value, _Object):
-                self.refuse(f"an 8-bit pair has no {_shown(name)}")
+                self.fail(f"an 8-bit pair has no {_printable(name)}")
             values[name] = value
         self.push(values)
 
     def build(self) -> None:
         state, target = self.pop(), self.pop()
         if not isinstance(target, _Object) or target.built:
-            self.refuse("it modifies a complete object")
+            self.fail("it modifies a complete object")
         if target.kind == "dtype":
             self.build_dtype(target, state)
         elif target.kind == "array":
@@ -214,41 +219,41 @@ class _Reader(PickleStack):
         """Check version 3, byte order, no subarrays and no fields, and sizes that the type itself fixes."""
         fits = isinstance(state, tuple) and len(state) == 8 and state[0] == 3 and state[2:5] == (None, None, None)
         if not (fits and all(type(value) is int for value in (state[0], *state[5:]))):
-            self.refuse("a dtype is not a plain one")
+            self.fail("a dtype is not a plain one")
         if state[1] != target.value[1]:
-            self.refuse(f"the byte order {_shown(state[1])} is not that of the release")
+            self.fail(f"the byte order {_printable(state[1])} is not that of the release")
 
     def array(self, state: Any) -> StoredArray:
         if not (isinstance(state, tuple) and len(state) == 5 and type(state[0]) is int and state[0] == 1):
-            self.refuse("an array's state is not of version 1")
+            self.fail("an array's state is not of version 1")
         _, shape, dtype, columns_first, data = state
         if not (isinstance(shape, tuple) and len(shape) <= MAX_AXES and all(type(n) is int and n > 0 for n in shape)):
-            self.refuse("an array's shape is invalid")
+            self.fail("an array's shape is invalid")
         if not (isinstance(dtype, _Object) and dtype.kind == "dtype" and dtype.built):
-            self.refuse("an array has no dtype")
+            self.fail("an array has no dtype")
         if columns_first is not False:
-            self.refuse("an array is stored columns first, which the release never does")
+            self.fail("an array is stored columns first, which the release never does")
         if not isinstance(data, _Bytes) or data.size != math.prod(shape) * dtype.value[0].itemsize:
-            self.refuse(f"an array of shape {shape} does not have the bytes it needs")
+            self.fail(f"an array of shape {shape} does not have the bytes it needs")
         return StoredArray(path=self.path, offset=data.offset, shape=shape, dtype=dtype.value[0])
 
     def pair(self, state: Any) -> StoredPair:
         if not isinstance(state, dict) or set(state) != {"weight", "scales"}:
-            self.refuse("an 8-bit pair needs weight and scales")
+            self.fail("an 8-bit pair needs weight and scales")
         weight, scales = (self.finished(state[name]) for name in ("weight", "scales"))
         if weight.dtype != np.int8 or scales.dtype != jnp.bfloat16:
-            self.refuse(f"an 8-bit pair must be int8 and bfloat16, not {weight.dtype} and {scales.dtype}")
+            self.fail(f"an 8-bit pair must be int8 and bfloat16, not {weight.dtype} and {scales.dtype}")
         return StoredPair(weight=weight, scales=scales)
 
     def finished(self, value: Any) -> StoredArray:
         if not (isinstance(value, _Object) and value.kind == "array" and value.built):
-            self.refuse("an array is incomplete")
+            self.fail("an array is incomplete")
         return value.value
 
     def result(self) -> StoredArray | StoredPair:
         value = self.pop()
         if self.stack or self.at != self.size:
-            self.refuse("data remains after the end")
+            self.fail("data remains after the end")
         if isinstance(value, _Object) and value.kind == "pair" and value.built:
             return value.value
         return self.finished(value)
@@ -259,12 +264,12 @@ def _opcode_name(code: bytes) -> str:
     return f"the opcode {known[0]}" if known else f"the byte {code[0]}"
 
 
-def _flags(values: tuple[Any, ...], expected: tuple[int, ...]) -> bool:
+def _matches_flags(values: tuple[Any, ...], expected: tuple[int, ...]) -> bool:
     """Match False and True, or 0 and 1 as written by older numpy."""
     return all(type(value) in (bool, int) for value in values) and values == expected
 
 
-def _shown(value: Any) -> str:
+def _printable(value: Any) -> str:
     """Return a name from the file for a message. Other text could contain terminal escapes; other values could be of any size."""
     return value if isinstance(value, str) and SHOWABLE.fullmatch(value) else type(value).__name__.lstrip("_")
 

@@ -39,20 +39,20 @@ def file_size(shape: tuple[int, ...], n_group: int | None) -> int:
     """Return the size of a float32 array, or of an 8-bit pair with `n_group` groups of scales."""
     size = math.prod(shape)
     if n_group is None:
-        return _framed([HEAD + _state(shape) + FLOAT_TYPE + 1, -4 * size, TAIL + 1])
+        return _framed_size([HEAD + _state_size(shape) + FLOAT_TYPE + 1, -4 * size, TAIL + 1])
     scales = (*shape[:-2], n_group, shape[-1])
-    first = PAIR + ATTRIBUTE + HEAD + _state(shape) + FLOAT_TYPE + 1
-    second = TAIL + ATTRIBUTE + HEAD_AGAIN + _state(scales) + BFLOAT16_TYPE + 1
-    return _framed([first, -size, second, -2 * math.prod(scales), TAIL + 3])
+    first = PAIR + ATTRIBUTE + HEAD + _state_size(shape) + FLOAT_TYPE + 1
+    second = TAIL + ATTRIBUTE + HEAD_AGAIN + _state_size(scales) + BFLOAT16_TYPE + 1
+    return _framed_size([first, -size, second, -2 * math.prod(scales), TAIL + 3])
 
 
-def _state(shape: tuple[int, ...]) -> int:
+def _state_size(shape: tuple[int, ...]) -> int:
     """Return the size of a mark, a version, and the shape."""
     numbers = sum(2 if n < 1 << 8 else 3 if n < 1 << 16 else 5 for n in shape)
     return 3 + numbers + (2 if len(shape) <= 3 else 3)
 
 
-def _framed(parts: list[int]) -> int:
+def _framed_size(parts: list[int]) -> int:
     """Return the total size including frames. `parts`: lengths of opcodes, and (negative) of array data.
 
     A full frame is closed when another value begins; none begins in the last part, which only closes open values.
@@ -60,17 +60,17 @@ def _framed(parts: list[int]) -> int:
     total, frame = 2, 0
     for i, part in enumerate(parts):
         if frame >= FRAME and i < len(parts) - 1:
-            total, frame = total + _closed(frame), 0
+            total, frame = total + _frame_size(frame), 0
         n = -part
         if part < 0:
             header = 2 if n < 1 << 8 else 5 if n < 1 << 32 else 9
             if n >= FRAME:
-                total, frame = total + _closed(frame) + header + n, 0
+                total, frame = total + _frame_size(frame) + header + n, 0
                 continue
             part = header + n
         frame += part
-    return total + _closed(frame)
+    return total + _frame_size(frame)
 
 
-def _closed(frame: int) -> int:
+def _frame_size(frame: int) -> int:
     return frame + (FRAME_HEADER if frame >= MIN_FRAME else 0)

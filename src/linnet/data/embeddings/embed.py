@@ -21,21 +21,21 @@ from jaxtyping import Float32
 
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write
-from linnet.data.embeddings.captioned import Captioned, CaptionedSource
-from linnet.data.embeddings.encodings import NO_ENCODINGS, CaptionShard, EncodingSettings, caption_shard
+from linnet.data.embeddings.captioned_images import CaptionedImage, CaptionedSource
+from linnet.data.embeddings.encodings import NO_ENCODINGS, CaptionShard, EncodingSettings, open_caption_shard
 from linnet.data.embeddings.sources import FOLDERS
 from linnet.data.encoders.encoder import Encoder
-from linnet.data.images import BrokenPicture
+from linnet.data.images import BrokenImage
 from linnet.data.npy_writer import write_array
 from linnet.data.sources.files import reading
 
-NOTES = "embed.json"
+MANIFEST = "embed.json"
 VERSION = 1
 BATCH = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
+class EmbedTask:
     source: CaptionedSource
     encoder: Encoder
     encodings: EncodingSettings = NO_ENCODINGS
@@ -58,7 +58,7 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Notes:
+class EmbedManifest:
     asked: dict[str, Any]
     blocks: tuple[int, ...] = ()
     """Pairs written for each finished block of the source."""
@@ -74,17 +74,17 @@ class Notes:
         return sum(n > 0 for n in self.blocks)
 
     def save(self, out: Path) -> None:
-        atomic_write(out / NOTES, (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode())
+        atomic_write(out / MANIFEST, (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode())
 
 
-def embed(task: Task, out: Path, progress: Callable[[int], None] = lambda n: None) -> Notes:
+def embed(task: EmbedTask, out: Path, progress: Callable[[int], None] = lambda n: None) -> EmbedManifest:
     """Embed a source into `out`. Resumes an earlier run of the same task; the folder of another task is an error."""
-    notes = begin(task.identity(), out)
+    notes = start_or_resume(task.identity(), out)
     samples = task.source.samples()
     for number, block in enumerate(_blocks(samples, task.shard_rows)):
         if number < len(notes.blocks):
             continue  # done by an earlier run
-        with caption_shard(task.encoder, task.encodings, out, notes.n_shards) as captions:
+        with open_caption_shard(task.encoder, task.encodings, out, notes.n_shards) as captions:
             pairs, left_out = _embed_block(
                 task, captions, block, lambda n, before=number * task.shard_rows: progress(before + n)
             )
@@ -113,21 +113,21 @@ def embed(task: Task, out: Path, progress: Callable[[int], None] = lambda n: Non
     return notes
 
 
-def read_notes(folder: Path) -> Notes | None:
-    path = folder / NOTES
+def read_manifest(folder: Path) -> EmbedManifest | None:
+    path = folder / MANIFEST
     if not path.is_file():
         return None
     with reading(path):
         text = path.read_text(errors="replace")
     try:
         fields = json.loads(text)
-        return Notes(**{**fields, "blocks": tuple(fields["blocks"])})
+        return EmbedManifest(**{**fields, "blocks": tuple(fields["blocks"])})
     except (ValueError, TypeError, KeyError):
         raise UserError(f"{path} is damaged. Fix: embed into a new folder with `linnet data embed`.") from None
 
 
-def refuse_unfinished(folder: Path) -> None:
-    notes = read_notes(folder)
+def check_finished(folder: Path) -> None:
+    notes = read_manifest(folder)
     if notes is not None and not notes.finished:
         raise UserError(
             f"{folder} was not finished: {notes.n_pairs:,} pairs are embedded so far. Fix: run the same `linnet data embed` again: it "
@@ -135,14 +135,14 @@ def refuse_unfinished(folder: Path) -> None:
         )
 
 
-def begin(asked: dict[str, Any], out: Path) -> Notes:
-    notes = read_notes(out)
+def start_or_resume(asked: dict[str, Any], out: Path) -> EmbedManifest:
+    notes = read_manifest(out)
     if notes is None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise invalid(
                 "--out", str(out), "a new folder, or one that an earlier run of this command started", "name another"
             )
-        notes = Notes(asked=asked)
+        notes = EmbedManifest(asked=asked)
         notes.save(out)
         return notes
     differs = sorted(name for name in asked.keys() | notes.asked.keys() if asked.get(name) != notes.asked.get(name))
@@ -162,7 +162,7 @@ class _Pairs:
 
 
 def _embed_block(
-    task: Task, captions_of: CaptionShard, block: Iterator[Captioned], progress: Callable[[int], None]
+    task: EmbedTask, captions_of: CaptionShard, block: Iterator[CaptionedImage], progress: Callable[[int], None]
 ) -> tuple[_Pairs | None, Counter[str]]:
     """Embed one block. Holds one batch of images and the embeddings of the block in memory."""
     metadata: dict[str, list[str | None]] = {"image_path": [], "caption": []}
@@ -181,7 +181,7 @@ def _embed_block(
             try:
                 with reading(sample.name):
                     decoded.append(task.encoder.decode(sample.encoded()))
-            except BrokenPicture as error:
+            except BrokenImage as error:
                 left_out[error.reason] += 1
                 continue
             captions.append(sample.caption)
@@ -207,7 +207,7 @@ def _write(out: Path, number: int, pairs: _Pairs) -> None:
     write_array(out / FOLDERS["image"] / f"img_emb_{number}.npy", pairs.images)
 
 
-def _blocks(samples: Iterator[Captioned], n: int) -> Iterator[Iterator[Captioned]]:
+def _blocks(samples: Iterator[CaptionedImage], n: int) -> Iterator[Iterator[CaptionedImage]]:
     """Split the samples into blocks of n. Each block is exhausted, by the caller or here, before the next begins."""
     for first in samples:
         block = itertools.chain([first], itertools.islice(samples, n - 1))

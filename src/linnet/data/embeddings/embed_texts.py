@@ -15,9 +15,9 @@ import numpy as np
 
 from linnet.core.errors import UserError, invalid
 from linnet.data.embeddings.captions import ParquetCaptions
-from linnet.data.embeddings.embed import BATCH, VERSION, Notes, begin
-from linnet.data.embeddings.encodings import NO_ENCODINGS, EncodingSettings, caption_shard
-from linnet.data.embeddings.shards import find_shards, match, refuse_unequal
+from linnet.data.embeddings.embed import BATCH, VERSION, EmbedManifest, start_or_resume
+from linnet.data.embeddings.encodings import NO_ENCODINGS, EncodingSettings, open_caption_shard
+from linnet.data.embeddings.shards import check_row_counts, find_shards, match_shards
 from linnet.data.embeddings.sources import FOLDERS
 from linnet.data.embeddings.vectors import open_npy
 from linnet.data.encoders.encoder import Encoder
@@ -25,7 +25,7 @@ from linnet.data.npy_writer import write_array
 from linnet.data.sources.files import reading
 
 
-def embedded_images(root: Path) -> tuple[str, str] | None:
+def find_image_embeds(root: Path) -> tuple[str, str] | None:
     """Return the paths of the image embeddings and the metadata if `root` has clip-retrieval's layout, else None."""
     images, metadata = root / FOLDERS["image"], root / FOLDERS["metadata"]
     return (str(images), str(metadata)) if images.is_dir() and metadata.is_dir() else None
@@ -39,21 +39,21 @@ def embed_texts(
     caption_key: str = "caption",
     encodings: EncodingSettings = NO_ENCODINGS,
     progress: Callable[[int], None] = lambda n: None,
-) -> Notes:
+) -> EmbedManifest:
     """Embed the captions of each image shard. Resumes where an earlier run stopped."""
     images = find_shards(images_at, ".npy", "SOURCE")
-    metadata = match(images, find_shards(metadata_at, ".parquet", "--metadata"), "metadata")
+    metadata = match_shards(images, find_shards(metadata_at, ".parquet", "--metadata"), "metadata")
     sizes = [open_npy(path, "image").n_rows for path in images]
     captions = [ParquetCaptions([path], caption_key) for path in metadata]
     for image, size, path, one in zip(images, sizes, metadata, captions, strict=True):
-        refuse_unequal(image, size, path, one.sizes[0], "caption")
+        check_row_counts(image, size, path, one.sizes[0], "caption")
     if any(out.resolve() in path.resolve().parents for path in (*images, *metadata)):
         raise invalid("--out", str(out), "a folder other than SOURCE, which is not modified", "name a new folder")
     identity = _identity(images_at, encoder, caption_key, [*images, *metadata])
-    notes = begin(identity | encodings.identity(), out)
+    notes = start_or_resume(identity | encodings.identity(), out)
     for i in range(len(notes.blocks), len(images)):
         rows = np.arange(sizes[i])
-        with caption_shard(encoder, encodings, out, i) as shard:
+        with open_caption_shard(encoder, encodings, out, i) as shard:
             blocks = [shard.embed(captions[i].read(rows[at : at + BATCH])) for at in range(0, max(1, sizes[i]), BATCH)]
             shard.finish()
         _copy(metadata[i], out / FOLDERS["metadata"] / f"metadata_{i}.parquet")

@@ -18,11 +18,11 @@ from linnet.config.schema import PairsConfig
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import cache_folder
 from linnet.data.embeddings.captions import ArrayCaptions
-from linnet.data.embeddings.pairs import EmbeddingPairs, fingerprint_of
+from linnet.data.embeddings.pairs import EmbeddingPairs, compute_fingerprint
 from linnet.data.embeddings.vectors import ArrayShard, Vectors
-from linnet.data.encoders.builtin import WEIGHTS, BuiltIn, open_builtin
+from linnet.data.encoders.builtin import WEIGHTS, BuiltinEncoder, open_builtin
 from linnet.data.encoders.network import SIZE
-from linnet.data.index import sha256_of
+from linnet.data.index import sha256_file
 from linnet.data.npy_writer import write_array
 from linnet.data.sources.emoji import FOLDER, open_emoji
 from linnet.data.sources.npy import map_npy
@@ -30,7 +30,7 @@ from linnet.data.splits import SPLITS
 
 VERSION = 1
 """Version of the computation; part of the cache key."""
-CHOSEN_BY = (
+UNUSED_FIELDS = (
     "images",
     "texts",
     "metadata",
@@ -45,7 +45,7 @@ CHOSEN_BY = (
 
 def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> EmbeddingPairs:
     defaults = {field.name: field.default for field in dataclasses.fields(PairsConfig)}
-    for name in CHOSEN_BY:
+    for name in UNUSED_FIELDS:
         if getattr(cfg, name) != defaults[name]:
             raise invalid(
                 f"data.{name}",
@@ -55,9 +55,12 @@ def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) ->
             )
     pictures, captions, split_of = open_emoji(SIZE)
     # The key does not hash the vectors: another processor may round them differently although the data is the same.
-    made_of = [str(VERSION), *(sha256_of(path) for path in (WEIGHTS, FOLDER / f"{SIZE}.png", FOLDER / "captions.json"))]
+    made_of = [
+        str(VERSION),
+        *(sha256_file(path) for path in (WEIGHTS, FOLDER / f"{SIZE}.png", FOLDER / "captions.json")),
+    ]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-    embedded = _embedded(key, pictures, captions)
+    embedded = _load_embeds(key, pictures, captions)
     rows = {name: np.flatnonzero(np.array(split_of) == name) for name in SPLITS}
     vectors = {
         what: Vectors.join([ArrayShard(Path(cfg.source), what, embedded[i])], what)
@@ -68,7 +71,7 @@ def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) ->
         seed=seed,
         images=vectors["image"],
         texts=vectors["text"],
-        encodings=_encodings(cfg, key, captions) if encodings else None,
+        encodings=_load_encodings(cfg, key, captions) if encodings else None,
         text_captions=ArrayCaptions((np.array(captions),)),
         rows=rows,
         origin={
@@ -78,11 +81,11 @@ def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) ->
             "left_out": {},
             "held_out": "whole concepts, by a hash of their names",
         },
-        fingerprint=fingerprint_of(made_of, rows),
+        fingerprint=compute_fingerprint(made_of, rows),
     )
 
 
-def _embedded(key: str, pictures: np.ndarray, captions: list[str]) -> Float32[np.ndarray, "2 n D"]:
+def _load_embeds(key: str, pictures: np.ndarray, captions: list[str]) -> Float32[np.ndarray, "2 n D"]:
     """Return text embeddings, then image embeddings."""
     place = cache_folder() / "pairs" / f"emoji-{key[:32]}.npy"
     with contextlib.suppress(UserError):
@@ -95,10 +98,10 @@ def _embedded(key: str, pictures: np.ndarray, captions: list[str]) -> Float32[np
     return made
 
 
-def _encodings(cfg: PairsConfig, key: str, captions: list[str]) -> Vectors:
+def _load_encodings(cfg: PairsConfig, key: str, captions: list[str]) -> Vectors:
     """Return the token encodings of the captions in float16, memory-mapped from the cache: 93 MB."""
     place = cache_folder() / "pairs" / f"emoji-encodings-{key[:32]}.npy"
-    shape = (len(captions), BuiltIn.text_len, BuiltIn.width)
+    shape = (len(captions), BuiltinEncoder.text_len, BuiltinEncoder.width)
     made = None
     with contextlib.suppress(OSError, ValueError, EOFError):
         made = np.load(place, mmap_mode="r", allow_pickle=False)

@@ -38,7 +38,7 @@ class EncodingSettings:
 NO_ENCODINGS = EncodingSettings(dtype="none")
 
 
-def stored_bytes(out: Path) -> int:
+def encoding_bytes(out: Path) -> int:
     return sum(path.stat().st_size for path in (out / FOLDERS["encodings"]).glob("*.npy"))
 
 
@@ -90,7 +90,7 @@ class CaptionShard:
 
 
 @contextmanager
-def caption_shard(encoder: Encoder, settings: EncodingSettings, out: Path, number: int) -> Iterator[CaptionShard]:
+def open_caption_shard(encoder: Encoder, settings: EncodingSettings, out: Path, number: int) -> Iterator[CaptionShard]:
     """Open a `CaptionShard`; an incomplete file is removed if the block ends before `finish`."""
     name = FOLDERS["encodings"]
     shard = CaptionShard(encoder, settings, out / name / f"{name}_{number}.npy")

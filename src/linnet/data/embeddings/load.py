@@ -11,18 +11,18 @@ from linnet.config.schema import EMOJI_PAIRS, PairsConfig
 from linnet.core.errors import UserError, invalid
 from linnet.core.local_path import check_local
 from linnet.data.embeddings import emoji, sources
-from linnet.data.embeddings.embed import refuse_unfinished
+from linnet.data.embeddings.embed import check_finished
 from linnet.data.embeddings.neighbors import NeighborIndex
-from linnet.data.embeddings.pairs import EmbeddingPairs, divide, fingerprint_of
-from linnet.data.embeddings.provenance import encoder_of
-from linnet.data.embeddings.shards import in_order
+from linnet.data.embeddings.pairs import EmbeddingPairs, compute_fingerprint, split_rows
+from linnet.data.embeddings.provenance import find_encoder
+from linnet.data.embeddings.shards import natural_key
 from linnet.data.embeddings.sources import FOLDERS, PairSource
-from linnet.data.embeddings.validate import scan
-from linnet.data.sources.files import leaves, named_files
+from linnet.data.embeddings.validation import validate_rows
+from linnet.data.sources.files import leaves_root, match_files
 from linnet.data.sources.images import COMPRESSED_TARS
-from linnet.data.sources.locations import located
+from linnet.data.sources.locations import resolve_paths
 
-UNIT = (0.9, 1.1)
+UNIT_NORMS = (0.9, 1.1)
 """Range of mean norms that count as normalised."""
 
 
@@ -36,7 +36,7 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Embed
         raise invalid(
             "data.mix", cfg.mix, "0 with model.text_encodings: mixup cannot be applied to token encodings", "use 0"
         )
-    cfg = located(cfg)
+    cfg = resolve_paths(cfg)
     if cfg.source == EMOJI_PAIRS and cfg.images is None:
         return emoji.open_emoji_pairs(cfg, seed, encodings=encodings)
     source = find_source(cfg, encodings=encodings)
@@ -46,7 +46,7 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Embed
         raise invalid(where, source.encodings.width, needs, "embed the captions again with `linnet data embed`")
     kinds = {"image": source.images, "text": source.texts, "text encodings": source.encodings}
     found = {
-        what: scan(vectors, what, padded=what == "text encodings")
+        what: validate_rows(vectors, what, padded=what == "text encodings")
         for what, vectors in kinds.items()
         if vectors is not None
     }
@@ -54,15 +54,15 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Embed
     kept = np.setdiff1d(np.arange(source.images.n_rows), bad, assume_unique=True)
     warnings = [*source.warnings, *(warning for one in found.values() for warning in one.warnings)]
     for what in ("image", "text"):
-        if len(kept) and not UNIT[0] <= found[what].mean_length <= UNIT[1]:
+        if len(kept) and not UNIT_NORMS[0] <= found[what].mean_length <= UNIT_NORMS[1]:
             warnings.append(
                 f"The {what} embeddings have a mean norm of {found[what].mean_length:.3g}; the prior expects vectors of norm "
                 "1, as CLIP encoders give after normalization."
             )
-    rows, how = divide(cfg, kept, source.split_of)
+    rows, how = split_rows(cfg, kept, source.split_of)
     if not len(rows["train"]):
         raise UserError(
-            f"no pair of {_shown(cfg)} is left to train on ({len(bad):,} of {source.images.n_rows:,} were left out"
+            f"no pair of {_source_name(cfg)} is left to train on ({len(bad):,} of {source.images.n_rows:,} were left out"
             + (f": {warnings[0]}" if warnings else "")
             + "). Fix: name a source with valid rows, or hold out fewer."
         )
@@ -78,18 +78,18 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Embed
         text_captions=source.captions,
         rows=rows,
         origin={
-            "source": _shown(cfg),
-            "root": _shown(cfg),
-            "encoder": encoder_of(cfg),
+            "source": _source_name(cfg),
+            "root": _source_name(cfg),
+            "encoder": find_encoder(cfg),
             "left_out": {"source": left_out},
             "held_out": how,
         },
-        fingerprint=fingerprint_of([one.sha256 for one in found.values()], rows),
+        fingerprint=compute_fingerprint([one.sha256 for one in found.values()], rows),
         found=tuple(warnings),
     )
 
 
-def open_gallery(cfg: PairsConfig, seed: int, width: int) -> NeighborIndex:
+def open_neighbor_index(cfg: PairsConfig, seed: int, width: int) -> NeighborIndex:
     """Return an index of the image embeddings for predictions of this width."""
     pairs = open_pairs(cfg, seed)
     if pairs.image_width != width:
@@ -108,8 +108,10 @@ def find_source(cfg: PairsConfig, *, encodings: bool = False) -> PairSource:
     place = os.path.expanduser(cfg.source)
     root = Path(place)
     if (root / FOLDERS["image"]).is_dir():
-        refuse_unfinished(root)
-        out = next((name for name in FOLDERS.values() if (root / name).is_dir() and leaves(root / name, root)), None)
+        check_finished(root)
+        out = next(
+            (name for name in FOLDERS.values() if (root / name).is_dir() and leaves_root(root / name, root)), None
+        )
         if out is not None:
             raise UserError(
                 f"{root / out} is a symbolic link that leaves {root}, and such links are not followed. Fix: name the folders with "
@@ -120,11 +122,11 @@ def find_source(cfg: PairsConfig, *, encodings: bool = False) -> PairSource:
         return sources.from_npy(cfg, str(below["image"]), below["text"], below["metadata"], tokens)
     if place.lower().endswith(COMPRESSED_TARS):
         raise invalid("data.source", cfg.source, "an uncompressed tar, for random access", "decompress it")
-    named = named_files(place)
+    named = match_files(place)
     if named is None:
         needs = f"an existing file, folder or glob, or {EMOJI_PAIRS!r}"
         raise invalid("data.source", cfg.source, needs, "correct the path")
-    by_kind = {kind: sorted((p for p in named.paths if p.suffix.lower() == kind), key=in_order) for kind in KINDS}
+    by_kind = {kind: sorted((p for p in named.paths if p.suffix.lower() == kind), key=natural_key) for kind in KINDS}
     present = [kind for kind, paths in by_kind.items() if paths]
     if present == [".parquet"]:
         return sources.from_parquet(cfg, by_kind[".parquet"])
@@ -160,5 +162,5 @@ def _encodings_of(cfg: PairsConfig) -> str | None:
 KINDS = (".npy", ".parquet", ".tar", ".npz")
 
 
-def _shown(cfg: PairsConfig) -> str:
+def _source_name(cfg: PairsConfig) -> str:
     return cfg.images or cfg.source

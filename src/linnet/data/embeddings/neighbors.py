@@ -18,7 +18,7 @@ BLOCK = 65_536
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Nearest:
+class Neighbors:
     rows: Int64[np.ndarray, "B k"]
     """Positions in the index, nearest first; ties are ordered by position."""
     cosines: Float32[np.ndarray, "B k"]
@@ -42,7 +42,7 @@ class NeighborIndex:
     def n_rows(self) -> int:
         return len(self.source_rows)
 
-    def nearest(self, embeds: Float32[np.ndarray, "B D"], k: int) -> Nearest:
+    def nearest(self, embeds: Float32[np.ndarray, "B D"], k: int) -> Neighbors:
         """Return the k nearest rows by cosine similarity; k is capped at the number of rows."""
         k = min(k, self.n_rows)
         queries = l2_normalize(np.asarray(embeds, np.float32))
@@ -54,7 +54,7 @@ class NeighborIndex:
             numbered = np.concatenate([rows, here], axis=1)
             chosen = np.argsort(-cosines, axis=1, kind="stable")[:, :k]
             rows, best = np.take_along_axis(numbered, chosen, 1), np.take_along_axis(cosines, chosen, 1)
-        return Nearest(rows=rows, cosines=best, captions=self._captions(rows), pictures=self._pictures(rows))
+        return Neighbors(rows=rows, cosines=best, captions=self._captions(rows), pictures=self._pictures(rows))
 
     def _captions(self, rows: Int64[np.ndarray, "B k"]) -> list[list[str]] | None:
         if self.pairs.text_captions is None:

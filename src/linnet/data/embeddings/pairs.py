@@ -1,4 +1,7 @@
-"""`EmbeddingPairs`: the splits of a run on embeddings. A batch is a pure function of the step, so resuming needs no other state."""
+"""`EmbeddingPairs`: the splits of a run on embeddings. A batch is a pure function of the step, so resuming needs no other state.
+
+Letters: B rows, L text positions, T width of a text embedding, D width of an image embedding.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Array, Float32, Int64
 
 from linnet.config.schema import PairsConfig
 from linnet.core.errors import UserError, invalid
-from linnet.core.pytree import replace
+from linnet.core.pytree import pytree, replace
 from linnet.data import shuffle
-from linnet.data.embeddings.batch import PairBatch
 from linnet.data.embeddings.captions import Captions
 from linnet.data.embeddings.vectors import Vectors
 from linnet.data.splits import SPLITS
+
+
+@pytree
+class PairBatch:
+    text_embed: Float32[Array | np.ndarray, "B T"]
+    image_embed: Float32[Array | np.ndarray, "B D"]
+    encodings: Float32[Array | np.ndarray, "B L T"] | None
+    """One vector per text position; an all-zero vector is padding. None if the source has no token encodings."""
+    mask: Float32[Array | np.ndarray, " B"]
+    """0 for rows that only fill up the last batch of an evaluation; their vectors are zeros."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,10 +90,10 @@ class EmbeddingPairs:
         """
         if batch_size < 1:
             raise invalid("batch size of the evaluation", batch_size, "at least 1", f"use {self.cfg.batch_size}")
-        rows = self.evaluated(split, limit)
+        rows = self.evaluation_rows(split, limit)
         return (self.at(rows[at : at + batch_size], batch_size) for at in range(0, len(rows), batch_size))
 
-    def evaluated(self, split: str, limit: int | None = None) -> Int64[np.ndarray, " n"]:
+    def evaluation_rows(self, split: str, limit: int | None = None) -> Int64[np.ndarray, " n"]:
         """Return the row indices of the source that an evaluation reads."""
         rows = self.split(split)
         if limit is not None and limit < 1:
@@ -106,9 +118,9 @@ class EmbeddingPairs:
         """Return these rows of the source as a batch, padded with masked rows of zeros up to `n_rows`."""
         assert len(rows) <= n_rows, f"{len(rows)} pairs do not fit into {n_rows} rows"
         return PairBatch(
-            text_embed=_filled(self.texts, rows, n_rows),
-            image_embed=_filled(self.images, rows, n_rows),
-            encodings=None if self.encodings is None else _filled(self.encodings, rows, n_rows),
+            text_embed=_read_padded(self.texts, rows, n_rows),
+            image_embed=_read_padded(self.images, rows, n_rows),
+            encodings=None if self.encodings is None else _read_padded(self.encodings, rows, n_rows),
             mask=(np.arange(n_rows) < len(rows)).astype(np.float32),
         )
 
@@ -155,7 +167,7 @@ class EmbeddingPairs:
         return found
 
 
-def divide(
+def split_rows(
     cfg: PairsConfig, kept: Int64[np.ndarray, " n"], split_of: Int64[np.ndarray, " all"] | None
 ) -> tuple[dict[str, Int64[np.ndarray, " k"]], str]:
     """Return the kept rows by split, and a description of the method.
@@ -181,12 +193,12 @@ def divide(
     }, "test as the source says, validation the last of the others"
 
 
-def fingerprint_of(parts: Sequence[str], rows: dict[str, Int64[np.ndarray, " n"]]) -> str:
+def compute_fingerprint(parts: Sequence[str], rows: dict[str, Int64[np.ndarray, " n"]]) -> str:
     divided = [hashlib.sha256(rows[name].astype("<i8").tobytes()).hexdigest() for name in SPLITS]
     return hashlib.sha256(json.dumps([*parts, *divided]).encode()).hexdigest()
 
 
-def _filled(vectors: Vectors, rows: Int64[np.ndarray, " k"], n_rows: int) -> Float32[np.ndarray, "B ..."]:
+def _read_padded(vectors: Vectors, rows: Int64[np.ndarray, " k"], n_rows: int) -> Float32[np.ndarray, "B ..."]:
     out = np.zeros((n_rows, *vectors.shape), np.float32)
     out[: len(rows)] = vectors.read(rows)
     return out

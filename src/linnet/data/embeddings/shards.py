@@ -8,39 +8,39 @@ from pathlib import Path
 
 from linnet.core.errors import UserError, invalid
 from linnet.data.embeddings.vectors import Vectors
-from linnet.data.sources.files import LINKS_OUT, named_files
+from linnet.data.sources.files import OUTSIDE_LINKS, match_files
 
-NAMED = 3
+MAX_LISTED = 3
 
 
 def find_shards(place: str, suffix: str, field: str) -> list[Path]:
     """Return the files with this suffix that a file, folder or glob names, in numeric order."""
-    found = named_files(place, field=field)
+    found = match_files(place, field=field)
     if found is None:
         raise invalid(field, place, "an existing file, folder or glob", "correct the path")
     paths = [path for path in found.paths if path.suffix.lower() == suffix]
     if not paths:
-        out = found.left_out[LINKS_OUT]
+        out = found.left_out[OUTSIDE_LINKS]
         links = f" (left out: {out} links that leave the folder)" if out else ""
         raise invalid(
             field, place, f"a source with {suffix} files in it{links}", f"name the folder of the {suffix} files"
         )
-    return sorted(paths, key=in_order)
+    return sorted(paths, key=natural_key)
 
 
-def in_order(path: Path) -> tuple[list[tuple[int, str]], str]:
+def natural_key(path: Path) -> tuple[list[tuple[int, str]], str]:
     """Sort key that compares numbers in a name as numbers: img_emb_10 comes after img_emb_2."""
     parts = re.split(r"(\d+)", path.as_posix())
     return [(int(part), "") if i % 2 else (0, part) for i, part in enumerate(parts)], path.as_posix()
 
 
-def number_of(path: Path) -> int | None:
+def shard_number(path: Path) -> int | None:
     """Return the last number in the name: 3 for img_emb_3.npy."""
     found = re.findall(r"\d+", path.stem)
     return int(found[-1]) if found else None
 
 
-def match(images: Sequence[Path], others: Sequence[Path], what: str) -> list[Path]:
+def match_shards(images: Sequence[Path], others: Sequence[Path], what: str) -> list[Path]:
     """Return the partner of each image file: by number if all numbers are unique, else by order."""
     by_number, other_by_number = _numbered(images), _numbered(others)
     if by_number is None or other_by_number is None:
@@ -59,13 +59,13 @@ def match(images: Sequence[Path], others: Sequence[Path], what: str) -> list[Pat
     ):
         if missing:
             raise UserError(
-                f"{_few(str(having[number]) for number in missing)} {'have' if len(missing) > 1 else 'has'} no partner: {kind} "
-                f"with the number {_few(map(str, missing))} is missing. Fix: download or create it, or remove its partner."
+                f"{_list_first(str(having[number]) for number in missing)} {'have' if len(missing) > 1 else 'has'} no partner: {kind} "
+                f"with the number {_list_first(map(str, missing))} is missing. Fix: download or create it, or remove its partner."
             )
     return [other_by_number[number] for number in by_number]
 
 
-def gaps(paths: Sequence[Path]) -> list[str]:
+def find_gaps(paths: Sequence[Path]) -> list[str]:
     """Return a warning if numbers are missing between the first and the last."""
     numbered = _numbered(paths)
     if numbered is None or len(numbered) < 2:
@@ -75,17 +75,17 @@ def gaps(paths: Sequence[Path]) -> list[str]:
         return []
     return [
         f"Of the shards {min(numbered)} to {max(numbered)} in {paths[0].parent}, {len(missing):,} "
-        f"{'are' if len(missing) > 1 else 'is'} missing: number {_few(map(str, missing))}. Their rows are not read."
+        f"{'are' if len(missing) > 1 else 'is'} missing: number {_list_first(map(str, missing))}. Their rows are not read."
     ]
 
 
-def refuse_misaligned(images: Vectors, others: Vectors, what: str) -> None:
+def check_aligned(images: Vectors, others: Vectors, what: str) -> None:
     """Check row counts per shard, so that the message names the shard that differs."""
     for image, other in zip(images.shards, others.shards, strict=True):
-        refuse_unequal(image.path, image.n_rows, other.path, other.n_rows, what)
+        check_row_counts(image.path, image.n_rows, other.path, other.n_rows, what)
 
 
-def refuse_unequal(image: Path, n_image: int, other: Path, n_other: int, what: str) -> None:
+def check_row_counts(image: Path, n_image: int, other: Path, n_other: int, what: str) -> None:
     if n_image != n_other:
         raise UserError(
             f"{image} has {n_image:,} rows, but {other} has {n_other:,}: from row {min(n_image, n_other):,} on no image has "
@@ -94,12 +94,12 @@ def refuse_unequal(image: Path, n_image: int, other: Path, n_other: int, what: s
 
 
 def _numbered(paths: Sequence[Path]) -> dict[int, Path] | None:
-    numbers = [number_of(path) for path in paths]
+    numbers = [shard_number(path) for path in paths]
     found = {number: path for number, path in zip(numbers, paths, strict=True) if number is not None}
     return found if len(found) == len(paths) else None
 
 
-def _few(words: Iterable[str]) -> str:
+def _list_first(words: Iterable[str]) -> str:
     listed = list(words)
-    more = f" and {len(listed) - NAMED:,} more" if len(listed) > NAMED else ""
-    return ", ".join(listed[:NAMED]) + more
+    more = f" and {len(listed) - MAX_LISTED:,} more" if len(listed) > MAX_LISTED else ""
+    return ", ".join(listed[:MAX_LISTED]) + more

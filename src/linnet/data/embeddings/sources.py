@@ -13,8 +13,8 @@ from jaxtyping import Int64, Shaped
 from linnet.config.schema import PairsConfig
 from linnet.core.errors import UserError, invalid
 from linnet.data.embeddings.captions import ArrayCaptions, Captions, ParquetCaptions
-from linnet.data.embeddings.shards import find_shards, gaps, match, refuse_misaligned, refuse_unequal
-from linnet.data.embeddings.unpack import npz_names, unpack_column, unpack_npz
+from linnet.data.embeddings.shards import check_aligned, check_row_counts, find_gaps, find_shards, match_shards
+from linnet.data.embeddings.unpack_cache import list_arrays, unpack_column, unpack_npz
 from linnet.data.embeddings.vectors import ArrayShard, Vectors, open_npy
 from linnet.data.embeddings.webdataset import TarCaptions, open_tar
 from linnet.data.sources.files import reading
@@ -24,9 +24,9 @@ from linnet.data.splits import SPLITS
 
 STEMS = {"image": ("image", "img"), "text": ("text", "txt")}
 ENDS = ("_embed", "_embedding", "_embeddings", "_emb", "_embeds", "_features")
-USUAL = {what: tuple(stem + end for stem in stems for end in ENDS) for what, stems in STEMS.items()}
+KNOWN_NAMES = {what: tuple(stem + end for stem in stems for end in ENDS) for what, stems in STEMS.items()}
 """Column and array names that are recognised: image_embed, img_emb, ..."""
-WORDS = {"train": 0, "validation": 1, "valid": 1, "val": 1, "dev": 1, "test": 2}
+SPLIT_WORDS = {"train": 0, "validation": 1, "valid": 1, "val": 1, "dev": 1, "test": 2}
 FOLDERS = {"image": "img_emb", "text": "text_emb", "metadata": "metadata", "encodings": "text_encodings"}
 """Folder names of clip-retrieval; the last is Linnet's own."""
 
@@ -55,27 +55,27 @@ def from_npy(
             f"{images} has image embeddings, but there are no text embeddings{captions}. Fix: name them with --data.texts, or make "
             f"them from captions once with `{how}` and train on DIR."
         )
-    text_paths = match(image_paths, find_shards(texts, ".npy", "data.texts"), "text")
+    text_paths = match_shards(image_paths, find_shards(texts, ".npy", "data.texts"), "text")
     image = Vectors.join([open_npy(path, "image") for path in image_paths], "image")
     text = Vectors.join([open_npy(path, "text") for path in text_paths], "text")
-    refuse_misaligned(image, text, "text")
+    check_aligned(image, text, "text")
     encoded = None
     if encodings is not None:
-        paths = match(image_paths, find_shards(encodings, ".npy", "data.encodings"), "text encodings")
+        paths = match_shards(image_paths, find_shards(encodings, ".npy", "data.encodings"), "text encodings")
         encoded = Vectors.join([open_npy(path, "encodings", n_axes=3) for path in paths], "text encodings")
-        refuse_misaligned(image, encoded, "text encodings")
-    captions, split_of, remarks = _metadata(cfg, image, image_paths, metadata)
+        check_aligned(image, encoded, "text encodings")
+    captions, split_of, remarks = _read_metadata(cfg, image, image_paths, metadata)
     return PairSource(
         images=image,
         texts=text,
         encodings=encoded,
         captions=captions,
         split_of=split_of,
-        warnings=(*gaps(image_paths), *remarks),
+        warnings=(*find_gaps(image_paths), *remarks),
     )
 
 
-def _metadata(
+def _read_metadata(
     cfg: PairsConfig, image: Vectors, image_paths: Sequence[Path], metadata: str | None
 ) -> tuple[Captions | None, Int64[np.ndarray, " n"] | None, list[str]]:
     """Return captions, splits and warnings."""
@@ -83,13 +83,13 @@ def _metadata(
         if cfg.split_key is not None:
             raise invalid("data.split_key", cfg.split_key, "omitted for a source without metadata", "leave it out")
         return None, None, []
-    paths = match(image_paths, find_shards(metadata, ".parquet", "data.metadata"), "metadata")
+    paths = match_shards(image_paths, find_shards(metadata, ".parquet", "data.metadata"), "metadata")
     without = None
     for shard, path in zip(image.shards, paths, strict=True):
         with reading(path), open_parquet(path) as parquet:
-            refuse_unequal(shard.path, shard.n_rows, path, parquet.metadata.num_rows, "metadata")
+            check_row_counts(shard.path, shard.n_rows, path, parquet.metadata.num_rows, "metadata")
             without = without or (path if cfg.caption_key not in parquet.schema_arrow.names else None)
-    split_of = _split_column(paths, cfg.split_key)
+    split_of = _read_splits(paths, cfg.split_key)
     if without is not None:
         # Training needs no captions; they are only displayed.
         return None, split_of, [f"{without} has no column {cfg.caption_key!r}: no captions can be shown."]
@@ -105,47 +105,47 @@ def from_parquet(cfg: PairsConfig, paths: Sequence[Path]) -> PairSource:
             names, n_rows = parquet.schema_arrow.names, parquet.metadata.num_rows
         has_captions = has_captions and cfg.caption_key in names
         for what, key in (("image", cfg.image_key), ("text", cfg.text_key)):
-            column = _choose(names, key, what, path)
+            column = _find_name(names, key, what, path)
             place, array = unpack_column(path, column, n_rows)
             shards[what].append(ArrayShard(place, what, array, f"{path}, column {column}"))
     return PairSource(
         images=Vectors.join(shards["image"], "image"),
         texts=Vectors.join(shards["text"], "text"),
         captions=ParquetCaptions(paths, cfg.caption_key) if has_captions else None,
-        split_of=_split_column(paths, cfg.split_key),
-        warnings=tuple(gaps(paths)),
+        split_of=_read_splits(paths, cfg.split_key),
+        warnings=tuple(find_gaps(paths)),
     )
 
 
 def from_npz(cfg: PairsConfig, path: Path, *, encodings: bool = False) -> PairSource:
-    names = npz_names(path)
+    names = list_arrays(path)
     shards: dict[str, Vectors] = {}
     for what, key in (("image", cfg.image_key), ("text", cfg.text_key)):
-        array = _choose(names, key, what, path)
+        array = _find_name(names, key, what, path)
         place, _ = unpack_npz(path, array, cfg.max_unpacked_gb)
         shard = dataclasses.replace(open_npy(place, what), shown=f"{path}, {array}")
         shards[what] = Vectors.join([shard], what)
     n = shards["image"].n_rows
-    refuse_unequal(path, n, path, shards["text"].n_rows, "text")
+    check_row_counts(path, n, path, shards["text"].n_rows, "text")
     encoded = None
     if encodings and FOLDERS["encodings"] in names:
         shard = open_npy(unpack_npz(path, FOLDERS["encodings"])[0], "encodings", n_axes=3)
         encoded = Vectors.join([dataclasses.replace(shard, shown=f"{path}, {FOLDERS['encodings']}")], "text encodings")
-        refuse_unequal(path, n, path, encoded.n_rows, "text encodings")
+        check_row_counts(path, n, path, encoded.n_rows, "text encodings")
     captions = None
     if cfg.caption_key in names:
         captions = map_npy(unpack_npz(path, cfg.caption_key, cfg.max_unpacked_gb)[0])
-        refuse_unequal(path, n, path, len(captions), "caption")
+        check_row_counts(path, n, path, len(captions), "caption")
     split_of = None
     if cfg.split_key is not None:
         if cfg.split_key not in names:
             raise invalid(
                 "data.split_key", cfg.split_key, f"an array of {path} ({', '.join(names)})", "name one of them"
             )
-        split_of = split_numbers(
+        split_of = parse_splits(
             np.asarray(map_npy(unpack_npz(path, cfg.split_key, cfg.max_unpacked_gb)[0])), str(path), cfg.split_key
         )
-        refuse_unequal(path, n, path, len(split_of), "split")
+        check_row_counts(path, n, path, len(split_of), "split")
     return PairSource(
         images=shards["image"],
         texts=shards["text"],
@@ -159,7 +159,9 @@ def from_tars(cfg: PairsConfig, paths: Sequence[Path]) -> PairSource:
     if cfg.split_key is not None:
         raise invalid("data.split_key", cfg.split_key, "omitted for webdataset tars", "leave it out")
     endings = {
-        what: (key.lower().removeprefix("."),) if key else tuple(f"{name}.npy" for name in (*USUAL[what], *STEMS[what]))
+        what: (key.lower().removeprefix("."),)
+        if key
+        else tuple(f"{name}.npy" for name in (*KNOWN_NAMES[what], *STEMS[what]))
         for what, key in (("image", cfg.image_key), ("text", cfg.text_key))
     }
     tars = [open_tar(path, endings["image"], endings["text"]) for path in paths]
@@ -170,12 +172,12 @@ def from_tars(cfg: PairsConfig, paths: Sequence[Path]) -> PairSource:
         texts=Vectors.join([tar.text for tar in tars], "text"),
         captions=TarCaptions(tuple(tar.image for tar in tars), places, cfg.caption_key) if has_captions else None,
         left_out=sum((tar.left_out for tar in tars), Counter[str]()),
-        warnings=(*gaps(paths), *(warning for tar in tars for warning in tar.warnings)),
+        warnings=(*find_gaps(paths), *(warning for tar in tars for warning in tar.warnings)),
     )
 
 
-def _choose(names: Sequence[str], key: str | None, what: str, path: Path) -> str:
-    found = [name for name in names if name == key or (key is None and name.lower() in USUAL[what])]
+def _find_name(names: Sequence[str], key: str | None, what: str, path: Path) -> str:
+    found = [name for name in names if name == key or (key is None and name.lower() in KNOWN_NAMES[what])]
     if len(found) == 1:
         return found[0]
     wrong = "no" if not found else f"{len(found)}"
@@ -187,7 +189,7 @@ def _choose(names: Sequence[str], key: str | None, what: str, path: Path) -> str
     )
 
 
-def _split_column(paths: Sequence[Path], key: str | None) -> Int64[np.ndarray, " n"] | None:
+def _read_splits(paths: Sequence[Path], key: str | None) -> Int64[np.ndarray, " n"] | None:
     if key is None:
         return None
     parts: list[Int64[np.ndarray, " n"]] = []
@@ -197,20 +199,20 @@ def _split_column(paths: Sequence[Path], key: str | None) -> Int64[np.ndarray, "
             if key not in names:
                 raise invalid("data.split_key", key, f"a column of {path} ({', '.join(names)})", "name one of them")
             values = parquet.read(columns=[key]).column(0).to_pylist()
-        parts.append(split_numbers(np.array(values), str(path), key))
+        parts.append(parse_splits(np.array(values), str(path), key))
     return np.concatenate(parts)
 
 
-def split_numbers(values: Shaped[np.ndarray, " n"], where: str, key: str) -> Int64[np.ndarray, " n"]:
+def parse_splits(values: Shaped[np.ndarray, " n"], where: str, key: str) -> Int64[np.ndarray, " n"]:
     if values.dtype.kind in "bui" and np.isin(values, (0, 1)).all():
         return np.where(values.astype(bool), SPLITS.index("test"), -1)
-    numbers = [WORDS.get(str(value).lower()) for value in values.tolist()]
+    numbers = [SPLIT_WORDS.get(str(value).lower()) for value in values.tolist()]
     if None in numbers:
         row = numbers.index(None)
         raise invalid(
             f"{key} in row {row} of {where}",
             values.tolist()[row],
-            f"true or false, or one of {', '.join(WORDS)}",
+            f"true or false, or one of {', '.join(SPLIT_WORDS)}",
             "correct it",
         )
     return np.array(numbers, np.int64)

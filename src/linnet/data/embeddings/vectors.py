@@ -14,7 +14,7 @@ from linnet.core.errors import UserError, invalid
 from linnet.data.sources.npy import map_npy
 
 
-class Shard(Protocol):
+class VectorShard(Protocol):
     """The rows of one kind in one file; `shape` is that of a row."""
 
     @property
@@ -32,7 +32,7 @@ class Shard(Protocol):
         """Return rows in the dtype of the file."""
         ...
 
-    def name_of(self, row: int) -> str: ...
+    def row_name(self, row: int) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ArrayShard:
     def stored(self, rows: Int64[np.ndarray, " k"] | slice) -> Shaped[np.ndarray, "k ..."]:
         return self.array[rows]
 
-    def name_of(self, row: int) -> str:
+    def row_name(self, row: int) -> str:
         return f"{self.shown or self.path}, row {row}"
 
 
@@ -64,18 +64,18 @@ class ArrayShard:
 class Vectors:
     """Concatenation of shards, as one array of rows."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[VectorShard, ...]
     starts: Int64[np.ndarray, " shards_and_1"]
 
     @staticmethod
-    def join(shards: Sequence[Shard], what: str) -> Vectors:
+    def join(shards: Sequence[VectorShard], what: str) -> Vectors:
         """Concatenate shards; raises if their widths differ, naming the first that does."""
         first = shards[0]
         for shard in shards:
             if shard.shape != first.shape:
                 raise UserError(
-                    f"the {what} embeddings in {shard.path} have the width {_words(shard.shape)}, but those in {first.path} "
-                    f"have {_words(first.shape)}. Fix: embed all of them with one encoder, or leave the others out."
+                    f"the {what} embeddings in {shard.path} have the width {_format_shape(shard.shape)}, but those in {first.path} "
+                    f"have {_format_shape(first.shape)}. Fix: embed all of them with one encoder, or leave the others out."
                 )
         return Vectors(tuple(shards), np.cumsum([0, *(shard.n_rows for shard in shards)], dtype=np.int64))
 
@@ -99,9 +99,9 @@ class Vectors:
             out[here] = self.shards[shard].stored(rows[here] - self.starts[shard])
         return out
 
-    def name_of(self, row: int) -> str:
+    def row_name(self, row: int) -> str:
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return self.shards[shard].name_of(row - int(self.starts[shard]))
+        return self.shards[shard].row_name(row - int(self.starts[shard]))
 
 
 def open_npy(path: Path, identity: str, *, n_axes: int = 2) -> ArrayShard:
@@ -115,5 +115,5 @@ def open_npy(path: Path, identity: str, *, n_axes: int = 2) -> ArrayShard:
     return ArrayShard(path, identity, array)
 
 
-def _words(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))

@@ -54,7 +54,7 @@ class TarShard:
             out[i] = np.frombuffer(self.mapped, self.dtype, self.shape[0], start)
         return out
 
-    def name_of(self, row: int) -> str:
+    def row_name(self, row: int) -> str:
         return f"{self.path}, {self.keys[row]} ({self.what})"
 
 
@@ -84,7 +84,7 @@ class TarCaptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tar:
+class TarPairs:
     image: TarShard
     text: TarShard
     captions: Int64[np.ndarray, "n 3"]
@@ -92,7 +92,7 @@ class Tar:
     warnings: list[str]
 
 
-def open_tar(path: Path, image_endings: tuple[str, ...], text_endings: tuple[str, ...]) -> Tar:
+def open_tar(path: Path, image_endings: tuple[str, ...], text_endings: tuple[str, ...]) -> TarPairs:
     """Index a tar. Samples that lack one of the embeddings are excluded and counted; a tar without any is an error."""
     found = _Samples(image_endings, text_endings)
     with reading(path), open(path, "rb") as file:
@@ -127,10 +127,10 @@ class _Samples:
             column.extend([-1] * (row + 1 - len(column)))
             column[row] = value
 
-    def finish(self, path: Path, mapped: mmap.mmap) -> Tar:
+    def finish(self, path: Path, mapped: mmap.mmap) -> TarPairs:
         n = len(self._row_of)
-        starts = {name: _padded(columns[0], n) for name, columns in self._columns.items()}
-        sizes = {name: _padded(columns[1], n) for name, columns in self._columns.items()}
+        starts = {name: _pad_column(columns[0], n) for name, columns in self._columns.items()}
+        sizes = {name: _pad_column(columns[1], n) for name, columns in self._columns.items()}
         has = {name: starts[name] >= 0 for name in ("image", "text")}
         for name in has:
             if not has[name].any():
@@ -155,7 +155,7 @@ class _Samples:
             # The set of rows depends on the suffixes of both kinds.
             identity = f"{name} {json.dumps(self._endings)}"
             shard = TarShard(path, name, identity, mapped, starts[name][whole], np.dtype(np.float32), (0,), shown)
-            shards[name] = _vectors(shard, sizes[name][whole])
+            shards[name] = _read_headers(shard, sizes[name][whole])
         plain = starts["caption"] >= 0
         captions = np.stack(
             [
@@ -165,7 +165,9 @@ class _Samples:
             ],
             axis=1,
         )[whole]
-        return Tar(image=shards["image"], text=shards["text"], captions=captions, left_out=left_out, warnings=warnings)
+        return TarPairs(
+            image=shards["image"], text=shards["text"], captions=captions, left_out=left_out, warnings=warnings
+        )
 
     def _nothing(self, path: Path, name: str) -> UserError:
         wanted = ", ".join(f".{ending}" for ending, what in self._endings.items() if what == name)
@@ -180,26 +182,26 @@ class _Samples:
         )
 
 
-def _padded(column: array[int], n: int) -> Int64[np.ndarray, " n"]:
+def _pad_column(column: array[int], n: int) -> Int64[np.ndarray, " n"]:
     return np.concatenate([np.array(column, np.int64), np.full(n - len(column), -1, np.int64)])
 
 
-def _vectors(shard: TarShard, sizes: Int64[np.ndarray, " n"]) -> TarShard:
+def _read_headers(shard: TarShard, sizes: Int64[np.ndarray, " n"]) -> TarShard:
     """Read the header of each .npy; all must hold one vector of the same width and dtype."""
     dtype, width = np.dtype(np.float32), None
     offsets = np.empty(shard.n_rows, np.int64)
     for i, (start, size) in enumerate(zip(shard.starts.tolist(), sizes.tolist(), strict=True)):
         head = io.BytesIO(shard.mapped[start : start + min(size, HEADER_BYTES)])
-        header = read_npy_header(head, shard.name_of(i))
+        header = read_npy_header(head, shard.row_name(i))
         shape, this, n = header.shape, header.dtype, math.prod(header.shape)
         if width is None:
             dtype, width = this, n
         if (n, this) != (width, dtype) or max(shape, default=0) != n or not n or this.kind != "f":
             raise UserError(
-                f"{shard.name_of(i)} is an array {shape} of {this}, but one vector of {width} floating-point numbers ({dtype}) is "
+                f"{shard.row_name(i)} is an array {shape} of {this}, but one vector of {width} floating-point numbers ({dtype}) is "
                 "expected, as the first sample has. Fix: embed all samples with one encoder, or leave this one out."
             )
-        check_size(header, size - header.offset, shard.name_of(i))
+        check_size(header, size - header.offset, shard.row_name(i))
         offsets[i] = start + header.offset
     assert width is not None
     return dataclasses.replace(shard, starts=offsets, dtype=dtype, shape=(width,))

@@ -36,7 +36,7 @@ WORDS_BLOCK = 8
 """Batch size for token encodings: encoding a word costs as much as embedding a caption."""
 
 
-class BuiltIn:
+class BuiltinEncoder:
     """The built-in `Encoder`. A row's vector does not depend on the other rows of a call."""
 
     name = "builtin"
@@ -84,8 +84,8 @@ class BuiltIn:
 
 
 @functools.lru_cache(maxsize=1)
-def open_builtin() -> BuiltIn:
-    return BuiltIn(load(WEIGHTS))
+def open_builtin() -> BuiltinEncoder:
+    return BuiltinEncoder(load(WEIGHTS))
 
 
 def save(params: EncoderPair, path: Path) -> None:

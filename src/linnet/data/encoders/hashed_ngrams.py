@@ -21,12 +21,12 @@ MAX_FEATURES = 24
 """Maximum features of one word: the word itself, then its n-grams, shortest first."""
 MAX_WORDS = 48
 """Maximum words of one caption; the longest of the emoji has 27."""
-PIECES = (3, 4)
+NGRAM_SIZES = (3, 4)
 NAME, KEYWORD = 0, 1
 """Words before the first colon name the object, words after it describe it."""
 
 
-class Bags(NamedTuple):
+class HashedCaptions(NamedTuple):
     """Captions as indices into the words that occur in them. Word 0 is empty."""
 
     features: Int32[np.ndarray, "V F"]
@@ -34,7 +34,7 @@ class Bags(NamedTuple):
     parts: Int32[np.ndarray, "B W"]
 
 
-def featurize(captions: Sequence[str]) -> Bags:
+def featurize(captions: Sequence[str]) -> HashedCaptions:
     """Compute the features of captions.
 
     Captions are padded to MAX_WORDS and the word table to a power of two, so that few programs are compiled and a caption's vector
@@ -53,7 +53,7 @@ def featurize(captions: Sequence[str]) -> Bags:
     for word, i in number.items():
         found_features = word_features(word)
         features[i, : len(found_features)] = found_features
-    return Bags(features, words, parts)
+    return HashedCaptions(features, words, parts)
 
 
 def split_words(caption: str) -> list[tuple[str, int]]:
@@ -69,6 +69,6 @@ def word_features(word: str) -> tuple[int, ...]:
     if not word:
         return ()
     marked = f"<{word}>"
-    pieces = [marked[i : i + n] for n in PIECES for i in range(len(marked) - n + 1)]
+    pieces = [marked[i : i + n] for n in NGRAM_SIZES for i in range(len(marked) - n + 1)]
     named = [f"word {word}", *dict.fromkeys(pieces)][:MAX_FEATURES]
     return tuple(1 + zlib.crc32(feature.encode()) % (N_BUCKETS - 1) for feature in named)

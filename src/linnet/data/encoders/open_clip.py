@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float32, Int64
 
 from linnet.core.errors import UserError, invalid
 from linnet.data.encoders.encoder import EncodedTexts
-from linnet.data.images import FORMATS, BrokenPicture, decode_pixels
+from linnet.data.images import FORMATS, BrokenImage, decode_pixels
 
 HUB = "hf-hub:"
 BATCH = 64
@@ -28,7 +28,7 @@ LAST_NORM = "ln_final"
 """Name of the text transformer's last norm, in a CLIP model or in its submodule `text`."""
 
 
-class OpenClip:
+class OpenClipEncoder:
     """An open_clip `Encoder`: MODEL/WEIGHTS as in `open_clip.list_pretrained()` (WEIGHTS may be a file), or hf-hub:OWNER/NAME."""
 
     def __init__(self, model: str) -> None:
@@ -66,7 +66,7 @@ class OpenClip:
             with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
                 return self._prepare(image.convert("RGB")).numpy()
         except (OSError, SyntaxError, ValueError):
-            raise BrokenPicture("broken") from None
+            raise BrokenImage("broken") from None
 
     def embed_images(self, pictures: np.ndarray) -> Float32[np.ndarray, "n D"]:
         torch = importlib.import_module("torch")

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from linnet.data.sources.documents import Documents
-from linnet.data.sources.images import Pictures
+from linnet.data.sources.images import ImageSource
 
 CHUNK_BYTES = 16 << 20
-WHOLE = "whole"
+UNSPLIT = "whole"
 """The single stream of a source that is split by its tail once its size is known."""
 SPACE = b" \t\n\r\v\f"
 
 
-class Item(NamedTuple):
+class ChunkItem(NamedTuple):
     """Part of a document, or an image."""
 
     name: str
@@ -35,10 +35,10 @@ class Chunk:
     number: int
     """Index within its stream."""
     stream: str
-    """train, validation, test, or `WHOLE`."""
+    """train, validation, test, or `UNSPLIT`."""
     given: bool
     """Whether the source has predefined splits."""
-    items: list[Item]
+    items: list[ChunkItem]
 
     @property
     def name(self) -> str:
@@ -56,16 +56,16 @@ class SplitFractions:
         return "test" if draw < self.test else "validation" if draw < self.test + self.validation else "train"
 
 
-class Gatherer:
+class ChunkBuilder:
     """Collects items by stream until a chunk is full."""
 
     def __init__(self) -> None:
-        self._items: dict[str, list[Item]] = {}
+        self._items: dict[str, list[ChunkItem]] = {}
         self._sizes: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
         self._given: dict[str, bool] = {}
 
-    def add(self, split: str | None, otherwise: str, item: Item) -> Iterator[Chunk]:
+    def add(self, split: str | None, otherwise: str, item: ChunkItem) -> Iterator[Chunk]:
         stream = split or otherwise
         self._given[stream] = split is not None
         self._items.setdefault(stream, []).append(item)
@@ -86,23 +86,23 @@ class Gatherer:
 
 def text_chunks(source: Documents, fractions: SplitFractions) -> Iterator[tuple[Chunk, int]]:
     """Yield chunks, each with the number of input bytes read so far."""
-    gatherer, position, inside_word = Gatherer(), 0, False
+    gatherer, position, inside_word = ChunkBuilder(), 0, False
     for part in source.parts():
         inside_word = inside_word and not part.first
-        item = Item(part.name, part.data, part.first, part.last, inside_word)
+        item = ChunkItem(part.name, part.data, part.first, part.last, inside_word)
         inside_word = part.data[-1:] not in (b"", *(SPACE[i : i + 1] for i in range(len(SPACE))))
         position = part.position
-        for chunk in gatherer.add(part.split, WHOLE if source.single else fractions.of(part.name), item):
+        for chunk in gatherer.add(part.split, UNSPLIT if source.single else fractions.of(part.name), item):
             yield chunk, position
     for chunk in gatherer.rest():
         yield chunk, position
 
 
-def picture_chunks(source: Pictures, fractions: SplitFractions) -> Iterator[tuple[Chunk, int]]:
-    gatherer, position = Gatherer(), 0
+def image_chunks(source: ImageSource, fractions: SplitFractions) -> Iterator[tuple[Chunk, int]]:
+    gatherer, position = ChunkBuilder(), 0
     for picture in source.pictures():
         position = picture.position
-        item = Item(picture.name, picture.encoded, True, True, False)
+        item = ChunkItem(picture.name, picture.encoded, True, True, False)
         for chunk in gatherer.add(picture.split, fractions.of(picture.name), item):
             yield chunk, position
     for chunk in gatherer.rest():

@@ -24,12 +24,12 @@ from linnet.core.errors import UserError, invalid
 from linnet.core.files import atomic_write
 from linnet.core.special_tokens import FIRST_BYTE
 from linnet.data import index as indexes
-from linnet.data.index import Index, Shard
-from linnet.data.prepare.chunks import Chunk, SplitFractions, picture_chunks, text_chunks
-from linnet.data.prepare.divide import Stream, gather_splits
-from linnet.data.prepare.shards import PixelEncoder, ShardManifest, TextEncoder, finished, write_shard
+from linnet.data.index import Index, TokenShard
+from linnet.data.prepare.chunks import Chunk, SplitFractions, image_chunks, text_chunks
+from linnet.data.prepare.shards import PixelEncoder, ShardManifest, TextEncoder, read_manifest, write_shard
+from linnet.data.prepare.splits import ShardStream, build_splits
 from linnet.data.sources.documents import Documents
-from linnet.data.sources.images import Pictures
+from linnet.data.sources.images import ImageSource
 from linnet.tokenizers.base import Tokenizer
 
 UNFINISHED = ".unfinished"
@@ -41,7 +41,7 @@ POOL_FROM_BYTES = 64 << 20
 class PrepareConfig:
     """All settings that determine the output."""
 
-    source: Documents | Pictures
+    source: Documents | ImageSource
     tokenizer: Tokenizer
     fractions: SplitFractions
     size: int | None
@@ -68,7 +68,7 @@ class PrepareConfig:
     def chunks(self) -> Iterator[tuple[Chunk, int]]:
         if self.size is None:
             return text_chunks(cast(Documents, self.source), self.fractions)
-        return picture_chunks(cast(Pictures, self.source), self.fractions)
+        return image_chunks(cast(ImageSource, self.source), self.fractions)
 
     @property
     def ends(self) -> bool:
@@ -85,19 +85,19 @@ def prepare(
 ) -> Index:
     """Prepare `out`, or resume an earlier attempt; repeating a finished task changes nothing."""
     plan = json.loads(json.dumps(task.plan()))
-    if done := _done_before(out, plan):
+    if done := _load_finished(out, plan):
         return done
     accounts = out / UNFINISHED
-    _begin(out, accounts, plan)
+    _start_or_resume(out, accounts, plan)
     encoder = task.encoder()
     streams: dict[str, list[tuple[str, ShardManifest]]] = {}
     given = False
-    with contextlib.closing(_encoded(task, encoder, out, accounts, workers, progress)) as encoded:
+    with contextlib.closing(_encode_chunks(task, encoder, out, accounts, workers, progress)) as encoded:
         for chunk, account in encoded:
             streams.setdefault(chunk.stream, []).append((chunk.name, account))
             given = given or chunk.given
-    index = _index(task, encoder, streams, given, out, accounts)
-    _refuse_empty(index, streams)
+    index = _build_index(task, encoder, streams, given, out, accounts)
+    _check_not_empty(index, streams)
     task.tokenizer.save(out)
     atomic_write(out / "plan.json", json.dumps(plan, indent=1).encode() + b"\n")
     index.save(out)
@@ -112,20 +112,20 @@ def is_unfinished(folder: Path) -> bool:
         return False
 
 
-def _done_before(out: Path, plan: dict[str, Any]) -> Index | None:
+def _load_finished(out: Path, plan: dict[str, Any]) -> Index | None:
     if not indexes.is_prepared(out):
         return None
     with contextlib.suppress(OSError, ValueError):
         if json.loads((out / "plan.json").read_text()) == plan:
             index = indexes.load(out)
-            indexes.refuse_damage(out, index)
+            indexes.check_files(out, index)
             return index
     raise invalid(
         "--out", str(out), "a folder without other prepared data", "choose another folder, or remove this one first"
     )
 
 
-def _begin(out: Path, accounts: Path, plan: dict[str, Any]) -> None:
+def _start_or_resume(out: Path, accounts: Path, plan: dict[str, Any]) -> None:
     recorded = accounts / "plan.json"
     if recorded.exists():
         with contextlib.suppress(ValueError):
@@ -146,7 +146,7 @@ def _begin(out: Path, accounts: Path, plan: dict[str, Any]) -> None:
     atomic_write(recorded, json.dumps(plan).encode())
 
 
-def _encoded(
+def _encode_chunks(
     task: PrepareConfig,
     encoder: TextEncoder | PixelEncoder,
     out: Path,
@@ -179,26 +179,26 @@ def _encoded(
             return chunk, account
 
         for chunk, position in task.chunks():
-            before = finished(chunk.name, out, accounts)
+            before = read_manifest(chunk.name, out, accounts)
             if before is not None:
-                waiting.append((_emptied(chunk), position, lambda account=before: account))
+                waiting.append((_without_items(chunk), position, lambda account=before: account))
             elif pool is None:
                 account = write_shard(chunk, encoder, out, accounts)
-                waiting.append((_emptied(chunk), position, lambda account=account: account))
+                waiting.append((_without_items(chunk), position, lambda account=account: account))
             else:
                 future = pool.submit(write_shard, chunk, encoder, out, accounts)
-                waiting.append((_emptied(chunk), position, future.result))
+                waiting.append((_without_items(chunk), position, future.result))
             while len(waiting) > 2 * n_workers:
                 yield next_result()
         while waiting:
             yield next_result()
 
 
-def _emptied(chunk: Chunk) -> Chunk:
+def _without_items(chunk: Chunk) -> Chunk:
     return dataclasses.replace(chunk, items=[])
 
 
-def _index(
+def _build_index(
     task: PrepareConfig,
     encoder: TextEncoder | PixelEncoder,
     streams: dict[str, list[tuple[str, ShardManifest]]],
@@ -211,13 +211,13 @@ def _index(
     shards, found = [], {}
     for name, members in streams.items():
         numbers = range(len(shards), len(shards) + len(members))
-        shards += [Shard(file=a.shard, tokens=a.tokens, sha256=a.sha256) for _, a in members]
-        found[name] = Stream.read(members, list(numbers), accounts, task.ends)
-    _refuse_broken(task, broken, all_accounts, sum(stream.n_documents for stream in found.values()))
+        shards += [TokenShard(file=a.shard, tokens=a.tokens, sha256=a.sha256) for _, a in members]
+        found[name] = ShardStream.read(members, list(numbers), accounts, task.ends)
+    _check_broken(task, broken, all_accounts, sum(stream.n_documents for stream in found.values()))
     pixels = isinstance(encoder, PixelEncoder)
     own = encoder.dtype == "uint8"
     shape = [encoder.size, encoder.size, 3] if isinstance(encoder, PixelEncoder) else None
-    splits, held_out = gather_splits(
+    splits, held_out = build_splits(
         found,
         task.fractions,
         out,
@@ -236,7 +236,7 @@ def _index(
         tokenizer={
             "kind": task.tokenizer.kind,
             "n_vocab": task.tokenizer.n_vocab,
-            "end_id": task.tokenizer.end_id,
+            "end_id": task.tokenizer.eos_id,
             "fingerprint": task.tokenizer.fingerprint,
         },
         source=task.source.identity(),
@@ -248,7 +248,7 @@ def _index(
     )
 
 
-def _refuse_broken(task: PrepareConfig, broken: Counter[str], accounts: list[ShardManifest], n_whole: int) -> None:
+def _check_broken(task: PrepareConfig, broken: Counter[str], accounts: list[ShardManifest], n_whole: int) -> None:
     n = broken.total()
     if n <= task.max_broken * (n + n_whole):
         return
@@ -259,7 +259,7 @@ def _refuse_broken(task: PrepareConfig, broken: Counter[str], accounts: list[Sha
     )
 
 
-def _refuse_empty(index: Index, streams: dict[str, Any]) -> None:
+def _check_not_empty(index: Index, streams: dict[str, Any]) -> None:
     if streams and index.splits["train"].tokens:
         return
     reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(index.left_out.items()))

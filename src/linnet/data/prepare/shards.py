@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Bool, Int64, Shaped, UInt8
 
 from linnet.core.files import atomic_write
-from linnet.data.images import BrokenPicture, decode_pixels
+from linnet.data.images import BrokenImage, decode_pixels
 from linnet.data.npy_writer import write_array
-from linnet.data.prepare.chunks import SPACE, Chunk, Item
+from linnet.data.prepare.chunks import SPACE, Chunk, ChunkItem
 from linnet.tokenizers.base import Tokenizer
 
 _IS_SPACE = np.zeros(256, bool)
@@ -47,12 +47,12 @@ class TextEncoder:
             return "uint8"
         return "uint16" if self.tokenizer.n_vocab <= 2**16 else "uint32"
 
-    def encode(self, item: Item) -> Shaped[np.ndarray, " n"]:
+    def encode(self, item: ChunkItem) -> Shaped[np.ndarray, " n"]:
         if self.tokenizer.kind == "bytes":
             return np.frombuffer(item.data, np.uint8)
         return self.tokenizer.encode(item.data, continues=not item.first).astype(self.dtype)
 
-    def is_lossy(self, item: Item, content: Shaped[np.ndarray, " n"]) -> bool:
+    def is_lossy(self, item: ChunkItem, content: Shaped[np.ndarray, " n"]) -> bool:
         if self.tokenizer.exact:
             return False
         rules, ids = self.tokenizer.text_rules, content.tolist()
@@ -64,7 +64,7 @@ class PixelEncoder:
     size: int
     dtype: str = "uint8"
 
-    def encode(self, item: Item) -> UInt8[np.ndarray, " n"]:
+    def encode(self, item: ChunkItem) -> UInt8[np.ndarray, " n"]:
         return decode_pixels(item.data, self.size).reshape(-1)
 
 
@@ -76,7 +76,7 @@ def write_shard(chunk: Chunk, encoder: TextEncoder | PixelEncoder, folder: Path,
     for item in chunk.items:
         try:
             content = encoder.encode(item)
-        except BrokenPicture as error:
+        except BrokenImage as error:
             broken[str(error)] += 1
             broken_first = broken_first or f"{item.name}: {error}"
             continue
@@ -106,7 +106,7 @@ def write_shard(chunk: Chunk, encoder: TextEncoder | PixelEncoder, folder: Path,
     return account
 
 
-def finished(name: str, folder: Path, accounts: Path) -> ShardManifest | None:
+def read_manifest(name: str, folder: Path, accounts: Path) -> ShardManifest | None:
     """Return the manifest of a shard that an earlier attempt finished."""
     try:
         account = ShardManifest(**json.loads((accounts / f"{name}.json").read_bytes()))
@@ -115,7 +115,7 @@ def finished(name: str, folder: Path, accounts: Path) -> ShardManifest | None:
         return None
 
 
-def parts_of(
+def read_part_table(
     name: str, accounts: Path
 ) -> tuple[Int64[np.ndarray, " n"], Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """Return the sizes of a shard's parts, whether a document begins with each, and whether it ends with each."""

@@ -15,7 +15,7 @@ from linnet.core.errors import UserError, invalid
 from linnet.core.special_tokens import EOS, N_BYTE_IDS, PAD, UNKNOWN
 from linnet.data.sources.documents import open_documents
 
-STRETCH_BYTES = 64 * 1024
+BLOCK_BYTES = 64 * 1024
 # No piece may contain these (tab, NUL, the trainer's own sign for unknown, bytes that are not UTF-8): the trainer would skip a
 # line that has one.
 _NEVER_IN_A_PIECE = re.compile("[\t\0\u2585\udc80-\udcff]")
@@ -43,9 +43,9 @@ def train_sentencepiece(
         raise invalid("--sample-bytes", sample_bytes, "at least 1", "use 50000000")
     opened = [open_documents(source, column=column, max_unpacked_gb=max_unpacked_gb) for source in sources]
     parts = (part.data for documents in opened for part in documents.parts() if part.split in (None, "train"))
-    sample = spread(stretches(parts, min(STRETCH_BYTES, sample_bytes)), sample_bytes)
+    sample = sample_evenly(split_blocks(parts, min(BLOCK_BYTES, sample_bytes)), sample_bytes)
     # A list, not an iterator: the trainer would replace our exceptions with its own.
-    texts = [text for span in sample for text in sentences(span)]
+    texts = [text for span in sample for text in trainer_lines(span)]
     for name, n in sorted(sum((documents.left_out for documents in opened), Counter[str]()).items()):
         log(f"left out: {n:,} {name.replace('_', ' ')}")
     if not texts:
@@ -54,7 +54,7 @@ def train_sentencepiece(
     return _train(texts, vocab_size, model)
 
 
-def stretches(parts: Iterable[bytes], longest: int) -> Iterator[bytes]:
+def split_blocks(parts: Iterable[bytes], longest: int) -> Iterator[bytes]:
     """Yield complete lines in blocks of at most `longest` bytes; a longer line is split."""
     for data in parts:
         begin = 0
@@ -66,7 +66,7 @@ def stretches(parts: Iterable[bytes], longest: int) -> Iterator[bytes]:
             begin = end
 
 
-def spread(items: Iterable[bytes], most: int) -> list[bytes]:
+def sample_evenly(items: Iterable[bytes], most: int) -> list[bytes]:
     """Return a sample of at most `most` bytes, spread evenly over a stream of any length.
 
     Keeps every item if they fit, else every second one, every fourth, and so on; memory is bounded by `most`.
@@ -85,7 +85,7 @@ def spread(items: Iterable[bytes], most: int) -> list[bytes]:
     return kept
 
 
-def sentences(text: bytes) -> Iterator[str]:
+def trainer_lines(text: bytes) -> Iterator[str]:
     """Yield the lines of a text in the form that the trainer accepts."""
     for line in text.decode(errors="surrogateescape").splitlines():
         for span in _NEVER_IN_A_PIECE.split(line):
@@ -115,11 +115,11 @@ def _train(texts: Sequence[str], vocab_size: int, model: Literal["bpe", "unigram
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise _why(str(error), vocab_size) from None
+        raise _to_user_error(str(error), vocab_size) from None
     return written.getvalue()
 
 
-def _why(message: str, vocab_size: int) -> UserError:
+def _to_user_error(message: str, vocab_size: int) -> UserError:
     """Convert an error of the trainer; its message contains the possible vocabulary size."""
     if found := _TOO_SMALL.search(message):
         needs = f"at least {found[1]} for the characters of this text"

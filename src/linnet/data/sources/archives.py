@@ -27,7 +27,7 @@ TAR_BLOCK = 512
 Kind = Literal["text", "jsonl", "parquet", "zip", "tar"]
 
 
-def kind_of(name: str) -> tuple[Kind, str]:
+def detect_format(name: str) -> tuple[Kind, str]:
     """Return the kind of content of a file by its name, and its codec ("" for none). Parquet and zip compress themselves."""
     name = name.lower()
     for short, long in SHORT_TARS.items():
@@ -70,7 +70,7 @@ def is_disk_error(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def opened_zip(path: Path) -> Iterator[zipfile.ZipFile]:
+def open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open a zip (or .npz); damage found now or while reading is an error that names the file."""
     with unpacking(path), zipfile.ZipFile(path) as archive:
         yield archive
@@ -89,17 +89,17 @@ def unpacking(path: str | PathLike[str]) -> Iterator[None]:
     except DAMAGE as error:
         if isinstance(error, UserError) or is_disk_error(error):
             raise
-        raise _broken(path, error) from None
+        raise _damage_error(path, error) from None
 
 
-def _broken(path: str | PathLike[str], error: Exception) -> UserError:
+def _damage_error(path: str | PathLike[str], error: Exception) -> UserError:
     return UserError(
         f"{path} is corrupt or truncated, and cannot be unpacked ({error or type(error).__name__}). Fix: it is broken or not what "
         "its name says; download or pack it again, or leave it out of the source."
     )
 
 
-def decompressed(codec: str, raw: BinaryIO) -> BinaryIO:
+def decompress(codec: str, raw: BinaryIO) -> BinaryIO:
     """Return the decompressed stream; concatenated streams are read as one."""
     if codec == ".gz":
         import gzip
@@ -125,7 +125,7 @@ def zip_members(raw: BinaryIO, left_out: Counter[str]) -> Iterator[tuple[str, Bi
         for info in zip_files(archive):
             if info.flag_bits & 0x1:
                 raise zipfile.BadZipFile(f"{info.filename} is encrypted")
-            if _hidden(info.filename):
+            if _is_hidden(info.filename):
                 left_out["hidden"] += 1
                 continue
             with archive.open(info) as stream:
@@ -142,7 +142,7 @@ def tar_members(stream: BinaryIO, left_out: Counter[str]) -> Iterator[tuple[str,
             content = archive.extractfile(info) if info.isreg() else None
             if content is None:
                 left_out["not_regular"] += 1
-            elif _hidden(info.name):
+            elif _is_hidden(info.name):
                 left_out["hidden"] += 1
             else:
                 yield info.name, cast(BinaryIO, content)
@@ -164,7 +164,7 @@ class _LastBlock:
         return data
 
 
-def _hidden(name: str) -> bool:
+def _is_hidden(name: str) -> bool:
     """Return whether a member is hidden: a dotfile, or in the __MACOSX metadata folder."""
     parts = [part for part in name.split("/") if part != "."]
     return any(part.startswith(".") for part in parts) or "__MACOSX" in parts

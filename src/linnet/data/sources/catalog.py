@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from linnet.core.errors import UserError, invalid
-from linnet.data.sources.archives import PACKED, decompressed, kind_of, unpacking, zip_members
-from linnet.data.sources.documents import DEFAULT_COLUMN, Documents, FileDocuments, Part, cut
-from linnet.data.sources.fetch import Progress, fetch, read_url
-from linnet.data.sources.files import find, reading
+from linnet.data.sources.archives import PACKED, decompress, detect_format, unpacking, zip_members
+from linnet.data.sources.documents import DEFAULT_COLUMN, DocumentPart, Documents, FileDocuments, split_stream
+from linnet.data.sources.download import Progress, download_file, read_url
+from linnet.data.sources.files import find_files, reading
 from linnet.data.splits import SPLITS
 
 if TYPE_CHECKING:
-    from linnet.data.sources.images import Picture, Pictures
+    from linnet.data.sources.images import EncodedImage, ImageSource
 
 READ_BYTES = 1 << 20
 BUCKET = "https://storage.googleapis.com/storage/v1/b/deepmind-gutenberg/o"
@@ -39,22 +39,24 @@ class BenchmarkDataset:
     name: str
     kind: Literal["text", "pictures"]
     address: str
-    open: Callable[[Path | None, Path, Progress | None], Documents | Pictures]
+    open: Callable[[Path | None, Path, Progress | None], Documents | ImageSource]
 
 
-def open_named(
+def open_benchmark(
     name: str, from_path: Path | None, cache: Path, progress: Progress | None = None
-) -> Documents | Pictures:
+) -> Documents | ImageSource:
     """Open a dataset from the user's copy, or fetch it into `cache`."""
-    if name not in NAMED:
-        raise invalid("SOURCE", name, f"one of the named datasets {', '.join(NAMED)}", "name one of those, or a path")
+    if name not in BENCHMARKS:
+        raise invalid(
+            "SOURCE", name, f"one of the named datasets {', '.join(BENCHMARKS)}", "name one of those, or a path"
+        )
     if from_path is not None and not from_path.exists():
         raise invalid("--from", str(from_path), "an existing file or folder", f"give the path of {name}")
-    return NAMED[name].open(from_path, cache, progress)
+    return BENCHMARKS[name].open(from_path, cache, progress)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stream:
+class BenchmarkText:
     """One text with a known checksum, with splits of known sizes."""
 
     name: str
@@ -67,7 +69,7 @@ class Stream:
         return sum(self.sizes.values())
 
 
-ENWIK8 = Stream(
+ENWIK8 = BenchmarkText(
     name="enwik8",
     url="http://mattmahoney.net/dc/enwik8.zip",
     sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
@@ -75,28 +77,28 @@ ENWIK8 = Stream(
 )
 
 
-def _open_enwik8(from_path: Path | None, cache: Path, progress: Progress | None) -> StreamDocuments:
-    path = _packed_stream(ENWIK8, from_path or cache)
+def _open_enwik8(from_path: Path | None, cache: Path, progress: Progress | None) -> BenchmarkDocuments:
+    path = _find_copy(ENWIK8, from_path or cache)
     if path is None and from_path is not None:
         raise invalid("--from", str(from_path), "enwik8, enwik8.zip or enwik8.gz, or a folder with one", "correct it")
-    documents = StreamDocuments(ENWIK8, path or fetch(ENWIK8.url, cache / "enwik8.zip", progress=progress))
+    documents = BenchmarkDocuments(ENWIK8, path or download_file(ENWIK8.url, cache / "enwik8.zip", progress=progress))
     documents.check()
     return documents
 
 
-def _packed_stream(stream: Stream, place: Path) -> Path | None:
+def _find_copy(stream: BenchmarkText, place: Path) -> Path | None:
     if place.is_file():
         return place
     names = (stream.name, *(stream.name + ending for ending in (".zip", ".gz", ".bz2", ".xz", ".zst")))
     return next((place / name for name in names if (place / name).is_file()), None)
 
 
-class StreamDocuments:
+class BenchmarkDocuments:
     """One text with predefined splits, split at exact byte offsets; each split begins and ends a document."""
 
     ends, single = False, True
 
-    def __init__(self, stream: Stream, path: Path) -> None:
+    def __init__(self, stream: BenchmarkText, path: Path) -> None:
         self._stream = stream
         self._path = path
         self.left_out: Counter[str] = Counter()
@@ -120,21 +122,21 @@ class StreamDocuments:
                 f"Fix: download it again from {self._stream.url}."
             )
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[DocumentPart]:
         position = 0
         with self._opened() as (content, raw):
             for split, size in self._stream.sizes.items():
-                for data, first, last in cut(_at_most(size, content.read)):
+                for data, first, last in split_stream(_limit_read(size, content.read)):
                     position = max(position, raw.tell())
-                    yield Part(self._stream.name, data, first, last, split, position)
+                    yield DocumentPart(self._stream.name, data, first, last, split, position)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         """Yield the unpacked content, and the raw file."""
-        kind, codec = kind_of(self._path.name)
+        kind, codec = detect_format(self._path.name)
         with reading(self._path), unpacking(self._path), open(self._path, "rb") as raw:
             if kind != "zip":
-                yield decompressed(codec, raw), raw
+                yield decompress(codec, raw), raw
                 return
             for name, content in zip_members(raw, Counter()):
                 if name.rpartition("/")[2] == self._stream.name:
@@ -143,7 +145,7 @@ class StreamDocuments:
             raise UserError(f"{self._path} holds no {self._stream.name}. Fix: download it from {self._stream.url}.")
 
 
-def _at_most(n: int, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
+def _limit_read(n: int, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
     left = n
 
     def limited(size: int) -> bytes:
@@ -157,8 +159,8 @@ def _at_most(n: int, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
 
 def _open_pg19(from_path: Path | None, cache: Path, progress: Progress | None) -> FileDocuments:
     place = from_path or _fetch_pg19(cache / "pg19", progress)
-    found = find(str(place), "--from", PACKED)
-    if not any(_pg19_split(f.name) or kind_of(f.name)[0] in ("zip", "tar") for f in found.files):
+    found = find_files(str(place), "--from", PACKED)
+    if not any(_pg19_split(f.name) or detect_format(f.name)[0] in ("zip", "tar") for f in found.files):
         raise invalid(
             "--from",
             str(place),
@@ -190,7 +192,7 @@ def _fetch_pg19(folder: Path, progress: Progress | None) -> Path:
         path, size = folder / book["name"], int(book["size"])
         if not (path.is_file() and path.stat().st_size == size):
             md5 = base64.b64decode(book["md5Hash"]).hex()
-            fetch(BUCKET_FILES + urllib.parse.quote(book["name"]), path, md5=md5, size=size)
+            download_file(BUCKET_FILES + urllib.parse.quote(book["name"]), path, md5=md5, size=size)
         with lock:
             done += size
             if progress:
@@ -230,18 +232,18 @@ def _bucket_listing(prefix: str, folder: Path) -> list[dict[str, str]]:
 
 
 def _open_imagenet64(from_path: Path | None, cache: Path, progress: Progress | None) -> ImageNet64:
-    from linnet.data.sources.images import open_pictures
+    from linnet.data.sources.images import open_images
 
     if from_path is not None:
         folder = from_path if from_path.is_dir() else from_path.parent
         train, valid = (_tar_or_folder(folder, name) for name in IMAGENET64_FILES)
     else:
-        address = NAMED["imagenet64"].address
+        address = BENCHMARKS["imagenet64"].address
         train, valid = (
-            fetch(f"{address}{name}.tar", cache / "imagenet64" / f"{name}.tar", progress=progress)
+            download_file(f"{address}{name}.tar", cache / "imagenet64" / f"{name}.tar", progress=progress)
             for name in IMAGENET64_FILES
         )
-    return ImageNet64(open_pictures(str(train)), open_pictures(str(valid)))
+    return ImageNet64(open_images(str(train)), open_images(str(valid)))
 
 
 def _tar_or_folder(folder: Path, name: str) -> Path:
@@ -251,7 +253,7 @@ def _tar_or_folder(folder: Path, name: str) -> Path:
             "--from",
             str(folder),
             f"a folder with {' and '.join(f'{n}.tar' for n in IMAGENET64_FILES)} ({name}.tar is missing)",
-            f"put {NAMED['imagenet64'].address}{name}.tar there",
+            f"put {BENCHMARKS['imagenet64'].address}{name}.tar there",
         )
     return found
 
@@ -259,7 +261,7 @@ def _tar_or_folder(folder: Path, name: str) -> Path:
 class ImageNet64:
     """The two files as three splits; the training file is in name order."""
 
-    def __init__(self, train: Pictures, valid: Pictures) -> None:
+    def __init__(self, train: ImageSource, valid: ImageSource) -> None:
         self._train, self._valid = train, valid
         self.left_out: Counter[str] = Counter()
 
@@ -276,7 +278,7 @@ class ImageNet64:
             "files": [self._train.identity(), self._valid.identity()],
         }
 
-    def pictures(self) -> Iterator[Picture]:
+    def pictures(self) -> Iterator[EncodedImage]:
         self.left_out.clear()
         for i, picture in enumerate(self._train.pictures()):
             yield dataclasses.replace(picture, split="train" if i < IMAGENET64_TRAIN else "validation")
@@ -287,7 +289,7 @@ class ImageNet64:
         self.left_out.update(self._valid.left_out)
 
 
-NAMED: dict[str, BenchmarkDataset] = {
+BENCHMARKS: dict[str, BenchmarkDataset] = {
     named.name: named
     for named in (
         BenchmarkDataset(

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, Protocol
 
 from linnet.core.errors import UserError, invalid
-from linnet.data.sources.archives import PACKED, decompressed, kind_of, tar_members, unpacking, zip_members
-from linnet.data.sources.files import SNIFF_BYTES, SourceFile, find, reading
-from linnet.data.sources.records import HUB, HubSet, json_rows, open_hub, open_parquet, parquet_rows
-from linnet.data.sources.unpacked import UnpackBudget, counted
+from linnet.data.sources.archives import PACKED, decompress, detect_format, tar_members, unpacking, zip_members
+from linnet.data.sources.files import SNIFF_BYTES, SourceFile, find_files, reading
+from linnet.data.sources.records import HUB, HubDataset, json_rows, open_hub, open_parquet, parquet_rows
+from linnet.data.sources.unpack_budget import UnpackBudget, count_bytes
 
 PART_BYTES = 4 << 20
 NEWLINE_WITHIN = 64 << 10
@@ -24,7 +24,7 @@ DEFAULT_COLUMN = "text"
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class DocumentPart:
     """At most PART_BYTES of one document; the parts of a document are consecutive."""
 
     name: str
@@ -63,7 +63,7 @@ class Documents(Protocol):
         """Return plain values that change when the options or the input do."""
         ...
 
-    def parts(self) -> Iterator[Part]: ...
+    def parts(self) -> Iterator[DocumentPart]: ...
 
 
 def open_documents(source: str, *, column: str | None = None, max_unpacked_gb: float | None = None) -> Documents:
@@ -72,8 +72,10 @@ def open_documents(source: str, *, column: str | None = None, max_unpacked_gb: f
         hub = HubDocuments(open_hub(source, column or DEFAULT_COLUMN))
         next(hub.parts())  # raises if the column does not exist
         return hub
-    found = find(source, "SOURCE", PACKED)
-    if column is not None and not any(kind_of(f.name)[0] in ("jsonl", "parquet", "zip", "tar") for f in found.files):
+    found = find_files(source, "SOURCE", PACKED)
+    if column is not None and not any(
+        detect_format(f.name)[0] in ("jsonl", "parquet", "zip", "tar") for f in found.files
+    ):
         raise invalid("--column", column, "omitted, since the source is plain text", "leave --column out")
     documents = FileDocuments(
         found.files,
@@ -85,11 +87,11 @@ def open_documents(source: str, *, column: str | None = None, max_unpacked_gb: f
     return documents
 
 
-Piece = tuple[bytes, bool, bool]
+PartBytes = tuple[bytes, bool, bool]
 """Bytes of a document, whether they are its first, whether they are its last."""
 
 
-def cut(read: Callable[[int], bytes]) -> Iterator[Piece]:
+def split_stream(read: Callable[[int], bytes]) -> Iterator[PartBytes]:
     """Split one document into pieces of at most PART_BYTES; yields none for an empty one.
 
     A piece ends after a line if one ends nearby, else between two characters, so that pieces can be encoded separately.
@@ -101,14 +103,14 @@ def cut(read: Callable[[int], bytes]) -> Iterator[Piece]:
             if data:
                 yield data, first, True
             return
-        at = _cut_at(data)
+        at = _find_split(data)
         yield data[:at], first, False
         rest, first = data[at:], False
 
 
-def cut_text(text: bytes) -> Iterable[Piece]:
+def split_text(text: bytes) -> Iterable[PartBytes]:
     """Split a document that is in memory."""
-    return [(text, True, True)] if 0 < len(text) <= PART_BYTES else cut(io.BytesIO(text).read)
+    return [(text, True, True)] if 0 < len(text) <= PART_BYTES else split_stream(io.BytesIO(text).read)
 
 
 def _read_fully(read: Callable[[int], bytes], n: int) -> bytes:
@@ -119,7 +121,7 @@ def _read_fully(read: Callable[[int], bytes], n: int) -> bytes:
     return b"".join(pieces)
 
 
-def _cut_at(data: bytes) -> int:
+def _find_split(data: bytes) -> int:
     """Return where to end a part, given one byte more than it may hold."""
     end = PART_BYTES
     newline = data.rfind(b"\n", max(end - NEWLINE_WITHIN, 0), end)
@@ -161,7 +163,7 @@ class FileDocuments:
         for f in self._files:
             with reading(f.path):
                 info = f.path.stat()
-            digest.update(f"{_readable(f.name)}\0{info.st_size}\0{info.st_mtime_ns}\n".encode())
+            digest.update(f"{_printable(f.name)}\0{info.st_size}\0{info.st_mtime_ns}\n".encode())
         return {
             "kind": "files",
             "column": self._column,
@@ -176,11 +178,11 @@ class FileDocuments:
             next(self.parts())  # raises for a source without any text
         else:
             for file in self._files:
-                if kind_of(file.name)[0] in ("jsonl", "parquet"):
+                if detect_format(file.name)[0] in ("jsonl", "parquet"):
                     next(self._file_parts(file, 0), None)
         self._forget()
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[DocumentPart]:
         self._forget()
         before, any_text = 0, False
         for file in self._files:
@@ -203,21 +205,21 @@ class FileDocuments:
         self.left_out.update(self._left_out_before)
 
     def _is_one_text(self, file: SourceFile) -> bool:
-        kind, _ = kind_of(file.name)
+        kind, _ = detect_format(file.name)
         if kind != "zip":
             return kind == "text"
         with reading(file.path), unpacking(file.path), open(file.path, "rb") as raw:
             names = [name for name, _ in itertools.islice(zip_members(raw, Counter()), 2)]
-        return len(names) == 1 and kind_of(names[0])[0] == "text"
+        return len(names) == 1 and detect_format(names[0])[0] == "text"
 
-    def _file_parts(self, file: SourceFile, before: int) -> Iterator[Part]:
-        kind, codec = kind_of(file.name)
+    def _file_parts(self, file: SourceFile, before: int) -> Iterator[DocumentPart]:
+        kind, codec = detect_format(file.name)
         with reading(file.path), unpacking(file.path):
             if kind == "parquet":
                 yield from self._parquet_parts(file, before)
                 return
             with open(file.path, "rb") as raw:
-                position = _never_back(before, file.size, raw.tell)
+                position = _monotonic_position(before, file.size, raw.tell)
                 if kind == "zip":
                     members = zip_members(raw, self.left_out)
                 elif kind == "tar":
@@ -228,48 +230,48 @@ class FileDocuments:
                 for name, stream in members:
                     packed = kind == "zip"  # the bytes of a tar are counted already
                     yield from self._stream_parts(
-                        file, f"/{name}", counted(stream, self._budget) if packed else stream, position
+                        file, f"/{name}", count_bytes(stream, self._budget) if packed else stream, position
                     )
 
-    def _parquet_parts(self, file: SourceFile, before: int) -> Iterator[Part]:
+    def _parquet_parts(self, file: SourceFile, before: int) -> Iterator[DocumentPart]:
         with open_parquet(file.path, self._column) as table:
             n_rows = table.metadata.num_rows
             for row, text in parquet_rows(table, self._column, self.left_out):
                 self._budget.spend(len(text))
                 at = before + file.size * min(row, n_rows) // n_rows
-                yield from self._document(f"{file.name}:{row}", cut_text(text), lambda at=at: at)
+                yield from self._document(f"{file.name}:{row}", split_text(text), lambda at=at: at)
 
     def _stream_parts(
         self, file: SourceFile, member: str, raw: BinaryIO, position: Callable[[], int]
-    ) -> Iterator[Part]:
+    ) -> Iterator[DocumentPart]:
         name = file.name + member
-        kind, codec = kind_of(name)
+        kind, codec = detect_format(name)
         if kind in ("zip", "tar", "parquet"):
             self.left_out["packed_twice"] += 1
             return
         stream = self._unpacked(codec, raw)
         if kind == "jsonl":
             for number, text in json_rows(stream, f"{file.path}{member}", self._column, self.left_out):
-                yield from self._document(f"{name}:{number}", cut_text(text), position)
+                yield from self._document(f"{name}:{number}", split_text(text), position)
             return
         head = _read_fully(stream.read, SNIFF_BYTES)
         if b"\0" in head:
             self.left_out["binary"] += 1
             return
-        yield from self._document(name, cut(_with_head(head, stream.read)), position)
+        yield from self._document(name, split_stream(_with_head(head, stream.read)), position)
 
     def _unpacked(self, codec: str, raw: BinaryIO) -> BinaryIO:
-        return counted(decompressed(codec, raw), self._budget) if codec else raw
+        return count_bytes(decompress(codec, raw), self._budget) if codec else raw
 
-    def _document(self, name: str, pieces: Iterable[Piece], position: Callable[[], int]) -> Iterator[Part]:
+    def _document(self, name: str, pieces: Iterable[PartBytes], position: Callable[[], int]) -> Iterator[DocumentPart]:
         split = self._split_of(name) if self._split_of else None
         if self._split_of and split is None:
             self.left_out["outside_splits"] += 1
             return
-        name, empty = _readable(name), True
+        name, empty = _printable(name), True
         for data, first, last in pieces:
             empty = False
-            yield Part(name, data, first, last, split, position())
+            yield DocumentPart(name, data, first, last, split, position())
         if empty:
             self.left_out["empty"] += 1
 
@@ -279,7 +281,7 @@ class HubDocuments:
 
     ends, single, n_bytes = True, False, None
 
-    def __init__(self, hub: HubSet) -> None:
+    def __init__(self, hub: HubDataset) -> None:
         self._hub = hub
         self.left_out = Counter(hub.left_out)
 
@@ -293,15 +295,15 @@ class HubDocuments:
             "splits": [split or "all" for split in hub.splits],
         }
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[DocumentPart]:
         self.left_out.clear()
         self.left_out.update(self._hub.left_out)
         position = 0
         for split in self._hub.splits:
             for row, text in self._hub.rows(split, self.left_out):
-                for data, first, last in cut_text(text):
+                for data, first, last in split_text(text):
                     position += len(data)
-                    yield Part(f"{self._hub.name}/{split or 'all'}:{row}", data, first, last, split, position)
+                    yield DocumentPart(f"{self._hub.name}/{split or 'all'}:{row}", data, first, last, split, position)
         if not position:
             raise _no_text(self._hub.name, self.left_out)
 
@@ -316,7 +318,7 @@ def _no_text(source: str, left_out: Counter[str]) -> UserError:
     )
 
 
-def _never_back(before: int, size: int, tell: Callable[[], int]) -> Callable[[], int]:
+def _monotonic_position(before: int, size: int, tell: Callable[[], int]) -> Callable[[], int]:
     """Return a non-decreasing position in the input: a zip may be read out of order, and its table of contents is at the end."""
     furthest = before
 
@@ -334,6 +336,6 @@ def _with_head(head: bytes, read: Callable[[int], bytes]) -> Callable[[int], byt
     return lambda n: ahead.read(n) or read(n)
 
 
-def _readable(name: str) -> str:
+def _printable(name: str) -> str:
     """Return a printable name, even if it is not UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

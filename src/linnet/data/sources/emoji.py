@@ -47,10 +47,10 @@ def open_emoji(size: int) -> tuple[UInt8[np.ndarray, "n size size 3"], list[str]
         sheet = np.asarray(image)
     cells = sheet.reshape(-1, size, SHEET_COLUMNS, size, 3).swapaxes(1, 2).reshape(-1, size, size, 3)
     pictures = cells[: len(captions)]  # the last row of the sheet is not full
-    return pictures, captions, divide_emoji(captions, pictures)
+    return pictures, captions, assign_splits(captions, pictures)
 
 
-def concept(caption: str) -> str:
+def find_concept(caption: str) -> str:
     """Return the concept shared by all variants in skin tone, gender and direction.
 
     `woman running facing right, dark skin tone` and `man running: sport, ...` are both `running`.
@@ -61,12 +61,12 @@ def concept(caption: str) -> str:
     return " ".join(" ".join(words).split()) or "person"
 
 
-def divide_emoji(captions: Sequence[str], pictures: UInt8[np.ndarray, "n h w 3"]) -> list[str]:
+def assign_splits(captions: Sequence[str], pictures: UInt8[np.ndarray, "n h w 3"]) -> list[str]:
     """Return the split of each image, by a hash of its concept.
 
     Concepts with the same image (the flags of France and of Clipperton Island) count as one.
     """
-    concepts = [concept(caption) for caption in captions]
+    concepts = [find_concept(caption) for caption in captions]
     first_of_picture: dict[bytes, str] = {}
     same_as: dict[str, str] = {}
     for name, picture in zip(concepts, pictures, strict=True):

@@ -37,7 +37,7 @@ class SourceFile:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class SourceFiles:
     """The files of a source in name order, and counts of what was left out, by reason."""
 
     root: Path
@@ -49,30 +49,30 @@ class Found:
         return sum(f.size for f in self.files)
 
 
-def find(source: str, field: str = "data.source", packed: tuple[str, ...] = ()) -> Found:
+def find_files(source: str, field: str = "data.source", packed: tuple[str, ...] = ()) -> SourceFiles:
     """Find the files of a source. `packed`: lower-case suffixes of files that the caller unpacks, so NUL bytes are allowed."""
     if source == EMBEDDED_CORPUS:
         return _python_stdlib()
-    paths = named_files(source, field=field)
+    paths = match_files(source, field=field)
     if paths is None:
         needs = f"an existing file, folder or glob, or {EMBEDDED_CORPUS!r}"
-        raise invalid(field, source, needs, _nearest(source, field))
-    return _with_content(_sift(paths.root, paths.paths, packed, paths.left_out), field, source)
+        raise invalid(field, source, needs, _suggest_name(source, field))
+    return _check_not_empty(_select_text(paths.root, paths.paths, packed, paths.left_out), field, source)
 
 
-def find_held_out(patterns: Sequence[str], below: Path, field: str) -> Found:
+def find_held_out(patterns: Sequence[str], below: Path, field: str) -> SourceFiles:
     """Return the files of several patterns, each once. A pattern is resolved as given, then below the root of the source."""
-    parts: list[Found] = []
+    parts: list[SourceFiles] = []
     for pattern in patterns:
-        paths = named_files(pattern, field=field)
+        paths = match_files(pattern, field=field)
         if paths is None or not paths.paths:
-            paths = named_files(pattern, below) or paths
+            paths = match_files(pattern, below) or paths
         if paths is None:
-            raise invalid(field, pattern, "existing files, folders or globs", _nearest(pattern, "data.source"))
-        parts.append(_with_content(_sift(paths.root, paths.paths, left_out=paths.left_out), field, pattern))
+            raise invalid(field, pattern, "existing files, folders or globs", _suggest_name(pattern, "data.source"))
+        parts.append(_check_not_empty(_select_text(paths.root, paths.paths, left_out=paths.left_out), field, pattern))
     files = {f.identity: f for part in parts for f in part.files}
     left_out = sum((Counter(part.left_out) for part in parts), Counter[str]())
-    return Found(root=below, files=tuple(files.values()), left_out=dict(left_out))
+    return SourceFiles(root=below, files=tuple(files.values()), left_out=dict(left_out))
 
 
 @contextlib.contextmanager
@@ -90,10 +90,10 @@ def _unreadable(error: OSError, path: str) -> UserError:
     )
 
 
-def _python_stdlib() -> Found:
+def _python_stdlib() -> SourceFiles:
     root = Path(sysconfig.get_path("stdlib"))
     paths = [p for p in _walk(root, NOT_STDLIB) if p.suffix == ".py"] if root.is_dir() else []
-    found = _sift(root, paths)
+    found = _select_text(root, paths)
     if not found.files:
         raise invalid(
             "data.source",
@@ -104,7 +104,7 @@ def _python_stdlib() -> Found:
     return found
 
 
-class NamedFiles(NamedTuple):
+class MatchedFiles(NamedTuple):
     """Files that match a path, folder or glob."""
 
     root: Path
@@ -113,35 +113,37 @@ class NamedFiles(NamedTuple):
     """Symbolic links that leave the root are not followed: an untrusted folder must not include other files of this machine."""
 
 
-LINKS_OUT = "links_that_leave_the_folder"
+OUTSIDE_LINKS = "links_that_leave_the_folder"
 
 
-def named_files(pattern: str, below: Path = Path(), *, field: str = "SOURCE") -> NamedFiles | None:
+def match_files(pattern: str, below: Path = Path(), *, field: str = "SOURCE") -> MatchedFiles | None:
     """Return the root and the files of a path or glob; None if nothing matches the name."""
     check_local(field, pattern)
     pattern = os.path.expanduser(pattern)
     path = below / pattern
-    kind = _kind(path) if pattern else None
+    kind = _file_mode(path) if pattern else None
     if kind is None:
         # A name that exists is meant literally, so wildcards are only expanded if it does not.
         return _globbed(pattern, below) if _has_magic(pattern) else None
     if stat.S_ISDIR(kind):
         left_out = Counter[str]()
-        return NamedFiles(path, list(_walk(path, left_out=left_out)), left_out)
+        return MatchedFiles(path, list(_walk(path, left_out=left_out)), left_out)
     if stat.S_ISREG(kind):
-        return NamedFiles(path.parent, [path], Counter())
+        return MatchedFiles(path.parent, [path], Counter())
     raise UserError(f"{path} is neither a file nor a folder. Fix: name a regular file, a folder or a glob.")
 
 
-def _globbed(pattern: str, below: Path) -> NamedFiles:
+def _globbed(pattern: str, below: Path) -> MatchedFiles:
     literal = itertools.takewhile(lambda part: not _has_magic(part), Path(pattern).parts)
     matches = [below / match for match in glob.glob(pattern, root_dir=below, recursive=True)]
     root, files = below.joinpath(*literal), [match for match in matches if not os.path.isdir(match)]
-    inside = [path for path in files if not leaves(path, root)]
-    return NamedFiles(root, inside, Counter({LINKS_OUT: len(files) - len(inside)} if len(inside) < len(files) else {}))
+    inside = [path for path in files if not leaves_root(path, root)]
+    return MatchedFiles(
+        root, inside, Counter({OUTSIDE_LINKS: len(files) - len(inside)} if len(inside) < len(files) else {})
+    )
 
 
-def leaves(path: Path, root: Path) -> bool:
+def leaves_root(path: Path, root: Path) -> bool:
     """Return whether a path below `root` leaves it through a symbolic link."""
     real = os.path.realpath(root)
     return os.path.commonpath((real, os.path.realpath(path))) != real
@@ -151,7 +153,7 @@ def _has_magic(pattern: str) -> bool:
     return any(character in pattern for character in "*?[")
 
 
-def _kind(path: Path) -> int | None:
+def _file_mode(path: Path) -> int | None:
     """Return the mode bits of a file; None if it does not exist or is a broken link."""
     try:
         return path.stat().st_mode
@@ -169,9 +171,9 @@ def _walk(root: Path, skip: frozenset[str] = frozenset(), *, left_out: Counter[s
     """
 
     def stays(path: str) -> bool:
-        if left_out is None or not os.path.islink(path) or not leaves(Path(path), root):
+        if left_out is None or not os.path.islink(path) or not leaves_root(Path(path), root):
             return True
-        left_out[LINKS_OUT] += 1
+        left_out[OUTSIDE_LINKS] += 1
         return False
 
     def stop(error: OSError) -> None:
@@ -190,15 +192,15 @@ def _walk(root: Path, skip: frozenset[str] = frozenset(), *, left_out: Counter[s
         )
 
 
-def _sift(
+def _select_text(
     root: Path, paths: Iterable[Path], packed: tuple[str, ...] = (), left_out: Counter[str] | None = None
-) -> Found:
+) -> SourceFiles:
     """Keep regular files that contain text, once each, sorted by name."""
     named = sorted((Path(os.path.relpath(path, root)).as_posix(), path) for path in paths)
     files: dict[FileId, SourceFile] = {}
     left_out = Counter(left_out)
     for name, path in named:
-        kind = _kind(path)
+        kind = _file_mode(path)
         if kind is None or not stat.S_ISREG(kind):
             left_out["not_regular"] += 1
             continue
@@ -211,14 +213,14 @@ def _sift(
         else:
             identity = (info.st_dev, info.st_ino)
             files.setdefault(identity, SourceFile(path=path, name=name, size=info.st_size, identity=identity))
-    return Found(root=root, files=tuple(files.values()), left_out=dict(left_out))
+    return SourceFiles(root=root, files=tuple(files.values()), left_out=dict(left_out))
 
 
-def _with_content(found: Found, field: str, source: str) -> Found:
+def _check_not_empty(found: SourceFiles, field: str, source: str) -> SourceFiles:
     if found.files:
         return found
     if not found.left_out:
-        raise invalid(field, source, "a name that matches at least one file", _nothing_matched(source))
+        raise invalid(field, source, "a name that matches at least one file", _suggest_pattern(source))
     reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(found.left_out.items()))
     raise invalid(
         field,
@@ -226,18 +228,18 @@ def _with_content(found: Found, field: str, source: str) -> Found:
         f"a source with text in it (left out: {reasons})",
         "name text; for archives, parquet and images run `linnet data prepare` first and name its folder; save UTF-16 as UTF-8 "
         "(a NUL byte in the first 8 KB counts as binary)"
-        if LINKS_OUT not in found.left_out
+        if OUTSIDE_LINKS not in found.left_out
         else "name what the links point to: symbolic links that leave the source's folder are not followed",
     )
 
 
-def _nothing_matched(source: str) -> str:
+def _suggest_pattern(source: str) -> str:
     if _has_magic(source) and any(os.path.isdir(p) for p in glob.glob(os.path.expanduser(source), recursive=True)):
         return f"it matches folders only; use {source.rstrip('/')}/** for the files in them"
     return "correct the pattern (** reaches into folders), or put files there (hidden files are skipped)"
 
 
-def _nearest(name: str, field: str) -> str:
+def _suggest_name(name: str, field: str) -> str:
     """Return a suggestion: a similar name in the same folder, or the deepest existing folder of the path."""
     path = Path(os.path.expanduser(name)) if name else Path("?")
     parent = next(p for p in (*path.parents, Path()) if os.path.isdir(p))

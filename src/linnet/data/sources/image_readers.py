@@ -12,15 +12,13 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from linnet.core.errors import UserError, invalid
-from linnet.data.sources.archives import DAMAGE, is_disk_error, opened_zip, zip_files
+from linnet.data.sources.archives import DAMAGE, is_disk_error, open_zip, zip_files
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-PICTURE_SUFFIXES = frozenset(
-    {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
-)
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"})
 DEFAULT_COLUMN = "image"
 MAX_ENCODED_BYTES = 256 << 20
 """Larger files are skipped, so that memory is bounded."""
@@ -38,7 +36,7 @@ class InputFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class ImageMember:
     """An image inside one input file; `read` is the number of bytes of that file read so far."""
 
     name: str
@@ -46,35 +44,35 @@ class Member:
     read: int
 
 
-Reader = Callable[[InputFile, str | None, Counter[str]], Iterator[Member]]
+Reader = Callable[[InputFile, str | None, Counter[str]], Iterator[ImageMember]]
 """Reader of a file, given the parquet column; it counts what it skips, by reason."""
 
 
-def why_not(name: str, size: int = 1) -> str | None:
+def skip_reason(name: str, size: int = 1) -> str | None:
     """Return the reason to skip an archive member, or None."""
     path = PurePosixPath(name)
     if any(part.startswith(".") or part == "__MACOSX" for part in path.parts if part not in (".", "..")):
         return "hidden"
-    if path.suffix.lower() not in PICTURE_SUFFIXES:
+    if path.suffix.lower() not in IMAGE_SUFFIXES:
         return "not_a_picture"
     if not size:
         return "empty"
     return "too_large" if size > MAX_ENCODED_BYTES else None
 
 
-def _read_picture(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[Member]:
-    if reason := why_not(file.path.name, file.size):
+def _read_image(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[ImageMember]:
+    if reason := skip_reason(file.path.name, file.size):
         left_out[reason] += 1
     else:
-        yield Member(file.name, file.path.read_bytes(), file.size)
+        yield ImageMember(file.name, file.path.read_bytes(), file.size)
 
 
-def _read_zip(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[Member]:
+def _read_zip(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[ImageMember]:
     read = 0
-    with opened_zip(file.path) as archive:
+    with open_zip(file.path) as archive:
         for info in sorted(zip_files(archive), key=lambda info: info.filename):
             read += info.compress_size
-            reason = "encrypted" if info.flag_bits & 1 else why_not(info.filename, info.file_size)
+            reason = "encrypted" if info.flag_bits & 1 else skip_reason(info.filename, info.file_size)
             if reason is None:
                 try:
                     encoded = archive.read(info)
@@ -83,12 +81,12 @@ def _read_zip(file: InputFile, column: str | None, left_out: Counter[str]) -> It
                         raise
                     reason = "broken"
                 else:
-                    yield Member(f"{file.name}/{info.filename}", encoded, read)
+                    yield ImageMember(f"{file.name}/{info.filename}", encoded, read)
                     continue
             left_out[reason] += 1
 
 
-def _read_tar(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[Member]:
+def _read_tar(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[ImageMember]:
     """Index the tar, then read its images in name order.
 
     Only a name and two numbers per image are in memory, for a tar with millions of them.
@@ -99,7 +97,7 @@ def _read_tar(file: InputFile, column: str | None, left_out: Counter[str]) -> It
         if info.isdir():
             continue
         in_one_piece = info.isreg() and info.sparse is None
-        reason = why_not(info.name, info.size) if in_one_piece else "not_regular"
+        reason = skip_reason(info.name, info.size) if in_one_piece else "not_regular"
         if reason:
             left_out[reason] += 1
         else:
@@ -112,9 +110,9 @@ def _read_tar(file: InputFile, column: str | None, left_out: Counter[str]) -> It
             archive.seek(starts[i])
             encoded = archive.read(sizes[i])
             if len(encoded) < sizes[i]:
-                raise _damaged(file.path, "it shrank while it was being read")
+                raise _damage_error(file.path, "it shrank while it was being read")
             read += sizes[i]
-            yield Member(f"{file.name}/{names[i].decode('utf-8', 'surrogateescape')}", encoded, read)
+            yield ImageMember(f"{file.name}/{names[i].decode('utf-8', 'surrogateescape')}", encoded, read)
 
 
 def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
@@ -129,14 +127,14 @@ def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
     except DAMAGE as error:
         if is_disk_error(error):
             raise
-        raise _damaged(path, error) from None
+        raise _damage_error(path, error) from None
     with open(path, "rb") as file:
         file.seek(end)
         if file.read(TAR_BLOCK) != bytes(TAR_BLOCK):
-            raise _damaged(path, "it has no end marker where its last readable member ends")
+            raise _damage_error(path, "it has no end marker where its last readable member ends")
 
 
-def _read_parquet(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[Member]:
+def _read_parquet(file: InputFile, column: str | None, left_out: Counter[str]) -> Iterator[ImageMember]:
     name = column or DEFAULT_COLUMN
     row = 0
     with open_parquet(file.path) as parquet:
@@ -152,7 +150,7 @@ def _read_parquet(file: InputFile, column: str | None, left_out: Counter[str]) -
                     left_out["empty"] += 1
                 else:
                     # Zero-padded, so that the order of rows is the order of names.
-                    yield Member(f"{file.name}:{row - 1:09}", encoded, file.size * row // n_rows)
+                    yield ImageMember(f"{file.name}:{row - 1:09}", encoded, file.size * row // n_rows)
 
 
 @contextlib.contextmanager
@@ -168,7 +166,7 @@ def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if is_disk_error(error):
             raise
-        raise _damaged(path, error) from None
+        raise _damage_error(path, error) from None
 
 
 def check_column(path: Path, schema: pa.Schema, column: str) -> None:
@@ -178,7 +176,7 @@ def check_column(path: Path, schema: pa.Schema, column: str) -> None:
         raise invalid("--column", column, f"a column of encoded images; in {path} that is {names}", "name one of them")
 
 
-def has_pictures(schema: pa.Schema) -> bool:
+def has_images(schema: pa.Schema) -> bool:
     """Guess whether a parquet file contains images: bytes under another name may be anything."""
     return any(_holds_bytes(f.type) and (f.name == DEFAULT_COLUMN or _is_struct(f.type)) for f in schema)
 
@@ -198,12 +196,12 @@ def _holds_bytes(kind: pa.DataType) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _damaged(path: Path, why: object) -> UserError:
+def _damage_error(path: Path, why: object) -> UserError:
     return UserError(f"{path} is corrupt or truncated ({why}). Fix: download or create it again, or leave it out.")
 
 
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(PICTURE_SUFFIXES, _read_picture),
+    **dict.fromkeys(IMAGE_SUFFIXES, _read_image),
     ".zip": _read_zip,
     ".tar": _read_tar,
     ".parquet": _read_parquet,

@@ -17,27 +17,27 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from linnet.core.errors import UserError, invalid
-from linnet.data.sources.archives import opened_zip, zip_files
-from linnet.data.sources.files import named_files as named_files
+from linnet.data.sources.archives import open_zip, zip_files
+from linnet.data.sources.files import match_files as match_files
 from linnet.data.sources.files import reading
 from linnet.data.sources.image_readers import (
     DEFAULT_COLUMN,
-    PICTURE_SUFFIXES,
+    IMAGE_SUFFIXES,
     READERS,
     InputFile,
     check_column,
-    has_pictures,
+    has_images,
     open_parquet,
-    why_not,
+    skip_reason,
 )
-from linnet.data.sources.unpacked import UnpackBudget
+from linnet.data.sources.unpack_budget import UnpackBudget
 
-UNPACKED = (".zip", ".parquet")
+PACKED = (".zip", ".parquet")
 COMPRESSED_TARS = (".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 @dataclasses.dataclass(frozen=True)
-class Picture:
+class EncodedImage:
     name: str
     """The path below the root with '/', then the member or the row: the same on every machine."""
     split: str | None
@@ -47,7 +47,7 @@ class Picture:
     """Input bytes read so far, of `n_bytes`."""
 
 
-class Pictures(Protocol):
+class ImageSource(Protocol):
     @property
     def n_bytes(self) -> int | None:
         """Size of the input on disk."""
@@ -62,12 +62,12 @@ class Pictures(Protocol):
         """Return plain values that change when the input or an option does."""
         ...
 
-    def pictures(self) -> Iterator[Picture]:
+    def pictures(self) -> Iterator[EncodedImage]:
         """Yield images in name order, in bounded memory."""
         ...
 
 
-class PictureFiles:
+class ImageFiles:
     """The images of some input files, each an image or a container of many."""
 
     def __init__(
@@ -78,7 +78,7 @@ class PictureFiles:
         column: str | None,
         max_unpacked_gb: float | None = None,
     ) -> None:
-        packed = sum(file.size for file in files if file.path.suffix.lower() in UNPACKED)
+        packed = sum(file.size for file in files if file.path.suffix.lower() in PACKED)
         self._make_budget = functools.partial(UnpackBudget, source, packed, max_unpacked_gb)
         self._budget = self._make_budget()
         self.n_bytes = sum(file.size for file in files)
@@ -103,7 +103,7 @@ class PictureFiles:
         """Bytes unpacked in the last pass over the source."""
         return self._budget.n_bytes
 
-    def pictures(self) -> Iterator[Picture]:
+    def pictures(self) -> Iterator[EncodedImage]:
         # The counts restart with each pass.
         self.left_out.clear()
         self.left_out.update(self._found_left_out)
@@ -113,28 +113,28 @@ class PictureFiles:
             with reading(file.path):
                 for member in READERS[file.path.suffix.lower()](file, self._column, self.left_out):
                     n += 1
-                    if file.path.suffix.lower() in UNPACKED:
+                    if file.path.suffix.lower() in PACKED:
                         self._budget.spend(len(member.encoded))
-                    yield Picture(member.name, None, member.encoded, start + min(member.read, file.size))
+                    yield EncodedImage(member.name, None, member.encoded, start + min(member.read, file.size))
             start += file.size
         if not n:
-            raise _nothing(self._source, self.left_out)
+            raise _no_images(self._source, self.left_out)
 
 
-def open_pictures(source: str, *, column: str | None = None, max_unpacked_gb: float | None = None) -> Pictures:
+def open_images(source: str, *, column: str | None = None, max_unpacked_gb: float | None = None) -> ImageSource:
     """Open an image, a zip, tar or parquet of images, or a folder or glob of any of these.
 
     `column` is the parquet column with the encoded bytes; other files have none.
     """
     if source.lower().endswith(COMPRESSED_TARS):
         raise invalid("SOURCE", source, "an uncompressed tar, for random access", "decompress it to a .tar")
-    found = named_files(source)
+    found = match_files(source)
     if found is None:
         raise invalid("SOURCE", source, "an existing image, zip, tar, parquet, folder or glob", "correct the path")
-    files, left_out = _sift(found.root, found.paths)
+    files, left_out = _select_files(found.root, found.paths)
     left_out += found.left_out
     if not files:
-        raise _nothing(source, left_out)
+        raise _no_images(source, left_out)
     parquets = [file for file in files if file.path.suffix.lower() == ".parquet"]
     if column is not None and not parquets:
         raise invalid("--column", column, "omitted for a source without parquet files", "leave it out")
@@ -142,52 +142,52 @@ def open_pictures(source: str, *, column: str | None = None, max_unpacked_gb: fl
         # Each footer is read now, so that a wrong column is not found only after hours of work.
         with reading(file.path), open_parquet(file.path) as parquet:
             check_column(file.path, parquet.schema_arrow, column or DEFAULT_COLUMN)
-    return PictureFiles(source, files, left_out, column, max_unpacked_gb)
+    return ImageFiles(source, files, left_out, column, max_unpacked_gb)
 
 
-def _nothing(source: str, left_out: Counter[str]) -> UserError:
+def _no_images(source: str, left_out: Counter[str]) -> UserError:
     reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(left_out.items())) or "nothing"
     return invalid(
         "SOURCE",
         source,
         f"a source with images in it (left out: {reasons})",
-        f"name images ({' '.join(sorted(PICTURE_SUFFIXES))}), or a .zip, .tar or .parquet of them",
+        f"name images ({' '.join(sorted(IMAGE_SUFFIXES))}), or a .zip, .tar or .parquet of them",
     )
 
 
-def looks_like_pictures(source: str) -> bool:
+def contains_images(source: str) -> bool:
     """Return whether a source should be read as images: more of its files are, or contain, images than not.
 
     A file with the same stem as an image (a caption, a label) does not count. False if there are no files.
     """
     if source.lower().endswith(COMPRESSED_TARS):
-        return True  # `open_pictures` reports the fix; as text it would be noise
-    found = named_files(source)
+        return True  # `open_images` reports the fix; as text it would be noise
+    found = match_files(source)
     paths = found.paths if found else []
     by_suffix: dict[str, list[Path]] = {}
     for path in paths:
         by_suffix.setdefault(path.suffix.lower(), []).append(path)
-    pictures = [path for suffix, group in by_suffix.items() if _holds_pictures(suffix, group[0]) for path in group]
+    pictures = [path for suffix, group in by_suffix.items() if _has_images(suffix, group[0]) for path in group]
     stems, chosen = {path.with_suffix("") for path in pictures}, set(pictures)
     others = sum(path not in chosen and path.with_suffix("") not in stems for path in paths)
     return len(pictures) > others
 
 
-def _holds_pictures(suffix: str, path: Path) -> bool:
+def _has_images(suffix: str, path: Path) -> bool:
     """Decide by the first file of a suffix. Damage is not reported here: opening the file raises the error."""
-    if suffix in PICTURE_SUFFIXES or suffix == ".tar":
+    if suffix in IMAGE_SUFFIXES or suffix == ".tar":
         return True
     if suffix == ".zip":
-        with contextlib.suppress(UserError), reading(path), opened_zip(path) as archive:
-            reasons = [why_not(info.filename) for info in zip_files(archive)]
+        with contextlib.suppress(UserError), reading(path), open_zip(path) as archive:
+            reasons = [skip_reason(info.filename) for info in zip_files(archive)]
             return 2 * reasons.count(None) > len(reasons)
     if suffix == ".parquet":
         with contextlib.suppress(UserError), reading(path), open_parquet(path) as parquet:
-            return has_pictures(parquet.schema_arrow)
+            return has_images(parquet.schema_arrow)
     return False
 
 
-def _sift(root: Path, paths: list[Path]) -> tuple[tuple[InputFile, ...], Counter[str]]:
+def _select_files(root: Path, paths: list[Path]) -> tuple[tuple[InputFile, ...], Counter[str]]:
     """Return the regular files that may contain images, once each and sorted by name, and counts of what was left out."""
     files: dict[tuple[int, int], InputFile] = {}
     left_out: Counter[str] = Counter()

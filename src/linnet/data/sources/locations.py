@@ -23,12 +23,12 @@ EMBEDDED = (EMBEDDED_CORPUS, EMOJI_PAIRS, "builtin")
 Config = TypeVar("Config", bound=DataConfig | PairsConfig)
 
 
-def located(cfg: Config) -> Config:
+def resolve_paths(cfg: Config) -> Config:
     """Make relative paths that exist below `base` absolute. Other paths stay relative to the working directory."""
     base = cfg.base
     if base is None:
         return cfg
-    return _mapped(cfg, lambda path: _absolute(base, path) if _exists(base, path) else path)
+    return _map_paths(cfg, lambda path: _absolute(base, path) if _exists(base, path) else path)
 
 
 def with_base(cfg: RunConfig) -> RunConfig:
@@ -39,27 +39,27 @@ def with_base(cfg: RunConfig) -> RunConfig:
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, base=here))
 
 
-def for_other_machines(cfg: RunConfig) -> RunConfig:
+def without_local_paths(cfg: RunConfig) -> RunConfig:
     """Remove `base` and the paths of exported files, which are specific to this machine."""
     data, train = dataclasses.replace(cfg.data, base=None), dataclasses.replace(cfg.train, exports=())
     return dataclasses.replace(cfg, data=data, train=train)
 
 
-def retyped(cfg: RunConfig, before: RunConfig) -> RunConfig:
+def rebase_changed(cfg: RunConfig, before: RunConfig) -> RunConfig:
     """Make paths that were changed by flags relative to the working directory; unchanged paths keep the `base` of `before`."""
     old, new = before.data, cfg.data
     named = [name for name in FIELDS if hasattr(new, name)]
     changed = [name for name in named if getattr(new, name) != getattr(old, name, None)]
     if old.base is None or new.base != old.base or not changed:
         return cfg
-    kept = located(old)
+    kept = resolve_paths(old)
     values = {name: getattr(kept, name) for name in named if name not in changed}
     return dataclasses.replace(cfg, data=dataclasses.replace(new, base=None, **values))
 
 
 def absolute_paths(cfg: DataConfig | PairsConfig) -> dict[str, str | list[str]]:
     """Return the absolute form of every setting that names files, for `data.json`."""
-    base, found = cfg.base or os.getcwd(), located(cfg)
+    base, found = cfg.base or os.getcwd(), resolve_paths(cfg)
     shown: dict[str, str | list[str]] = {}
     for name in FIELDS:
         value = getattr(found, name, None)
@@ -70,7 +70,7 @@ def absolute_paths(cfg: DataConfig | PairsConfig) -> dict[str, str | list[str]]:
     return shown
 
 
-def _mapped(cfg: Config, change: Callable[[str], str]) -> Config:
+def _map_paths(cfg: Config, change: Callable[[str], str]) -> Config:
     values: dict[str, Any] = {}
     for name in FIELDS:
         value = getattr(cfg, name, None)

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 MAX_LINE = 256 << 20
 """A longer line is not a JSON line, and reading it could exhaust memory."""
-BAD_SHARE = 0.01
-TRIED_ROWS = 100
+MAX_BAD_FRACTION = 0.01
+MIN_ROWS_TRIED = 100
 """Rows to read before a column that none of them has counts as missing."""
 BATCH_BYTES = 4 << 20
 HUB = "hf:"
 SPLIT_NAMES = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 
 
-def no_column(where: str, column: str, there: Iterable[str]) -> UserError:
+def missing_column(where: str, column: str, there: Iterable[str]) -> UserError:
     names = ", ".join(sorted(there)) or "none"
     return invalid("--column", column, f"a column of {where} (it has: {names})", "name one of those with --column")
 
@@ -52,12 +52,12 @@ def json_rows(lines: BinaryIO, where: str, column: str, left_out: Counter[str]) 
             left_out["no_column"] += 1
             if columns is not None:
                 columns.update(row)
-        if columns is not None and n_rows == TRIED_ROWS:
-            _refuse_bad(where, n_rows, n_bad, first_bad)
-            raise no_column(where, column, columns)
-    _refuse_bad(where, n_rows, n_bad, first_bad)
+        if columns is not None and n_rows == MIN_ROWS_TRIED:
+            _check_bad_lines(where, n_rows, n_bad, first_bad)
+            raise missing_column(where, column, columns)
+    _check_bad_lines(where, n_rows, n_bad, first_bad)
     if n_rows and columns is not None:
-        raise no_column(where, column, columns)
+        raise missing_column(where, column, columns)
 
 
 def _lines(stream: BinaryIO, where: str) -> Iterator[tuple[int, bytes]]:
@@ -81,11 +81,11 @@ def _json_object(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _refuse_bad(where: str, n_rows: int, n_bad: int, first_bad: int) -> None:
-    if n_bad > BAD_SHARE * n_rows:
+def _check_bad_lines(where: str, n_rows: int, n_bad: int, first_bad: int) -> None:
+    if n_bad > MAX_BAD_FRACTION * n_rows:
         raise UserError(
             f"{where}: {n_bad:,} of {n_rows:,} lines are not JSON objects (the first is line {first_bad}), more than "
-            f"{BAD_SHARE:.0%}. Fix: write one JSON object per line, or give it a name that does not end in .jsonl to read it "
+            f"{MAX_BAD_FRACTION:.0%}. Fix: write one JSON object per line, or give it a name that does not end in .jsonl to read it "
             "as plain text."
         )
 
@@ -117,7 +117,7 @@ def open_parquet(path: str | PathLike[str], column: str) -> Iterator[pq.ParquetF
         with pq.ParquetFile(path, memory_map=True) as file:
             names = file.schema_arrow.names
             if column not in names:
-                raise no_column(str(path), column, names)
+                raise missing_column(str(path), column, names)
             kind = str(file.schema_arrow.field(column).type)
             if not re.search("string|binary|null", kind) or re.search("list|struct|map", kind):
                 raise invalid("--column", column, f"text, but in {path} it is {kind}", "name a column of text")
@@ -141,7 +141,7 @@ def parquet_rows(file: pq.ParquetFile, column: str, left_out: Counter[str]) -> I
     number = 0
     # One group at a time, because large groups are only freed with their reader.
     for group in range(file.num_row_groups):
-        rows = _rows_a_batch(file, group)
+        rows = _rows_per_batch(file, group)
         for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=[column], use_threads=False):
             cells = batch.column(0)
             if isinstance(cells, pa.DictionaryArray):
@@ -155,14 +155,14 @@ def parquet_rows(file: pq.ParquetFile, column: str, left_out: Counter[str]) -> I
         raise OSError(f"it holds {number:,} rows and should contain {file.metadata.num_rows:,}")
 
 
-def _rows_a_batch(file: pq.ParquetFile, group: int) -> int:
+def _rows_per_batch(file: pq.ParquetFile, group: int) -> int:
     # By the size of complete rows: querying the size of one column in a broken footer can crash the process.
     about = file.metadata.row_group(group)
     return max(1, min(4096, BATCH_BYTES * about.num_rows // max(about.total_byte_size, 1)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HubSet:
+class HubDataset:
     """A Hugging Face dataset, read as a stream, with its splits under our names."""
 
     name: str
@@ -182,12 +182,12 @@ class HubSet:
                 return
             number += 1
             if self.column not in row:
-                raise no_column(self.name, self.column, row)
+                raise missing_column(self.name, self.column, row)
             if (text := _text(row[self.column], left_out)) is not None:
                 yield number, text
 
 
-def open_hub(source: str, column: str) -> HubSet:
+def open_hub(source: str, column: str) -> HubDataset:
     """Open `hf:OWNER/NAME[:CONFIG]` with the package `datasets`."""
     match = re.fullmatch(HUB + r"((?:[\w.-]+/)?[\w.-]+)(?::([\w.+-]+))?", source)
     if not match:
@@ -206,7 +206,7 @@ def open_hub(source: str, column: str) -> HubSet:
         ) from None
     with _reading_hub(name):
         found: dict[str, Any] = dict(datasets.load_dataset(name, config, streaming=True))
-    splits, left_out = _own_splits(found)
+    splits, left_out = _map_splits(found)
     if not splits:
         raise invalid(
             "SOURCE",
@@ -214,10 +214,10 @@ def open_hub(source: str, column: str) -> HubSet:
             f"a dataset with the splits train, validation or test (it has: {', '.join(found)})",
             "name another configuration with hf:OWNER/NAME:CONFIG, or download its files and name them",
         )
-    return HubSet(name=name, config=config, column=column, splits=splits, left_out=left_out)
+    return HubDataset(name=name, config=config, column=column, splits=splits, left_out=left_out)
 
 
-def _own_splits(found: dict[str, Any]) -> tuple[dict[str | None, Iterable[dict[str, Any]]], Counter[str]]:
+def _map_splits(found: dict[str, Any]) -> tuple[dict[str | None, Iterable[dict[str, Any]]], Counter[str]]:
     """Return the splits under our names, and counts of those that have no such name or are duplicates."""
     splits: dict[str | None, Iterable[dict[str, Any]]] = {}
     if len(found) == 1:

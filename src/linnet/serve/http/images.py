@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from linnet.core.errors import invalid
 from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS
-from linnet.data.images import SHEET_GREY, pixels_of_ids, to_image
+from linnet.data.images import SHEET_GREY, ids_to_pixels, to_png
 from linnet.serve.http.build_requests import base_sampling, build_requests
 from linnet.serve.http.errors import check_finished
 from linnet.serve.http.limits import read_json
@@ -126,8 +126,8 @@ def encode_png(ids: Sequence[int], shape: tuple[int, int, int]) -> str:
     """Return a PNG in base64; missing values are grey."""
     rest = math.prod(shape) - len(ids)
     ids_padded = np.concatenate([np.asarray(ids, np.int64), np.full(rest, FIRST_BYTE + SHEET_GREY, np.int64)])
-    pixels, _ = pixels_of_ids(ids_padded, shape)
-    return base64.b64encode(to_image(pixels)).decode()
+    pixels, _ = ids_to_pixels(ids_padded, shape)
+    return base64.b64encode(to_png(pixels)).decode()
 
 
 def _usage(n_tokens: int) -> ImageUsage:

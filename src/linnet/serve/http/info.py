@@ -17,7 +17,7 @@ from linnet.serve.http.model import PriorModel, TokenModel, is_prior
 from linnet.serve.http.responses import JinjaCard, ModelCard, ModelList, PriorCard, TemplateCard, Text, Tokens
 from linnet.serve.http.schemas import DetokenizeRequest, TokenizeRequest
 from linnet.serve.http.service import Service
-from linnet.tokenizers.base import text_of
+from linnet.tokenizers.base import decode_text
 
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:"
@@ -48,7 +48,7 @@ async def detokenize(service: Service, http: HttpRequest) -> Response:
     body = await read_json(http, DetokenizeRequest, service.limits)
     model = service.model(body.model)
     check_ids("tokens", body.tokens, model.tokenizer.n_vocab)
-    answer: Text = {"text": text_of(model.tokenizer, body.tokens)}
+    answer: Text = {"text": decode_text(model.tokenizer, body.tokens)}
     return JSONResponse(answer)
 
 
@@ -107,7 +107,7 @@ def _token_card(model: TokenModel) -> ModelCard:
         "family": model.family,
         "n_vocab": model.n_vocab,
         "begin_id": model.bos_id,
-        "end_id": model.tokenizer.end_id,
+        "end_id": model.tokenizer.eos_id,
         "tokenizer": {
             "kind": model.tokenizer.kind,
             "rules": model.tokenizer.rules,

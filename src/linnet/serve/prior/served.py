@@ -14,7 +14,7 @@ from linnet.core.errors import invalid
 from linnet.data.embeddings.neighbors import NeighborIndex
 from linnet.data.encoders import Encoder
 from linnet.data.encoders.encoder import encode_prompt
-from linnet.data.images import to_image
+from linnet.data.images import to_png
 from linnet.models.prior.conditions import cut_encodings
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.params import PriorParams
@@ -157,4 +157,4 @@ def serve_prior(
 @functools.lru_cache(maxsize=MAX_CACHED_IMAGES)
 def _png(pixels: bytes, shape: tuple[int, ...]) -> str:
     """Encode an image as base64 PNG. Cached, because progress events repeat the same few images."""
-    return base64.b64encode(to_image(np.frombuffer(pixels, np.uint8).reshape(shape))).decode()
+    return base64.b64encode(to_png(np.frombuffer(pixels, np.uint8).reshape(shape))).decode()

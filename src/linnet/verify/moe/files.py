@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from linnet.convert.grok.checkpoint import find_folder, read_checkpoint
-from linnet.convert.grok.leaves import Pair, Tensor, Tensors
+from linnet.convert.grok.leaves import Tensor, TensorPair, Tensors
 from linnet.convert.grok.settings import FILE as SETTINGS
 from linnet.convert.grok.settings import grok_config
-from linnet.convert.npz import npz_names
+from linnet.convert.npz import list_npz
 from linnet.core import files
 from linnet.core.errors import UserError
 from linnet.core.params import is_spec
@@ -60,7 +60,7 @@ def _json_layout(path: Path) -> tuple[Layout, Path]:
 
 def _npz_names(path: Path) -> set[str]:
     try:
-        return npz_names(path)
+        return list_npz(path)
     except UserError:
         return set()
 
@@ -121,8 +121,8 @@ def load_params(tensors: Tensors, cfg: MoEConfig) -> MoEParams:
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), leaves)
 
 
-def _stacked(tensors: Sequence[Tensor] | Sequence[Pair], shape: tuple[int, ...]) -> Weight:
-    pairs, floats = [t for t in tensors if isinstance(t, Pair)], [t for t in tensors if isinstance(t, Tensor)]
+def _stacked(tensors: Sequence[Tensor] | Sequence[TensorPair], shape: tuple[int, ...]) -> Weight:
+    pairs, floats = [t for t in tensors if isinstance(t, TensorPair)], [t for t in tensors if isinstance(t, Tensor)]
     if pairs and floats:
         raise UserError(f"{floats[0].label} is of {floats[0].dtype}, but other layers have an 8-bit pair there.")
     if not pairs:

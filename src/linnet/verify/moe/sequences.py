@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from linnet.convert.grok.leaves import Pair, Tensor, Tensors
+from linnet.convert.grok.leaves import Tensor, TensorPair, Tensors
 from linnet.convert.grok.names import file_order
 from linnet.convert.npz import read_npz
 from linnet.core import quant
@@ -270,8 +270,8 @@ def _check_listing(path: Path, cfg: MoEConfig, tensors: Tensors, recomputed: Rec
     recomputed.checks.append(Check(INDEX, float(len(wrong)), not wrong, wrong[0] if wrong else f"{len(ours)} tensors"))
 
 
-def _listing(number: int, name: str, tensor: Tensor | Pair) -> list[Any]:
-    if isinstance(tensor, Pair):
+def _listing(number: int, name: str, tensor: Tensor | TensorPair) -> list[Any]:
+    if isinstance(tensor, TensorPair):
         weight, scales = tensor.weight, tensor.scales
         return [number, name, "q8", list(weight.shape), str(weight.dtype), list(scales.shape), str(scales.dtype)]
     return [number, name, "raw", list(tensor.shape), str(tensor.dtype), None, None]

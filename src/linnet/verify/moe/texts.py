@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from linnet.tokenizers.base import Tokenizer, text_of
+from linnet.tokenizers.base import Tokenizer, decode_text
 from linnet.tokenizers.load import open_tokenizer
 from linnet.verify.compare import Check
 from linnet.verify.moe.files import read_json
@@ -32,7 +32,7 @@ def _checks(tokenizer: Tokenizer, name: str, run: dict[str, Any]) -> list[Check]
     ids = tokenizer.encode(run["text"].encode()).tolist()
     checks = [_same(f"{name}/text", ids, run["prompt"])]
     if "out_text" in run:
-        checks.append(_same(f"{name}/out_text", text_of(tokenizer, run["out"]), run["out_text"]))
+        checks.append(_same(f"{name}/out_text", decode_text(tokenizer, run["out"]), run["out_text"]))
     return checks
 
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from linnet.convert.flax import read_flax
-from linnet.convert.flax_write import pack_flax
+from linnet.convert.flax import pack_flax, read_flax
 from linnet.convert.npz import read_npz
 from linnet.convert.transformer_vq import read_official
 from linnet.core.errors import UserError

@@ -10,19 +10,19 @@ from linnet.config import presets
 from linnet.config.schema import DataConfig, RunConfig
 from linnet.convert.grok.checkpoint import checkpoint_files, find_folder, read_checkpoint
 from linnet.convert.grok.hf import conversion_files, is_conversion, read_conversion
+from linnet.convert.grok.import_plan import ImportPlan, plan_from_config, plan_from_files
 from linnet.convert.grok.leaves import Tensors, to_leaves
 from linnet.convert.grok.settings import find_settings, grok_config
-from linnet.convert.import_plan import ImportPlan, plan_from_config, plan_from_files
 from linnet.core.dtypes import WeightDtype
 from linnet.core.errors import UserError
 from linnet.models.moe.config import MoEConfig
 from linnet.runs.weights import write_stored_run
 
-SEQUENCE = 2048  # tokens per sequence in evaluation and training, if the context allows it
+MAX_SEQUENCE_LEN = 2048  # tokens per sequence in evaluation and training, if the context allows it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class GrokSource:
     """Everything known before any tensor is read."""
 
     cfg: MoEConfig
@@ -30,19 +30,19 @@ class Found:
     """File of the model sizes; None for the published ones."""
     tensors: Tensors
     files: list[Path]
-    turned: bool
+    transposed: bool
     """Whether matrices are stored as [outputs, inputs]."""
 
 
-def find_grok(path: Path, settings: Path | None) -> Found:
+def find_grok(path: Path, settings: Path | None) -> GrokSource:
     settings = settings or find_settings(path)
     cfg, folder = grok_config(settings), find_folder(path)
     if folder is not None:
         tensors = read_checkpoint(folder, cfg)
-        return Found(cfg=cfg, settings=settings, tensors=tensors, files=checkpoint_files(folder), turned=False)
+        return GrokSource(cfg=cfg, settings=settings, tensors=tensors, files=checkpoint_files(folder), transposed=False)
     if is_conversion(path):
         tensors = read_conversion(path, cfg)
-        return Found(cfg=cfg, settings=settings, tensors=tensors, files=conversion_files(path), turned=True)
+        return GrokSource(cfg=cfg, settings=settings, tensors=tensors, files=conversion_files(path), transposed=True)
     raise UserError(
         f"{path} contains no Grok-1 checkpoint. Fix: name the folder with ckpt-0 (files tensorNNNNN_SSS), a .safetensors file, or a "
         "folder with model.safetensors or model.safetensors.index.json."
@@ -53,11 +53,11 @@ def plan_import(path: Path | None, settings: Path | None, weights: WeightDtype) 
     if path is None:
         return plan_from_config(grok_config(settings))
     found = find_grok(path, settings)
-    return plan_from_files(found.cfg, found.tensors, found.files, weights, found.turned)
+    return plan_from_files(found.cfg, found.tensors, found.files, weights, found.transposed)
 
 
 def run_config(model: MoEConfig, source: str | None) -> RunConfig:
-    length = min(SEQUENCE, model.context)
+    length = min(MAX_SEQUENCE_LEN, model.context)
     data = DataConfig(sequence_len=length, update_len=length, batch_size=1)
     if source is not None:
         data = dataclasses.replace(data, source=source)
@@ -65,7 +65,7 @@ def run_config(model: MoEConfig, source: str | None) -> RunConfig:
 
 
 def import_grok(
-    found: Found,
+    found: GrokSource,
     cfg: RunConfig,
     out: Path,
     weights: WeightDtype,

@@ -20,11 +20,11 @@ from jaxtyping import Shaped
 
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import cache_folder
-from linnet.data.sources.archives import opened_zip
+from linnet.data.sources.archives import open_zip
 from linnet.data.sources.files import reading
 from linnet.data.sources.image_readers import open_parquet
 from linnet.data.sources.npy import map_npy
-from linnet.data.sources.unpacked import UnpackBudget
+from linnet.data.sources.unpack_budget import UnpackBudget
 
 VERSION = 1
 ROWS = 1024
@@ -35,12 +35,12 @@ Write = Callable[[bytes], None]
 
 def unpack_column(path: Path, column: str, n_rows: int) -> tuple[Path, Shaped[np.ndarray, "n ..."]]:
     """Unpack a column of lists of floats as [n, width]. A null becomes a row of NaN, which `scan` excludes and reports."""
-    place = _place(path, column)
+    place = _cache_path(path, column)
     if not place.exists():
         with reading(path), open_parquet(path) as parquet, _written(place) as write:
             row, width = 0, None
             for batch in parquet.iter_batches(ROWS, columns=[column]):
-                for values in _stretches(batch.column(0)):
+                for values in _read_lists(batch.column(0)):
                     known = next((len(value) for value in values if value is not None), None)
                     if width is None:
                         width = known
@@ -59,7 +59,7 @@ def unpack_column(path: Path, column: str, n_rows: int) -> tuple[Path, Shaped[np
                     block = np.stack([nothing if value is None else value for value in values])
                     with np.errstate(over="ignore"):
                         written = block.astype(np.float32)
-                    _refuse_overflow(block, written, row, f"{path}, row {{}}: {column}")
+                    _check_overflow(block, written, row, f"{path}, row {{}}: {column}")
                     write(written.tobytes())
                     row += len(values)
             if width is None:
@@ -69,11 +69,11 @@ def unpack_column(path: Path, column: str, n_rows: int) -> tuple[Path, Shaped[np
 
 def unpack_npz(path: Path, array: str, limit_gb: float | None = None) -> tuple[Path, Shaped[np.ndarray, "n ..."]]:
     """Unpack one array. `limit_gb` is the maximum unpacked size, see `UnpackBudget`."""
-    place = _place(path, array)
+    place = _cache_path(path, array)
     if not place.exists():
         with (
             reading(path),
-            opened_zip(path) as archive,
+            open_zip(path) as archive,
             archive.open(f"{array}.npy") as stored,
             _written(place) as write,
         ):
@@ -85,12 +85,12 @@ def unpack_npz(path: Path, array: str, limit_gb: float | None = None) -> tuple[P
     return place, map_npy(place)
 
 
-def npz_names(path: Path) -> list[str]:
-    with reading(path), opened_zip(path) as archive:
+def list_arrays(path: Path) -> list[str]:
+    with reading(path), open_zip(path) as archive:
         return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
 
 
-def _stretches(column: Any) -> Iterator[list[Any]]:
+def _read_lists(column: Any) -> Iterator[list[Any]]:
     """Yield rows as arrays or None; raises if the column is not a list of floats."""
     import pyarrow as pa
 
@@ -104,7 +104,7 @@ def _stretches(column: Any) -> Iterator[list[Any]]:
     yield [value.values.to_numpy(zero_copy_only=False) if value.is_valid else None for value in column]
 
 
-def _refuse_overflow(values: np.ndarray, written: np.ndarray, first: int, where: str) -> None:
+def _check_overflow(values: np.ndarray, written: np.ndarray, first: int, where: str) -> None:
     bad = np.flatnonzero((np.isfinite(values) & ~np.isfinite(written)).any(axis=1))
     if bad.size:
         raise UserError(
@@ -113,7 +113,7 @@ def _refuse_overflow(values: np.ndarray, written: np.ndarray, first: int, where:
         )
 
 
-def _place(path: Path, what: str) -> Path:
+def _cache_path(path: Path, what: str) -> Path:
     with reading(path):
         info = path.stat()
     key = [VERSION, str(path.absolute()), what, info.st_size, info.st_mtime_ns, info.st_ino]

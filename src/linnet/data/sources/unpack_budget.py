@@ -70,5 +70,5 @@ class CountedStream(io.RawIOBase):
         return len(data)
 
 
-def counted(stream: BinaryIO, budget: UnpackBudget) -> BinaryIO:
+def count_bytes(stream: BinaryIO, budget: UnpackBudget) -> BinaryIO:
     return cast(BinaryIO, io.BufferedReader(CountedStream(stream, budget), 1 << 16))

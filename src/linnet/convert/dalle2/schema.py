@@ -178,7 +178,7 @@ class Tracker:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OldLoad:
+class LegacyLoad:
     source: str | None = None
     resume: bool = False
     run_path: str | None = None
@@ -193,7 +193,7 @@ class DallE2Config:
     data: Data
     train: Train = dataclasses.field(default_factory=Train)
     tracker: Tracker = dataclasses.field(default_factory=Tracker)
-    load: OldLoad = dataclasses.field(default_factory=OldLoad)
+    load: LegacyLoad = dataclasses.field(default_factory=LegacyLoad)
 
 
 def read_json(path: Path) -> Any:
@@ -216,12 +216,12 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not JSON ({error}). Fix: correct it.") from None
 
 
-def is_reference(values: Any) -> bool:
+def is_dalle2_config(values: Any) -> bool:
     """Return whether this is a file of the reference, as opposed to a run's own config.json."""
     return isinstance(values, dict) and "version" not in values and any(name in values for name in ("prior", *DECODERS))
 
 
-def read_parts(values: Mapping[str, Any], path: Path) -> DallE2Config:
+def parse_config(values: Mapping[str, Any], path: Path) -> DallE2Config:
     """Parse a settings file; an unknown field or wrong type raises, with the nearest known name."""
     odd = next((name for name in DECODERS if name in values), None)
     if odd is not None:
@@ -233,11 +233,11 @@ def read_parts(values: Mapping[str, Any], path: Path) -> DallE2Config:
     tracker = values.get("tracker")
     if isinstance(tracker, dict) and isinstance(tracker.get("save"), dict):  # a single saver may have no list
         values = {**values, "tracker": {**tracker, "save": [tracker["save"]]}}
-    read_prior(values["prior"])
+    parse_prior(values["prior"])
     return from_dict(DallE2Config, {name: value for name, value in values.items() if value is not None}, "")
 
 
-def read_prior(values: Any) -> Prior:
+def parse_prior(values: Any) -> Prior:
     """Parse the section `prior`, which describes the model of a checkpoint."""
     _require(values, "prior.", "net")
     _require(values["net"], "prior.net.", "dim", "depth")

@@ -15,10 +15,10 @@ from typing import Any
 
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import parse_json
-from linnet.data.sources.files import named_files, reading
+from linnet.data.sources.files import match_files, reading
 from linnet.data.sources.image_readers import (
     DEFAULT_COLUMN,
-    PICTURE_SUFFIXES,
+    IMAGE_SUFFIXES,
     check_column,
     open_parquet,
     tar_members,
@@ -32,7 +32,7 @@ PARQUET_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Captioned:
+class CaptionedImage:
     name: str
     encoded: Callable[[], bytes]
     """Reads the encoded image. Lazy, so that samples that are already embedded are skipped without reading them."""
@@ -44,7 +44,7 @@ class Captioned:
 class CaptionedSource:
     identity: dict[str, Any]
     """Plain values that change when the input does."""
-    samples: Callable[[], Iterator[Captioned]]
+    samples: Callable[[], Iterator[CaptionedImage]]
     has_splits: bool = False
 
 
@@ -53,14 +53,14 @@ def open_captioned(source: str, caption_key: str = "caption", image_key: str | N
         return CaptionedSource(identity={"source": EMOJI}, samples=_emoji, has_splits=True)
     if source.lower().endswith(COMPRESSED_TARS):
         raise invalid("SOURCE", source, "an uncompressed tar, for random access", "decompress it to a .tar")
-    found = named_files(source)
+    found = match_files(source)
     if found is None:
         raise invalid(
             "SOURCE", source, f"images with captions: a folder, glob, tar or parquet, or {EMOJI}", "correct the path"
         )
     root, paths = found.root, sorted(found.paths)
     tables = [path for path in paths if path.name in CAPTION_FILES]
-    pictures = [path for path in paths if path.suffix.lower() in PICTURE_SUFFIXES]
+    pictures = [path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES]
     tars = [path for path in paths if path.suffix.lower() == ".tar"]
     parquets = [path for path in paths if path.suffix.lower() == ".parquet" and path not in tables]
     kinds = [kind for kind, there in (("pictures", pictures), ("tar", tars), ("parquet", parquets)) if there]
@@ -86,20 +86,20 @@ def open_captioned(source: str, caption_key: str = "caption", image_key: str | N
                     raise invalid("--caption-key", caption_key, f"a column of {path} ({names})", "name one of them")
         samples = lambda: _from_parquet(root, parquets, column, caption_key)  # noqa: E731
     else:
-        captions = _tables(tables, caption_key)
+        captions = _read_tables(tables, caption_key)
         samples = lambda: _from_folder(root, pictures, captions)  # noqa: E731
     return CaptionedSource(identity=identity, samples=samples)
 
 
-def _emoji() -> Iterator[Captioned]:
-    from linnet.data.images import to_image
+def _emoji() -> Iterator[CaptionedImage]:
+    from linnet.data.images import to_png
     from linnet.data.sources.emoji import open_emoji
 
     for i, (picture, caption, split) in enumerate(zip(*open_emoji(32), strict=True)):
-        yield Captioned(f"{EMOJI}/{i}", lambda picture=picture: to_image(picture), caption, split)
+        yield CaptionedImage(f"{EMOJI}/{i}", lambda picture=picture: to_png(picture), caption, split)
 
 
-def _from_folder(root: Path, pictures: list[Path], captions: dict[str, str] | None) -> Iterator[Captioned]:
+def _from_folder(root: Path, pictures: list[Path], captions: dict[str, str] | None) -> Iterator[CaptionedImage]:
     for path in pictures:
         name = Path(os.path.relpath(path, root)).as_posix()
         if captions is not None:
@@ -110,10 +110,10 @@ def _from_folder(root: Path, pictures: list[Path], captions: dict[str, str] | No
             if beside.is_file():
                 with reading(beside):
                     caption = beside.read_text("utf-8", "replace").strip()
-        yield Captioned(name, path.read_bytes, caption)
+        yield CaptionedImage(name, path.read_bytes, caption)
 
 
-def _from_tars(tars: list[Path], key: str) -> Iterator[Captioned]:
+def _from_tars(tars: list[Path], key: str) -> Iterator[CaptionedImage]:
     for path in tars:
         places: dict[str, dict[str, tuple[int, int]]] = {}
         with reading(path):
@@ -121,29 +121,29 @@ def _from_tars(tars: list[Path], key: str) -> Iterator[Captioned]:
                 member = PurePosixPath(info.name)
                 stem, _, ending = member.name.partition(".")
                 if info.isreg() and info.sparse is None and stem:
-                    kind = "picture" if f".{ending.lower()}" in PICTURE_SUFFIXES else ending.lower()
+                    kind = "picture" if f".{ending.lower()}" in IMAGE_SUFFIXES else ending.lower()
                     places.setdefault(str(member.parent / stem), {})[kind] = (info.offset_data, info.size)
         for name, members in places.items():
             if "picture" not in members:
                 continue
             caption = None
             if plain := members.get("txt") or members.get("caption"):
-                caption = _bytes(path, *plain).decode("utf-8", "replace").strip()
+                caption = _read_range(path, *plain).decode("utf-8", "replace").strip()
             elif described := members.get("json"):
-                caption = _caption_of(_bytes(path, *described), key)
+                caption = _parse_caption(_read_range(path, *described), key)
             start, size = members["picture"]
-            yield Captioned(
-                f"{path.name}/{name}", lambda path=path, start=start, size=size: _bytes(path, start, size), caption
+            yield CaptionedImage(
+                f"{path.name}/{name}", lambda path=path, start=start, size=size: _read_range(path, start, size), caption
             )
 
 
-def _bytes(path: Path, start: int, size: int) -> bytes:
+def _read_range(path: Path, start: int, size: int) -> bytes:
     with reading(path), open(path, "rb") as file:
         file.seek(start)
         return file.read(size)
 
 
-def _caption_of(text: bytes, key: str) -> str | None:
+def _parse_caption(text: bytes, key: str) -> str | None:
     try:
         caption = parse_json(text).get(key)
     except (ValueError, AttributeError):
@@ -151,7 +151,7 @@ def _caption_of(text: bytes, key: str) -> str | None:
     return None if caption is None else str(caption)
 
 
-def _from_parquet(root: Path, paths: list[Path], column: str, key: str) -> Iterator[Captioned]:
+def _from_parquet(root: Path, paths: list[Path], column: str, key: str) -> Iterator[CaptionedImage]:
     for path in paths:
         row = 0
         with reading(path), open_parquet(path) as parquet:
@@ -159,11 +159,13 @@ def _from_parquet(root: Path, paths: list[Path], column: str, key: str) -> Itera
                 for value, caption in zip(batch.column(column).to_pylist(), batch.column(key).to_pylist(), strict=True):
                     encoded = (value.get("bytes") if isinstance(value, dict) else value) or b""
                     name = f"{Path(os.path.relpath(path, root)).as_posix()}:{row:09}"
-                    yield Captioned(name, lambda encoded=encoded: encoded, None if caption is None else str(caption))
+                    yield CaptionedImage(
+                        name, lambda encoded=encoded: encoded, None if caption is None else str(caption)
+                    )
                     row += 1
 
 
-def _tables(paths: list[Path], key: str) -> dict[str, str] | None:
+def _read_tables(paths: list[Path], key: str) -> dict[str, str] | None:
     """Return captions by image name; None if each image has a caption file of its own."""
     if not paths:
         return None

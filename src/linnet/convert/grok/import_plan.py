@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from linnet.convert.grok.leaves import Pair, Tensors, specs_by_name, to_leaves
+from linnet.convert.grok.leaves import TensorPair, Tensors, specs_by_name, to_leaves
 from linnet.convert.grok.sizes import file_sizes, scale_groups
 from linnet.core import params, quant
 from linnet.core.dtypes import WEIGHT_DTYPES, WeightDtype
@@ -24,8 +24,8 @@ from linnet.runs.stored_array import CHUNK
 GB = 1_000_000_000
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 MEMORIES = (16, 32, 80, 96, 192)  # GB per device
-FREE = 0.1  # fraction of a device reserved for programs and activations
-QUANTIZING = 4  # live float32 copies of one matrix while it is quantized
+FREE_FRACTION = 0.1  # fraction of a device reserved for programs and activations
+QUANTIZE_COPIES = 4  # live float32 copies of one matrix while it is quantized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class MeshMemory:
         return int(np.prod(list(self.sizes.values())))
 
     def fits(self, weights: WeightDtype, memory: float) -> bool:
-        return self.total(weights) <= memory * (1 - FREE)
+        return self.total(weights) <= memory * (1 - FREE_FRACTION)
 
     def total(self, weights: WeightDtype) -> int:
         """Return the bytes of the weights and one slot."""
@@ -68,17 +68,17 @@ def plan_from_config(cfg: MoEConfig) -> ImportPlan:
         for name, spec in specs_by_name(cfg).items()
         if spec.min_dtype == "int8"
     }
-    largest = max(_largest(name, spec) for name, spec in specs_by_name(cfg).items())
+    largest = max(_largest_tensor(name, spec) for name, spec in specs_by_name(cfg).items())
     return _plan(cfg, groups, sum(file_sizes(cfg)), _run_bytes(cfg, groups), largest + CHUNK)
 
 
 def plan_from_files(
-    cfg: MoEConfig, tensors: Tensors, paths: Sequence[Path], weights: WeightDtype, turned: bool
+    cfg: MoEConfig, tensors: Tensors, paths: Sequence[Path], weights: WeightDtype, transposed: bool
 ) -> ImportPlan:
     """Plan for existing files. `turned`: matrices are stored transposed, and are transposed in memory."""
     specs = specs_by_name(cfg)
     groups = {
-        name: found[0].scales.shape[-2] if isinstance(found[0], Pair) else 1
+        name: found[0].scales.shape[-2] if isinstance(found[0], TensorPair) else 1
         for name, found in tensors.items()
         if specs[name].min_dtype == "int8"
     }
@@ -88,7 +88,7 @@ def plan_from_files(
         groups,
         sum(path.stat().st_size for path in paths),
         sum(leaf.nbytes for leaf in leaves),
-        _peak(tensors, specs, weights, turned) + CHUNK,
+        _peak_bytes(tensors, specs, weights, transposed) + CHUNK,
     )
 
 
@@ -103,7 +103,7 @@ def _plan(cfg: MoEConfig, groups: Mapping[str, int], checkpoint: int, run: int, 
     )
 
 
-def _parts(name: str, spec: Spec, weights: WeightDtype, groups: Mapping[str, int]) -> tuple[int, int]:
+def _weight_bytes(name: str, spec: Spec, weights: WeightDtype, groups: Mapping[str, int]) -> tuple[int, int]:
     """Return the bytes of a weight and of its scales."""
     kind = quant.storage_dtype(spec, weights)
     if kind == "int8":
@@ -114,28 +114,28 @@ def _parts(name: str, spec: Spec, weights: WeightDtype, groups: Mapping[str, int
 def _run_bytes(cfg: MoEConfig, groups: Mapping[str, int]) -> int:
     """Return the bytes of the run; what is float in the release stays float32."""
     return sum(
-        sum(_parts(name, spec, "int8" if spec.min_dtype == "int8" else "float32", groups))
+        sum(_weight_bytes(name, spec, "int8" if spec.min_dtype == "int8" else "float32", groups))
         for name, spec in specs_by_name(cfg).items()
     )
 
 
-def _largest(name: str, spec: Spec) -> int:
+def _largest_tensor(name: str, spec: Spec) -> int:
     """Return the bytes of the largest tensor of this leaf in the release: one layer, 8-bit if allowed."""
     in_layer = int(name.startswith("layers/"))
     return int(np.prod(spec.shape[in_layer:])) * (1 if spec.min_dtype == "int8" else 4)
 
 
-def _peak(tensors: Tensors, specs: Mapping[str, Spec], weights: WeightDtype, turned: bool) -> int:
+def _peak_bytes(tensors: Tensors, specs: Mapping[str, Spec], weights: WeightDtype, transposed: bool) -> int:
     peak = 0
     for name, found in tensors.items():
         first = found[0]
-        tensor = first.weight if isinstance(first, Pair) else first
-        need = tensor.nbytes * (2 if turned and len(tensor.shape) > 1 else 1)
-        if not isinstance(first, Pair):
+        tensor = first.weight if isinstance(first, TensorPair) else first
+        need = tensor.nbytes * (2 if transposed and len(tensor.shape) > 1 else 1)
+        if not isinstance(first, TensorPair):
             wider = 4 if specs[name].min_dtype == "float32" or tensor.dtype == np.float16 else 0
             need += wider * int(np.prod(tensor.shape)) if tensor.dtype != np.float32 else 0
             if weights == "int8" and specs[name].min_dtype == "int8":
-                need += QUANTIZING * 4 * int(np.prod(tensor.shape[-2:]))
+                need += QUANTIZE_COPIES * 4 * int(np.prod(tensor.shape[-2:]))
             elif weights != "float32" and specs[name].min_dtype != "float32" and tensor.dtype != jnp.bfloat16:
                 need += 2 * int(np.prod(tensor.shape))
         peak = max(peak, need)
@@ -177,7 +177,7 @@ def format_plan(plan: ImportPlan) -> str:
         f"Memory for importing  {plan.import_bytes:,} bytes (the largest tensor, in addition to the program)",
         f"Memory for serving, weights and one slot of {plan.context:,} tokens ({_size(plan.meshes[0].slot)}):",
         *(f"  {w:<9} {_size(plan.meshes[0].total(w)):>12}" for w in reversed(WEIGHT_DTYPES)),
-        f"Weights that fit by memory per device, with {FREE:.0%} kept free (sizes are per device):",
+        f"Weights that fit by memory per device, with {FREE_FRACTION:.0%} kept free (sizes are per device):",
         f"  {'devices':<8}{'mesh':<30}{'int8':>10}{'bfloat16':>10}  " + "".join(f"{m:>13} GB" for m in MEMORIES),
     ]
     for mesh in plan.meshes:

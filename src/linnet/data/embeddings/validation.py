@@ -18,7 +18,7 @@ from jaxtyping import Int64
 
 from linnet.core.errors import UserError
 from linnet.core.files import atomic_write, cache_folder
-from linnet.data.embeddings.vectors import Shard, Vectors
+from linnet.data.embeddings.vectors import Vectors, VectorShard
 from linnet.data.sources.files import reading
 
 VERSION = 2
@@ -28,7 +28,7 @@ NAMED_ROWS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scan:
+class ShardScan:
     """Result for one shard."""
 
     not_finite: list[int]
@@ -51,7 +51,7 @@ class ValidationResult:
     warnings: list[str]
 
 
-def scan(vectors: Vectors, what: str, *, padded: bool = False) -> ValidationResult:
+def validate_rows(vectors: Vectors, what: str, *, padded: bool = False) -> ValidationResult:
     """Validate all shards. `padded`: rows of zeros are padding, not errors (text encodings)."""
     scans = [_cached(shard) for shard in vectors.shards]
     bad: dict[str, list[int]] = {"not_finite": [], "overflow": [], "zero": []}
@@ -65,7 +65,7 @@ def scan(vectors: Vectors, what: str, *, padded: bool = False) -> ValidationResu
         "zero": "are all zeros",
     }
     warnings = [
-        f"{len(rows):,} of {vectors.n_rows:,} {what} embeddings {words[reason]} and are left out: {_names(vectors, rows)}."
+        f"{len(rows):,} of {vectors.n_rows:,} {what} embeddings {words[reason]} and are left out: {_list_rows(vectors, rows)}."
         for reason, rows in bad.items()
         if rows
     ]
@@ -82,15 +82,15 @@ def scan(vectors: Vectors, what: str, *, padded: bool = False) -> ValidationResu
     )
 
 
-def _names(vectors: Vectors, rows: list[int]) -> str:
+def _list_rows(vectors: Vectors, rows: list[int]) -> str:
     more = f" and {len(rows) - NAMED_ROWS:,} more" if len(rows) > NAMED_ROWS else ""
-    return "; ".join(vectors.name_of(row) for row in rows[:NAMED_ROWS]) + more
+    return "; ".join(vectors.row_name(row) for row in rows[:NAMED_ROWS]) + more
 
 
-def _cached(shard: Shard) -> Scan:
-    place = _place(shard)
+def _cached(shard: VectorShard) -> ShardScan:
+    place = _cache_path(shard)
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Scan(**json.loads(place.read_text()))
+        return ShardScan(**json.loads(place.read_text()))
     found = _scan_shard(shard)
     # If the cache is not writable, the shard is only scanned again the next time.
     with contextlib.suppress(UserError):
@@ -98,14 +98,14 @@ def _cached(shard: Shard) -> Scan:
     return found
 
 
-def _place(shard: Shard) -> Path:
+def _cache_path(shard: VectorShard) -> Path:
     with reading(shard.path):
         info = shard.path.stat()
     key: list[Any] = [VERSION, str(shard.path.absolute()), shard.identity, info.st_size, info.st_mtime_ns, info.st_ino]
     return cache_folder() / "pairs" / "scans" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}.json"
 
 
-def _scan_shard(shard: Shard) -> Scan:
+def _scan_shard(shard: VectorShard) -> ShardScan:
     digest = hashlib.sha256()
     not_finite: list[int] = []
     overflow: list[int] = []
@@ -131,7 +131,7 @@ def _scan_shard(shard: Shard) -> Scan:
         good = finite & ~empty
         total += float(np.sqrt(squares[good]).sum())
         n_good += int(good.sum())
-    return Scan(
+    return ShardScan(
         not_finite=not_finite,
         overflow=overflow,
         zero=zero,

@@ -8,13 +8,19 @@ from pathlib import Path
 from linnet.config.schema import RunConfig
 from linnet.convert.dalle2.export import BEHAVIOUR
 from linnet.convert.dalle2.prior import ImportedPrior, read_prior_checkpoint
-from linnet.convert.dalle2.trainer import NotContinuable, TrainerState, store_trainer, trainer_state, with_adam
+from linnet.convert.dalle2.trainer import (
+    TrainerState,
+    UnusableTrainerState,
+    read_trainer_state,
+    store_trainer,
+    with_adam,
+)
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.releases import NEWEST, OLDEST, WRONG_VELOCITY, Release, parse
 from linnet.runs.weights import held_leaves, write_stored_run
 
 
-def release_remark(release: Release, model: PriorConfig) -> str:
+def describe_release(release: Release, model: PriorConfig) -> str:
     """Return a message about what the network computes, and how that was determined."""
     text = {
         "mask": "missing text is hidden from attention",
@@ -54,7 +60,7 @@ def start_from_checkpoint(path: Path, out: Path, cfg: RunConfig) -> tuple[RunCon
     optim = cfg.optim if trainer is None or cfg.optim.name != "adamw" else with_adam(cfg.optim, trainer)
     cfg = dataclasses.replace(cfg, model=found.cfg, optim=optim)
     write_imported(out, cfg, found, trainer)
-    return cfg, [f"tracker.load: {path}. {release_remark(found.release, found.cfg)} {remark}"]
+    return cfg, [f"tracker.load: {path}. {describe_release(found.release, found.cfg)} {remark}"]
 
 
 def find_trainer(file: Path, found: ImportedPrior, wanted: str) -> tuple[TrainerState | None, str]:
@@ -62,8 +68,8 @@ def find_trainer(file: Path, found: ImportedPrior, wanted: str) -> tuple[Trainer
     if wanted == "fresh":
         return None, "Training starts at step 0 with a fresh optimizer."
     try:
-        trainer = trainer_state(found.content, found.cfg, found.facts.get("version"), file)
-    except NotContinuable as error:
+        trainer = read_trainer_state(found.content, found.cfg, found.facts.get("version"), file)
+    except UnusableTrainerState as error:
         if wanted == "keep":
             raise
         why = str(error).split(". Fix:")[0]

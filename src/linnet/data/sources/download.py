@@ -16,22 +16,22 @@ from typing import Any
 from linnet.core.errors import UserError
 from linnet.data.sources.files import reading
 
-TRIES = 5
+MAX_TRIES = 5
 """Maximum attempts without a single new byte; attempts that make progress are not limited."""
 PAUSE_SECONDS = 1.0
 TIMEOUT_SECONDS = 60.0
 BLOCK_BYTES = 1 << 20
-MAY_PASS = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+TRANSIENT = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 Progress = Callable[[int, int | None], None]
 """Callback with the bytes done, and the total if known."""
 
 
-class _Dropped(Exception):
+class _ConnectionLost(Exception):
     """The connection failed in a way that may be transient."""
 
 
-def fetch(
+def download_file(
     url: str,
     path: Path,
     *,
@@ -43,7 +43,7 @@ def fetch(
     """Download `url` to `path`. An existing file is verified and kept; `path`.part is resumed."""
     checksum = ("sha256", sha256) if sha256 else ("md5", md5) if md5 else None
     if path.exists():
-        if wrong := _what_is_wrong(path, checksum, size):
+        if wrong := _find_mismatch(path, checksum, size):
             raise UserError(f"{path} is not the file from {url}: {wrong}. Fix: remove it to download it again.")
         return path
     part = path.with_name(path.name + ".part")
@@ -51,11 +51,11 @@ def fetch(
         path.parent.mkdir(parents=True, exist_ok=True)
     resumed = part.exists()
     _download(url, path, part, size, progress)
-    wrong = _what_is_wrong(part, checksum, size)
+    wrong = _find_mismatch(part, checksum, size)
     if wrong and resumed:  # the existing part may belong to another file
         part.unlink()
         _download(url, path, part, size, progress)
-        wrong = _what_is_wrong(part, checksum, size)
+        wrong = _find_mismatch(part, checksum, size)
     if wrong:
         part.unlink()
         raise UserError(
@@ -76,7 +76,7 @@ def read_url(url: str, instead: str) -> bytes:
                 return answer.read()
         except (OSError, http.client.HTTPException) as error:
             attempt += 1
-            if attempt >= TRIES or not _may_pass(error):
+            if attempt >= MAX_TRIES or not _is_transient(error):
                 raise UserError(f"{url} cannot be downloaded ({_reason(error)}). Fix: {instead}.") from None
         time.sleep(PAUSE_SECONDS * attempt)
 
@@ -89,10 +89,10 @@ def _download(url: str, path: Path, part: Path, size: int | None, progress: Prog
         try:
             _stream(url, part, before, size, progress)
             return
-        except _Dropped as dropped:
+        except _ConnectionLost as dropped:
             got_on = part.exists() and part.stat().st_size > before
             failures = 1 if got_on else failures + 1
-            if failures >= TRIES:
+            if failures >= MAX_TRIES:
                 raise _unreachable(url, path, str(dropped)) from None
         except urllib.error.HTTPError as error:
             raise _unreachable(url, path, _reason(error)) from None
@@ -108,17 +108,17 @@ def _stream(url: str, part: Path, offset: int, size: int | None, progress: Progr
             if _total_of(error.headers) == offset:
                 return  # it was complete, but not yet renamed
             part.unlink()
-            raise _Dropped("the part downloaded before is longer than the file") from None
-        if _may_pass(error):
-            raise _Dropped(_reason(error)) from None
+            raise _ConnectionLost("the part downloaded before is longer than the file") from None
+        if _is_transient(error):
+            raise _ConnectionLost(_reason(error)) from None
         raise
     except (OSError, http.client.HTTPException) as error:
-        raise _Dropped(_reason(error)) from None
+        raise _ConnectionLost(_reason(error)) from None
     with answer:
         if answer.status != HTTPStatus.PARTIAL_CONTENT or _start_of(answer.headers) != offset:
             if answer.status == HTTPStatus.PARTIAL_CONTENT and _start_of(answer.headers) != 0:
                 part.unlink(missing_ok=True)
-                raise _Dropped("the server sent another range than requested")
+                raise _ConnectionLost("the server sent another range than requested")
             offset = 0  # the server does not support ranges: restart from the beginning
         length = answer.headers.get("Content-Length")
         total = offset + int(length) if length else size
@@ -135,14 +135,14 @@ def _stream(url: str, part: Path, offset: int, size: int | None, progress: Progr
             with _writing(part):
                 file.flush()
     if total is not None and done < total:
-        raise _Dropped(f"the connection ended after {done:,} of {total:,} bytes")
+        raise _ConnectionLost(f"the connection ended after {done:,} of {total:,} bytes")
 
 
 def _next_block(answer: http.client.HTTPResponse) -> bytes:
     try:
         return answer.read1(BLOCK_BYTES)
     except (OSError, http.client.HTTPException) as error:
-        raise _Dropped(_reason(error)) from None
+        raise _ConnectionLost(_reason(error)) from None
 
 
 def _open(url: str, offset: int) -> Any:
@@ -166,8 +166,8 @@ def _total_of(headers: Any) -> int | None:
     return int(match[1]) if match else None
 
 
-def _may_pass(error: BaseException) -> bool:
-    return not isinstance(error, urllib.error.HTTPError) or error.code >= 500 or error.code in MAY_PASS
+def _is_transient(error: BaseException) -> bool:
+    return not isinstance(error, urllib.error.HTTPError) or error.code >= 500 or error.code in TRANSIENT
 
 
 def _reason(error: BaseException) -> str:
@@ -185,7 +185,7 @@ def _unreachable(url: str, path: Path, reason: str) -> UserError:
     )
 
 
-def _what_is_wrong(path: Path, checksum: tuple[str, str] | None, size: int | None) -> str | None:
+def _find_mismatch(path: Path, checksum: tuple[str, str] | None, size: int | None) -> str | None:
     with reading(path):
         found = path.stat().st_size
     if size is not None and found != size:

@@ -49,7 +49,7 @@ STORAGES = {
 }
 TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 PARAMETER = ("torch._utils", "_rebuild_parameter")
-ORDERED = ("collections", "OrderedDict")
+ORDERED_DICT = ("collections", "OrderedDict")
 INERT = {
     # Warm-up: the pickled schedule contains its optimizer, whose state is a defaultdict keyed by parameters.
     ("pytorch_warmup.base", "LinearWarmup"),
@@ -73,7 +73,7 @@ INERT = {
     ("numpy._core.multiarray", "scalar"),
     ("_codecs", "encode"),
 }
-KNOWN = INERT | {TENSOR, PARAMETER, ORDERED} | {("torch", name) for name in STORAGES}
+KNOWN = INERT | {TENSOR, PARAMETER, ORDERED_DICT} | {("torch", name) for name in STORAGES}
 SHOWABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,79}")
 
 
@@ -105,25 +105,25 @@ class _Reader(PickleStack):
         self.at = 0
         self.memo: dict[int, Any] = {}
 
-    def refuse(self, why: str) -> NoReturn:
-        self.archive.refuse(why)
+    def fail(self, why: str) -> NoReturn:
+        self.archive.fail(why)
 
     def read(self) -> Any:
         if self.take(2)[:1] != b"\x80" or self.data[1] not in (2, 3, 4, 5):
-            self.refuse("its pickle does not start as one")
+            self.fail("its pickle does not start as one")
         for _ in range(MAX_OPCODES):
             code = self.take(1)
             if code == b".":
                 return self.result()
             if code not in OPCODES:
-                self.refuse(f"the byte {code[0]} at {self.at - 1} is not an opcode of a checkpoint")
+                self.fail(f"the byte {code[0]} at {self.at - 1} is not an opcode of a checkpoint")
             OPCODES[code](self)
-        self.refuse(f"its pickle has more than {MAX_OPCODES} opcodes")
+        self.fail(f"its pickle has more than {MAX_OPCODES} opcodes")
 
     def result(self) -> Any:
         value = self.pop()
         if self.stack or self.at != len(self.data):
-            self.refuse("data remains after the end")
+            self.fail("data remains after the end")
         self.check_extent(value)
         return value
 
@@ -144,7 +144,7 @@ class _Reader(PickleStack):
                 known[id(value)] = None
                 for key, child in {id(child): child for child in children}.items():
                     if known.get(key, ()) is None:
-                        self.refuse("a value contains itself")
+                        self.fail("a value contains itself")
                     if key not in known:
                         todo.append(child)
                 continue
@@ -153,12 +153,12 @@ class _Reader(PickleStack):
             depth = 1 + max((depth for depth, _ in extents), default=0)
             size = 1 + _n_children(value) + sum(size for _, size in extents)
             if depth > MAX_DEPTH or size > MAX_VALUES:
-                self.refuse("its values are nested too deeply")
+                self.fail("its values are nested too deeply")
             known[id(value)] = depth, size
 
     def take(self, n: int) -> bytes:
         if n < 0 or self.at + n > len(self.data):
-            self.refuse("its pickle is truncated")
+            self.fail("its pickle is truncated")
         self.at += n
         return self.data[self.at - n : self.at]
 
@@ -172,7 +172,7 @@ class _Reader(PickleStack):
     def line(self) -> str:
         end = self.data.find(b"\n", self.at)
         if end < 0:
-            self.refuse("its pickle is truncated")
+            self.fail("its pickle is truncated")
         found = self.text(end - self.at)
         self.at += 1
         return found
@@ -184,37 +184,37 @@ class _Reader(PickleStack):
 
     def recall(self, place: int) -> None:
         if place not in self.memo:
-            self.refuse("it refers to a value that it did not store")
+            self.fail("it refers to a value that it did not store")
         self.push(self.memo[place])
 
     def name(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
-            self.refuse("it names something by a value that is not text")
+            self.fail("it names something by a value that is not text")
         if (module, name) not in KNOWN:
             shown = f"{module[:99]}.{name[:99]}"
             odd = shown if SHOWABLE.fullmatch(shown) else "something"
-            self.refuse(f"it names {odd}, which is not part of a prior's checkpoint")
+            self.fail(f"it names {odd}, which is not part of a prior's checkpoint")
         self.push(Name(module, name))
 
     def call(self) -> None:
         arguments, called = self.pop(), self.pop()
         if not isinstance(called, Name) or not isinstance(arguments, tuple):
-            self.refuse("it calls something that has no name")
-        if called.key == ORDERED and not arguments:
+            self.fail("it calls something that has no name")
+        if called.key == ORDERED_DICT and not arguments:
             self.push({})
         elif called.key == TENSOR:
-            self.push(self.tensor(*arguments[:4]) if len(arguments) >= 4 else self.refuse("a tensor is incomplete"))
+            self.push(self.tensor(*arguments[:4]) if len(arguments) >= 4 else self.fail("a tensor is incomplete"))
         elif called.key == PARAMETER and arguments and isinstance(arguments[0], np.ndarray):
             self.push(arguments[0])
         elif called.key in INERT:
             self.push(Inert(called.module, called.name, arguments))
         else:
-            self.refuse("it calls something that does not create a tensor")
+            self.fail("it calls something that does not create a tensor")
 
     def new(self) -> None:
         arguments, kind = self.pop(), self.pop()
         if not isinstance(kind, Name) or kind.key not in INERT:
-            self.refuse("it creates something that is not part of a checkpoint")
+            self.fail("it creates something that is not part of a checkpoint")
         self.push(Inert(kind.module, kind.name, arguments))
 
     def build(self) -> None:
@@ -223,51 +223,51 @@ class _Reader(PickleStack):
         if isinstance(target, Inert):
             target.state = state
         elif not isinstance(target, dict):
-            self.refuse("it changes a value that is not an object")
+            self.fail("it changes a value that is not an object")
         self.push(target)
 
     def items(self, pairs: list[Any]) -> None:
         target = self.pop()
         if len(pairs) % 2 or not isinstance(target, dict | Inert):
-            self.refuse("values are set in something that is not a table")
+            self.fail("values are set in something that is not a table")
         if isinstance(target, dict):  # items of an inert table are dropped: their keys may be tensors
             for name, value in zip(pairs[::2], pairs[1::2], strict=True):
                 if not _is_key(name):
-                    self.refuse("a table has a key that is neither text nor a number")
+                    self.fail("a table has a key that is neither text nor a number")
                 target[name] = value
         self.push(target)
 
     def append(self, values: list[Any]) -> None:
         target = self.pop()
         if not isinstance(target, list):
-            self.refuse("values are appended to something that is not a list")
+            self.fail("values are appended to something that is not a list")
         target.extend(values)
         self.push(target)
 
     def storage(self) -> None:
         value = self.pop()
         if not (isinstance(value, tuple) and len(value) >= 5 and isinstance(value[1], Name)):
-            self.refuse("it refers to something that is not a storage")
+            self.fail("it refers to something that is not a storage")
         mark, kind, key, _, size = value[:5]
         dtype = STORAGES.get(kind.name) if kind.module == "torch" else None
         if not (isinstance(mark, str) and mark == "storage" and isinstance(key, str) and type(size) is int):
-            self.refuse("it refers to something that is not a storage")
+            self.fail("it refers to something that is not a storage")
         if dtype is None:
-            self.refuse("a storage has a type that Linnet does not read")
+            self.fail("a storage has a type that Linnet does not read")
         self.push(self.archive.storage(key, dtype, size))
 
     def tensor(self, storage: Any, offset: Any, shape: Any, strides: Any) -> np.ndarray:
         """Return a view: tensors that share a storage share its bytes."""
         numbers = (offset, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else (None,)
         if not isinstance(storage, np.ndarray) or not all(type(n) is int and 0 <= n < MAX_INT for n in numbers):
-            self.refuse("a tensor's shape is invalid")
+            self.fail("a tensor's shape is invalid")
         if len(shape) != len(strides) or len(shape) > MAX_AXES or math.prod(n for n in shape if n) * 8 > MAX_INT:
-            self.refuse("a tensor's shape is invalid")
+            self.fail("a tensor's shape is invalid")
         if math.prod(shape) == 0:
             return np.zeros(shape, storage.dtype)
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         if last >= storage.size or math.prod(shape) > storage.size:
-            self.refuse("a tensor reaches beyond its storage")
+            self.fail("a tensor reaches beyond its storage")
         size = storage.dtype.itemsize
         steps = [step * size if n > 1 else 0 for n, step in zip(shape, strides, strict=True)]
         return np.lib.stride_tricks.as_strided(storage[offset:], shape, steps, writeable=False)

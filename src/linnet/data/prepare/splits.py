@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from linnet.data.index import Shard, SplitIndex, sha256_of
+from linnet.data.index import SplitIndex, TokenShard, sha256_file
 from linnet.data.npy_writer import write_array
-from linnet.data.packed import Joined
-from linnet.data.prepare.chunks import WHOLE, SplitFractions
-from linnet.data.prepare.shards import ShardManifest, parts_of
+from linnet.data.packed import ConcatArray
+from linnet.data.prepare.chunks import UNSPLIT, SplitFractions
+from linnet.data.prepare.shards import ShardManifest, read_part_table
 from linnet.data.prepare.shards import count_words as words_in
 from linnet.data.splits import SPLITS
 from linnet.tokenizers.base import Tokenizer
@@ -22,7 +22,7 @@ READ_TOKENS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stream:
+class ShardStream:
     """Documents in consecutive shards."""
 
     segments: list[list[int]]
@@ -32,9 +32,11 @@ class Stream:
     words: int
 
     @classmethod
-    def read(cls, members: list[tuple[str, ShardManifest]], numbers: list[int], accounts: Path, ends: bool) -> Stream:
+    def read(
+        cls, members: list[tuple[str, ShardManifest]], numbers: list[int], accounts: Path, ends: bool
+    ) -> ShardStream:
         """Read the manifests of a stream and join the parts of split documents."""
-        tables = [parts_of(name, accounts) for name, _ in members]
+        tables = [read_part_table(name, accounts) for name, _ in members]
         sizes, first, last = (np.concatenate(column) for column in zip(*tables, strict=True))
         if first.size:
             first[0] = True  # a split that begins in the middle of a text begins a new document
@@ -59,7 +61,7 @@ class Stream:
     def tokens(self) -> int:
         return int(self.sizes.sum())
 
-    def cut(self, start: int, stop: int) -> Stream:
+    def cut(self, start: int, stop: int) -> ShardStream:
         """Return tokens start to stop. The counts of bytes and words are not computed here."""
         last = np.cumsum(self.sizes)
         first = last - self.sizes
@@ -70,7 +72,7 @@ class Stream:
             if low < high:
                 segments.append([shard, a + low, a + high])
             at += b - a
-        return Stream(
+        return ShardStream(
             segments=segments,
             sizes=(np.minimum(last, stop) - np.maximum(first, start))[inside],
             ends=(self.ends & (last <= stop))[inside],
@@ -79,11 +81,11 @@ class Stream:
         )
 
 
-def gather_splits(
-    streams: dict[str, Stream],
+def build_splits(
+    streams: dict[str, ShardStream],
     fractions: SplitFractions,
     out: Path,
-    shards: list[Shard],
+    shards: list[TokenShard],
     dtype: str,
     tokenizer: Tokenizer | None,
     *,
@@ -98,22 +100,22 @@ def gather_splits(
     wanted = [name for name in ("validation", "test") if getattr(fractions, name) > 0]
     how = "the source's own splits" if given else "whole documents, by a hash of their names"
     streams = dict(streams)
-    if not given and (WHOLE in streams or any(not _tokens(streams, name) for name in wanted)):
+    if not given and (UNSPLIT in streams or any(not _tokens(streams, name) for name in wanted)):
         # A single text, or too few documents for the hash to fill each split.
         how = "the tail of the stream"
-        streams = _by_tail(_joined(streams), fractions, out, shards, dtype, tokenizer, unit)
+        streams = _by_tail(_concatenate(streams), fractions, out, shards, dtype, tokenizer, unit)
     splits = {name: _write_split(name, streams.get(name), out, count_words) for name in SPLITS}
     return splits, how
 
 
-def _tokens(streams: dict[str, Stream], name: str) -> int:
+def _tokens(streams: dict[str, ShardStream], name: str) -> int:
     return streams[name].tokens if name in streams else 0
 
 
-def _joined(streams: dict[str, Stream]) -> Stream:
+def _concatenate(streams: dict[str, ShardStream]) -> ShardStream:
     """Concatenate all streams, in the order of the splits."""
-    found = [streams[name] for name in (WHOLE, *SPLITS) if name in streams]
-    return Stream(
+    found = [streams[name] for name in (UNSPLIT, *SPLITS) if name in streams]
+    return ShardStream(
         segments=[segment for stream in found for segment in stream.segments],
         sizes=np.concatenate([stream.sizes for stream in found]) if found else np.zeros(0, np.int64),
         ends=np.concatenate([stream.ends for stream in found]) if found else np.zeros(0, bool),
@@ -123,21 +125,21 @@ def _joined(streams: dict[str, Stream]) -> Stream:
 
 
 def _by_tail(
-    whole: Stream,
+    whole: ShardStream,
     fractions: SplitFractions,
     out: Path,
-    shards: list[Shard],
+    shards: list[TokenShard],
     dtype: str,
     tokenizer: Tokenizer | None,
     unit: int,
-) -> dict[str, Stream]:
+) -> dict[str, ShardStream]:
     """Split into train, validation and test, in order. Only the held-out parts are read again, to count their bytes and words."""
     total = whole.tokens
     sizes = {name: int(getattr(fractions, name) * total / unit + 1e-6) * unit for name in ("validation", "test")}
     bounds = (0, total - sum(sizes.values()), total - sizes["test"], total)
     ranges = dict(zip(SPLITS, itertools.pairwise(bounds), strict=True))
     parts = {name: whole.cut(*bounds) for name, bounds in ranges.items()}
-    held_out = {name: _counted(parts[name], out, shards, dtype, tokenizer) for name in ("validation", "test")}
+    held_out = {name: _count_content(parts[name], out, shards, dtype, tokenizer) for name in ("validation", "test")}
     rest = dataclasses.replace(
         parts["train"],
         bytes=whole.bytes - sum(part.bytes for part in held_out.values()),
@@ -146,8 +148,10 @@ def _by_tail(
     return {"train": rest, **held_out}
 
 
-def _counted(stream: Stream, out: Path, shards: list[Shard], dtype: str, tokenizer: Tokenizer | None) -> Stream:
-    content = Joined([np.memmap(out / shards[shard].file, dtype, "r")[a:b] for shard, a, b in stream.segments])
+def _count_content(
+    stream: ShardStream, out: Path, shards: list[TokenShard], dtype: str, tokenizer: Tokenizer | None
+) -> ShardStream:
+    content = ConcatArray([np.memmap(out / shards[shard].file, dtype, "r")[a:b] for shard, a, b in stream.segments])
     n_bytes, n_words, inside = 0, 0, False
     for at in range(0, content.size, READ_TOKENS):
         part = content[at : at + READ_TOKENS]
@@ -158,14 +162,14 @@ def _counted(stream: Stream, out: Path, shards: list[Shard], dtype: str, tokeniz
     return dataclasses.replace(stream, bytes=n_bytes, words=n_words)
 
 
-def _write_split(name: str, stream: Stream | None, out: Path, count_words: bool) -> SplitIndex:
-    stream = stream or Stream(segments=[], sizes=np.zeros(0, np.int64), ends=np.zeros(0, bool), bytes=0, words=0)
+def _write_split(name: str, stream: ShardStream | None, out: Path, count_words: bool) -> SplitIndex:
+    stream = stream or ShardStream(segments=[], sizes=np.zeros(0, np.int64), ends=np.zeros(0, bool), bytes=0, words=0)
     file = f"{name}.documents.npy"
     write_array(out / file, np.stack([stream.sizes, stream.ends.astype(np.int64)], axis=1))
     return SplitIndex(
         segments=[segment for segment in stream.segments if segment[1] < segment[2]],
         documents=file,
-        documents_sha256=sha256_of(out / file),
+        documents_sha256=sha256_file(out / file),
         n_documents=stream.n_documents,
         tokens=stream.tokens,
         bytes=stream.bytes,
