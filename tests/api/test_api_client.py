@@ -101,7 +101,7 @@ def success(kind: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_overloaded_server_is_asked_again_after_the_time_it_suggests(kind: str, waits: list[float]) -> None:
+def test_overloaded_server_is_retried_after_its_retry_after(kind: str, waits: list[float]) -> None:
     server = Server(problem(429, **{"retry-after": "7"}), problem(503), success(kind))
     text = generate(kind, server)
     assert (text, text.token_ids, text.logprobs, text.finish_reason) == ("a", (7,), (-1.0,), "length")
@@ -156,7 +156,7 @@ def test_connection_errors(kind: str, error: Exception, message: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stream", "async stream"])
-def test_an_error_in_a_stream_is_raised(kind: str) -> None:
+def test_error_in_a_stream_is_raised(kind: str) -> None:
     began = {**ANSWER, "choices": [{**CHOICE, "finish_reason": None}], "usage": None}
     error = {"error": {"message": "the deadline passed", "code": "deadline", "param": "deadline_seconds"}}
     with pytest.raises(linnet.ServerError, match="^the deadline passed$") as caught:
@@ -173,7 +173,7 @@ def test_other_programs_at_the_address() -> None:
         make_client(lambda _: httpx.Response(404, text="<html>gone")).models()
 
 
-def test_events_may_be_cut_anywhere_and_contain_any_character() -> None:
+def test_events_may_be_split_anywhere_and_contain_any_character() -> None:
     """U+2028 and U+0085 are line ends for `str.splitlines`, but not in a stream."""
     text = "a\u2028b\u0085c\u00fc"
     data = f"event: x\ndata: {json.dumps({'text': text}, ensure_ascii=False)}\n\ndata: [DONE]\n\n".encode()

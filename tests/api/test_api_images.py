@@ -61,7 +61,7 @@ def test_images_are_those_of_the_command(painter: linnet.Run, tmp_path: Path) ->
     assert sheet.read_bytes() == images.sheet()
 
 
-def test_an_image_depends_on_its_seed_alone(painter: linnet.Run) -> None:
+def test_image_depends_on_its_seed_alone(painter: linnet.Run) -> None:
     images = painter.generate_images(3, seed=5)
     assert images.seeds == (5, 6, 7)
     np.testing.assert_array_equal(painter.generate_images(seed=7).pixels[0], images.pixels[2])

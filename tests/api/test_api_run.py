@@ -61,7 +61,7 @@ def test_generate_equals_the_command(run: linnet.Run) -> None:
     assert [text.finish_reason for text in texts] == [sample["finish"] for sample in samples]
 
 
-def test_a_list_equals_each_prompt_alone(run: linnet.Run) -> None:
+def test_list_equals_each_prompt_alone(run: linnet.Run) -> None:
     prompts = [PROMPT, "The owl", "A"]
     together = run.generate(prompts, max_tokens=40, seed=3)
     alone = [run.generate(prompt, max_tokens=40, seed=3) for prompt in prompts]
@@ -71,13 +71,13 @@ def test_a_list_equals_each_prompt_alone(run: linnet.Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.optimized
-def test_a_list_equals_each_prompt_alone_bit_for_bit(run: linnet.Run) -> None:
+def test_list_equals_each_prompt_alone_bit_for_bit(run: linnet.Run) -> None:
     together = run.generate([PROMPT, "The owl"], max_tokens=40, seed=3)
     alone = [run.generate(prompt, max_tokens=40, seed=3) for prompt in (PROMPT, "The owl")]
     assert [text.logprobs for text in together] == [text.logprobs for text in alone]
 
 
-def test_the_pieces_of_a_stream_are_the_whole(run: linnet.Run) -> None:
+def test_stream_chunks_join_to_the_full_text(run: linnet.Run) -> None:
     whole = run.generate(PROMPT, max_tokens=70, seed=1)
     pieces = list(run.generate(PROMPT, max_tokens=70, seed=1, stream=True))
     joined = linnet.GeneratedText.from_pieces(pieces)
@@ -137,7 +137,7 @@ def test_scores_agree_with_what_generation_reports(run: linnet.Run) -> None:
         np.testing.assert_allclose(score.logprobs[-40:], text.logprobs, atol=1e-4)
 
 
-def test_the_score_of_a_text_does_not_depend_on_the_others(run: linnet.Run) -> None:
+def test_score_of_a_text_does_not_depend_on_the_others(run: linnet.Run) -> None:
     texts = ["The owl.", PROMPT, "The wren sees the robin and the owl and the finch."]
     for together, text in zip(run.score(texts), texts, strict=True):
         np.testing.assert_array_equal(together.logprobs, run.score(text).logprobs)
@@ -146,7 +146,7 @@ def test_the_score_of_a_text_does_not_depend_on_the_others(run: linnet.Run) -> N
     assert "bits per byte" in run.score(PROMPT)._repr_html_()
 
 
-def test_a_long_text_is_scored_in_segments(runs: dict[str, linnet.Run]) -> None:
+def test_long_text_is_scored_in_segments(runs: dict[str, linnet.Run]) -> None:
     text = "The owl sees the wren. " * 20
     whole = runs["vq"].score(text)
     assert len(whole.logprobs) == len(text) > 4 * runs["vq"].config.tokens.update_len
@@ -156,14 +156,14 @@ def test_a_long_text_is_scored_in_segments(runs: dict[str, linnet.Run]) -> None:
 
 
 @pytest.mark.parametrize("name", ["vq", "moe", "moe-int8"])
-def test_an_export_is_the_run(name: str) -> None:
+def test_export_is_the_run(name: str) -> None:
     run = linnet.load(MADE / name)
     export = linnet.load(MADE / "exports" / f"{name}.safetensors", tokenizer=None if name == "vq" else MADE / "moe")
     assert export.generate(PROMPT, max_tokens=16, seed=2) == run.generate(PROMPT, max_tokens=16, seed=2)
     assert export.score(PROMPT).nats == run.score(PROMPT).nats
 
 
-def test_a_run_describes_itself(run: linnet.Run) -> None:
+def test_run_describes_itself(run: linnet.Run) -> None:
     assert run.config.family in repr(run)
     assert f"<td>{run.step:,}</td>" in run._repr_html_()
     assert run.generate("<", max_tokens=1, echo=True)._repr_html_().startswith("<pre>&lt;")

@@ -25,7 +25,7 @@ def run(request: pytest.FixtureRequest, runs: dict[str, linnet.Run]) -> linnet.R
     return runs[request.param]
 
 
-def test_appending_and_generating_equals_generating_from_the_whole(run: linnet.Run) -> None:
+def test_appending_then_generating_equals_generating_from_the_full_prompt(run: linnet.Run) -> None:
     """With the penalty too, which counts the prompt, and where the tokenizer drops a leading space."""
     whole = run.generate("".join(PARTS), max_tokens=40, seed=5, repetition_penalty=1.3)
     with run.session() as session:
@@ -39,7 +39,7 @@ def test_appending_and_generating_equals_generating_from_the_whole(run: linnet.R
         assert session.n_tokens == len(run.encode("".join(PARTS))) + 40
 
 
-def test_a_turn_continues_the_conversation(run: linnet.Run) -> None:
+def test_turn_continues_the_conversation(run: linnet.Run) -> None:
     """As one prompt of ids: a session that goes on equals a prompt of all that was said."""
     import numpy as np
 
@@ -70,7 +70,7 @@ def test_streams_advance_the_session_at_their_end(run: linnet.Run) -> None:
     assert other.to_bytes() == session.to_bytes()
 
 
-def test_a_stream_that_is_closed_leaves_the_session_as_it_was(run: linnet.Run) -> None:
+def test_stream_that_is_closed_leaves_the_session_as_it_was(run: linnet.Run) -> None:
     session = run.session().append("The owl")
     before = session.to_bytes()
     stream = session.generate(max_tokens=200, seed=2, stream=True, ignore_eos=True)
@@ -83,7 +83,7 @@ def test_a_stream_that_is_closed_leaves_the_session_as_it_was(run: linnet.Run) -
     assert session.generate(max_tokens=5, seed=2) == run.generate("The owl", max_tokens=5, seed=2)
 
 
-def test_a_session_restored_in_another_process_equals_one_that_never_stopped(run: linnet.Run, tmp_path: Path) -> None:
+def test_session_restored_in_another_process_equals_one_that_never_stopped(run: linnet.Run, tmp_path: Path) -> None:
     session = run.session()
     session.generate("The owl", max_tokens=12, seed=4)
     file = session.save(tmp_path / "new" / "session")
@@ -98,7 +98,7 @@ def test_a_session_restored_in_another_process_equals_one_that_never_stopped(run
 
 
 @pytest.mark.parametrize("name", ["vq", "moe"])
-def test_states_of_a_server_go_on_here(runs: dict[str, linnet.Run], name: str) -> None:
+def test_server_states_continue_in_the_python_api(runs: dict[str, linnet.Run], name: str) -> None:
     """Those that the server of 0.1 saved after two turns."""
     (file,) = (MADE / "states").glob(f"{name}*")
     session = runs[name].session(file)

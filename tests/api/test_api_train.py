@@ -76,7 +76,7 @@ def test_training_equals_the_command_bit_for_bit(
     assert_same_weights(result.path, tmp_path / "command", 12)
 
 
-def test_the_result_tells_what_was_learned(trained: tuple[linnet.TrainingResult, list[Any]]) -> None:
+def test_result_has_the_final_metrics(trained: tuple[linnet.TrainingResult, list[Any]]) -> None:
     result, _ = trained
     assert (result.step, result.finished) == (12, True)
     assert [line["step"] for line in result.metrics if line["kind"] == "train"] == list(range(1, 13))
@@ -98,7 +98,7 @@ def test_on_step_is_called_for_every_step(trained: tuple[linnet.TrainingResult, 
         assert math.isfinite(metrics["grad_norm"])
 
 
-def test_the_same_call_returns_the_finished_run(config: Path, trained: tuple[linnet.TrainingResult, list[Any]]) -> None:
+def test_same_call_returns_the_finished_run(config: Path, trained: tuple[linnet.TrainingResult, list[Any]]) -> None:
     result, steps = trained
     again = linnet.train(config, SETTINGS, out=result.path, quiet=True, on_step=lambda *given: steps.append(given))
     assert (again.step, again.finished, len(steps)) == (12, True, 12)
@@ -125,7 +125,7 @@ def test_paths_in_settings_are_relative_to_the_working_directory(
     assert codec.load(result.path / "config.json").data.base == str(tmp_path)
 
 
-def test_the_function_and_the_package_share_a_name(config: Path) -> None:
+def test_function_and_the_package_share_a_name(config: Path) -> None:
     loop, package = importlib.import_module("linnet.train.loop"), cast(Any, linnet.train)
     assert package.loop.train is loop.train is not train_function
     assert inspect.signature(linnet.train) == inspect.signature(train_function)
@@ -160,7 +160,7 @@ def test_bad_input_is_an_error_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_program_is_never_ended_by_ctrl_c() -> None:
+def test_program_is_never_ended_by_ctrl_c() -> None:
     """Before there is something to save, and at the second signal, it gets KeyboardInterrupt; the first in between saves."""
     interrupt = Interrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -186,7 +186,7 @@ def test_ctrl_c_saves_the_run_and_returns(config: Path, tmp_path: Path) -> None:
     assert whole.finished
 
 
-def test_a_notebook_shows_one_output_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_shows_one_output_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
 
     class Output:

@@ -42,12 +42,12 @@ class TestRefusals:
             ("train", {"cores": 1, "compare_cores": True}, "--compare-cores.*leave --cores out"),
         ],
     )
-    def test_a_mistake_is_refused_with_its_fix(self, job: str, options: dict[str, Any], message: str) -> None:
+    def test_mistake_is_rejected_with_its_fix(self, job: str, options: dict[str, Any], message: str) -> None:
         with pytest.raises(UserError, match=message):
             run.run_bench(job, **options)
 
 
-def test_a_preset_is_measured_on_the_embedded_corpus_at_its_own_size() -> None:
+def test_preset_is_measured_on_the_embedded_corpus_at_its_own_size() -> None:
     cfg = run.job_config("train", "enwik8", None, None)
     assert (cfg.data.source, cfg.tokens.sequence_len, cfg.data.batch_size) == ("python-stdlib", 2048, 128)
     assert cfg.data.updates_per_sequence == 1
@@ -111,21 +111,21 @@ class TestMeasure:
         assert figures["mfu"] == pytest.approx(1e3 * 50 / (2 * 100**3 / 0.5))
         assert figures["more"] == 2.0
 
-    def test_goes_on_until_the_time_is_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_retries_until_the_deadline(self, monkeypatch: pytest.MonkeyPatch) -> None:
         figures, _ = self.figures(monkeypatch, [1.0] * 9, seconds=8.0)
         assert figures["repetitions"] == 8
 
-    def test_a_short_job_is_run_several_times_in_a_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_short_job_is_run_several_times_in_a_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
         figures, order = self.figures(monkeypatch, [0.1, *[0.3] * 5], seconds=1.0)
         assert order[4:8] == ["run", "run", "run", "gemm"]
         assert figures["tokens_per_second"] == pytest.approx(100 / 0.1)
 
-    def test_one_long_run_is_enough_where_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_long_repetition_suffices_on_request(self, monkeypatch: pytest.MonkeyPatch) -> None:
         figures, order = self.figures(monkeypatch, [60.0], seconds=5.0, long_once=True)
         assert order == ["compile", "gemm", "run", "gemm"]
         assert (figures["repetitions"], figures["seconds_per_run"]) == (1, 60.0)
 
-    def test_a_program_that_does_not_fit_is_not_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_program_that_does_not_fit_is_not_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Memory:
             temp_size_in_bytes, argument_size_in_bytes, output_size_in_bytes = 700, 100, 100
 
@@ -160,7 +160,7 @@ def test_train_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
     assert "tokens / CPU-second" in text_of(table.metrics_table(got))
 
 
-def test_a_failed_measurement_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_measurement_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(code: int) -> Any:
         return lambda *a, **k: subprocess.CompletedProcess(a, code, stdout="", stderr="Traceback: it broke")
 
@@ -174,7 +174,7 @@ def test_a_failed_measurement_says_what_failed(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["eval", "prefill", "decode"])
-def test_the_other_jobs_run(job: str) -> None:
+def test_other_jobs_run(job: str) -> None:
     got = worker.run_task(tiny_task(job), worker.run_job)
     assert got["tokens_per_cpu_second"] > 0
     if job == "prefill":
@@ -192,7 +192,7 @@ class TestTargets:
         assert got["target_ratio"] == pytest.approx(1000 / 700)
         assert got["reached"] is True
 
-    def test_a_limit_counts_as_well(self) -> None:
+    def test_limit_counts_as_well(self) -> None:
         got = targets.compare(result(tokens_per_cpu_second=9999.0, peak_rss_bytes=1_100_000_000))
         assert got["limits"]["peak_rss_bytes"]["reached"] is False
         assert got["reached"] is False
@@ -219,7 +219,7 @@ def test_comparing_cores_measures_again_on_one(monkeypatch: pytest.MonkeyPatch) 
     assert "1.80 times as fast as one" in table.to_markdown(table.throughput_table([got]))
 
 
-def test_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_table(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
         return result(job=job, sequence_len=cfg.tokens.sequence_len, batch=cfg.data.batch_size)
 

@@ -49,7 +49,7 @@ def test_both_kinds_of_weights_are_measured_alike(monkeypatch: pytest.MonkeyPatc
     assert [row.get("reached") for row in got["rows"]] == [True, True, True, False] * 2 + [None]
 
 
-def test_a_short_prompt_is_compared_with_its_part_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_prompt_is_compared_with_its_part_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
     got = measured(monkeypatch, [])
     assert [row["over_its_part"] for row in got["rows"] if "over_its_part" in row] == [pytest.approx(1.6)] * 2
     page = table.to_markdown(moe.moe_table(got))
@@ -66,7 +66,7 @@ def test_targets_are_scaled_by_the_matrix_product() -> None:
     assert targets.compare(result(tokens_per_cpu_second=74.0, **changes))["reached"] is False
 
 
-def test_another_family_is_refused() -> None:
+def test_another_family_is_rejected() -> None:
     with pytest.raises(UserError, match=r"PRESET is 'bench-s'.*family moe.*use bench-moe"):
         moe.run_moe("bench-s")
 
@@ -84,7 +84,7 @@ def test_decoding_stays_within_the_context() -> None:
     assert inspect.getclosurevars(job.run).nonlocals["state"].position.tolist() == [31 + run.TICKS] * 2
 
 
-def test_weights_are_made_in_the_bits_asked_for() -> None:
+def test_weights_are_created_in_the_requested_dtype() -> None:
     params, _ = jobs.fresh_weights(TINY, "int8")
     assert params.layers.experts.gate.weight.dtype == "int8"
     assert params.layers.experts_in_gain.dtype == "float32"

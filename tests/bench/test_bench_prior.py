@@ -50,25 +50,25 @@ def test_every_target_of_the_prior_is_measured(monkeypatch: pytest.MonkeyPatch) 
     assert [row.get("reached") for row in got["rows"]][:6] == [False, False, True, False, True, None]
 
 
-def test_the_table_tells_samples_and_how_their_cost_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_reports_samples_and_their_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
     page = table.to_markdown(prior.prior_table(measured(monkeypatch)[1]))
     assert "| sample, DDIM, 64 steps, 77 encodings, batch 16 | 8 | 4, 4 |" in page
     assert "| train, no encodings, batch 64 | 8 | 130, 130 |" in page
     assert "16 and 64 steps of DDIM, batch 64: 125.0 and 125.0 CPU-ms per sample, 1.00 times as much." in page
 
 
-def test_a_preset_of_tokens_is_refused() -> None:
+def test_preset_of_tokens_is_rejected() -> None:
     with pytest.raises(UserError, match=r"PRESET is 'bench-s'.*family prior.*use bench-prior"):
         prior.run_prior("bench-s")
 
 
-def test_the_model_measured_is_the_one_the_targets_stand_for() -> None:
+def test_measured_model_is_that_of_the_targets() -> None:
     model = presets.get(prior.PRIOR_PRESET).prior
     assert (model.dim, model.depth, model.n_head, model.d_head) == (512, 6, 8, 64)
 
 
 @pytest.mark.trial
-def test_the_job_of_training_updates_the_weights() -> None:
+def test_job_of_training_updates_the_weights() -> None:
     train = prior_jobs.prior_job("prior-train", TINY)
     train.compile()
     for _ in range(2):
@@ -77,7 +77,7 @@ def test_the_job_of_training_updates_the_weights() -> None:
     assert (int(state.step), int(state.skipped), train.tokens) == (2, 0, 2)
 
 
-def test_the_job_of_sampling_gives_embeddings() -> None:
+def test_job_of_sampling_gives_embeddings() -> None:
     sample = prior_jobs.prior_job("prior-dpm-4", TINY)
     whole = sample.compile()
     sample.run()
@@ -88,7 +88,7 @@ def test_the_job_of_sampling_gives_embeddings() -> None:
     assert sample.extra(1.0) == {"steps": 4}
 
 
-def test_a_sample_costs_its_text_once_and_every_step_again() -> None:
+def test_sample_costs_its_text_once_and_every_step_again() -> None:
     jobs = [prior_jobs.prior_job(f"prior-ddim-{n}", TINY) for n in (4, 8, 16)]
     flops, steps = [job.flops_per_token for job in jobs], [job.extra(1.0)["steps"] for job in jobs]
     each = (flops[1] - flops[0]) / (steps[1] - steps[0])
@@ -99,13 +99,13 @@ def test_a_sample_costs_its_text_once_and_every_step_again() -> None:
 
 
 @pytest.mark.trial
-def test_a_job_is_measured_in_a_process_of_its_own() -> None:
+def test_job_is_measured_in_a_process_of_its_own() -> None:
     got = run.measure_apart("prior-ddim-4", TINY, seconds=0.1, gemm_size=64)
     assert (got["sequence_len"], got["batch"], got["steps"]) == (3, 2, 3)  # the reference's DDIM takes one step less
     assert got["tokens_per_cpu_second"] > 0
 
 
-def test_the_products_gradients_are_the_plain_products() -> None:
+def test_products_gradients_are_the_plain_products() -> None:
     x, w = jax.random.normal(jax.random.key(0), (2, 3, 8)), jax.random.normal(jax.random.key(1), (8, 4))
     plain = jax.grad(lambda x, w: (x @ w).sum() ** 2, (0, 1))(x, w)
     ours = jax.jit(jax.grad(lambda x, w: linear(x, w, transpose_inputs=True).sum() ** 2, (0, 1)))(x, w)

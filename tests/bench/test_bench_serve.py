@@ -45,7 +45,7 @@ def verdicts(**changes: Any) -> list[bool]:
 
 
 class TestRows:
-    def test_each_is_held_to_its_own_target(self) -> None:
+    def test_each_value_is_compared_with_its_own_target(self) -> None:
         #           engine, pause, p95, context
         assert verdicts() == [True, False, True, True]
 
@@ -58,12 +58,12 @@ class TestRows:
             ("context", "near_state_bytes", 8, 3),
         ],
     )
-    def test_a_worse_figure_misses_it(self, job: str, field: str, worse: float, row: int) -> None:
+    def test_worse_figure_misses_it(self, job: str, field: str, worse: float, row: int) -> None:
         usual, got = verdicts(), verdicts(**{job: {field: worse}})
         assert got[row] is False
         assert got[:row] + got[row + 1 :] == usual[:row] + usual[row + 1 :]
 
-    def test_the_table_has_targets_and_details(self) -> None:
+    def test_table_has_targets_and_details(self) -> None:
         page = table.to_markdown(serve.serve_table(summary()))
         engine = "| engine with 8 slots, relative to raw decoding | 93.0% | at least 90.0% | yes | 1,500 tokens / s; "
         assert f"{engine}by CPU time 91.0% |" in page
@@ -72,14 +72,14 @@ class TestRows:
 
 
 class TestRequests:
-    def test_what_cannot_be_served_is_refused_before_any_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unservable_runs_are_rejected_before_any_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("work began"))
         with pytest.raises(UserError, match=r"pg19 \(32000 ids\).*reads bytes.*use bench-s"):
             serve.run_serve("pg19")
         with pytest.raises(UserError, match="--seconds is -1"):
             serve.run_serve("bench-s", seconds=-1)
 
-    def test_texts_beyond_a_bounded_context_are_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_texts_beyond_a_bounded_context_are_skipped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[tuple[str, int]] = []
 
         def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class TestRequests:
 
 
 class TestInterleaving:
-    def test_the_ratio_is_the_median_of_turns_and_not_of_all(self) -> None:
+    def test_ratio_is_the_median_of_turns_and_not_of_all(self) -> None:
         """The machine is half as fast in the second turn, for both."""
         speed = itertools.cycle([1.0, 1.0, 0.5, 0.5, 2.0, 2.0])
 
@@ -114,11 +114,11 @@ class TestInterleaving:
         assert ratio.tokens_per_second == pytest.approx(0.9)
         assert ratio.tokens_per_cpu_second == pytest.approx(0.9)
 
-    def test_a_count_is_taken_after_a_delivery_and_not_in_the_midst_of_it(self) -> None:
+    def test_count_is_taken_between_deliveries(self) -> None:
         counts = itertools.chain([5, 5, 8, 16, 24], itertools.repeat(32))
         assert paired.sample_point(lambda: next(counts)).tokens == 32
 
-    def test_a_rate_is_of_what_came_between(self) -> None:
+    def test_rate_covers_the_interval_between_reports(self) -> None:
         first = paired.SamplePoint(tokens=100, seconds=1.0, cpu_seconds=2.0)
         last = paired.SamplePoint(tokens=400, seconds=3.0, cpu_seconds=5.0)
         assert paired.between(first, last) == paired.rate(300, Span(2.0, 3.0))
@@ -133,20 +133,20 @@ class TestInProcess:
     """The jobs themselves, on a model so small that the figures mean nothing."""
 
     @pytest.mark.trial
-    def test_the_engine_beside_raw_decoding(self) -> None:
+    def test_engine_beside_raw_decoding(self) -> None:
         got = serve_jobs.throughput(sized(TINY, 16, 1), seconds=0.6, gemm_size=32)
         assert got["tokens_per_second"] > 0
         assert 0 < got["share_of_raw"] < 2
         assert 0 < got["share_of_raw_cpu"] < 2
 
     @pytest.mark.slow
-    def test_others_while_a_long_prompt_is_read(self) -> None:
+    def test_other_requests_run_during_a_long_prefill(self) -> None:
         got = serve_jobs.pause(sized(TINY, 16, 1), seconds=0.5, gemm_size=32, prompt=1024)
         assert got["longest_seconds"] >= got["p95_seconds"] > 0
         assert got["pause_seconds"] <= got["longest_seconds"]
         assert got["admission_seconds"] > got["chunk_seconds"] > 0
 
-    def test_a_long_context_keeps_the_state_of_a_short_one(self) -> None:
+    def test_long_context_keeps_the_state_of_a_short_one(self) -> None:
         got = serve_jobs.context(sized(TINY, 16, 1), seconds=0.2, gemm_size=32, lengths=(64, 16))
         assert got["state_bytes"] == got["near_state_bytes"] > 0
         assert got["share_of_near_cpu"] > 0

@@ -64,14 +64,14 @@ def test_equals_the_oracle_in_value_and_gradient(
     close(value_and_gradients(ours), value_and_gradients(oracle))
 
 
-def test_a_chunk_is_whole_blocks_and_divides_the_sequence() -> None:
+def test_chunk_is_whole_blocks_and_divides_the_sequence() -> None:
     assert chunk_len(8192, 128) == LARGEST_CHUNK
     assert chunk_len(3 * 128, 128) == 3 * 128
     assert chunk_len(5 * 128, 128) == 128
     assert chunk_len(4096, 1024) == 1024  # a block is never cut
 
 
-def test_the_dense_model_is_the_linear_model() -> None:
+def test_dense_model_is_the_linear_model() -> None:
     cfg = VQConfig(
         n_vocab=30,
         d_model=8,
@@ -105,7 +105,7 @@ def test_the_dense_model_is_the_linear_model() -> None:
     close(quadratic, linear)
 
 
-def test_what_the_baseline_does_not_compute_is_refused() -> None:
+def test_settings_that_the_baseline_lacks_are_rejected() -> None:
     with pytest.raises(UserError, match="agg_cache is False.*Fix: use True"):
         dense_model.check(VQConfig(agg_cache=False))
     dense_model.check(VQConfig())

@@ -47,13 +47,13 @@ def test_each_metric_is_compared_with_its_own_target() -> None:
         ("prefix_hit_share", 0.11, 5),
     ],
 )
-def test_a_worse_value_misses_its_target(field: str, worse: float, row: int) -> None:
+def test_worse_value_misses_its_target(field: str, worse: float, row: int) -> None:
     usual, got = ([one.reached for one in rows(**changes)] for changes in ({}, {field: worse}))
     assert got[row] is False
     assert got[:row] + got[row + 1 :] == usual[:row] + usual[row + 1 :]
 
 
-def test_the_table_has_targets_and_details() -> None:
+def test_table_has_targets_and_details() -> None:
     measured = {"serve-http": {**result(), **MEASURED}}
     page = table.to_markdown(serve.serve_table(serve.summarise("bench-s", measured, rows())))
     assert (
@@ -80,7 +80,7 @@ class TestOverHttp:
         assert 0 < got["tokens"] <= clients.n_tokens
         assert got["server_cpu_seconds"] > 0
 
-    def test_clients_do_not_count_a_refusal(self) -> None:
+    def test_clients_do_not_count_a_rejection(self) -> None:
         with fake_server(FakeModel()) as address:
             clients = Clients(self.server(address).port, os.getpid(), 2, 2**30)
             with pytest.raises(RuntimeError, match="400"):
@@ -99,7 +99,7 @@ class TestOverHttp:
 
 
 @pytest.mark.trial
-def test_a_real_server_from_cold_start_to_streams() -> None:
+def test_real_server_from_cold_start_to_streams() -> None:
     got = serve_http.over_http(sized(TINY, 16, 1), seconds=1.0, gemm_size=32, clients=4, answer=16)
     assert got["ready_seconds"] > 0
     assert got["http_share_of_raw"] > 0

@@ -18,12 +18,12 @@ MEMORY = {
 }  # fmt: skip
 
 
-def test_the_table_shows_the_tensors_in_memory() -> None:
+def test_table_shows_the_tensors_in_memory() -> None:
     page = table.to_markdown(memory_table(result(job="import", preset="bench-moe", **MEMORY)))
     assert "| 660 | 100 | 111 | 117 | 1.11 | yes |" in page
 
 
-def test_importing_holds_one_tensor() -> None:
+def test_importing_keeps_one_tensor_in_memory() -> None:
     cfg = presets.get("bench-moe")
     assert isinstance(cfg.model, MoEConfig)
     model = dataclasses.replace(cfg.model, d_model=512, n_layer=2, n_vocab=512, widening=12.0)

@@ -20,7 +20,7 @@ from linnet.config.schema import RunConfig
 from linnet.core.errors import UserError
 
 
-def test_mistakes_are_refused_with_their_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_rejected_with_their_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("work began"))
     with pytest.raises(UserError, match="train or eval"):
         scaling.run_scaling("bench-s", [512], job="decode", out=tmp_path / "a.svg")
@@ -49,7 +49,7 @@ class TestScaling:
         monkeypatch.setattr(scaling, "measure_apart", fake)
         return scaling.run_scaling("bench-s", [8192, 2048, 4096, 16384], out=out, **options)
 
-    def test_measured_points_only_and_why_there_are_no_more(
+    def test_only_measured_points_and_the_reason_for_missing_ones(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         got = self.run(monkeypatch, tmp_path / "s.svg", time_limit=20.0)
@@ -62,9 +62,7 @@ class TestScaling:
         assert [row.get("linear_over_dense") for row in got["points"]] == [2.0, 4.0, None]
         assert [row["over_2048"] for row in got["points"]] == [1.0, 1.0, 1.0]
 
-    def test_the_table_and_the_plot_show_the_measured_points(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
+    def test_table_and_the_plot_show_the_measured_points(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         out = tmp_path / "s.svg"
         got = self.run(monkeypatch, out)
         drawing = ElementTree.fromstring(out.read_text())
@@ -87,7 +85,7 @@ class TestScaling:
 
 @pytest.mark.trial
 @pytest.mark.parametrize("job", ["train-dense", "eval-dense"])
-def test_the_dense_jobs_run(job: str) -> None:
+def test_dense_jobs_run(job: str) -> None:
     assert worker.run_task(tiny_task(job), run_job)["tokens_per_cpu_second"] > 0
 
 
@@ -99,7 +97,7 @@ def test_the_dense_jobs_run(job: str) -> None:
         ("import_memory", ["--json", "--markdown"]),
     ],
 )
-def test_the_commands_list_their_flags(name: str, flags: list[str]) -> None:
+def test_commands_list_their_flags(name: str, flags: list[str]) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
     root = Path(benchmarks.__file__).parents[1]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout

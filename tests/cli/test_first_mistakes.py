@@ -38,7 +38,7 @@ def test_did_you_mean(arguments: list[str], words: str, capsys: pytest.CaptureFi
     assert words in told.err + told.out
 
 
-def test_a_file_of_one_byte_is_not_trained_on(tmp_path: Path) -> None:
+def test_file_of_one_byte_is_not_trained_on(tmp_path: Path) -> None:
     source = tmp_path / "one.txt"
     source.write_bytes(b"a")
     with pytest.raises(UserError, match=r"one.txt', but it must be at least data.update_len \(16\) tokens to train on"):
@@ -47,7 +47,7 @@ def test_a_file_of_one_byte_is_not_trained_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("captions", [False, True])
-def test_a_folder_of_pictures_names_data_prepare(captions: bool, tmp_path: Path) -> None:
+def test_folder_of_images_names_data_prepare(captions: bool, tmp_path: Path) -> None:
     image_files.write_folder(tmp_path, image_files.PICTURES)
     if captions:
         for path in tmp_path.rglob("*.png"):
@@ -70,7 +70,7 @@ def test_more_steps_of_a_run_name_extra_steps(tmp_path: Path) -> None:
     assert check_resumable(tiny.config(source, **{"optim.steps": 20, "optim.extra_steps": 30}), folder) is not None
 
 
-def test_a_folder_without_a_run_is_not_called_a_preset(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_not_called_a_preset(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a folder, but not a run: it has no config.json") as folder:
         base_config(str(tmp_path))
     assert "preset" not in str(folder.value)

@@ -131,7 +131,7 @@ def test_no_command_is_missing() -> None:
         assert {path.stem for path in CLI.glob("*.py") if call in path.read_text()} == only
 
 
-def test_the_list_covers_the_known_path_flags() -> None:
+def test_path_flag_list_is_complete() -> None:
     shown = {(line[0], flag) for line, flag in CASES}
     known = {
         "train": ("--out", "--data.source", "--data.validation-files", "--data.test-files", "--data.condition"),
@@ -147,7 +147,7 @@ def test_the_list_covers_the_known_path_flags() -> None:
 
 
 @pytest.mark.parametrize(("line", "flag"), CASES, ids=[" ".join(line) for line, _ in CASES])
-def test_a_url_is_refused_by_name(
+def test_url_is_rejected_by_name(
     line: list[str],
     flag: str,
     tmp_path: Path,
@@ -187,7 +187,7 @@ def test_other_spellings(line: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_whose_config_names_a_url_is_refused_when_its_data_is_opened(tmp_path: Path, capsys: Any) -> None:
+def test_run_whose_config_names_a_url_is_rejected_when_its_data_is_opened(tmp_path: Path, capsys: Any) -> None:
     cfg = presets.get("quickstart")
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, source=URL))
     codec.save(cfg, tmp_path / "config.json")
@@ -200,7 +200,7 @@ def test_a_run_whose_config_names_a_url_is_refused_when_its_data_is_opened(tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_the_library_refuses_urls_too(tmp_path: Path) -> None:
+def test_library_rejects_urls_too(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some words " * 1000)
     with pytest.raises(UserError, match="data.validation_files"):
@@ -215,7 +215,7 @@ def test_the_library_refuses_urls_too(tmp_path: Path) -> None:
         RunFolder(Path(URL))
 
 
-def test_what_is_not_a_url(tmp_path: Path) -> None:
+def test_paths_that_are_not_urls(tmp_path: Path) -> None:
     for value in ("a/b", "C:/x", "hf:owner/name", "/s3://x", "bytes", "", "a b://c", json.dumps("x")):
         assert not is_remote(value), value
     assert not is_remote(tmp_path / "s3:" / "bucket")

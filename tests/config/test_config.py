@@ -53,7 +53,7 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("cls", "values", "words"), BAD, ids=lambda x: str(x))
-def test_bad_settings_are_refused_with_the_fix(cls: type, values: dict[str, Any], words: str) -> None:
+def test_bad_settings_are_rejected_with_the_fix(cls: type, values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         cls(**values)
     assert "Fix:" in str(caught.value)
@@ -94,12 +94,12 @@ def _write(tmp_path: Path, change: dict[str, Any]) -> Path:
         ({"model": 3}, "model"),
     ],
 )
-def test_bad_files_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_bad_files_are_rejected(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         codec.load(_write(tmp_path, change))
 
 
-def test_whole_numbers_may_stand_for_floats(tmp_path: Path) -> None:
+def test_integers_are_accepted_for_floats(tmp_path: Path) -> None:
     assert codec.load(_write(tmp_path, {"optim.lr": 1})).optim.lr == 1.0
 
 

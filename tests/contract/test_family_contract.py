@@ -24,7 +24,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 CONFIGS = {"VQConfig", "MoEConfig", "PriorConfig"}
 
 
-def test_the_registry_and_the_family_agree(subject: str, folder: Path) -> None:
+def test_registry_and_the_family_agree(subject: str, folder: Path) -> None:
     cfg = subjects.config(subject, folder)
     family = registry.get(cfg.family)
     assert isinstance(family, ModelFamily)
@@ -36,7 +36,7 @@ def test_the_registry_and_the_family_agree(subject: str, folder: Path) -> None:
     assert isinstance(family, TokenFamily) == cfg.reads_tokens
 
 
-def test_a_family_without_tokens_is_refused_by_what_it_lacks() -> None:
+def test_family_without_tokens_is_rejected_by_what_it_lacks() -> None:
     for name in registry.names():
         if registry.get(name).decoder is not None:
             assert registry.tokens(name) is registry.get(name)
@@ -91,7 +91,7 @@ def _is_family(node: ast.AST) -> bool:
     return isinstance(key, ast.Constant) and key.value == "family"
 
 
-def test_no_code_asks_for_a_family_by_name() -> None:
+def test_no_code_compares_family_names() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in sorted(ROOT.rglob("*.py"))
@@ -101,7 +101,7 @@ def test_no_code_asks_for_a_family_by_name() -> None:
     assert not wrong, "ask for a capability of linnet.models.base.ModelFamily instead"
 
 
-def test_the_search_for_names_finds_them() -> None:
+def test_search_for_names_finds_them() -> None:
     for text in (
         'cfg.family == "prior"',
         'config.get("family") != "moe"',

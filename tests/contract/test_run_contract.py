@@ -294,7 +294,7 @@ def _leaves(tree: Any) -> list[Any]:
 # The report
 
 
-def test_the_report_has_the_sections_of_the_family(whole: Path, run: LoadedRun) -> None:
+def test_report_has_the_sections_of_the_family(whole: Path, run: LoadedRun) -> None:
     page = write_report(whole).read_text().lower()
     assert "loss" in page
     for name in ("codebooks", "experts"):

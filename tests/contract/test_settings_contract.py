@@ -46,7 +46,7 @@ def test_help_shows_the_familys_own_flags(
                 assert bool(re.search(rf"{flag}(?![-\w])", out)) == (name == cfg.family), flag
 
 
-def test_a_wrong_setting_of_the_model_is_refused_by_its_name(subject: str, folder: Path, tmp_path: Path) -> None:
+def test_wrong_setting_of_the_model_is_rejected_by_its_name(subject: str, folder: Path, tmp_path: Path) -> None:
     values = codec.to_json(subjects.config(subject, folder))
     for change, words in (({"n_cod": 3}, "unknown setting model."), ({"dtype": "float7"}, "model.dtype is 'float7'")):
         (tmp_path / "config.json").write_text(json.dumps(values | {"model": values["model"] | change}))
@@ -67,7 +67,7 @@ def test_a_wrong_setting_of_the_model_is_refused_by_its_name(subject: str, folde
         ({"rope_base": 1.0}, "use 10000"),
     ],
 )
-def test_a_moe_that_cannot_be_is_refused_with_the_fix(values: dict[str, Any], words: str) -> None:
+def test_invalid_moe_config_is_rejected_with_the_fix(values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         MoEConfig(**values)
     assert "Fix:" in str(caught.value)
@@ -88,7 +88,7 @@ def test_a_moe_that_cannot_be_is_refused_with_the_fix(values: dict[str, Any], wo
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )
-def test_wrong_flags_end_before_anything_starts(
+def test_wrong_flags_exit_before_any_work(
     flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit:
@@ -101,7 +101,7 @@ def test_wrong_flags_end_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_family_takes_no_other_familys_model(tmp_path: Path) -> None:
+def test_family_takes_no_other_familys_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="model is 'VQConfig', but it must be MoEConfig"):
         RunConfig(family="moe")
     values = codec.to_json(presets.get("moe-cpu"))
@@ -114,7 +114,7 @@ def test_a_family_takes_no_other_familys_model(tmp_path: Path) -> None:
             codec.load(tmp_path / "config.json")
 
 
-def test_a_config_without_a_family_is_of_the_first_there_was(tmp_path: Path) -> None:
+def test_config_without_a_family_is_vq(tmp_path: Path) -> None:
     values = codec.to_json(presets.get("quickstart"))
     del values["family"]
     (tmp_path / "config.json").write_text(json.dumps(values))

@@ -67,7 +67,7 @@ def test_it_learns(whole: Path) -> None:
     assert losses[-1] < losses[0] - (0.3 if codec.load(whole / "config.json").reads_tokens else 0.1)
 
 
-def test_a_restored_checkpoint_evaluates_to_what_the_run_wrote(whole: Path) -> None:
+def test_restored_checkpoint_evaluates_to_the_logged_loss(whole: Path) -> None:
     cfg, state, _ = open_state(whole, "latest")
     result = open_task(cfg).evaluate(state, lambda batches, label, n: batches)
     told = [r for r in read_metrics(whole) if r["kind"] == "eval"][-1]
@@ -76,14 +76,14 @@ def test_a_restored_checkpoint_evaluates_to_what_the_run_wrote(whole: Path) -> N
         assert told[name] == value, name
 
 
-def test_the_config_of_a_run_is_read_back_whole(subject: str, folder: Path, whole: Path) -> None:
+def test_config_of_a_run_is_read_back_whole(subject: str, folder: Path, whole: Path) -> None:
     assert codec.load(whole / "config.json") == with_base(subjects.config(subject, folder))
 
 
 # One update
 
 
-def test_a_seed_settles_every_bit(subject: str, folder: Path) -> None:
+def test_seed_settles_every_bit(subject: str, folder: Path) -> None:
     cfg, fam, rule, _, _ = parts(folder, subject)
     step = make_step(fam, cfg, rule)
 
@@ -118,7 +118,7 @@ def test_accumulation_changes_nothing(subject: str, folder: Path) -> None:
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_the_moving_average_is_what_it_says_and_what_is_evaluated(subject: str, folder: Path) -> None:
+def test_moving_average_is_what_it_says_and_what_is_evaluated(subject: str, folder: Path) -> None:
     cfg, fam, rule, state, data = parts(folder, subject)
     step = make_step(fam, cfg, rule)
     average = jax.tree.map(np.array, state.params)
@@ -131,7 +131,7 @@ def test_the_moving_average_is_what_it_says_and_what_is_evaluated(subject: str, 
     assert any(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (state.ema, state.params)), strict=True))
 
 
-def test_a_bad_update_touches_nothing(subject: str, folder: Path) -> None:
+def test_nonfinite_update_changes_no_state(subject: str, folder: Path) -> None:
     cfg, fam, rule, state, data = parts(folder, subject)
     step = make_step(fam, cfg, rule)
     state, _ = step(state, data.batch(0))
@@ -147,7 +147,7 @@ def test_a_bad_update_touches_nothing(subject: str, folder: Path) -> None:
 
 
 @pytest.mark.trial
-def test_every_optimiser_learns(subject: str, folder: Path) -> None:
+def test_every_optimizer_learns(subject: str, folder: Path) -> None:
     """A few updates by each rule, on one batch: the loss falls, and no parameter that has a gradient is left behind."""
     cfg, fam, _, state, data = parts(folder, subject)
     batch, carry = data.batch(0), fam.empty_carry(cfg.model, cfg.data.batch_size)
@@ -177,7 +177,7 @@ def test_every_optimiser_learns(subject: str, folder: Path) -> None:
 # Evaluation
 
 
-def test_evaluation_counts_every_token_once_however_it_is_cut(subject: str, folder: Path) -> None:
+def test_evaluation_counts_every_token_once_for_any_segmentation(subject: str, folder: Path) -> None:
     """The last window of a split is partly empty, and the last batch as well."""
     cfg = subjects.config(subject, folder)
     if not cfg.reads_tokens:

@@ -30,7 +30,7 @@ from linnet.models.prior.schedule import betas
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "prior" / "ckpt"
 
 
-def test_the_references_own_checkpoints_are_read_and_predict_what_it_predicted() -> None:
+def test_references_own_checkpoints_are_read_and_predict_what_it_predicted() -> None:
     expected = np.load(CHECKPOINTS / "nowarmup_expected.npz")
     trained = read_prior_checkpoint(CHECKPOINTS / "nowarmup_checkpoint.pth")
     bare = read_prior_checkpoint(CHECKPOINTS / "nowarmup_model.pth")
@@ -78,7 +78,7 @@ def test_checkpoints_saved_during_warm_up_are_read_to_the_bit(release: str) -> N
         np.testing.assert_allclose(run(params), expected[name], atol=1e-5 * np.abs(expected[name]).max())
 
 
-def test_a_bare_state_dict_is_read_to_the_bit() -> None:
+def test_bare_state_dict_is_read_to_the_bit() -> None:
     path = CHECKPOINTS / "bare_0.22.1_model.pth"
     golden = np.load(CHECKPOINTS.parent / "legacy_0.22.1.npz")
     (state,) = find_states(read_torch(path), path).values()
@@ -205,7 +205,7 @@ class Evil:
     ],
     ids=["system", "eval", "inert", "items", "mark", "memo", "opcode"],
 )
-def test_nothing_in_a_file_is_run(tmp_path: Path, value: bytes, why: str | None) -> None:
+def test_no_code_in_a_file_is_executed(tmp_path: Path, value: bytes, why: str | None) -> None:
     path = Writer().save(tmp_path / "x.pth", value)
     if why is None:
         assert read_torch(path).name == "device"
@@ -214,7 +214,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, value: bytes, why: str | None)
         read_torch(path)
 
 
-def test_a_pickle_of_python_is_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_pickle_is_rejected_and_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for protocol in (2, 4):
         data = pickle.dumps({"model": Evil(), "o": collections.OrderedDict(a=1)}, protocol)
@@ -240,7 +240,7 @@ def test_tensors_are_read_by_their_strides_and_never_beyond_their_bytes(tmp_path
             read_torch(bad.save(tmp_path / "bad.pth"))
 
 
-def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
+def test_corrupt_and_foreign_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="compressed"):
         read_torch(Writer().save(tmp_path / "a.pth", {"a": 1}, zipfile.ZIP_DEFLATED))
     with pytest.raises(UserError, match="no weights of a diffusion prior"):

@@ -89,7 +89,7 @@ def outcome(values: dict[str, Any]) -> Any:
         return str(error)
 
 
-def test_the_newer_file_is_the_run_that_it_says() -> None:
+def test_newer_config_gives_the_expected_run() -> None:
     assert run_config(parts(newer())) == RunConfig(
         preset="dalle2-prior",
         family="prior",
@@ -144,7 +144,7 @@ def test_the_newer_file_is_the_run_that_it_says() -> None:
     )
 
 
-def test_the_older_file_is_the_run_that_it_says() -> None:
+def test_older_config_gives_the_expected_run() -> None:
     cfg = run_config(parts(read_json(FILES / "older.json")))
     model = cfg.prior
     assert (model.depth, model.n_time_token, model.ff_mult, model.schedule) == (2, 2, 3, "linear")
@@ -160,7 +160,7 @@ def test_the_older_file_is_the_run_that_it_says() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), fields(dalle2_schema.DallE2Config), ids=lambda x: x if isinstance(x, str) else ""
 )
-def test_no_field_is_passed_over_in_silence(name: str, kind: Any) -> None:
+def test_no_field_is_ignored_silently(name: str, kind: Any) -> None:
     before = copy.deepcopy(SMALLEST)
     value = CHOSEN.get(name, ANOTHER.get(kind))
     default = next((f.default for f in dataclasses.fields(_owner(name)) if f.name == name.split(".")[-1]), None)
@@ -211,14 +211,14 @@ def _owner(name: str) -> type:
         ("tracker.log.log_type", "custom", "one of 'console', 'wandb'"),
     ],
 )
-def test_what_would_be_another_training_is_refused(name: str, value: Any, words: str) -> None:
+def test_changes_that_alter_training_are_rejected(name: str, value: Any, words: str) -> None:
     values = newer()
     put(values, name, value)
     with pytest.raises(UserError, match=words):
         run_config(parts(values))
 
 
-def test_shares_may_be_off_by_a_rounding() -> None:
+def test_fractions_may_be_off_by_rounding() -> None:
     run_config(parts(newer(data__splits={"train": 0.333333, "val": 0.333333, "test": 0.333333})))
 
 
@@ -230,7 +230,7 @@ def test_continuous_time_and_targets_are_read() -> None:
     assert run_config(parts(newer(train__use_ema=False))).train.ema_decay is None
 
 
-def test_a_wave_of_its_own_length_is_kept() -> None:
+def test_wave_of_its_own_length_is_kept() -> None:
     optim = run_config(parts(newer(train__cosine_decay_max_steps=58_000))).optim
     assert (optim.schedule, optim.steps, optim.extra_steps) == ("dampened_cosine", 58_000, 334)
 
@@ -266,19 +266,19 @@ def test_both_embeddings_in_one_layout_are_found_and_give_the_length(folder: Pat
     assert not any("num_data_points" in words for words in said)
 
 
-def test_a_length_given_by_a_flag_stays(folder: Path) -> None:
+def test_length_given_by_a_flag_stays(folder: Path) -> None:
     optim = dataclasses.replace(run_config(parts(newer())).optim, steps=4)
     assert opened(newer(), {"optim": optim}, images=str(folder / "img_emb"))[0].optim.steps == 4
 
 
-def test_separate_places_are_taken_as_they_are(folder: Path) -> None:
+def test_separate_locations_are_used_unchanged(folder: Path) -> None:
     places: dict[str, Any] = {"images": str(folder / "img_emb"), "texts": str(folder / "text_emb")}
     cfg, said = opened(newer(), **places)
     assert (cfg.pairs.images, cfg.pairs.texts, cfg.pairs.metadata) == (*places.values(), None)
     assert any("data.meta_url (<where your captions are>) is not a local path" in words for words in said)
 
 
-def test_images_named_by_a_flag_leave_addresses_behind(folder: Path) -> None:
+def test_images_flag_overrides_addresses_of_the_config(folder: Path) -> None:
     old = read_json(FILES / "older.json")
     put(old, "prior.condition_on_text_encodings", False)
     cfg, _ = opened(old, images=str(folder / "img_emb"))
@@ -288,12 +288,12 @@ def test_images_named_by_a_flag_leave_addresses_behind(folder: Path) -> None:
         opened(old, images=str(folder / "img_emb"), texts="gs://texts")
 
 
-def test_a_source_stands_for_all_places(folder: Path) -> None:
+def test_source_sets_all_locations(folder: Path) -> None:
     cfg, _ = opened(newer(), source=str(folder))
     assert (cfg.pairs.source, cfg.pairs.images, cfg.pairs.metadata) == (str(folder), None, None)
 
 
-def test_places_that_cannot_be_read_are_refused_with_the_way_out(folder: Path, tmp_path: Path) -> None:
+def test_unreadable_locations_are_rejected_with_the_fix(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="data.image_url is '<where .*placeholder. Fix: .*--data.images PATH --data.metadata"
     ):
@@ -316,7 +316,7 @@ def test_places_that_cannot_be_read_are_refused_with_the_way_out(folder: Path, t
         opened(with_tokens, images=str(folder / "img_emb"))
 
 
-def test_the_example_runs_on_pairs_that_data_embed_made(
+def test_example_config_runs_on_pairs_of_data_embed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From captions and images, with the paths that the file names, token encodings included."""
@@ -343,7 +343,7 @@ def test_the_example_runs_on_pairs_that_data_embed_made(
 # The command
 
 
-def test_kinds_of_files_are_told_apart_by_their_content() -> None:
+def test_file_types_are_detected_by_content() -> None:
     assert is_dalle2_config(newer())
     assert not is_dalle2_config({"version": 1, "family": "prior", "model": {}})
     assert not is_dalle2_config([1])
@@ -356,7 +356,7 @@ def said_by(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Any, s
     return exit.value.code, " ".join((out + err).split())
 
 
-def test_remarks_are_printed_and_kept_before_anything_is_trained(
+def test_remarks_are_printed_and_recorded_before_training(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cfg, said = opened(newer(), images=str(folder / "img_emb"))
@@ -370,7 +370,7 @@ def test_remarks_are_printed_and_kept_before_anything_is_trained(
 
 
 @pytest.mark.trial
-def test_the_command_trains_such_a_file_and_goes_on_with_it(
+def test_command_trains_from_a_settings_file_and_resumes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -389,7 +389,7 @@ def test_the_command_trains_such_a_file_and_goes_on_with_it(
     assert "step 15 of 15" in words
 
 
-def test_a_file_that_is_refused_leaves_nothing(
+def test_rejected_file_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

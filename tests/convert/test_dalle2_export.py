@@ -65,7 +65,7 @@ def test_every_golden_network_comes_out_by_its_own_names_in_their_order(path: Pa
         assert again.cfg.self_cond_layout == cfg.self_cond_layout
 
 
-def test_the_files_of_the_reference_come_out_as_they_went_in(tmp_path: Path) -> None:
+def test_reference_files_round_trip(tmp_path: Path) -> None:
     """Whole state dicts: the tables of the noise schedule included."""
     for path in sorted((GOLDENS / "ckpt").glob("*_model.pth")):
         found, loaded = read_prior_checkpoint(path), read_torch(path)
@@ -76,7 +76,7 @@ def test_the_files_of_the_reference_come_out_as_they_went_in(tmp_path: Path) -> 
             np.testing.assert_allclose(ours[name], value, rtol=2e-6, atol=1e-12, err_msg=f"{path} {name}")
 
 
-def test_every_stretch_of_releases_is_found_by_its_own_settings() -> None:
+def test_every_range_of_releases_is_recognized_by_its_settings() -> None:
     path = GOLDENS / "ckpt" / "warmup_1.15.6_model.pth"
     cfg = read_prior_checkpoint(path).cfg
     for release in RELEASES:

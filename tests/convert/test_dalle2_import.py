@@ -57,7 +57,7 @@ def same(a: Any, b: Any) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_checkpoint_becomes_a_run_and_its_export_comes_back(
+def test_checkpoint_becomes_a_run_and_its_export_comes_back(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -82,7 +82,7 @@ def test_a_checkpoint_becomes_a_run_and_its_export_comes_back(
     assert Path("runs/trained/config.json").read_bytes() == before
 
 
-def test_the_other_weights_and_what_weights_do_not_tell(
+def test_other_weight_sets_and_settings_not_in_the_weights(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = {"prior": SETTINGS, "data": {"image_url": "x"}, "train": {"lr": 5e-4, "use_ema": False, "random_seed": 3}}
@@ -117,7 +117,7 @@ def test_the_other_weights_and_what_weights_do_not_tell(
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else "",
 )
-def test_what_does_not_fit_is_refused_and_leaves_nothing(
+def test_mismatches_are_rejected_and_leave_nothing(
     flags: tuple[str, str], words: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, value = flags
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_that_would_run_something_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_that_would_execute_code_is_rejected_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return eval, ("1",)

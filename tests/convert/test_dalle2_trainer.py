@@ -76,7 +76,7 @@ def restored(path: Path, folder: Path) -> tuple[RunConfig, TrainState, int]:
 
 @pytest.mark.slow
 @pytest.mark.optimized
-def test_the_next_updates_are_the_references_own(tmp_path: Path) -> None:
+def test_next_updates_are_the_references_own(tmp_path: Path) -> None:
     golden = np.load(CHECKPOINTS / "warmup_1.15.6_next.npz")
     cfg, state, step = restored(WARMUP, tmp_path / "run")
     assert (step, int(state.step), cfg.optim.warmup_steps, cfg.optim.lr) == (5, 5, 12, 0.003)
@@ -115,7 +115,7 @@ def same(a: Any, b: Any) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_state_becomes_a_trainer_checkpoint_and_comes_back_to_the_bit(tmp_path: Path) -> None:
+def test_state_becomes_a_trainer_checkpoint_and_comes_back_to_the_bit(tmp_path: Path) -> None:
     """And the file that comes out has the tensors, numbers and groups of the one that went in."""
     cfg, state, step = restored(WARMUP, tmp_path / "run")
     write_torch(
@@ -170,13 +170,13 @@ def broken(change: Any) -> dict[str, Any]:
         (lambda c: c["optimizer"]["state"].clear(), "nothing was trained"),
     ],
 )
-def test_what_cannot_be_mapped_is_refused_with_the_reason(change: Any, why: str) -> None:
+def test_unmappable_state_is_rejected_with_the_reason(change: Any, why: str) -> None:
     found = read_prior_checkpoint(WARMUP)
     with pytest.raises(UnusableTrainerState, match=why):
         read_trainer_state(broken(change), found.cfg, "1.15.6", WARMUP)
 
 
-def test_releases_that_did_not_record_the_order_are_refused() -> None:
+def test_releases_that_did_not_record_the_order_are_rejected() -> None:
     found = read_prior_checkpoint(WARMUP)
     for version in ("0.6.2", "0.9.4", None):
         with pytest.raises(UnusableTrainerState, match="order"):
@@ -228,7 +228,7 @@ def test_training_continues_from_an_imported_trainer_and_exports_as_it_goes(
 
 
 @pytest.mark.slow
-def test_a_settings_file_loads_its_checkpoint_and_saves_where_it_says(
+def test_settings_file_names_the_checkpoint_and_the_output_folder(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """tracker.load and tracker.save of the reference, for local files; the same command then continues the run."""
@@ -292,7 +292,7 @@ def test_exports_are_checked_before_training(pairs: Path, tmp_path: Path, capsys
 
 
 @pytest.mark.slow
-def test_an_imported_trainer_is_evaluated_at_its_own_step(pairs: Path, tmp_path: Path) -> None:
+def test_imported_trainer_is_evaluated_at_its_own_step(pairs: Path, tmp_path: Path) -> None:
     """Its step is a multiple of eval_every, so the evaluation comes before the first update."""
     run = tmp_path / "run"
     assert not linnet("import", "dalle2-prior", WARMUP, "--out", run)
@@ -304,7 +304,7 @@ def test_an_imported_trainer_is_evaluated_at_its_own_step(pairs: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_an_imported_trainers_counts_are_continued(pairs: Path, tmp_path: Path) -> None:
+def test_imported_trainers_counts_are_continued(pairs: Path, tmp_path: Path) -> None:
     """The file has seen 20 samples in 5 updates; 3 updates of 8 follow."""
     run, latest = tmp_path / "run", tmp_path / "latest_{samples_seen}.pth"
     assert not linnet("import", "dalle2-prior", WARMUP, "--out", run)
@@ -331,7 +331,7 @@ def test_imports_of_earlier_versions_recorded_the_step_alone(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("decay_vectors", [True, False])
-def test_the_scheduler_has_a_rate_for_each_group(decay_vectors: bool, tmp_path: Path) -> None:
+def test_scheduler_has_a_rate_for_each_group(decay_vectors: bool, tmp_path: Path) -> None:
     cfg, state, _ = restored(WARMUP, tmp_path / "run")
     cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, decay=0.1, decay_vectors=decay_vectors))
     saved = trainer_file(state, cfg, epoch=0, samples_seen=0, best_validation_loss=1.0)
@@ -341,7 +341,7 @@ def test_the_scheduler_has_a_rate_for_each_group(decay_vectors: bool, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_fine_tuned_import_is_evaluated_at_step_0(pairs: Path, tmp_path: Path) -> None:
+def test_fine_tuned_import_is_evaluated_at_step_0(pairs: Path, tmp_path: Path) -> None:
     """Although imports have eval_every 0; and with the optimizer state of the import, if that is wanted."""
     imported, tuned = tmp_path / "imported", tmp_path / "tuned"
     assert not linnet("import", "dalle2-prior", WARMUP, "--out", imported)
@@ -351,7 +351,7 @@ def test_a_fine_tuned_import_is_evaluated_at_step_0(pairs: Path, tmp_path: Path)
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 2]
 
 
-def test_the_optimizer_of_an_imported_trainer_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_optimizer_of_an_imported_trainer_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert not linnet("import", "dalle2-prior", WARMUP, "--out", run)
     origin = parents.find_origin(run)
@@ -388,7 +388,7 @@ def is_schedule(path: Any, _: Any) -> bool:
     return any(getattr(key, "tuple_name", None) == "ScaleByScheduleState" for key in path)
 
 
-def test_an_import_is_exported_as_the_trainer_that_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_is_exported_as_the_trainer_that_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = tmp_path / "run", tmp_path / "t.pth"
     assert not linnet("import", "dalle2-prior", WARMUP, "--out", run)
     assert not linnet("export", run, "--format", "dalle2-trainer", "--out", out)
@@ -402,7 +402,7 @@ def test_an_import_is_exported_as_the_trainer_that_it_was(tmp_path: Path, capsys
     assert "--checkpoint is '3', but it must be best, latest or 5" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+def test_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         write_torch(tmp_path / "file" / "x.pth", {"a": 1})

@@ -56,7 +56,7 @@ def check(found: Any, tensors: dict[str, Any], cfg: MoEConfig) -> None:
             np.testing.assert_array_equal(multiplied(found[leaf][i]), want)
 
 
-def test_the_published_order_shapes_and_partition_are_ours() -> None:
+def test_published_order_shapes_and_partition_are_ours() -> None:
     cfg, order = grok_config(None), json.loads((GOLDENS / "real_param_order.json").read_text())
     specs = to_shapes(cfg)
     ours = file_order(cfg)
@@ -160,7 +160,7 @@ def test_shards_along_any_one_axis_are_joined(tmp_path: Path, name: str, axis: i
 
 
 @pytest.mark.parametrize(("n_data", "n_model"), [(1, 2), (2, 1), (2, 2), (1, 8), (4, 2)])
-def test_a_checkpoint_of_several_hosts_is_joined_as_they_held_it(tmp_path: Path, n_data: int, n_model: int) -> None:
+def test_checkpoint_of_several_hosts_is_joined_by_shard(tmp_path: Path, n_data: int, n_model: int) -> None:
     """Each tensor cut as the release partitions it; hosts are numbered data first. What is not divided is in every shard."""
     cfg = dataclasses.replace(SMALL, n_q_head=8, n_kv_head=8)
     tensors = draw(cfg)
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_several_hosts_is_joined_as_they_held_it(tmp_path: Path,
     check(read_checkpoint(folder, cfg), tensors, cfg)
 
 
-def test_copies_that_differ_are_refused(tmp_path: Path) -> None:
+def test_copies_that_differ_are_rejected(tmp_path: Path) -> None:
     tensors = write_release(tmp_path, SMALL)
     name = LAYER + "rms_norm/scale"
     reshard(tmp_path / "ckpt-0", tensors, name, [tensors[name], tensors[name] + 1])
@@ -195,7 +195,7 @@ def test_copies_that_differ_are_refused(tmp_path: Path) -> None:
         multiplied(found[LEAVES["rms_norm/scale"]][0])
 
 
-def test_scales_that_could_be_of_any_rows_are_refused(tmp_path: Path) -> None:
+def test_scales_that_could_be_of_any_rows_are_rejected(tmp_path: Path) -> None:
     """Each shard of the rows with all 8 groups: of its own rows, or copies of the whole's?"""
     tensors = write_release(tmp_path, SMALL)
     name = LAYER + "multi_head_attention/linear/w"
@@ -220,7 +220,7 @@ def test_scales_that_could_be_of_any_rows_are_refused(tmp_path: Path) -> None:
         ((8, 8), [(16, 8)]),
     ],
 )
-def test_shards_that_make_no_whole_are_refused(shape: tuple[int, ...], shards: list[tuple[int, ...]]) -> None:
+def test_incomplete_shards_are_rejected(shape: tuple[int, ...], shards: list[tuple[int, ...]]) -> None:
     with pytest.raises(UserError, match=r"tensor00007.*sizes need \(8, 8\)"):
         shard_slices("tensor00007_000", shape, shards, ("data", "model"))
 
@@ -301,21 +301,21 @@ SPOILERS = [
 
 
 @pytest.mark.parametrize("spoil", SPOILERS)
-def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path, spoil: Any) -> None:
+def test_folder_that_is_incomplete_is_rejected_by_name(tmp_path: Path, spoil: Any) -> None:
     tensors = write_release(tmp_path, SMALL)
     words = spoil(tmp_path / "ckpt-0", tensors)
     with pytest.raises(UserError, match=words):
         read_checkpoint(tmp_path / "ckpt-0", SMALL)
 
 
-def test_other_sizes_are_refused(tmp_path: Path) -> None:
+def test_other_sizes_are_rejected(tmp_path: Path) -> None:
     write_release(tmp_path, SMALL)
     for change in ({"n_layer": 2}, {"d_model": 32}, {"n_kv_head": 4}, {"n_vocab": 41}, {"n_expert": 4}):
         with pytest.raises(UserError, match=r"sizes|settings"):
             read_checkpoint(tmp_path / "ckpt-0", dataclasses.replace(SMALL, **change))
 
 
-def test_layers_that_are_not_alike_are_refused(tmp_path: Path) -> None:
+def test_differing_layers_are_rejected(tmp_path: Path) -> None:
     cfg = dataclasses.replace(CONFIG, n_layer=2)
     tensors = write_release(tmp_path, cfg)
     name = "transformer/decoder_layer_1/multi_head_attention/query/w"
@@ -328,7 +328,7 @@ def test_layers_that_are_not_alike_are_refused(tmp_path: Path) -> None:
         to_leaves(read_checkpoint(tmp_path / "ckpt-0", cfg), cfg, "float32")
 
 
-def test_importing_holds_one_tensor_once(tmp_path: Path, monkeypatch: Any) -> None:
+def test_importing_keeps_one_copy_of_one_tensor(tmp_path: Path, monkeypatch: Any) -> None:
     """A checkpoint of many times the largest tensor: at no moment is more than that tensor and a chunk held."""
     monkeypatch.setattr(stored_array, "CHUNK", 1 << 18)
     cfg = dataclasses.replace(CONFIG, n_layer=3, n_expert=4, d_model=256, d_k=32, n_vocab=64, widening=24.0)

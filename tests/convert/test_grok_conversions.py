@@ -117,7 +117,7 @@ def test_floats_of_fewer_bits_lose_nothing(tmp_path: Path, dtype: Any) -> None:
     )
 
 
-def test_a_float_model_is_quantised_while_it_is_imported(tmp_path: Path) -> None:
+def test_float_model_is_quantized_while_it_is_imported(tmp_path: Path) -> None:
     """As `--weights int8` would at every start: bit for bit."""
     save_file(converted(CFG, 1), tmp_path / "model.safetensors")
     plain = imported(tmp_path, tmp_path / "float", CFG)
@@ -130,7 +130,7 @@ def test_a_float_model_is_quantised_while_it_is_imported(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("largest", [10**9, 20_000])
-def test_what_is_exported_is_read_back_exactly(tmp_path: Path, largest: int) -> None:
+def test_exports_are_read_back_exactly(tmp_path: Path, largest: int) -> None:
     tree = from_release(tmp_path, CFG)
     n = export_conversion(tree, CFG, tmp_path / "out", largest)
     assert (n > 3) == (largest < 10**6)
@@ -177,13 +177,13 @@ def spoil(arrays: dict[str, np.ndarray], how: str) -> dict[str, np.ndarray]:
         ("another model", "wte"),
     ],
 )
-def test_a_conversion_that_is_not_whole_is_refused_by_name(tmp_path: Path, how: str, words: str) -> None:
+def test_incomplete_conversion_is_rejected_by_name(tmp_path: Path, how: str, words: str) -> None:
     save_file(spoil(converted(CFG, 2), how), tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=words):
         read_conversion(tmp_path, CFG)
 
 
-def test_values_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_rejected_by_name(tmp_path: Path) -> None:
     arrays = converted(CFG, 2)
     arrays["model.layers.1.attn.k_proj.weight"][0, 3] = np.nan
     save_file(arrays, tmp_path / "model.safetensors")
@@ -191,7 +191,7 @@ def test_values_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
         imported(tmp_path, tmp_path / "run", CFG)
 
 
-def test_a_damaged_safetensors_file_is_refused(tmp_path: Path) -> None:
+def test_corrupt_safetensors_file_is_rejected(tmp_path: Path) -> None:
     save_file({"a": np.arange(6, dtype=np.float32).reshape(2, 3)}, tmp_path / "good")
     data = (tmp_path / "good").read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
@@ -238,7 +238,7 @@ def test_sizes_are_read_by_any_of_their_names(tmp_path: Path, values: Any, field
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"d_model": "x", "n_q_head": 4}', '{"emb_size": 8, "hidden_size": 9}', '{"emb_size": 0}']
 )
-def test_settings_that_say_nothing_sensible_are_refused(tmp_path: Path, text: str) -> None:
+def test_meaningless_settings_are_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError):
         grok_config(tmp_path / "config.json")

@@ -79,7 +79,7 @@ def test_tiny_a_becomes_a_run(tmp_path: Path, capsys: Any) -> None:
     np.testing.assert_array_equal(held.scales[1], gate.scales)
 
 
-def test_the_imported_model_computes_what_the_released_code_computed(tmp_path: Path) -> None:
+def test_imported_model_computes_what_the_released_code_computed(tmp_path: Path) -> None:
     assert main(["import", "grok-1", str(TINY_A), "--out", str(tmp_path / "run")]) == 0
     run, golden = open_run(tmp_path / "run"), np.load(TINY_A / "forward.npz")
     cfg = dataclasses.replace(run.cfg.model, dtype="float32")
@@ -116,7 +116,7 @@ def test_eight_bits_go_through_our_own_export(tmp_path: Path) -> None:
     assert open_run(tmp_path / "again").cfg == open_run(tmp_path / "run").cfg
 
 
-def test_the_tokenizer_of_the_release_goes_with_the_run(tmp_path: Path, tokenizer: Path) -> None:
+def test_tokenizer_of_the_release_goes_with_the_run(tmp_path: Path, tokenizer: Path) -> None:
     from sentencepiece import SentencePieceProcessor
 
     own = open_tokenizer(str(tokenizer))
@@ -137,7 +137,7 @@ def test_the_tokenizer_of_the_release_goes_with_the_run(tmp_path: Path, tokenize
     assert run.vocabulary.tokenizer.fingerprint != own.fingerprint, "other ids for the same text"
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path, tokenizer: Path, capsys: Any) -> None:
+def test_tokenizer_with_more_ids_than_the_model_is_rejected(tmp_path: Path, tokenizer: Path, capsys: Any) -> None:
     release(tmp_path / "grok")
     flags = ["--out", str(tmp_path / "run"), "--tokenizer", str(tokenizer)]
     assert main(["import", "grok-1", str(tmp_path / "grok"), *flags]) == 2
@@ -145,7 +145,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path, tok
     assert not (tmp_path / "run").exists()
 
 
-def test_a_malicious_tensor_ends_the_import_before_anything_is_written(tmp_path: Path, capsys: Any) -> None:
+def test_malicious_tensor_ends_the_import_before_anything_is_written(tmp_path: Path, capsys: Any) -> None:
     release(tmp_path / "grok")
 
     class Bomb:
@@ -161,7 +161,7 @@ def test_a_malicious_tensor_ends_the_import_before_anything_is_written(tmp_path:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_plan_writes_nothing(tmp_path: Path, capsys: Any) -> None:
+def test_plan_writes_nothing(tmp_path: Path, capsys: Any) -> None:
     tensors = release(tmp_path / "grok")
     before = sorted(tmp_path.rglob("*"))
     assert main(["import", "grok-1", str(tmp_path / "grok"), "--plan"]) == 0
@@ -181,7 +181,7 @@ def test_the_plan_writes_nothing(tmp_path: Path, capsys: Any) -> None:
         (["transformer-vq", "--plan"], "--plan"),
     ],
 )
-def test_what_cannot_be_imported_is_refused(
+def test_unsupported_checkpoints_are_rejected(
     tmp_path: Path, argv: list[str], words: str, capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)

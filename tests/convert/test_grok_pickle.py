@@ -42,13 +42,13 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> None:
 
 @pytest.mark.filterwarnings("ignore:numpy.core")
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
-def test_the_goldens_read_as_python_reads_them(path: Path) -> None:
+def test_goldens_read_as_python_reads_them(path: Path) -> None:
     same(values(read_pickle(path)), python_reads(path))
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (70000,), (2, 3), (300, 300), (2, 3, 4), (1, 1, 2, 5)])
 @pytest.mark.parametrize("pair", [False, True])
-def test_what_this_numpy_writes_is_read(tmp_path: Path, shape: tuple[int, ...], pair: bool) -> None:
+def test_arrays_of_the_installed_numpy_are_read(tmp_path: Path, shape: tuple[int, ...], pair: bool) -> None:
     generator = np.random.default_rng(0)
     value: Any = generator.normal(size=shape).astype(np.float32)
     if pair:
@@ -216,7 +216,7 @@ def malicious(mark: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", list(malicious(Path("mark"))))
-def test_a_malicious_file_is_refused_and_nothing_in_it_runs(tmp_path: Path, name: str, monkeypatch: Any) -> None:
+def test_malicious_file_is_rejected_and_not_executed(tmp_path: Path, name: str, monkeypatch: Any) -> None:
     mark, path = tmp_path / "mark", tmp_path / "file"
     path.write_bytes(malicious(mark)[name])
 
@@ -231,7 +231,7 @@ def test_a_malicious_file_is_refused_and_nothing_in_it_runs(tmp_path: Path, name
     assert not mark.exists()
 
 
-def test_the_parts_of_those_files_are_good_ones(tmp_path: Path) -> None:
+def test_parts_of_those_files_are_good_ones(tmp_path: Path) -> None:
     """Else they would be refused for another reason than the one that is tried."""
     (tmp_path / "file").write_bytes(whole(array()))
     found = read_pickle(tmp_path / "file")
@@ -243,7 +243,7 @@ def test_the_parts_of_those_files_are_good_ones(tmp_path: Path) -> None:
     assert isinstance(read_pickle(tmp_path / "file"), StoredPair)
 
 
-def test_the_bombs_go_off_elsewhere(tmp_path: Path) -> None:
+def test_malicious_pickles_would_execute_in_python(tmp_path: Path) -> None:
     """Python's own unpickler runs them: the test above would see it."""
     for name in ("os.system", "eval", "object array", "in a pair", "GLOBAL", "INST", "OBJ", "while building"):
         mark = tmp_path / name.replace(" ", "_")
@@ -263,7 +263,7 @@ def payloads(found: StoredArray | StoredPair) -> list[StoredArray]:
 
 
 @pytest.mark.parametrize("path", SMALL, ids=lambda p: p.name)
-def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path, path: Path) -> None:
+def test_file_cut_short_anywhere_is_rejected(tmp_path: Path, path: Path) -> None:
     data = path.read_bytes()
     for n in range(0, len(data), 1 if len(data) < 1000 else 7):
         (tmp_path / "file").write_bytes(data[:n])
@@ -272,7 +272,7 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path, path: Path) -> Non
 
 
 @pytest.mark.parametrize("path", SMALL, ids=lambda p: p.name)
-def test_a_flipped_bit_outside_the_values_is_refused_or_changes_nothing(tmp_path: Path, path: Path) -> None:
+def test_flipped_bit_outside_the_values_is_rejected_or_changes_nothing(tmp_path: Path, path: Path) -> None:
     """Inside them it cannot be told from another model: the import's checksums begin with what was read."""
     data, good = path.read_bytes(), read_pickle(path)
     inside = {i for array in payloads(good) for i in range(array.offset, array.offset + array.nbytes)}
@@ -327,13 +327,13 @@ def test_opcodes_in_any_order_give_a_user_error_or_a_whole_array(tmp_path: Path,
     assert [v.tobytes() for v in values(found)] == [b"abcd"]
 
 
-def test_a_folder_or_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_folder_or_a_missing_file_is_rejected(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(UserError, match="cannot be read"):
             read_pickle(path)
 
 
-def test_the_golden_files_have_few_opcodes() -> None:
+def test_golden_files_have_few_opcodes() -> None:
     """The bound on them is far from what real files have."""
     assert max(sum(1 for _ in pickletools.genops(path.read_bytes())) for path in FILES) < 200
 
@@ -341,7 +341,7 @@ def test_the_golden_files_have_few_opcodes() -> None:
 @pytest.mark.parametrize(
     ("name", "words"), [("os.system", r"names \w+\.system"), ("eval", r"names builtins\.eval"), ("INST", "opcode INST")]
 )
-def test_the_refusal_says_what_the_file_asks_for(tmp_path: Path, name: str, words: str) -> None:
+def test_rejection_names_the_requested_object(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "file").write_bytes(malicious(tmp_path / "mark")[name])
     with pytest.raises(UserError, match=words):
         read_pickle(tmp_path / "file")

@@ -32,7 +32,7 @@ N_PARAM, N_BYTES = 315_684_820_992, 318_239_886_140
 """Of the released Grok-1: known from the release itself."""
 
 
-def test_the_published_model_has_its_published_sizes() -> None:
+def test_published_model_has_its_published_sizes() -> None:
     plan = plan_from_config(grok_config(None))
     assert plan.n_param == N_PARAM
     assert plan.checkpoint_bytes == N_BYTES
@@ -47,13 +47,13 @@ def test_the_published_model_has_its_published_sizes() -> None:
         assert str(memory) in words
 
 
-def test_the_sizes_of_the_goldens_files_are_foreseen() -> None:
+def test_golden_file_sizes_are_estimated() -> None:
     real = [path.stat().st_size for path in sorted((TINY_A / "ckpt-0").iterdir())]
     assert file_sizes(grok_config(TINY_A / "config.json"), dict.fromkeys(QUANTIZED, 1)) == real
 
 
 @pytest.mark.parametrize("n", [1, 63, 64, 4_080, 4_090, 8_100, 8_190, 8_192, 16_300, 16_383, 16_384, 16_400, 70_000])
-def test_the_size_of_a_pickle_is_foreseen_at_the_edges_of_its_frames(tmp_path: Path, n: int) -> None:
+def test_pickle_size_is_estimated_at_frame_boundaries(tmp_path: Path, n: int) -> None:
     """This numpy's own module has one letter more than the release's."""
     dump(np.zeros(n, np.float32), tmp_path / "file")
     assert (tmp_path / "file").stat().st_size == file_size((n,), None) + 1
@@ -63,7 +63,7 @@ def test_the_size_of_a_pickle_is_foreseen_at_the_edges_of_its_frames(tmp_path: P
         assert (tmp_path / "file").stat().st_size == file_size((rows, n), 8) + 1
 
 
-def test_the_plan_of_a_checkpoint_is_what_the_import_makes(tmp_path: Path) -> None:
+def test_plan_of_a_checkpoint_is_what_the_import_makes(tmp_path: Path) -> None:
     plan = plan_import(TINY_A, None, "float32")
     found = find_grok(TINY_A, None)
     leaves = to_leaves(found.tensors, found.cfg, "float32")
@@ -75,7 +75,7 @@ def test_the_plan_of_a_checkpoint_is_what_the_import_makes(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("held", ["float32", "bfloat16", "int8"])
-def test_the_bytes_of_every_kind_of_weights_are_foreseen(tmp_path: Path, held: str) -> None:
+def test_bytes_of_every_weight_dtype_are_estimated(tmp_path: Path, held: str) -> None:
     cfg = dataclasses.replace(CONFIG, n_layer=1)
     save_file(converted(cfg, 1), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
@@ -88,7 +88,7 @@ def test_the_bytes_of_every_kind_of_weights_are_foreseen(tmp_path: Path, held: s
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("turned", [False, True])
-def test_importing_holds_no_more_than_the_plan_says(
+def test_importing_uses_no_more_memory_than_planned(
     tmp_path: Path, turned: bool, weights: str, monkeypatch: Any
 ) -> None:
     """What numpy holds: XLA's own memory while it quantises is not seen here."""
@@ -112,7 +112,7 @@ def test_importing_holds_no_more_than_the_plan_says(
     assert peak < plan.import_bytes + (1 << 19), (peak, plan.import_bytes)
 
 
-def test_more_devices_hold_less_each_and_none_can_hold_less_than_its_share() -> None:
+def test_more_devices_need_less_memory_each_down_to_their_shard() -> None:
     plan = plan_from_config(grok_config(None))
     shares = [mesh.total("int8") for mesh in plan.meshes]
     assert shares == sorted(shares, reverse=True)
@@ -127,7 +127,7 @@ def test_more_devices_hold_less_each_and_none_can_hold_less_than_its_share() -> 
     assert not any(one.fits("int8", memory * GB) for memory in MEMORIES)
 
 
-def test_the_published_settings_are_those_of_the_release() -> None:
+def test_published_settings_are_those_of_the_release() -> None:
     cfg = grok_config(None)
     assert (cfg.n_vocab, cfg.d_model, cfg.widening, cfg.d_k) == (131072, 6144, 8.0, 128)
     assert (cfg.n_q_head, cfg.n_kv_head, cfg.n_layer, cfg.n_expert, cfg.n_choice) == (48, 8, 64, 8, 2)

@@ -173,7 +173,7 @@ def test_weights_may_be_bfloat16_but_must_be_finite(tmp_path: Path) -> None:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(cut=st.floats(0, 0.999), flip=st.booleans(), bit=st.integers(0, 7))
-def test_damaged_msgpack_is_refused_or_whole(tmp_path: Path, cut: float, flip: bool, bit: int) -> None:
+def test_corrupt_msgpack_is_rejected_or_read_completely(tmp_path: Path, cut: float, flip: bool, bit: int) -> None:
     """Whatever happens to the bytes, nothing but a UserError comes out, and never a wrong shape."""
     data = bytearray(pack_tree({"params": {"a": np.arange(6.0).reshape(2, 3), "b": {"c": np.int32(4)}}}, chunk=4))
     at = int(cut * len(data))
@@ -217,13 +217,13 @@ def chunked(**changes: Any) -> bytes:
         b"\x81\xa1a" * 3000,
     ],
 )
-def test_foreign_msgpack_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_foreign_msgpack_is_rejected(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(UserError, match="file"):
         read_transformer_vq(tmp_path / "file")
 
 
-def test_foreign_npz_is_refused(tmp_path: Path) -> None:
+def test_foreign_npz_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "file.npz"
     foreign: list[dict[str, Any]] = [{"a": np.zeros(2)}, {}, {"params/a": np.zeros(2)}]
     for arrays in foreign:
@@ -281,7 +281,7 @@ def test_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
-def test_wrong_safetensors_are_refused(tmp_path: Path) -> None:
+def test_wrong_safetensors_are_rejected(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     params, buffers = weights(PLAIN)

@@ -53,7 +53,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
 
-def test_the_official_loss_on_heldout_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_official_loss_on_heldout_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     eval_command([str(run), "--source", str(OFFICIAL / EXPECTED["heldout"]), "--json"])
     record = printed(capsys)
@@ -127,7 +127,7 @@ def test_newest_checkpoint_by_number(tmp_path: Path) -> None:
         find_newest_checkpoint(tmp_path / "empty")
 
 
-def test_lengths_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_lengths_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
     start = ["transformer-vq", str(OFFICIAL), "--block-len", "32", "--mem-len", "32", "--out", str(tmp_path / "run")]
     for flags, words in (
         (["--sequence-len", "100"], "--sequence-len is 100"),
@@ -228,7 +228,7 @@ def official_file(cfg: VQConfig, name: str, clip: bool, decay: bool, n_update: i
         (TINY, "adafactor", True, True),
     ],
 )
-def test_optimizer_state_comes_in_and_goes_out(cfg: VQConfig, name: Any, clip: bool, decay: bool) -> None:
+def test_optimizer_state_round_trips(cfg: VQConfig, name: Any, clip: bool, decay: bool) -> None:
     tree = official_file(cfg, name, clip, decay)
     found = read_optimizer(tree["opt_state"])
     assert (found.rule, found.clips, found.decays, found.count) == (name, clip, decay, 3)
@@ -251,7 +251,7 @@ def test_optimizer_state_comes_in_and_goes_out(cfg: VQConfig, name: Any, clip: b
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor"])
-def test_an_imported_state_updates_as_the_official_one(name: Any) -> None:
+def test_imported_state_updates_as_the_official_one(name: Any) -> None:
     """One further update by both, from the same gradient."""
     tree, generator = official_file(TIED, name, True, True), np.random.default_rng(1)
     found = read_optimizer(tree["opt_state"])
@@ -339,7 +339,7 @@ def test_large_arrays_are_chunked_as_flax_does(tmp_path: Path) -> None:
     assert int(tree["n"]) == 3
 
 
-def test_an_exported_run_continues_as_if_it_had_not_left(tmp_path: Path) -> None:
+def test_exported_run_continues_as_the_original(tmp_path: Path) -> None:
     """Two updates, out and in again, two more: the same parameters as four in one go."""
     source = corpus(tmp_path)
     optim = {

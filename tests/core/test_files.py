@@ -21,7 +21,7 @@ WITHIN_A_NEW_FOLDER = {
 }
 
 
-def test_the_old_content_stays_until_the_new_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_content_stays_until_the_new_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "folder" / "file"
     atomic_write(path, b"old", sync=True)
 
@@ -39,7 +39,7 @@ def test_the_old_content_stays_until_the_new_is_whole(tmp_path: Path, monkeypatc
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
     (tmp_path / "file" / "inside").touch()
     with pytest.raises(UserError, match=f"{tmp_path / 'file'} cannot be written"):
@@ -47,7 +47,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_config_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.json"
     cfg = presets.get("quickstart")
     codec.save(cfg, path)

@@ -52,7 +52,7 @@ def test_fan_in_is_of_one_layer() -> None:
     assert not np.any(made.bias)
 
 
-def test_a_leaf_does_not_depend_on_the_others() -> None:
+def test_leaf_does_not_depend_on_the_others() -> None:
     alone = params.init({"weight": specs().weight}, rng.root(0))["weight"]
     assert np.array_equal(alone, params.init(specs(), rng.root(0)).weight)
 
@@ -77,7 +77,7 @@ def test_streams_are_the_same_in_every_process() -> None:
     assert len(told) == 1
 
 
-def test_an_axis_that_does_not_divide_stays_whole() -> None:
+def test_axis_that_does_not_divide_is_replicated() -> None:
     code = """
 import jax
 from linnet.core.params import Spec
@@ -121,7 +121,7 @@ def test_trees_of_axes_are_known_by_their_leaves() -> None:
     )
 
 
-def test_a_mesh_of_one_device_cuts_nothing() -> None:
+def test_mesh_of_one_device_shards_nothing() -> None:
     mesh = make_mesh()
     assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "model": 1, "expert": 1}
     placed = jax.device_put(params.init(specs(), rng.root(0)), shardings(specs(), mesh, RULES))
@@ -139,6 +139,6 @@ def test_a_mesh_of_one_device_cuts_nothing() -> None:
         ("data=4096", "devices"),
     ],
 )
-def test_an_impossible_mesh_is_refused(text: str, words: str) -> None:
+def test_impossible_mesh_is_rejected(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         open_mesh(text)

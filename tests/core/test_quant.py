@@ -23,7 +23,7 @@ def drawn(*shape: int, seed: int = 0) -> jax.Array:
 
 @settings(max_examples=20, deadline=None)
 @given(groups=st.sampled_from([1, 2, 8]), seed=st.integers(0, 99), scale=st.floats(1e-6, 1e6))
-def test_a_quantised_weight_is_within_half_a_step(groups: int, seed: int, scale: float) -> None:
+def test_quantized_weight_is_within_half_a_step(groups: int, seed: int, scale: float) -> None:
     matrix = np.asarray(drawn(3, 16, 5, seed=seed)) * np.float32(scale)
     held = quant.quantize(jnp.asarray(matrix), groups)
     assert held.weight.dtype == jnp.int8
@@ -43,7 +43,7 @@ def test_zero_columns_stay_zero_and_what_is_on_the_grid_is_exact() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 4])
-def test_the_product_is_that_of_the_dequantised_weight(groups: int) -> None:
+def test_product_is_that_of_the_dequantized_weight(groups: int) -> None:
     held, x = quant.quantize(drawn(32, 20), groups), drawn(2, 3, 32, seed=1)
     want = x @ quant.dequantize(held)
     np.testing.assert_allclose(quant.matmul(x, held), want, atol=1e-5)
@@ -52,7 +52,7 @@ def test_the_product_is_that_of_the_dequantised_weight(groups: int) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_a_long_sum_is_cut_inside_its_groups(groups: int) -> None:
+def test_long_sum_is_cut_inside_its_groups(groups: int) -> None:
     held, x = quant.quantize(drawn(4 * 300, 70), groups), drawn(5, 1200, seed=1)
     pieces = batch_invariant.split_k(held)
     assert all(piece.shape[0] <= batch_invariant.SHORT_SUM for piece in pieces)
@@ -69,7 +69,7 @@ def test_side_by_side_is_concatenation() -> None:
     np.testing.assert_array_equal(quant.dequantize(joined), want)
 
 
-def test_a_weight_is_held_in_no_fewer_bits_than_its_spec_allows() -> None:
+def test_weight_is_stored_in_at_least_the_min_dtype_of_its_spec() -> None:
     specs = {
         "norm": Spec((4,), (None,), "ones"),
         "embed": Spec((6, 4), (None, None), min_dtype="bfloat16"),

@@ -57,7 +57,7 @@ def written(path: Path, rows: Any) -> Path:
     return path
 
 
-def test_every_picture_has_its_own_row_in_training_and_evaluation(folder: Path, tmp_path: Path) -> None:
+def test_every_image_has_its_own_row_in_training_and_evaluation(folder: Path, tmp_path: Path) -> None:
     """The row of picture i is made of its first three pixels' values, so it can be told from the ids."""
     plain = opened(folder, None)
     first = np.concatenate([plain.split(name).content(0, 10**6).reshape(-1, LEN)[:, :9] for name in _splits()])
@@ -80,7 +80,7 @@ def _splits() -> tuple[str, ...]:
     return ("train", "validation", "test")
 
 
-def test_the_built_in_encoder_embeds_prepared_pictures_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_encoder_embeds_prepared_images_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = opened(folder, "builtin")
     for name in _splits():
         pictures = data.split(name).content(0, 10**6).reshape(-1, 4, 4, 3)
@@ -105,7 +105,7 @@ def test_small_emoji_have_the_embeddings_of_the_pairs(monkeypatch: pytest.Monkey
     np.testing.assert_array_equal(shown, pictures[np.array(split_of) == "test"][:3])
 
 
-def test_what_is_no_row_for_every_picture_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_missing_rows_for_images_are_rejected(folder: Path, tmp_path: Path) -> None:
     rows = np.ones((N, 5), np.float32)
     written(tmp_path / "few.npy", rows[:-1])
     written(tmp_path / "whole.npy", rows.astype(int))
@@ -130,7 +130,7 @@ def test_text_has_no_condition(source: Path, tmp_path: Path) -> None:
             opened(text, "builtin")
 
 
-def test_a_model_and_data_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_model_and_data_that_do_not_fit_are_rejected(folder: Path, tmp_path: Path) -> None:
     told = opened(folder, written(tmp_path / "rows.npy", np.ones((N, 5), np.float32)))
     for data, width, words in (
         (told, 4, "model.d_condition is 4, .* 5"),
@@ -142,7 +142,7 @@ def test_a_model_and_data_that_do_not_fit_are_refused(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.trial
-def test_a_run_that_is_told_resumes_exactly_and_by_micro_batches(folder: Path, tmp_path: Path) -> None:
+def test_conditioned_run_resumes_exactly_and_by_micro_batches(folder: Path, tmp_path: Path) -> None:
     rows = written(tmp_path / "rows.npy", np.random.default_rng(0).standard_normal((N, 5)))
     changes = {
         "data.sequence_len": LEN,

@@ -64,12 +64,12 @@ def test_headers_that_numpy_writes_are_read_as_numpy_reads_them(value: np.ndarra
         b"\xff\x00",
     ],
 )
-def test_a_damaged_header_is_a_sentence(text: bytes) -> None:
+def test_corrupt_header_is_a_user_error(text: bytes) -> None:
     with pytest.raises(UserError, match=r"^a.npy is not an .npy array of numbers \(.*\)\. Fix: "):
         npy.read_npy_header(io.BytesIO(header(text)), "a.npy")
 
 
-def test_a_header_that_claims_gigabytes_is_refused_unread() -> None:
+def test_header_that_claims_gigabytes_is_rejected_unread() -> None:
     with pytest.raises(UserError, match="claims 4,294,967,295 bytes"):
         npy.read_npy_header(io.BytesIO(npy.MAGIC + b"\x02\x00\xff\xff\xff\xff"), "a.npy")
 
@@ -87,7 +87,7 @@ def bomb(path: Path, n_bytes: int, name: str = "a.npy") -> Path:
     return path
 
 
-def test_an_npz_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npz_bomb_is_rejected_before_it_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpack_budget, "FLOOR_BYTES", 1 << 20)
     path = bomb(tmp_path / "weights.npz", 8 << 20)
     with pytest.raises(UserError, match=r"weights.npz unpacks to more than .* 100 times its packed size"):
@@ -95,7 +95,7 @@ def test_an_npz_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, monkeypatc
     assert read_npz(path, limit_gb=1)["a"].shape == ((8 << 20) // 32, 8)
 
 
-def test_an_npz_bomb_of_embeddings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npz_bomb_of_embeddings_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpack_budget, "FLOOR_BYTES", 1 << 20)
     path = bomb(tmp_path / "pairs.npz", 8 << 20, "img_emb.npy")
     with zipfile.ZipFile(path, "a") as archive:
@@ -104,7 +104,7 @@ def test_an_npz_bomb_of_embeddings_is_refused(tmp_path: Path, monkeypatch: pytes
         open_pairs(PairsConfig(source=str(path)), 0)
 
 
-def test_zip_members_without_a_name_are_no_traceback(tmp_path: Path) -> None:
+def test_zip_members_without_a_name_are_a_user_error(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x.npy", embedding_files.npy(np.ones(2)))
@@ -113,7 +113,7 @@ def test_zip_members_without_a_name_are_no_traceback(tmp_path: Path) -> None:
         read_npz(path)
 
 
-def test_an_empty_tar_is_a_sentence(tmp_path: Path) -> None:
+def test_empty_tar_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "a.tar").touch()
     with pytest.raises(UserError, match=r"a.tar is empty. Fix: "):
         open_pairs(PairsConfig(source=str(tmp_path / "a.tar")), 0)
@@ -127,21 +127,21 @@ def test_an_empty_tar_is_a_sentence(tmp_path: Path) -> None:
         (b'{"seed": ' + b"9" * 5000 + b"}", "is not JSON"),
     ],
 )
-def test_a_config_that_is_no_json_is_a_sentence(content: bytes, words: str, tmp_path: Path) -> None:
+def test_config_that_is_not_json_is_a_user_error(content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(UserError, match=rf"config.json is not JSON .*Fix: |{words}") as error:
         codec.load(tmp_path / "config.json")
     assert words in str(error.value)
 
 
-def test_a_damaged_sentencepiece_model_is_refused_silently(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_corrupt_sentencepiece_model_is_rejected_silently(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.model").write_bytes(b"\n\x0e\n\x05\xab\xab\xab\xab\xab\x15\x00\x00\x00\x00\x18\x02" * 3)
     with pytest.raises(UserError, match="a sentencepiece model"):
         open_tokenizer(str(tmp_path / "a.model"))
     assert capfd.readouterr().err == ""
 
 
-def test_a_message_never_carries_control_characters_or_a_megabyte() -> None:
+def test_message_never_carries_control_characters_or_a_megabyte() -> None:
     error = str(invalid("name", "x" * 10**6, "short\x1b[31m\nand plain", "rename it"))
     assert len(error) <= MAX_CHARACTERS
     assert error.isprintable()
@@ -157,7 +157,7 @@ def test_a_message_never_carries_control_characters_or_a_megabyte() -> None:
         ({"splits": {}}, "its splits are not train, validation, test"),
     ],
 )
-def test_an_index_with_impossible_values_is_refused(change: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_index_with_impossible_values_is_rejected(change: dict[str, object], words: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for i in range(4):
         (tmp_path / "in" / f"{i}.txt").write_text("some text\n" * 20)

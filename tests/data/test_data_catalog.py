@@ -84,7 +84,7 @@ def refused(name: str, from_path: Path | None, cache: Path) -> str:
     return str(caught.value)
 
 
-def test_what_is_known_of_each_set() -> None:
+def test_facts_of_each_benchmark_dataset() -> None:
     assert list(BENCHMARKS) == ["enwik8", "pg19", "imagenet64"]
     assert ENWIK8.n_bytes == 100_000_000
     assert list(ENWIK8.sizes.values()) == [90_000_000, 5_000_000, 5_000_000]
@@ -97,7 +97,7 @@ def test_what_is_known_of_each_set() -> None:
 
 @pytest.mark.parametrize("name", ["enwik8", "enwik8.zip", "enwik8.gz"])
 @pytest.mark.parametrize("by", ["file", "folder", "cache"])
-def test_enwik8_is_cut_exactly_at_its_splits(
+def test_enwik8_is_split_at_its_published_offsets(
     small: BenchmarkText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, by: str
 ) -> None:
     no_fetch(monkeypatch)
@@ -309,7 +309,7 @@ def test_imagenet64_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert asked == [f"https://image-net.org/small/{name}_64x64.tar" for name in ("train", "valid")]
 
 
-def test_find_takes_packed_files_only_when_asked(tmp_path: Path) -> None:
+def test_find_lists_packed_files_only_on_request(tmp_path: Path) -> None:
     (tmp_path / "a.GZ").write_bytes(b"\x1f\x8b\0")
     (tmp_path / "b.txt").write_bytes(b"b")
     assert [f.name for f in find_files(str(tmp_path)).files] == ["b.txt"]

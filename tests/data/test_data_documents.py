@@ -52,7 +52,7 @@ def test_cut_prefers_the_end_of_a_line_nearby(monkeypatch: pytest.MonkeyPatch) -
     assert [part for part, _, _ in split_stream(io.BytesIO(b"ab\ncd\nefghijk").read)] == [b"ab\ncd\nefgh", b"ijk"]
 
 
-def test_a_long_file_comes_in_parts_of_bounded_size(tmp_path: Path) -> None:
+def test_long_file_comes_in_parts_of_bounded_size(tmp_path: Path) -> None:
     content = b"a line of text\n" * 600_000
     documents = open_documents(write(tmp_path / "long.txt", content))
     parts = list(documents.parts())
@@ -72,7 +72,7 @@ def test_one_text_file_is_one_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", PACKERS)
-def test_a_packed_text_is_one_stream(tmp_path: Path, codec: str) -> None:
+def test_packed_text_is_one_stream(tmp_path: Path, codec: str) -> None:
     content = NOT_UTF8 * 50_000
     documents = open_documents(write(tmp_path / f"a.txt{codec}", PACKERS[codec](content)))
     assert (documents.single, documents.ends) == (True, False)
@@ -81,7 +81,7 @@ def test_a_packed_text_is_one_stream(tmp_path: Path, codec: str) -> None:
     assert whole(twice) == [(f"twice{codec}", b"onetwo")]
 
 
-def test_a_folder_of_all_kinds(tmp_path: Path) -> None:
+def test_folder_of_all_kinds(tmp_path: Path) -> None:
     for name, content in {
         "a.txt": b"a",
         "b.txt.gz": gzip.compress(b"b"),
@@ -121,12 +121,12 @@ def test_members_are_documents(tmp_path: Path, name: str, pack: Callable[[dict[s
     assert documents.left_out == {"hidden": 2, "empty": 1, "binary": 1, "packed_twice": 1}
 
 
-def test_a_zip_of_one_text_is_one_stream(tmp_path: Path) -> None:
+def test_zip_of_one_text_is_one_stream(tmp_path: Path) -> None:
     assert open_documents(write(tmp_path / "a.zip", zipped({"enwik": b"text"}))).single
     assert not open_documents(write(tmp_path / "b.zip", zipped({"a.jsonl": jsonl([{"text": "x"}])}))).single
 
 
-def test_progress_never_turns_back(tmp_path: Path) -> None:
+def test_progress_is_monotonic(tmp_path: Path) -> None:
     members = {f"{i}.txt": os.urandom(500).hex().encode() for i in range(20)}
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         for name, content in members.items():
@@ -151,7 +151,7 @@ def test_links_in_a_tar_are_counted(tmp_path: Path) -> None:
     assert documents.left_out == {"not_regular": 1}
 
 
-def test_the_standard_library_is_documents() -> None:
+def test_standard_library_is_documents() -> None:
     documents = open_documents("python-stdlib")
     part = next(documents.parts())
     assert part.name.endswith(".py")
@@ -190,5 +190,5 @@ def test_identity_follows_the_input_and_the_options(tmp_path: Path) -> None:
         ("gz", ("text", "")),
     ],
 )
-def test_what_a_name_says(name: str, expected: tuple[str, str]) -> None:
+def test_names_are_parsed(name: str, expected: tuple[str, str]) -> None:
     assert detect_format(name) == expected

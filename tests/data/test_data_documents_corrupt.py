@@ -32,7 +32,7 @@ def broken_files() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", broken_files())
-def test_a_truncated_file_is_named(tmp_path: Path, name: str) -> None:
+def test_truncated_file_is_named(tmp_path: Path, name: str) -> None:
     content = broken_files()[name]
     assert whole(open_documents(write(tmp_path / name, content)))
     for keep in (5, len(content) // 3, len(content) - 600 if name == "a.tar" else len(content) - 3):
@@ -44,7 +44,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", broken_files())
-def test_a_flipped_byte_never_gives_a_traceback(tmp_path: Path, name: str) -> None:
+def test_flipped_byte_never_gives_a_traceback(tmp_path: Path, name: str) -> None:
     content = bytearray(broken_files()[name])
     for at in (0, 3, 8, 20, len(content) // 2, len(content) - 30, len(content) - 8):
         flipped = content.copy()
@@ -54,7 +54,7 @@ def test_a_flipped_byte_never_gives_a_traceback(tmp_path: Path, name: str) -> No
             whole(open_documents(path))
 
 
-def test_a_footer_with_wrong_numbers_of_rows_is_refused(tmp_path: Path) -> None:
+def test_footer_with_wrong_numbers_of_rows_is_rejected(tmp_path: Path) -> None:
     content = parquet({"text": [f"row {i}" for i in range(50)]})
     says: list[str] = []
     for at in [i for i, byte in enumerate(content) if byte == 100]:  # how a footer spells 50
@@ -66,14 +66,14 @@ def test_a_footer_with_wrong_numbers_of_rows_is_refused(tmp_path: Path) -> None:
     assert any("another number of rows than the whole" in message for message in says)
 
 
-def test_an_encrypted_zip_is_refused(tmp_path: Path) -> None:
+def test_encrypted_zip_is_rejected(tmp_path: Path) -> None:
     content = bytearray(zipped({"a.txt": b"secret"}))
     content[6] |= 1
     content[content.index(b"PK\x01\x02") + 8] |= 1
     assert "a.txt is encrypted" in refused(write(tmp_path / "a.zip", bytes(content)))
 
 
-def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
+def test_source_without_text_is_rejected(tmp_path: Path) -> None:
     assert "left out: 1 binary" in refused(write(tmp_path / "a.gz", gzip.compress(b"\0")))
     assert "left out: 1 empty" in refused(write(tmp_path / "b.zip", zipped({"x": b""})))
     assert "left out: 2 null rows" in refused(write(tmp_path / "c.jsonl", jsonl([{"text": None}] * 2)))
@@ -82,9 +82,7 @@ def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.xz", "a.txt.zst", "a.zip", "a.tar.gz"])
-def test_what_a_source_unpacks_to_is_bounded_and_counted(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unpacked_size_is_bounded_and_counted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpack_budget, "FLOOR_BYTES", 1 << 20)
     text = b"the same line\n" * 300_000
     content = {"zip": lambda: zipped({"a.txt": text}), "gz": lambda: PACKERS[".gz"](tarred({"a.txt": text}))}

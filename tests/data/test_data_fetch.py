@@ -88,7 +88,7 @@ def refused(url: str, path: Path, **expected: object) -> str:
     return str(caught.value)
 
 
-def test_a_file_is_fetched_checked_and_kept(server: Server, tmp_path: Path) -> None:
+def test_file_is_fetched_checked_and_kept(server: Server, tmp_path: Path) -> None:
     path = tmp_path / "new/folder/file"
     seen: list[tuple[int, int | None]] = []
     got = download_file(server.url, path, sha256=SHA256, size=300_000, progress=lambda *done: seen.append(done))
@@ -101,35 +101,35 @@ def test_a_file_is_fetched_checked_and_kept(server: Server, tmp_path: Path) -> N
     assert server.asked == [None], "what is there is not fetched again"
 
 
-def test_a_part_is_resumed(server: Server, tmp_path: Path) -> None:
+def test_partial_download_is_resumed(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(CONTENT[:100_000])
     download_file(server.url, tmp_path / "file", md5=MD5)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert server.asked == ["bytes=100000-"]
 
 
-def test_a_whole_part_only_gets_its_name(server: Server, tmp_path: Path) -> None:
+def test_complete_part_is_only_renamed(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(CONTENT)
     download_file(server.url, tmp_path / "file", sha256=SHA256)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert server.asked == ["bytes=300000-"]
 
 
-def test_a_connection_may_drop_often_as_long_as_it_gets_on(server: Server, tmp_path: Path) -> None:
+def test_connection_may_drop_often_while_it_makes_progress(server: Server, tmp_path: Path) -> None:
     server.drop_after = 20_000
     download_file(server.url, tmp_path / "file", sha256=SHA256)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert len(server.asked) == 15 > download_module.MAX_TRIES
 
 
-def test_a_connection_that_gives_nothing_is_given_up(server: Server, tmp_path: Path) -> None:
+def test_connection_without_progress_is_abandoned(server: Server, tmp_path: Path) -> None:
     server.drop_after = 0
     message = refused(server.url, tmp_path / "file")
     assert len(server.asked) == download_module.MAX_TRIES
     assert f"put it at {tmp_path / 'file'}, or give it with --from PATH" in message
 
 
-def test_a_server_without_ranges_starts_again(server: Server, tmp_path: Path) -> None:
+def test_server_without_ranges_starts_again(server: Server, tmp_path: Path) -> None:
     server.ranges = False
     (tmp_path / "file.part").write_bytes(b"x" * 100_000)
     download_file(server.url, tmp_path / "file", sha256=SHA256)
@@ -138,13 +138,13 @@ def test_a_server_without_ranges_starts_again(server: Server, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("old", [b"x" * 100_000, b"x" * 400_000], ids=["shorter", "longer"])
-def test_a_part_of_something_else_is_thrown_away(server: Server, tmp_path: Path, old: bytes) -> None:
+def test_partial_file_of_another_download_is_discarded(server: Server, tmp_path: Path, old: bytes) -> None:
     (tmp_path / "file.part").write_bytes(old)
     download_file(server.url, tmp_path / "file", sha256=SHA256)
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
-def test_a_wrong_checksum_or_size_leaves_nothing_behind(server: Server, tmp_path: Path) -> None:
+def test_wrong_checksum_or_size_leaves_nothing_behind(server: Server, tmp_path: Path) -> None:
     message = refused(server.url, tmp_path / "file", sha256="0" * 64)
     assert f"its sha256 is {SHA256}, not {'0' * 64}" in message
     assert "it has 300,000 bytes, not 5" in refused(server.url, tmp_path / "file", size=5)
@@ -152,14 +152,14 @@ def test_a_wrong_checksum_or_size_leaves_nothing_behind(server: Server, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wrong_file_that_is_there_is_said_and_kept(server: Server, tmp_path: Path) -> None:
+def test_wrong_existing_file_is_reported_and_kept(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"mine")
     assert f"{tmp_path / 'file'} is not the file from" in refused(server.url, tmp_path / "file", sha256=SHA256)
     assert (tmp_path / "file").read_bytes() == b"mine"
     assert server.asked == []
 
 
-def test_errors_that_may_pass_are_tried_again_and_others_not(server: Server, tmp_path: Path) -> None:
+def test_transient_errors_are_retried_and_others_not(server: Server, tmp_path: Path) -> None:
     server.statuses = (503, 429)
     download_file(server.url, tmp_path / "file", sha256=SHA256)
     assert len(server.asked) == 3
@@ -168,7 +168,7 @@ def test_errors_that_may_pass_are_tried_again_and_others_not(server: Server, tmp
     assert len(server.asked) == 4
 
 
-def test_without_a_network_it_says_what_to_fetch_and_where_to_put_it(server: Server, tmp_path: Path) -> None:
+def test_without_a_network_the_message_names_the_file_and_its_location(server: Server, tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/file"
@@ -182,14 +182,14 @@ def test_without_a_network_it_says_what_to_fetch_and_where_to_put_it(server: Ser
             read_url(url, "do this")
 
 
-def test_a_disk_that_refuses_is_not_taken_for_the_network(server: Server, tmp_path: Path) -> None:
+def test_disk_error_is_not_reported_as_a_network_error(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     message = refused(server.url, tmp_path / "file/below")
     assert "cannot be written" in message
     assert server.asked == []
 
 
-def test_a_small_answer(server: Server) -> None:
+def test_small_answer(server: Server) -> None:
     server.statuses = (500,)
     assert read_url(server.url, "nothing") == CONTENT
     server.statuses = (403,)

@@ -22,20 +22,20 @@ from linnet.data.sources.images import contains_images, open_images
 # Sources
 
 
-def test_a_folder_gives_its_pictures_by_name(tmp_path: Path) -> None:
+def test_folder_gives_its_images_by_name(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "in", PICTURES)
     assert contents(root) == [(name, PICTURES[name]) for name in IN_ORDER]
 
 
 @pytest.mark.parametrize(("name", "write"), [("in.zip", write_zip), ("in.tar", write_tar)])
-def test_an_archive_gives_its_members_by_name(
+def test_archive_gives_its_members_by_name(
     tmp_path: Path, name: str, write: Callable[[Path, dict[str, bytes]], Path]
 ) -> None:
     path = write(tmp_path / name, PICTURES)
     assert contents(path) == [(f"{name}/{member}", PICTURES[member]) for member in IN_ORDER]
 
 
-def test_a_glob_of_shards_and_a_single_picture(tmp_path: Path) -> None:
+def test_glob_of_shards_and_a_single_image(tmp_path: Path) -> None:
     for i in (2, 1):
         write_tar(tmp_path / f"shard-{i}.tar", {f"{i}.png": png(i), f"{i}.cls": b"7"})
     (tmp_path / "one.png").write_bytes(png(9))
@@ -55,7 +55,7 @@ def test_long_names_in_a_tar(tmp_path: Path) -> None:
         assert contents(tmp_path / "in.tar") == [(f"in.tar/{name}", png(i)) for i, name in enumerate(names)]
 
 
-def test_the_members_of_a_tar_are_not_held(tmp_path: Path) -> None:
+def test_tar_members_are_not_kept_in_memory(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "in.tar", {f"{i:04}.png": b"x" * 40 for i in range(300)})
     members = picture_readers.tar_members(path)
     held = [len(members.gi_frame.f_locals["archive"].members) for _ in members if members.gi_frame]  # pyright: ignore
@@ -100,7 +100,7 @@ def test_positions_grow_up_to_the_size_of_the_input(tmp_path: Path) -> None:
     assert positions[-1] == source.n_bytes == sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
 
 
-def test_identity_tells_of_a_changed_input(tmp_path: Path) -> None:
+def test_identity_changes_with_the_input(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "in", PICTURES)
     before = open_images(str(root)).identity()
     assert open_images(str(root)).identity() == before
@@ -115,7 +115,7 @@ def test_identity_tells_of_a_changed_input(tmp_path: Path) -> None:
 # What is left out, and what is refused
 
 
-def test_a_folder_counts_what_it_leaves_out(tmp_path: Path) -> None:
+def test_folder_counts_what_it_leaves_out(tmp_path: Path) -> None:
     root = write_folder(tmp_path, {**PICTURES, "notes.txt": b"x", "d.png": b""})
     (root / "gone.png").symlink_to(root / "nowhere.png")
     (root / "zz.png").symlink_to(root / "c.png")
@@ -130,7 +130,7 @@ BAD_MEMBERS = {"notes.txt": b"x", "e.png": b"", "__MACOSX/c.png": b"x", "a/._1.p
 BAD_COUNTS = {"not_a_picture": 1, "empty": 1, "hidden": 2, "too_large": 1}
 
 
-def test_a_zip_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zip_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture_readers, "MAX_ENCODED_BYTES", 4000)
     path = write_zip(tmp_path / "in.zip", {"folder/": b"", **PICTURES, **BAD_MEMBERS, "broken.png": b"findme" * 9})
     path.write_bytes(path.read_bytes().replace(b"findme", b"fondue", 1))  # the checksum of one member is wrong now
@@ -139,7 +139,7 @@ def test_a_zip_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.Mon
     assert source.left_out == {**BAD_COUNTS, "broken": 1}
 
 
-def test_a_tar_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tar_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture_readers, "MAX_ENCODED_BYTES", 4000)
     path = write_tar(tmp_path / "in.tar", {**PICTURES, **BAD_MEMBERS})
     with tarfile.open(path, "a") as archive:
@@ -152,7 +152,7 @@ def test_a_tar_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.Mon
     assert source.left_out == {**BAD_COUNTS, "not_regular": 1}
 
 
-def test_a_tar_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_tar_cut_anywhere_is_rejected(tmp_path: Path) -> None:
     whole = write_tar(tmp_path / "in.tar", PICTURES).read_bytes()
     with tarfile.open(tmp_path / "in.tar") as archive:
         headers = [info.offset for info in archive]
@@ -167,7 +167,7 @@ def test_a_tar_cut_anywhere_is_refused(tmp_path: Path) -> None:
     assert len(contents(path)) == 5
 
 
-def test_a_damaged_header_in_a_tar_is_refused(tmp_path: Path) -> None:
+def test_corrupt_header_in_a_tar_is_rejected(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "in.tar", PICTURES)
     with tarfile.open(path) as archive:
         header = archive.getmembers()[2].offset
@@ -180,7 +180,7 @@ def test_a_damaged_header_in_a_tar_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "write"), [("in.zip", write_zip), ("in.tar", write_tar)])
 @given(flips=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=8))
-def test_any_damage_to_an_archive_gives_pictures_or_an_error_that_names_it(
+def test_any_corruption_of_an_archive_gives_images_or_an_error_that_names_it(
     tmp_path_factory: pytest.TempPathFactory,
     name: str,
     write: Callable[[Path, dict[str, bytes]], Path],
@@ -197,7 +197,7 @@ def test_any_damage_to_an_archive_gives_pictures_or_an_error_that_names_it(
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.98])
-def test_a_cut_zip_or_parquet_is_refused(tmp_path: Path, keep: float) -> None:
+def test_truncated_zip_or_parquet_is_rejected(tmp_path: Path, keep: float) -> None:
     write_zip(tmp_path / "in.zip", PICTURES)
     write_parquet(tmp_path / "in.parquet", {"image": list(PICTURES.values())})
     for path in (tmp_path / "in.zip", tmp_path / "in.parquet"):
@@ -217,7 +217,7 @@ def test_parquet_columns_are_checked_before_work(tmp_path: Path) -> None:
         open_images(str(text))
 
 
-def test_sources_without_pictures_are_refused(tmp_path: Path) -> None:
+def test_sources_without_images_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="SOURCE is .*existing"):
         open_images(str(tmp_path / "nowhere"))
     (tmp_path / "a.txt").write_text("x")
@@ -233,7 +233,7 @@ def test_sources_without_pictures_are_refused(tmp_path: Path) -> None:
         open_images(str(tmp_path / "p"), column="image")
 
 
-def test_what_looks_like_pictures(tmp_path: Path) -> None:
+def test_sources_that_look_like_images(tmp_path: Path) -> None:
     captioned = {**PICTURES, **{name.replace(".png", ext): b"x" for name in PICTURES for ext in (".txt", ".json")}}
     few = {**{f"{i}.md": b"text" for i in range(9)}, "logo.png": png(0)}
     yes = [

@@ -60,7 +60,7 @@ def moved(project: Path, tmp_path: Path) -> Path:
     return run
 
 
-def test_the_typed_path_and_its_absolute_form_are_kept(project: Path) -> None:
+def test_typed_path_and_its_absolute_form_are_kept(project: Path) -> None:
     cfg = codec.load(project / "run" / "config.json")
     assert (cfg.data.source, cfg.data.base) == ("corpus.txt", str(project))
     found = json.loads((project / "run" / "data.json").read_text())
@@ -68,7 +68,7 @@ def test_the_typed_path_and_its_absolute_form_are_kept(project: Path) -> None:
     assert found["paths"] == {"source": str(project / "corpus.txt"), "validation_files": [str(project / "held.txt")]}
 
 
-def test_a_run_is_evaluated_and_resumed_from_another_directory(
+def test_run_is_evaluated_and_resumed_from_another_directory(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -79,7 +79,7 @@ def test_a_run_is_evaluated_and_resumed_from_another_directory(
     assert codec.load(project / "run" / "config.json").data.base == str(project)
 
 
-def test_a_new_location_is_accepted_by_content(
+def test_new_location_is_accepted_by_content(
     project: Path, moved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new, other = tmp_path / "new", tmp_path / "other.txt"
@@ -137,7 +137,7 @@ def test_paths_are_found_below_the_base_first(tmp_path: Path, monkeypatch: pytes
     assert absolute_paths(DataConfig(source="a.txt")) == {"source": str(here / "a.txt")}
 
 
-def test_a_flag_is_relative_to_the_working_directory_and_the_rest_stays(
+def test_flag_is_relative_to_the_working_directory_and_the_rest_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "held.txt").write_text("x")
@@ -150,7 +150,7 @@ def test_a_flag_is_relative_to_the_working_directory_and_the_rest_stays(
     assert rebase_changed(old, old) is old
 
 
-def test_a_new_source_leaves_the_other_files_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_source_leaves_the_other_files_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "held.txt").write_text("x")
     cfg = RunConfig(data=DataConfig(source="gone.txt", validation_files=("held.txt",), base=str(tmp_path)))
     monkeypatch.chdir("/")

@@ -24,7 +24,7 @@ def encode(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 
 
 @pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF", "PPM", "WEBP"])
-def test_the_right_size_is_kept_pixel_for_pixel(form: str) -> None:
+def test_right_size_is_kept_pixel_for_pixel(form: str) -> None:
     options = {"lossless": True} if form == "WEBP" else {}
     np.testing.assert_array_equal(
         decode_pixels(encode(Image.fromarray(noise(1)), form, **options), 8),
@@ -33,12 +33,12 @@ def test_the_right_size_is_kept_pixel_for_pixel(form: str) -> None:
 
 
 @pytest.mark.parametrize(("height", "width", "crop"), [(8, 13, np.s_[:, 2:10]), (13, 8, np.s_[2:10])])
-def test_the_middle_is_cut_out(height: int, width: int, crop: Any) -> None:
+def test_middle_is_cut_out(height: int, width: int, crop: Any) -> None:
     pixels = noise(2, height, width)
     np.testing.assert_array_equal(decode_pixels(to_png(pixels), 8), pixels[crop])
 
 
-def test_larger_pictures_become_the_mean_over_areas() -> None:
+def test_larger_images_are_resized_by_area_mean() -> None:
     pixels = noise(3, 32, 40)
     areas = pixels[:, 4:36].reshape(8, 4, 8, 4, 3).mean(axis=(1, 3))
     assert np.abs(decode_pixels(to_png(pixels), 8) - areas).max() <= 1
@@ -72,7 +72,7 @@ def test_grey_of_any_depth() -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_the_camera_is_turned_upright(orientation: int) -> None:
+def test_image_orientation_is_applied(orientation: int) -> None:
     upright = noise(6)
     # How the standard stores each orientation: row 0 and column 0 of the file are these sides of the scene.
     stored = {
@@ -98,13 +98,13 @@ def test_the_camera_is_turned_upright(orientation: int) -> None:
         (encode(Image.new("RGB", (8, 8)), "EPS"), "not_a_picture"),  # Pillow would run a program for it
     ],
 )
-def test_what_is_no_picture_says_so(encoded: bytes, reason: str) -> None:
+def test_other_files_are_reported_as_no_image(encoded: bytes, reason: str) -> None:
     with pytest.raises(BrokenImage) as caught:
         decode_pixels(encoded, 8)
     assert caught.value.reason == reason
 
 
-def test_a_picture_that_claims_to_be_huge_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_that_claims_to_be_huge_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("linnet.data.images.MAX_PIXELS", 99)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60)  # beyond it Pillow only warns; twice that it refuses
     assert decode_pixels(png(0, 9), 8).shape == (8, 8, 3)
@@ -114,7 +114,7 @@ def test_a_picture_that_claims_to_be_huge_is_not_unpacked(monkeypatch: pytest.Mo
             decode_pixels(png(0, 10), 8)
 
 
-def test_a_cut_picture_is_broken() -> None:
+def test_truncated_image_is_corrupt() -> None:
     for form in ("PNG", "JPEG", "GIF", "WEBP"):
         whole = encode(Image.fromarray(noise(7, 64)), form)
         with pytest.raises(BrokenImage) as caught:
@@ -126,7 +126,9 @@ WHOLE = [encode(Image.fromarray(noise(8, 16)), form) for form in ("PNG", "JPEG",
 
 
 @given(st.sampled_from(WHOLE), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=8), st.floats(0, 1))
-def test_any_damage_gives_pixels_or_a_broken_picture(whole: bytes, flips: list[tuple[float, int]], keep: float) -> None:
+def test_any_corruption_gives_pixels_or_a_corrupt_image(
+    whole: bytes, flips: list[tuple[float, int]], keep: float
+) -> None:
     damaged = flipped(whole, flips)
     with contextlib.suppress(BrokenImage):
         assert decode_pixels(damaged[: int(keep * len(damaged))], 8).shape == (8, 8, 3)
@@ -135,7 +137,7 @@ def test_any_damage_gives_pixels_or_a_broken_picture(whole: bytes, flips: list[t
 # Back to pictures
 
 
-def test_a_contact_sheet_shows_each_picture_in_its_place() -> None:
+def test_contact_sheet_shows_each_image_in_order() -> None:
     pictures = np.stack([noise(i, 3, 5) for i in range(7)])
     with Image.open(io.BytesIO(contact_sheet(pictures, columns=3, scale=2))) as image:
         sheet = np.asarray(image)

@@ -88,7 +88,7 @@ def documents_of(data: TokenDataset, name: str, ends: bool) -> list[bytes]:
     return texts
 
 
-def test_a_hash_of_the_name_divides_and_adding_documents_moves_none() -> None:
+def test_hash_of_the_name_divides_and_adding_documents_moves_none() -> None:
     shares = SplitFractions(validation=0.1, test=0.2)
     drawn = Counter(shares.of(f"file{i}") for i in range(5000))
     assert abs(drawn["test"] - 1000) < 120
@@ -112,7 +112,7 @@ def test_one_text_is_divided_by_its_tail_as_unprepared_text_is(tmp_path: Path) -
     assert sum(split.words or 0 for split in index.splits.values()) >= len(text.split())
 
 
-def test_the_sources_own_splits_are_kept_even_when_one_is_empty(tmp_path: Path) -> None:
+def test_sources_own_splits_are_kept_even_when_one_is_empty(tmp_path: Path) -> None:
     source = Listed([[b"one"], [b"two"], [b"three"]], splits=("train", "test", "train"))
     index = prepare(task_of(source), tmp_path / "out")
     data = opened(tmp_path / "out")
@@ -122,7 +122,7 @@ def test_the_sources_own_splits_are_kept_even_when_one_is_empty(tmp_path: Path) 
     assert index.held_out == "the source's own splits"
 
 
-def test_a_killed_preparation_goes_on_and_ends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_preparation_resumes_to_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks_module, "CHUNK_BYTES", 200)
     source = Listed(many(60))
     prepare(task_of(source), tmp_path / "straight")
@@ -161,7 +161,7 @@ def test_workers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
 
 
-def test_another_source_or_option_is_refused_in_the_same_folder(
+def test_another_source_or_option_is_rejected_in_the_same_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Listed(many(5))
@@ -179,14 +179,14 @@ def test_another_source_or_option_is_refused_in_the_same_folder(
         prepare(task_of(source), tmp_path / "mine")
 
 
-def test_an_empty_source_is_refused(tmp_path: Path) -> None:
+def test_empty_source_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing to train on"):
         prepare(task_of(Listed([])), tmp_path / "out")
 
 
 @settings(deadline=None)
 @given(parts=st.lists(st.text("ab \n\t", max_size=12), max_size=6))
-def test_words_are_those_of_the_joined_text(parts: list[str]) -> None:
+def test_word_counts_are_those_of_the_joined_text(parts: list[str]) -> None:
     data, inside, count = [part.encode() for part in parts], False, 0
     for part in data:
         count += count_words(part, inside)
@@ -206,7 +206,7 @@ def picture_task(folder: Path, **changes: Any) -> PrepareConfig:
     return task_of(open_images(str(folder)), size=4, **changes)
 
 
-def test_pictures_are_one_a_sequence(tmp_path: Path) -> None:
+def test_images_are_one_per_sequence(tmp_path: Path) -> None:
     values = pictures_in(tmp_path / "in", 30)
     index: Index = prepare(picture_task(tmp_path / "in"), tmp_path / "out")
     data = opened(tmp_path / "out", 48)
@@ -220,7 +220,7 @@ def test_pictures_are_one_a_sequence(tmp_path: Path) -> None:
         opened(tmp_path / "out", 24)
 
 
-def test_few_pictures_are_never_cut_by_the_tail(tmp_path: Path) -> None:
+def test_few_images_are_never_split_by_the_tail(tmp_path: Path) -> None:
     pictures_in(tmp_path / "in", 7)
     prepare(picture_task(tmp_path / "in", fractions=SplitFractions(validation=0.15, test=0.15)), tmp_path / "out")
     data = opened(tmp_path / "out", 48)
@@ -228,7 +228,7 @@ def test_few_pictures_are_never_cut_by_the_tail(tmp_path: Path) -> None:
     assert sum(data.split(name).n_documents for name in SPLITS) == 7
 
 
-def test_broken_pictures_are_counted_and_refused_above_the_limit(tmp_path: Path) -> None:
+def test_corrupt_images_are_counted_and_rejected_above_the_limit(tmp_path: Path) -> None:
     values = pictures_in(tmp_path / "in", 30)
     (tmp_path / "in" / "010.png").write_bytes(to_png(values[10])[:40])
     with pytest.raises(UserError, match=r"1 of 30 images are broken.*010.png.*--max-broken"):

@@ -37,7 +37,7 @@ def copied(good: Path, to: Path) -> Path:
     return to
 
 
-def test_a_flipped_byte_is_found(good: Path, tmp_path: Path) -> None:
+def test_flipped_byte_is_found(good: Path, tmp_path: Path) -> None:
     folder = copied(good, tmp_path / "data")
     shard = folder / "train-00000.bin"
     content = bytearray(shard.read_bytes())
@@ -48,7 +48,7 @@ def test_a_flipped_byte_is_found(good: Path, tmp_path: Path) -> None:
         opened(folder)
 
 
-def test_a_short_or_missing_shard_is_found_however_large_the_data(
+def test_short_or_missing_shard_is_found_however_large_the_data(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexes, "MAX_CHECKED_BYTES", 0)
@@ -71,7 +71,7 @@ def test_a_short_or_missing_shard_is_found_however_large_the_data(
         (lambda index: [], "not an index"),
     ],
 )
-def test_an_index_from_elsewhere_is_refused(good: Path, tmp_path: Path, change: Any, words: str) -> None:
+def test_index_from_elsewhere_is_rejected(good: Path, tmp_path: Path, change: Any, words: str) -> None:
     folder = copied(good, tmp_path / "data")
     path = folder / "index.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
@@ -85,7 +85,7 @@ def test_tables_that_do_not_add_up_are_found(good: Path, tmp_path: Path) -> None
     assert any("modified" in words for words in indexes.find_problems(folder, indexes.load(folder), checksums=True))
 
 
-def test_another_tokenizer_beside_the_data_is_refused(good: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_beside_the_data_is_rejected(good: Path, tmp_path: Path) -> None:
     folder = copied(good, tmp_path / "data")
     path = folder / "index.json"
     index = json.loads(path.read_text())
@@ -95,14 +95,14 @@ def test_another_tokenizer_beside_the_data_is_refused(good: Path, tmp_path: Path
         opened(folder)
 
 
-def test_options_of_unprepared_text_are_refused(good: Path) -> None:
+def test_options_of_unprepared_text_are_rejected(good: Path) -> None:
     with pytest.raises(UserError, match="was split when it was prepared"):
         load_dataset(DataConfig(source=str(good), validation_fraction=0.2), 0)
     with pytest.raises(UserError, match="data.validation_files"):
         load_dataset(DataConfig(source=str(good), validation_files=("x",)), 0)
 
 
-def test_a_named_set_that_is_not_prepared_says_how() -> None:
+def test_unprepared_benchmark_dataset_names_the_command() -> None:
     with pytest.raises(UserError, match=r"linnet data prepare enwik8 --out enwik8"):
         load_dataset(DataConfig(source="enwik8"), 0)
 
@@ -125,7 +125,7 @@ def test_hosts_together_read_the_same_batch(good: Path, step: int, n_hosts: int)
         np.testing.assert_array_equal(np.concatenate([getattr(part, name) for part in shares]), getattr(whole, name))
 
 
-def test_the_embedded_emoji_open_as_pictures() -> None:
+def test_embedded_emoji_open_as_images() -> None:
     data = load_dataset(DataConfig(source="emoji-16", sequence_len=768, update_len=768, batch_size=2), 0)
     assert sum(data.split(name).n_documents for name in SPLITS) == 3786
     assert data.batch(0).targets.shape == (2, math.prod((16, 16, 3)))

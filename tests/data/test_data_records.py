@@ -32,7 +32,7 @@ def test_json_lines(tmp_path: Path, codec: str) -> None:
     assert documents.left_out == {"null_rows": 1, "empty": 1, "not_text": 1, "no_column": 1, "blank_lines": 1}
 
 
-def test_a_row_longer_than_a_part_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_longer_than_a_part_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents_module, "PART_BYTES", 100)
     for name, content in {"a.jsonl": jsonl([{"text": "x" * 250}]), "a.parquet": parquet({"text": ["x" * 250]})}.items():
         parts = list(open_documents(write(tmp_path / name, content)).parts())
@@ -40,7 +40,7 @@ def test_a_row_longer_than_a_part_is_cut(tmp_path: Path, monkeypatch: pytest.Mon
         assert {part.name for part in parts} == {f"{name}:1"}
 
 
-def test_few_bad_lines_are_counted_and_many_refused(tmp_path: Path) -> None:
+def test_few_bad_lines_are_counted_and_many_rejected(tmp_path: Path) -> None:
     good = jsonl([{"text": "x"}]) * 150
     documents = open_documents(write(tmp_path / "few.jsonl", good + b"{broken\n" + good))
     assert len(whole(documents)) == 300
@@ -55,13 +55,13 @@ def test_few_bad_lines_are_counted_and_many_refused(tmp_path: Path) -> None:
     assert documents.left_out == {"bad_json": 2}
 
 
-def test_an_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_line_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_LINE", 50)
     message = refused(write(tmp_path / "a.jsonl", jsonl([{"text": "x"}]) + b"y" * 60))
     assert "a.jsonl: line 2 is longer than 50 bytes" in message
 
 
-def test_columns_that_are_not_there_are_refused_with_those_that_are(tmp_path: Path) -> None:
+def test_columns_that_are_not_there_are_rejected_with_those_that_are(tmp_path: Path) -> None:
     lines = write(tmp_path / "a.jsonl", jsonl([{"body": "x", "id": 1}] * 500))
     table = write(tmp_path / "a.parquet", parquet({"body": ["x"], "id": [1]}))
     for source in (lines, table, str(tmp_path)):
@@ -110,7 +110,7 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, splits: dict[str, list[dict[str, o
     return calls
 
 
-def test_a_data_set_of_the_hub_keeps_its_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_set_of_the_hub_keeps_its_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     splits: dict[str, list[dict[str, object]]] = {
         "train": [{"text": "a"}, {"text": None}, {"text": "b"}],
         "valid": [{"text": "c"}],
@@ -142,7 +142,7 @@ def test_one_split_of_the_hub_is_divided_as_any_source(monkeypatch: pytest.Monke
     assert "a source with text" in refused("hf:owner/name")
 
 
-def test_what_can_go_wrong_with_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'linnet-lm[datasets]'" in refused("hf:owner/name")
     assert "hf:OWNER/NAME" in refused("hf:owner/name/more")

@@ -35,7 +35,7 @@ def refused(source: Path | str, **settings: object) -> str:
     return str(caught.value)
 
 
-def test_a_folder_is_walked_in_the_order_of_names(tmp_path: Path) -> None:
+def test_folder_is_walked_in_the_order_of_names(tmp_path: Path) -> None:
     write(tmp_path, {"b.txt": b"b", "a/z.md": b"z", "a/deep/er/c": b"c", "a.txt": b"a"})
     assert names(tmp_path) == ["a.txt", "a/deep/er/c", "a/z.md", "b.txt"]
 
@@ -99,7 +99,7 @@ def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names("~/y/*.md") == ["c.md"]
 
 
-def test_bytes_are_bytes(tmp_path: Path) -> None:
+def test_byte_tokenizer_maps_bytes_to_ids(tmp_path: Path) -> None:
     content = bytes(range(1, 256)) + b"\xff\xfe\xc3("
     write(tmp_path, {"latin.txt": content})
     data = load_dataset(DataConfig(source=str(tmp_path / "latin.txt"), validation_fraction=0, test_fraction=0), 0)
@@ -107,7 +107,7 @@ def test_bytes_are_bytes(tmp_path: Path) -> None:
     assert data.train.n_tokens == len(content), "a single file has no end id"
 
 
-def test_a_large_file_is_mapped_and_means_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_file_is_mapped_and_means_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"big.txt": bytes(np.random.default_rng(0).integers(1, 256, 5000, np.uint8))})
     cfg = DataConfig(source=str(tmp_path / "big.txt"), sequence_len=64, update_len=64)
     read = load_dataset(cfg, 0)
@@ -121,7 +121,7 @@ def test_a_large_file_is_mapped_and_means_the_same(tmp_path: Path, monkeypatch: 
     assert load_dataset(cfg, 0).fingerprint != read.fingerprint
 
 
-def test_the_standard_library_is_a_corpus() -> None:
+def test_standard_library_is_a_corpus() -> None:
     found = find_files("python-stdlib")
     assert found.n_bytes > 5_000_000
     assert [f.name for f in found.files] == sorted(f.name for f in found.files)
@@ -137,7 +137,7 @@ def test_the_standard_library_is_a_corpus() -> None:
     assert data.describe()["warnings"] == []
 
 
-def test_a_python_without_source_text_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_without_source_text_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
     assert "comes with its source files" in refused("python-stdlib")
 
@@ -158,7 +158,7 @@ def test_a_python_without_source_text_is_said(tmp_path: Path, monkeypatch: pytes
         ("nul\0character", "an existing file"),
     ],
 )
-def test_bad_sources_are_refused_with_the_way_out(tmp_path: Path, source: str, says: str) -> None:
+def test_invalid_sources_are_rejected_with_the_fix(tmp_path: Path, source: str, says: str) -> None:
     write(tmp_path, {"corpus.txt": b"text", "empty/a": b"", "empty/b": b"", "binary/archive.gz": b"\x1f\x8b\0"})
     (tmp_path / "void").mkdir()
     message = refused(tmp_path / source)
@@ -167,14 +167,14 @@ def test_bad_sources_are_refused_with_the_way_out(tmp_path: Path, source: str, s
     assert "Fix: " in message
 
 
-def test_an_empty_name_and_a_device_are_refused(tmp_path: Path) -> None:
+def test_empty_name_and_a_device_are_rejected(tmp_path: Path) -> None:
     assert "data.source is ''" in refused("")
     assert "neither a file nor a folder" in refused("/dev/null")
     write(tmp_path, {"a": b"a", "b": b"b"})
     assert "data.validation_files is ''" in refused(tmp_path, validation_files=("",))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"open.txt": b"a", "locked.txt": b"b", "locked/c.txt": b"c"})
 
     def no_entry(path: object, *rest: object) -> object:
@@ -187,7 +187,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become someone else for a moment")
-def test_a_folder_that_cannot_be_entered_is_named() -> None:
+def test_folder_that_cannot_be_entered_is_named() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = write(Path(folder), {"locked/c.txt": b"c", "open.txt": b"o"})
         root.chmod(0o755)
@@ -200,7 +200,7 @@ def test_a_folder_that_cannot_be_entered_is_named() -> None:
             os.seteuid(0)
 
 
-def test_a_file_that_shrinks_between_looking_and_reading_is_noticed(
+def test_file_that_shrinks_between_looking_and_reading_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, {"a.txt": b"long enough"})

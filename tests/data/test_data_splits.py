@@ -120,7 +120,7 @@ def test_named_files_and_a_fraction(tmp_path: Path) -> None:
     assert raws(data) == {"train": b"t" * 90, "validation": b"v" * 50, "test": b"t" * 10}
 
 
-def test_a_link_does_not_leak_held_out_text(tmp_path: Path) -> None:
+def test_link_does_not_leak_held_out_text(tmp_path: Path) -> None:
     write(tmp_path, {"data/a": b"aa", "data/b": b"bb", "c": b"cc"})
     (tmp_path / "data/held").symlink_to(tmp_path / "c")
     (tmp_path / "data/hard").hardlink_to(tmp_path / "c")
@@ -138,7 +138,7 @@ def test_a_link_does_not_leak_held_out_text(tmp_path: Path) -> None:
         ({"validation_files": ("a", "b")}, "all of its 2 files are held out"),
     ],
 )
-def test_bad_held_out_files_are_refused(tmp_path: Path, settings: dict[str, tuple[str, ...]], says: str) -> None:
+def test_bad_held_out_files_are_rejected(tmp_path: Path, settings: dict[str, tuple[str, ...]], says: str) -> None:
     write(tmp_path, {"a": b"aa", "b": b"b", "empty": b""})
     with pytest.raises(UserError) as caught:
         opened(tmp_path, 0, **settings)
@@ -146,7 +146,7 @@ def test_bad_held_out_files_are_refused(tmp_path: Path, settings: dict[str, tupl
     assert "Fix: " in str(caught.value)
 
 
-def test_an_empty_split_says_how_to_fill_it(tmp_path: Path) -> None:
+def test_empty_split_says_how_to_fill_it(tmp_path: Path) -> None:
     write(tmp_path, {"a": b"tiny"})
     data = opened(tmp_path / "a", validation_fraction=0)
     with pytest.raises(UserError, match=r"the validation split is empty .* set --data.validation-fraction 0.05"):
@@ -162,7 +162,7 @@ def test_an_empty_split_says_how_to_fill_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"), [(("dev", 2), "one of train"), (("train", 0), "at least 1"), (("train", 2, 0), "at least 1")]
 )
-def test_bad_evaluations_are_refused_at_once(tmp_path: Path, arguments: tuple[str, int], says: str) -> None:
+def test_bad_evaluations_are_rejected_at_once(tmp_path: Path, arguments: tuple[str, int], says: str) -> None:
     write(tmp_path, {"a": b"text"})
     with pytest.raises(UserError, match=says):
         opened(tmp_path / "a").evaluation(*arguments)

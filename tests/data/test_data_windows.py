@@ -54,7 +54,7 @@ def data_of(text: bytes, folder: Path, sequence_len: int, update_len: int, batch
 
 @settings(deadline=None)
 @given(docs=documents, sequence_len=st.integers(1, 20))
-def test_windows_hold_every_token_of_every_document_once(docs: list[tuple[bytes, bool]], sequence_len: int) -> None:
+def test_windows_contain_every_token_of_every_document_once(docs: list[tuple[bytes, bool]], sequence_len: int) -> None:
     split, expected = pack(docs, sequence_len), slow_tokens(docs)
     windows = [split.window(i) for i in range(split.n_windows)]
     assert all(len(values) == sequence_len for window in windows for values in window)
@@ -89,7 +89,7 @@ def test_updates_are_slices_of_the_whole_sequence(
 
 @settings(deadline=None)
 @given(docs=documents, other=documents)
-def test_the_fingerprint_tells_texts_and_their_boundaries_apart(
+def test_fingerprint_distinguishes_texts_and_boundaries(
     docs: list[tuple[bytes, bool]], other: list[tuple[bytes, bool]]
 ) -> None:
     assert (pack(docs, 4).fingerprint() == pack(other, 4).fingerprint()) == (docs == other)
@@ -104,13 +104,13 @@ def test_every_epoch_has_every_window_once(n: int, batch: int, seed: int, epochs
         assert sorted(stream[epoch * n : (epoch + 1) * n]) == list(range(n))
 
 
-def test_the_order_is_pinned() -> None:
+def test_order_is_pinned() -> None:
     """A change here would break the resuming of every run that was ever started."""
     assert permutation(0, 0, 8).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
     assert permutation(7, 2, 8).tolist() == [6, 7, 4, 0, 1, 5, 3, 2]
 
 
-def test_seeds_and_epochs_differ_and_the_cache_cannot_be_spoiled() -> None:
+def test_seeds_and_epochs_differ_and_the_cache_is_immutable() -> None:
     orders = {tuple(permutation(seed, epoch, 50).tolist()) for seed in range(4) for epoch in range(4)}
     assert len(orders) == 16
     with pytest.raises(ValueError, match="read-only"):
@@ -143,7 +143,7 @@ def test_batches_cover_each_epoch_and_do_not_depend_on_the_order_of_calls(
         jax.tree.map(np.testing.assert_array_equal, again.batch(step), batches[step])
 
 
-def test_a_batch_is_a_pytree_of_the_promised_types(tmp_path: Path) -> None:
+def test_batch_is_a_pytree_of_the_promised_types(tmp_path: Path) -> None:
     batch = data_of(b"hello", tmp_path, sequence_len=8, update_len=8, batch_size=2).batch(0)
     assert isinstance(batch, Batch)
     assert [x.dtype for x in jax.tree.leaves(batch)] == [np.int32, np.int32, np.int32, np.float32]
@@ -168,14 +168,14 @@ def test_evaluation_counts_every_target_once(tmp_path: Path, batch_size: int) ->
     assert (filler == -1).all()
 
 
-def test_a_limited_evaluation_is_spread_over_the_split(tmp_path: Path) -> None:
+def test_limited_evaluation_is_spread_over_the_split(tmp_path: Path) -> None:
     data = data_of(bytes(range(100)).replace(b"\0", b"."), tmp_path, sequence_len=10, update_len=10, batch_size=2)
     (batch,) = data.evaluation("train", 5, 5)
     assert batch.targets[:, 0].tolist() == [ord(".") + 3, *(start + 3 for start in (20, 40, 60, 80))]
     assert sum(int(np.sum(b.loss_mask)) for b in data.evaluation("train", 3, 1000)) == 100
 
 
-def test_a_batch_of_8_x_2048_takes_well_under_a_millisecond() -> None:
+def test_batch_of_8_x_2048_takes_well_under_a_millisecond() -> None:
     data = load_dataset(DataConfig(), 0)
     data.batch(0)
     best = min(_seconds(data, range(k * 50, k * 50 + 50)) for k in range(4)) / 50

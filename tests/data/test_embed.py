@@ -67,7 +67,7 @@ def write_source(root: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["txt", "json", "jsonl", "table", "parquet", "tar"])
-def test_every_kind_of_captioned_pictures_becomes_the_same_pairs(
+def test_every_kind_of_captioned_images_gives_the_same_embedding_pairs(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = write_source(tmp_path / "in", kind), tmp_path / "out"
@@ -84,7 +84,7 @@ def test_every_kind_of_captioned_pictures_becomes_the_same_pairs(
     assert pq.read_table(out / "metadata" / "metadata_2.parquet").column_names == ["image_path", "caption"]
 
 
-def test_what_cannot_be_used_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_unusable_files_are_skipped_and_counted(tmp_path: Path) -> None:
     source = write_source(tmp_path / "in", "txt")
     (source / "b.txt").unlink()
     (source / "c.png").write_bytes(PICTURES["c.png"][:60])
@@ -107,7 +107,7 @@ def test_blocks_with_nothing_good_leave_no_gap_in_the_shards(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("n_before", [1, 2, 3, 4])
-def test_a_killed_run_goes_on_and_gives_the_same_files(tmp_path: Path, n_before: int) -> None:
+def test_killed_run_resumes_and_writes_the_same_files(tmp_path: Path, n_before: int) -> None:
     source = open_captioned(str(write_source(tmp_path / "in", "txt")))
     read: list[str] = []
 
@@ -145,7 +145,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_a_folder_of_another_task_is_left_as_it_is(tmp_path: Path) -> None:
+def test_folder_of_another_task_is_unchanged(tmp_path: Path) -> None:
     source, out = write_source(tmp_path / "in", "txt"), tmp_path / "out"
     embed(EmbedTask(source=open_captioned(str(source)), encoder=open_builtin()), out)
     before = _contents(out)
@@ -189,9 +189,7 @@ def test_embedded_images_with_captions_get_their_texts(tmp_path: Path, capsys: p
     assert "a folder other than SOURCE" in capsys.readouterr().err
 
 
-def test_an_encoder_that_is_not_there_is_refused_with_the_fix(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_encoder_that_is_not_there_is_rejected_with_the_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_source(tmp_path / "in", "txt")
     for encoder, words in (
         ("open_clip:ViT-B-32/laion2b_s34b_b79k", "install linnet-lm[clip], or use --encoder builtin"),
@@ -211,20 +209,20 @@ def test_an_encoder_that_is_not_there_is_refused_with_the_fix(
         ("more.tar", b"", r"one of them \(it has pictures and tar\)"),
     ],
 )
-def test_captions_that_cannot_be_read_are_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+def test_captions_that_cannot_be_read_are_rejected(tmp_path: Path, name: str, content: bytes, words: str) -> None:
     source = write_source(tmp_path / "in", "none")
     (source / name).write_bytes(content)
     with pytest.raises(UserError, match=words):
         open_captioned(str(source))
 
 
-def test_pictures_without_any_caption_are_refused(tmp_path: Path) -> None:
+def test_images_without_any_caption_are_rejected(tmp_path: Path) -> None:
     source = open_captioned(str(write_source(tmp_path / "in", "none")))
     with pytest.raises(UserError, match="left out: 5 no caption"):
         embed(EmbedTask(source=source, encoder=open_builtin()), tmp_path / "out")
 
 
-def test_damaged_notes_are_named(tmp_path: Path) -> None:
+def test_corrupt_notes_are_named(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text("{")
     with pytest.raises(UserError, match=f"{MANIFEST} is damaged"):
         read_manifest(tmp_path)

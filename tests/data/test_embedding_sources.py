@@ -85,17 +85,17 @@ def test_captions_are_found_by_any_row_in_any_order(tmp_path: Path) -> None:
         assert pairs.captions("train", [20, 0, 13, 13]) == ["caption 20", "caption 0", "caption 13", "caption 13"]
 
 
-def test_a_source_without_captions_has_none(tmp_path: Path) -> None:
+def test_source_without_captions_has_none(tmp_path: Path) -> None:
     assert opened(files.folder(tmp_path / "in", metadata=False)).captions("train", [0]) is None
 
 
-def test_half_precision_is_read_as_it_is_and_given_as_float32(tmp_path: Path) -> None:
+def test_half_precision_is_read_exactly_and_returned_as_float32(tmp_path: Path) -> None:
     batch = opened(files.folder(tmp_path / "in", dtype=np.float16)).at(np.arange(3), 3)
     assert batch.image_embed.dtype == np.float32
     assert np.array_equal(batch.image_embed, files.vectors()[:3].astype(np.float16))
 
 
-def test_text_encodings_come_along_and_may_be_padded_with_zeros(tmp_path: Path) -> None:
+def test_text_encodings_are_included_and_may_be_zero_padded(tmp_path: Path) -> None:
     root = files.folder(tmp_path / "in", sizes=(files.N,))
     encodings = np.random.default_rng(0).normal(size=(files.N, 6, files.TEXT)).astype(np.float32)
     encodings[:, 4:] = 0
@@ -113,7 +113,7 @@ def test_text_encodings_come_along_and_may_be_padded_with_zeros(tmp_path: Path) 
     assert np.array_equal(batch.encodings, np.stack([encodings[5], encodings[2], np.zeros_like(encodings[0])]))
 
 
-def test_nothing_is_loaded_whole(tmp_path: Path) -> None:
+def test_weights_are_loaded_tensor_by_tensor(tmp_path: Path) -> None:
     """Shards stay maps of their files: rows are read when they are asked for."""
     for name, settings in layouts(tmp_path).items():
         pairs = open_pairs(PairsConfig(**settings), seed=0)
@@ -125,7 +125,7 @@ def test_nothing_is_loaded_whole(tmp_path: Path) -> None:
 # Order, hosts, splits
 
 
-def test_a_batch_is_a_function_of_the_step_and_an_epoch_has_every_pair_once(tmp_path: Path) -> None:
+def test_batch_is_a_function_of_the_step_and_an_epoch_has_every_pair_once(tmp_path: Path) -> None:
     pairs = opened(files.folder(tmp_path / "in"), batch_size=7)
     n = pairs.n_rows("train")
     assert n == 21
@@ -148,7 +148,7 @@ def test_hosts_together_read_the_same_batch(tmp_path: Path, n_hosts: int) -> Non
         assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
 
 
-def test_an_evaluation_has_every_pair_once_and_masks_what_fills_up(tmp_path: Path) -> None:
+def test_evaluation_has_every_pair_once_and_masks_padding(tmp_path: Path) -> None:
     pairs = opened(files.folder(tmp_path / "in"), test_fraction=0.3)
     batches = list(pairs.evaluation("test", 4))
     assert [batch.mask.tolist() for batch in batches] == [[1, 1, 1, 1], [1, 1, 0, 0]]
@@ -167,7 +167,7 @@ def test_splits_by_fraction_keep_the_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["npz", "parquet"])
-def test_a_source_may_say_what_is_test(tmp_path: Path, kind: str) -> None:
+def test_source_may_name_its_test_split(tmp_path: Path, kind: str) -> None:
     is_test = np.arange(files.N) % 3 == 0
     columns = {"image_embed": files.vectors(), "text_embed": files.texts(), "is_test": is_test}
     path = tmp_path / f"one.{kind}"
@@ -182,7 +182,7 @@ def test_a_source_may_say_what_is_test(tmp_path: Path, kind: str) -> None:
     assert pairs.split("validation").tolist() == rest[12:].tolist()
 
 
-def test_a_source_may_name_its_splits_in_words(tmp_path: Path) -> None:
+def test_source_may_name_its_splits_in_words(tmp_path: Path) -> None:
     words = ["train", "val", "test"] * 7 + ["train", "Train"]
     path = files.parquet(tmp_path / "a.parquet", image_emb=files.vectors(), text_emb=files.texts(), split=words)
     pairs = opened(path, split_key="split")
@@ -196,7 +196,7 @@ def test_a_source_may_name_its_splits_in_words(tmp_path: Path) -> None:
 # Once read, known
 
 
-def test_a_set_is_looked_through_once_until_it_changes(
+def test_dataset_is_validated_once_until_it_changes(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = files.folder(tmp_path / "in")
@@ -220,7 +220,7 @@ def test_a_set_is_looked_through_once_until_it_changes(
 
 
 @pytest.mark.parametrize("kind", ["npz", "parquet"])
-def test_what_was_unpacked_is_unpacked_anew_when_its_file_changes(tmp_path: Path, kind: str) -> None:
+def test_unpacked_files_are_refreshed_when_the_archive_changes(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"one.{kind}"
     for seed in (0, 1):
         image = files.vectors(seed=seed)
@@ -232,13 +232,13 @@ def test_what_was_unpacked_is_unpacked_anew_when_its_file_changes(tmp_path: Path
         assert np.array_equal(all_rows(opened(path))[1], image)
 
 
-def test_a_home_that_cannot_be_written_to_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_home_is_tolerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert opened(files.folder(tmp_path / "in")).n_rows("train") == 21
 
 
-def test_the_fingerprint_knows_content_and_division_and_not_the_batch_size(tmp_path: Path) -> None:
+def test_fingerprint_covers_content_and_splits_but_not_the_batch_size(tmp_path: Path) -> None:
     root = files.folder(tmp_path / "in")
     first = opened(root)
     assert opened(root, batch_size=9).fingerprint == first.fingerprint

@@ -29,7 +29,7 @@ def rows_of(pairs: EmbeddingPairs) -> list[int]:
 # Rows
 
 
-def test_rows_that_cannot_be_learnt_from_are_left_out_counted_and_named(tmp_path: Path) -> None:
+def test_unusable_rows_are_skipped_counted_and_named(tmp_path: Path) -> None:
     image, text = files.vectors(), files.texts()
     image[12, 3] = np.nan
     image[20] = 0
@@ -70,18 +70,18 @@ def test_many_bad_rows_are_counted_and_a_few_are_named(tmp_path: Path) -> None:
     assert "7 more" in warning
 
 
-def test_a_set_with_nothing_good_is_refused(tmp_path: Path) -> None:
+def test_dataset_without_valid_rows_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no pair .* left to train on .*23 of 23"):
         opened(files.folder(tmp_path / "in", np.full((files.N, 4), np.nan)))
 
 
-def test_vectors_that_are_not_normalised_are_remarked_on(tmp_path: Path) -> None:
+def test_vectors_that_are_not_normalized_are_remarked_on(tmp_path: Path) -> None:
     warnings = opened(files.folder(tmp_path / "in", 10 * files.vectors())).warnings()
     assert [w for w in warnings if "image embeddings have a mean norm of 10" in w]
     assert not [w for w in warnings if "text embeddings have a mean norm" in w]
 
 
-def test_a_null_in_parquet_is_a_bad_row(tmp_path: Path) -> None:
+def test_null_in_parquet_is_a_bad_row(tmp_path: Path) -> None:
     image: list[Any] = files.vectors().tolist()
     image[7] = None
     path = files.parquet(tmp_path / "a.parquet", image_embed=image, text_embed=files.texts())
@@ -93,14 +93,14 @@ def test_a_null_in_parquet_is_a_bad_row(tmp_path: Path) -> None:
 # Shards
 
 
-def test_pairs_that_went_apart_are_refused_with_both_files(tmp_path: Path) -> None:
+def test_misaligned_embedding_pairs_are_rejected_with_both_files(tmp_path: Path) -> None:
     root = files.folder(tmp_path / "in")
     np.save(root / "text_emb" / "text_emb_9.npy", files.texts()[:8])
     with pytest.raises(UserError, match=r"img_emb_9.npy has 9 rows, but .*text_emb_9.npy has 8: from row 8 on"):
         opened(root)
 
 
-def test_captions_that_went_apart_are_refused(tmp_path: Path) -> None:
+def test_misaligned_captions_are_rejected(tmp_path: Path) -> None:
     root = files.folder(tmp_path / "in")
     files.parquet(root / "metadata" / "metadata_10.parquet", caption=["a", "b"])
     with pytest.raises(UserError, match=r"img_emb_10.npy has 4 rows, but .*metadata_10.parquet has 2"):
@@ -118,14 +118,14 @@ def test_metadata_without_captions_is_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gone", "words"), [("text_emb/text_emb_9.npy", "a text shard"), ("img_emb/img_emb_9.npy", "an image shard")]
 )
-def test_a_shard_without_its_partner_is_refused(tmp_path: Path, gone: str, words: str) -> None:
+def test_shard_without_its_partner_is_rejected(tmp_path: Path, gone: str, words: str) -> None:
     root = files.folder(tmp_path / "in", metadata=False)
     (root / gone).unlink()
     with pytest.raises(UserError, match=rf"_9.npy has no partner: {words} with the number 9 is missing"):
         opened(root)
 
 
-def test_a_gap_in_the_numbers_is_a_warning(tmp_path: Path) -> None:
+def test_gap_in_the_numbers_is_a_warning(tmp_path: Path) -> None:
     root = files.folder(tmp_path / "in")
     for gone in ("text_emb/text_emb_9.npy", "img_emb/img_emb_9.npy", "metadata/metadata_9.parquet"):
         (root / gone).unlink()
@@ -148,7 +148,7 @@ def test_shards_without_numbers_need_equal_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])
-def test_another_width_is_refused_with_both_files(tmp_path: Path, kind: str) -> None:
+def test_another_width_is_rejected_with_both_files(tmp_path: Path, kind: str) -> None:
     root = files.folder(tmp_path / "in")
     stem = {"image": "img_emb", "text": "text_emb"}[kind]
     np.save(root / stem / f"{stem}_10.npy", files.vectors(4, 11))
@@ -166,7 +166,7 @@ def test_another_width_is_refused_with_both_files(tmp_path: Path, kind: str) -> 
         (files.npy(files.vectors(9)[0]), "shape of .*rows of numbers"),
     ],
 )
-def test_a_file_that_is_no_array_of_rows_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+def test_file_that_is_no_array_of_rows_is_rejected(tmp_path: Path, content: bytes, words: str) -> None:
     root = files.folder(tmp_path / "in")
     (root / "img_emb" / "img_emb_9.npy").write_bytes(content)
     with pytest.raises(UserError, match=words) as error:
@@ -202,7 +202,7 @@ def test_columns_are_found_by_their_usual_names_or_must_be_named(tmp_path: Path)
         opened(path, image_key="caption", text_key="read")
 
 
-def test_a_damaged_parquet_or_npz_is_named(tmp_path: Path) -> None:
+def test_corrupt_parquet_or_npz_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 nothing PAR1")
     with pytest.raises(UserError, match="a.parquet is corrupt"):
         opened(tmp_path / "a.parquet")
@@ -233,20 +233,20 @@ def test_samples_without_one_of_their_embeddings_are_left_out_and_named(tmp_path
         (files.npy(files.vectors(1)[0].astype(np.float16))[:-3], r"00004 \(image\) is truncated"),
     ],
 )
-def test_a_member_that_is_not_like_the_others_is_refused_by_name(tmp_path: Path, member: bytes, words: str) -> None:
+def test_member_of_another_shape_is_rejected_by_name(tmp_path: Path, member: bytes, words: str) -> None:
     path = files.tar(tmp_path / "a.tar", files.samples() | {"00004.img_emb.npy": member})
     with pytest.raises(UserError, match=words):
         opened(path)
 
 
-def test_a_bad_row_in_a_tar_is_named_by_its_sample(tmp_path: Path) -> None:
+def test_bad_row_in_a_tar_is_named_by_its_sample(tmp_path: Path) -> None:
     nothing = files.npy(np.zeros(files.IMAGE, np.float16))
     pairs = opened(files.tar(tmp_path / "a.tar", files.samples() | {"00004.img_emb.npy": nothing}))
     assert 4 not in rows_of(pairs)
     assert "a.tar, 00004 (image)" in pairs.warnings()[0]
 
 
-def test_endings_of_a_tar_can_be_named_and_are_told_apart(tmp_path: Path) -> None:
+def test_extensions_in_a_tar_can_be_named_and_are_distinguished(tmp_path: Path) -> None:
     members = files.samples()
     for i in range(files.N):
         members[f"{i:05}.clip.npy"] = files.npy(np.full(3, np.nan if i == 1 else 1, np.float32))
@@ -255,13 +255,13 @@ def test_endings_of_a_tar_can_be_named_and_are_told_apart(tmp_path: Path) -> Non
     assert rows_of(opened(path, image_key="clip.npy")) == [0, *range(2, files.N)]
 
 
-def test_a_tar_of_pictures_points_to_embed(tmp_path: Path) -> None:
+def test_tar_of_images_points_to_embed(tmp_path: Path) -> None:
     path = files.tar(tmp_path / "a.tar", {"0.png": b"x", "0.txt": b"a cat"})
     with pytest.raises(UserError, match=r"no image embeddings .*it has .png, .txt.*linnet data embed"):
         opened(path)
 
 
-def test_a_tar_that_was_cut_is_refused(tmp_path: Path) -> None:
+def test_tar_that_was_cut_is_rejected(tmp_path: Path) -> None:
     path = files.tar(tmp_path / "a.tar", files.samples())
     path.write_bytes(path.read_bytes()[: 512 * 9])
     with pytest.raises(UserError, match="a.tar is corrupt or truncated"):
@@ -283,7 +283,7 @@ def test_captions_without_text_embeddings_are_never_embedded_silently(tmp_path: 
         opened(root)
 
 
-def test_sources_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_invalid_sources_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="an existing file, folder or glob, or 'emoji-pairs'"):
         opened(tmp_path / "nowhere")
     (tmp_path / "a.txt").write_text("x")
@@ -300,12 +300,12 @@ def test_sources_that_are_none_are_refused(tmp_path: Path) -> None:
     "settings",
     [{"batch_size": 0}, {"test_fraction": 1.0}, {"validation_fraction": 0.6, "test_fraction": 0.4}, {"texts": "x"}],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"data\."):
         PairsConfig(**settings)
 
 
-def test_an_empty_split_is_refused_when_it_is_evaluated(tmp_path: Path) -> None:
+def test_empty_split_is_rejected_when_it_is_evaluated(tmp_path: Path) -> None:
     pairs = opened(files.folder(tmp_path / "in"), validation_fraction=0.0)
     with pytest.raises(UserError, match="validation split has no pairs.*--data.validation-fraction"):
         pairs.evaluation("validation", 4)
@@ -325,7 +325,7 @@ def test_float64_that_overflows_float32_is_reported_as_such(tmp_path: Path) -> N
     assert pairs.origin["left_out"]["source"] == {"image_overflow": 1, "image_not_finite": 1}
 
 
-def test_a_parquet_of_doubles_that_overflow_float32_is_refused_by_row(tmp_path: Path) -> None:
+def test_parquet_of_doubles_that_overflow_float32_is_rejected_by_row(tmp_path: Path) -> None:
     image = files.vectors().astype(np.float64)
     image[7, 1] = -1e300
     path = files.parquet(tmp_path / "a.parquet", img_emb=image, text_emb=files.texts())

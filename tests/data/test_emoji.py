@@ -17,7 +17,7 @@ from linnet.data.sources.emoji import FOLDER, SIZES, assign_splits, find_concept
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_there_is_a_caption_a_split_and_a_picture_of_each(size: int) -> None:
+def test_every_emoji_has_a_caption_a_split_and_an_image(size: int) -> None:
     pictures, captions, splits = open_emoji(size)
     assert pictures.shape == (3786, size, size, 3)
     assert pictures.dtype == np.uint8
@@ -65,7 +65,7 @@ def test_concepts(caption: str, is_about: str) -> None:
     assert find_concept(caption) == is_about
 
 
-def test_no_concept_and_no_picture_is_in_two_splits() -> None:
+def test_no_concept_and_no_image_is_in_two_splits() -> None:
     pictures, captions, splits = open_emoji(16)
     for keys in ([find_concept(caption) for caption in captions], [picture.tobytes() for picture in pictures]):
         assert len(set(zip(keys, splits, strict=True))) == len(set(keys))
@@ -74,7 +74,7 @@ def test_no_concept_and_no_picture_is_in_two_splits() -> None:
     assert open_emoji(32)[2] == splits
 
 
-def test_the_same_picture_joins_concepts_even_through_a_third() -> None:
+def test_same_image_joins_concepts_even_through_a_third() -> None:
     a, b = np.zeros((2, 2, 3), np.uint8), np.ones((2, 2, 3), np.uint8)
     names = [f"thing {i}" for i in range(60)]
     alone = assign_splits(names, np.arange(60, dtype=np.uint8).reshape(60, 1, 1, 1).repeat(3, axis=3))
@@ -83,7 +83,7 @@ def test_the_same_picture_joins_concepts_even_through_a_third() -> None:
     assert len(set(assign_splits([*names, *names], np.stack([a] * 60 + [b] * 60)))) == 1
 
 
-def test_shares_are_near_what_was_asked() -> None:
+def test_splits_are_close_to_the_requested_fractions() -> None:
     _, captions, splits = open_emoji(16)
     pictures, concepts = Counter(splits), Counter(dict(zip(map(find_concept, captions), splits, strict=True)).values())
     for split in ("validation", "test"):
@@ -95,12 +95,12 @@ def test_shares_are_near_what_was_asked() -> None:
         assert largest <= pictures[split] / 5
 
 
-def test_another_size_is_refused() -> None:
+def test_another_size_is_rejected() -> None:
     with pytest.raises(UserError, match="size of the emoji is 64.*one of 32, 16"):
         open_emoji(64)
 
 
-def test_the_package_carries_the_licence_and_stays_small() -> None:
+def test_package_carries_the_licence_and_stays_small() -> None:
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
     assert set(files) == {"32.png", "16.png", "captions.json", "LICENSE", "NOTICE"}
     assert sum(files.values()) < 6_000_000
@@ -109,7 +109,7 @@ def test_the_package_carries_the_licence_and_stays_small() -> None:
     assert len(json.loads((FOLDER / "captions.json").read_text())) == 3786
 
 
-def test_the_sheets_can_be_made_again(tmp_path: Path) -> None:
+def test_sheets_can_be_made_again(tmp_path: Path) -> None:
     pack = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "pack_emoji.py"))["pack"]
     cells = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 64, 3), np.uint8)  # 2 rows of 64 pictures
     Image.fromarray(cells.swapaxes(1, 2).reshape(128, 4096, 3)).save(tmp_path / "sheet.png")

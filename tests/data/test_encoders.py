@@ -44,7 +44,7 @@ def emoji(tmp_path_factory: pytest.TempPathFactory) -> EmbeddingPairs:
 # Words
 
 
-def test_a_caption_is_its_words_and_where_they_stand() -> None:
+def test_caption_features_are_words_and_positions() -> None:
     assert split_words("Café au lait: Hot, DRINK: x_1") == [
         ("cafe", NAME), ("au", NAME), ("lait", NAME), ("hot", KEYWORD), ("drink", KEYWORD), ("x_1", KEYWORD)
     ]  # fmt: skip
@@ -60,7 +60,7 @@ def test_features_are_the_same_in_every_process_and_shared_by_like_words() -> No
     assert all(0 < feature < N_BUCKETS for feature in long)
 
 
-def test_captions_longer_than_the_longest_are_cut() -> None:
+def test_captions_over_the_maximum_are_truncated() -> None:
     bag = featurize(["word " * 100, ""])
     assert bag.words.shape == (2, MAX_WORDS)
     assert (bag.words[0] == 1).all()
@@ -70,14 +70,14 @@ def test_captions_longer_than_the_longest_are_cut() -> None:
 # The pair
 
 
-def test_the_weights_are_small_and_come_with_the_package() -> None:
+def test_weights_are_small_and_come_with_the_package() -> None:
     assert builtin.WEIGHTS.stat().st_size < 3 * MB
     encoder = open_encoder("builtin")
     assert encoder is open_encoder("builtin")
     assert len(encoder.fingerprint) == 64
 
 
-def test_a_row_does_not_depend_on_what_is_embedded_with_it() -> None:
+def test_row_does_not_depend_on_what_is_embedded_with_it() -> None:
     encoder = builtin.open_builtin()
     pictures, captions, _ = open_emoji(32)
     texts = ["", *captions[:69], "an unheard-of thing"]
@@ -92,13 +92,13 @@ def test_a_row_does_not_depend_on_what_is_embedded_with_it() -> None:
     assert encoder.embed_texts([]).shape == (0, encoder.width)
 
 
-def test_weights_survive_being_written(tmp_path: Path) -> None:
+def test_weights_round_trip(tmp_path: Path) -> None:
     params = builtin.load(builtin.WEIGHTS)
     builtin.save(params, tmp_path / "w.safetensors")
     assert (tmp_path / "w.safetensors").read_bytes() == builtin.WEIGHTS.read_bytes()
 
 
-def test_captions_find_pictures_that_were_never_trained_on(emoji: EmbeddingPairs) -> None:
+def test_captions_find_images_that_were_never_trained_on(emoji: EmbeddingPairs) -> None:
     """Among the 386 emoji of held-out concepts, where chance is 0.003 and 0.026."""
     rows = np.concatenate([emoji.split("validation"), emoji.split("test")])
     batch = emoji.at(rows, len(rows))
@@ -117,7 +117,7 @@ LEAST = {"text_to_image@1": 0.15, "text_to_image@10": 0.48, "image_to_text@1": 0
 # The emoji
 
 
-def test_the_emoji_are_pairs_on_every_machine(emoji: EmbeddingPairs) -> None:
+def test_emoji_are_pairs_on_every_machine(emoji: EmbeddingPairs) -> None:
     _, captions, split_of = open_emoji(32)
     assert [emoji.n_rows(name) for name in ("train", "validation", "test")] == [3400, 189, 197]
     assert emoji.captions("test", range(197)) == [c for c, s in zip(captions, split_of, strict=True) if s == "test"]
@@ -147,7 +147,7 @@ def test_emoji_are_embedded_once(cache: Path, monkeypatch: pytest.MonkeyPatch, e
 
 
 @pytest.mark.parametrize("settings", [{"test_fraction": 0.2}, {"split_key": "is_test"}, {"image_key": "x"}])
-def test_the_division_of_the_emoji_is_not_to_be_changed(settings: dict[str, str | float]) -> None:
+def test_emoji_splits_are_pinned(settings: dict[str, str | float]) -> None:
     with pytest.raises(UserError, match="left unset: emoji-pairs is split"):
         open_pairs(PairsConfig(**settings), seed=0)  # pyright: ignore[reportArgumentType]
 
@@ -155,7 +155,7 @@ def test_the_division_of_the_emoji_is_not_to_be_changed(settings: dict[str, str 
 # Nearest pictures
 
 
-def test_the_nearest_are_those_of_the_largest_cosine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_are_those_of_the_largest_cosine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = open_pairs(PairsConfig(source=str(files.folder(tmp_path / "in", 3 * files.vectors()))), seed=0)
     monkeypatch.setattr("linnet.data.embeddings.neighbors.BLOCK", 5)
     queries = files.vectors(4, seed=9)
@@ -170,7 +170,7 @@ def test_the_nearest_are_those_of_the_largest_cosine(tmp_path: Path, monkeypatch
     assert held_out.captions == [["caption 22"]] * 4
 
 
-def test_an_emoji_is_nearest_to_itself_and_shows_its_picture(emoji: EmbeddingPairs) -> None:
+def test_emoji_is_nearest_to_itself_and_shows_its_image(emoji: EmbeddingPairs) -> None:
     pictures, captions, split_of = open_emoji(32)
     gallery = NeighborIndex(emoji, ("test", "validation"))
     assert gallery.n_rows == 386

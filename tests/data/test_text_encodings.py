@@ -64,7 +64,7 @@ def stored(out: Path) -> list[np.ndarray]:
 # Encoders
 
 
-def test_a_built_in_encoding_is_the_embedding_of_the_word_alone() -> None:
+def test_built_in_encoding_is_the_embedding_of_the_word_alone() -> None:
     encoder = open_encoder("builtin")
     embeds, encodings = encoder.encode_texts(CAPTIONS)
     assert encodings.shape == (5, encoder.text_len, 256)
@@ -96,7 +96,7 @@ def test_clip_tokens_after_the_end_and_token_0_are_padding() -> None:
 # Storing
 
 
-def test_a_file_written_in_blocks_is_the_array(tmp_path: Path) -> None:
+def test_file_written_in_blocks_is_the_array(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).normal(size=(7, 3, 5)).astype(np.float16)
     file = RowWriter(tmp_path / "a" / "rows.npy", (3, 5), np.dtype(np.float16))
     for at in (0, 2, 6):
@@ -163,7 +163,7 @@ def test_how_encodings_are_stored_can_be_chosen(tmp_path: Path, capsys: pytest.C
     assert linnet("data", "embed", source, "--out", tmp_path / "none", "--text-encodings", "none") == 0
 
 
-def test_encodings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_encodings_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
     root = files.folder(tmp_path / "in", sizes=(files.N,))
     (root / "text_encodings").mkdir()
     for shape, words in (
@@ -213,7 +213,7 @@ def sampled(run: Path, capsys: pytest.CaptureFixture[str], *flags: str | Path) -
 
 @pytest.mark.slow
 @pytest.mark.optimized
-def test_a_prompt_its_files_and_the_server_give_the_same_bits(
+def test_prompt_its_files_and_the_server_give_the_same_bits(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = ["red heart", "smiling cat with heart eyes"]
@@ -269,7 +269,7 @@ def test_releases_that_hide_text_are_served_as_they_are_sampled(
     assert answer["data"][0]["embedding"] == said["embedding"]
 
 
-def test_a_prior_with_encodings_is_not_sampled_without(
+def test_prior_with_encodings_is_not_sampled_without(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     embeds, encodings = open_encoder("builtin").encode_texts(["red heart"])
@@ -301,7 +301,7 @@ def test_a_prior_with_encodings_is_not_sampled_without(
     assert "trained without token encodings" in capsys.readouterr().err
 
 
-def test_a_run_remembers_its_encoder_when_its_data_is_gone(tmp_path: Path) -> None:
+def test_run_remembers_its_encoder_when_its_data_is_gone(tmp_path: Path) -> None:
     gone = PairsConfig(source=str(tmp_path / "gone"))
     assert find_encoder(gone, tmp_path) is None
     for record, name in (("{", None), ("[]", None), ('{"encoder": 3}', None), ('{"encoder": "builtin"}', "builtin")):

@@ -65,13 +65,13 @@ def test_config_repeats_the_run(trained: Path, tmp_path: Path, capsys: pytest.Ca
     assert losses(tmp_path / "again") == losses(trained)
 
 
-def test_unknown_flag_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_flag_is_rejected_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "train", "quickstart", "--model.n-layers", "3")
     assert code == 2
     assert "--model.n-layer" in out + err
 
 
-def test_inconsistent_flags_are_refused_before_anything_starts(
+def test_inconsistent_flags_are_rejected_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [
@@ -124,7 +124,7 @@ def test_eval_table_and_other_text(trained: Path, tmp_path: Path, capsys: pytest
     assert (trained / "eval_source.svg").read_text().startswith("<svg")
 
 
-def test_sample_is_its_seed_whatever_the_batch(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sample_depends_on_its_seed_alone(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["sample", str(trained), "--prompt", "linear ", "--max-tokens", "40", "--json"]
     one = json.loads(run(capsys, *base, "--seed", "5")[1])["samples"]
     three = json.loads(run(capsys, *base, "--seed", "5", "--n", "3")[1])["samples"]
@@ -156,7 +156,7 @@ def test_sample_streams_text(trained: Path, capsys: pytest.CaptureFixture[str]) 
         ("--top-k", "-1"),
     ],
 )
-def test_bad_sampling_flags_are_refused(
+def test_bad_sampling_flags_are_rejected(
     trained: Path, flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, "sample", str(trained), flag, value)
@@ -172,7 +172,7 @@ def test_report(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["eval", "sample", "report", "export"])
-def test_what_is_not_a_run_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_a_run_are_rejected(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, command, str(tmp_path))
     assert code == 2
     assert "not a run" in err
@@ -202,7 +202,7 @@ def test_presets_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(run(capsys, "presets", "--json")[1])["enwik8"]["model"]["n_layer"] == 24
 
 
-def test_a_text_the_model_has_no_ids_for_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_outside_the_vocabulary_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model of 100 ids cannot be evaluated on bytes: ids beyond would be read as others."""
     cfg = tiny.config(tiny.corpus(tmp_path), **{"model.n_vocab": 100})
     family = registry.get("vq")

@@ -152,7 +152,7 @@ def test_sessions_equal_those_of_the_run(client: linnet.Client, runs: dict[str, 
     assert (caught.value.status, caught.value.code) == (404, "session_not_found")
 
 
-def test_a_stream_that_is_closed_leaves_the_session_as_it_was(client: linnet.Client) -> None:
+def test_stream_that_is_closed_leaves_the_session_as_it_was(client: linnet.Client) -> None:
     with client.session() as session:
         session.generate("The owl", max_tokens=4, seed=1)
         before = session.to_bytes()
@@ -170,7 +170,7 @@ def test_a_stream_that_is_closed_leaves_the_session_as_it_was(client: linnet.Cli
         restored.close()
 
 
-def test_states_are_held_by_the_client(client: linnet.Client, runs: dict[str, linnet.Run]) -> None:
+def test_states_are_stored_by_the_client(client: linnet.Client, runs: dict[str, linnet.Run]) -> None:
     first = client.generate("The owl", max_tokens=8, seed=1, return_state=True)
     assert first.state is not None
     again = [client.generate(" sees", max_tokens=8, seed=1, state=first.state) for _ in range(2)]
@@ -268,7 +268,7 @@ def test_errors_name_the_fix(client: linnet.Client, address: str) -> None:
         other.health()
 
 
-def test_a_client_does_not_import_jax(address: str) -> None:
+def test_client_does_not_import_jax(address: str) -> None:
     program = (
         "import sys, linnet; c = linnet.Client(sys.argv[1], api_key=sys.argv[2]); c.generate('x', max_tokens=2); "
         "c.score('abc'); c.generate_images(model='pixels'); "

@@ -64,7 +64,7 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_prepare_tells_what_it_made(tokens: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_reports_its_output(tokens: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "data", "prepare", tokens / "text", "--out", tokens / "bytes", "--json")
     record = json.loads(out)
     assert code == 0
@@ -78,7 +78,7 @@ def test_prepare_tells_what_it_made(tokens: Path, capsys: pytest.CaptureFixture[
     assert "linnet train" in out
 
 
-def test_show_gives_the_text_back(tokens: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_the_text(tokens: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "data", "show", tokens / "run", "--step", "3")
     assert code == 0
     assert "[document " in out
@@ -124,7 +124,7 @@ def test_sample_of_a_token_run_is_text(tokens: Path, capsys: pytest.CaptureFixtu
     assert len(out) > 10
 
 
-def test_another_tokenizer_is_refused(tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_tokenizer_is_rejected(tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quietly("tokenizer", "train", tokens / "text", "--out", tmp_path / "other.model", "--vocab-size", "290")
     quietly("data", "prepare", tokens / "text", "--tokenizer", tmp_path / "other.model", "--out", tmp_path / "other")
     code, _, err = run(capsys, "eval", tokens / "run", "--source", tmp_path / "other")
@@ -144,7 +144,7 @@ def test_another_tokenizer_is_refused(tokens: Path, tmp_path: Path, capsys: pyte
     assert run(capsys, "eval", tokens / "run", "--source", tmp_path / "own", "--split", "test")[0] == 0
 
 
-def test_a_vocabulary_larger_than_the_models_is_refused(tokens: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vocabulary_larger_than_the_models_is_rejected(tokens: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(
         capsys, "train", "quickstart", "--data.source", tokens / "data", "--out", tokens / "no", "--quiet"
     )
@@ -154,7 +154,7 @@ def test_a_vocabulary_larger_than_the_models_is_refused(tokens: Path, capsys: py
     assert not (tokens / "no").exists()
 
 
-def test_pictures_are_evaluated_by_dimension(painter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_are_evaluated_by_dimension(painter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "eval", painter, "--split", "test", "--limit", "2", "--json")
     record = json.loads(out)
     assert record["bits_per_dim"] == record["bits_per_byte"]
@@ -163,7 +163,7 @@ def test_pictures_are_evaluated_by_dimension(painter: Path, capsys: pytest.Captu
     assert "bits per dimension" in out
 
 
-def test_pictures_are_painted_and_shown_in_the_report(painter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_are_painted_and_shown_in_the_report(painter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(p.name for p in (painter / "samples").glob("*.png")) == ["step_00000002.png", "step_00000004.png"]
     code, out, _ = run(capsys, "sample", painter, "--n", "2", "--seed", "5", "--json")
     record = json.loads(out)
@@ -177,7 +177,7 @@ def test_pictures_are_painted_and_shown_in_the_report(painter: Path, capsys: pyt
     assert (painter / "report.html").read_text().count("data:image/png;base64,") == 3
 
 
-def test_the_seen_half_stays_as_it_is(painter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_half_is_unchanged(painter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pictures, _, _ = open_emoji(16)
     given = []
     for i in (10, 2000):
@@ -205,7 +205,7 @@ def test_the_seen_half_stays_as_it_is(painter: Path, tmp_path: Path, capsys: pyt
         (["--keep", "2"], "--keep"),
     ],
 )
-def test_flags_that_make_no_sense_for_pictures(
+def test_flags_that_make_no_sense_for_images(
     painter: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run(capsys, "sample", painter, *flags)
@@ -213,7 +213,7 @@ def test_flags_that_make_no_sense_for_pictures(
     assert words in err
 
 
-def test_pictures_of_a_step_are_shown(painter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_of_a_step_are_shown(painter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, _ = run(capsys, "data", "show", painter, "--step", "1", "--out", tmp_path / "s.png")
     assert code == 0
     assert picture(tmp_path / "s.png").shape[1] > 100

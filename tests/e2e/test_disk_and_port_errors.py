@@ -78,7 +78,7 @@ def fill(disk: Path) -> None:
                 continue
 
 
-def test_a_full_or_read_only_disk_is_a_sentence_after_what_was_computed(
+def test_full_or_read_only_disk_is_a_user_error_after_the_results(
     run_on_disk: Path, linnet: Callable[..., Done]
 ) -> None:
     run, disk = run_on_disk, run_on_disk.parent
@@ -103,7 +103,7 @@ def test_a_full_or_read_only_disk_is_a_sentence_after_what_was_computed(
     assert linnet("train", run, "--optim.extra-steps", "2", "--quiet").code == 0, "nothing was lost"
 
 
-def test_a_port_in_use_is_reported_before_the_model_loads(tmp_path: Path, linnet: Callable[..., Done]) -> None:
+def test_port_in_use_is_reported_before_the_model_loads(tmp_path: Path, linnet: Callable[..., Done]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = linnet("serve", tmp_path / "no-run-there", "--port", str(port))
@@ -113,7 +113,7 @@ def test_a_port_in_use_is_reported_before_the_model_loads(tmp_path: Path, linnet
     assert re.search(r"4 +the port is in use", linnet("--help").out)
 
 
-def test_an_interrupt_during_imports_ends_quietly(tmp_path: Path) -> None:
+def test_interrupt_during_imports_ends_quietly(tmp_path: Path) -> None:
     """A module that the command imports raises the signal, as Ctrl-C at that moment does."""
     program = textwrap.dedent(
         """
@@ -134,7 +134,9 @@ def test_an_interrupt_during_imports_ends_quietly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_in_the_final_evaluation_ends_at_once_and_resumes(tmp_path: Path, linnet: Callable[..., Done]) -> None:
+def test_sigterm_in_the_final_evaluation_exits_immediately_and_resumes(
+    tmp_path: Path, linnet: Callable[..., Done]
+) -> None:
     corpus = tiny.corpus(tmp_path, 3_000_000)
     changes = {
         "optim.warmup_steps": 0,

@@ -75,7 +75,7 @@ class Parsed(Exception):
 
 
 @pytest.mark.parametrize(("block", "words"), SHOWN, ids=lambda x: " ".join(x)[:60] if isinstance(x, list) else str(x))
-def test_a_command_parses(
+def test_command_parses(
     block: Block, words: list[str], tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check: dict[str, Callable[[list[str]], None]] = {
@@ -284,7 +284,7 @@ def test_curl_commands_run(page: Path, server: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
-def test_the_first_commands_run(name: str, tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_commands_run(name: str, tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a new user types is run, not only parsed: a smaller model on a small text, everything else as it stands there."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_texts").mkdir()
@@ -349,7 +349,7 @@ def test_every_page_that_the_code_names_exists() -> None:
     assert sorted((source, name) for source, name in named if not (ROOT / name).exists()) == []
 
 
-def test_the_readme_has_the_two_commands() -> None:
+def test_readme_has_the_two_commands() -> None:
     readme = (ROOT / "README.md").read_text()
     for target in ("run", "test", "setup"):
         assert f"make {target}" in readme

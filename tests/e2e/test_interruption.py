@@ -56,7 +56,7 @@ def write_config(folder: Path, steps: int) -> Path:
     return path
 
 
-def test_first_signal_saves_second_run_is_refused_and_resuming_is_exact(tmp_path: Path) -> None:
+def test_first_signal_saves_second_run_is_rejected_and_resuming_is_exact(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=3000)
     process = start(config, tmp_path / "run")
     wait_for_step(tmp_path / "run", 5, process)
@@ -75,7 +75,7 @@ def test_first_signal_saves_second_run_is_refused_and_resuming_is_exact(tmp_path
 
 
 @pytest.mark.slow
-def test_second_signal_ends_at_once(tmp_path: Path) -> None:
+def test_second_signal_exits_immediately(tmp_path: Path) -> None:
     process = start(write_config(tmp_path, steps=100_000), tmp_path / "run")
     wait_for_step(tmp_path / "run", 5, process)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=3)

@@ -35,7 +35,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     return run
 
 
-def test_what_the_others_say_begins_with_their_number(launched: Launched) -> None:
+def test_output_lines_start_with_the_process_index(launched: Launched) -> None:
     program = "print('hello', os.environ['LINNET_PROCESSES'], os.environ['JAX_NUM_CPU_DEVICES'])\nprint('oh', file=sys.stderr)"
     code, out, err = launched(program, "--processes", "3", "--devices-per-process", "2")
     assert code == 0
@@ -43,7 +43,7 @@ def test_what_the_others_say_begins_with_their_number(launched: Launched) -> Non
     assert sorted(err.splitlines()) == ["[1] oh", "[2] oh", "oh"]
 
 
-def test_all_are_given_one_coordinator_and_their_share_of_the_cores(launched: Launched) -> None:
+def test_all_processes_get_one_coordinator_and_their_part_of_the_cores(launched: Launched) -> None:
     program = "print(os.environ['LINNET_COORDINATOR'], sorted(os.sched_getaffinity(0)))"
     mine = os.sched_getaffinity(0)
     _, out, _ = launched(program, "--processes", "2")
@@ -56,7 +56,7 @@ def test_all_are_given_one_coordinator_and_their_share_of_the_cores(launched: La
 
 
 @pytest.mark.parametrize("code", [2, 3])
-def test_a_failure_that_no_restart_mends_ends_all_with_its_code(code: int, launched: Launched) -> None:
+def test_failure_that_restarts_do_not_fix_ends_all_with_its_exit_code(code: int, launched: Launched) -> None:
     program = f"(here / f'start{{me}}').open('a').write('x')\nsys.exit({code}) if me == 1 else time.sleep(3600)"
     found, _, err = launched(program, "--processes", "3", "--restarts", "5")
     assert found == code
@@ -64,9 +64,7 @@ def test_a_failure_that_no_restart_mends_ends_all_with_its_code(code: int, launc
     assert "Restart" not in err
 
 
-def test_a_killed_process_is_started_again_with_all_the_others_and_no_more_often_than_asked(
-    launched: Launched, tmp_path: Path
-) -> None:
+def test_killed_process_restarts_the_job_at_most_restarts_times(launched: Launched, tmp_path: Path) -> None:
     program = """
 starts = here / f'starts{me}'
 with starts.open('a') as file: file.write('x')
@@ -93,7 +91,7 @@ time.sleep(0 if len(starts.read_text()) == 3 else 3600)
         (["--processes", "2", "--restarts", "-1", "--", "train"], "--restarts"),
     ],
 )
-def test_what_cannot_be_launched_is_refused(flags: list[str], named: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_launches_are_rejected(flags: list[str], named: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(["launch", *flags])
     assert exit.value.code == 2
@@ -101,7 +99,7 @@ def test_what_cannot_be_launched_is_refused(flags: list[str], named: str, capfd:
 
 
 @pytest.mark.parametrize(("n_signal", "code"), [(1, 75), (2, 128 + signal.SIGTERM), (3, 128 + signal.SIGKILL)])
-def test_signals_are_passed_on_and_never_answered_by_a_restart(n_signal: int, code: int, tmp_path: Path) -> None:
+def test_signals_are_forwarded_and_never_cause_a_restart(n_signal: int, code: int, tmp_path: Path) -> None:
     """The first asks to save, the second to end at once; who does not even hear that is killed."""
     program = f"""
 heard = 0
@@ -133,7 +131,7 @@ while True: time.sleep(0.1)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_others_notice_by_themselves_that_a_process_was_killed(victim: int, tmp_path: Path) -> None:
+def test_survivors_detect_a_killed_process(victim: int, tmp_path: Path) -> None:
     """Without a launcher, as on machines of their own; process 0 is the one that keeps them together."""
     with Processes(tmp_path, 3) as processes:
         processes.wait_for_step(5)
@@ -142,6 +140,6 @@ def test_the_others_notice_by_themselves_that_a_process_was_killed(victim: int, 
 
 
 @pytest.mark.slow
-def test_two_kills_of_a_run_of_two_processes_leave_no_trace(tmp_path: Path) -> None:
+def test_two_kills_of_a_run_of_two_processes_change_nothing(tmp_path: Path) -> None:
     """`tests/trials/test_faults.py` has twenty of four."""
     killed_equals_whole(tmp_path, processes=2, steps=30, kills=2, seed=3, judged=False)

@@ -35,7 +35,7 @@ def assert_same(a: Path, b: Path, n_step: int) -> None:
 
 
 @pytest.mark.slow
-def test_four_processes_are_one_process_with_four_devices_and_go_on_as_two(tmp_path: Path) -> None:
+def test_four_processes_equal_one_with_four_devices_and_resume_as_two(tmp_path: Path) -> None:
     tiny.corpus(tmp_path)
     cfg = mesh_runs.config("one head", "", tmp_path / "corpus.txt")
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, accumulate=1))

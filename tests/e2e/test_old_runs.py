@@ -218,11 +218,11 @@ def metric_names(address: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [run if run == "vq" else pytest.param(run, marks=pytest.mark.slow) for run in RUNS])
-def test_a_run_is_evaluated_sampled_repeated_and_resumed_as_then(made: Path, name: str) -> None:
+def test_run_is_evaluated_sampled_repeated_and_resumed_as_in_version_0_1(made: Path, name: str) -> None:
     assert differences(run_again(name), EXPECTED["runs"][name], name) == []
 
 
-def test_what_was_kept_of_a_run_is_readable(made: Path) -> None:
+def test_kept_files_of_a_run_are_readable(made: Path) -> None:
     linnet("report", "vq", "--data.source", "text.txt")
     assert "5,799" in (made / "vq" / "report.html").read_text()
     shown = linnet("tokenizer", "show", "The linnet sings", "--tokenizer", "moe")
@@ -231,7 +231,7 @@ def test_what_was_kept_of_a_run_is_readable(made: Path) -> None:
         linnet("data", "check", data)
 
 
-def test_8_bit_weights_are_evaluated_as_then(made: Path) -> None:
+def test_8_bit_weights_evaluate_as_in_version_0_1(made: Path) -> None:
     """They run with activations of 16 bits, whose rounding is of another size."""
     found = evaluated("moe-int8", "--source", "prepared")
     assert found["tokens"] == EXPECTED["moe-int8"]["tokens"]
@@ -247,7 +247,7 @@ def files(folder: Path, root: str) -> list[Path]:
 @pytest.mark.parametrize(
     "file", [pytest.param(file, marks=pytest.mark.slow) if file in SLOW_EXPORTS else file for file in EXPORTS]
 )
-def test_an_export_is_the_same_and_is_imported_as_then(made: Path, file: str) -> None:
+def test_export_and_import_equal_those_of_version_0_1(made: Path, file: str) -> None:
     run, *flags = EXPORTS[file]
     (made / "again" / file).parent.mkdir(parents=True)
     linnet("export", run, *flags, "--out", f"again/{file}")
@@ -263,7 +263,7 @@ def test_an_export_is_the_same_and_is_imported_as_then(made: Path, file: str) ->
 
 
 @pytest.mark.slow
-def test_the_server_answers_and_goes_on_with_sessions_as_then(made: Path) -> None:
+def test_server_answers_and_continues_sessions_as_in_version_0_1(made: Path) -> None:
     beside = [made / "moe", made / "prior"]
     with serving(made / "vq", "--sessions", str(made / "sessions"), beside=beside) as (address, _):
         found = [differences(answered(address, ask), ask["answer"], ask["path"]) for ask in EXPECTED["http"]]

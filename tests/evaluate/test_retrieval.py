@@ -50,7 +50,7 @@ def test_ridge_is_least_squares_with_a_free_bias(tmp_path: Path, monkeypatch: py
     np.testing.assert_allclose(predicted["mean"], np.tile(y.mean(0), (6, 1)), rtol=1e-6)
 
 
-def test_the_text_is_an_image_only_where_widths_agree(tmp_path: Path) -> None:
+def test_text_is_an_image_only_where_widths_agree(tmp_path: Path) -> None:
     texts, images = normal(0, 20, 6), normal(1, 20, 6)
     same = retrieval.baselines(made(tmp_path, texts, images)).predict(texts[:3])
     assert list(same) == ["text", "mean", "ridge"]
@@ -74,7 +74,9 @@ def test_validation_chooses_the_strength(tmp_path: Path) -> None:
         assert mean_cosine(other, images[held]) <= best + 1e-6
 
 
-def test_a_set_is_read_in_blocks_and_a_huge_one_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_is_validated_in_blocks_and_a_huge_one_partially(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pairs = made(tmp_path, normal(0, 100, 4), normal(1, 100, 4))
     sizes: list[int] = []
     plain = Vectors.read
@@ -115,7 +117,7 @@ def test_images_all_alike_are_found_by_chance() -> None:
     assert (row.recall_1, row.recall_10) == (pytest.approx(1 / 20), pytest.approx(10 / 20))
 
 
-def test_what_is_no_number_finds_nothing(tmp_path: Path) -> None:
+def test_nonfinite_queries_find_nothing(tmp_path: Path) -> None:
     images = normal(0, 12, 4)
     broken = images.copy()
     broken[3] = np.nan
@@ -172,7 +174,7 @@ def test_captions_belong_to_the_rows_that_were_evaluated(tmp_path: Path) -> None
     assert [row.name for row in rows] == ["prior"]
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_written_files_are_read_back(tmp_path: Path) -> None:
     images = normal(0, 9, 4)
     rows = retrieval.compare({"prior": images, "mean": np.ones_like(images)}, images)
     matrix = retrieval.similarity([f"ä {i}" for i in range(9)], images, images, images, n=3)
@@ -197,7 +199,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         '{"rows": [{"n": 2}], "step": "1", "n_steps": 1}',
     ],
 )
-def test_a_damaged_file_is_none(tmp_path: Path, content: str) -> None:
+def test_corrupt_file_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "retrieval.json").write_text(content)
     assert retrieval.read(tmp_path) is None
 
@@ -214,5 +216,5 @@ def test_a_damaged_file_is_none(tmp_path: Path, content: str) -> None:
         {"captions": ["a"] * 41, "cosines": [[0.0] * 41] * 41, "by": "text"},
     ],
 )
-def test_a_damaged_matrix_is_none(values: Any) -> None:
+def test_corrupt_matrix_is_none(values: Any) -> None:
     assert SimilarityMatrix.from_json(values) is None

@@ -52,7 +52,7 @@ def imagined(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return int(exit.value.code or 0), out, err
 
 
-def test_words_become_pictures_in_files(
+def test_text_becomes_image_files(
     runs: tuple[Path, Path], both: Imagination, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "heart.png"
@@ -75,7 +75,7 @@ def test_words_become_pictures_in_files(
     np.testing.assert_array_equal(both.paint(embeds, sampling_settings(1), [6], guidance=1.5)[0], painted[1])
 
 
-def test_the_api_imagines_what_the_command_does(
+def test_api_imagines_what_the_command_does(
     runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With runs as folders, and loaded once."""
@@ -104,7 +104,7 @@ def test_the_api_imagines_what_the_command_does(
             linnet.imagine(**{"text": "x", "prior": tmp_path, "painter": tmp_path, **changed})
 
 
-def test_a_prior_samples_texts_as_its_encoder_reads_them(runs: tuple[Path, Path]) -> None:
+def test_prior_samples_texts_as_its_encoder_reads_them(runs: tuple[Path, Path]) -> None:
     prior = linnet.load(runs[0])
     found = prior.sample(["a cat", "red heart"], steps=4, nearest=3)
     assert found.texts == ("a cat", "red heart")
@@ -115,7 +115,7 @@ def test_a_prior_samples_texts_as_its_encoder_reads_them(runs: tuple[Path, Path]
     np.testing.assert_allclose(prior.sample("red heart", steps=4).embeddings[0], found.embeddings[1], atol=1e-5)
 
 
-def test_the_text_the_embedding_and_guidance_make_a_difference(both: Imagination) -> None:
+def test_text_the_embedding_and_guidance_make_a_difference(both: Imagination) -> None:
     one, two = (both.embeds(text, [0, 0], steps=4) for text in ("red heart", "a blue whale in the sea"))
     np.testing.assert_array_equal(one[0], one[1])
     assert np.abs(one - two).max() > 1e-3
@@ -125,7 +125,7 @@ def test_the_text_the_embedding_and_guidance_make_a_difference(both: Imagination
     assert (both.paint(one[:1], settings, [1], guidance=3.0)[0] != first).any()
 
 
-def test_a_prior_with_token_encodings_gets_those_of_the_text(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_prior_with_token_encodings_gets_those_of_the_text(runs: tuple[Path, Path], tmp_path: Path) -> None:
     cfg = changed(PRIOR, **{"model.max_text_len": 4, "model.text_encodings": True})
     both = open_imagination(write_untrained(tmp_path / "tokens", cfg), runs[1])
     embeds = both.embeds("red heart", [0, 1], steps=4)
@@ -153,7 +153,7 @@ def test_absent_runs_are_named_with_the_commands_that_make_them(
         assert "linnet train emoji-imagine" in err
 
 
-def test_runs_that_do_not_go_together_are_refused(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_incompatible_runs_are_rejected(runs: tuple[Path, Path], tmp_path: Path) -> None:
     prior, painter = runs
     with pytest.raises(UserError, match="prior is .*family vq"):
         open_imagination(painter, painter)
@@ -169,7 +169,7 @@ def test_runs_that_do_not_go_together_are_refused(runs: tuple[Path, Path], tmp_p
         open_imagination(write_untrained(tmp_path / "laion", elsewhere), painter)
 
 
-def test_an_encoder_that_differs_is_refused(
+def test_encoder_that_differs_is_rejected(
     runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("linnet.generate.text_to_image.find_encoder", lambda pairs, run: "open_clip:ViT-B-32/openai")
@@ -188,7 +188,7 @@ def test_an_encoder_that_differs_is_refused(
         (("heart", "--top-p", "0"), "--top-p is 0"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(
+def test_flags_that_make_no_sense_are_rejected(
     arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = imagined(capsys, *arguments)
@@ -196,7 +196,7 @@ def test_flags_that_make_no_sense_are_refused(
     assert words in err
 
 
-def test_a_painter_that_always_knew_cannot_be_guided(both: Imagination) -> None:
+def test_painter_trained_without_dropout_of_conditions_cannot_be_guided(both: Imagination) -> None:
     always = changed(both.painter.cfg, **{"model.p_drop_condition": 0.0})
     one = dataclasses.replace(both, painter=dataclasses.replace(both.painter, cfg=always))
     with pytest.raises(UserError, match="guidance is 2.0"):

@@ -64,7 +64,7 @@ def linnet(*arguments: str | Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_prompt_finds_pictures_and_keeps_the_embedding(emoji: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompt_retrieves_images_and_saves_the_embedding(emoji: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not linnet(emoji, "--prompt", PROMPT, "--n", "2", "--nearest", "3", "--seed", "5", "--json")
     said = json.loads(capsys.readouterr().out)
     (text,) = said["texts"]
@@ -97,7 +97,7 @@ def test_a_prompt_finds_pictures_and_keeps_the_embedding(emoji: Path, capsys: py
     assert str(sheet) in words
 
 
-def test_vectors_go_in_where_no_encoder_is_known(
+def test_embeddings_are_accepted_without_a_known_encoder(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "texts.npy", embedding_files.vectors(2, 16))
@@ -121,7 +121,7 @@ def test_guidance_that_has_no_effect_is_reported_as_none(tmp_path: Path, capsys:
     assert "Guidance 2 has no effect" in said.err
 
 
-def test_a_run_without_its_data_still_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_its_data_still_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "one.npy", embedding_files.vectors(1, 16)[0])
     for source, why in (
         (PairsConfig(), "the prior's width, 16; these have 256"),
@@ -155,7 +155,7 @@ def test_a_run_without_its_data_still_predicts(tmp_path: Path, capsys: pytest.Ca
         (("--embedding", "good.npy", "--weights", "int8"), "float32 or bfloat16"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_combinations_are_rejected(
     flags: tuple[str, ...],
     words: str,
     small: Path,
@@ -172,7 +172,7 @@ def test_what_makes_no_sense_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_a_run_that_is_no_prior_takes_none_of_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_token_run_rejects_prior_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     codec.save(RunConfig(), tmp_path / "config.json")
     for name, value in (
         ("--steps", "4"),
@@ -186,7 +186,7 @@ def test_a_run_that_is_no_prior_takes_none_of_its_flags(tmp_path: Path, capsys: 
         assert "left out" in said
 
 
-def test_the_encoder_is_known_where_it_was_noted(tmp_path: Path) -> None:
+def test_encoder_is_known_from_provenance(tmp_path: Path) -> None:
     assert find_encoder(PairsConfig()) == "builtin"
     assert find_encoder(PairsConfig(source=str(tmp_path))) is None
     EmbedManifest(asked={"encoder": "open_clip:A/b"}, finished=True).save(tmp_path)

@@ -60,7 +60,7 @@ def forget(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [VQConfig, MoEConfig])
-def test_a_model_states_an_id_or_none(kind: Any) -> None:
+def test_model_states_an_id_or_none(kind: Any) -> None:
     assert (kind().bos_id, kind(end_id=5).bos_id) == (1, 5)
     assert (kind(begin_id=None).bos_id, kind(begin_id=7, end_id=5).bos_id) == (None, 7)
     with pytest.raises(UserError, match=r"begin_id.*999"):
@@ -91,7 +91,7 @@ def release(tmp_path: Path) -> Path:
     return tmp_path / "grok"
 
 
-def test_an_import_has_none_and_keeps_it_through_exports(release: Path, tmp_path: Path) -> None:
+def test_import_has_none_and_keeps_it_through_exports(release: Path, tmp_path: Path) -> None:
     run, named = tmp_path / "run", ["--tokenizer", str(TOKENIZER)]
     assert linnet("import", "grok-1", str(release), *named, "--out", str(run)) == 0
     assert (load(run).begin_id, load(run).end_id) == (None, 2)
@@ -107,7 +107,7 @@ def test_an_import_has_none_and_keeps_it_through_exports(release: Path, tmp_path
 
 
 @pytest.mark.parametrize(("flag", "wanted"), [("end", 2), ("none", None), ("1", 1)])
-def test_an_import_may_be_told(release: Path, tmp_path: Path, flag: str, wanted: int | None) -> None:
+def test_import_accepts_a_condition(release: Path, tmp_path: Path, flag: str, wanted: int | None) -> None:
     run = tmp_path / "run"
     assert linnet("import", "grok-1", str(release), "--begin-id", flag, "--out", str(run)) == 0
     assert load(run).bos_id == wanted
@@ -116,7 +116,7 @@ def test_an_import_may_be_told(release: Path, tmp_path: Path, flag: str, wanted:
     assert load(tmp_path / "again").bos_id == wanted
 
 
-def test_an_import_by_an_earlier_version_reads_as_the_release(release: Path, tmp_path: Path) -> None:
+def test_import_by_an_earlier_version_reads_as_the_release(release: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert linnet("import", "grok-1", str(release), "--tokenizer", str(TOKENIZER), "--out", str(run)) == 0
     assert linnet("export", str(run)) == 0
@@ -129,7 +129,7 @@ def test_an_import_by_an_earlier_version_reads_as_the_release(release: Path, tmp
     assert open_tokenizer(str(run)).rules == "exact"
 
 
-def test_a_run_of_our_own_keeps_its_meaning(tmp_path: Path) -> None:
+def test_run_of_our_own_keeps_its_meaning(tmp_path: Path) -> None:
     codec.save(RunConfig(), tmp_path / "config.json")
     (tmp_path / "tokenizer.model").write_bytes(TOKENIZER.read_bytes())
     forget(tmp_path)
@@ -191,7 +191,7 @@ def test_evaluation_scores_bare_tokens(tmp_path: Path) -> None:
     assert found.nats == pytest.approx(nats, rel=1e-4)
 
 
-def test_a_sample_in_training_needs_no_prompt(tmp_path: Path) -> None:
+def test_sample_in_training_needs_no_prompt(tmp_path: Path) -> None:
     cfg = tiny.config(tiny.corpus(tmp_path), "moe", **{"model.begin_id": None})
     family = registry.tokens("moe")
     params = weights.init(family.param_specs(cfg.model), jax.random.key(0))
@@ -199,7 +199,7 @@ def test_a_sample_in_training_needs_no_prompt(tmp_path: Path) -> None:
     assert isinstance(sample_text(family, cfg, params, None, vocabulary, prompt="", n_tokens=4, seed=0), str)
 
 
-def test_the_begin_id_may_be_left_out_of_one_request(tmp_path: Path) -> None:
+def test_begin_id_may_be_left_out_of_one_request(tmp_path: Path) -> None:
     cfg = tiny.config(tiny.corpus(tmp_path), "moe")
     family = registry.tokens("moe")
     params = weights.init(family.param_specs(cfg.model), jax.random.key(0))
@@ -226,7 +226,7 @@ def test_the_begin_id_may_be_left_out_of_one_request(tmp_path: Path) -> None:
         written([], False)
 
 
-def test_a_document_in_parts_gets_one_dummy_prefix() -> None:
+def test_document_in_parts_gets_one_dummy_prefix() -> None:
     encoder = TextEncoder(open_tokenizer(str(TOKENIZER), rules="released"))
     parts = [ChunkItem("a", b"the class o", True, False, False), ChunkItem("a", b"f answers", False, True, True)]
     ids = [encoder.encode(part).tolist() for part in parts]

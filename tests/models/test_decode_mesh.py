@@ -125,7 +125,7 @@ cm.say(**decode_mesh.by_commands(Path(sys.argv[1]), *sys.argv[2:]))
 
 @pytest.mark.trial
 @pytest.mark.parametrize(("name", "text"), [("one head", "model=2"), ("moe", "model=2,expert=2")])
-def test_the_commands_say_the_same_on_a_mesh(tmp_path: Path, name: str, text: str) -> None:
+def test_commands_print_the_same_on_a_mesh(tmp_path: Path, name: str, text: str) -> None:
     (said,) = cm.alone(4, COMMANDS, str(tmp_path), name, text, timeout=1200)
     for alone, on_mesh in (said["sample"], said["serve"]):
         assert alone == on_mesh
@@ -133,12 +133,12 @@ def test_the_commands_say_the_same_on_a_mesh(tmp_path: Path, name: str, text: st
 
 
 @pytest.mark.parametrize(("text", "fix"), [("fsdp=2", "leave fsdp out"), ("data=2,model=2", "--replicas")])
-def test_a_mesh_that_makes_no_sense_for_serving_is_refused(text: str, fix: str) -> None:
+def test_mesh_that_makes_no_sense_for_serving_is_rejected(text: str, fix: str) -> None:
     with pytest.raises(UserError, match=fix):
         check_serving(meshes.parse_mesh(text), "--mesh", text)
 
 
-def test_a_mesh_that_does_not_cut_the_model_evenly_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
+def test_mesh_that_does_not_divide_the_model_is_rejected_before_loading(tmp_path: Path) -> None:
     codec.save(tiny.config(tmp_path), tmp_path / "config.json")
     assert decoding_mesh(tmp_path, "") is None
     with pytest.raises(UserError, match=r"n_head.*use --mesh model=2"):

@@ -62,15 +62,13 @@ def obvious(tokens: Sequence[bytes], stop: Sequence[str], min_tokens: int = 0) -
 @example([b"aba", b"ba"], ["aba"], 2)
 @example([b"xab"], ["b", "ab"], 0)
 @example([b"aaa", b"b"], ["aab"], 0)
-def test_the_text_is_the_whole_decode_cut_at_the_first_stop(
-    tokens: list[bytes], stop: list[str], min_tokens: int
-) -> None:
+def test_text_is_the_full_decode_up_to_the_first_stop(tokens: list[bytes], stop: list[str], min_tokens: int) -> None:
     parts, _, stopped = run(tokens, stop, min_tokens)
     assert ("".join(parts), stopped) == obvious(tokens, stop, min_tokens)
 
 
 @given(pieces, stops, st.randoms(use_true_random=False))
-def test_the_cuts_do_not_matter(tokens: list[bytes], stop: list[str], draw: random.Random) -> None:
+def test_splits_do_not_matter(tokens: list[bytes], stop: list[str], draw: random.Random) -> None:
     data = b"".join(tokens)
     cuts = sorted(draw.choices(range(len(data) + 1), k=4))
     again = [data[a:b] for a, b in itertools.pairwise([0, *cuts, len(data)])]
@@ -79,7 +77,7 @@ def test_the_cuts_do_not_matter(tokens: list[bytes], stop: list[str], draw: rand
 
 
 @given(pieces, stops)
-def test_nothing_is_held_that_is_certain(tokens: list[bytes], stop: list[str]) -> None:
+def test_certain_text_is_not_delayed(tokens: list[bytes], stop: list[str]) -> None:
     """Held at any time: bytes that begin a stop string, and an unfinished character before them."""
     parts, offsets, stopped = run(tokens, stop)
     for n in range(1, len(offsets) + (stopped is None)):
@@ -130,21 +128,21 @@ def test_no_half_character_at_any_split(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", EMOJI_AND_CJK)
-def test_a_stop_string_is_found_at_any_split(text: str) -> None:
+def test_stop_string_is_found_at_any_split(text: str) -> None:
     data = f"x{text}y".encode()
     for a, b in itertools.combinations_with_replacement(range(len(data) + 1), 2):
         parts, _, stopped = run([data[:a], data[a:b], data[b:]], [text])
         assert ("".join(parts), stopped) == ("x", text)
 
 
-def test_a_stop_string_counts_from_min_tokens_on() -> None:
+def test_stop_string_counts_from_min_tokens_on() -> None:
     tokens = [b"STOP", b"ST", b"OP", b"STOP"]
     assert run(tokens, ["STOP"], 3)[0] == ["STOP", "", "", ""]  # begun earlier, complete at the third
     assert run(tokens, ["STOP"], 4)[0] == ["STOP", "", "STOP", "", ""]
     assert run(tokens, ["STOP"], 5)[2] is None
 
 
-def test_close_tells_what_was_held_and_not_taken() -> None:
+def test_close_returns_pending_text() -> None:
     assembler = assembled([b"certain ST", b"\xe6\xbc"], ["STOP"])
     assembler.feed(0)
     assert assembler.close() == "certain ST"

@@ -53,7 +53,7 @@ def tokens(row: list[Piece]) -> list[int]:
 
 
 @pytest.mark.optimized
-def test_same_seed_same_text_whatever_the_batch_and_the_dispatch() -> None:
+def test_same_seed_gives_the_same_text_for_any_batch_and_dispatch() -> None:
     prompts = [byte_ids("once"), [], byte_ids("a longer prompt than one block"), byte_ids("once"), byte_ids("x")]
     together = run(prompts, [1, 2, 3, 4, 5], ignore_end=True)
     assert all(len(tokens(row)) == 20 and row[-1].finish == "length" for row in together)
@@ -66,7 +66,7 @@ def test_same_seed_same_text_whatever_the_batch_and_the_dispatch() -> None:
             assert "".join(p.text for p in row) == "".join(p.text for p in together[i])
 
 
-def test_a_prompt_many_rows_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_many_rows_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[list[int]] = []
     admit = Decoder.prefill
     monkeypatch.setattr(
@@ -161,7 +161,7 @@ def test_endings() -> None:
     ]
 
 
-def test_text_is_told_with_the_dispatch_that_makes_it_certain() -> None:
+def test_text_is_emitted_with_the_dispatch_that_determines_it() -> None:
     pieces = generate(
         Script(b"ab, c, d"),
         None,
@@ -204,7 +204,7 @@ def told(drawn: Sequence[int], id_bytes: Callable[[int], bytes], sampling: Sampl
 @example("aacca", ["acca", "cc"], [5])
 @example("aac", ["c", "ac"], [1, 2])  # complete together: the longest
 @example("aбc", ["б"], [1, 1, 1, 1])
-def test_text_comes_whole_and_stops_as_the_server_does_however_it_is_cut(
+def test_text_is_complete_and_stops_as_on_the_server_for_any_split(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     data, pieces = text.encode(), [b""]
@@ -244,7 +244,7 @@ def test_bytes_and_ids() -> None:
         ({"settings": sampling_settings(2)}, "settings"),
     ],
 )
-def test_mistakes_are_refused_before_any_work(bad: dict[str, Any], named: str) -> None:
+def test_mistakes_are_rejected_before_any_work(bad: dict[str, Any], named: str) -> None:
     options: dict[str, Any] = {"prompts": [[]], "seeds": [1], "max_tokens": 1, "settings": sampling_settings(1), **bad}
     with pytest.raises(UserError, match=named):
         generate(slots.DECODER, None, None, CFG, options.pop("prompts"), **options)
@@ -279,7 +279,7 @@ def test_only_allowed_ids_are_drawn_and_a_pixel_run_paints_no_special_ids() -> N
     assert min(min(tokens(row)) for row in bytes_only) >= FIRST_BYTE
 
 
-def test_what_is_allowed_to_all_changes_nothing() -> None:
+def test_unrestricted_mask_changes_nothing() -> None:
     asked = {"max_tokens": 60, "settings": sampling_settings(2, repetition_penalty=1.3), "ignore_end": True}
     prompts = [byte_ids("abcabc"), byte_ids("x")]
     plain, same = run(prompts, [4, 5], **asked), run(prompts, [4, 5], **asked, allowed=range(CFG.n_vocab))

@@ -41,7 +41,7 @@ print(json.dumps({
 """
 
 
-def test_the_preset_has_the_published_number_of_parameters() -> None:
+def test_preset_has_the_published_number_of_parameters() -> None:
     cfg = presets.get("grok-1")
     assert params.count(registry.get("moe").param_specs(cfg.model)) == 315_684_820_992
     assert cfg.model_as(MoEConfig).d_ffn == 32_768

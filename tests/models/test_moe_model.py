@@ -38,7 +38,7 @@ def gradient(params: Any, tokens: Any, targets: Any, cfg: MoEConfig, plain: bool
     ],
     ids=str,
 )
-def test_the_whole_gradient_equals_that_of_the_plain_version(changes: dict[str, Any], n_row: int, length: int) -> None:
+def test_full_gradient_equals_that_of_the_plain_version(changes: dict[str, Any], n_row: int, length: int) -> None:
     cfg, params = make(**changes)
     tokens = tokens_of(n_row, length)
     tokens[-1, length // 2] = cfg.pad_id
@@ -51,7 +51,7 @@ def test_the_whole_gradient_equals_that_of_the_plain_version(changes: dict[str, 
         np.testing.assert_allclose(a, b, atol=1e-5 * max(largest, 1e-3), err_msg=name)
 
 
-def test_padding_is_not_looked_at() -> None:
+def test_padding_is_ignored() -> None:
     """A text after padding differs from the text alone by its positions only, and turning is relative: the logits are the same."""
     cfg, params = make()
     tokens = tokens_of(1, 12)
@@ -60,7 +60,7 @@ def test_padding_is_not_looked_at() -> None:
     np.testing.assert_allclose(np.asarray(run(after))[:, 5:], run(tokens), atol=2e-5)
 
 
-def test_the_norm_divides_by_the_root_of_the_mean_square() -> None:
+def test_norm_divides_by_the_root_of_the_mean_square() -> None:
     x, gain = np.random.default_rng(0).normal(0, 3, (4, 6)), np.arange(1.0, 7.0)
     want = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5) * gain
     np.testing.assert_allclose(
@@ -95,14 +95,14 @@ def test_far_positions_turn_alike_in_and_out_of_a_program() -> None:
     np.testing.assert_allclose(inside, apply_rope(x, position, 10_000.0), atol=2e-6)
 
 
-def test_the_activation_is_the_tanh_form_of_gelu_times_the_value() -> None:
+def test_activation_is_the_tanh_form_of_gelu_times_the_value() -> None:
     gate, value = np.linspace(-6, 6, 49), np.linspace(3, -1, 49)
     inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
     want = 0.5 * gate * (1 + np.tanh(inner)) * value
     np.testing.assert_allclose(activation(*(jnp.asarray(x, jnp.float32) for x in (gate, value))), want, atol=2e-6)
 
 
-def test_scores_are_scaled_and_then_squeezed() -> None:
+def test_attention_scores_are_scaled_then_soft_capped() -> None:
     raw = np.linspace(-400, 400, 41)
     want = 30 * np.tanh(raw * 0.25 / 30)
     np.testing.assert_allclose(capped(jnp.asarray(raw, jnp.float32), SoftCap(scale=0.25, cap=30.0)), want, atol=1e-5)

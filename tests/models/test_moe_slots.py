@@ -132,7 +132,7 @@ def test_neighbours_that_choose_the_same_experts_change_no_bit() -> None:
         np.testing.assert_array_equal(among[:, i], alone[:, 0])
 
 
-def test_an_idle_slot_stands_still() -> None:
+def test_idle_slot_does_not_change() -> None:
     cfg, params = make()
     tokens = tokens_of(3, 10)
     state, _ = run(params, slots.init_slots(cfg, 3), tokens, cfg)
@@ -159,7 +159,7 @@ def test_extract_and_insert_round_trip() -> None:
         assert_same(again, slots.extract(params, kept, i, cfg, BLOCK + 12))
 
 
-def test_nothing_of_an_earlier_occupant_is_taken_out() -> None:
+def test_extracted_state_contains_nothing_of_an_earlier_request() -> None:
     """Neither its keys nor its tokens; and they change no bit of what the next occupant is told."""
     cfg, params = make()
     long, short = tokens_of(1, 150), tokens_of(1, 20, seed=9)
@@ -182,7 +182,7 @@ def test_nothing_of_an_earlier_occupant_is_taken_out() -> None:
     )
 
 
-def test_decode_draws_the_same_tokens_however_the_ticks_are_cut_and_whoever_is_beside() -> None:
+def test_decode_samples_the_same_tokens_for_any_dispatch_and_any_neighbours() -> None:
     cfg, params = make("int8")
 
     def drawn(n_slot: int, place: int, cuts: list[int], idle: bool = False) -> list[np.ndarray]:

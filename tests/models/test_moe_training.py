@@ -59,7 +59,7 @@ def judged(data: Batch, cfg: MoEConfig = CFG) -> tuple[float, dict[str, np.ndarr
     return float(value), {name: np.asarray(x) for name, x in metrics.items()}
 
 
-def test_the_loss_is_its_three_parts() -> None:
+def test_loss_is_its_three_parts() -> None:
     cfg = dataclasses.replace(CFG, balance_weight=0.3, z_weight=0.2)
     total, metrics = judged(batch(), cfg)
     routers = cfg.n_layer * (0.3 * metrics["loss_balance"] + 0.2 * metrics["loss_router_z"])
@@ -67,7 +67,7 @@ def test_the_loss_is_its_three_parts() -> None:
     assert metrics["loss_router_z"] > 0
 
 
-def test_the_routers_losses_even_out_and_calm_down() -> None:
+def test_routers_losses_even_out_and_calm_down() -> None:
     """One step down either loss alone, from a router that prefers one expert and has large logits, makes it smaller."""
     x = jnp.asarray(np.random.default_rng(1).normal(size=(64, 16)) + 1.0, jnp.float32)
     router = jnp.asarray(np.random.default_rng(2).normal(size=(16, 4)), jnp.float32).at[:, 1].add(0.5)
@@ -94,7 +94,7 @@ def test_masked_tokens_neither_count_nor_cost() -> None:
     np.testing.assert_allclose(judged(some)[1]["expert_load"].sum(axis=-1), 1.0, rtol=1e-6)
 
 
-def test_in_micro_batches_the_balance_loss_is_the_mean_of_each_ones_own() -> None:
+def test_balance_loss_of_micro_batches_is_their_mean() -> None:
     """Language and router-z losses are means over tokens and do not care; balance is a product of two means. The mean over parts is
     not the whole's: with accumulation experts are evened out within each micro-batch."""
     data = batch()
@@ -106,7 +106,7 @@ def test_in_micro_batches_the_balance_loss_is_the_mean_of_each_ones_own() -> Non
     assert abs(float(mean - whole["loss_balance"])) > 1e-4
 
 
-def test_the_figures_of_the_experts() -> None:
+def test_figures_of_the_experts() -> None:
     load = jnp.asarray([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]])
     metrics = {"expert_load": load, "router_confidence": jnp.asarray([0.6, 0.9])}
     figures = family.diagnostics(None, metrics, CFG)["experts"]
@@ -151,7 +151,7 @@ def counted(cfg: MoEConfig) -> tuple[int, int]:
     return sum(size(s) for s in jax.tree.leaves(specs, is_leaf=is_spec)), weights.count(specs)
 
 
-def test_the_dense_preset_has_the_active_parameters_of_moe_cpu() -> None:
+def test_dense_preset_has_the_active_parameters_of_moe_cpu() -> None:
     moe, dense = presets.get("moe-cpu"), presets.get("dense-cpu")
     assert isinstance(moe.model, MoEConfig)
     assert isinstance(dense.model, MoEConfig)
@@ -177,7 +177,7 @@ def test_one_expert_is_a_plain_gated_layer() -> None:
 # A run
 
 
-def test_a_run_tells_of_its_experts(tmp_path: Path) -> None:
+def test_run_logs_expert_metrics(tmp_path: Path) -> None:
     source = tiny.corpus(tmp_path)
     changes = {"optim.steps": 10, "optim.warmup_steps": 0, "train.collapse_alarm": 1.0, "train.eval_every": 0}
     train(tiny.config(source, "moe", **changes), RunFolder(tmp_path / "run"), quiet=True)

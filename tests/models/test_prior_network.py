@@ -49,7 +49,7 @@ drawn = jax.jit(draw, static_argnums=(2, 3))
 @pytest.mark.parametrize(
     "options", [pytest.param(o, id=n, marks=[pytest.mark.trial] if n not in QUICK else []) for n, o in OPTIONS.items()]
 )
-def test_text_that_was_read_once_gives_what_the_whole_network_gives(options: dict[str, Any]) -> None:
+def test_cached_text_equals_the_full_network(options: dict[str, Any]) -> None:
     cfg = config(**options)
     params, given = model(cfg), inputs(cfg, 4)
     keep_text, keep_image = jnp.asarray([True, False, True, False]), jnp.asarray([True, True, False, False])
@@ -108,7 +108,7 @@ def test_dropped_conditions_do_not_reach_the_prediction_and_kept_ones_do() -> No
         assert float(jnp.max(jnp.abs(predict(*known, *keep) - predict(*changed, *keep)))) > 1e-3
 
 
-def test_a_row_draws_by_its_place_so_that_micro_batches_change_nothing() -> None:
+def test_row_samples_by_its_index_so_that_micro_batches_change_nothing() -> None:
     cfg = config(depth=1, p_drop_attention=0.2, p_drop_ff=0.2, p_drop_text=0.5, p_drop_image=0.5)
     key, params, given = jax.random.key(3), model(cfg), inputs(cfg, 6)
     first, later = drawn(key, 0, 4, cfg), drawn(key, 2, 4, cfg)  # rows 0 to 3, and 2 to 5
@@ -173,7 +173,7 @@ def test_weights_go_to_the_references_names_and_back() -> None:
         from_reference(state, config(d_head=4))
 
 
-def test_what_decays_is_what_has_two_dimensions_in_the_reference() -> None:
+def test_parameters_with_two_dimensions_in_the_reference_decay() -> None:
     cfg = config(**OPTIONS["all"])
     state = to_reference(model(cfg), cfg)
     from linnet.models.prior.convert import NAMES
@@ -194,12 +194,12 @@ def test_what_decays_is_what_has_two_dimensions_in_the_reference() -> None:
     ],
     ids=str,
 )
-def test_settings_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
+def test_impossible_settings_are_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"model.{next(iter(changes))}"):
         config(**changes)
 
 
-def test_a_config_is_hashable_and_says_whether_it_can_guide() -> None:
+def test_config_is_hashable_and_says_whether_it_can_guide() -> None:
     assert len({config(), config()}) == 1
     assert config().can_guide
     assert not any(cfg.can_guide for cfg in (config(p_drop_image=0.0), config(**behaviour("1.6.0"))))

@@ -60,12 +60,12 @@ def test_families_begin_and_end_where_the_network_changed() -> None:
         ("1.15.6", ("cosine", 1.0, "plain", "maximum", "null_vectors")),
     ],
 )
-def test_a_release_is_settings_of_the_model(version: str, expected: tuple[Any, ...]) -> None:
+def test_release_is_part_of_the_model_config(version: str, expected: tuple[Any, ...]) -> None:
     cfg = PriorConfig(**behaviour(version))
     assert (cfg.scores, cfg.bias_scale, cfg.norms, cfg.last_norm, cfg.text_conditioning) == expected
 
 
-def test_what_changed_within_families() -> None:
+def test_changes_within_families_of_releases() -> None:
     def field(name: str, *versions: str) -> list[Any]:
         return [getattr(PriorConfig(**behaviour(version)), name) for version in versions]
 
@@ -90,7 +90,7 @@ def test_without_a_version_names_and_keys_decide() -> None:
         found(C, "warmup_scheduler", "optimizer")
 
 
-def test_a_saved_version_decides_and_may_be_overridden_but_not_against_the_names() -> None:
+def test_saved_version_decides_and_may_be_overridden_but_not_against_the_names() -> None:
     assert recognize(B, version="0.16.1").family == "B1"
     assert recognize(C, version="1.4.3").family == "D"
     assert recognize(C, version="1.4.3", override="0.23.1").family == "C0"
@@ -108,7 +108,7 @@ def saved(path: Path, version: str | None, **options: Any) -> Path:
     return Writer().save(path, {"model": state, **({} if version is None else {"version": version})})
 
 
-def test_what_stays_ambiguous_is_refused_until_a_release_is_named(tmp_path: Path) -> None:
+def test_ambiguous_checkpoints_are_rejected_until_a_release_is_given(tmp_path: Path) -> None:
     timeless, plain = saved(tmp_path / "a.pth", None, continuous_time=True), saved(tmp_path / "b.pth", None)
     with pytest.raises(UserError, match=r"time is continuous.*--release 1\.10\.7 or --release 1\.15\.6"):
         read_prior_checkpoint(timeless)
@@ -119,7 +119,7 @@ def test_what_stays_ambiguous_is_refused_until_a_release_is_named(tmp_path: Path
     assert read_prior_checkpoint(plain).release.version == "1.15.6"
 
 
-def test_settings_that_a_release_did_not_have_are_refused(tmp_path: Path) -> None:
+def test_settings_that_a_release_did_not_have_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no self-conditioning"):
         read_prior_checkpoint(saved(tmp_path / "a.pth", "1.6.0"), {"self_cond": True})
     path = saved(tmp_path / "b.pth", "1.11.0")
@@ -128,7 +128,7 @@ def test_settings_that_a_release_did_not_have_are_refused(tmp_path: Path) -> Non
     assert read_prior_checkpoint(path, {"objective": "noise"}).release.version == "1.11.0"
 
 
-def test_the_references_files_are_recognized() -> None:
+def test_references_files_are_recognized() -> None:
     def release(name: str) -> tuple[str, str]:
         found = read_prior_checkpoint(CHECKPOINTS / name).release
         return found.version, found.family
@@ -144,7 +144,7 @@ def linnet(*arguments: str | Path) -> Any:
     return exit.value.code
 
 
-def test_the_command_says_which_release_it_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_the_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = CHECKPOINTS / "warmup_1.1.0_model.pth"
     assert not linnet("import", "dalle2-prior", file, "--out", tmp_path / "run")
     said = capsys.readouterr().out
@@ -185,7 +185,7 @@ def test_configs_that_name_one_of_three_releases_still_load(release: str, same: 
         codec.load(tmp_path / "config.json")
 
 
-def test_guidance_of_a_model_that_cannot_drop_its_text_is_none_and_said() -> None:
+def test_guidance_of_a_model_without_text_dropout_is_none_and_reported() -> None:
     padded, now = config(**behaviour("1.1.0")), config()
     check_guidance(3.0, padded)
     assert (effective_guidance(3.0, padded), effective_guidance(3.0, now)) == (1.0, 3.0)

@@ -37,7 +37,7 @@ def drawn(
     [{}, pytest.param({"self_cond": True, "n_image_token": 2}, marks=pytest.mark.trial)],
     ids=["plain", "self_cond"],
 )
-def test_a_row_is_the_same_alone_and_among_others_with_other_plans(options: dict[str, Any]) -> None:
+def test_row_is_batch_invariant_beside_other_solver_tables(options: dict[str, Any]) -> None:
     cfg = config(**WIDE, **options, timesteps=12)
     params = prepared(cfg)
     plans = [
@@ -109,13 +109,13 @@ def test_ddim_visits_the_references_times() -> None:
     assert len(make_solver(config(timesteps=20))) == 20
 
 
-def test_the_best_of_several_is_the_one_most_like_the_text_whatever_its_length() -> None:
+def test_best_of_several_is_the_one_most_like_the_text_whatever_its_length() -> None:
     text = jnp.asarray([[1.0, 0.0], [0.0, 2.0]])
     candidates = jnp.asarray([[[9.0, 9.0], [0.1, 0.0]], [[0.0, 0.5], [5.0, 5.0]]])
     np.testing.assert_allclose(best(candidates, text), [[0.1, 0.0], [0.0, 0.5]])
 
 
-def test_what_cannot_be_sampled_is_refused() -> None:
+def test_impossible_samples_are_rejected() -> None:
     cfg = config(p_drop_text=0.0, timesteps=12)
     given = inputs(cfg, 1)
     with pytest.raises(UserError, match="guidance"):

@@ -128,14 +128,14 @@ def drawn(
         pytest.param(guided.CFGDecoder(2.5), (5, 9, 200), id="guided after a prompt"),
     ],
 )
-def test_a_row_is_the_same_bits_alone_and_beside_rows_told_otherwise(decoder: Any, prompt: tuple[int, ...]) -> None:
+def test_row_is_bit_identical_beside_rows_with_other_conditions(decoder: Any, prompt: tuple[int, ...]) -> None:
     together = drawn(EMBEDS, [1, 2, 3], decoder, prompt)
     assert together[1:2] == drawn(EMBEDS[1:2], [2], decoder, prompt)
     assert together[1:2] != drawn(EMBEDS[2:], [2], decoder, prompt), "the embedding makes no difference"
 
 
 @pytest.mark.slow
-def test_guidance_is_the_step_from_untold_to_told() -> None:
+def test_guidance_extrapolates_from_unconditional_to_conditional() -> None:
     told, untold = drawn(EMBEDS, [1, 2, 3]), drawn(None, [1, 2, 3])
     assert drawn(EMBEDS, [1, 2, 3], guided.CFGDecoder(1.0)) == told
     none_at_all = drawn(EMBEDS, [1, 2, 3], guided.CFGDecoder(0.0))
@@ -157,7 +157,7 @@ def shown(embeds: np.ndarray, keys: Keys, first_row: int = 0, **changes: Any) ->
     return np.asarray(family.augment_condition(jnp.asarray(embeds), family._dropout(keys, first_row, len(embeds)), cfg))
 
 
-def test_a_row_is_disturbed_by_its_own_key_for_a_whole_sequence_and_keeps_its_length() -> None:
+def test_row_is_augmented_by_its_own_key_per_sequence_and_keeps_its_norm() -> None:
     how: dict[str, Any] = {"condition_noise": 0.5, "p_drop_condition": 0.3}
     many = np.concatenate([embeds_of(60, seed=5), np.zeros((4, WIDTH), np.float32)])
     whole = shown(many, keys(0, 0), **how)
@@ -172,7 +172,7 @@ def test_a_row_is_disturbed_by_its_own_key_for_a_whole_sequence_and_keeps_its_le
     assert 0.8 < (whole * many).sum(1)[kept].mean() < 0.97
 
 
-def test_what_is_told_learns_and_rows_that_drop_it_train_as_if_untold() -> None:
+def test_conditions_train_and_dropped_rows_train_as_unconditional() -> None:
     def loss(params: Any, batch: Batch, keys: Keys | None, cfg: VQConfig) -> Any:
         return family.loss(params, BUFFERS, family.FAMILY.empty_carry(cfg, 3), batch, keys, 0, cfg)[0]
 
@@ -186,14 +186,14 @@ def test_what_is_told_learns_and_rows_that_drop_it_train_as_if_untold() -> None:
     assert abs(float(value - untold)) > 1e-3
 
 
-def test_a_model_that_nothing_conditions_is_as_it_was() -> None:
+def test_unconditional_model_is_unchanged() -> None:
     plain = dataclasses.replace(CFG, d_condition=0, n_place=0)
     assert family.param_specs(plain).w_condition is family.param_specs(plain).place is None
     assert family.FAMILY.empty_carry(plain, 2).condition is None
     assert slots.init_slots(plain, 2).condition is None
 
 
-def test_evaluation_by_stretches_is_told_the_same_as_at_once() -> None:
+def test_evaluation_in_segments_equals_evaluation_at_once() -> None:
     nats = jax.jit(lambda carry, batch: family.nats(PARAMS, BUFFERS, carry, batch, CFG))
     scores = jax.nn.log_softmax(forward(BATCH.inputs, EMBEDS))
     want = -jnp.take_along_axis(scores, jnp.asarray(BATCH.targets)[..., None], -1)[..., 0]
@@ -204,7 +204,7 @@ def test_evaluation_by_stretches_is_told_the_same_as_at_once() -> None:
     np.testing.assert_allclose(np.concatenate(parts, axis=1), want, atol=1e-4)
 
 
-def test_the_reference_has_no_place_for_what_is_told_or_for_experts() -> None:
+def test_conditions_and_experts_have_no_place_in_the_reference() -> None:
     for cfg, words in ((CFG, "model.d_condition"), (VQConfig(n_expert=4), "model.n_expert")):
         with pytest.raises(UserError, match=words):
             to_reference(PARAMS, BUFFERS, cfg)
@@ -220,6 +220,6 @@ def test_the_reference_has_no_place_for_what_is_told_or_for_experts() -> None:
         ({"condition_noise": -0.1}, "model.condition_noise"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_rejected(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         dataclasses.replace(CFG, **changes)

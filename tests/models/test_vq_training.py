@@ -62,7 +62,7 @@ def keys(update: int, sequence: int) -> Keys:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["p_dropemb", "p_dropres"])
-def test_drawn_anew_for_every_update(name: str) -> None:
+def test_dropout_is_sampled_per_update(name: str) -> None:
     cfg = dataclasses.replace(PLAIN, **{name: 0.5})
     assert loss_of(cfg, keys(0, 0)) != loss_of(cfg, keys(1, 0))
     assert loss_of(cfg, keys(0, 0)) == loss_of(cfg, keys(0, 1))
@@ -71,14 +71,14 @@ def test_drawn_anew_for_every_update(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["p_dropsin", "p_droplyr"])
-def test_held_for_a_whole_sequence(name: str) -> None:
+def test_dropout_is_constant_for_a_sequence(name: str) -> None:
     cfg = dataclasses.replace(PLAIN, **{name: 0.5})
     assert loss_of(cfg, keys(0, 0)) == loss_of(cfg, keys(1, 0))
     assert len({loss_of(cfg, keys(0, sequence)) for sequence in range(4)}) > 1
     assert loss_of(cfg, None) == loss_of(PLAIN, None)
 
 
-def test_masked_tokens_teach_nothing() -> None:
+def test_masked_tokens_do_not_train() -> None:
     params, buffers = model(PLAIN)
 
     def seen(data: Batch) -> Any:
@@ -159,7 +159,7 @@ def test_bfloat16_activations_over_float32_parameters() -> None:
 
 
 @pytest.mark.slow
-def test_a_collapsed_codebook_raises_an_alarm(tmp_path: Path) -> None:
+def test_collapsed_codebook_raises_an_alarm(tmp_path: Path) -> None:
     source = tiny.corpus(tmp_path)
     changes = {"optim.steps": 5, "optim.warmup_steps": 0, "train.collapse_alarm": 1.0}
     train(tiny.config(source, **changes), RunFolder(tmp_path / "run"), quiet=True)

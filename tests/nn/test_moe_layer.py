@@ -31,7 +31,7 @@ def made(n_token: int, n_expert: int, n_choice: int, width: int = 16, hidden: in
     ("n_token", "n_expert", "n_choice"),
     [(1, 4, 2), (5, 8, 2), (64, 8, 2), (50, 3, 3), (33, 5, 1), (300, 2, 1), (7, 40, 4)],
 )
-def test_chosen_equal_all_in_value_and_gradient(n_token: int, n_expert: int, n_choice: int) -> None:
+def test_grouped_experts_equal_dense_ones_in_value_and_gradient(n_token: int, n_expert: int, n_choice: int) -> None:
     x, router, weights = made(n_token, n_expert, n_choice)
     target = jnp.asarray(np.random.default_rng(9).normal(size=x.shape), jnp.float32)
 
@@ -55,7 +55,7 @@ def test_all_tokens_to_one_expert_and_none_to_others() -> None:
     np.testing.assert_allclose(got, ex.moe_dense(x, routing, weights), atol=1e-5)
 
 
-def test_a_stack_of_layers_is_read_from_where_the_layer_begins() -> None:
+def test_stack_of_layers_is_read_from_where_the_layer_begins() -> None:
     x, router, weights = made(20, 4, 2)
     _, _, others = made(20, 8, 2, seed=3)
     stack = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), others, weights)
@@ -65,7 +65,7 @@ def test_a_stack_of_layers_is_read_from_where_the_layer_begins() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_eight_bit_experts_equal_their_dequantised_selves(groups: int) -> None:
+def test_eight_bit_experts_equal_their_dequantized_selves(groups: int) -> None:
     x, router, weights = made(20, 4, 2)
     held = jax.tree.map(lambda w: quant.quantize(w, groups), weights)
     plain = jax.tree.map(quant.dequantize, held, is_leaf=quant.is_quantized)
@@ -74,7 +74,7 @@ def test_eight_bit_experts_equal_their_dequantised_selves(groups: int) -> None:
     np.testing.assert_allclose(ex.moe_dense(x, routing, held), ex.moe_dense(x, routing, plain), atol=1e-5)
 
 
-def test_tokens_that_are_not_real_cost_and_change_nothing() -> None:
+def test_padding_tokens_cost_and_change_nothing() -> None:
     x, router, weights = made(40, 4, 2)
     routing = ex.route(x, router, 2)
     whole = ex.moe_grouped(x, routing, weights)

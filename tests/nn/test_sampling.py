@@ -35,7 +35,7 @@ MIXED = _join(
 )
 
 
-def test_a_row_is_the_same_bits_in_every_batch() -> None:
+def test_row_is_bit_identical_in_every_batch() -> None:
     logits = _logits(6)
     seen = (jax.random.uniform(jax.random.key(3), logits.shape) < 0.3).astype(jnp.int32)
     keys = jnp.stack([rng.root(i) for i in range(6)])
@@ -133,7 +133,7 @@ def test_randomness_is_the_rows_key_and_position() -> None:
         {"repetition_penalty": 0.009},
     ],
 )
-def test_bad_settings_are_refused(bad: dict[str, float]) -> None:
+def test_bad_settings_are_rejected(bad: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(bad))):
         sampling_settings(1, **bad)  # pyright: ignore
 

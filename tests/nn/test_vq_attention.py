@@ -154,7 +154,7 @@ def test_two_halves_equal_one_pass(split: int, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_only_so_many_tokens_are_real() -> None:
+def test_only_the_given_number_of_tokens_is_valid() -> None:
     """Rows of different lengths, none among them, after something read before: each as if it had been alone and exact."""
     cfg, params, buffers = make(mem_len=11, n_head=2)
     before, tokens = tokens_of(4, 19, seed=1), tokens_of(4, 24)
@@ -175,7 +175,7 @@ def _row(carry: model.VQCarry, i: int) -> model.VQCarry:
     )
 
 
-def test_a_document_does_not_see_the_one_before() -> None:
+def test_document_does_not_see_the_one_before() -> None:
     cfg, params, buffers = make(reset_at_documents=True, mem_len=6)
     lengths = np.array([3, 17, 1, 9])
     starts = np.cumsum(lengths) - lengths

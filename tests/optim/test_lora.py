@@ -96,7 +96,7 @@ def test_at_full_rank_an_adapter_can_be_any_matrix(source: Path, tmp_path: Path)
     np.testing.assert_allclose(got, want, atol=1e-7, rtol=1e-5)
 
 
-def test_an_update_leaves_the_base_alone_and_moves_adapters_and_codebooks(source: Path, tmp_path: Path) -> None:
+def test_update_leaves_the_base_alone_and_moves_adapters_and_codebooks(source: Path, tmp_path: Path) -> None:
     cfg = tuned(parent_run(tmp_path, source), source, **{"lora.rank": 2, "optim.warmup_steps": 0})
     before = jax.tree.map(np.asarray, begun(cfg))
     family = registry.get("vq")
@@ -125,7 +125,7 @@ def test_frozen_weights_are_not_in_the_optimizer_state(source: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("family", ["vq", pytest.param("moe", marks=pytest.mark.trial)])
-def test_a_run_with_adapters_resumes_exactly_and_is_complete_by_itself(
+def test_run_with_adapters_resumes_exactly_and_is_complete_by_itself(
     family: Name, source: Path, tmp_path: Path
 ) -> None:
     run = parent_run(tmp_path, source, family)
@@ -157,7 +157,7 @@ def test_a_run_with_adapters_resumes_exactly_and_is_complete_by_itself(
     assert not any(name.startswith("base") or name == "params/embed" for name in names)
 
 
-def test_a_damaged_base_is_refused(source: Path, tmp_path: Path) -> None:
+def test_corrupt_base_is_rejected(source: Path, tmp_path: Path) -> None:
     cfg = tuned(parent_run(tmp_path, source), source, **{"lora.rank": 2})
     train(cfg, RunFolder(tmp_path / "out"), quiet=True, stop_at=0)
     manifest = next((tmp_path / "out" / "base").glob("*/manifest/manifest.json"))
@@ -189,12 +189,12 @@ def test_targets_are_named_by_parts_of_their_names() -> None:
         ({"targets": ("w_q",)}, "above 0 where lora.targets is set"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(values: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_rejected(values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         LoraConfig(**values)
 
 
-def test_a_prior_has_no_adapters() -> None:
+def test_prior_has_no_adapters() -> None:
     from linnet.config import presets
 
     cfg = dataclasses.replace(presets.get("prior-emoji"), lora=LoraConfig(rank=4))

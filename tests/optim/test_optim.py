@@ -93,7 +93,7 @@ def test_state_is_arrays_and_none_stays_none(name: str) -> None:
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
-def test_first_updates_are_as_written() -> None:
+def test_first_updates_equal_the_recorded_ones() -> None:
     """The first update of Adam and Lion is the gradient's sign; clipping by the norm of everything changes no sign."""
     params, gradient = draw(SPECS, 0), draw(SPECS, 1)
     for name in ("adamw", "lion"):

@@ -32,13 +32,13 @@ def test_decay_is_scaled_by_the_learning_rate_and_spares_vectors() -> None:
     np.testing.assert_array_equal(after["stack"], params["stack"])  # a layer's vector is a vector
 
 
-def test_the_rate_warms_up_and_follows_the_cosine() -> None:
+def test_rate_warms_up_and_follows_the_cosine() -> None:
     share = schedule(OptimConfig(schedule="dampened_cosine", warmup_steps=2, steps=3))
     np.testing.assert_allclose(share(np.arange(5)), [0.5, 0.75, 0.25, 0.0, 0.25], atol=1e-7)
     np.testing.assert_allclose(schedule(OptimConfig(schedule="dampened_constant", warmup_steps=0))(np.arange(3)), 1.0)
 
 
-def test_the_average_copies_then_begins_then_forgets_ever_more_slowly() -> None:
+def test_ema_copies_then_starts_then_decays_ever_more_slowly() -> None:
     cfg = ema.EmaConfig(update_after_step=2, update_every=2, beta=0.6)
     average, seen = jnp.float32(-5), []
     for step in range(12):
@@ -51,7 +51,7 @@ def test_the_average_copies_then_begins_then_forgets_ever_more_slowly() -> None:
     assert seen[7] == seen[6]
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_impossible_settings_are_rejected() -> None:
     for made in (
         lambda: ema.EmaConfig(beta=1.5),
         lambda: ema.EmaConfig(update_every=0),

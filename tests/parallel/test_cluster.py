@@ -32,7 +32,7 @@ SLURM = {
 # Where it is.
 
 
-def test_without_a_word_in_the_environment_a_process_is_alone(tmp_path: Path) -> None:
+def test_empty_environment_means_a_single_process(tmp_path: Path) -> None:
     assert find_cluster_env({}, tmp_path) == ALONE
     batch_script = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
     assert find_cluster_env(batch_script, tmp_path) == ALONE  # the script of sbatch itself, not a task of srun's
@@ -46,7 +46,7 @@ def test_linnets_own_variables_come_first(tmp_path: Path) -> None:
     assert find_cluster_env({**SLURM, "LINNET_PROCESSES": "1"}, tmp_path) == ALONE
 
 
-def test_a_slurm_step_and_an_indexed_job_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_step_and_an_indexed_job_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = find_cluster_env(SLURM, tmp_path)
     assert (env.kind, env.index, env.count) == ("slurm", 3, 4)
     job = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
@@ -57,7 +57,7 @@ def test_a_slurm_step_and_an_indexed_job_are_found(tmp_path: Path, monkeypatch: 
     assert find_cluster_env(job, tmp_path).kind == "kubernetes"
 
 
-def test_a_machine_with_tpu_chips_asks_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_with_tpu_chips_queries_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "accel0").touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert find_cluster_env({}, tmp_path) == ALONE  # chips without their library
@@ -80,7 +80,7 @@ def test_a_machine_with_tpu_chips_asks_jax(tmp_path: Path, monkeypatch: pytest.M
         ({"LINNET_COORDINATOR": "node0:99999"}, "LINNET_COORDINATOR"),
     ],
 )
-def test_what_is_half_said_is_refused_by_name(changes: dict[str, str | None], named: str, tmp_path: Path) -> None:
+def test_incomplete_settings_are_rejected_by_name(changes: dict[str, str | None], named: str, tmp_path: Path) -> None:
     environ = {name: value for name, value in {**EXPLICIT, **changes}.items() if value is not None}
     with pytest.raises(UserError, match=named):
         find_cluster_env(environ, tmp_path)
@@ -95,13 +95,13 @@ def test_what_is_half_said_is_refused_by_name(changes: dict[str, str | None], na
         ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS"),
     ],
 )
-def test_a_broken_slurm_step_is_refused_by_name(changes: dict[str, str | None], named: str, tmp_path: Path) -> None:
+def test_broken_slurm_step_is_rejected_by_name(changes: dict[str, str | None], named: str, tmp_path: Path) -> None:
     environ = {name: value for name, value in {**SLURM, **changes}.items() if value is not None}
     with pytest.raises(UserError, match=named):
         find_cluster_env(environ, tmp_path)
 
 
-def test_bounds_have_usual_values_and_refuse_nonsense() -> None:
+def test_timeouts_have_defaults_and_reject_invalid_values() -> None:
     assert find_timeouts({}) == Timeouts(lost=30.0, start=300.0)
     assert find_timeouts({"LINNET_LOST_SECONDS": "4.5"}).lost == 4.5
     for bad in ("soon", "0", "nan"):
@@ -119,7 +119,7 @@ def test_every_process_has_a_core_and_no_core_is_left_out(n_core: int, n: int) -
         assert sum(map(len, shares)) == n_core
 
 
-def test_who_misses_another_is_not_taken_for_the_first_to_fail() -> None:
+def test_process_that_reports_a_lost_peer_is_not_blamed() -> None:
     assert first_failure([(0, 76), (2, 137), (3, 76)]) == (2, 137)
     assert first_failure([(1, 76)]) == (1, 76)
 
@@ -131,7 +131,7 @@ def beat(index: int, sequence: int = 0, **more: object) -> Beat:
     return dataclasses.replace(Beat(index=index, host=f"h{index}", sequence=sequence), **more)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_process_without_new_beats_is_gone_after_the_bound_and_named() -> None:
+def test_process_without_new_beats_is_lost_after_the_timeout_and_named() -> None:
     detector = FailureDetector(3)
     for n in range(5):
         detector.update([beat(0, n), beat(1, n, step=n), beat(2, min(n, 1), step=17)], 1.0)
@@ -146,14 +146,14 @@ def test_a_process_without_new_beats_is_gone_after_the_bound_and_named() -> None
     assert "process 1" not in words
 
 
-def test_a_process_that_never_spoke_is_gone_too() -> None:
+def test_process_without_any_heartbeat_counts_as_lost() -> None:
     detector = FailureDetector(2)
     for n in range(6):
         detector.update([beat(0, n)], 1.0)
     assert "process 1 " in str(detector.verdict(4.0, 4.0))
 
 
-def test_a_broken_connection_shortens_the_wait_but_accuses_nobody_who_speaks() -> None:
+def test_broken_connection_shortens_the_timeout_but_blames_no_live_process() -> None:
     detector = FailureDetector(2)
     for n in range(4):
         detector.update([beat(0, n, broken=True), beat(1, n)], 1.0)
@@ -163,7 +163,7 @@ def test_a_broken_connection_shortens_the_wait_but_accuses_nobody_who_speaks() -
     assert "process 1" in str(detector.verdict(30.0, 2.0))
 
 
-def test_a_process_that_failed_is_named_with_its_reason_after_the_others_had_time_to_fail_too() -> None:
+def test_failed_process_is_reported_with_its_reason_after_the_grace_period() -> None:
     detector = FailureDetector(2)
     detector.update([beat(0), beat(1, 1, failed="the disk is full")], 1.0)
     assert detector.verdict(30.0, 30.0) is None
@@ -208,7 +208,7 @@ def beating(board: Board, index: int, count: int, lost: float = 3.0) -> tuple[He
     return Heartbeat(board, member, Timeouts(lost=lost, start=9.0), "h0:1234", left), left
 
 
-def test_all_name_the_process_that_fell_silent_and_say_what_is_kept() -> None:
+def test_all_processes_report_the_silent_process_and_the_last_checkpoint() -> None:
     board = Board()
     heartbeats = [beating(board, i, 3) for i in range(3)]
     for heartbeat, _ in heartbeats:
@@ -229,7 +229,7 @@ def test_all_name_the_process_that_fell_silent_and_say_what_is_kept() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["refused", "stuck"])
-def test_process_0_is_missed_when_its_store_is_gone_or_hangs(how: str) -> None:
+def test_process_0_is_lost_when_its_store_is_gone_or_hangs(how: str) -> None:
     board = Board()
     heartbeat, left = beating(board, 1, 2)
     heartbeat.start()
@@ -244,7 +244,7 @@ def test_process_0_is_missed_when_its_store_is_gone_or_hangs(how: str) -> None:
     assert "process 0 at h0:1234" in left.words[0]
 
 
-def test_a_process_that_says_it_fails_is_heard_though_it_falls_silent_at_once() -> None:
+def test_reported_failure_is_received_from_a_process_that_exits_at_once() -> None:
     board = Board()
     (judge, left), (other, _) = beating(board, 0, 2), beating(board, 1, 2)
     judge.start()
@@ -263,7 +263,7 @@ def wrapped(error: Exception) -> Exception:
         return found
 
 
-def test_an_error_that_a_lost_process_left_behind_is_known_by_its_status_wherever_it_hides() -> None:
+def test_peer_failure_is_recognized_by_its_status_anywhere_in_the_chain() -> None:
     gloo = ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:14746")
     assert is_peer_failure(gloo)
     assert is_peer_failure(wrapped(RuntimeError("UNAVAILABLE: Socket closed")))
@@ -271,7 +271,7 @@ def test_an_error_that_a_lost_process_left_behind_is_known_by_its_status_whereve
     assert not is_peer_failure(UserError("data.source is UNKNOWN: it must be a file."))
 
 
-def test_a_process_on_its_own_is_watched_by_nobody() -> None:
+def test_single_process_has_no_monitor() -> None:
     with monitor(log=print, notify=print, saved=lambda: None) as watch:
         assert isinstance(watch, NullMonitor)
         watch.stepped(1, 0.0)
@@ -282,7 +282,7 @@ def test_a_process_on_its_own_is_watched_by_nobody() -> None:
 # Who is slow.
 
 
-def test_the_slow_host_and_the_slow_core_are_told_apart() -> None:
+def test_slow_host_and_slow_core_are_distinguished() -> None:
     usual: dict[str, Any] = {"host_seconds": 0.010, "probe_seconds": 0.001}
     beats = {i: beat(i, **usual) for i in range(4)}
     assert stragglers(beats) == {}
@@ -295,13 +295,13 @@ def test_the_slow_host_and_the_slow_core_are_told_apart() -> None:
     assert "4.5 times" in found[3]
 
 
-def test_small_host_work_is_no_straggler_and_two_processes_can_be_told_apart() -> None:
+def test_small_host_work_is_no_straggler_and_two_processes_are_distinguished() -> None:
     assert stragglers({0: beat(0, host_seconds=0.0001), 1: beat(1, host_seconds=0.001)}) == {}
     assert set(stragglers({0: beat(0, host_seconds=0.01), 1: beat(1, host_seconds=0.1)})) == {1}
     assert stragglers({0: beat(0, host_seconds=0.01)}) == {}
 
 
-def test_a_straggler_is_named_once_and_only_when_it_was_slow_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_straggler_is_named_once_and_only_when_it_was_slow_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat, _ = beating(Board(), 0, 3)
     now, said = [0.0], []
     monkeypatch.setattr("linnet.train.stragglers.time.monotonic", lambda: now[0])
@@ -323,7 +323,7 @@ def test_a_straggler_is_named_once_and_only_when_it_was_slow_twice(monkeypatch: 
     assert [at for at, _ in said] == [2, 6]
 
 
-def test_waiting_is_told_at_once_and_written_when_the_run_goes_on() -> None:
+def test_straggler_wait_is_logged_immediately_and_recorded_on_resume() -> None:
     heartbeat, _ = beating(Board(), 0, 3)
     told: list[str] = []
     said: list[tuple[int, str]] = []

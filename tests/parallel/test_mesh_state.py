@@ -51,7 +51,7 @@ def on_eight_devices(program: str, *args: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_no_device_ever_holds_more_than_its_part() -> None:
+def test_no_device_ever_stores_more_than_its_shard() -> None:
     found = on_eight_devices(PLACES)
     for name in ("adamw", "lion", "adafactor", "muon"):
         assert found[name]["large"] >= 5
@@ -97,7 +97,7 @@ print(json.dumps({
 """
 
 
-def test_weights_from_a_file_go_to_their_places_one_by_one_bit_for_bit(tmp_path: Path) -> None:
+def test_weights_from_a_file_are_sharded_one_by_one_bit_for_bit(tmp_path: Path) -> None:
     found = on_eight_devices(GIVEN, str(tmp_path))
     assert found["same"]
     assert not found["elsewhere"]

@@ -45,7 +45,7 @@ def _cube(x: Any) -> Any:
 _cube.defvjp(lambda x: (_cube(x), x), lambda x, dy: (3 * x * x * dy,))
 
 
-def test_a_float32_program_is_evaluated_in_float64() -> None:
+def test_float32_program_is_evaluated_in_float64() -> None:
     weights = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4, 4)), jnp.float32)
     start = jnp.asarray([[0.1, -0.7, 1.3, 0.2]], jnp.float32)
 
@@ -86,12 +86,12 @@ def test_a_float32_program_is_evaluated_in_float64() -> None:
     ],
     ids=["cond", "while", "bits"],
 )
-def test_a_program_that_float64_cannot_stand_for_is_declined(function: Any) -> None:
+def test_program_without_a_float64_equivalent_is_declined(function: Any) -> None:
     with pytest.raises(NotImplementedError, match="float64"):
         evaluate_in_float64(function, jnp.ones(3, jnp.float32))
 
 
-def test_the_gradients_pass_on_every_processor(gradients: Path) -> None:
+def test_gradients_pass_on_every_processor(gradients: Path) -> None:
     """At this size the query's gradient is 6.7e-6 off in the file; where Linnet's own rounding goes the other way, they are further
     apart than 1e-5, though neither is that far from the float64 value."""
     verification = verify_file(gradients)
@@ -101,7 +101,7 @@ def test_the_gradients_pass_on_every_processor(gradients: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [QUERY, "out/grad/learned_query"])
-def test_an_error_of_float32_alone_is_not_taken_for_rounding(
+def test_error_of_float32_alone_is_not_taken_for_rounding(
     gradients: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(golden: Any) -> Recomputed:
@@ -117,7 +117,7 @@ def test_an_error_of_float32_alone_is_not_taken_for_rounding(
     assert "float64" in note
 
 
-def test_where_float64_declines_the_float32_comparison_stands(gradients: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_comparison_applies_where_float64_declines(gradients: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def declines() -> dict[str, Any]:
         raise NotImplementedError
 
@@ -131,7 +131,7 @@ def test_where_float64_declines_the_float32_comparison_stands(gradients: Path, m
 
 
 @pytest.mark.slow
-def test_an_error_of_the_formula_is_not_taken_for_rounding(gradients: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_formula_is_not_taken_for_rounding(gradients: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COSINE_SCALE", 16.0 * (1 + 1e-4))
     verification = verify_file(gradients)
     passed, note = _error(verification, QUERY)
@@ -139,7 +139,7 @@ def test_an_error_of_the_formula_is_not_taken_for_rounding(gradients: Path, monk
     assert "float64" in note
 
 
-def test_a_wrong_file_is_not_taken_for_rounding(gradients: Path, tmp_path: Path) -> None:
+def test_wrong_file_is_not_taken_for_rounding(gradients: Path, tmp_path: Path) -> None:
     whole = dict(np.load(gradients))
     whole[QUERY] = whole[QUERY] * np.float32(1 + 2e-5)
     np.savez(tmp_path / "wrong.npz", **whole)

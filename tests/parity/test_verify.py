@@ -83,7 +83,7 @@ def test_two_heads_and_a_short_text_pass(tmp_path: Path, forward: dict[str, np.n
     assert result.notes == ()
 
 
-def test_a_wrong_number_is_seen(tmp_path: Path, forward: dict[str, np.ndarray]) -> None:
+def test_wrong_number_is_seen(tmp_path: Path, forward: dict[str, np.ndarray]) -> None:
     wrong = {name: np.array(value) for name, value in forward.items()}
     wrong["out/logprobs"][1, 2, 3] += 3e-5 * np.abs(wrong["out/logprobs"]).max()
     wrong["out/shortcodes"][0, 0, 0, 0] ^= 1
@@ -97,7 +97,7 @@ def test_a_wrong_number_is_seen(tmp_path: Path, forward: dict[str, np.ndarray]) 
     assert failed(verify_file(path, tolerance=1e-4)) == ["shortcodes", "state/0/0/aggcache/lower"]
 
 
-def test_unknown_outputs_and_settings_are_told(tmp_path: Path, forward: dict[str, np.ndarray]) -> None:
+def test_unknown_outputs_and_settings_are_reported(tmp_path: Path, forward: dict[str, np.ndarray]) -> None:
     more = {**with_meta(forward, config={"d_new": 3}), "out/mystery": np.zeros(3)}
     result = verify_file(write(tmp_path, more))
     assert result.passed
@@ -148,12 +148,12 @@ def test_render_shows_failures(tmp_path: Path, forward: dict[str, np.ndarray]) -
         (lambda a: {**a, "stray": np.zeros(2)}, "'stray'"),
     ],
 )
-def test_wrong_files_are_refused(tmp_path: Path, forward: dict[str, np.ndarray], change: Any, told: str) -> None:
+def test_wrong_files_are_rejected(tmp_path: Path, forward: dict[str, np.ndarray], change: Any, told: str) -> None:
     with pytest.raises(UserError, match=told):
         verify_file(write(tmp_path, change(forward)))
 
 
-def test_missing_and_damaged_files_are_refused(tmp_path: Path, forward: dict[str, np.ndarray]) -> None:
+def test_missing_and_corrupt_files_are_rejected(tmp_path: Path, forward: dict[str, np.ndarray]) -> None:
     with pytest.raises(UserError, match="does not exist"):
         verify_file(tmp_path / "none.npz")
     with pytest.raises(UserError, match="folder"):
@@ -198,7 +198,7 @@ def test_config_from_reference() -> None:
         config_from_reference({**values, "dtype": "float8"})
 
 
-def test_optimiser_settings_are_checked(tmp_path: Path, forward: dict[str, np.ndarray]) -> None:
+def test_optimizer_settings_are_checked(tmp_path: Path, forward: dict[str, np.ndarray]) -> None:
     batch = {f"in/batch1/{name}": forward["in/inputs"][:, :4] for name in ("inputs", "targets")}
     good = {"optimizer": "lion", "lr_max": 0.1, "lr_schedule": "linear", "n_warmup_step": 0, "n_max_step": 2}
     for wrong, told in (({"optimizer": "sgd"}, "sgd"), ({"new": 1}, "new"), ({"lr_max": "high"}, "lr")):
@@ -209,7 +209,7 @@ def test_optimiser_settings_are_checked(tmp_path: Path, forward: dict[str, np.nd
         verify_file(write(tmp_path, {**with_meta(forward, kind="train", config={"update_len": 4}), **batch}))
 
 
-def test_a_file_whose_values_contradict_each_other_is_one_sentence(tmp_path: Path) -> None:
+def test_file_whose_values_contradict_each_other_is_one_sentence(tmp_path: Path) -> None:
     arrays = read_npz(Path(__file__).parents[1] / "goldens" / "prior" / "ema_scalar.npz")
     name = next(name for name in arrays if name.endswith("/cfg"))
     write_npz(tmp_path / "a.npz", arrays | {name: np.array('{"beta": [')})

@@ -51,7 +51,7 @@ def test_verify_reads_the_switch(tmp_path: Path, decayed: bool, said: bool) -> N
     assert bool(wrong) == (decayed != said), wrong
 
 
-def test_the_optimizer_decays_what_it_is_told_to() -> None:
+def test_optimizer_decays_the_selected_parameters() -> None:
     specs = param_specs(VQConfig(n_vocab=8, d_model=4, d_k=2, d_v=2, n_code=2, n_layer=1, e_preln=True, pe_abs=True))
     params = map_specs(lambda spec: jax.numpy.ones(spec.shape), specs)
     still = jax.tree.map(jax.numpy.zeros_like, params)

@@ -72,7 +72,7 @@ def failed(result: Verification) -> list[str]:
     return [check.name.removeprefix("bf16/") for check in result.checks if not check.passed]
 
 
-def test_a_deep_model_has_a_wider_bound_and_says_so(model: GrokModel) -> None:
+def test_deep_model_has_a_wider_bound_and_says_so(model: GrokModel) -> None:
     assert bfloat16_bound(1) == bfloat16_bound(2) == BFLOAT16
     assert bfloat16_bound(8) == pytest.approx(2 * BFLOAT16)
     values = expected(model)
@@ -83,14 +83,14 @@ def test_a_deep_model_has_a_wider_bound_and_says_so(model: GrokModel) -> None:
     assert errors[LAYER_0] < errors[LAYER_10] < bfloat16_bound(11)
 
 
-def test_a_wrong_number_is_still_seen(model: GrokModel) -> None:
+def test_wrong_number_is_still_seen(model: GrokModel) -> None:
     """The first layer keeps the bound that was measured; the last has the wide one, and no more."""
     values = expected(model)
     assert failed(verified(model, values, first=0.09, last=0.05, logits=0.05)) == [LAYER_0]
     assert set(failed(verified(model, values, last=0.2, logits=0.2))) == {"full_logits", LAYER_10}
 
 
-def test_a_wrong_model_is_still_seen(model: GrokModel) -> None:
+def test_wrong_model_is_still_seen(model: GrokModel) -> None:
     scaled = dataclasses.replace(model.cfg, embed_scale=1.3 * model.cfg.embed_scale)
     assert failed(verified(model, expected(dataclasses.replace(model, cfg=scaled))))
     layers = model.params.layers
@@ -116,7 +116,7 @@ def test_ties_widen_with_depth_in_bfloat16_only() -> None:
     assert not near_tie(probability, 1, "f32", depth).any()
 
 
-def test_an_expert_that_contributes_nothing_is_no_tie() -> None:
+def test_expert_with_zero_weight_is_no_tie() -> None:
     probability = np.array([0.99, 0.006, 0.004]).reshape(1, 1, 3)
     assert close_ranks(probability, 2, "bf16").all()
     assert not near_tie(probability, 2, "bf16").any()

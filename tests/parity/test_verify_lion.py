@@ -147,7 +147,7 @@ def test_signs_that_noise_turned_pass(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_sign_in_doubt_is_counted_and_followed(tmp_path: Path, count: int) -> None:
+def test_ambiguous_sign_is_counted_and_followed(tmp_path: Path, count: int) -> None:
     """At the second update of the first call, and at the first of the second."""
     change, sizes = turn("units/w_kvg", count, near=True)
     found = verify_file(lion_file(tmp_path / "lion.npz", change))
@@ -155,7 +155,7 @@ def test_a_sign_in_doubt_is_counted_and_followed(tmp_path: Path, count: int) -> 
     assert 1 <= flips(found) <= 20
 
 
-def test_a_wrong_sign_fails(tmp_path: Path) -> None:
+def test_wrong_sign_fails(tmp_path: Path) -> None:
     change, _ = turn("units/w_kvg", 2, near=False)
     found = verify_file(lion_file(tmp_path / "lion.npz", change))
     assert any("kvg_proj" in name for name in failed(found))

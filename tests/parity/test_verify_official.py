@@ -21,7 +21,7 @@ def failed(result: Verification) -> list[str]:
     return [check.name for check in result.checks if not check.passed]
 
 
-def test_all_figures_of_the_folder_come_out() -> None:
+def test_all_values_of_the_folder_are_reported() -> None:
     result = verify_file(OFFICIAL)
     assert failed(result) == []
     assert len(result.checks) == 10
@@ -38,7 +38,7 @@ def copy(folder: Path, **changes: Any) -> Path:
     return made
 
 
-def test_a_wrong_weight_or_length_is_seen(tmp_path: Path) -> None:
+def test_wrong_weight_or_length_is_seen(tmp_path: Path) -> None:
     made = copy(tmp_path)
     tree = read_flax(made / "checkpoint_30")
     kernel = tree["params"]["transformer_layers_1"]["scanned_attn2"]["res_proj"]
@@ -67,6 +67,6 @@ def test_a_wrong_weight_or_length_is_seen(tmp_path: Path) -> None:
         ({"continuations": [{"prompt": 3}]}, "a prompt and ids"),
     ],
 )
-def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_folder_that_is_incomplete_is_rejected(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         verify_file(copy(tmp_path, **changes))

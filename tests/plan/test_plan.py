@@ -29,7 +29,7 @@ def unrolled(x: Any, w: Any) -> Any:
     return x
 
 
-def test_a_loop_counts_as_often_as_it_runs() -> None:
+def test_loop_counts_as_often_as_it_runs() -> None:
     shapes = ((32, 48), (7, 48, 48))
     exact = 7 * 2 * 32 * 48 * 48
     scan = compiled(by_scan, *shapes)
@@ -52,7 +52,7 @@ def test_loops_within_loops_multiply() -> None:
     assert program.read(compiled(f, (16, 32), (3, 32, 32)).as_text()).flops == 5 * 3 * 2 * 16 * 32 * 32
 
 
-def test_a_loop_that_the_data_decide_on_is_never_counted_silently() -> None:
+def test_loop_that_the_data_decide_on_is_never_counted_silently() -> None:
     def f(n: Any, x: Any, w: Any) -> Any:
         return jax.lax.fori_loop(0, n.astype(jnp.int32), lambda _, x: jnp.tanh(x @ w), x)
 
@@ -71,7 +71,7 @@ def test_of_two_branches_the_longer_one_counts() -> None:
     assert program.read(compiled(f, (16, 32), (3, 32, 32)).as_text()).flops == 3 * 2 * 16 * 32 * 32
 
 
-def test_groups_are_read_in_each_of_the_three_ways_they_are_written() -> None:
+def test_groups_are_read_in_all_three_layouts() -> None:
     first = collectives._first_group
     assert first("{{0,2}") == (0, 2)  # the rest of the list is not looked at
     assert first("[2,4]<=[8]") == (0, 1, 2, 3)
@@ -84,7 +84,7 @@ def test_groups_are_read_in_each_of_the_three_ways_they_are_written() -> None:
     assert first("mesh['axis_0'=8] {'axis_0':(2)2}") == (0, 2)
 
 
-def test_groups_that_cannot_be_read_are_not_taken_for_none() -> None:
+def test_unreadable_groups_are_not_treated_as_absent() -> None:
     text = """
 ENTRY %main (p: f32[8]) -> f32[8] {
   %p = f32[8]{0} parameter(0)
@@ -95,7 +95,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
         program.read(text)
 
 
-def test_instructions_of_tuples_are_read_whole() -> None:
+def test_tuple_instructions_are_parsed_completely() -> None:
     text = """
 %add (a: f32[], b: f32[]) -> f32[] {
   ROOT %r = f32[] add(%a, %b)
@@ -138,7 +138,7 @@ ENTRY %main (p: f32[16], at: s32[]) -> (f32[4], f32[16]) {
 """
 
 
-def test_a_sum_of_which_each_keeps_its_part_counts_as_scattered() -> None:
+def test_sum_of_which_each_keeps_its_part_counts_as_scattered() -> None:
     def kinds(text: str) -> dict[str, float]:
         return {one.kind: one.n_bytes for one in program.read(text).collectives}
 
@@ -146,7 +146,7 @@ def test_a_sum_of_which_each_keeps_its_part_counts_as_scattered() -> None:
     assert kinds(SUMMED.replace("READ", "8")) == {"reduce-scatter": 64.0, "all-reduce": 64.0}
 
 
-def test_what_a_device_sends_follows_from_kind_and_group() -> None:
+def test_bytes_sent_per_device_follow_from_kind_and_group() -> None:
     def sent(kind: Any, n_device: int, domain: float) -> tuple[float, float]:
         return Collective(kind=kind, n_bytes=800.0, group=tuple(range(n_device))).sent_by_level(domain)
 
@@ -207,7 +207,7 @@ def on_meshes() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_collectives_of_a_cut_program_are_what_they_should_be(on_meshes: dict[str, Any]) -> None:
+def test_collectives_of_a_partitioned_program_are_as_expected(on_meshes: dict[str, Any]) -> None:
     found = on_meshes["float32 4"]
     rows, wide, hidden = 32, 64, 64
     activations, weights = rows * wide * 4, wide * hidden * 4
@@ -218,13 +218,13 @@ def test_collectives_of_a_cut_program_are_what_they_should_be(on_meshes: dict[st
     assert found["flops"] == 3 * 6 * 2 * rows * wide * hidden
 
 
-def test_what_this_machine_widens_is_counted_as_the_model_has_it(on_meshes: dict[str, Any]) -> None:
+def test_upcasts_of_this_machine_are_counted_in_the_models_dtype(on_meshes: dict[str, Any]) -> None:
     def total(dtype: str) -> float:
         return sum(size * n for _, size, _, n in on_meshes[f"{dtype} 4"]["collectives"])
 
     assert total("bfloat16") == total("float32") / 2
 
 
-def test_a_larger_mesh_follows_from_a_smaller_one_of_equal_parts(on_meshes: dict[str, Any]) -> None:
+def test_larger_mesh_follows_from_a_smaller_one_of_equal_parts(on_meshes: dict[str, Any]) -> None:
     for dtype in ("float32", "bfloat16"):
         assert on_meshes[f"{dtype} 2"] == on_meshes[f"{dtype} 4"]

@@ -43,7 +43,7 @@ def plans() -> dict[str, TrainingPlan]:
 
 
 @pytest.mark.slow
-def test_bytes_are_told_by_kind_and_by_device(plans: dict[str, TrainingPlan]) -> None:
+def test_bytes_are_reported_by_kind_and_by_device(plans: dict[str, TrainingPlan]) -> None:
     memory = plans["fsdp"].memory
     assert memory.parameters == pytest.approx(4 * N_PARAMS / 4, rel=0.03), "biases and gains of other widths stay whole"
     assert memory.optimizer == pytest.approx(2 * memory.parameters, rel=0.01), "adamw keeps two of each"
@@ -59,7 +59,7 @@ def test_flops_of_the_program_are_those_of_the_familys_formula(plans: dict[str, 
     assert done == pytest.approx(plans["fsdp"].useful_flops, rel=0.06)
 
 
-def test_cut_weights_are_gathered_and_their_gradients_scattered(plans: dict[str, TrainingPlan]) -> None:
+def test_sharded_weights_are_gathered_and_their_gradients_scattered(plans: dict[str, TrainingPlan]) -> None:
     sent = plans["fsdp"].program.sent_by_kind()
     cut = 4 * N_PARAMS * 3 / 4
     of_units = cut * params.count(registry.get("vq").param_specs(VQ.model).units) / N_PARAMS
@@ -82,12 +82,12 @@ def test_loops_over_experts_count_at_an_even_load(plans: dict[str, TrainingPlan]
     assert plans["moe"].program.flops == pytest.approx(exact, rel=0.02)
 
 
-def test_a_plan_survives_its_way_through_json(plans: dict[str, TrainingPlan]) -> None:
+def test_plan_round_trips_through_json(plans: dict[str, TrainingPlan]) -> None:
     for plan in plans.values():
         assert result.from_json(json.loads(json.dumps(result.to_json(plan)))) == plan
 
 
-def test_meshes_that_fit_a_run_are_found_and_no_others() -> None:
+def test_only_meshes_that_fit_a_run_are_enumerated() -> None:
     found = {run.mesh for run in planning.enumerate_meshes(VQ, 4)}
     assert found == {"data=4", "fsdp=4", "data=2,fsdp=2", "data=2,model=2", "fsdp=2,model=2"}
     assert "data=2,expert=2" in {run.mesh for run in planning.enumerate_meshes(MOE, 4)}
@@ -127,7 +127,7 @@ def made(mesh: str, total: float, sent: float, n_device: int = 4) -> TrainingPla
     )
 
 
-def test_of_what_fits_the_least_talkative_is_recommended() -> None:
+def test_fitting_mesh_with_the_least_communication_is_recommended() -> None:
     chip = chips.get("tpu-v5e")
     plans = [made("data=4", 20e9, 1e6), made("fsdp=4", 10e9, 9e9), made("data=2,fsdp=2", 15e9, 4e9)]
     best = planning.recommended(plans, chip, 16e9)
@@ -136,7 +136,7 @@ def test_of_what_fits_the_least_talkative_is_recommended() -> None:
     assert planning.recommended(plans, chip, 5e9) is None
 
 
-def test_where_nothing_fits_it_is_said_what_would() -> None:
+def test_suggestions_are_given_when_no_mesh_fits() -> None:
     words = planning.suggestions(VQ, [made("data=4", 20e9, 1e6)], 16e9)
     assert words == [
         "more devices: the training state alone, 80 GB, needs 8 of them, sharded by fsdp",
@@ -146,7 +146,7 @@ def test_where_nothing_fits_it_is_said_what_would() -> None:
     ]
 
 
-def test_the_longest_of_three_times_bounds_a_step() -> None:
+def test_longest_of_three_times_bounds_a_step() -> None:
     chip = dataclasses.replace(chips.get("h100"), bf16_flops=1e12, hbm_bandwidth=1e9, link=1e9, network=1e8, domain=2)
     times = roofline.times(made("data=4", 0, 4e9).program, 1e9, chip, "bfloat16")
     assert times.compute == 1.0
@@ -180,7 +180,7 @@ def test_serving_is_planned_from_shapes() -> None:
         serving.plan_serving(dataclasses.replace(presets.get("pg19"), mesh="data=2"), "bfloat16")
 
 
-def test_a_state_of_constant_size_costs_the_same_to_move_whatever_was_read() -> None:
+def test_state_of_constant_size_costs_the_same_to_move_whatever_was_read() -> None:
     plan = serving.plan_serving(presets.get("enwik8"), "bfloat16")
     assert plan.session_bytes == plan.short_session_bytes
     chip = chips.get("h100")
@@ -193,7 +193,7 @@ def test_a_state_of_constant_size_costs_the_same_to_move_whatever_was_read() -> 
     assert found.tick >= (plan.read_bytes + found.sessions * plan.slot_bytes) / chip.hbm_bandwidth
 
 
-def test_sizes_are_read_and_written_as_people_do() -> None:
+def test_sizes_are_parsed_and_formatted_with_units() -> None:
     assert formatting.parse_size("16GB", "--hbm") == 16e9
     assert formatting.parse_size("80 GiB", "--hbm") == 80 * 2**30
     assert formatting.parse_size("8e10", "--hbm") == 8e10
@@ -205,7 +205,7 @@ def test_sizes_are_read_and_written_as_people_do() -> None:
     assert formatting.format_seconds(0.0123) == "12.3 ms"
 
 
-def test_the_command_refuses_what_does_not_agree(tmp_path: Path) -> None:
+def test_command_rejects_incompatible_runs(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     codec.save(VQ, path)
     with pytest.raises(UserError, match=r"--devices is 8.*as many as the mesh has \(4\)"):
@@ -217,7 +217,7 @@ def test_the_command_refuses_what_does_not_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.trial
-def test_the_command_finds_a_mesh_and_says_what_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_finds_a_mesh_and_says_what_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     codec.save(dataclasses.replace(VQ, optim=OptimConfig(name="adafactor")), path)
     assert plan_command([str(path), "--devices", "2", "--hbm", "1GB", "--json"]) == 0
@@ -231,7 +231,7 @@ def test_the_command_finds_a_mesh_and_says_what_it_takes(tmp_path: Path, capsys:
 
 
 @pytest.mark.trial
-def test_a_large_mesh_is_planned_from_a_part_of_it() -> None:
+def test_large_mesh_is_planned_from_a_part_of_it() -> None:
     """The same per device on 4,096 devices as on the 2,048 that were compiled."""
     large = dataclasses.replace(VQ, mesh="data=4096", data=dataclasses.replace(VQ.tokens, batch_size=4096))
     half = dataclasses.replace(VQ, mesh="data=2048", data=dataclasses.replace(VQ.tokens, batch_size=2048))

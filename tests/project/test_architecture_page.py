@@ -38,7 +38,7 @@ def test_every_module_that_another_page_names_exists() -> None:
     assert [one for one in sorted(named) if not (SOURCE / one[1]).exists()] == []
 
 
-def test_the_picture_and_the_map_have_every_package() -> None:
+def test_diagram_and_package_table_have_every_package() -> None:
     picture = (ROOT / "docs" / "architecture.svg").read_text()
     assert set(re.findall(r'font-weight="600"[^>]*>(\w+)<', picture)) == packages()
     table = (ROOT / "CONTRIBUTING.md").read_text()

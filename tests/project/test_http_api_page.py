@@ -54,7 +54,7 @@ def test_every_endpoint_is_on_the_page(path: str, method: str) -> None:
     assert f"`{method} {path}`" in API
 
 
-def test_the_page_has_no_other_endpoint() -> None:
+def test_page_has_no_other_endpoint() -> None:
     shown = set(re.findall(r"`(GET|POST|PUT|DELETE) (/[^` ]*)`", API))
     assert shown == {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
 

@@ -99,7 +99,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert list(circles(graph)) == []
 
 
-def test_the_rules_can_fail(tmp_path: Path) -> None:
+def test_initial_weight_checks_can_fail(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text(
         "def f():\n    from linnet.cli.dispatch import main\n    import linnet.train.loop\n    from linnet import cli"

@@ -71,7 +71,7 @@ def test_private_interfaces_have_an_upper_bound(name: str) -> None:
     assert "<" in declared()[name]
 
 
-def test_the_lock_satisfies_the_declared_bounds() -> None:
+def test_lock_satisfies_the_declared_bounds() -> None:
     from packaging.requirements import Requirement
 
     lock = dict(
@@ -84,7 +84,7 @@ def test_the_lock_satisfies_the_declared_bounds() -> None:
         assert Requirement(line).specifier.contains(versions[name]), f"{line}: locked at {versions[name]}"
 
 
-def test_the_distribution_has_a_free_name_and_keeps_the_command() -> None:
+def test_distribution_has_a_free_name_and_keeps_the_command() -> None:
     """`linnet` on PyPI is another project."""
     assert PROJECT["name"] == "linnet-lm"
     assert PROJECT["scripts"] == {"linnet": "linnet.cli:main"}

@@ -163,5 +163,5 @@ def test_no_retired_package_is_left() -> None:
     assert [folder for folder in FOLDERS if (ROOT / folder).exists()] == []
 
 
-def test_a_retired_name_is_seen() -> None:
+def test_retired_name_is_seen() -> None:
     assert retired("from linnet.train.task import Judge as J\nMOST_X = 1  # a Wish\n") == {"Judge", "MOST_X"}

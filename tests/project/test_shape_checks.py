@@ -14,7 +14,7 @@ from linnet.nn.sampling import uniforms
 from linnet.nn.vq_attention_scan import fold
 
 
-def test_an_array_of_the_wrong_rank_is_an_error() -> None:
+def test_array_of_the_wrong_rank_is_an_error() -> None:
     count, total, codes = jnp.zeros((2, 3)), jnp.zeros((2, 3, 4)), jnp.zeros((2, 5), int)
     values, real = jnp.zeros((2, 5, 4)), jnp.ones((2, 5), bool)
     fold(count, total, codes, values, real)
@@ -24,7 +24,7 @@ def test_an_array_of_the_wrong_rank_is_an_error() -> None:
         fold(count, total, codes, values[:, :4], real)
 
 
-def test_a_wrong_dtype_is_an_error() -> None:
+def test_wrong_dtype_is_an_error() -> None:
     rms_norm(jnp.zeros((2, 3)))
     with pytest.raises(TypeCheckError, match="rms_norm"):
         rms_norm(jnp.zeros((2, 3), int))

@@ -157,7 +157,7 @@ def test_every_command_is_listed() -> None:
     assert {words[0] for words in COMMANDS} == set(DISPATCHED)
 
 
-def test_a_change_fails_and_says_how_to_record_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_change_fails_and_says_how_to_record_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(UPDATE, raising=False)
     pinned = (SURFACE / "flags.txt").read_text()
     with pytest.raises(AssertionError, match=rf"(?s){UPDATE}=1 .*--temperature: float = 0.5"):

@@ -58,7 +58,7 @@ def is_composed(text: str) -> bool:
     return is_of_source(text) or all(map(is_of_source, re.split(r": (?!Input)| \(", text)))
 
 
-def test_the_page_has_messages() -> None:
+def test_page_has_messages() -> None:
     assert len(MESSAGES) > 40
 
 
@@ -75,7 +75,7 @@ def test_message_is_of_the_source(message: str) -> None:
         assert is_composed(invalid[3])
 
 
-def test_a_message_that_no_longer_exists_is_found() -> None:
+def test_message_that_no_longer_exists_is_found() -> None:
     assert is_composed("the queue is full (64 requests are waiting).")
     assert not is_composed("the queue is crowded (64 requests are waiting).")
     assert not is_composed("64 requests are waiting already, as many as may.")

@@ -143,7 +143,7 @@ def full_run(tmp_path: Path) -> Path:
     return run
 
 
-def test_a_full_run_tells_everything(full_run: Path) -> None:
+def test_complete_run_has_every_section(full_run: Path) -> None:
     path = write_report(full_run)
     assert path == full_run / "report.html"
     page = path.read_text()
@@ -162,7 +162,7 @@ def test_a_full_run_tells_everything(full_run: Path) -> None:
     assert [p.name for p in full_run.iterdir() if p.name.startswith(".")] == []
 
 
-def test_the_same_run_gives_the_same_bytes(full_run: Path) -> None:
+def test_same_run_gives_the_same_bytes(full_run: Path) -> None:
     assert render(full_run) == render(full_run)
 
 
@@ -192,7 +192,7 @@ def test_nothing_at_all(tmp_path: Path) -> None:
         {"kind": "strange", "step": 3},
     ],
 )
-def test_a_single_line(tmp_path: Path, line: dict[str, Any]) -> None:
+def test_single_line(tmp_path: Path, line: dict[str, Any]) -> None:
     write_lines(tmp_path, line)
     assert "Steps" in checked(render(tmp_path))
 
@@ -265,7 +265,7 @@ def test_elements_of_charts_escape_their_text_and_attributes() -> None:
     assert "<script" not in svg.Chart([svg.text(0, 0, EVIL)], 1, 1, EVIL).standalone(EVIL)
 
 
-def test_half_a_character_is_written_as_a_question(tmp_path: Path) -> None:
+def test_incomplete_character_is_written_as_a_replacement(tmp_path: Path) -> None:
     write_lines(tmp_path, event(1, "alarm", "broken \ud800 here"))
     assert "broken ? here" in checked(write_report(tmp_path).read_text())
 
@@ -304,7 +304,7 @@ LINES = st.builds(
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(LINES, max_size=5), JUNK, JUNK)
-def test_damaged_files_never_stop_a_report(lines: list[dict[str, Any]], quick: Any, by_position: Any) -> None:
+def test_corrupt_files_never_stop_a_report(lines: list[dict[str, Any]], quick: Any, by_position: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder)
         write_lines(run, *lines)
@@ -316,7 +316,7 @@ def test_damaged_files_never_stop_a_report(lines: list[dict[str, Any]], quick: A
         checked(render(run))
 
 
-def test_a_long_and_deep_run_stays_light(tmp_path: Path) -> None:
+def test_long_and_deep_run_stays_light(tmp_path: Path) -> None:
     write_lines(
         tmp_path, *(train_line(s, units=96) for s in range(1, 3000, 2)), *(event(s, "skipped") for s in range(500))
     )
@@ -324,7 +324,7 @@ def test_a_long_and_deep_run_stays_light(tmp_path: Path) -> None:
     assert "The last 100 of 500 events" in words
 
 
-def test_time_away_is_not_time_at_work() -> None:
+def test_paused_time_is_not_counted() -> None:
     lines = [event(0, "start", time=0.0), event(5, "interrupted", time=60.0), event(5, "resume", time=5000.0)]
     assert wall_seconds([*lines, event(9, "finished", time=5030.0)]) == 90.0
     assert wall_seconds([]) == 0.0
@@ -374,7 +374,7 @@ def test_numbers_are_short() -> None:
     assert svg.format_ticks([1.5, 2.0]) == ["1.5", "2.0"]
 
 
-def test_positions_as_a_table_and_a_picture() -> None:
+def test_positions_as_a_table_and_a_chart() -> None:
     out = io.StringIO()
     Console(file=out, width=100).print(positions.position_table({"edges": EDGES, "loss": LOSSES}))
     text = out.getvalue()
@@ -393,7 +393,7 @@ def by_position(losses: list[float], errors: list[float], paired: float) -> dict
     return {"edges": [0, 8, 64, 128], "loss": losses, "standard_error": errors, "change": change}
 
 
-def test_the_sentence_about_context_agrees_with_its_table_and_states_its_uncertainty() -> None:
+def test_sentence_about_context_agrees_with_its_table_and_states_its_uncertainty() -> None:
     helps = positions.describe_positions(by_position([3.0, 2.0, 1.0], [0.1, 0.1, 0.1], 0.05))
     assert helps == (
         "The loss at positions 64–127 is 1.4427 ± 0.0721 bits per token lower than at positions 8–63 (± one standard error over 40 "
@@ -413,13 +413,13 @@ def test_the_sentence_about_context_agrees_with_its_table_and_states_its_uncerta
     assert "± 0.2885" in rows[1]
 
 
-def test_what_positions_say_without_errors() -> None:
+def test_positions_without_standard_errors() -> None:
     older = {"edges": [0, 8, 64, 128], "loss": [3.0, 2.0, 1.0]}
     assert "the standard error is not known" in positions.describe_positions(older)
     assert "Too few" in positions.describe_positions({"edges": [0, 8], "loss": [3.0]})
 
 
-def test_the_standard_error_is_that_of_paired_sequences() -> None:
+def test_standard_error_is_that_of_paired_sequences() -> None:
     """Against the textbook formula, where every sequence has all its tokens: the error of a mean of paired differences."""
     draw = np.random.default_rng(0)
     level = draw.normal(3.0, 1.0, (50, 1))  # texts differ far more than positions of one text
@@ -445,7 +445,7 @@ def test_the_standard_error_is_that_of_paired_sequences() -> None:
     )
 
 
-def test_the_environment_names_no_one() -> None:
+def test_recorded_environment_has_no_personal_data() -> None:
     found = environment.describe()
     text = json.dumps(found, allow_nan=False)
     assert found["versions"]["python"].startswith("3.")

@@ -37,7 +37,7 @@ def told(page: str) -> str:
     return page.split("<h2>Config</h2>")[0]
 
 
-def test_the_section_tells_load_balance_confidence_and_losses(tmp_path: Path) -> None:
+def test_section_reports_load_balance_confidence_and_losses(tmp_path: Path) -> None:
     page = told(render(write(tmp_path, "moe-cpu", *(line(s) for s in range(10, 210, 10)))))
     for words in (
         "<h2>Experts</h2>", "Here 2 of 8 are selected; a uniform load is 12.5% each.", "Layer 0: load", "Layer 2: load per expert",
@@ -50,7 +50,7 @@ def test_the_section_tells_load_balance_confidence_and_losses(tmp_path: Path) ->
     assert "least balanced" not in page
 
 
-def test_a_codebook_run_says_nothing_of_experts(tmp_path: Path) -> None:
+def test_codebook_run_has_no_expert_section(tmp_path: Path) -> None:
     book = {"usage": [0.9, 0.8], "perplexity": [40.0, 50.0]}
     page = told(render(write(tmp_path, "quickstart", {"kind": "train", "step": 5, "time": 1.0, "codebook": book})))
     assert "<h2>Codebooks</h2>" in page
@@ -58,7 +58,7 @@ def test_a_codebook_run_says_nothing_of_experts(tmp_path: Path) -> None:
     assert "xpert" not in page
 
 
-def test_a_model_with_both_tells_both(tmp_path: Path) -> None:
+def test_model_with_codebooks_and_experts_reports_both(tmp_path: Path) -> None:
     page = render(write(tmp_path, "quickstart", {**line(5), "codebook": {"usage": [0.5]}}))
     assert page.index("<h2>Codebooks</h2>") < page.index("<h2>Experts</h2>")
 
@@ -88,7 +88,7 @@ NAMES = st.sampled_from(["load", "balance", "busiest", "idlest", "confidence", "
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.dictionaries(NAMES, DAMAGED, max_size=5), max_size=3), DAMAGED)
-def test_damaged_figures_never_stop_a_report(figures: list[dict[str, Any]], loss: Any) -> None:
+def test_corrupt_figures_never_stop_a_report(figures: list[dict[str, Any]], loss: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         lines = [{"kind": "train", "step": i, "loss_balance": loss, "experts": f} for i, f in enumerate(figures)]
         page = render(write(Path(folder), "moe-cpu", *lines, line(8)))

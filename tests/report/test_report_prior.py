@@ -88,7 +88,7 @@ def full_run(tmp_path: Path) -> Path:
     return run
 
 
-def test_a_full_run_tells_everything(full_run: Path) -> None:
+def test_complete_run_has_every_section(full_run: Path) -> None:
     words = checked(write_report(full_run).read_text())
     for expected in (
         "family prior", "finished", "0.4000", "validation; its best", "Cosine with the image", "Pairs seen", "25.6k",
@@ -106,7 +106,7 @@ def test_a_full_run_tells_everything(full_run: Path) -> None:
     assert "test; 64 steps" in words  # the headline is the final test's, at the most steps
 
 
-def test_what_only_texts_have_is_absent(full_run: Path) -> None:
+def test_text_sections_are_absent(full_run: Path) -> None:
     words = checked(render(full_run))
     for absent in (
         "per byte",
@@ -122,7 +122,7 @@ def test_what_only_texts_have_is_absent(full_run: Path) -> None:
         assert absent not in words, absent
 
 
-def test_the_five_figures_have_the_names_they_are_logged_by() -> None:
+def test_five_figures_have_the_names_they_are_logged_by() -> None:
     assert tuple(report_prior.GOOD_VALUES) == FIGURES
     record = judged("eval", "validation", 100, who="online")
     assert list(report_prior.cosines_of(record)) == [16, 64]
@@ -131,7 +131,7 @@ def test_the_five_figures_have_the_names_they_are_logged_by() -> None:
     assert set(report_prior.losses_of(judged("eval", "validation", 100))) == {"online", "ema"}
 
 
-def test_a_run_that_has_only_begun_shows_what_there_is(tmp_path: Path) -> None:
+def test_run_that_has_only_begun_shows_what_there_is(tmp_path: Path) -> None:
     run = prior_run(tmp_path, event(0, "start"), train_line(5))
     words = checked(render(run))
     assert "Pairs per second" in words
@@ -141,13 +141,13 @@ def test_a_run_that_has_only_begun_shows_what_there_is(tmp_path: Path) -> None:
     assert "no metrics yet" in checked(render(run))
 
 
-def test_what_linnet_eval_wrote_is_a_row_of_its_own(full_run: Path) -> None:
+def test_linnet_eval_results_have_their_own_row(full_run: Path) -> None:
     record = {**judged("x", "test", 300, counts=(8,)), "step": 300}
     (full_run / "eval_test.json").write_text(json.dumps(record))
     assert "test, by linnet eval" in checked(render(full_run))
 
 
-def test_pictures_are_not_forbidden_by_the_page_itself(full_run: Path) -> None:
+def test_images_are_allowed_by_the_pages_own_policy(full_run: Path) -> None:
     (full_run / "samples").mkdir()
     (full_run / "samples" / "red heart.png").write_bytes(b"\x89PNG and so on")
     page = render(full_run)
@@ -166,7 +166,7 @@ def test_captions_are_never_html(full_run: Path) -> None:
     assert checked(page).count("alert('x')") >= 4
 
 
-def test_the_largest_matrix_stays_light_and_is_drawn_whole(full_run: Path) -> None:
+def test_largest_matrix_stays_small_and_is_drawn_completely(full_run: Path) -> None:
     retrieval.write(full_run, some_rows(), square(40, "a caption of many words, with, commas and"), "test", 1, 1)
     checked(render(full_run))
     names = [f"caption {i}" for i in range(40)]
@@ -187,7 +187,7 @@ def test_the_largest_matrix_stays_light_and_is_drawn_whole(full_run: Path) -> No
     assert wanted < float(height[1])
 
 
-def test_the_colour_follows_the_value_and_no_number_is_blank() -> None:
+def test_colour_follows_the_value_and_no_number_is_blank() -> None:
     values = [[0.0, 0.5], [math.nan, 1.0]]
     chart = str(matrix_chart(["a", "b"], values, label="x", row_label="r", column_label="c"))
     cells = re.findall(r'class="(h\d+)"[^>]*><title>([^<]*)<', chart)
@@ -200,7 +200,7 @@ def test_long_captions_are_cut_and_marked() -> None:
     assert shorten("red heart, love", 11) == "red heart…"
 
 
-def test_the_verdict_names_who_is_not_beaten() -> None:
+def test_verdict_names_baselines_that_are_not_beaten() -> None:
     rows = some_rows()
     assert "beats every baseline" in report_prior.verdict(rows)
     worse = [Row(name="prior", cosine=0.4, recall_1=0.31, recall_10=0.5, n=9), *rows[1:]]
@@ -225,7 +225,7 @@ LINES = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(LINES, max_size=5), JUNK, st.dictionaries(NAMES, JUNK))
-def test_damaged_files_never_stop_a_report(lines: list[dict[str, Any]], junk: Any, evaluation: dict[str, Any]) -> None:
+def test_corrupt_files_never_stop_a_report(lines: list[dict[str, Any]], junk: Any, evaluation: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder)
         write_lines(run, *lines)
@@ -257,7 +257,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run"
 
 
-def test_a_prior_is_evaluated_told_and_reported(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prior_is_evaluated_logged_and_reported(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert eval_command([str(tiny), "--split", "test", "--timesteps", "2", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads((tiny / "eval_test.json").read_text())
@@ -313,12 +313,12 @@ def test_other_pairs_are_read_whole_and_the_runs_own_table_stays(
         (["--timesteps", "41"], "between 1 and the diffusion's 40"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(tiny: Path, flags: list[str], words: str) -> None:
+def test_flags_that_make_no_sense_are_rejected(tiny: Path, flags: list[str], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         eval_command([str(tiny), *flags])
 
 
-def test_steps_are_refused_for_a_run_on_tokens(tmp_path: Path) -> None:
+def test_steps_are_rejected_for_a_run_on_tokens(tmp_path: Path) -> None:
     codec.save(config.RunConfig(), tmp_path / "config.json")
     with pytest.raises(UserError, match="--timesteps"):
         eval_command([str(tmp_path), "--timesteps", "4"])

@@ -49,7 +49,7 @@ def test_restore_follows_the_sharding_of_the_target(saved: Checkpoints) -> None:
     assert bits(restored) == bits(make_state(2))
 
 
-def test_a_renamed_field_keeps_its_name_in_checkpoints(tmp_path: Path) -> None:
+def test_renamed_field_keeps_its_name_in_checkpoints(tmp_path: Path) -> None:
     state = {"consecutive_nonfinite": jnp.int32(3), "step": jnp.int32(7)}
     with Checkpoints(tmp_path, keep=1) as saver:
         saver.save(7, state, extra={}, wait=True)
@@ -72,7 +72,7 @@ def test_buffers_may_be_donated_as_soon_as_save_returns(tmp_path: Path) -> None:
     assert bits(saver.restore(target).state) == expected != bits(changed)
 
 
-def test_another_model_is_refused_with_every_difference_named(saved: Checkpoints) -> None:
+def test_another_model_is_rejected_with_every_difference_named(saved: Checkpoints) -> None:
     target = {
         **{name: leaf for name, leaf in named_leaves(TARGET) if name != "key_data"},
         "step": jax.ShapeDtypeStruct((), jnp.float32),
@@ -105,7 +105,7 @@ def test_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
     assert {entry.name for entry in tmp_path.iterdir()} == {"000000004", "000000005", "best.json"}
 
 
-def test_no_old_checkpoint_goes_before_the_new_one_is_committed(
+def test_no_old_checkpoint_is_deleted_before_the_new_one_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = Checkpoints(tmp_path, keep=1)
@@ -119,12 +119,12 @@ def test_no_old_checkpoint_goes_before_the_new_one_is_committed(
     saver.close()
 
 
-def test_a_step_saved_already_stays_as_it_is(saved: Checkpoints) -> None:
+def test_existing_step_is_not_overwritten(saved: Checkpoints) -> None:
     saved.save(2, make_state(7), extra={}, wait=True)
     assert bits(saved.restore(TARGET).state) == bits(make_state(2))
 
 
-def test_an_empty_folder_and_an_unknown_step_are_refused(saved: Checkpoints, tmp_path: Path) -> None:
+def test_empty_folder_and_an_unknown_step_are_rejected(saved: Checkpoints, tmp_path: Path) -> None:
     for wanted in ("latest", "best", 3):
         with pytest.raises(UserError, match=r"There is no checkpoint in .*Fix: train the run first"):
             Checkpoints(tmp_path / "none", keep=1).restore(TARGET, wanted)
@@ -136,7 +136,7 @@ def test_an_empty_folder_and_an_unknown_step_are_refused(saved: Checkpoints, tmp
         Checkpoints(tmp_path, keep=0)
 
 
-def test_a_reader_is_not_confused_by_a_checkpoint_deleted_meanwhile(
+def test_reader_is_not_confused_by_a_checkpoint_deleted_meanwhile(
     saved: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The training commits step 3 and deletes step 2 just when another process begins to read step 2."""
@@ -185,14 +185,14 @@ raise SystemExit(3)
 
 
 @pytest.mark.parametrize("way", ["with", "without"])
-def test_a_process_ends_soon_and_with_its_own_code(tmp_path: Path, way: str) -> None:
+def test_process_exits_quickly_with_its_own_code(tmp_path: Path, way: str) -> None:
     """`with` commits what is in flight. Without it, the save may be lost, but the process must not hang."""
     child = subprocess.run([sys.executable, "-c", SAVE_ONE, str(tmp_path), way], timeout=30, capture_output=True)
     assert (child.returncode, child.stdout, child.stderr) == (3, b"", b"")
     assert way == "without" or Checkpoints(tmp_path, keep=1).steps() == [1]
 
 
-def test_orbax_says_nothing_and_others_still_may(saved: Checkpoints, capfd: pytest.CaptureFixture[str]) -> None:
+def test_orbax_logging_is_silenced_and_no_other(saved: Checkpoints, capfd: pytest.CaptureFixture[str]) -> None:
     from absl import logging as absl_logging
 
     saved.save(3, make_state(3), extra={}, wait=True)

@@ -40,7 +40,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def test_every_kind_of_damage_is_found_or_harmless(
+def test_every_kind_of_corruption_is_detected_or_harmless(
     saved: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each file in turn is removed, emptied, cut, and flipped at several places: no wrong value ever comes back."""
@@ -74,7 +74,9 @@ def test_every_kind_of_damage_is_found_or_harmless(
     assert {record.name for record in caplog.records} <= {"linnet"}, "Orbax's abandoned tasks were heard"
 
 
-def test_damage_to_array_data_is_found_by_the_checksum(saved: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+def test_corruption_to_array_data_is_found_by_the_checksum(
+    saved: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
     needle = np.asarray(make_state(2).layers[0].kernel).tobytes()
     holder = next(path for path in files(saved.folder / "000000002") if needle in path.read_bytes())
     flip(holder, holder.read_bytes().index(needle) + 3)
@@ -82,7 +84,7 @@ def test_damage_to_array_data_is_found_by_the_checksum(saved: Checkpoints, caplo
     assert "layers/0/kernel does not match its checksum" in caplog.text
 
 
-def test_a_damaged_step_asked_for_by_name_is_refused(saved: Checkpoints) -> None:
+def test_corrupt_step_requested_by_number_is_rejected(saved: Checkpoints) -> None:
     saved.mark_best(2, 1.0)
     (saved.folder / "000000002" / "manifest" / "manifest.json").unlink()
     for wanted in (2, "best"):
@@ -104,7 +106,7 @@ def test_set_aside_renames_and_frees_the_step(saved: Checkpoints, caplog: pytest
         assert bits(saved.restore(TARGET).state) == bits(make_state(2))
 
 
-def test_when_nothing_can_be_read_nothing_is_renamed(saved: Checkpoints) -> None:
+def test_unreadable_checkpoints_are_not_renamed(saved: Checkpoints) -> None:
     for step in ("000000001", "000000002"):
         shutil.rmtree(saved.folder / step / "state")
     with pytest.raises(UserError, match=r"No checkpoint .* can be read \(step 2: .*; step 1: .*Fix: "):
@@ -112,14 +114,14 @@ def test_when_nothing_can_be_read_nothing_is_renamed(saved: Checkpoints) -> None
     assert saved.steps() == [1, 2]
 
 
-def test_an_unreadable_best_file_is_told_and_not_fatal(saved: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_best_file_is_reported_and_not_fatal(saved: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
     saved.mark_best(1, 1.0)
     (saved.folder / "best.json").write_text('{"1": ')
     assert saved.best() is None
     assert "best.json cannot be read" in caplog.text
 
 
-def test_full_disk_is_foreseen(saved: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_detected_in_advance(saved: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_free_bytes", lambda folder: 10)
     with pytest.raises(CheckpointError, match=r"too full for the checkpoint of step 3.*0\.0 MB free.*\[1, 2\].*Fix: "):
         saved.save(3, make_state(3), extra={})

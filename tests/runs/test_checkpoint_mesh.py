@@ -62,7 +62,7 @@ with Checkpoints(folder, keep=20) as saver:
 """
 
 
-def test_a_checkpoint_moves_between_meshes_of_one_process_exactly(tmp_path: Path) -> None:
+def test_checkpoint_moves_between_meshes_of_one_process_exactly(tmp_path: Path) -> None:
     said = cm.alone(8, ON_EIGHT, str(tmp_path / "run"))
     assert said[:4] == [{"there": True, "back": True, "placed": True, "extra": {"seed": 2}}] * 4
     assert said[4:10] == [{"intact": True}] * 6
@@ -143,7 +143,7 @@ def written(state: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_four_processes_save_their_shares_and_two_or_one_go_on(tmp_path: Path) -> None:
+def test_four_processes_save_their_shards_and_two_or_one_resume(tmp_path: Path) -> None:
     run = tmp_path / "run"
     four = cm.cluster(4, SAVE_ON_FOUR, str(run))
     assert [code for code, _, _ in four] == [0, 0, 0, -9], four
@@ -191,7 +191,7 @@ def box(array: np.ndarray, *cuts: slice) -> checksum.Box:
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32", "float64"])
 @pytest.mark.parametrize("shape", [(), (5,), (70_001,), (3, 5), (6, 7, 9), (2, 3, 70_000)])
-def test_the_checksum_is_the_sum_of_its_pieces_however_cut(shape: tuple[int, ...], dtype: str) -> None:
+def test_checksum_is_the_sum_of_its_pieces_however_cut(shape: tuple[int, ...], dtype: str) -> None:
     rng = np.random.default_rng(len(shape))
     array = rng.integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8).view(dtype)[..., 0]
     whole = checksum.of_boxes([((0,) * len(shape), array)])
@@ -203,7 +203,7 @@ def test_the_checksum_is_the_sum_of_its_pieces_however_cut(shape: tuple[int, ...
         assert checksum.of_boxes([box(array, *cuts) for cuts in boxes]) == whole
 
 
-def test_the_checksum_finds_every_flipped_bit_and_blocks_that_traded_places() -> None:
+def test_checksum_detects_every_flipped_bit_and_swapped_blocks() -> None:
     rng = np.random.default_rng(0)
     array = rng.integers(0, 2**32, (12, 40), np.uint32)
     seen = {checksum.of_box((0, 0), array)}
@@ -225,9 +225,7 @@ def test_the_checksum_finds_every_flipped_bit_and_blocks_that_traded_places() ->
     assert not found & seen
 
 
-def test_a_checkpoint_of_the_old_kind_is_still_read_and_proven(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_old_checkpoint_format_is_read_and_verified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its manifest has a CRC of each whole leaf."""
     import jax
     import jax.numpy as jnp

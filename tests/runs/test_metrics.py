@@ -38,7 +38,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse_constant) for line in text.splitlines()]
 
 
-def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+def test_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, clock=lambda: 12.34567)
     log.write("train", 3, loss=1.5, codebook={"entropy": [1.0, 2.0]})
     assert lines_of(tmp_path) == [
@@ -68,7 +68,7 @@ def test_numbers_of_any_library_become_plain(tmp_path: Path) -> None:
     assert line["step"] == 7
 
 
-def test_what_is_not_finite_is_null_and_named(tmp_path: Path) -> None:
+def test_nonfinite_values_are_null_and_named(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
         log.write("train", 1, loss=jnp.float32(jnp.nan), lr=1.0, codebook={"entropy": np.array([1.0, np.inf])})
     line = lines_of(tmp_path)[0]
@@ -122,7 +122,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 9, 20, 40, 44])
-def test_a_file_cut_anywhere_is_read_and_appended_to(tmp_path: Path, cut: int) -> None:
+def test_file_cut_anywhere_is_read_and_appended_to(tmp_path: Path, cut: int) -> None:
     with MetricsLog(tmp_path, clock=lambda: 5.0) as log:
         log.write("train", 1, loss=1.0)
         log.write("train", 2, loss=2.0)
@@ -136,7 +136,7 @@ def test_a_file_cut_anywhere_is_read_and_appended_to(tmp_path: Path, cut: int) -
     assert lines_of(tmp_path)[-1]["step"] == 3
 
 
-def test_reading_forgives(tmp_path: Path) -> None:
+def test_reader_skips_corrupt_lines(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
@@ -145,7 +145,7 @@ def test_reading_forgives(tmp_path: Path) -> None:
     assert read_metrics(path) == [{"kind": "train", "step": 1}]
 
 
-def test_a_full_disk_is_said_once_and_leaves_whole_lines(
+def test_full_disk_is_reported_once_and_leaves_complete_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = MetricsLog(tmp_path)
@@ -193,7 +193,7 @@ def test_trackers_get_flat_scalars_and_no_events(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["make", "log", "close"])
 @pytest.mark.parametrize("error", [OSError("no network"), SystemExit(1)])
-def test_a_tracker_that_fails_is_said_once_and_switched_off(
+def test_failing_tracker_is_reported_once_and_disabled(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str, error: BaseException
 ) -> None:
     def fail(*_: Any) -> None:
@@ -219,7 +219,7 @@ def test_a_tracker_that_fails_is_said_once_and_switched_off(
     assert len(other.seen) == len(read_metrics(tmp_path)) == 20
 
 
-def test_a_tracker_that_hangs_never_holds_up_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_hanging_tracker_never_blocks_the_run(caplog: pytest.LogCaptureFixture) -> None:
     free, returned = threading.Event(), threading.Event()
 
     def hang() -> Recorder:
@@ -239,7 +239,7 @@ def test_a_tracker_that_hangs_never_holds_up_the_run(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_a_tracker_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tracker_not_installed_is_rejected_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'linnet-lm\[wandb\]'"):
         open_trackers(("wandb",), tmp_path, {})
@@ -312,7 +312,7 @@ ODD_VALUES = {
 
 @pytest.mark.parametrize("line", [*DAMAGED.values(), *ODD_VALUES.values()], ids=[*DAMAGED, *ODD_VALUES])
 @pytest.mark.parametrize("end", [b"\n", b""], ids=["ended", "last"])
-def test_a_damaged_line_never_blocks_a_resume_or_a_report(tmp_path: Path, line: bytes, end: bytes) -> None:
+def test_corrupt_line_never_blocks_a_resume_or_a_report(tmp_path: Path, line: bytes, end: bytes) -> None:
     good = [{"kind": kind, "step": i, "time": float(i), "loss": 1.0 / (i + 1)} for i in range(4) for kind in KINDS]
     text = "".join(json.dumps(record) + "\n" for record in good).encode()
     (tmp_path / "metrics.jsonl").write_bytes(text[: len(text) // 2].rpartition(b"\n")[0] + b"\n" + line + b"\n")
@@ -331,7 +331,7 @@ def test_a_damaged_line_never_blocks_a_resume_or_a_report(tmp_path: Path, line: 
     assert "<html" in render(tmp_path)
 
 
-def test_damaged_lines_are_reported_when_they_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_corrupt_lines_are_reported_when_they_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(DAMAGED["nan"] + b"\n" + DAMAGED["binary"] + b"\n")
     with MetricsLog(tmp_path) as log, caplog.at_level(logging.WARNING):
         assert log.truncate_after(5) == []

@@ -42,7 +42,7 @@ def forge(saved: Checkpoints, name: str) -> None:
     path.write_text(json.dumps(body | {"crc32": reader.body_checksum(body)}))
 
 
-def test_a_part_of_a_state_is_read_exactly(saved: Checkpoints) -> None:
+def test_part_of_a_state_is_read_exactly(saved: Checkpoints) -> None:
     restored = saved.restore(PART, 2, partial=True)
     whole = bits(make_state(2))
     assert bits(restored.state) == {name: value for name, value in whole.items() if name.startswith("layers/")}
@@ -55,7 +55,7 @@ def test_without_partial_a_part_is_another_model(saved: Checkpoints) -> None:
         saved.restore(PART, 2)
 
 
-def test_what_is_read_is_proven_and_nothing_else(saved: Checkpoints) -> None:
+def test_only_restored_arrays_are_verified(saved: Checkpoints) -> None:
     opt = next(name for name in bits(make_state(2)) if name.startswith("opt_state/") and "kernel" in name)
     forge(saved, opt)
     assert bits(saved.restore(PART, 2, partial=True).state)
@@ -67,7 +67,7 @@ def test_what_is_read_is_proven_and_nothing_else(saved: Checkpoints) -> None:
     assert saved.restore(PART, partial=True).step == 1  # the latest that is not damaged
 
 
-def test_a_part_of_another_model_is_refused(saved: Checkpoints) -> None:
+def test_part_of_another_model_is_rejected(saved: Checkpoints) -> None:
     smaller = replace(PART, layers=PART.layers[:1])
     with pytest.raises(UserError, match="not known to this run: layers/1/kernel"):
         saved.restore(smaller, 2, partial=True)
@@ -81,7 +81,7 @@ def test_a_part_of_another_model_is_refused(saved: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize("ema", [0.9, None])
-def test_opening_a_run_reads_one_set_of_weights(
+def test_loading_a_run_reads_one_set_of_weights(
     ema: float | None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = tiny.config(source, **{"train.ema_decay": ema})

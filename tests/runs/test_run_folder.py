@@ -32,13 +32,13 @@ def test_paths_are_the_documented_ones(tmp_path: Path) -> None:
     assert run.samples.is_dir()
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_made_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run is .*Fix: give another folder"):
         RunFolder(tmp_path / "file" / "run").create()
 
 
-def test_second_lock_in_one_process_is_refused_and_the_first_is_not_broken_by_it(tmp_path: Path) -> None:
+def test_second_lock_in_one_process_is_rejected_and_the_first_stays(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     with run.lock():
         for _ in range(2):
@@ -48,7 +48,7 @@ def test_second_lock_in_one_process_is_refused_and_the_first_is_not_broken_by_it
         pass
 
 
-def test_lock_is_freed_when_the_training_raises(tmp_path: Path) -> None:
+def test_lock_is_released_when_training_raises(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     with pytest.raises(ZeroDivisionError), run.lock():
         raise ZeroDivisionError

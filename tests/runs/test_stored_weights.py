@@ -65,7 +65,7 @@ def same(a: Any, b: Any) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_run_opens_as_it_was_written(tmp_path: Path, cfg: RunConfig) -> None:
+def test_run_opens_as_it_was_written(tmp_path: Path, cfg: RunConfig) -> None:
     params = model(cfg)
     write(tmp_path / "run", cfg, params, finish=lambda folder: (folder / "beside").write_text("x"))
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["beside", "config.json", "weights"]
@@ -79,7 +79,7 @@ def test_a_run_opens_as_it_was_written(tmp_path: Path, cfg: RunConfig) -> None:
         open_run(tmp_path / "run", "7")
 
 
-def test_the_bits_asked_for_are_those_of_any_run(tmp_path: Path, cfg: RunConfig) -> None:
+def test_requested_weight_dtype_applies_to_any_run(tmp_path: Path, cfg: RunConfig) -> None:
     params = model(cfg)
     write(tmp_path / "run", cfg, params)
     specs = registry.get(cfg.family).param_specs(cfg.model)
@@ -141,7 +141,7 @@ def nothing_but(tmp_path: Path, *names: str) -> None:
 
 
 @pytest.mark.parametrize("error", [UserError("bad"), KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_an_import_that_fails_leaves_nothing(tmp_path: Path, cfg: RunConfig, error: BaseException) -> None:
+def test_import_that_fails_leaves_nothing(tmp_path: Path, cfg: RunConfig, error: BaseException) -> None:
     leaves = [leaf(name, value) for name, value in named_leaves(model(cfg))]
 
     def fails() -> Iterator[np.ndarray]:
@@ -175,7 +175,7 @@ def test_nothing_is_overwritten(tmp_path: Path, cfg: RunConfig) -> None:
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 
-def test_a_full_disk_is_seen_beforehand(tmp_path: Path, cfg: RunConfig, monkeypatch: Any) -> None:
+def test_full_disk_is_detected_before_writing(tmp_path: Path, cfg: RunConfig, monkeypatch: Any) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 10, 1000))
     with pytest.raises(UserError, match="1,000"):
@@ -183,7 +183,7 @@ def test_a_full_disk_is_seen_beforehand(tmp_path: Path, cfg: RunConfig, monkeypa
     nothing_but(tmp_path)
 
 
-def test_what_a_killed_import_left_is_cleared_and_a_live_one_is_respected(tmp_path: Path, cfg: RunConfig) -> None:
+def test_leftovers_of_a_killed_import_are_removed_and_a_running_one_is_kept(tmp_path: Path, cfg: RunConfig) -> None:
     part = tmp_path / ".run.part"
     (part / "weights").mkdir(parents=True)
     (part / "weights" / "embed.safetensors").write_text("half")
@@ -236,14 +236,14 @@ def harm(run: Path, how: str) -> None:
 @pytest.mark.parametrize(
     "how", ["a bit", "cut", "gone", "leaf gone", "leaf more", "shape", "elsewhere", "version", "no index"]
 )
-def test_a_run_that_was_harmed_is_refused(tmp_path: Path, cfg: RunConfig, how: str) -> None:
+def test_corrupt_run_is_rejected(tmp_path: Path, cfg: RunConfig, how: str) -> None:
     write(tmp_path / "run", cfg, model(cfg))
     harm(tmp_path / "run", how)
     with pytest.raises(UserError, match="Fix"):
         open_run(tmp_path / "run")
 
 
-def test_another_model_in_the_config_is_refused(tmp_path: Path, cfg: RunConfig) -> None:
+def test_another_model_in_the_config_is_rejected(tmp_path: Path, cfg: RunConfig) -> None:
     write(tmp_path / "run", cfg, model(cfg))
     larger = dataclasses.replace(cfg, model=dataclasses.replace(cfg.vq, d_model=32))
     codec.save(larger, tmp_path / "run" / "config.json")

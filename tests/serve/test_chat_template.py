@@ -32,12 +32,12 @@ def model_with(tmp_path: Path, template: Any) -> FakeModel:
     return model
 
 
-def test_a_run_without_one_has_the_plain_one(tmp_path: Path) -> None:
+def test_run_without_one_has_the_plain_one(tmp_path: Path) -> None:
     assert read_template(tmp_path) is PLAIN
     assert PLAIN.text([("user", "hi")], continues=False) == "user: hi\nassistant:"
 
 
-def test_a_conversation_becomes_one_text_by_the_runs_own(tmp_path: Path) -> None:
+def test_conversation_is_rendered_by_the_runs_template(tmp_path: Path) -> None:
     model = model_with(tmp_path, MARKED)
     messages = [
         {"role": "developer", "content": "be"},  # as the system's, where it has no words of its own
@@ -64,7 +64,7 @@ def test_its_stop_strings_end_an_answer(tmp_path: Path) -> None:
     assert [request.sampling.stop for request in model.requests] == [("[end]",), ("[end]", "user"), ()]
 
 
-def test_the_stop_string_that_ended_an_answer_is_not_read_again_in_a_session(tmp_path: Path) -> None:
+def test_stop_string_that_ended_an_answer_is_not_read_again_in_a_session(tmp_path: Path) -> None:
     model = model_with(tmp_path, MARKED)
 
     async def twice(client: httpx.AsyncClient) -> None:
@@ -78,13 +78,13 @@ def test_the_stop_string_that_ended_an_answer_is_not_read_again_in_a_session(tmp
     assert texts == [b"<s>[user] a[end]\n[model] ", b"\n[user] b[end]\n[model] "]
 
 
-def test_what_stands_between_may_be_given(tmp_path: Path) -> None:
+def test_separator_between_turns_can_be_set(tmp_path: Path) -> None:
     template = model_with(tmp_path, {**MARKED, "between": "||", "answer": ">"}).template
     assert isinstance(template, ChatTemplate)
     assert template.text([], continues=True) == "||>"
 
 
-def test_a_role_that_it_does_not_know_is_refused_and_the_session_is_free_again(tmp_path: Path) -> None:
+def test_role_that_it_does_not_know_is_rejected_and_the_session_is_free_again(tmp_path: Path) -> None:
     roles = {role: MARKED["roles"][role] for role in ("user", "assistant")}
     model = model_with(tmp_path, {**MARKED, "roles": roles})
 
@@ -103,7 +103,7 @@ def test_a_role_that_it_does_not_know_is_refused_and_the_session_is_free_again(t
     assert right.status_code == 200
 
 
-def test_models_tell_their_templates_as_files_that_can_be_read_back(tmp_path: Path) -> None:
+def test_models_endpoint_reports_templates_that_can_be_read_back(tmp_path: Path) -> None:
     async def cards(client: httpx.AsyncClient) -> Any:
         return (await client.get("/v1/models")).json()["data"][0]["chat_template"]
 
@@ -111,7 +111,7 @@ def test_models_tell_their_templates_as_files_that_can_be_read_back(tmp_path: Pa
         assert model_with(tmp_path, talk(cards, model)).template == model.template
 
 
-def test_a_batch_uses_it_too(tmp_path: Path) -> None:
+def test_batch_mode_applies_the_chat_template(tmp_path: Path) -> None:
     model = model_with(tmp_path, MARKED)
 
     async def line(client: httpx.AsyncClient) -> None:
@@ -147,7 +147,7 @@ def test_a_batch_uses_it_too(tmp_path: Path) -> None:
         (" " * 70_000, ["size", "70000", "shorten"]),
     ],
 )
-def test_a_wrong_file_is_refused_by_field(tmp_path: Path, content: Any, words: list[str]) -> None:
+def test_wrong_file_is_rejected_by_field(tmp_path: Path, content: Any, words: list[str]) -> None:
     text = content if isinstance(content, str) else json.dumps(content)
     (tmp_path / FILE).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UserError) as refusal:
@@ -156,7 +156,7 @@ def test_a_wrong_file_is_refused_by_field(tmp_path: Path, content: Any, words: l
         assert word in str(refusal.value)
 
 
-def test_the_file_that_the_docs_show_is_read(tmp_path: Path) -> None:
+def test_file_that_the_docs_show_is_read(tmp_path: Path) -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "serve.md").read_text()
     shown = page.split("```json\n")[1].split("```")[0]
     template = model_with(tmp_path, json.loads(shown)).template

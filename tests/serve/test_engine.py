@@ -126,7 +126,7 @@ def test_state_is_batch_invariant(engine: Engine) -> None:
     assert again[0] == again[1] == again[2]
 
 
-def test_foreign_or_damaged_state_is_rejected(engine: Engine) -> None:
+def test_foreign_or_corrupt_state_is_rejected(engine: Engine) -> None:
     state = ask(engine, "hello", return_state=True).end.state
     assert_altered_is_refused(engine, state)
     with pytest.raises(UserError, match="another model"):

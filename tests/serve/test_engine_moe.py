@@ -155,7 +155,7 @@ def test_state_contains_nothing_of_the_slots_earlier_request() -> None:
         assert not np.asarray(rest).any()
 
 
-def test_foreign_or_damaged_state_is_rejected(engine: Engine) -> None:
+def test_foreign_or_corrupt_state_is_rejected(engine: Engine) -> None:
     assert_altered_is_refused(engine, ask(engine, "hello " * 30, return_state=True).end.state)
 
 

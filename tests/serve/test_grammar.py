@@ -135,7 +135,7 @@ def test_walks_end_in_matching_text(opened: dict[str, Tokenizer], name: str) -> 
 
 
 @pytest.mark.parametrize("name", INEXACT)
-def test_a_vocabulary_that_cannot_spell_everything(opened: dict[str, Tokenizer], name: str) -> None:
+def test_vocabulary_that_does_not_cover_every_byte(opened: dict[str, Tokenizer], name: str) -> None:
     """Every step is right, also where the tokenizer would have changed the text; what cannot be spelled is refused."""
     tokenizer = opened[name]
     grammars = Grammars(tokenizer)
@@ -209,7 +209,7 @@ def test_documents_of_a_schema(text: str, right: bool) -> None:
     assert accepts(GRAMMARS.compile(constraint("json_schema", PERSON)), text) == right
 
 
-def test_the_end_and_what_comes_after() -> None:
+def test_text_after_eos_is_dropped() -> None:
     matcher = GRAMMARS.compile(constraint("regex", "ab?"))
     a, b = BYTES.encode(b"ab").tolist()
     assert np.flatnonzero(matcher.mask()).tolist() == [a]
@@ -230,7 +230,7 @@ def test_the_end_and_what_comes_after() -> None:
         fork.advance(a)
 
 
-def test_a_copy_goes_its_own_way() -> None:
+def test_fork_diverges_independently() -> None:
     """Forked anywhere, both walk on as one that never was."""
     for n in range(12):
         draw = random.Random(n)
@@ -243,7 +243,7 @@ def test_a_copy_goes_its_own_way() -> None:
         walk(fork, BYTES, random.Random(2), b'"}]:,')
 
 
-def test_a_model_with_more_ids_than_the_tokenizer() -> None:
+def test_model_with_more_ids_than_the_tokenizer() -> None:
     matcher = Grammars(BYTES, n_vocab=384).compile(constraint("regex", "(?s).*"))
     mask, plain = matcher.mask(), GRAMMARS.compile(constraint("regex", "(?s).*")).mask()
     assert mask.shape == (384,)
@@ -253,7 +253,7 @@ def test_a_model_with_more_ids_than_the_tokenizer() -> None:
     assert not plain[[0, 2]].any()  # pad and unknown are no text
 
 
-def test_threads_compile_and_walk_apart() -> None:
+def test_threads_compile_and_walk_independently() -> None:
     def one(seed: int) -> bool:
         schema, is_right = SCHEMAS[seed % len(SCHEMAS)]
         matcher = GRAMMARS.compile(constraint("json_schema", schema))

@@ -96,7 +96,7 @@ def compiled(kind: Kind, text: str) -> Matcher | str:
         return str(error)
 
 
-def test_the_malformed_are_refused_quickly() -> None:
+def test_malformed_grammars_are_rejected_quickly() -> None:
     assert sum(map(len, MALFORMED.values())) >= 500
     for kind, texts in MALFORMED.items():
         for text in texts:
@@ -112,13 +112,13 @@ def test_the_malformed_are_refused_quickly() -> None:
 
 
 @pytest.mark.parametrize("kind", GOOD)
-def test_the_good_are_taken(kind: Kind) -> None:
+def test_valid_grammars_are_accepted(kind: Kind) -> None:
     assert isinstance(compiled(kind, GOOD[kind]), Matcher)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.sampled_from(sorted(GOOD)), st.data())
-def test_whatever_is_sent_is_taken_or_refused(kind: Kind, data: st.DataObject) -> None:
+def test_any_schema_is_accepted_or_rejected(kind: Kind, data: st.DataObject) -> None:
     """Good ones with letters lost and exchanged; and any text at all."""
     draw = data.draw(st.randoms(use_true_random=False))
     letters = list(GOOD[kind])
@@ -145,7 +145,7 @@ def test_whatever_is_sent_is_taken_or_refused(kind: Kind, data: st.DataObject) -
         ("json_schema", {"allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(30)]}),
     ],
 )
-def test_the_work_is_bounded(kind: Kind, grammar: Any) -> None:
+def test_work_is_bounded(kind: Kind, grammar: Any) -> None:
     """Made to be slow: it may be refused at any step, but no step takes long."""
     begin = time.thread_time()
     matcher = compiled(kind, grammar if isinstance(grammar, str) else json.dumps(grammar))

@@ -82,7 +82,7 @@ def test_sample_writes_what_the_release_writes(run: dict[str, Any], imported: Pa
 
 
 @pytest.mark.parametrize("i", range(len(RUNS)))
-def test_the_server_answers_as_the_release_in_float32(i: int, model: ServedModel) -> None:
+def test_server_answers_as_the_release_in_float32(i: int, model: ServedModel) -> None:
     run = RUNS[i]
     for prompt in [run["prompt"], run["text"]] if "text" in run else [run["prompt"]]:
         choice = complete(model, prompt=prompt, max_tokens=len(run["out"]))
@@ -93,7 +93,7 @@ def test_the_server_answers_as_the_release_in_float32(i: int, model: ServedModel
         assert whole["text"] == SP.decode(run["prompt"] + run["float32_greedy"])
 
 
-def test_the_server_answers_as_the_release_in_bfloat16(tmp_path: Path) -> None:
+def test_server_answers_as_the_release_in_bfloat16(tmp_path: Path) -> None:
     certain = [run for run in RUNS if run["router_margin"] >= 0.01 and min(run["float32_gap"]) >= 0.05]
     assert certain
     for model in served(import_tiny(tmp_path / "run", "bfloat16")):
@@ -102,7 +102,7 @@ def test_the_server_answers_as_the_release_in_bfloat16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_a_stream_joins_to_the_decoded_whole(model: ServedModel, echo: bool) -> None:
+def test_stream_joins_to_the_full_decode(model: ServedModel, echo: bool) -> None:
     for run in TEXTS:
         fields = {"prompt": run["text"], "max_tokens": len(run["out"]), "stream": True, "echo": echo}
         lines = ask("/v1/completions", {**GREEDY, **fields}, model).text.split("\n\n")
@@ -111,13 +111,13 @@ def test_a_stream_joins_to_the_decoded_whole(model: ServedModel, echo: bool) -> 
         assert text == SP.decode((run["prompt"] if echo else []) + run["float32_greedy"])
 
 
-def test_what_a_leading_end_id_would_give_needs_that_id_in_the_prompt(model: ServedModel) -> None:
+def test_output_with_a_leading_eos_needs_it_in_the_prompt(model: ServedModel) -> None:
     run = next(run for run in RUNS if run["leading_2_changes_it"])
     choice = complete(model, prompt=[2, *run["prompt"]], max_tokens=len(run["out"]))
     assert choice["token_ids"] == run["with_leading_2"]["float32_greedy"]
 
 
-def test_the_model_states_its_policy_and_its_tokenizer(model: ServedModel) -> None:
+def test_model_states_its_policy_and_its_tokenizer(model: ServedModel) -> None:
     async def card(client: httpx.AsyncClient) -> Any:
         return (await client.get("/v1/models/tiny")).json()
 
@@ -135,7 +135,7 @@ def test_tokens_and_texts_are_sentencepieces(model: ServedModel) -> None:
         assert ask("/v1/detokenize", {"tokens": ids}, model).json()["text"] == SP.decode(ids)
 
 
-def test_an_empty_prompt_is_refused(model: ServedModel, imported: Path, capsys: Any) -> None:
+def test_empty_prompt_is_rejected(model: ServedModel, imported: Path, capsys: Any) -> None:
     session = ask("/v1/sessions", {}, model).json()["id"]
     for fields in ({"prompt": ""}, {"prompt": []}, {"prompt": ["the", ""]}, {"prompt": "", "session": session}, {}):
         response = ask("/v1/completions", {"max_tokens": 4, **fields}, model)
@@ -148,7 +148,7 @@ def test_an_empty_prompt_is_refused(model: ServedModel, imported: Path, capsys: 
     assert "begin-of-sequence" in capsys.readouterr().err
 
 
-def test_a_session_continues_one_text(model: ServedModel) -> None:
+def test_session_continues_one_text(model: ServedModel) -> None:
     """The second prompt gets no space in front, and an answer in two parts is the answer in one."""
     text, more, n = "import sys\n\ncl", "ass A", 6
     ids = SP.encode(text)
@@ -184,7 +184,7 @@ def test_logprobs_of_an_echo_have_none_for_the_first_token(model: ServedModel) -
     assert alone["token_logprobs"] == [None]
 
 
-def test_the_whole_context_may_be_used(model: ServedModel) -> None:
+def test_full_context_may_be_used(model: ServedModel) -> None:
     assert model.context is not None
     assert len(complete(model, prompt=[7] * model.context, max_tokens=9)["token_ids"]) == 1
     assert len(complete(model, prompt=[7] * (model.context - 2), max_tokens=9)["token_ids"]) == 3
@@ -192,7 +192,7 @@ def test_the_whole_context_may_be_used(model: ServedModel) -> None:
     assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_batch_file_is_answered_the_same(imported: Path, tmp_path: Path) -> None:
+def test_batch_file_is_answered_the_same(imported: Path, tmp_path: Path) -> None:
     run = TEXTS[1]
     body = {**GREEDY, "prompt": run["text"], "max_tokens": len(run["out"])}
     lines = [("text", body), ("empty", {"prompt": ""}), ("chat", {"messages": [{"role": "user", "content": "the"}]})]
@@ -206,7 +206,7 @@ def test_a_batch_file_is_answered_the_same(imported: Path, tmp_path: Path) -> No
     assert found["text"]["body"]["choices"][0]["text"] == run["out_text"]
 
 
-def test_a_model_with_a_begin_id_may_be_asked_without_it() -> None:
+def test_bos_can_be_left_out_of_a_request() -> None:
     """The fake notes what it is asked; the engine's own part is above."""
     fake = FakeModel()
     for fields, wanted in (({}, True), ({"add_special_tokens": True}, True), ({"add_special_tokens": False}, False)):

@@ -52,7 +52,7 @@ def test_text_and_ids_are_those_of_transformers(case: dict[str, Any], tokenizer:
     assert template.encode(pairs(case), tokenizer) == case["ids"]
 
 
-def test_the_templates_are_the_files() -> None:
+def test_templates_equal_the_files() -> None:
     for name in NAMES:
         assert template_of(name).source == (GOLDENS / f"{name}.jinja").read_text()
 
@@ -83,7 +83,7 @@ def test_special_tokens_in_messages_stay_text(name: str, content: str, tokenizer
     assert "\U000f0001" not in text  # the mark
 
 
-def test_an_edge_of_a_message_does_not_complete_a_token_of_the_template(tokenizer: Tokenizer) -> None:
+def test_edge_of_a_message_does_not_complete_a_token_of_the_template(tokenizer: Tokenizer) -> None:
     template = JinjaTemplate(source="{% for m in messages %}{{ m.content | trim }}im_end|>{% endfor %}")
     assert tokenizer.special_tokens["<|im_end|>"].id not in template.encode([("user", "<|  ")], tokenizer)
     before = JinjaTemplate(source="{% for m in messages %}<|im_{{ m.content | trim }}{% endfor %}")
@@ -91,7 +91,7 @@ def test_an_edge_of_a_message_does_not_complete_a_token_of_the_template(tokenize
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_session_continues_as_the_whole_conversation_reads(name: str, tokenizer: Tokenizer) -> None:
+def test_session_continuation_equals_the_full_conversation(name: str, tokenizer: Tokenizer) -> None:
     template, special = template_of(name), tokenizer.special_tokens
     first, answer, second = ("user", "one"), "an answer", ("user", "two </s>")
     end = special[EXPECTED["eos"][name]].id
@@ -111,14 +111,14 @@ def test_a_session_continues_as_the_whole_conversation_reads(name: str, tokenize
     assert end in ids
 
 
-def test_a_template_that_drops_answers_cannot_continue_a_session(tokenizer: Tokenizer) -> None:
+def test_template_that_drops_answers_cannot_continue_a_session(tokenizer: Tokenizer) -> None:
     template = JinjaTemplate(source="{{ messages[-1].content }}")
     with pytest.raises(UserError, match="without a session"):
         template.encode([("user", "x")], tokenizer, last=3)
     assert template.stops(tokenizer) == ((), frozenset({tokenizer.eos_id}))
 
 
-def test_a_byte_model_has_its_end_token() -> None:
+def test_byte_model_has_its_end_token() -> None:
     template = JinjaTemplate(source="{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}")
     ids = template.encode([("user", "<end>é")], BytesTokenizer())
     assert ids == [*BytesTokenizer().encode("[user]<end>é".encode()).tolist(), 1]
@@ -138,7 +138,7 @@ def test_a_byte_model_has_its_end_token() -> None:
         ("{% for i in range(1000000) %}{% endfor %}", "Range too big"),
     ],
 )
-def test_what_the_sandbox_refuses_is_an_error_of_the_request(source: str, words: str, tokenizer: Tokenizer) -> None:
+def test_sandbox_violations_are_request_errors(source: str, words: str, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=words):
         JinjaTemplate(source=source).encode([("user", "x")], tokenizer)
 
@@ -178,7 +178,7 @@ def test_files(tmp_path: Path) -> None:
         (CONFIG_FILE, b'{"chat_template": [{"name": "default", "template": 1}]}', "a string"),
     ],
 )
-def test_wrong_files_are_refused(tmp_path: Path, file: str, content: bytes, words: str) -> None:
+def test_wrong_files_are_rejected(tmp_path: Path, file: str, content: bytes, words: str) -> None:
     (tmp_path / file).write_bytes(content)
     with pytest.raises(UserError, match=words):
         read_template(tmp_path)
@@ -212,7 +212,7 @@ def test_over_http(tokenizer: Tokenizer) -> None:
     assert talk(card, model) == {"jinja": template_of("gemma").source}
 
 
-def test_a_served_model_continues_a_session_as_it_reads_the_whole_conversation() -> None:
+def test_session_continues_as_a_prefill_of_the_full_conversation() -> None:
     """With a real engine: the second answer of a session equals that of the whole conversation in one call."""
     cfg = tiny.config(Path("unused"))
     family, key = registry.get("vq"), rng.root(0)

@@ -72,7 +72,7 @@ def alone_and_among(cfg: PriorConfig, asks: list[SampleRequest]) -> list[np.ndar
 
 
 @pytest.mark.optimized
-def test_a_row_is_the_same_alone_among_others_and_by_the_familys_own_scan() -> None:
+def test_row_is_batch_invariant_and_equals_the_familys_scan() -> None:
     asks = [wanted(CFG, i, **how) for i, how in enumerate(HOW)]
     np.testing.assert_array_equal(np.stack(alone_and_among(CFG, asks)), by_run(CFG, asks))
 
@@ -91,7 +91,7 @@ def test_a_row_is_the_same_alone_among_others_and_by_the_familys_own_scan() -> N
     ],
     ids=["embedding", "self_cond", "bfloat16", "continuous", "v", "noise"],
 )
-def test_a_row_is_the_same_as_by_sample_whatever_the_model(options: dict[str, Any]) -> None:
+def test_row_equals_sample_for_any_model(options: dict[str, Any]) -> None:
     cfg = dataclasses.replace(CFG, **options)
     asks = [wanted(cfg, i, **how) for i, how in enumerate(HOW)]
     for ask, found in zip(asks, alone_and_among(cfg, asks), strict=True):
@@ -144,7 +144,7 @@ def engine() -> Iterator[PriorEngine]:
         yield engine
 
 
-def test_progress_is_told_at_even_distances_and_ends_at_the_answer(engine: PriorEngine) -> None:
+def test_progress_is_reported_at_even_intervals_and_ends_with_the_result(engine: PriorEngine) -> None:
     ask = wanted(CFG, 0, solver="ddpm", n_progress=3)
     engine.backend.load(
         1, engine.backend.make_state(ask, plan_of(CFG, ask))
@@ -159,7 +159,7 @@ def test_progress_is_told_at_even_distances_and_ends_at_the_answer(engine: Prior
     assert plain.told == []
 
 
-def test_a_cancelled_request_leaves_its_slot_at_the_next_tick(
+def test_cancelled_request_leaves_its_slot_at_the_next_tick(
     engine: PriorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = wanted(CFG, 1, steps=3, solver="dpm")
@@ -178,7 +178,7 @@ def test_a_cancelled_request_leaves_its_slot_at_the_next_tick(
     assert engine.stats()["running"] == 0
 
 
-def test_one_who_was_parked_goes_on_with_the_same_bits(engine: PriorEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_request_continues_bit_identically(engine: PriorEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     asks = [wanted(CFG, i, solver="ddpm", seed=2) for i in (0, 2)]
     alone = [Heard(engine, ask).embedding() for ask in asks]
     gate = Gate(engine, monkeypatch)
@@ -194,7 +194,7 @@ def test_one_who_was_parked_goes_on_with_the_same_bits(engine: PriorEngine, monk
         np.testing.assert_array_equal(heard.embedding(), embedding)
 
 
-def test_deadlines_a_full_queue_and_a_drain_end_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlines_full_queue_and_drain_end_requests_correctly(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     with running(CFG, max_waiting=1, clock=lambda: now[0]) as engine:
         gate = Gate(engine, monkeypatch)
@@ -220,7 +220,7 @@ def test_deadlines_a_full_queue_and_a_drain_end_as_they_should(monkeypatch: pyte
             engine.submit(wanted(CFG, 5), lambda event: None)
 
 
-def test_a_failure_ends_what_had_begun_and_the_next_is_served(
+def test_failure_ends_running_requests_and_the_next_is_served(
     engine: PriorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = wanted(CFG, 1, steps=6)
@@ -239,7 +239,7 @@ def test_a_failure_ends_what_had_begun_and_the_next_is_served(
     np.testing.assert_array_equal(Heard(engine, ask).embedding(), alone)
 
 
-def test_what_a_model_cannot_do_is_refused_before_it_waits() -> None:
+def test_unsupported_requests_are_rejected_before_queueing() -> None:
     cfg = config(p_drop_text=0.0, timesteps=12)
     good = wanted(cfg, 0)
     assert len(make_solver_table(good, cfg)) == len(make_solver(cfg, 12, "dpm"))
@@ -270,7 +270,7 @@ def test_what_a_model_cannot_do_is_refused_before_it_waits() -> None:
         PriorEngine(roomless, model(roomless))
 
 
-def test_guidance_without_effect_is_none_and_said(engine: PriorEngine) -> None:
+def test_guidance_without_effect_is_none_and_reported(engine: PriorEngine) -> None:
     assert Heard(engine, wanted(CFG, 0, steps=2, guidance=3.0)).end().guidance == 3.0
     padded = dataclasses.replace(CFG, depth=1, **behaviour("1.8.4"))
     with running(padded) as old:
@@ -279,7 +279,7 @@ def test_guidance_without_effect_is_none_and_said(engine: PriorEngine) -> None:
     np.testing.assert_array_equal(guided.embedding, plain.embedding)
 
 
-def test_an_engine_refuses_what_its_model_cannot_do_and_goes_on(engine: PriorEngine) -> None:
+def test_engine_rejects_unsupported_requests_and_continues(engine: PriorEngine) -> None:
     with pytest.raises(UserError, match="steps"):
         engine.submit(wanted(CFG, 0, steps=99), lambda event: None)
     assert Heard(engine, wanted(CFG, 0, steps=2)).end().reason == "stop"

@@ -150,7 +150,7 @@ def test_id_cannot_name_another_file(tmp_path: Path, id: str) -> None:
             call(id)
 
 
-def test_damaged_file_is_rejected(tmp_path: Path) -> None:
+def test_corrupt_file_is_rejected(tmp_path: Path) -> None:
     sessions = folder_sessions(tmp_path)
     id = sessions.create()
     turn(sessions, id, 1.0, "a")

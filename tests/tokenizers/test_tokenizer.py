@@ -62,7 +62,7 @@ def test_any_bytes_come_back(opened: dict[str, Tokenizer], name: str, data: byte
 
 
 @pytest.mark.parametrize("name", ["bpe", "unigram", "prefix", "gpt2", "llama"])
-def test_an_odd_byte_spoils_one_word_only(opened: dict[str, Tokenizer], name: str) -> None:
+def test_odd_byte_spoils_one_word_only(opened: dict[str, Tokenizer], name: str) -> None:
     tokenizer = opened[name]
     clean = b"the cat sat on the cat\n" * 20
     spoilt = clean + b"the cat \xff sat on" + b"\nthe cat sat on the cat" * 20
@@ -71,21 +71,21 @@ def test_an_odd_byte_spoils_one_word_only(opened: dict[str, Tokenizer], name: st
 
 
 @pytest.mark.parametrize(("name", "first_byte"), [("prefix", 3), ("llama", 3), ("metaspace", 2)])
-def test_a_text_without_a_space_before_it_is_made_of_pieces(
+def test_text_without_a_space_before_it_is_made_of_pieces(
     opened: dict[str, Tokenizer], name: str, first_byte: int
 ) -> None:
     ids = opened[name].encode(b"the cat\nthe cat")
     assert [i for i in ids.tolist() if first_byte <= i < first_byte + 256] == [first_byte + 10]
 
 
-def test_what_looks_like_a_control_token_is_a_text_like_any(opened: dict[str, Tokenizer]) -> None:
+def test_text_that_looks_like_a_control_token_is_ordinary_text(opened: dict[str, Tokenizer]) -> None:
     tokenizer = opened["gpt2"]
     assert len(tokenizer.encode(b"<pad>bridge")) == len(tokenizer.encode(b"<pad>")) + len(tokenizer.encode(b"bridge"))
     assert len(tokenizer.encode(b"bridge")) < 6
 
 
 @pytest.mark.parametrize("name", INEXACT)
-def test_a_lossy_tokenizer_says_so_and_lives(opened: dict[str, Tokenizer], name: str) -> None:
+def test_lossy_tokenizer_is_reported_and_usable(opened: dict[str, Tokenizer], name: str) -> None:
     tokenizer = opened[name]
     assert not tokenizer.exact
     for data in [*ODD, b"the [SEP] cat </s>"]:
@@ -94,7 +94,7 @@ def test_a_lossy_tokenizer_says_so_and_lives(opened: dict[str, Tokenizer], name:
     assert tokenizer.decode(tokenizer.encode(b"the cat")).strip() == b"the cat"
 
 
-def test_what_a_word_piece_adds(opened: dict[str, Tokenizer]) -> None:
+def test_word_piece_prefixes(opened: dict[str, Tokenizer]) -> None:
     assert [opened["wordpiece"].id_bytes(i) for i in range(7)] == [b"", b"", b"", b" the", b" cat", b"s", b" </s>"]
 
 
@@ -112,7 +112,7 @@ def test_every_id_can_be_decoded_and_named(opened: dict[str, Tokenizer], name: s
 
 
 @pytest.mark.parametrize("name", EXACT + INEXACT)
-def test_saved_or_pickled_it_is_the_same(opened: dict[str, Tokenizer], name: str, tmp_path: Path) -> None:
+def test_saved_and_pickled_forms_are_equal(opened: dict[str, Tokenizer], name: str, tmp_path: Path) -> None:
     tokenizer = opened[name]
     tokenizer.save(tmp_path / "run")
     for other in (open_tokenizer(str(tmp_path / "run")), pickle.loads(pickle.dumps(tokenizer))):
@@ -120,7 +120,7 @@ def test_saved_or_pickled_it_is_the_same(opened: dict[str, Tokenizer], name: str
         assert other.encode(ODD[7]).tolist() == tokenizer.encode(ODD[7]).tolist()
 
 
-def test_saving_refuses_where_it_cannot_write(opened: dict[str, Tokenizer], tmp_path: Path) -> None:
+def test_saving_to_an_unwritable_path_is_rejected(opened: dict[str, Tokenizer], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "full" / "tokenizer.bytes").mkdir(parents=True)
     for folder in ("file", "full"):
@@ -129,13 +129,13 @@ def test_saving_refuses_where_it_cannot_write(opened: dict[str, Tokenizer], tmp_
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["tokenizer.bytes"], "nothing half-written stays"
 
 
-def test_fingerprints_tell_content_and_end_apart(opened: dict[str, Tokenizer], files: dict[str, str]) -> None:
+def test_fingerprints_distinguish_content_and_eos(opened: dict[str, Tokenizer], files: dict[str, str]) -> None:
     assert len({tokenizer.fingerprint for tokenizer in opened.values()}) == len(opened)
     assert open_tokenizer(files["gpt2"], end_token="<pad>").fingerprint != opened["gpt2"].fingerprint
 
 
 @pytest.mark.parametrize(("name", "token"), [("gpt2", "<pad>"), ("llama", "▁the"), ("bpe", "at")])
-def test_a_chosen_end_token_is_kept_and_never_in_a_text(
+def test_chosen_end_token_is_kept_and_never_in_a_text(
     files: dict[str, str], name: str, token: str, tmp_path: Path
 ) -> None:
     tokenizer = open_tokenizer(files[name], end_token=token)
@@ -154,7 +154,7 @@ def test_bytes_are_what_the_models_know(opened: dict[str, Tokenizer]) -> None:
     assert tokenizer.pieces([0, 1, 2, 100, 13, 258]) == ["<pad>", "<end>", "<unknown>", "a", "<0x0A>", "<0xFF>"]
 
 
-def test_trained_models_are_as_the_reference_has_them(files: dict[str, str], opened: dict[str, Tokenizer]) -> None:
+def test_trained_models_have_the_references_layout(files: dict[str, str], opened: dict[str, Tokenizer]) -> None:
     from sentencepiece import SentencePieceProcessor
 
     for name, n in (("bpe", 340), ("unigram", 300)):
@@ -166,7 +166,7 @@ def test_trained_models_are_as_the_reference_has_them(files: dict[str, str], ope
         assert processor.Normalize("ﬁ  ½ ") == "ﬁ▁▁½▁", "nothing is normalised, added or taken away"
 
 
-def test_the_letters_of_bytes_are_those_of_the_package() -> None:
+def test_letters_of_bytes_are_those_of_the_package() -> None:
     from tokenizers import pre_tokenizers
 
     assert sorted(byte_letters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -175,7 +175,7 @@ def test_the_letters_of_bytes_are_those_of_the_package() -> None:
 
 @settings(deadline=None)
 @given(st.text(alphabet="ab \n\t\udc80é\x85\u2028", max_size=60).map(lambda unit: unit * 3000))
-def test_cutting_loses_nothing(text: str) -> None:
+def test_splitting_loses_nothing(text: str) -> None:
     for cut in (blocks, lines, words):
         assert "".join(cut(text)) == text
     assert all(0 < len(block) <= LONGEST_BLOCK_CHARS for block in blocks(text))
@@ -205,7 +205,7 @@ def test_training_reads_a_column_and_counts_what_it_leaves_out(
     assert "--column" in refusal([*argv[:2], "--out", str(tmp_path / "b"), "--column", "none"])
 
 
-def test_training_does_not_look_at_what_is_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_does_not_read_held_out_data(monkeypatch: pytest.MonkeyPatch) -> None:
     class Divided:
         left_out: ClassVar = Counter[str]()
 
@@ -219,7 +219,7 @@ def test_training_does_not_look_at_what_is_held_out(monkeypatch: pytest.MonkeyPa
 
 
 @given(st.lists(st.binary(max_size=30)), st.integers(1, 40))
-def test_stretches_are_short_and_lose_nothing(parts: list[bytes], longest: int) -> None:
+def test_segments_are_short_and_lose_nothing(parts: list[bytes], longest: int) -> None:
     found = list(split_blocks(parts, longest))
     assert b"".join(found) == b"".join(parts)
     assert all(0 < len(stretch) <= longest for stretch in found)
@@ -227,7 +227,7 @@ def test_stretches_are_short_and_lose_nothing(parts: list[bytes], longest: int) 
 
 
 @given(st.integers(0, 3000), st.integers(7, 5000))
-def test_a_sample_is_spread_over_all_the_text(n: int, most: int) -> None:
+def test_sample_is_spread_over_all_the_text(n: int, most: int) -> None:
     kept = [int(item) for item in sample_evenly((b"%07d" % i for i in range(n)), most)]
     assert 7 * len(kept) <= most
     if 7 * n <= most:
@@ -251,7 +251,7 @@ def refusal(argv: list[str]) -> str:
     return str(caught.value)
 
 
-def test_training_refuses(files: dict[str, str], tmp_path: Path) -> None:
+def test_training_rejects_invalid_settings(files: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "tabs.txt").write_bytes(b"\t\t\xff\n\n")
     out = ["--out", str(tmp_path / "new")]
@@ -270,7 +270,7 @@ def test_training_refuses(files: dict[str, str], tmp_path: Path) -> None:
     assert "train or show" in refusal(["trian"])
 
 
-def test_opening_refuses(files: dict[str, str], tmp_path: Path) -> None:
+def test_loading_rejects_invalid_settings(files: dict[str, str], tmp_path: Path) -> None:
     bad = {
         "none.model": None,
         "text.model": b"this is a text",
@@ -293,7 +293,7 @@ def test_opening_refuses(files: dict[str, str], tmp_path: Path) -> None:
         open_tokenizer(str(tmp_path))
 
 
-def test_an_end_token_must_be_known(files: dict[str, str], tmp_path: Path) -> None:
+def test_end_token_must_be_known(files: dict[str, str], tmp_path: Path) -> None:
     spec = json.loads(Path(files["gpt2"]).read_text())
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] != "<|endoftext|>"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
@@ -307,7 +307,7 @@ def test_an_end_token_must_be_known(files: dict[str, str], tmp_path: Path) -> No
             open_tokenizer(files[name], end_token="<nothing>")
 
 
-def test_show(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_examples(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer_command(["show", "the cat\n", "--tokenizer", files["llama"], "--json"])
     shown = json.loads(capsys.readouterr().out)
     assert shown["pieces"] == ["t", "h", "e", " cat", "<0x0A>"]

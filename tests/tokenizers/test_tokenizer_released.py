@@ -76,7 +76,7 @@ def test_text_that_continues_another_gets_no_space_in_front(files: dict[str, str
     assert tokenizer.decode(twice) == whole[:-5] + b" " + rest
 
 
-def test_the_rules_are_saved_and_read_back(files: dict[str, str], tmp_path: Path) -> None:
+def test_rules_are_saved_and_read_back(files: dict[str, str], tmp_path: Path) -> None:
     choices: tuple[Literal["exact", "released"], ...] = ("exact", "released")
     for rules in choices:
         folder = tmp_path / rules

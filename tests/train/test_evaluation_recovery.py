@@ -104,7 +104,7 @@ def test_killed_at_every_point_of_an_evaluation(family: str, source: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_survives_a_kill_before_it_is_marked(source: Path, tmp_path: Path) -> None:
+def test_best_checkpoint_survives_a_kill_before_it_is_marked(source: Path, tmp_path: Path) -> None:
     """The first evaluation is the best of a run that diverges and keeps one checkpoint: unmarked, it would be deleted."""
     cfg = token_config(source, **{"optim.lr": 3.0, "optim.warmup_steps": 3, "train.keep": 1})
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -121,7 +121,7 @@ def test_the_best_checkpoint_survives_a_kill_before_it_is_marked(source: Path, t
     assert_same_bits(open_run(run, "best").params, open_run(whole, "best").params)
 
 
-def test_a_final_evaluation_that_was_killed_is_done_by_the_next_start(source: Path, tmp_path: Path) -> None:
+def test_final_evaluation_that_was_killed_is_done_by_the_next_start(source: Path, tmp_path: Path) -> None:
     """The last step is no multiple of eval_every: only the end of the run evaluates it."""
     cfg = token_config(source, **{"optim.steps": 3, "train.sample_tokens": 0})
     with pytest.MonkeyPatch.context() as patch:

@@ -35,7 +35,7 @@ from linnet.train.parent import find_origin
 
 
 @pytest.mark.parametrize("kind", ["run", "weights", "file"])
-def test_a_run_starts_from_the_weights_of_a_run_an_import_or_a_file(kind: str, source: Path, tmp_path: Path) -> None:
+def test_run_starts_from_the_weights_of_a_run_an_import_or_a_file(kind: str, source: Path, tmp_path: Path) -> None:
     run = parent_run(tmp_path, source)
     parent = open_run(run)
     path, buffers = run, parent.buffers
@@ -56,7 +56,7 @@ def test_a_run_starts_from_the_weights_of_a_run_an_import_or_a_file(kind: str, s
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(state.opt_state))
 
 
-def test_a_fine_tuned_run_resumes_exactly_without_its_parent(source: Path, tmp_path: Path) -> None:
+def test_fine_tuned_run_resumes_exactly_without_its_parent(source: Path, tmp_path: Path) -> None:
     run = parent_run(tmp_path, source, "moe")
     cfg, mark = tuned(run, other_text(tmp_path)), find_origin(run).fingerprint
     assert train(cfg, RunFolder(tmp_path / "whole"), quiet=True).finished
@@ -71,7 +71,7 @@ def test_a_fine_tuned_run_resumes_exactly_without_its_parent(source: Path, tmp_p
     assert f"from {run} (step 0, {mark[:12]})" in start["message"]
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_from_the_parent_again(source: Path, tmp_path: Path) -> None:
+def test_run_killed_before_its_first_checkpoint_starts_from_the_parent_again(source: Path, tmp_path: Path) -> None:
     cfg = tuned(parent_run(tmp_path, source), source)
     codec.save(cfg, RunFolder(tmp_path / "out").create().config)
     train(cfg, RunFolder(tmp_path / "out"), quiet=True, stop_at=0)
@@ -79,7 +79,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_from_the_parent_again(s
 
 
 @pytest.mark.slow
-def test_a_kept_optimizer_keeps_its_moments_and_restarts_its_schedule(source: Path, tmp_path: Path) -> None:
+def test_kept_optimizer_keeps_its_moments_and_restarts_its_schedule(source: Path, tmp_path: Path) -> None:
     cfg = tiny.config(source, **SHORT)
     train(cfg, RunFolder(tmp_path / "run"), quiet=True)
     step = find_origin(tmp_path / "run").step
@@ -95,7 +95,7 @@ def test_a_kept_optimizer_keeps_its_moments_and_restarts_its_schedule(source: Pa
     assert_same_bits(without.params, theirs.ema)  # what was evaluated
 
 
-def test_the_best_checkpoint_is_the_default(source: Path, tmp_path: Path) -> None:
+def test_best_checkpoint_is_the_default(source: Path, tmp_path: Path) -> None:
     train(tiny.config(source, **SHORT), RunFolder(tmp_path / "run"), quiet=True)
     (tmp_path / "run" / "checkpoints" / "best.json").write_text('{"3": 1.0, "6": 2.0}')
     assert find_origin(tmp_path / "run").step == 3
@@ -135,7 +135,7 @@ def test_defaults_suit_fine_tuning(source: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_the_parent_is_refused_and_leaves_nothing(
+def test_mismatches_with_the_parent_are_rejected_and_leave_nothing(
     changes: dict[str, Any], words: str, source: Path, tmp_path: Path
 ) -> None:
     cfg = tuned(parent_run(tmp_path, source), source, **changes)
@@ -159,14 +159,14 @@ def test_settings_that_only_concern_training_may_change(source: Path, tmp_path: 
     ],
     ids=str,
 )
-def test_an_optimizer_that_cannot_be_kept_is_refused(
+def test_optimizer_that_cannot_be_kept_is_rejected(
     flags: dict[str, Any], changes: dict[str, Any], words: str, source: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=words):
         parents.check_parent(tuned(parent_run(tmp_path, source, **changes), source, True, **flags))
 
 
-def test_a_parent_that_changed_is_refused(source: Path, tmp_path: Path) -> None:
+def test_parent_that_changed_is_rejected(source: Path, tmp_path: Path) -> None:
     run = parent_run(tmp_path, source)
     cfg = tuned(run, source)
     shutil.rmtree(run)
@@ -191,7 +191,7 @@ def test_8_bit_weights_are_trained_by_adapters_only(source: Path, tmp_path: Path
     assert_same_bits(state.base, want)
 
 
-def test_text_of_another_tokenizer_is_refused_with_the_command_that_prepares_it(source: Path, tmp_path: Path) -> None:
+def test_text_of_another_tokenizer_is_rejected_with_the_command_that_prepares_it(source: Path, tmp_path: Path) -> None:
     (tmp_path / "own.model").write_bytes(tokenizer_files.sentencepiece(byte_fallback=True, model_type="bpe"))
     tokenizer = open_tokenizer(str(tmp_path / "own.model"))
     run = parent_run(tmp_path, source, **{"model.n_vocab": tokenizer.n_vocab, "model.end_id": tokenizer.eos_id})
@@ -201,7 +201,7 @@ def test_text_of_another_tokenizer_is_refused_with_the_command_that_prepares_it(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_pictures_is_not_tuned_on_text(source: Path, tmp_path: Path) -> None:
+def test_image_model_is_not_fine_tuned_on_text(source: Path, tmp_path: Path) -> None:
     run = parent_run(tmp_path, source)
     (run / "data.json").write_text('{"kind": "pixels", "shape": [16, 16, 3]}')
     with pytest.raises(UserError, match=r"data.source is .*must be pixels, which .* was trained on .this is text"):
@@ -212,7 +212,7 @@ def test_a_model_of_pictures_is_not_tuned_on_text(source: Path, tmp_path: Path) 
 # The command.
 
 
-def test_the_command_never_overwrites_and_says_what_to_do(source: Path, tmp_path: Path) -> None:
+def test_command_never_overwrites_and_says_what_to_do(source: Path, tmp_path: Path) -> None:
     run = str(parent_run(tmp_path, source))
 
     def refused(*argv: str) -> str:
@@ -239,7 +239,7 @@ def test_the_command_never_overwrites_and_says_what_to_do(source: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_the_same_command_continues_and_needs_no_parent(source: Path, tmp_path: Path) -> None:
+def test_same_command_continues_and_needs_no_parent(source: Path, tmp_path: Path) -> None:
     run, mine = parent_run(tmp_path, source), other_text(tmp_path)
     flags = [
         "--data.source",
@@ -262,13 +262,13 @@ def test_the_same_command_continues_and_needs_no_parent(source: Path, tmp_path: 
     assert open_state(tmp_path / "out", "latest")[2] == 3
 
 
-def test_a_run_from_random_weights_says_so(source: Path, tmp_path: Path) -> None:
+def test_run_from_random_weights_says_so(source: Path, tmp_path: Path) -> None:
     train(tiny.config(source), RunFolder(tmp_path), quiet=True, stop_at=0)
     (start,) = [r for r in read_metrics(tmp_path) if r.get("event") == "start"]
     assert "Starting at step 0 of 40 from random weights (seed 0)" in start["message"]
 
 
-def test_data_of_another_tokenizer_than_an_exported_file_is_refused(source: Path, tmp_path: Path) -> None:
+def test_data_of_another_tokenizer_than_an_exported_file_is_rejected(source: Path, tmp_path: Path) -> None:
     """A file holds no tokenizer, only its fingerprint; sizes alone would let bytes pass for the ids of any larger vocabulary."""
     path = parent_run(tmp_path, source, **{"model.n_vocab": 512})
     parent, file = open_run(path), tmp_path / "model.safetensors"

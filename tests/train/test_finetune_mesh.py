@@ -48,7 +48,7 @@ print(json.dumps([found[""], found[mesh]]))
     ],
     ids=lambda x: x if isinstance(x, str) else "adapters" if x else "all weights",
 )
-def test_a_mesh_gives_the_same_losses(family: str, mesh: str, changes: dict[str, object], tmp_path: Path) -> None:
+def test_mesh_gives_the_same_losses(family: str, mesh: str, changes: dict[str, object], tmp_path: Path) -> None:
     paths = [str(Path(__file__).parents[1] / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = simulated(8, quickly=True) | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), family, mesh, json.dumps(changes)]

@@ -40,7 +40,7 @@ def assert_equal_runs(folder: Path, case: str, mesh: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "mesh"), SMALL)
-def test_a_run_on_eight_devices_equals_that_on_one(small: Path, case: str, mesh: str) -> None:
+def test_run_on_eight_devices_equals_that_on_one(small: Path, case: str, mesh: str) -> None:
     assert_equal_runs(small, case, mesh)
 
 

@@ -92,7 +92,7 @@ def whole(pairs_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pairs_file: Path, whole: Path, tmp_path: Path) -> None:
+def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(pairs_file: Path, whole: Path, tmp_path: Path) -> None:
     for stop in (3, 8):
         assert not train(config(pairs_file), RunFolder(tmp_path), quiet=True, stop_at=stop).finished
     assert train(config(pairs_file), RunFolder(tmp_path), quiet=True).finished
@@ -103,7 +103,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pairs_file: Path, wh
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_tested_once(pairs_file: Path, whole: Path) -> None:
+def test_finished_run_is_tested_once(pairs_file: Path, whole: Path) -> None:
     before = read_metrics(whole)
     assert train(config(pairs_file), RunFolder(whole), quiet=True).finished
     after = read_metrics(whole)
@@ -157,13 +157,13 @@ def test_figures_have_the_reference_names(whole: Path) -> None:
     assert "eval/validation/loss" in shown
 
 
-def test_the_best_checkpoint_is_that_of_the_lowest_average_loss(whole: Path) -> None:
+def test_best_checkpoint_is_that_of_the_lowest_average_loss(whole: Path) -> None:
     losses = {r["step"]: r["metrics/ema-validation/l2-loss"] for r in read_metrics(whole) if r["kind"] == "eval"}
     assert open_run(whole, "best").step == min(losses, key=lambda step: losses[step])
 
 
 @pytest.mark.slow
-def test_an_evaluation_averages_over_pairs_however_they_are_cut(pairs_file: Path, whole: Path) -> None:
+def test_evaluation_averages_over_pairs_for_any_batch_size(pairs_file: Path, whole: Path) -> None:
     """12 validation pairs in batches of 8 and of 5: the last one is not full, and counts by its pairs. A rolled caption stays in
     its batch, so those figures follow the batches."""
     cfg = config(pairs_file)
@@ -189,7 +189,7 @@ def test_five_cosines_by_hand() -> None:
     np.testing.assert_allclose(found, [root + 1, 2, root + 1, 1, 1 - root], rtol=1e-7)
 
 
-def test_what_the_test_found_stands_beside_three_baselines(whole: Path) -> None:
+def test_test_results_are_shown_beside_three_baselines(whole: Path) -> None:
     found = json.loads((whole / "retrieval.json").read_text())
     assert [row["name"] for row in found["rows"]] == ["prior", "best of several", "text", "mean", "ridge"]
     assert {row["n"] for row in found["rows"]} == {9}
@@ -248,7 +248,7 @@ def test_text_encodings_are_trained_on_and_evaluated(tmp_path: Path) -> None:
         ({"model.max_text_len": 3, "model.text_encodings": True, "data.mix": 0.5}, "data.mix is 0.5"),
     ],
 )
-def test_pairs_that_do_not_fit_the_model_are_refused_before_anything_starts(
+def test_pairs_that_do_not_fit_the_model_are_rejected_before_anything_starts(
     pairs_file: Path, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     cfg = config(pairs_file, **changes)
@@ -259,7 +259,7 @@ def test_pairs_that_do_not_fit_the_model_are_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_settings_that_make_no_sense_together_are_refused(pairs_file: Path) -> None:
+def test_contradictory_settings_are_rejected(pairs_file: Path) -> None:
     with pytest.raises(UserError, match=r"train.eval_timesteps .* at most the diffusion's model.timesteps \(20\)"):
         config(pairs_file, **{"train.eval_timesteps": (64,)})
     cfg = config(pairs_file)
@@ -282,7 +282,7 @@ def test_every_setting_is_in_the_file_and_comes_back(pairs_file: Path, tmp_path:
     assert codec.load(tmp_path / "config.json") == cfg
 
 
-def test_mixed_pairs_lie_between_two_and_are_as_long_as_before(pairs_file: Path) -> None:
+def test_mixed_pairs_interpolate_two_and_keep_their_norm(pairs_file: Path) -> None:
     plain, mixed = (open_pairs(config(pairs_file, **{"data.mix": chance}).pairs, 0) for chance in (0.0, 0.5))
     before, after = plain.batch(3), mixed.batch(3)
     changed = np.any(before.text_embed != after.text_embed, axis=1)
@@ -310,7 +310,7 @@ def test_hosts_share_one_mixed_batch(pairs_file: Path) -> None:
     np.testing.assert_array_equal(whole.image_embed, np.concatenate([half.image_embed for half in halves]))
 
 
-def test_a_blurred_text_is_another_direction_of_the_same_length(pairs_file: Path) -> None:
+def test_blurred_text_is_another_direction_of_the_same_length(pairs_file: Path) -> None:
     """And a row's blur depends on its place in the whole batch alone."""
     text = np.asarray(open_pairs(config(pairs_file).pairs, 0).batch(0).text_embed) * 3
     blurred = np.asarray(family._blurred(rng.root(0), jnp.asarray(text), 0, 1.0))

@@ -39,7 +39,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return Terminal()
 
 
-def test_a_terminal_gets_a_bar_with_everything(terminal: Terminal) -> None:
+def test_terminal_shows_a_complete_progress_bar(terminal: Terminal) -> None:
     clock = Clock()
     with Progress(100, stream=terminal, clock=clock, bits_per_nat=BITS) as progress:
         for step in range(1, 51):
@@ -53,9 +53,7 @@ def test_a_terminal_gets_a_bar_with_everything(terminal: Terminal) -> None:
     assert "\x1b[?25h" in terminal.getvalue()  # the cursor is given back
 
 
-def test_a_narrow_terminal_loses_the_bar_before_the_figures(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_narrow_terminal_loses_the_bar_before_the_figures(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "72")
     clock = Clock()
     with Progress(1500, stream=terminal, clock=clock) as progress:
@@ -67,7 +65,7 @@ def test_a_narrow_terminal_loses_the_bar_before_the_figures(
     assert "left" in last
 
 
-def test_the_bar_is_drawn_four_times_a_second_at_most(terminal: Terminal) -> None:
+def test_bar_is_drawn_four_times_a_second_at_most(terminal: Terminal) -> None:
     clock = Clock()
     with Progress(1000, stream=terminal, clock=clock) as progress:
         for step in range(1, 1001):
@@ -76,7 +74,7 @@ def test_the_bar_is_drawn_four_times_a_second_at_most(terminal: Terminal) -> Non
         assert terminal.getvalue().count("\r") <= 45
 
 
-def test_a_log_file_gets_a_line_every_ten_seconds() -> None:
+def test_log_file_gets_a_line_every_ten_seconds() -> None:
     out, clock = io.StringIO(), Clock()
     with Progress(100, stream=out, clock=clock, bits_per_nat=BITS) as progress:
         for step in range(1, 36):
@@ -111,7 +109,7 @@ def test_quiet_is_silent(stream: type[io.StringIO]) -> None:
     assert out.getvalue() == ""
 
 
-def test_a_reader_that_left_does_not_stop_the_run() -> None:
+def test_reader_that_left_does_not_stop_the_run() -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -124,7 +122,7 @@ def test_a_reader_that_left_does_not_stop_the_run() -> None:
         progress.log("still here")
 
 
-def test_an_update_costs_microseconds() -> None:
+def test_update_costs_microseconds() -> None:
     progress = Progress(10**9, stream=io.StringIO())
     best = float("inf")
     for _ in range(5):
@@ -135,7 +133,7 @@ def test_an_update_costs_microseconds() -> None:
     assert best < 20e-6
 
 
-def test_track_in_a_log_file_speaks_every_ten_seconds() -> None:
+def test_track_in_a_log_file_writes_every_ten_seconds() -> None:
     out, clock = io.StringIO(), Clock()
     for _ in track(range(30), "evaluating", stream=out, clock=clock):
         clock.now += 1.0

@@ -42,19 +42,19 @@ def test_resumed_equals_uninterrupted(source: Path, whole: Path, stops: tuple[in
 
 
 @pytest.mark.slow
-def test_a_finished_run_stays_finished(source: Path, whole: Path) -> None:
+def test_finished_run_stays_finished(source: Path, whole: Path) -> None:
     before = open_state(whole, "latest")[1]
     outcome = train(tiny.config(source), RunFolder(whole), quiet=True)
     assert outcome.finished
     assert_same_bits(open_state(whole, "latest")[1], before)
 
 
-def test_another_config_is_refused(source: Path, whole: Path) -> None:
+def test_another_config_is_rejected(source: Path, whole: Path) -> None:
     with pytest.raises(UserError, match=r"holds a run with optim.lr = 0.003, but you ask for 0.1 .and seed."):
         train(tiny.config(source, **{"optim.lr": 0.1, "seed": 3}), RunFolder(whole), quiet=True)
 
 
-def test_changed_data_is_refused(tmp_path: Path) -> None:
+def test_changed_data_is_rejected(tmp_path: Path) -> None:
     path = tiny.corpus(tmp_path)
     cfg = tiny.config(path)
     train(cfg, RunFolder(tmp_path / "run"), quiet=True, stop_at=2)
@@ -63,13 +63,13 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
         train(cfg, RunFolder(tmp_path / "run"), quiet=True)
 
 
-def test_a_vocabulary_too_small_is_refused(source: Path, tmp_path: Path) -> None:
+def test_vocabulary_too_small_is_rejected(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="model.n_vocab is 100, but it must be at least the data's 259"):
         train(tiny.config(source, **{"model.n_vocab": 100}), RunFolder(tmp_path / "run"), quiet=True)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_damaged_checkpoint_costs_only_itself(source: Path, whole: Path, tmp_path: Path) -> None:
+def test_corrupt_checkpoint_costs_only_itself(source: Path, whole: Path, tmp_path: Path) -> None:
     cfg = tiny.config(source)
     train(cfg, RunFolder(tmp_path), quiet=True, stop_at=25)
     for file in (tmp_path / "checkpoints" / "000000025").rglob("*"):
@@ -100,6 +100,6 @@ def test_validation_marks_the_best_and_comes_after_the_save(whole: Path) -> None
     assert open_state(whole, "best")[2] == best
 
 
-def test_environment_and_data_are_told(whole: Path) -> None:
+def test_environment_and_data_are_reported(whole: Path) -> None:
     assert json.loads((whole / "environment.json").read_text())["versions"]["jax"]
     assert json.loads((whole / "data.json").read_text())["splits"]["train"]["windows"] > 0

@@ -133,7 +133,7 @@ def test_no_secret_reaches_another(family: str, n: int, at_once: int, n_slots: i
     assert len(marks) == n, "two secrets left the same state: a leak could not be seen"
 
 
-def test_another_secret_would_be_seen() -> None:
+def test_other_secret_would_be_found() -> None:
     """One letter of a secret, 600 letters before the end, changes what is compared above."""
     text = bytearray(b"x" * 100 + b"SECRET" + b"y" * 600)
     kinds = []

@@ -17,7 +17,7 @@ from cluster_processes import LOST_SECONDS, PROGRAM, Processes, is_alive, killed
 
 @pytest.mark.trial
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_process_that_stands_still_for_long_counts_as_gone(victim: int, tmp_path: Path) -> None:
+def test_process_suspended_for_long_counts_as_lost(victim: int, tmp_path: Path) -> None:
     with Processes(tmp_path, 3) as processes:
         processes.wait_for_step(5)
         processes.signal(victim, signal.SIGSTOP)
@@ -25,7 +25,7 @@ def test_a_process_that_stands_still_for_long_counts_as_gone(victim: int, tmp_pa
 
 
 @pytest.mark.trial
-def test_a_process_that_stood_still_for_a_while_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_briefly_suspended_process_is_logged_and_the_run_continues(tmp_path: Path) -> None:
     with Processes(tmp_path, 3, steps=600, lost=12.0) as processes:
         processes.wait_for_step(5)
         processes.signal(1, signal.SIGSTOP)
@@ -36,7 +36,7 @@ def test_a_process_that_stood_still_for_a_while_is_named_and_the_run_goes_on(tmp
 
 
 @pytest.mark.trial
-def test_a_slow_host_is_named_in_the_log(tmp_path: Path) -> None:
+def test_slow_host_is_named_in_the_log(tmp_path: Path) -> None:
     with Processes(tmp_path, 3, steps=300, lost=12.0, slow=(2, 0.06)) as processes:
         assert processes.codes(within=180) == [0, 0, 0]
         assert "Process 2 on " in processes.said(0)
@@ -44,7 +44,7 @@ def test_a_slow_host_is_named_in_the_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.trial
-def test_the_processes_of_a_launcher_that_was_killed_end_too(tmp_path: Path) -> None:
+def test_processes_of_a_launcher_that_was_killed_end_too(tmp_path: Path) -> None:
     around = (
         "import sys\nfrom linnet.cli import launch\nfrom linnet.cli.dispatch import main\n"
         f"launch.COMMAND = [sys.executable, {str(PROGRAM)!r}]\n"
@@ -58,7 +58,7 @@ def test_the_processes_of_a_launcher_that_was_killed_end_too(tmp_path: Path) -> 
 
 
 @pytest.mark.trial
-def test_a_process_that_fails_by_itself_is_named_with_its_reason_and_its_code_is_the_launchers(tmp_path: Path) -> None:
+def test_failed_process_is_reported_with_its_reason_and_exit_code(tmp_path: Path) -> None:
     around = (
         "import sys\nfrom linnet.cli import launch\nfrom linnet.cli.dispatch import main\n"
         f"launch.COMMAND, launch.GRACE_SECONDS = [sys.executable, {str(PROGRAM)!r}], 60.0\n"
@@ -75,6 +75,6 @@ def test_a_process_that_fails_by_itself_is_named_with_its_reason_and_its_code_is
 
 
 @pytest.mark.trial
-def test_twenty_random_kills_of_four_processes_leave_no_trace(tmp_path: Path) -> None:
+def test_twenty_random_kills_of_four_processes_change_nothing(tmp_path: Path) -> None:
     """In mid-step, in mid-save and while starting."""
     killed_equals_whole(tmp_path, processes=4, steps=120, kills=20, seed=7, judged=True)

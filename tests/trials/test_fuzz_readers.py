@@ -13,7 +13,7 @@ N_QUICK = 30
 """In the default suite, all readers in one process."""
 
 
-def test_a_few_mutated_files_of_every_format_are_read_or_refused() -> None:
+def test_few_mutated_files_of_every_format_are_read_or_rejected() -> None:
     results = fuzz(list(READERS), N_QUICK)
     failures = [failure for result in results.values() for failure in result.failures]
     assert not failures, "\n\n".join(failures)
@@ -22,7 +22,7 @@ def test_a_few_mutated_files_of_every_format_are_read_or_refused() -> None:
 
 @pytest.mark.trial
 @pytest.mark.parametrize("name", READERS)
-def test_mutated_files_are_read_or_refused(name: str) -> None:
+def test_mutated_files_are_read_or_rejected(name: str) -> None:
     result = fuzz([name], N_TRIAL, seed=1)[name]
     print(
         f"| {name} | {result.n_seeds} | {result.n_files:,} | {result.n_refused:,} | {len(result.failures)} "

@@ -126,7 +126,7 @@ def malformed(n: int) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [100, pytest.param(500, marks=pytest.mark.trial)], ids=["quick", "full"])
-def test_the_malformed_are_refused_and_the_engine_lives(n: int) -> None:
+def test_malformed_grammars_are_rejected_and_the_engine_survives(n: int) -> None:
     bad = list(malformed(n))
     assert len(bad) == n
     worst = 0.0
@@ -148,7 +148,7 @@ def test_the_malformed_are_refused_and_the_engine_lives(n: int) -> None:
     assert worst < SECONDS
 
 
-def test_the_slow_are_refused_or_stay_in_step() -> None:
+def test_slow_grammars_are_rejected_or_stay_within_the_tick() -> None:
     """Those that are legal run beside a neighbour: it is never held up long, and stays the same."""
     with running_engine(n_slots=3) as engine:
         ask(engine, "warm", constraint=Constraint(kind="regex", grammar="a+"))
@@ -168,7 +168,7 @@ def test_the_slow_are_refused_or_stay_in_step() -> None:
 
 
 @pytest.mark.trial
-def test_a_grammar_that_grows_too_large_on_its_way_ends_alone() -> None:
+def test_grammar_that_grows_too_large_on_its_way_ends_alone() -> None:
     """Almost every letter makes another state of this one, until there are too many of them."""
     grows = Constraint(kind="regex", grammar="(a|b)*a(a|b){20}")
     neighbour = request("neighbour", seed=9, max_tokens=20_000)

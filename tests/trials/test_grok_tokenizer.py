@@ -23,7 +23,7 @@ needs_file = pytest.mark.skipif(not FILE, reason="LINNET_GROK_TOKENIZER names no
 
 
 @needs_file
-def test_the_file_is_the_released_one() -> None:
+def test_file_is_the_released_one() -> None:
     assert hashlib.sha256(Path(FILE).read_bytes()).hexdigest() == CASES["sha256"]
 
 

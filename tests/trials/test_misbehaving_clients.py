@@ -150,7 +150,7 @@ def _calls(server: Server) -> list[dict[str, Any]]:
 
 
 @pytest.mark.trial
-def test_slow_readers_hold_up_nobody(server: Server) -> None:
+def test_slow_readers_block_no_one(server: Server) -> None:
     want = _text(server, 5)
     readers = _start_readers(server, 1, 6500)
     try:
@@ -165,7 +165,7 @@ def test_slow_readers_hold_up_nobody(server: Server) -> None:
 
 
 @pytest.mark.trial
-def test_fifty_slow_readers_hold_up_nobody(server: Server) -> None:
+def test_fifty_slow_readers_block_no_one(server: Server) -> None:
     asyncio.run(_gaps(server, 4, 2000, []))
     pairs, before_all = [], server.rss()
     for _ in range(2):  # in turns, so that a neighbour on the machine disturbs both alike
@@ -239,7 +239,7 @@ def _trickle(server: Server, n: int, seconds: float, a_second: float = 1.0) -> l
     return senders
 
 
-def test_clients_that_trickle_hold_up_nobody(server: Server) -> None:
+def test_slow_sending_clients_block_no_one(server: Server) -> None:
     before = server.rss()
     senders = _trickle(server, 20, seconds=1.0, a_second=20)
     assert not any(sender.is_over for sender in senders)
@@ -248,7 +248,7 @@ def test_clients_that_trickle_hold_up_nobody(server: Server) -> None:
 
 
 @pytest.mark.trial
-def test_a_hundred_clients_that_send_a_byte_a_second_are_given_up(server: Server) -> None:
+def test_hundred_clients_that_send_a_byte_a_second_are_given_up(server: Server) -> None:
     _trickle(server, 100, seconds=1)
     before = server.rss()
     senders = _trickle(server, 100, seconds=60)
@@ -298,11 +298,11 @@ def _refused(server: Server, body: bytes) -> httpx.Response:
 
 
 @pytest.mark.parametrize("what", IMPOSSIBLE)
-def test_the_impossible_is_refused_quickly(server: Server, what: str) -> None:
+def test_impossible_grammars_are_rejected_quickly(server: Server, what: str) -> None:
     _refused(server, IMPOSSIBLE[what])
 
 
-def test_headers_of_64_kb_are_refused_and_an_empty_prompt_is_answered(server: Server) -> None:
+def test_headers_of_64_kb_are_rejected_and_an_empty_prompt_is_answered(server: Server) -> None:
     answer = httpx.get(f"{server.address}/v1/models", headers={"x-long": "a" * (64 << 10)})
     assert answer.status_code == 431
     assert "headers" in answer.json()["error"]["message"]

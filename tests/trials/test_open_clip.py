@@ -63,7 +63,7 @@ def test_encodings_are_those_of_the_reference_adapter(tmp_path: Path) -> None:
     np.testing.assert_allclose(one, embeds[0], atol=1e-5)
 
 
-def test_a_model_of_two_widths_has_embeddings_only(tmp_path: Path) -> None:
+def test_model_of_two_widths_has_embeddings_only(tmp_path: Path) -> None:
     encoder = small(tmp_path, text_width=64)
     assert encoder.text_len == 0
     assert encoder.embed_texts(TEXTS).shape == (3, 32)

@@ -104,7 +104,7 @@ def _strangers_warnings() -> Any:
         yield
 
 
-def test_a_hundred_cases_of_the_document_get_answers_of_the_document() -> None:
+def test_hundred_cases_of_the_document_get_answers_of_the_document() -> None:
     models = (FakeModel("text", most=4096), FakeModel("pixels", shape=(2, 2, 3), most=4096))
     with playground_server.serving(*models) as address:
         tally = run_cases(address, 100)

@@ -103,13 +103,13 @@ def _cut(seconds: float) -> float:
 
 
 @pytest.mark.trial
-def test_sigterm_lets_eight_long_requests_end_whole() -> None:
+def test_sigterm_lets_eight_long_requests_complete() -> None:
     print("exit after the last end:", _drain(20_000))
 
 
 @pytest.mark.trial
 @pytest.mark.parametrize("seconds", [0.1, 1.0, 3.0])
-def test_a_drain_that_is_too_short_ends_requests_in_time(seconds: float) -> None:
+def test_drain_that_is_too_short_ends_requests_in_time(seconds: float) -> None:
     whole = _cut(seconds)
     print("from the first request to the exit:", whole)
     assert whole < seconds + 8

@@ -49,5 +49,5 @@ def check(tokenizer: Tokenizer, strings: Iterator[bytes]) -> int:
 
 @pytest.mark.trial
 @pytest.mark.parametrize("name", EXACT)
-def test_a_million_byte_strings_come_back(files: dict[str, str], name: str) -> None:
+def test_million_byte_strings_come_back(files: dict[str, str], name: str) -> None:
     assert check(open_tokenizer(files[name]), random_strings(N_STRINGS, seed=EXACT.index(name))) == N_STRINGS

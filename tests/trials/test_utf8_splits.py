@@ -116,7 +116,7 @@ def is_character(data: bytes) -> bool:
 
 @pytest.mark.parametrize("n", [30, pytest.param(1000, marks=pytest.mark.trial)], ids=["quick", "full"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_join_at_every_split(tokenizers: dict[str, Tokenizer], kind: str, n: int) -> None:
+def test_chunks_join_at_every_split(tokenizers: dict[str, Tokenizer], kind: str, n: int) -> None:
     tokenizer = tokenizers[kind]
     draw, n_splits = random.Random(21), 0
     for data in texts(n):
@@ -139,7 +139,7 @@ def test_pieces_join_at_every_split(tokenizers: dict[str, Tokenizer], kind: str,
 
 
 @pytest.mark.parametrize("n", [6, pytest.param(200, marks=pytest.mark.trial)], ids=["quick", "full"])
-def test_an_engine_sends_whole_characters(n: int) -> None:
+def test_engine_sends_complete_characters(n: int) -> None:
     """Made to write a text, byte after byte: what each event carries is text of whole characters."""
     with running_engine(n_slots=3) as engine:
         for text in [data.decode() for data in texts(2 * n)[::2]]:

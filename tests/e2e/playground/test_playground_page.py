@@ -141,7 +141,7 @@ def test_server_errors_are_shown_as_text(page: Page, tmp_path: Path) -> None:
     expect(page.locator("#problem")).to_contain_text("damaged")
 
 
-def test_a_file_chosen_during_a_run_is_an_error(page: Page, text: SingingModel, tmp_path: Path) -> None:
+def test_file_chosen_during_a_run_is_an_error(page: Page, text: SingingModel, tmp_path: Path) -> None:
     state = tmp_path / "state.safetensors"
     state.write_bytes(b"nonsense")
     text.gate.clear()
