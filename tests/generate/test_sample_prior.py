@@ -130,7 +130,7 @@ def test_run_without_its_data_still_predicts(tmp_path: Path, capsys: pytest.Capt
         run = written(tmp_path / source.source, SMALL, source)
         assert not linnet(run, "--embedding", tmp_path / "one.npy", "--steps", "4")
         said = capsys.readouterr().out
-        assert "No nearest pictures: data.source " in said
+        assert "No nearest images: data.source " in said
         assert why in said
         assert (run / "samples" / "one-seed0.npy").is_file()
 

@@ -17,7 +17,7 @@ from linnet.config.schema import RunConfig
 from linnet.core import params as weights
 from linnet.core.errors import UserError
 from linnet.core.special_tokens import FIRST_BYTE, N_BYTE_IDS, TextRules
-from linnet.generate.samples import sample_pictures
+from linnet.generate.samples import sample_images
 from linnet.models.decoder import Decoder
 from linnet.models.generate import Piece, byte_of, generate
 from linnet.models.registry import tokens as tokens_family
@@ -262,7 +262,7 @@ def test_only_allowed_ids_are_drawn_and_a_pixel_run_paints_no_special_ids() -> N
     rows = run([[]] * 3, [1, 2, 3], settings=wide, max_tokens=64, ignore_end=True, allowed=allowed)
     assert {token for row in rows for token in tokens(row)} == set(allowed)
     cfg, shape = RunConfig(model=CFG), (8, 16, 3)
-    pictures = sample_pictures(tokens_family("vq"), cfg, PARAMS, BUFFERS, shape, [b"\x07" * 48] * 3, wide, [1, 2, 3])
+    pictures = sample_images(tokens_family("vq"), cfg, PARAMS, BUFFERS, shape, [b"\x07" * 48] * 3, wide, [1, 2, 3])
     assert pictures.shape == (3, *shape)
     assert (pictures[:, 0] == 7).all()  # what was given stays
     bytes_only = run(

@@ -229,7 +229,7 @@ def test_updates_are_in_place(n: int) -> None:
     """A copy of the whole cache at every tick would cost more than the tick."""
     cfg, params = make(n_kv_head=2, d_k=8)
     program = decode_program(cfg, params, n)
-    lines = of_shape(program, "f32", cfg.n_layer, n, cfg.n_kv_head, cache.room(cfg), cfg.d_k)
+    lines = of_shape(program, "f32", cfg.n_layer, n, cfg.n_kv_head, cache.capacity(cfg), cfg.d_k)
     assert lines, "the cache is in the program under its own shape"
     assert [line for line in lines if " copy(" in line or " copy-start(" in line] == []
 

@@ -12,7 +12,7 @@ from tiny_prior import config, inputs, prepared
 
 from linnet.core.errors import UserError
 from linnet.models.prior import schedule
-from linnet.models.prior.sampling import best, make_rows, run, sample
+from linnet.models.prior.sampling import best, run, sample, stack_solvers
 from linnet.models.prior.solver import SolverTable, ddim_times, make_solver
 
 WIDE = {"dim": 64, "n_head": 4, "d_head": 32, "ff_mult": 4}
@@ -25,7 +25,7 @@ def drawn(
     given = inputs(cfg, 6)
     rows = jnp.asarray(which)
     keys = jax.vmap(jax.random.key)(rows)
-    how = make_rows(plans, guidance, room=12)
+    how = stack_solvers(plans, guidance, capacity=12)
     text, encodings = given["text"][rows], given["encodings"][rows]
     return run(params, text, encodings, how, keys, cfg=cfg, guided=guided, n_step=12)[0]
 

@@ -64,5 +64,5 @@ def test_optimizer_decays_the_selected_parameters() -> None:
 
 def test_one_group_where_all_decay() -> None:
     names = {"net.a.weight": np.zeros((2, 2)), "net.a.bias": np.zeros(2)}
-    assert parameter_groups(names, apart=False) == [["net.a.weight", "net.a.bias"]]
-    assert parameter_groups(names, apart=True) == [["net.a.weight"], ["net.a.bias"]]
+    assert parameter_groups(names, separate_vectors=False) == [["net.a.weight", "net.a.bias"]]
+    assert parameter_groups(names, separate_vectors=True) == [["net.a.weight"], ["net.a.bias"]]

@@ -17,7 +17,7 @@ from linnet.core import rng
 from linnet.core.errors import UserError
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.releases import behaviour
-from linnet.models.prior.sampling import make_rows, run, sample
+from linnet.models.prior.sampling import run, sample, stack_solvers
 from linnet.models.prior.solver import SolverTable, make_solver
 from linnet.serve.prior.engine import PriorEngine, make_solver_table
 from linnet.serve.prior.request import SampleRequest
@@ -45,7 +45,7 @@ def key(ask: SampleRequest) -> Any:
 
 def by_run(cfg: PriorConfig, asks: list[SampleRequest]) -> np.ndarray:
     """All rows by the family's own scan."""
-    how = make_rows([plan_of(cfg, ask) for ask in asks], [ask.guidance for ask in asks])
+    how = stack_solvers([plan_of(cfg, ask) for ask in asks], [ask.guidance for ask in asks])
     text = jnp.asarray(np.stack([ask.text for ask in asks]))
     encodings = jnp.asarray(np.stack([ask.encodings for ask in asks if ask.encodings is not None]))
     keys = jnp.stack([key(ask) for ask in asks])

@@ -15,7 +15,7 @@ from linnet.core import rng
 from linnet.data.embeddings import PairBatch
 from linnet.models import registry
 from linnet.models.prior import sampling
-from linnet.models.prior.flops import flops_of
+from linnet.models.prior.network import flops_of
 from linnet.models.prior.solver import Solver, make_solver
 from linnet.nn.norm import l2_normalize
 from linnet.optim.optimizer import optimizer as make_optimizer
@@ -61,7 +61,7 @@ def _sample(cfg: RunConfig, solver: Solver, steps: int) -> Benchmark:
     params = sampling.prepare(fresh_weights(cfg)[0], model)
     plan = make_solver(model, steps, solver)
     n = cfg.data.batch_size
-    how, keys = sampling.make_rows([plan] * n, [1.0] * n), jax.random.split(rng.root(cfg.seed), n)
+    how, keys = sampling.stack_solvers([plan] * n, [1.0] * n), jax.random.split(rng.root(cfg.seed), n)
     given = (params, batch.text_embed, batch.encodings, how, keys)
     whole: Callable[..., Any] | None = None
 

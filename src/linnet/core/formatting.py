@@ -9,13 +9,13 @@ MAX_SLUG = 40
 
 def duration(seconds: float) -> str:
     """Format a duration as `0:07`, `3:25`, `2:03:25` or `4 d 2:03`."""
-    whole = max(0, round(seconds))
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    total = max(0, round(seconds))
+    minutes, hours, days = total // 60, total // 3600, total // 86400
     if days:
         return f"{days} d {hours % 24}:{minutes % 60:02d}"
     if hours:
-        return f"{hours}:{minutes % 60:02d}:{whole % 60:02d}"
-    return f"{minutes}:{whole % 60:02d}"
+        return f"{hours}:{minutes % 60:02d}:{total % 60:02d}"
+    return f"{minutes}:{total % 60:02d}"
 
 
 def slugify(text: str, default: str) -> str:

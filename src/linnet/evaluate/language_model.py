@@ -86,7 +86,7 @@ def evaluate(
     nats = nats or make_nats(family, cfg)
     size = batch_size or cfg.data.batch_size
     mesh = sharding.make_mesh() if mesh is None else mesh
-    begin = _beginning(family, cfg, size, mesh)
+    begin = _make_empty_carry(family, cfg, size, mesh)
     length, update_len = cfg.tokens.sequence_len, cfg.tokens.update_len
     total, count, n_bytes = np.zeros(length), np.zeros(length), 0
     positions = PositionSums(length)
@@ -96,8 +96,8 @@ def evaluate(
         positions.begin(size)
         for start in range(0, length, update_len):
             part = batch.slice(start, start + update_len)
-            placed = sharding.global_batch(part, (0, 1), size, mesh, family.rules)
-            values, carry = nats(params, buffers, carry, placed)
+            on_mesh = sharding.global_batch(part, (0, 1), size, mesh, family.rules)
+            values, carry = nats(params, buffers, carry, on_mesh)
             values = sharding.to_host(values)
             counted = np.asarray(part.loss_mask, np.float64)
             nats_here = np.asarray(values, np.float64)
@@ -106,20 +106,20 @@ def evaluate(
             positions.add(start, nats_here, counted)
             n_bytes += int((counted * lengths[np.asarray(part.targets)]).sum())
     chosen = data.split(split)
-    whole = int(count.sum()) == chosen.n_tokens
+    is_complete = int(count.sum()) == chosen.n_tokens
     return Evaluation(
         split=split,
         tokens=int(count.sum()),
-        bytes=chosen.n_bytes - data.unpredicted_bytes(split) if whole else n_bytes,
-        words=chosen.n_words if whole else None,
+        bytes=chosen.n_bytes - data.unpredicted_bytes(split) if is_complete else n_bytes,
+        words=chosen.n_words if is_complete else None,
         unit="byte" if data.shape is None else "dimension",
         nats=float(total.sum()),
         by_position=positions.finish(),
     )
 
 
-def _beginning(family: TokenFamily, cfg: RunConfig, size: int, mesh: Mesh) -> Callable[[], Any]:
+def _make_empty_carry(family: TokenFamily, cfg: RunConfig, size: int, mesh: Mesh) -> Callable[[], Any]:
     """Return a function that makes an empty carry directly in its sharding."""
     shapes = jax.eval_shape(lambda: family.empty_carry(cfg.model, size))
-    places = sharding.named_shardings(shapes, family.carry_axes(shapes), mesh, family.rules)
-    return jax.jit(lambda: family.empty_carry(cfg.model, size), out_shardings=places)
+    shardings = sharding.named_shardings(shapes, family.carry_axes(shapes), mesh, family.rules)
+    return jax.jit(lambda: family.empty_carry(cfg.model, size), out_shardings=shardings)

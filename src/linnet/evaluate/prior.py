@@ -110,12 +110,12 @@ def evaluate_prior(
     model, sampler = cfg.pair_model, _sampler(cfg)
     size = batch_size or cfg.data.batch_size
     check_fit(pairs, model)
-    plans = {n: sampler.solver(model, n) for n in (cfg.train.eval_timesteps if timesteps is None else timesteps)}
+    solvers = {n: sampler.solver(model, n) for n in (cfg.train.eval_timesteps if timesteps is None else timesteps)}
     sampled = sampler.prepare(list(weights.values())[-1], model)
     key = rng.fold_in_name(rng.root(cfg.seed), "evaluation")
     losses = dict.fromkeys(weights, 0.0)
-    sums: dict[int, dict[str, float]] = {n: dict.fromkeys(FIGURES, 0.0) for n in plans}
-    kept: dict[int, list[tuple[np.ndarray, ...]]] = {n: [] for n in plans}
+    sums: dict[int, dict[str, float]] = {n: dict.fromkeys(FIGURES, 0.0) for n in solvers}
+    kept: dict[int, list[tuple[np.ndarray, ...]]] = {n: [] for n in solvers}
     chosen: list[np.ndarray] = []
     choose = choose and len(pairs.evaluation_rows(split, limit)) <= MAX_CHOSEN and pairs.text_width == pairs.image_width
     seen = 0
@@ -125,9 +125,9 @@ def evaluate_prior(
         for who, params in weights.items():
             values = np.asarray(sampler.row_losses(params, batch, key, seen, model), np.float64)
             losses[who] += float(values[:n].sum())
-        for n_step, plan in plans.items():
-            embeds = _predict(sampler, sampled, batch, plan, key, seen, model)
-            rolled = _predict(sampler, sampled, _rolled(batch, n), plan, key, seen, model)
+        for n_step, solver in solvers.items():
+            embeds = _predict(sampler, sampled, batch, solver, key, seen, model)
+            rolled = _predict(sampler, sampled, _rolled(batch, n), solver, key, seen, model)
             for name, value in five_cosines(batch, embeds, rolled, n).items():
                 sums[n_step][name] += value
             if seen < MAX_KEPT:
@@ -176,7 +176,7 @@ def _predict(
     sampler: EmbeddingSampler,
     params: Any,
     batch: PairBatch,
-    plan: Any,
+    solver: Any,
     key: Array,
     first_row: int,
     cfg: PairModelConfig,
@@ -184,16 +184,16 @@ def _predict(
     """Sample embeddings for a batch's texts. A row's noise depends on its index in the split."""
     keys = _row_keys(rng.fold_in_name(key, "noise"), first_row, len(batch.mask))
     encodings = None if batch.encodings is None else jnp.asarray(batch.encodings)
-    return np.asarray(sampler.sample(params, jnp.asarray(batch.text_embed), encodings, plan, keys, cfg))
+    return np.asarray(sampler.sample(params, jnp.asarray(batch.text_embed), encodings, solver, keys, cfg))
 
 
 def _chosen(
     sampler: EmbeddingSampler, params: Any, batch: PairBatch, key: Array, first_row: int, cfg: PairModelConfig
 ) -> Float32[np.ndarray, "B D"]:
     """Return the best of each row's candidates, as `linnet sample --n` does."""
-    plan = sampler.solver(cfg, min(CANDIDATE_STEPS, cfg.timesteps), "dpm")
+    solver = sampler.solver(cfg, min(CANDIDATE_STEPS, cfg.timesteps), "dpm")
     keys = (rng.fold_in(rng.fold_in_name(key, "candidates"), i) for i in range(N_CANDIDATES))
-    candidates = [_predict(sampler, params, batch, plan, one, first_row, cfg) for one in keys]
+    candidates = [_predict(sampler, params, batch, solver, one, first_row, cfg) for one in keys]
     return np.asarray(best(jnp.stack(candidates, axis=1), jnp.asarray(batch.text_embed)))
 
 

@@ -86,10 +86,10 @@ def baselines(pairs: EmbeddingPairs) -> Baselines:
 
 
 def _blocks(
-    pairs: EmbeddingPairs, split: str, most: int
+    pairs: EmbeddingPairs, split: str, max_rows: int
 ) -> Iterator[tuple[Float64[np.ndarray, "b T"], Float64[np.ndarray, "b D"]]]:
-    """Yield texts and images of a split, or of at most `most` rows spread evenly over it."""
-    rows = pairs.evaluation_rows(split, most)
+    """Yield texts and images of a split, or of at most `max_rows` rows spread evenly over it."""
+    rows = pairs.evaluation_rows(split, max_rows)
     for at in range(0, len(rows), BLOCK):
         part = rows[at : at + BLOCK]
         yield pairs.texts.read(part).astype(np.float64), pairs.images.read(part).astype(np.float64)

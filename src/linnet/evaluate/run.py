@@ -121,10 +121,10 @@ def evaluate_language_model_run(
         "peak_rss_bytes": peak_rss_bytes(),
     }
     if cast_to is not None:
-        whole = evaluated(run.params, f"with {weights} weights")
+        total = evaluated(run.params, f"with {weights} weights")
         record[weights] = {
-            "loss": whole.loss,
-            "bits_per_byte": whole.bits_per_byte,
+            "loss": total.loss,
+            "bits_per_byte": total.bits_per_byte,
             "weight_bytes": n_bytes(run.params),
         }
     return result, record | ({} if settings.source is None else {"source": settings.source})
@@ -220,9 +220,9 @@ def _trained_weights(run: LoadedRun) -> tuple[RunConfig, dict[str, Any]]:
 
 def _timesteps(settings: EvalSettings, cfg: RunConfig) -> tuple[int, ...]:
     chosen = cfg.train.eval_timesteps if settings.timesteps is None else settings.timesteps
-    most = cfg.pair_model.timesteps
-    if any(not 1 <= n <= most for n in chosen):
-        raise invalid("timesteps", chosen, f"between 1 and the diffusion's {most}", f"use {min(64, most)}")
+    n_time = cfg.pair_model.timesteps
+    if any(not 1 <= n <= n_time for n in chosen):
+        raise invalid("timesteps", chosen, f"between 1 and the diffusion's {n_time}", f"use {min(64, n_time)}")
     return chosen
 
 
@@ -230,7 +230,7 @@ def _pair_source(settings: EvalSettings, trained_on: PairsConfig) -> tuple[Pairs
     """Return the data config (the run's own pairs, or all of another source) and the split to evaluate."""
     if settings.source is None:
         return trained_on, settings.split
-    whole = {"validation_fraction": 0.0, "test_fraction": 0.0, "split_key": None}
+    undivided = {"validation_fraction": 0.0, "test_fraction": 0.0, "split_key": None}
     named = {
         "source": settings.source,
         "base": None,
@@ -239,7 +239,7 @@ def _pair_source(settings: EvalSettings, trained_on: PairsConfig) -> tuple[Pairs
         "metadata": None,
         "encodings": None,
     }
-    return dataclasses.replace(trained_on, **whole, **named), "train"
+    return dataclasses.replace(trained_on, **undivided, **named), "train"
 
 
 def _baselines(settings: EvalSettings, cfg: RunConfig, pairs: EmbeddingPairs) -> tuple[retrieval.Baselines | None, str]:

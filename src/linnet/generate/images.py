@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32, UInt8
 
-from linnet.generate.samples import sample_pictures
+from linnet.generate.samples import sample_images
 from linnet.nn.sampling import SamplingSettings
 from linnet.runs.load import LoadedRun
 
@@ -28,15 +28,15 @@ def generate_images(
     guidance: float = 1.0,
 ) -> UInt8[np.ndarray, "n h w 3"]:
     """Generate one image per seed, each continuing the values in `seen`. `settings` has one row, which is used for all images.
-    `embeds` and `guidance`: see `sample_pictures`."""
+    `embeds` and `guidance`: see `sample_images`."""
     shape = run.vocabulary.shape
     assert shape is not None
-    made = []
+    images = []
     for at in range(0, len(seeds), BATCH_SIZE):
         part = slice(at, at + BATCH_SIZE)
         row = np.zeros(len(seeds[part]), np.int32)
-        made.append(
-            sample_pictures(
+        images.append(
+            sample_images(
                 run.lm,
                 run.cfg,
                 run.params,
@@ -49,4 +49,4 @@ def generate_images(
                 guidance,
             )
         )
-    return np.concatenate(made)
+    return np.concatenate(images)

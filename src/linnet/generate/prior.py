@@ -22,7 +22,7 @@ from linnet.data.embeddings.provenance import find_encoder
 from linnet.data.encoders import Encoder, open_encoder
 from linnet.data.encoders.encoder import encode_prompt
 from linnet.models.prior import sampling
-from linnet.models.prior.conditions import check_encodings, cut_encodings
+from linnet.models.prior.conditions import check_encodings, truncate_encodings
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.solver import Solver, SolverTable, default_steps, make_solver
 from linnet.runs.load import LoadedRun
@@ -82,9 +82,9 @@ def encode_with(encoder: Encoder, texts: Sequence[str], cfg: PriorConfig) -> Tex
     if embeds.shape[1] != cfg.d_text:
         needs = f"as wide as the prior's texts, {cfg.d_text}"
         raise invalid(f"the width of the encoder {encoder.name}", embeds.shape[1], needs, "use --embedding FILE.npy")
-    cut = [cut_encodings(encodings, cfg) for _, encodings in found]
+    encodings = [truncate_encodings(encodings, cfg) for _, encodings in found]
     return Texts(
-        embeds=embeds, encodings=np.stack([one for one in cut if one is not None]) if cfg.text_encodings else None
+        embeds=embeds, encodings=np.stack([one for one in encodings if one is not None]) if cfg.text_encodings else None
     )
 
 
@@ -146,4 +146,4 @@ def open_neighbors(run: LoadedRun) -> tuple[NeighborIndex | None, str | None]:
     try:
         return open_neighbor_index(run.cfg.pairs, run.cfg.seed, run.cfg.prior.dim), None
     except UserError as error:
-        return None, f"No nearest pictures: {error}"
+        return None, f"No nearest images: {error}"

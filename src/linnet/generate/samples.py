@@ -50,9 +50,9 @@ def write_sample(
         seen = [b""] * N_PICTURES
         if embeds is not None:
             embeds = embeds[[i * len(embeds) // N_PICTURES for i in range(N_PICTURES)]] if len(embeds) else None
-        pictures = sample_pictures(family, cfg, params, buffers, vocabulary.shape, seen, settings, seeds, embeds)
+        images = sample_images(family, cfg, params, buffers, vocabulary.shape, seen, settings, seeds, embeds)
         if writes:
-            atomic_write(path, contact_sheet(pictures, SHEET_COLUMNS, sheet_scale(vocabulary.shape)))
+            atomic_write(path, contact_sheet(images, SHEET_COLUMNS, sheet_scale(vocabulary.shape)))
         return path
     text = sample_text(family, cfg, params, buffers, vocabulary, prompt="", n_tokens=n_tokens, seed=cfg.seed)
     if writes:
@@ -94,7 +94,7 @@ def sample_text(
     return prompt + "".join(piece.text for row in pieces for piece in row if piece is not None)
 
 
-def sample_pictures(
+def sample_images(
     family: TokenFamily,
     cfg: RunConfig,
     params: Any,
@@ -149,11 +149,11 @@ def _conditional(family: TokenFamily, guidance: float) -> Any:
 def told_states(decoder: Any, params: Any, embeds: Float32[np.ndarray, "n E"], cfg: Any) -> list[Any]:
     """Return a conditioned decoder state per row; equal rows share one."""
     decoder = on_mesh_of(decoder, params)
-    made: dict[bytes, Any] = {}
+    states: dict[bytes, Any] = {}
     for embed in embeds:
-        if embed.tobytes() not in made:
-            made[embed.tobytes()] = decoder.conditioned_state(params, embed, cfg)
-    return [made[embed.tobytes()] for embed in embeds]
+        if embed.tobytes() not in states:
+            states[embed.tobytes()] = decoder.conditioned_state(params, embed, cfg)
+    return [states[embed.tobytes()] for embed in embeds]
 
 
 def sheet_scale(shape: tuple[int, int, int]) -> int:

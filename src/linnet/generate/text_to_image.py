@@ -105,7 +105,7 @@ _MAKE_PAINTER = "`linnet train emoji-imagine` makes one"
 
 def _encoder_of_both(first: RunConfig, second: RunConfig, prior: Path, painter: Path) -> str:
     if not second.reads_tokens or not second.d_condition:
-        needs = "a vq run with model.d_condition: one that can be told what to paint"
+        needs = "a vq run with model.d_condition, whose images follow an embedding"
         raise invalid("painter", f"{painter}, which nothing conditions", needs, _MAKE_PAINTER)
     if first.prior.dim != second.d_condition:
         needs = f"{first.prior.dim}, the width of the embeddings of {prior}"

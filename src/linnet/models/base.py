@@ -77,7 +77,7 @@ def _buffers_as_they_are(buffers: Any, statistics: Any, cfg: Any) -> Any:
     return buffers
 
 
-def _no_figures(*given: Any) -> dict[Any, Any]:
+def _empty_dict(*given: Any) -> dict[Any, Any]:
     del given
     return {}
 
@@ -108,11 +108,11 @@ class ModelFamily:
     carry_axes: Callable[[Any], Axes | None] = _none
     """`(carry)`: the logical axes of the carry's leaves; one axis of each leaf is the batch."""
 
-    diagnostics: Callable[[Any, Any, Any], dict[str, Any]] = _no_figures
+    diagnostics: Callable[[Any, Any, Any], dict[str, Any]] = _empty_dict
     """`(buffers, metrics, cfg)`: diagnostic metrics of the model's internals. Called only on steps that log them."""
-    collapse_warnings: Callable[[dict[str, Any], float, Any], dict[int, str]] = _no_figures
-    """`(figures, least, cfg)`: advice for parts of the model that use less than this fraction of their units (codes, experts), keyed
-    by part."""
+    collapse_warnings: Callable[[dict[str, Any], float, Any], dict[int, str]] = _empty_dict
+    """`(diagnostics, min_fraction, cfg)`: advice for the layers that use less than this fraction of their codes or experts, keyed by
+    layer."""
 
     lora_targets: tuple[str, ...] = ()
     """Names of the matrices that LoRA adapts by default; empty: no adapters."""

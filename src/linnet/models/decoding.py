@@ -47,11 +47,11 @@ def decode_loop(
         sampled = jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, 0), sampled, new)
         return slots, seen.at[rows, tokens].add(1), tokens, sampled
 
-    def room(dtype: Any, *shape: int) -> Array:
+    def zeros(dtype: Any, *shape: int) -> Array:
         return jnp.zeros((n_ticks, tokens.shape[0], *shape), dtype)
 
-    top = (room(jnp.int32, n_top), room(jnp.float32, n_top)) if n_top else None
-    sampled = (room(jnp.int32), room(jnp.float32), top)
+    top = (zeros(jnp.int32, n_top), zeros(jnp.float32, n_top)) if n_top else None
+    sampled = (zeros(jnp.int32), zeros(jnp.float32), top)
     slots, seen, _, (drawn, logprobs, top) = jax.lax.fori_loop(
         0, n_ticks if n is None else n, step, (slots, seen, tokens, sampled)
     )

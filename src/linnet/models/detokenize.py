@@ -18,7 +18,7 @@ def check_stops(stops: Sequence[str]) -> None:
             raise invalid("stop", "", "a string of at least one character", "leave it out")
         # A command-line byte that is not UTF-8 becomes a lone surrogate; JSON can contain one, too.
         if any(0xD800 <= ord(letter) < 0xE000 for letter in stop):
-            raise invalid("stop", ascii(stop), "text that is Unicode", "leave out what is not a whole character")
+            raise invalid("stop", ascii(stop), "text that is Unicode", "leave out incomplete characters")
 
 
 def joined_bytes(rules: TextRules, ids: Iterable[int]) -> bytes:
@@ -69,7 +69,7 @@ class TextAssembler:
         self._opening.is_open &= not continues
         self._stops = [_Stop(text) for text in stop]
         self._left = min_tokens  # tokens before stop strings apply
-        self._held = b""  # bytes that may be the start of a stop string
+        self._pending = b""  # bytes that may be the start of a stop string
         self._begun = b""  # final bytes of an incomplete character
         self._text: list[str] = []  # final, not yet taken
         self._begun_all = b""  # like `_begun`, but ignoring stop strings; used for the offsets
@@ -87,7 +87,7 @@ class TextAssembler:
         assert self.stopped is None, "a token after the text had ended"
         self._left -= 1
         data = self._opening.bytes_of(token)
-        self._offsets.append(self._place(data[:1]))
+        self._offsets.append(self._char_index(data[:1]))
         text, self._begun_all = self._decoded(self._begun_all + data)
         self._n_chars += len(text)
         if not self._stops:  # no stop strings: every complete character is final
@@ -108,25 +108,25 @@ class TextAssembler:
 
     def close(self) -> str:
         """Return the remaining text after the last token. An incomplete character becomes U+FFFD."""
-        rest = [*self._text, (self._begun + self._held).decode(errors=self._rules.errors)]
-        self._text, self._begun, self._held = [], b"", b""
+        rest = [*self._text, (self._begun + self._pending).decode(errors=self._rules.errors)]
+        self._text, self._begun, self._pending = [], b"", b""
         return "".join(rest)
 
     def _push(self, byte: bytes) -> None:
-        self._held += byte
+        self._pending += byte
         complete = [stop for stop in self._stops if stop.step(byte[0])]
         if complete and self._left <= 0:
             longest = max(complete, key=lambda stop: len(stop.data))
             self.stopped = longest.text
-            ready, self._held = self._held[: -len(longest.data)], b""
+            ready, self._pending = self._pending[: -len(longest.data)], b""
         else:
-            cut = len(self._held) - max(stop.n_matched for stop in self._stops)
-            ready, self._held = self._held[:cut], self._held[cut:]
+            n_ready = len(self._pending) - max(stop.n_matched for stop in self._stops)
+            ready, self._pending = self._pending[:n_ready], self._pending[n_ready:]
         if ready:
             text, self._begun = self._decoded(self._begun + ready)
             self._text.append(text)
 
-    def _place(self, first: bytes) -> int:
+    def _char_index(self, first: bytes) -> int:
         """Return the index of the character that the first byte belongs to. A token without bytes belongs to the incomplete character,
         if there is one, else to the next character."""
         if not self._begun_all:

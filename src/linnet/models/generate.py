@@ -142,12 +142,12 @@ def _stream(
     rows_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for i, (prompt, state) in enumerate(zip(prompts, states, strict=True)):
         rows_of.setdefault((id(state), tuple(prompt)), []).append(i)
-    for (_, prompt), places in rows_of.items():
+    for (_, prompt), equal_rows in rows_of.items():
         *read, last = prompt
-        one = state = states[places[0]]
+        one = state = states[equal_rows[0]]
         if read:
             one = decoder.prefill(params, buffers, read, cfg, *([] if state is None else [state]))
-        for i in places:
+        for i in equal_rows:
             slots = slots if one is None else decoder.insert(slots, one, i)
             first[i] = last
             # BOS was not given by the caller, so the repetition penalty does not count it.

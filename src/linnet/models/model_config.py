@@ -12,6 +12,7 @@ from linnet.models.bos import BeginId, bos_id
 from linnet.nn.remat import Remat
 from linnet.parallel.mesh import check_no_experts
 
+FFN_MULTIPLE = 8
 DataKind = Literal["tokens", "pairs"]
 """What a family is trained on: sequences of tokens, or pairs of a text and an image embedding."""
 
@@ -144,3 +145,10 @@ class PairModelConfig(ModelConfig):
     def masks_text(self) -> bool:
         """Whether missing text is masked in attention, rather than replaced by learned vectors."""
         return False
+
+
+def ffn_size(d_model: int, widening: float) -> int:
+    """Return the hidden size of a gated feed-forward layer, computed as in Grok-1: 2/3 of `widening` times the width, because a gated
+    layer has three matrices instead of two; rounded up."""
+    size = int(widening * d_model) * 2 // 3
+    return size + -size % FFN_MULTIPLE

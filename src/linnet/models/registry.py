@@ -32,11 +32,11 @@ FAMILIES: dict[str, Entry] = {
 
 def config_class(name: str) -> type[ModelConfig]:
     """Return the config class of a family, without loading JAX."""
-    return _imported(_entry(name).config)
+    return _import_object(_entry(name).config)
 
 
 def get(name: str) -> ModelFamily:
-    return _imported(_entry(name).family)
+    return _import_object(_entry(name).family)
 
 
 def tokens(name: str) -> TokenFamily:
@@ -66,6 +66,6 @@ def _entry(name: object) -> Entry:
     return FAMILIES[name]
 
 
-def _imported(place: str) -> Any:
-    module, _, name = place.partition(":")
+def _import_object(path: str) -> Any:
+    module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

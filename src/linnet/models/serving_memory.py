@@ -45,14 +45,14 @@ def serving_memory(
     shape = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
     mesh: Any = AbstractMesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
     n_part, specs = sizes.get("model", 1), family.param_specs(model)
-    placed = sharding.abstract_weights(
+    sharded_weights = sharding.abstract_weights(
         specs, mesh, weights, decoding_rules(family.rules), n_group=n_part if groups is None else groups
     )
-    total = read = float(sharding.bytes_per_device(placed))
+    total = read = float(sharding.bytes_per_device(sharded_weights))
     if family.decoder.copies_weights:
         buffers = params.abstract(family.buffer_specs(model))
-        prepared = jax.eval_shape(lambda p, b: family.decoder.prepare(p, b, model), placed, buffers)
-        read = shape_bytes(prepared) * total / shape_bytes(placed)
+        prepared = jax.eval_shape(lambda p, b: family.decoder.prepare(p, b, model), sharded_weights, buffers)
+        read = shape_bytes(prepared) * total / shape_bytes(sharded_weights)
         total += read
     slots = jax.eval_shape(lambda: family.decoder.init_slots(model, 1))
     sharded = shape_bytes(family.decoder.sharded_slots(slots, model))

@@ -102,14 +102,14 @@ def gqa_cached(
     at = jnp.tile(position, rows // n_token)
 
     def block(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        most, total, mixed = state
+        highest, total, mixed = state
         keys, values, real = read(i)
         raw = jnp.einsum("hrk,hsk->hrs", grouped, keys, preferred_element_type=jnp.float32)
         visible = (i * block_len + jnp.arange(block_len) <= at[:, None]) & real
         score = jnp.where(visible, capped(raw, scores), NEG_INF)
-        higher = jnp.maximum(most, jnp.max(score, axis=-1))
+        higher = jnp.maximum(highest, jnp.max(score, axis=-1))
         weight = jnp.where(visible, jnp.exp(score - higher[..., None]), 0.0)
-        shrink = jnp.exp(most - higher)
+        shrink = jnp.exp(highest - higher)
         total = total * shrink + jnp.sum(weight, axis=-1)
         more = jnp.einsum("hrs,hsk->hrk", weight.astype(values.dtype), values, preferred_element_type=jnp.float32)
         return higher, total, mixed * shrink[..., None] + more

@@ -69,8 +69,8 @@ def moe_dense(x: Float[Array, "P D"], routing: Routing, experts: ExpertWeights) 
     gate, value, out = (quant.to_array(w, x.dtype) for w in (experts.gate, experts.value, experts.out))
     hidden = activation(jnp.einsum("pd,edf->epf", x, gate), jnp.einsum("pd,edf->epf", x, value))
     each = jnp.einsum("epf,efd->epd", hidden, out)
-    share = jnp.sum(jax.nn.one_hot(routing.chosen, n_expert) * routing.weight[..., None], axis=1)  # P E
-    return jnp.einsum("pe,epd->pd", share.astype(x.dtype), each)
+    by_expert = jnp.sum(jax.nn.one_hot(routing.chosen, n_expert) * routing.weight[..., None], axis=1)  # P E
+    return jnp.einsum("pe,epd->pd", by_expert.astype(x.dtype), each)
 
 
 def moe_grouped(
@@ -236,8 +236,8 @@ def _put(y: Float[Array, "N D"], rows: Float[Array, "R D"], at: Array, n_row: Ar
 
 def training_block(n_pair: int, n_expert: int) -> int:
     """Return the rows per block in training: few enough that the last, partly empty block of each expert wastes little."""
-    share = n_pair // n_expert
-    return 16 if share <= 16 else 32 if share <= 96 else 64 if share <= 512 else 128
+    n = n_pair // n_expert
+    return 16 if n <= 16 else 32 if n <= 96 else 64 if n <= 512 else 128
 
 
 def _take(stack: Weight, i: int | Int[Array, ""], dtype: Any) -> Array:

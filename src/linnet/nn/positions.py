@@ -36,8 +36,8 @@ def apply_rope(x: Float[Array, "*B T H K"], position: Int[Array, "*B T"], base: 
 
 
 def interleaved_rope_frequencies(width: int, base: float = 10_000.0) -> Float[np.ndarray, " R2"]:
-    share = np.arange(0, width, 2, dtype=np.float32) / np.float32(max(width, 1))
-    return (np.float32(1) / np.float32(base) ** share).astype(np.float32)
+    exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(max(width, 1))
+    return (np.float32(1) / np.float32(base) ** exponent).astype(np.float32)
 
 
 def interleaved_rope_tables(

@@ -154,8 +154,8 @@ def nucleus_mask(logits: Float[Array, "B A"], p: float | Float[Array, " B"]) -> 
     probability = jax.nn.softmax(logits, axis=-1)
     rising = _sort(probability)
     n_kept = jnp.maximum(jnp.sum(jnp.cumsum(rising, axis=-1) > beyond, axis=-1, keepdims=True), 1)
-    least = jnp.take_along_axis(rising, logits.shape[-1] - n_kept, axis=-1)
-    more, equal = probability > least, probability == least
+    threshold = jnp.take_along_axis(rising, logits.shape[-1] - n_kept, axis=-1)
+    more, equal = probability > threshold, probability == threshold
     equal_from_here = jnp.cumsum(equal[:, ::-1], axis=-1)[:, ::-1]
     return more | (equal & (equal_from_here <= n_kept - jnp.sum(more, axis=-1, keepdims=True)))
 

@@ -82,19 +82,19 @@ def tiled_matmul(x: Float[Array, "N K"], stack: Weight, groups: Groups) -> Float
 
 def tile_rows(n_in: int, n_out: int) -> int:
     """Return the largest divisor of `n_in` whose rows fit into a tile."""
-    most = max(1, TILE_BYTES // (4 * n_out))
-    return max(n for n in range(1, n_in + 1) if n_in % n == 0 and n <= most)
+    max_rows = max(1, TILE_BYTES // (4 * n_out))
+    return max(n for n in range(1, n_in + 1) if n_in % n == 0 and n <= max_rows)
 
 
 def _tile(stack: Weight, member: Array, start: Array, size: int, dtype: jnp.dtype) -> Float[Array, "size M"]:
     at, shape = (member, start, 0), (1, size, stack.shape[-1])
 
-    def cut(weight: Array) -> Array:
+    def slice_tile(weight: Array) -> Array:
         return jax.lax.dynamic_slice(weight, at, shape)[0]
 
     if isinstance(stack, Quantized):
-        return cut(stack.weight).astype(dtype)
-    return quant.to_array(jax.tree.map(cut, stack), dtype)
+        return slice_tile(stack.weight).astype(dtype)
+    return quant.to_array(jax.tree.map(slice_tile, stack), dtype)
 
 
 def tiled_matmul_rows(x: Float[Array, "N K"], matrix: Weight, wanted: Groups) -> Float[Array, "N M"]:

@@ -38,11 +38,11 @@ def schedule(cfg: OptimConfig) -> Schedule:
 
     def multiplier(step: ArrayLike) -> Float[Array, "*N"]:
         now = jnp.minimum(jnp.asarray(step, jnp.float32), cfg.steps)
-        share = jnp.maximum(now - warmup, 0.0) / span
+        progress = jnp.maximum(now - warmup, 0.0) / span
         if cfg.schedule == "cosine":
-            after = FINAL + (1.0 - FINAL) * 0.5 * (1.0 + jnp.cos(jnp.pi * share))
+            after = FINAL + (1.0 - FINAL) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
         elif cfg.schedule == "linear":
-            after = 1.0 - (1.0 - FINAL) * share
+            after = 1.0 - (1.0 - FINAL) * progress
         elif cfg.schedule == "inv_sqrt":
             after = jnp.sqrt(max(warmup, 1) / jnp.maximum(now, max(warmup, 1)))
         else:

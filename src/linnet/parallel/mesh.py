@@ -55,7 +55,7 @@ def check_divides(field: str, value: int, axis: str, sizes: Mapping[str, int]) -
     size = sizes[axis]
     if value % size:
         fitting = max(n for n in range(1, size + 1) if value % n == 0)
-        needs = f"a size that divides {field} ({value}), which the axis cuts"
+        needs = f"a size that divides {field} ({value}), which the axis shards"
         raise invalid(f"mesh axis {axis}", size, needs, f"use --mesh {axis}={fitting}, or another {field}")
 
 

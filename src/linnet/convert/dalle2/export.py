@@ -185,12 +185,13 @@ def check_optimizer(optim: OptimConfig) -> None:
         )
 
 
-def parameter_groups(names: dict[str, np.ndarray], apart: bool) -> list[list[str]]:
-    """Return names in the order of the reference's optimizer. `apart`: vectors, which do not decay, are in a group of their own."""
+def parameter_groups(names: dict[str, np.ndarray], separate_vectors: bool) -> list[list[str]]:
+    """Return names in the order of the reference's optimizer. With `separate_vectors`, vectors, which do
+    not decay, are in a group of their own."""
     trained = [name for name in names if name.startswith(NETWORK) and not name.endswith(".beta")]
     rotary = [name for name in trained if name.endswith(ROTARY)]
     trained = [name for name in trained if name not in rotary[1:]]
-    if not apart:
+    if not separate_vectors:
         return [trained]
     return [[n for n in trained if names[n].ndim >= 2], [n for n in trained if names[n].ndim < 2]]
 

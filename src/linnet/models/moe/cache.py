@@ -48,7 +48,7 @@ class MoEState:
     n_read: int = static(default=0)
 
 
-def room(cfg: MoEConfig) -> int:
+def capacity(cfg: MoEConfig) -> int:
     """Return the capacity of a slot: complete blocks, plus a spare one, because `dynamic_update_slice` would move a write past the end
     back onto earlier tokens."""
     return (-(-cfg.context // BLOCK) + 1) * BLOCK
@@ -77,11 +77,11 @@ def _slots_on_mesh(cfg: MoEConfig, n: int) -> MoESlots:
 
 
 def _empty_slots(cfg: MoEConfig, n: int) -> MoESlots:
-    shape = (cfg.n_layer, n, cfg.n_kv_head, room(cfg), cfg.d_k)
+    shape = (cfg.n_layer, n, cfg.n_kv_head, capacity(cfg), cfg.d_k)
     return MoESlots(
         keys=jnp.zeros(shape, cfg.dtype),
         values=jnp.zeros(shape, cfg.dtype),
-        tokens=jnp.zeros((n, room(cfg)), jnp.int32),
+        tokens=jnp.zeros((n, capacity(cfg)), jnp.int32),
         position=jnp.zeros((n,), jnp.int32),
     )
 
@@ -120,7 +120,7 @@ def extract(slots: MoESlots, i: int, n_read: int, known: MoEState | None = None)
     return MoEState(blocks=shared + fresh, n_read=n_read)
 
 
-def blank(cfg: MoEConfig, n_read: int) -> MoEState:
+def abstract_blocks(cfg: MoEConfig, n_read: int) -> MoEState:
     """Return an abstract state with the shapes of a sequence of `n_read` tokens."""
 
     def block() -> Block:

@@ -9,8 +9,7 @@ from typing import ClassVar, Literal
 from linnet.core.errors import invalid
 from linnet.core.special_tokens import EOS, PAD
 from linnet.models.bos import BeginId, check_begin
-from linnet.models.hidden import ffn_size
-from linnet.models.model_config import TokenModelConfig
+from linnet.models.model_config import TokenModelConfig, ffn_size
 from linnet.nn.remat import Remat
 from linnet.parallel.mesh import check_divides
 

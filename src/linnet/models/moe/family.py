@@ -32,13 +32,13 @@ def loss(
     x, aux = model.forward(params, batch.inputs, cfg)
     nll = jnp.mean(mask * model.nats(params, x, batch.targets, cfg))
     flat = mask.reshape(-1)
-    figures = jax.vmap(lambda routing: ex.router_stats(routing, flat))(aux.routing)
+    stats = jax.vmap(lambda routing: ex.router_stats(routing, flat))(aux.routing)
     metrics = {
         "loss_lm_per_token_unscaled": nll,
         "loss_mask_per_token": jnp.mean(mask),
-        **router_metrics(figures),
+        **router_metrics(stats),
     }
-    total = nll + router_cost(figures, cfg.balance_weight, cfg.z_weight)
+    total = nll + router_cost(stats, cfg.balance_weight, cfg.z_weight)
     return total, Aux(metrics=metrics, statistics=None, carry=None)
 
 
@@ -53,8 +53,8 @@ def diagnostics(buffers: None, metrics: dict[str, Array], cfg: MoEConfig) -> dic
     return expert_diagnostics(metrics)
 
 
-def collapse_warnings(figures: dict[str, Any], min_fraction: float, cfg: MoEConfig) -> dict[int, str]:
-    return expert_warnings(figures, min_fraction, cfg.n_expert)
+def collapse_warnings(stats: dict[str, Any], min_fraction: float, cfg: MoEConfig) -> dict[int, str]:
+    return expert_warnings(stats, min_fraction, cfg.n_expert)
 
 
 FAMILY = TokenFamily(

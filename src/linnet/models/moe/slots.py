@@ -51,7 +51,7 @@ def empty_state(cfg: MoEConfig) -> MoEState:
 
 def abstract_state(cfg: MoEConfig, n_read: int) -> MoEState:
     """Return an abstract state for `n_read` tokens, rounded up to complete blocks and limited by the context."""
-    return cache.blank(cfg, min(n_read, cfg.context))
+    return cache.abstract_blocks(cfg, min(n_read, cfg.context))
 
 
 def chunk_len(cfg: MoEConfig) -> int:
@@ -171,7 +171,7 @@ def _tick(
 ) -> tuple[MoESlots, Float[Array, "B A"]]:
     """Read one token in every active slot. Inactive slots do not advance and cost nothing."""
     # A request ends before its context does; the remaining ticks of its dispatch write into the spare block.
-    position = jnp.minimum(slots.position, cache.room(cfg) - 1)
+    position = jnp.minimum(slots.position, cache.capacity(cfg) - 1)
     at = jnp.arange(tokens.shape[0])
     read_tokens = slots.tokens.at[at, position].set(jnp.where(active, tokens, slots.tokens[at, position]))
     experts, layers = model.expert_stack(params), params.layers

@@ -24,14 +24,16 @@ def check_encodings(shape: tuple[int, ...] | None, cfg: PriorConfig, field: str 
         needs = "left out: this prior was trained without token encodings, as its config says"
         fix = "leave it out; a prior that `linnet import` assumed to be so is imported again with --text-encodings"
         raise invalid(field, "given", needs, fix)
-    most = cfg.max_text_len or None
+    max_len = cfg.max_text_len or None
     n, width = shape
-    if n < 1 or (most is not None and n > most) or width != cfg.d_text:
-        positions = "at least 1" if most is None else f"1 to {most}"
-        fix = "use the model's own encoder" + ("" if most is None else f", and the first {most} positions")
+    if n < 1 or (max_len is not None and n > max_len) or width != cfg.d_text:
+        positions = "at least 1" if max_len is None else f"1 to {max_len}"
+        fix = "use the model's own encoder" + ("" if max_len is None else f", and the first {max_len} positions")
         raise invalid(field, f"{n} positions of width {width}", f"{positions} of width {cfg.d_text}", fix)
 
 
-def cut_encodings(encodings: Float32[np.ndarray, "L X"] | None, cfg: PriorConfig) -> Float32[np.ndarray, "K X"] | None:
+def truncate_encodings(
+    encodings: Float32[np.ndarray, "L X"] | None, cfg: PriorConfig
+) -> Float32[np.ndarray, "K X"] | None:
     """Truncate an encoder's output to the positions that the prior has."""
     return None if encodings is None else encodings[: cfg.max_text_len or None]

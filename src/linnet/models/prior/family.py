@@ -15,7 +15,7 @@ from linnet.models.base import Aux, EmbeddingSampler, Keys, ModelFamily
 from linnet.models.prior import diffusion, sampling
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.diffusion import SELF_CONDITIONED
-from linnet.models.prior.flops import flops_of
+from linnet.models.prior.network import flops_of
 from linnet.models.prior.params import RULES, PriorParams, param_specs
 from linnet.models.prior.solver import make_solver
 from linnet.nn.norm import l2_normalize

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +22,11 @@ from linnet.nn.positions import apply_interleaved_rope, interleaved_rope_tables
 
 COSINE_SCALE = 16.0
 MAX_DISTANCE = 128
-HIDDEN = -1e30
+NEG_INF = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class RowPositions:
     """Positions that differ between rows."""
 
     of_query: Int[Array, "B N"]
@@ -37,11 +36,7 @@ class Places:
     """Upper bound (exclusive) of all positions."""
 
 
-def times(x: Float[Array, "*B D"], weight: Any) -> Float[Array, "*B E"]:
-    return linear(x, weight, transpose_inputs=True)
-
-
-def rotate(x: Float[Array, "B *H N K"], first: int | Places, width: int) -> Float[Array, "B *H N K"]:
+def apply_partial_rope(x: Float[Array, "B *H N K"], first: int | RowPositions, width: int) -> Float[Array, "B *H N K"]:
     """Apply rotary embeddings to adjacent pairs of the first `width` values; the others are unchanged. Positions count up from
     `first`, or are given for every row."""
     if not width:
@@ -61,8 +56,8 @@ def bucket(distance: Int[np.ndarray, "*N"]) -> Int[np.ndarray, "*N"]:
     distance = np.maximum(distance, 0)
     with np.errstate(divide="ignore"):
         # In float32 like the reference, because rounding decides the bucket.
-        share = np.log(distance.astype(np.float32) / np.float32(near)) / np.float32(math.log(MAX_DISTANCE / near))
-        far = near + np.maximum(share * np.float32(N_BUCKET - near), 0).astype(np.int64)
+        fraction = np.log(distance.astype(np.float32) / np.float32(near)) / np.float32(math.log(MAX_DISTANCE / near))
+        far = near + np.maximum(fraction * np.float32(N_BUCKET - near), 0).astype(np.int64)
     return np.where(distance < near, distance, np.minimum(far, N_BUCKET - 1))
 
 
@@ -73,10 +68,10 @@ def position_bias(table: Float[Array, "32 H"], first: int, n: int) -> Float[Arra
     return jnp.moveaxis(table[bucket(query - key)], -1, 0)
 
 
-def row_bias(table: Float[Array, "32 H"], places: Places) -> Float[Array, "B H N S"]:
+def row_bias(table: Float[Array, "32 H"], positions: RowPositions) -> Float[Array, "B H N S"]:
     """Variant of `position_bias` for positions that differ between rows."""
-    distance = jnp.maximum(places.of_query[:, :, None] - places.of_key[:, None], 0)
-    return jnp.moveaxis(table[jnp.asarray(bucket(np.arange(places.n)))[distance]], -1, 1)
+    distance = jnp.maximum(positions.of_query[:, :, None] - positions.of_key[:, None], 0)
+    return jnp.moveaxis(table[jnp.asarray(bucket(np.arange(positions.n)))[distance]], -1, 1)
 
 
 def visible(first: int, n: int) -> Bool[np.ndarray, "N S"]:
@@ -91,11 +86,11 @@ def scaled_key(k: Float[Array, "*B K"], cfg: PriorConfig) -> Float[Array, "*B K"
 
 
 def keys_values(
-    x: Float[Array, "B N D"], p: LayerParams, first: int | Places, cfg: PriorConfig
+    x: Float[Array, "B N D"], p: LayerParams, first: int | RowPositions, cfg: PriorConfig
 ) -> tuple[Float[Array, "B N K"], Float[Array, "B N K"]]:
     """Return keys and values of normalised tokens at positions from `first` on."""
-    k, v = jnp.split(times(x, p.w_kv)[..., : 2 * cfg.d_head], 2, axis=-1)
-    return scaled_key(rotate(k, first, cfg.n_rotated), cfg), v
+    k, v = jnp.split(linear(x, p.w_kv, transpose_inputs=True)[..., : 2 * cfg.d_head], 2, axis=-1)
+    return scaled_key(apply_partial_rope(k, first, cfg.n_rotated), cfg), v
 
 
 def attend(
@@ -105,35 +100,36 @@ def attend(
     values: Float[Array, "B S K"],
     bias: Float[Array, "*R H N S"],
     seen: Bool[Array, "*R2 N S"],
-    first: int | Places,
+    first: int | RowPositions,
     cfg: PriorConfig,
     dropout: Key[Array, " B"] | None = None,
 ) -> Float[Array, "B N D"]:
     """Attend from normalised tokens to all keys that are `seen`. All heads share the keys (multi-query attention)."""
     n_row, n_token, _ = x.shape
-    q = times(x, p.w_q)[..., : cfg.n_head * cfg.d_head]
+    q = linear(x, p.w_q, transpose_inputs=True)[..., : cfg.n_head * cfg.d_head]
     q = q.reshape(n_row, n_token, cfg.n_head, cfg.d_head).transpose(0, 2, 1, 3)  # B H N K
-    q = rotate(q, first, cfg.n_rotated)
+    q = apply_partial_rope(q, first, cfg.n_rotated)
     q = scaled_key(q, cfg) if cfg.scores == "cosine" else q * cfg.d_head**-0.5
     flat = q.reshape(n_row, -1, cfg.d_head)
     score = jnp.einsum("bqk,bsk->bqs", flat, keys, preferred_element_type=jnp.float32)
     score = score.reshape(n_row, cfg.n_head, n_token, -1) + bias
-    score = jnp.where(jnp.expand_dims(seen, -3), score, HIDDEN)
+    score = jnp.where(jnp.expand_dims(seen, -3), score, NEG_INF)
     weight = drop(jax.nn.softmax(score, axis=-1), dropout, cfg.p_drop_attention).astype(values.dtype)
     mixed = jnp.einsum("bqs,bsk->bqk", weight.reshape(n_row, -1, keys.shape[1]), values)
     mixed = mixed.reshape(n_row, cfg.n_head, n_token, -1).transpose(0, 2, 1, 3).reshape(n_row, n_token, -1)
-    return layer_norm(times(mixed, p.w_out)[..., : cfg.dim], p.out_gain, cfg.norms)
+    return layer_norm(linear(mixed, p.w_out, transpose_inputs=True)[..., : cfg.dim], p.out_gain, cfg.norms)
 
 
 def feed_forward(
     x: Float[Array, "B N D"], p: LayerParams, cfg: PriorConfig, dropout: Key[Array, " B"] | None = None
 ) -> Float[Array, "B N D"]:
     hidden = cfg.dim * cfg.ff_mult
-    value, gate = jnp.split(times(layer_norm(x, p.ff_gain, cfg.norms), p.w_in)[..., : 2 * hidden], 2, axis=-1)
+    both = linear(layer_norm(x, p.ff_gain, cfg.norms), p.w_in, transpose_inputs=True)
+    value, gate = jnp.split(both[..., : 2 * hidden], 2, axis=-1)
     y = value * jax.nn.silu(gate)
     if p.mid_gain is not None:
         y = layer_norm(y, p.mid_gain, cfg.norms)
-    return times(drop(y, dropout, cfg.p_drop_ff), p.w_back)[..., : cfg.dim]
+    return linear(drop(y, dropout, cfg.p_drop_ff), p.w_back, transpose_inputs=True)[..., : cfg.dim]
 
 
 def drop(x: Array, keys: Key[Array, " B"] | None, chance: float) -> Array:

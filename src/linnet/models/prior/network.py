@@ -9,8 +9,6 @@ The text comes first and attention is causal, so the text's KV cache does not de
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
@@ -21,6 +19,7 @@ from linnet.models.prior import layers
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.params import LayerParams, PriorParams
 from linnet.models.prior.tokens import new_tokens, text_tokens
+from linnet.nn.linear import linear
 from linnet.nn.norm import layer_norm
 from linnet.nn.remat import checkpointed
 
@@ -34,7 +33,7 @@ class TextMemory:
     keys: Float[Array, "Y B S K"]
     values: Float[Array, "Y B S K"]
     seen: Bool[Array, "B S"] | None  # None: all are visible
-    places: Int[Array, "B S"] | None = None
+    positions: Int[Array, "B S"] | None = None
     """Positions of the keys plus one, if rows differ. None: storage order."""
 
 
@@ -77,17 +76,18 @@ def read_text(
     are part of the sequence (None: all); the others must be `padding`."""
     tokens, seen = text_tokens(params, text_embed, encodings, keep_text, cfg, mask=mask, padding=padding)
     past = no_text(params, len(tokens), cfg)
-    places = None if n_encodings is None else _places(n_encodings, tokens, cfg)
-    x, keys, values = _run(params, _in(params, tokens, cfg), past, seen, cfg, places=places)
+    positions = None if n_encodings is None else _positions(n_encodings, tokens, cfg)
+    x, keys, values = _run(params, _in(params, tokens, cfg), past, seen, cfg, positions=positions)
     last = _layer(params, -1)
     normed = layer_norm(x, last.attention_gain, cfg.norms)
-    k, v = layers.keys_values(normed, last, past.keys.shape[2] - 1 if places is None else _at(places, x.shape[1]), cfg)
+    first = past.keys.shape[2] - 1 if positions is None else _row_positions(positions, x.shape[1])
+    k, v = layers.keys_values(normed, last, first, cfg)
     keys, values = (jnp.concatenate([a, b[None]]) for a, b in ((keys, k), (values, v)))
     return TextMemory(
         keys=jnp.concatenate([past.keys, keys], axis=2),
         values=jnp.concatenate([past.values, values], axis=2),
         seen=seen,
-        places=places,
+        positions=positions,
     )
 
 
@@ -102,10 +102,10 @@ def denoise(
 ) -> Float[Array, "B D"]:
     """Return the prediction, given the text's KV cache."""
     tokens = new_tokens(params, image_embed, times, keep_image, self_cond, cfg)
-    places = memory.places
-    if places is not None:
-        places = jnp.concatenate([places, places[:, -1:] + 1 + jnp.arange(tokens.shape[1])], axis=1)
-    return predict(params, tokens, _more(memory.seen, tokens), memory, cfg, places=places)
+    positions = memory.positions
+    if positions is not None:
+        positions = jnp.concatenate([positions, positions[:, -1:] + 1 + jnp.arange(tokens.shape[1])], axis=1)
+    return predict(params, tokens, _more(memory.seen, tokens), memory, cfg, positions=positions)
 
 
 def predict(
@@ -116,20 +116,22 @@ def predict(
     cfg: PriorConfig,
     *,
     dropout: Key[Array, " B"] | None = None,
-    places: Int[Array, "B SN"] | None = None,
+    positions: Int[Array, "B SN"] | None = None,
 ) -> Float[Array, "B D"]:
     """Run all layers. In the last one only the last token is computed, because only its output is used."""
-    x, _, _ = _run(params, _in(params, tokens, cfg), past, seen, cfg, dropout, places)
+    x, _, _ = _run(params, _in(params, tokens, cfg), past, seen, cfg, dropout, positions)
     at = cfg.depth - 1
     keys, values = past.keys[at], past.values[at]
-    x, _, _ = layer(x, _layer(params, at), at, keys, values, params.bias, seen, cfg, dropout, n_query=1, places=places)
+    x, _, _ = layer(
+        x, _layer(params, at), at, keys, values, params.bias, seen, cfg, dropout, n_query=1, positions=positions
+    )
     return head(params, x[:, 0], cfg).astype(jnp.float32)
 
 
 def layer(
     x: Float[Array, "B N D"],
     p: LayerParams,
-    number: Any,
+    number: int | Int[Array, ""],
     past_keys: Float[Array, "B S K"],
     past_values: Float[Array, "B S K"],
     bias: Float[Array, "32 H"],
@@ -137,20 +139,20 @@ def layer(
     cfg: PriorConfig,
     dropout: Key[Array, " B"] | None = None,
     n_query: int | None = None,
-    places: Int[Array, "B SN"] | None = None,
+    positions: Int[Array, "B SN"] | None = None,
 ) -> Layer:
     """Return a layer's outputs (of the last `n_query` tokens, if given) and the keys and values of its tokens."""
     first, n_token = past_keys.shape[1] - 1, x.shape[1]
     n_query = n_query or n_token
     at = first + n_token - n_query
     normed = layer_norm(x, p.attention_gain, cfg.norms)
-    k, v = layers.keys_values(normed, p, first if places is None else _at(places, n_token), cfg)
+    k, v = layers.keys_values(normed, p, first if positions is None else _row_positions(positions, n_token), cfg)
     keys, values = jnp.concatenate([past_keys, k], axis=1), jnp.concatenate([past_values, v], axis=1)
     looks = jnp.asarray(layers.visible(at, n_query))
     looks = looks if seen is None else looks & seen[:, None]
     drop_attention, drop_ff = _dropout(dropout, number)
     bias = bias if cfg.bias_scale == 1.0 else bias * cfg.bias_scale
-    where = at if places is None else _at(places, n_query)
+    where = at if positions is None else _row_positions(positions, n_query)
     table = layers.position_bias(bias, at, n_query) if isinstance(where, int) else layers.row_bias(bias, where)
     x = x[:, -n_query:]
     x = x + layers.attend(normed[:, -n_query:], p, keys, values, table, looks, where, cfg, drop_attention)
@@ -160,7 +162,7 @@ def layer(
 def head(params: PriorParams, x: Float[Array, "*B D"], cfg: PriorConfig) -> Float[Array, "*B D"]:
     if params.out_gain is not None:
         x = layer_norm(x, params.out_gain, cfg.last_norm)
-    return x if params.w_proj is None else layers.times(x, params.w_proj)[..., : cfg.dim]
+    return x if params.w_proj is None else linear(x, params.w_proj, transpose_inputs=True)[..., : cfg.dim]
 
 
 def no_text(params: PriorParams, n_row: int, cfg: PriorConfig) -> TextMemory:
@@ -182,14 +184,14 @@ def _run(
     seen: Bool[Array, "B SN"] | None,
     cfg: PriorConfig,
     dropout: Key[Array, " B"] | None = None,
-    places: Int[Array, "B SN"] | None = None,
+    positions: Int[Array, "B SN"] | None = None,
 ) -> tuple[Float[Array, "B N D"], Float[Array, "Y1 B N K"], Float[Array, "Y1 B N K"]]:
     """Run all layers except the last. Also returns their keys and values."""
     n = cfg.depth - 1
 
-    def one(x: Array, inputs: tuple[LayerParams, Any, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+    def one(x: Array, inputs: tuple[LayerParams, int | Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         p, number, keys, values = inputs
-        x, k, v = layer(x, p, number, keys, values, params.bias, seen, cfg, dropout, places=places)
+        x, k, v = layer(x, p, number, keys, values, params.bias, seen, cfg, dropout, positions=positions)
         return x, (k, v)
 
     if isinstance(params.layers, LayerParams):
@@ -197,38 +199,50 @@ def _run(
         some = jax.tree.map(lambda w: w[:n], params.layers)
         x, (keys, values) = jax.lax.scan(body, x, (some, jnp.arange(n), past.keys[:n], past.values[:n]))
         return x, keys, values
-    made = []
+    new = []
     for i in range(n):
         x, kv = one(x, (params.layers[i], i, past.keys[i], past.values[i]))
-        made.append(kv)
-    if not made:
+        new.append(kv)
+    if not new:
         empty = jnp.zeros((0, *x.shape[:2], cfg.d_head), x.dtype)
         return x, empty, empty
-    return x, jnp.stack([k for k, _ in made]), jnp.stack([v for _, v in made])
+    return x, jnp.stack([k for k, _ in new]), jnp.stack([v for _, v in new])
 
 
 def _layer(params: PriorParams, i: int) -> LayerParams:
     return jax.tree.map(lambda w: w[i], params.layers) if isinstance(params.layers, LayerParams) else params.layers[i]
 
 
-def _places(n_encodings: Int[Array, " B"], tokens: Float[Array, "B N D"], cfg: PriorConfig) -> Int[Array, "B S"]:
+def _positions(n_encodings: Int[Array, " B"], tokens: Float[Array, "B N D"], cfg: PriorConfig) -> Int[Array, "B S"]:
     """Return the positions of the null key, the encodings, and the text embedding, which follows the row's last encoding."""
     n_room = tokens.shape[1] - cfg.n_text_token
     before = jnp.broadcast_to(jnp.arange(n_room + 1), (len(tokens), n_room + 1))
     return jnp.concatenate([before, n_encodings[:, None] + 1 + jnp.arange(cfg.n_text_token)], axis=1)
 
 
-def _at(places: Int[Array, "B SN"], n_query: int) -> layers.Places:
-    return layers.Places(of_query=places[:, -n_query:] - 1, of_key=places, n=places.shape[1])
+def _row_positions(positions: Int[Array, "B SN"], n_query: int) -> layers.RowPositions:
+    return layers.RowPositions(of_query=positions[:, -n_query:] - 1, of_key=positions, n=positions.shape[1])
 
 
 def _more(seen: Bool[Array, "B S"] | None, new: Float[Array, "B N D"]) -> Bool[Array, "B SN"] | None:
     return None if seen is None else jnp.pad(seen, [(0, 0), (0, new.shape[1])], constant_values=True)
 
 
-def _dropout(keys: Key[Array, " B"] | None, number: Any) -> tuple[Key[Array, " B"] | None, Key[Array, " B"] | None]:
+def _dropout(
+    keys: Key[Array, " B"] | None, number: int | Int[Array, ""]
+) -> tuple[Key[Array, " B"] | None, Key[Array, " B"] | None]:
     if keys is None:
         return None, None
     here = jax.vmap(lambda key: rng.fold_in(key, number))(keys)
     attention, ff = (jax.vmap(lambda key, name=name: rng.fold_in_name(key, name))(here) for name in ("attention", "ff"))
     return attention, ff
+
+
+def flops_of(cfg: PriorConfig, n_token: int, *, n_past: int, n_last: int) -> float:
+    """Return the FLOPs of one row's forward pass over `n_token` tokens after `n_past` others; products that are skipped are not
+    counted. In the last layer all tokens have keys and values, but only `n_last` are computed further."""
+    wide, hidden = cfg.n_head * cfg.d_head, cfg.ff_mult * cfg.dim
+    of_keys, of_rest = 2 * cfg.dim * 2 * cfg.d_head, 2 * cfg.dim * (2 * wide + 3 * hidden)
+    looking = 2 * 2 * wide * (1 + n_past + n_token)
+    full_layers = (cfg.depth - 1) * n_token * (of_keys + of_rest + looking)
+    return full_layers + n_token * of_keys + n_last * (of_rest + looking + 2 * cfg.dim**2 * cfg.final_proj)

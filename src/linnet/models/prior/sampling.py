@@ -52,17 +52,19 @@ class SamplerState:
     step: Int[Array, " B"]
 
 
-def make_rows(plans: Sequence[SolverTable], guidance: Sequence[float], room: int | None = None) -> SolverBatch:
-    """Stack the solver tables of a batch. `room`: step capacity, at least the longest table."""
-    room = max(map(len, plans)) if room is None else room
-    times = np.zeros((len(plans), room), np.int32)
-    factors = np.zeros((len(plans), room, N_FACTOR), np.float32)
-    for i, plan in enumerate(plans):
-        times[i, : len(plan)], factors[i, : len(plan)] = plan.times, plan.factors()
+def stack_solvers(
+    solvers: Sequence[SolverTable], guidance: Sequence[float], capacity: int | None = None
+) -> SolverBatch:
+    """Stack the solver tables of a batch. `capacity`: step capacity, at least the longest table."""
+    capacity = max(map(len, solvers)) if capacity is None else capacity
+    times = np.zeros((len(solvers), capacity), np.int32)
+    factors = np.zeros((len(solvers), capacity, N_FACTOR), np.float32)
+    for i, solver in enumerate(solvers):
+        times[i, : len(solver)], factors[i, : len(solver)] = solver.times, solver.factors()
     return SolverBatch(
         times=jnp.asarray(times),
         factors=jnp.asarray(factors),
-        n_step=jnp.asarray([len(plan) for plan in plans], jnp.int32),
+        n_step=jnp.asarray([len(solver) for solver in solvers], jnp.int32),
         guidance=jnp.asarray(guidance, jnp.float32),
     )
 
@@ -70,20 +72,20 @@ def make_rows(plans: Sequence[SolverTable], guidance: Sequence[float], room: int
 def prepare(params: PriorParams, cfg: PriorConfig) -> PriorParams:
     """Return the weights for sampling: one tuple entry per layer, with matrices split for batch-invariant products."""
 
-    def cut(path: tuple[Any, ...], leaf: Any) -> Any:
+    def split(path: tuple[Any, ...], leaf: Any) -> Any:
         name = path[-1].name
         return (
-            batch_invariant.split_k(_apart(leaf.astype(cfg.dtype)))
+            batch_invariant.split_k(_avoid_page_stride(leaf.astype(cfg.dtype)))
             if name.startswith("w") or name == "encoding"
             else leaf
         )
 
     layers = [jax.tree.map(lambda w, i=i: w[i], params.layers) for i in range(cfg.depth)]
-    whole = PriorParams(**{**vars(params), "layers": tuple(layers)})
-    return jax.tree_util.tree_map_with_path(cut, whole)
+    by_layer = PriorParams(**{**vars(params), "layers": tuple(layers)})
+    return jax.tree_util.tree_map_with_path(split, by_layer)
 
 
-def _apart(matrix: Float[Array, "D E"]) -> Float[Array, "D E2"]:
+def _avoid_page_stride(matrix: Float[Array, "D E"]) -> Float[Array, "D E2"]:
     """Pad a matrix with zero columns if its rows are a multiple of the page size: their starts would evict each other from the cache,
     which can halve the speed of the product."""
     return (
@@ -107,17 +109,17 @@ def step(
     memory: TextMemory,
     null: TextMemory | None,
     state: SamplerState,
-    how: SolverBatch,
+    solvers: SolverBatch,
     noise: Float[Array, "B D"],
     cfg: PriorConfig,
 ) -> SamplerState:
     """Advance every row by one step; finished rows do not change. `null`: KV cache without text, if any row uses guidance."""
     n_row = len(state.x)
-    at = jnp.minimum(state.step, how.times.shape[1] - 1)
+    at = jnp.minimum(state.step, solvers.times.shape[1] - 1)
     every = jnp.arange(n_row)
-    times, factor = how.times[every, at], how.factors[every, at]
+    times, factor = solvers.times[every, at], solvers.factors[every, at]
     known = state.start if cfg.self_cond else None
-    output = _guided(params, memory, null, state.x, times, known, how.guidance, cfg)
+    output = _guided(params, memory, null, state.x, times, known, solvers.guidance, cfg)
     # Without this XLA fuses the following operations into the matmul, differently for one row and for many.
     output = jax.lax.optimization_barrier(output)
     found = _sum_of(factor[:, :2], state.x, output)
@@ -126,7 +128,7 @@ def step(
     elif cfg.normalize_steps:
         found = l2_normalize(found) * cfg.scale
     x = _sum_of(factor[:, 2:], state.x, found, state.start, noise)
-    going = (state.step < how.n_step)[:, None]
+    going = (state.step < solvers.n_step)[:, None]
     return SamplerState(
         x=jnp.where(going, x, state.x),
         start=jnp.where(going, found, state.start),
@@ -234,7 +236,7 @@ def run(
     params: PriorParams,
     text_embed: Float[Array, "B X"],
     encodings: Float[Array, "B L X"] | None,
-    how: SolverBatch,
+    solvers: SolverBatch,
     noise: Key[Array, " B"] | Float[Array, "S1 B D"],
     *,
     cfg: PriorConfig,
@@ -254,7 +256,7 @@ def run(
         return draw_noise(noise, jnp.full((len(text_embed),), i, jnp.int32), cfg)
 
     def one(state: SamplerState, i: Array) -> tuple[SamplerState, Array | None]:
-        return step(params, memory, null, state, how, at(i + 1), cfg), state.x if keep_path else None
+        return step(params, memory, null, state, solvers, at(i + 1), cfg), state.x if keep_path else None
 
     state, path = jax.lax.scan(one, start(at(jnp.int32(0)), cfg), jnp.arange(n_step))
     return finish(state, cfg), path
@@ -264,7 +266,7 @@ def sample(
     params: PriorParams,
     text_embed: Float[Array, "B X"],
     encodings: Float[Array, "B L X"] | None,
-    plan: SolverTable,
+    solver: SolverTable,
     noise: Key[Array, " B"] | Float[Array, "S1 B D"],
     cfg: PriorConfig,
     *,
@@ -274,8 +276,8 @@ def sample(
     check_guidance(guidance, cfg)
     assert not isinstance(params.layers, LayerParams), "prepare the weights first"
     guidance, n_row = effective_guidance(guidance, cfg), len(text_embed)
-    how = make_rows([plan] * n_row, [guidance] * n_row)
-    return run(params, text_embed, encodings, how, noise, cfg=cfg, guided=guidance != 1.0, n_step=len(plan))[0]
+    solvers = stack_solvers([solver] * n_row, [guidance] * n_row)
+    return run(params, text_embed, encodings, solvers, noise, cfg=cfg, guided=guidance != 1.0, n_step=len(solver))[0]
 
 
 def check_guidance(guidance: float, cfg: PriorConfig) -> None:

@@ -42,8 +42,8 @@ def betas(name: Schedule, n: int) -> Float[np.ndarray, " T"]:
     """Return the noise variance added by each of `n` steps, in float64 (jsd in float32, as in the reference)."""
     first, last = FIRST_BETA * 1000 / n, LAST_BETA * 1000 / n
     if name == "cosine":
-        place = (np.linspace(0, n, n + 1) / n + COSINE_OFFSET) / (1 + COSINE_OFFSET)
-        kept = np.cos(place * np.pi * 0.5) ** 2
+        fraction = (np.linspace(0, n, n + 1) / n + COSINE_OFFSET) / (1 + COSINE_OFFSET)
+        kept = np.cos(fraction * np.pi * 0.5) ** 2
         return np.clip(1 - kept[1:] / kept[:-1], 0, LARGEST_BETA)
     if name == "linear":
         return np.linspace(first, last, n)

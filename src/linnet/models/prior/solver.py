@@ -102,13 +102,13 @@ def _ddim(cfg: PriorConfig, steps: int, eta: float) -> SolverTable:
     spread = np.nan_to_num(spread)
     direction = np.sqrt(np.maximum((one - then) - np.square(spread), 0))
     with np.errstate(divide="ignore", invalid="ignore"):
-        share = direction.astype(np.float64) / table.sqrt_recipm1_alphas_cumprod[times]
+        fraction = direction.astype(np.float64) / table.sqrt_recipm1_alphas_cumprod[times]
     ends = after < 0
     return _plan(
         cfg,
         times,
-        keep=np.where(ends, 0.0, share * table.sqrt_recip_alphas_cumprod[times]),
-        start=np.where(ends, 1.0, np.sqrt(then.astype(np.float64)) - share),
+        keep=np.where(ends, 0.0, fraction * table.sqrt_recip_alphas_cumprod[times]),
+        start=np.where(ends, 1.0, np.sqrt(then.astype(np.float64)) - fraction),
         noise=np.where(after > 0, spread, 0.0),
     )
 
@@ -118,9 +118,9 @@ def dpm_times(cfg: PriorConfig, steps: int) -> Int[np.ndarray, " S"]:
     has no distinct ones."""
     kept = np.cumprod(1 - noise_of.betas(cfg.schedule, cfg.timesteps), dtype=np.float64)
     with np.errstate(divide="ignore"):
-        place = 0.5 * (np.log(kept) - np.log1p(-kept))
-    wanted = np.linspace(max(place[-1], ALL_NOISE), place[0], steps)
-    return np.unique(np.argmin(np.abs(place - wanted[:, None]), axis=1))[::-1]
+        log_snr = 0.5 * (np.log(kept) - np.log1p(-kept))
+    wanted = np.linspace(max(log_snr[-1], ALL_NOISE), log_snr[0], steps)
+    return np.unique(np.argmin(np.abs(log_snr - wanted[:, None]), axis=1))[::-1]
 
 
 def _dpm(cfg: PriorConfig, steps: int) -> SolverTable:
@@ -131,14 +131,14 @@ def _dpm(cfg: PriorConfig, steps: int) -> SolverTable:
     keep, start, before = np.zeros((3, len(times)))
     start[-1] = 1.0
     with np.errstate(divide="ignore"):
-        place = np.log(alpha) - np.log(sigma)
+        log_snr = np.log(alpha) - np.log(sigma)
     for i in range(len(times) - 1):
-        h = place[i + 1] - place[i]
+        h = log_snr[i + 1] - log_snr[i]
         keep[i] = sigma[i + 1] / sigma[i]
-        whole = -alpha[i + 1] * np.expm1(-h)
+        full_step = -alpha[i + 1] * np.expm1(-h)
         # Weight of the second-order correction by the previous prediction; the first step has none.
-        follow = h / (2 * (place[i] - place[i - 1])) if i else 0.0
-        start[i], before[i] = whole * (1 + follow), -whole * follow
+        follow = h / (2 * (log_snr[i] - log_snr[i - 1])) if i else 0.0
+        start[i], before[i] = full_step * (1 + follow), -full_step * follow
     return _plan(cfg, times, keep=keep, start=start, before=before, noise=np.zeros(len(times)))
 
 

@@ -6,16 +6,15 @@ Letters: B rows, L text tokens, N tokens of a kind, D width, X width of text.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
-from linnet.models.prior import layers
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.params import Affine, PriorParams, TimeNetwork
+from linnet.nn.linear import linear
 from linnet.nn.positions import sin_cos
 
 LONGEST_WAVE = 10_000.0
@@ -140,9 +139,9 @@ def _expand(x: Float[Array, "B X"], affine: Affine | None, n: int, cfg: PriorCon
 
 def _affine(x: Float[Array, "B D"], affine: Affine, n_out: int) -> Float[Array, "B E"]:
     """Apply an affine map. `SplitK` weights are padded, so extra columns are removed."""
-    return (layers.times(x, affine.w)[..., :n_out] + affine.b).astype(x.dtype)
+    return (linear(x, affine.w, transpose_inputs=True)[..., :n_out] + affine.b).astype(x.dtype)
 
 
-def _project(encodings: Any, params: PriorParams, cfg: PriorConfig) -> Float[Array, "B L D"]:
+def _project(encodings: Float[Array, "B L X"], params: PriorParams, cfg: PriorConfig) -> Float[Array, "B L D"]:
     x = encodings.astype(cfg.dtype)
-    return x if params.encoding is None else layers.times(x, params.encoding)[..., : cfg.dim]
+    return x if params.encoding is None else linear(x, params.encoding, transpose_inputs=True)[..., : cfg.dim]

@@ -13,12 +13,12 @@ from linnet.models.vq.config import VQConfig
 from linnet.models.vq.params import VQBuffers
 from linnet.nn.codebook import MIN_COUNT, code_vectors
 
-FEWEST, MOST = 1.0, 1e6  # counts outside of this range are reported as out of bounds
+MIN_USAGE, MAX_USAGE = 1.0, 1e6  # counts outside of this range are counted in c_thresh_oob
 
 
-def codebook_figures(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfig) -> dict[str, Any]:
-    """Return scalars averaged over units, and under "codebook" one list per figure with one value per unit."""
-    scalars, rows = _figures(buffers, cfg.dead_code_below)
+def codebook_stats(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfig) -> dict[str, Any]:
+    """Return scalars averaged over units, and under "codebook" one list per statistic with one value per unit."""
+    scalars, rows = _compute(buffers, cfg.dead_code_below)
     rows = rows | {"usage": metrics["unit_usage"], "relative_err": metrics["unit_relative_err"]}
     return {
         **{name: float(value) for name, value in scalars.items()},
@@ -27,7 +27,7 @@ def codebook_figures(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfi
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _figures(buffers: VQBuffers, dead_below: float) -> tuple[dict[str, Array], dict[str, Float[Array, " G"]]]:
+def _compute(buffers: VQBuffers, dead_below: float) -> tuple[dict[str, Array], dict[str, Float[Array, " G"]]]:
     codes = code_vectors(buffers.code_count, buffers.code_total)  # G H S K
     usage = jnp.maximum(buffers.code_count, MIN_COUNT)
     norm = jnp.linalg.norm(codes, axis=-1)
@@ -38,9 +38,9 @@ def _figures(buffers: VQBuffers, dead_below: float) -> tuple[dict[str, Array], d
     square = norm**2
     distance = jnp.einsum("ghsk,ghtk->ghst", codes, codes)
     distance = jnp.sqrt(jnp.maximum(square[..., :, None] + square[..., None, :] - 2 * distance, 0.0))
-    share = usage / jnp.sum(usage, axis=-1, keepdims=True)
-    entropy = -jnp.sum(share * jnp.log(share), axis=-1)  # G H
-    out_of_range = jnp.sum((buffers.code_count < FEWEST) | (buffers.code_count > MOST), axis=-1)
+    fraction = usage / jnp.sum(usage, axis=-1, keepdims=True)
+    entropy = -jnp.sum(fraction * jnp.log(fraction), axis=-1)  # G H
+    out_of_range = jnp.sum((buffers.code_count < MIN_USAGE) | (buffers.code_count > MAX_USAGE), axis=-1)
     scalars = {
         **_spread("c_sim", similarity, others),
         **_spread("c_dist", distance, others),

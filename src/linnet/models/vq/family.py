@@ -16,7 +16,7 @@ from linnet.models.base import Aux, Keys, TokenFamily
 from linnet.models.router_metrics import expert_diagnostics, expert_warnings, router_cost, router_metrics
 from linnet.models.vq import model
 from linnet.models.vq.config import VQConfig
-from linnet.models.vq.diagnostics import codebook_figures
+from linnet.models.vq.diagnostics import codebook_stats
 from linnet.models.vq.guided import CFGDecoder
 from linnet.models.vq.params import RULES, VQBuffers, VQParams, buffer_specs, param_specs
 from linnet.models.vq.slots import DECODER
@@ -94,30 +94,30 @@ def nats(
     batch_size, n_token = batch.inputs.shape
     if cfg.d_condition:
         carry = model.conditioned(params, carry, batch.condition, cfg)
-    stretch = _reading_stretch(cfg, batch_size, n_token)
+    segment_len = _segment_len(cfg, batch_size, n_token)
 
-    def cut(x: Array) -> Array:
-        return x.reshape(batch_size, -1, stretch).swapaxes(0, 1)
+    def split(x: Array) -> Array:
+        return x.reshape(batch_size, -1, segment_len).swapaxes(0, 1)
 
-    def read(carry: model.VQCarry, part: tuple[Array, Array, Array]) -> tuple[model.VQCarry, Array]:
-        inputs, targets, documents = part
+    def read(carry: model.VQCarry, segment: tuple[Array, Array, Array]) -> tuple[model.VQCarry, Array]:
+        inputs, targets, documents = segment
         block_len = reading_block_len(cfg)
         x, carry, _ = model.forward(params, buffers, inputs, carry, cfg, documents=documents, block_len=block_len)
         return carry, model.nats(params, x, targets, cfg)
 
-    parts = (cut(batch.inputs), cut(batch.targets), cut(batch.doc_ids))
-    carry, values = jax.lax.scan(read, carry, parts)
+    segments = (split(batch.inputs), split(batch.targets), split(batch.doc_ids))
+    carry, values = jax.lax.scan(read, carry, segments)
     return values.swapaxes(0, 1).reshape(batch_size, n_token), carry
 
 
-def _reading_stretch(cfg: VQConfig, batch_size: int, n_token: int) -> int:
+def _segment_len(cfg: VQConfig, batch_size: int, n_token: int) -> int:
     """Return how many tokens of a row to evaluate at once. On a CPU all units process about 1,024 tokens before the next ones, so that
     the wide arrays between two products stay in the cache. The length must divide the row and be a multiple of the block length."""
     if jax.default_backend() != "cpu":
         return n_token
     block_len = reading_block_len(cfg)
-    most = max(1024 // batch_size, cfg.mem_len, block_len)
-    fitting = [n for n in range(block_len, min(most, n_token) + 1, block_len) if n_token % n == 0]
+    max_len = max(1024 // batch_size, cfg.mem_len, block_len)
+    fitting = [n for n in range(block_len, min(max_len, n_token) + 1, block_len) if n_token % n == 0]
     return max(fitting, default=n_token)
 
 
@@ -132,20 +132,20 @@ def reading_config(cfg: VQConfig) -> VQConfig:
 
 
 def diagnostics(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfig) -> dict[str, Any]:
-    figures = codebook_figures(buffers, metrics, cfg)
-    return figures | expert_diagnostics(metrics) if cfg.n_expert else figures
+    stats = codebook_stats(buffers, metrics, cfg)
+    return stats | expert_diagnostics(metrics) if cfg.n_expert else stats
 
 
-def collapse_warnings(figures: dict[str, Any], min_fraction: float, cfg: VQConfig) -> dict[int, str]:
+def collapse_warnings(stats: dict[str, Any], min_fraction: float, cfg: VQConfig) -> dict[int, str]:
     collapsed = {
         unit: f"The codebook of unit {unit} collapses: it uses as much as {value:.1f} of {cfg.n_code} codes. Try "
         "--model.restart-dead-codes, a lower learning rate, or a larger --model.c-beta."
-        for unit, value in enumerate(figures.get("codebook", {}).get("perplexity", []))
+        for unit, value in enumerate(stats.get("codebook", {}).get("perplexity", []))
         if value < min_fraction * cfg.n_code
     }
     # Expert warnings are keyed after the units, so that a unit can have both kinds.
-    more = expert_warnings(figures, min_fraction, cfg.n_expert) if cfg.n_expert else {}
-    return collapsed | {cfg.n_unit + unit: words for unit, words in more.items()}
+    more = expert_warnings(stats, min_fraction, cfg.n_expert) if cfg.n_expert else {}
+    return collapsed | {cfg.n_unit + unit: message for unit, message in more.items()}
 
 
 def augment_condition(embeds: Float[Array, "B E"], dropout: model.Dropout, cfg: VQConfig) -> Float[Array, "B E"]:

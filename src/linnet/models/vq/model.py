@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
 from linnet.core import rng
 from linnet.core.pytree import pytree, replace
 from linnet.core.quant import Weight, concat_outputs
-from linnet.models.hidden import ffn_size
+from linnet.models.model_config import ffn_size
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.params import RULES, UnitParams, VQBuffers, VQParams, head_axis
 from linnet.nn import codebook, losses, vq_attention_scan
@@ -195,10 +195,10 @@ def unit_projections(
         joined = checkpoint_name(linear(h, concat_outputs(p.w_q, p.w_kvg)), PROJECTED)
         q, k, v, g = jnp.split(joined, ends, axis=-1)
     else:  # sharded separately: a shard of the fused product would mix keys and values
-        names = (head_axis(cfg), head_axis(cfg), "values", "values")
-        parts = zip(_columns(concat_outputs(p.w_q, p.w_kvg), ends), names, strict=True)
-        placed = (jax.tree.map(lambda w, n=n: sharding.constrain(w, (None, n), RULES), part) for part, n in parts)
-        q, k, v, g = (checkpoint_name(linear(h, w), PROJECTED) for w in placed)
+        axes = (head_axis(cfg), head_axis(cfg), "values", "values")
+        pairs = zip(_columns(concat_outputs(p.w_q, p.w_kvg), ends), axes, strict=True)
+        matrices = (jax.tree.map(lambda w, a=a: sharding.constrain(w, (None, a), RULES), matrix) for matrix, a in pairs)
+        q, k, v, g = (checkpoint_name(linear(h, w), PROJECTED) for w in matrices)
     q = rms_norm(heads(q, cfg.n_head)) * scale
     return q, rms_norm(heads(k, cfg.n_head)) * scale, heads(jax.nn.silu(v), cfg.n_head), jax.nn.silu(g)
 

@@ -11,7 +11,7 @@ from linnet.core.dtypes import WeightDtype
 from linnet.core.params import Init, Spec
 from linnet.core.pytree import pytree, tree_of
 from linnet.core.quant import Weight
-from linnet.models.hidden import ffn_size
+from linnet.models.model_config import ffn_size
 from linnet.models.vq.config import VQConfig
 from linnet.nn.moe import ExpertWeights, Mixture
 from linnet.parallel.sharding import ROWS, LogicalAxisRules

@@ -76,7 +76,7 @@ class PriorBackend:
         if encodings is not None and request.encodings is not None:
             encodings[0, : len(request.encodings)] = request.encodings  # zero rows are padding
             n_encodings[0] = len(request.encodings)
-        solver = sampling.make_rows([table], [request.guidance], self.cfg.timesteps)
+        solver = sampling.stack_solvers([table], [request.guidance], self.cfg.timesteps)
         return _make_state(self._params, text, encodings, n_encodings, solver, np.uint32(request.seed), cfg=self.cfg)
 
     def load(self, slot: int, state: PriorSlots) -> None:

@@ -15,7 +15,7 @@ from linnet.data.embeddings.neighbors import NeighborIndex
 from linnet.data.encoders import Encoder
 from linnet.data.encoders.encoder import encode_prompt
 from linnet.data.images import to_png
-from linnet.models.prior.conditions import cut_encodings
+from linnet.models.prior.conditions import truncate_encodings
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.params import PriorParams
 from linnet.serve.prior.engine import PriorEngine
@@ -92,7 +92,7 @@ class ServedPrior:
     def encode(self, text: str) -> tuple[Float32[np.ndarray, " X"], Float32[np.ndarray, "L X"] | None]:
         assert self.encoder is not None
         embed, encodings = encode_prompt(self.encoder, text, with_encodings=self.engine.cfg.text_encodings)
-        return embed, cut_encodings(encodings, self.engine.cfg)
+        return embed, truncate_encodings(encodings, self.engine.cfg)
 
     def nearest(self, embedding: Float32[np.ndarray, " D"], k: int) -> list[Neighbor]:
         """Return the `k` nearest images by cosine similarity, nearest first."""

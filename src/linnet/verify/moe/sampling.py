@@ -170,8 +170,8 @@ def _distribution(
     if "top_k_token_ids" in part:
         want = part["top_k_token_ids"].reshape(len(whole), -1)
         # Tokens without probability have no rank, and ties have no order.
-        apart = -np.diff(falling, axis=-1, append=-1.0) > UNSURE[kind]
-        clear = apart[:, :n] & np.concatenate([np.ones((len(whole), 1), bool), apart[:, : n - 1]], axis=-1)
+        is_distinct = -np.diff(falling, axis=-1, append=-1.0) > UNSURE[kind]
+        clear = is_distinct[:, :n] & np.concatenate([np.ones((len(whole), 1), bool), is_distinct[:, : n - 1]], axis=-1)
         clear &= (falling[:, :n] > 0) & whole[:, None]
         made = compare(f"sample/{kind}/top_k_token_ids", np.where(clear, order[:, :n], want), want, within)
         compared = f"{int(clear.sum())} of {clear.size} ids compared: the rest have no probability, or are near a tie"

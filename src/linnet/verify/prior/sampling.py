@@ -15,7 +15,7 @@ from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.convert import to_reference
 from linnet.models.prior.diffusion import Draws, loss
 from linnet.models.prior.params import PriorParams, param_specs
-from linnet.models.prior.sampling import best, make_rows, prepare, run
+from linnet.models.prior.sampling import best, prepare, run, stack_solvers
 from linnet.models.prior.solver import SolverTable, make_solver
 from linnet.optim import ema
 from linnet.optim.optimizer import optimizer, schedule
@@ -120,7 +120,7 @@ def _run(
 ) -> tuple[Any, Any]:
     """Run each solver on an equal share of the rows."""
     n = len(text) // len(plans)
-    rows = make_rows([p for p in plans for _ in range(n)], [g for g in guidance for _ in range(n)])
+    rows = stack_solvers([p for p in plans for _ in range(n)], [g for g in guidance for _ in range(n)])
     guided, longest = any(g != 1.0 for g in guidance), max(map(len, plans))
     return run(params, text, encodings, rows, noise, cfg=cfg, guided=guided, n_step=longest, keep_path=True)
 

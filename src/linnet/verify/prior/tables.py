@@ -82,7 +82,9 @@ def recompute_network_tables(golden: Golden) -> Recomputed:
             width, given_x = int(parts[1]), f"rotary{parts[1]}/x"
             given.add(given_x)
             x = jnp.asarray(golden.get(given_x))
-            values[name] = interleaved_rope_frequencies(width) if parts[2] == "freqs" else layers.rotate(x, 0, width)
+            values[name] = (
+                interleaved_rope_frequencies(width) if parts[2] == "freqs" else layers.apply_partial_rope(x, 0, width)
+            )
         if parts := re.fullmatch(r"rel_pos_bucket_(?:row(\d+)|last_row)", name):
             row = len(want) - 2 if parts[1] is None else int(parts[1])  # one key more than there are queries
             values[name] = layers.bucket(row - np.arange(len(want)))
