@@ -8,13 +8,13 @@ async function post(path, body) {
   return response;
 }
 
-// Server-sent events end with an empty line; one may arrive in pieces, and a piece may end inside a character.
+// Server-sent events end with an empty line. One event may arrive in several chunks, and a chunk may end within a character.
 async function* events(response) {
-  let held = "";
-  for await (const piece of response.body.pipeThrough(new TextDecoderStream())) {
-    const whole = (held + piece).split("\n\n");
-    held = whole.pop();
-    for (const event of whole) {
+  let rest = "";
+  for await (const chunk of response.body.pipeThrough(new TextDecoderStream())) {
+    const complete = (rest + chunk).split("\n\n");
+    rest = complete.pop();
+    for (const event of complete) {
       const data = event.split("\n").find((line) => line.startsWith("data: "))?.slice(6);
       if (data === "[DONE]") return;
       if (data) yield JSON.parse(data);
@@ -23,8 +23,8 @@ async function* events(response) {
 }
 
 console.log("# A completion (the first model, if none is named)");
-const ask = { prompt: "The linnet ", max_tokens: 40, seed: 1 };
-const answer = await (await post("/v1/completions", ask)).json();
+const request = { prompt: "The linnet ", max_tokens: 40, seed: 1 };
+const answer = await (await post("/v1/completions", request)).json();
 console.log(answer.choices[0].text);
 
 console.log("# A chat");
@@ -33,7 +33,7 @@ const chat = await (await post("/v1/chat/completions", { messages, max_tokens: 4
 console.log(chat.choices[0].message.content);
 
 console.log("# The completion again, token by token");
-for await (const part of events(await post("/v1/completions", { ...ask, stream: true }))) {
+for await (const part of events(await post("/v1/completions", { ...request, stream: true }))) {
   if (part.error) throw new Error(part.error.message);
   process.stdout.write(part.choices[0].text);
 }

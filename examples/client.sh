@@ -3,7 +3,7 @@
 set -eu
 url=${LINNET_URL:-http://127.0.0.1:8000}
 
-# ask PATH [JSON]: a GET, or a POST of JSON. -N shows a stream as it comes.
+# ask PATH [JSON]: a GET, or a POST of JSON. -N shows a stream as it arrives.
 ask() {
   curl -sSN --fail-with-body "$url$1" -H "Authorization: Bearer ${LINNET_KEY:-none}" \
     ${2:+-H 'Content-Type: application/json' -d "$2"}

@@ -83,10 +83,10 @@ def hover_surprise(page: Page) -> None:
         const near = rows.filter(([box]) => box.left > 100 && box.left < 400 && box.top > top + 30 && box.top < top + 130);
         return near.reduce((best, one) => one[1] > best[1] ? one : best)[2];
     }"""
-    tokens = page.locator("#paper .tok")
+    tokens = page.locator("#output .tok")
     tokens.nth(tokens.evaluate_all(deepest)).hover()
-    expect(page.locator("#pop li")).to_have_count(8)
-    expect(page.locator("#pop")).to_be_visible()
+    expect(page.locator("#alternatives li")).to_have_count(8)
+    expect(page.locator("#alternatives")).to_be_visible()
 
 
 def shoot(page: Page, address: str) -> None:
@@ -139,7 +139,7 @@ def shoot(page: Page, address: str) -> None:
     page.select_option("#model", "text")
     run(page, PROMPT, 200, 3)
     page.evaluate("document.querySelector('#answer').scrollIntoView()")
-    page.locator("#paper .tok").nth(30).click()
+    page.locator("#output .tok").nth(30).click()
     save_screenshot(page, "phone")
 
 

@@ -47,7 +47,7 @@ def ended(page: Page) -> None:
 
 
 def answer(page: Page) -> str:
-    return "".join(page.locator("#paper .tok:not(.mute)").all_text_contents())
+    return "".join(page.locator("#output .tok:not(.control)").all_text_contents())
 
 
 def sung(start: int, n: int) -> str:

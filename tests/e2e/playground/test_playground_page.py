@@ -22,7 +22,7 @@ def test_page_scrolls_with_the_text(page: Page) -> None:
     page.focus("#prompt")
     page.keyboard.press("Control+Enter")
     ended(page)
-    expect(page.locator("#paper .tok").last).to_be_in_viewport()
+    expect(page.locator("#output .tok").last).to_be_in_viewport()
 
 
 def test_images_are_drawn_row_by_row(page: Page, drawing: DrawingModel) -> None:
@@ -51,7 +51,7 @@ def test_images_are_drawn_row_by_row(page: Page, drawing: DrawingModel) -> None:
     )
     assert corners == [0, 255 * 189 // 192]
     assert context_length(page) == 192
-    page.click("#again")
+    page.click("#regenerate")
     expect(page.locator("#gallery canvas")).to_have_count(1)
     ended(page)
 
@@ -59,14 +59,14 @@ def test_images_are_drawn_row_by_row(page: Page, drawing: DrawingModel) -> None:
 def test_no_horizontal_scroll_on_a_phone(page: Page) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     run(page, "A long word: " + "x" * 400, max_tokens=80)
-    page.click("#paper .tok >> nth=9")
+    page.click("#output .tok >> nth=9")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    box = page.locator("#pop").bounding_box()
+    box = page.locator("#alternatives").bounding_box()
     assert box is not None
     assert box["x"] >= 0
     assert box["x"] + box["width"] <= 360
-    page.click("#pop [aria-label='Next token']")
-    assert page.inner_text("#pop .what code") == answer(page)[10].replace(" ", "␣")
+    page.click("#alternatives [aria-label='Next token']")
+    assert page.inner_text("#alternatives .what code") == answer(page)[10].replace(" ", "␣")
 
 
 def test_dark_and_light_mode(page: Page) -> None:
@@ -97,13 +97,13 @@ def test_keyboard_operation(page: Page, asked: Asked, text: SingingModel) -> Non
         if page.evaluate("document.activeElement.classList.contains('tok')"):
             break
     page.keyboard.press("ArrowRight")
-    expect(page.locator("#pop li")).to_have_count(8)
+    expect(page.locator("#alternatives li")).to_have_count(8)
     assert page.evaluate("document.activeElement.dataset.i") == "1"
     page.keyboard.press("Enter")
     page.keyboard.press("ArrowDown")
     chosen = page.evaluate("document.activeElement.firstChild.textContent")
     page.keyboard.press("Escape")
-    expect(page.locator("#pop")).to_be_hidden()
+    expect(page.locator("#alternatives")).to_be_hidden()
     assert page.evaluate("document.activeElement.dataset.i") == "1"
     page.keyboard.press("Enter")
     page.keyboard.press("ArrowDown")
@@ -113,7 +113,7 @@ def test_keyboard_operation(page: Page, asked: Asked, text: SingingModel) -> Non
     page.fill("#f-max_tokens", "3000")
     text.gate.clear()
     page.keyboard.press("Control+Enter")
-    page.locator("#paper .tok").nth(3).wait_for()
+    page.locator("#output .tok").nth(3).wait_for()
     page.keyboard.press("Escape")
     expect(page.locator("#status")).to_contain_text("Stopped")
     text.gate.set()
@@ -124,21 +124,21 @@ def test_server_errors_are_shown_as_text(page: Page, tmp_path: Path) -> None:
     kept = answer(page)
     page.fill("#f-max_tokens", "99999999")
     page.click("#run")
-    expect(page.locator("#problem")).to_contain_text("max_tokens")
+    expect(page.locator("#error")).to_contain_text("max_tokens")
     expect(page.locator("#run")).to_have_attribute("aria-disabled", "false")
     assert answer(page) == kept  # the answer before is not lost
-    page.click("#problem button")
-    expect(page.locator("#problem")).to_be_hidden()
+    page.click("#error button")
+    expect(page.locator("#error")).to_be_hidden()
     page.fill("#f-max_tokens", "9")
     page.fill("#prompt", "BOOM")  # fails in the middle of the stream
     page.click("#run")
-    expect(page.locator("#problem")).to_contain_text("the batch failed")
+    expect(page.locator("#error")).to_contain_text("the batch failed")
     assert len(answer(page)) == 3
     ended(page)  # the error is shown before the run has ended, and no session is restored during a run
     broken = tmp_path / "<b>broken.safetensors"
     broken.write_bytes(b"nonsense")
     page.set_input_files("#session-file", broken)
-    expect(page.locator("#problem")).to_contain_text("damaged")
+    expect(page.locator("#error")).to_contain_text("damaged")
 
 
 def test_file_chosen_during_a_run_is_an_error(page: Page, text: SingingModel, tmp_path: Path) -> None:
@@ -146,9 +146,9 @@ def test_file_chosen_during_a_run_is_an_error(page: Page, text: SingingModel, tm
     state.write_bytes(b"nonsense")
     text.gate.clear()
     page.click("#run")
-    page.locator("#paper .tok").nth(3).wait_for()
+    page.locator("#output .tok").nth(3).wait_for()
     page.set_input_files("#session-file", state)
-    expect(page.locator("#problem")).to_contain_text("A run or a change of session is in progress")
+    expect(page.locator("#error")).to_contain_text("A run or a change of session is in progress")
     text.gate.set()
     ended(page)
 

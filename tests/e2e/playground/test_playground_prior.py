@@ -31,21 +31,21 @@ def address(text: SingingModel, prior: FakePrior) -> Iterator[str]:
 def test_nearest_images_update_and_the_best_candidate_moves_first(page: Page, asked: Asked, prior: FakePrior) -> None:
     prior.pace = threading.Semaphore(0)  # the page shows each progress before the next is sent
     page.select_option("#model", "prior")
-    for hidden in ("#paper", "#canvas", "#sessions", "#sampling", "#memory"):
+    for hidden in ("#output", "#canvas", "#sessions", "#sampling", "#memory"):
         expect(page.locator(hidden)).to_be_hidden()
     for name, value in {"steps": 40, "guidance": 2.5, "n": 4, "seed": 0}.items():
         page.fill(f"#p-{name}", str(value))
     page.evaluate(
         """() => {
             window.seen = [];
-            new MutationObserver(() => seen.push([...near.querySelectorAll('.row')].map(
+            new MutationObserver(() => seen.push([...neighbors.querySelectorAll('.row')].map(
                 row => [...row.querySelectorAll('img')].map(one => one.alt).join(' '))))
-                .observe(near, { subtree: true, childList: true });
+                .observe(neighbors, { subtree: true, childList: true });
         }"""
     )
     page.fill("#prompt", "blue")
     page.keyboard.press("Control+Enter")
-    expect(page.locator("#near .row")).to_have_count(4)
+    expect(page.locator("#neighbors .row")).to_have_count(4)
     for k in range(4 * N_PROGRESS):
         n_seen = page.evaluate("seen.length")
         prior.pace.release()
@@ -57,17 +57,17 @@ def test_nearest_images_update_and_the_best_candidate_moves_first(page: Page, as
     body = asked.bodies("/v1/priors/sample")[-1]
     assert [body[name] for name in ("input", "steps", "guidance", "n", "seed")] == ["blue", 40, 2.5, 4, 0]
     assert len({rows[0] for rows in page.evaluate("seen") if rows and rows[0]}) > 2
-    best = page.locator("#near .row").first
+    best = page.locator("#neighbors .row").first
     expect(best).to_have_class("row best")
     expect(best.locator("p")).to_contain_text("Seed 2")
     expect(best.locator("img").first).to_have_attribute("alt", "blue")
     expect(best.locator("figcaption").first).to_have_text("blue1.000")
-    assert page.evaluate("[...near.querySelectorAll('img')].every(one => one.naturalWidth === 1)")
-    page.click("#again")
+    assert page.evaluate("[...neighbors.querySelectorAll('img')].every(one => one.naturalWidth === 1)")
+    page.click("#regenerate")
     ended(page)
     assert asked.bodies("/v1/priors/sample")[-1]["seed"] == 4
     page.select_option("#model", "text")
-    expect(page.locator("#near")).to_be_hidden()
+    expect(page.locator("#neighbors")).to_be_hidden()
     expect(page.locator("#sampling")).to_be_visible()
 
 
@@ -75,12 +75,12 @@ def test_stop_and_empty_caption(page: Page, prior: FakePrior) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     page.select_option("#model", "prior")
     page.click("#run")
-    expect(page.locator("#problem")).to_contain_text("Enter a caption first.")
+    expect(page.locator("#error")).to_contain_text("Enter a caption first.")
     page.fill("#prompt", "green")
     page.evaluate("document.querySelector('#p-steps').value = 90")
     prior.pace = threading.Semaphore(1)
     page.click("#run")
-    expect(page.locator("#near img").first).to_be_visible()
+    expect(page.locator("#neighbors img").first).to_be_visible()
     page.keyboard.press("Escape")
     ended(page)
     expect(page.locator("#status")).to_contain_text("Stopped")

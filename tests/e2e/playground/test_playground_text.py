@@ -28,32 +28,32 @@ def test_text_streams_with_shading_and_alternatives(page: Page, asked: Asked, ga
     ended(page)
     assert context_length(page) == 60
     assert answer(page) == sung(0, 60)
-    shades = page.locator("#paper .tok").evaluate_all("nodes => nodes.map(n => getComputedStyle(n).backgroundColor)")
+    shades = page.locator("#output .tok").evaluate_all("nodes => nodes.map(n => getComputedStyle(n).backgroundColor)")
     assert len(set(shades)) > 10
-    page.hover("#paper .tok >> nth=4")
-    expect(page.locator("#pop li")).to_have_count(8)
-    assert page.inner_text("#pop .what code") == sung(4, 1)
-    chances = [float(text.split()[-1].rstrip("%")) for text in page.locator("#pop li").all_inner_texts()]
+    page.hover("#output .tok >> nth=4")
+    expect(page.locator("#alternatives li")).to_have_count(8)
+    assert page.inner_text("#alternatives .what code") == sung(4, 1)
+    chances = [float(text.split()[-1].rstrip("%")) for text in page.locator("#alternatives li").all_inner_texts()]
     assert chances == sorted(chances, reverse=True)
     assert asked.bodies("/v1/completions")[-1]["logprobs"] == 8
     page.mouse.move(2, 2)
-    expect(page.locator("#pop")).to_be_hidden()
+    expect(page.locator("#alternatives")).to_be_hidden()
 
 
 def test_bytes_of_a_character_are_grouped(page: Page) -> None:
     run(page, "", max_tokens=len(VERSE.encode()))
     assert answer(page) == VERSE
-    assert page.locator("#paper .tok").count() == len(VERSE)
-    page.click("#paper .tok:text-is('🐦')")
-    assert page.locator("#pop .bytes button").all_inner_texts() == ["F0", "9F", "90", "A6"]
-    page.click("#pop .bytes button:nth-child(3)")
-    assert page.inner_text("#pop li button[aria-current=true] code") == "90"
+    assert page.locator("#output .tok").count() == len(VERSE)
+    page.click("#output .tok:text-is('🐦')")
+    assert page.locator("#alternatives .bytes button").all_inner_texts() == ["F0", "9F", "90", "A6"]
+    page.click("#alternatives .bytes button:nth-child(3)")
+    assert page.inner_text("#alternatives li button[aria-current=true] code") == "90"
 
 
 def test_trailing_spaces_are_kept(page: Page) -> None:
     run(page, "x" + " " * 400, max_tokens=3)
-    paper = page.evaluate("document.querySelector('#paper').getBoundingClientRect().right")
-    said = page.evaluate("Math.max(...[...document.querySelector('#paper .said').getClientRects()].map(b => b.right))")
+    paper = page.evaluate("document.querySelector('#output').getBoundingClientRect().right")
+    said = page.evaluate("Math.max(...[...document.querySelector('#output .prompt-text').getClientRects()].map(b => b.right))")
     assert said <= paper
 
 
@@ -67,52 +67,52 @@ def test_every_control_reaches_the_server(page: Page, asked: Asked) -> None:
     assert {name: sent[name] for name in given} == given
     assert (sent["stop"], sent["max_tokens"]) == (["sings", ".\n"], 50)
     assert answer(page) == "The linnet "  # the stop string itself is shown apart, not as text
-    assert "".join(page.locator("#paper .tok.mute").all_text_contents()) == "sings"
+    assert "".join(page.locator("#output .tok.control").all_text_contents()) == "sings"
     assert "Complete." in page.inner_text("#status")
 
 
 def test_stop_frees_the_engine(page: Page, text: SingingModel, gate: threading.Event) -> None:
     page.fill("#f-max_tokens", "3000")
     page.click("#run")
-    page.locator("#paper .tok").nth(3).wait_for()
+    page.locator("#output .tok").nth(3).wait_for()
     page.click("#stop")
     expect(page.locator("#status")).to_contain_text("Stopped")
-    assert page.locator("#paper .tok").count() <= N_HELD
+    assert page.locator("#output .tok").count() <= N_HELD
     until(lambda: not text.running)
 
 
 def test_fork_replaces_a_token_and_continues(page: Page, asked: Asked) -> None:
     run(page, "Say: ", max_tokens=12)
     said = answer(page)
-    page.click("#paper .tok >> nth=4")
-    other = page.locator("#pop li button:not([aria-current=true])").first
+    page.click("#output .tok >> nth=4")
+    other = page.locator("#alternatives li button:not([aria-current=true])").first
     chosen = other.locator("code").inner_text()
     other.click()
     ended(page)
     forked = "Say: " + said[:4] + chosen
     assert asked.bodies("/v1/completions")[-1]["prompt"] == forked == page.input_value("#prompt")
     assert answer(page) == sung(len(forked), 12)
-    page.click("#paper .tok >> nth=2")
+    page.click("#output .tok >> nth=2")
     page.click("#fork-here")
     assert page.input_value("#prompt") == forked + answer(page)[:3]
 
 
 def test_fork_inside_a_character_sends_its_bytes(page: Page, asked: Asked) -> None:
     run(page, "", max_tokens=N_FIRST + 2)
-    page.click("#paper .tok:text-is('ü')")
-    page.click("#pop .bytes button:nth-child(1)")
-    page.click("#pop li button[aria-current=true]")  # its first byte alone: the model must finish it
+    page.click("#output .tok:text-is('ü')")
+    page.click("#alternatives .bytes button:nth-child(1)")
+    page.click("#alternatives li button[aria-current=true]")  # its first byte alone: the model must finish it
     ended(page)
     sent = asked.bodies("/v1/completions")[-1]["prompt"]
     assert bytes(id - 3 for id in sent) == b"The linnet sings: \xc3"
     assert answer(page).startswith("über")
-    assert page.locator("#paper .tok.yours").inner_text() == "ü"
+    assert page.locator("#output .tok.chosen").inner_text() == "ü"
 
 
 def test_regenerate_uses_another_seed(page: Page, asked: Asked) -> None:
     page.fill("#f-seed", "5")
     run(page, "again", max_tokens=5)
-    page.click("#again")
+    page.click("#regenerate")
     ended(page)
     first, second = asked.bodies("/v1/completions")
     assert (first.pop("seed"), second.pop("seed")) == (5, 6)
@@ -128,7 +128,7 @@ def test_session_continues_after_save_restore_and_fork(page: Page, asked: Asked,
     assert answer(page) == sung(14, 10)
     assert page.locator("#history").inner_text().startswith("ab" + sung(2, 10))
     assert context_length(page) == 24
-    page.click("#again")  # from the state before the answer, not after it
+    page.click("#regenerate")  # from the state before the answer, not after it
     ended(page)
     assert answer(page) == sung(14, 10)
     with page.expect_download() as download:
@@ -160,7 +160,7 @@ def test_page_deletes_its_temporary_sessions(page: Page, text: SingingModel) -> 
     page.click("#session-new")
     for _ in range(3):
         run(page, "more", max_tokens=4)
-        page.click("#again")
+        page.click("#regenerate")
         ended(page)
     page.goto("about:blank")
     until(lambda: [session.n_tokens for session in text.store.all.values()] == [24])
@@ -170,8 +170,8 @@ def test_session_survives_stop_and_token_fork(page: Page, asked: Asked, text: Si
     page.click("#session-new")
     expect(page.locator("#run")).to_have_text("Continue")
     run(page, "ab", max_tokens=10)
-    page.click("#paper .tok >> nth=1")
-    page.click("#pop li button:not([aria-current=true]) >> nth=0")
+    page.click("#output .tok >> nth=1")
+    page.click("#alternatives li button:not([aria-current=true]) >> nth=0")
     ended(page)
     assert answer(page) == sung(4, 10)
     text.gate.clear()
@@ -179,7 +179,7 @@ def test_session_survives_stop_and_token_fork(page: Page, asked: Asked, text: Si
         page.fill("#f-max_tokens", "500")
         page.fill("#prompt", "")
         page.click("#run")
-        page.locator("#paper .tok").nth(3).wait_for()
+        page.locator("#output .tok").nth(3).wait_for()
         page.keyboard.press("Escape")
         expect(page.locator("#status")).to_contain_text("Stopped")
     finally:
@@ -224,7 +224,7 @@ def test_failed_session_creation_starts_no_run(page: Page, text: SingingModel) -
     page.focus("#prompt")
     page.keyboard.press("Control+Enter")
     call.abort()
-    expect(page.locator("#problem")).to_be_visible()
+    expect(page.locator("#error")).to_be_visible()
     expect(page.locator("#run")).to_have_attribute("aria-disabled", "false")
     run(page, "one", max_tokens=3)
     assert len(text.requests) == n_before + 1
@@ -251,5 +251,5 @@ def test_meter_shows_the_context_limit(page: Page, text: SingingModel, monkeypat
     monkeypatch.setattr(text, "context", 5000)
     run(page, "more", max_tokens=4)
     expect(page.locator("#ctx-unit")).to_have_text(re.compile("^of 5.000 tokens$"))
-    expect(page.locator("#meter-words")).to_contain_text("up to its limit")
+    expect(page.locator("#meter-note")).to_contain_text("up to its limit")
     assert page.get_attribute("#state", "data-bytes") == str(3 << 20)
