@@ -52,9 +52,11 @@ def test_bytes_of_a_character_are_grouped(page: Page) -> None:
 
 def test_trailing_spaces_are_kept(page: Page) -> None:
     run(page, "x" + " " * 400, max_tokens=3)
-    paper = page.evaluate("document.querySelector('#output').getBoundingClientRect().right")
-    said = page.evaluate("Math.max(...[...document.querySelector('#output .prompt-text').getClientRects()].map(b => b.right))")
-    assert said <= paper
+    right = page.evaluate("document.querySelector('#output').getBoundingClientRect().right")
+    prompt_right = page.evaluate(
+        "Math.max(...[...document.querySelector('#output .prompt-text').getClientRects()].map(b => b.right))"
+    )
+    assert prompt_right <= right
 
 
 def test_every_control_reaches_the_server(page: Page, asked: Asked) -> None:
