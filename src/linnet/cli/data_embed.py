@@ -55,7 +55,7 @@ def embed_command(argv: list[str]) -> int:
     )
     flags = parse(EmbedFlags, argv, "data embed", description)
     from linnet.data.embeddings.captioned_images import open_captioned
-    from linnet.data.embeddings.embed import embed
+    from linnet.data.embeddings.embed import EmbedTask, embed
     from linnet.data.embeddings.embed_texts import embed_texts, find_image_embeds
     from linnet.data.embeddings.encodings import choose_encodings, encoding_bytes
     from linnet.data.encoders import open_encoder
