@@ -23,7 +23,7 @@ def run(path: Path) -> None:
     client: Any = importlib.import_module("nbclient").NotebookClient
     notebook = nbformat.read(path, as_version=4)
     started = time.monotonic()
-    client(notebook, timeout=None, store_widget_state=False).execute(cwd=Path.cwd())
+    client(notebook, timeout=None, store_widget_state=False, coalesce_streams=True).execute(cwd=Path.cwd())
     notebook.metadata = METADATA
     for i, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{i}", {}

@@ -125,7 +125,7 @@ def stand_in(path: Path, tiny_run: Path) -> None:
     assert not path.is_absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json" and path.name != "config.json":
-        path.write_text((ROOT / "tests" / "dalle2_configs" / "newer.json").read_text())
+        path.write_text((ROOT / "tests" / "goldens" / "dalle2_configs" / "newer.json").read_text())
     elif path.suffix == ".safetensors":
         with pytest.raises(SystemExit) as exit:
             main(["export", str(tiny_run), "--out", str(path)])
