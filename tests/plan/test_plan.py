@@ -91,7 +91,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   ROOT %all = f32[8]{0} all-reduce(%p), channel_id=3, replica_groups=anew{0}, to_apply=%add
 }
 """
-    with pytest.raises(AssertionError, match="nobody here can read"):
+    with pytest.raises(AssertionError, match="unknown notation"):
         program.read(text)
 
 

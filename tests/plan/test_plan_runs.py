@@ -20,7 +20,7 @@ from linnet.models.vq.config import VQConfig
 from linnet.plan import chips, formatting, planning, result, roofline, serving, sessions, tables
 from linnet.plan.collectives import Collective
 from linnet.plan.program import Program
-from linnet.plan.result import Memory, TrainingPlan
+from linnet.plan.result import DeviceMemory, TrainingPlan
 
 VQ = RunConfig(
     model=VQConfig(d_model=64, d_k=16, d_v=64, n_head=2, n_code=32, n_layer=1, block_len=32, mem_len=32),
@@ -38,7 +38,7 @@ N_PARAMS = params.count(registry.get("vq").param_specs(VQ.model))
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, TrainingPlan]:
-    runs = {"fsdp": planning.with_mesh(VQ, "fsdp=4"), "moe": MOE}
+    runs = {"fsdp": dataclasses.replace(VQ, mesh="fsdp=4"), "moe": MOE}
     return dict(zip(runs, planning.plan_in_subprocess(list(runs.values())), strict=True))
 
 
@@ -111,7 +111,7 @@ def test_meshes_worth_compiling_are_those_whose_state_fits() -> None:
 
 
 def made(mesh: str, total: float, sent: float, n_device: int = 4) -> TrainingPlan:
-    memory = Memory(**dict.fromkeys((f.name for f in dataclasses.fields(Memory)), 0) | {"parameters": int(total)})
+    memory = DeviceMemory(**dict.fromkeys((f.name for f in dataclasses.fields(DeviceMemory)), 0) | {"parameters": int(total)})
     reduced = Collective(kind="all-gather", n_bytes=sent, group=tuple(range(n_device)))
     program = Program(flops=1e12, product_bytes=1e9, collectives={reduced: 1.0}, n_assumed=0)
     return TrainingPlan(

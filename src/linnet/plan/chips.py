@@ -7,7 +7,7 @@ import dataclasses
 from linnet.core.errors import invalid
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Chip:
     name: str
     bf16_flops: float
@@ -29,79 +29,22 @@ class Chip:
         return self.bf16_flops if dtype == "bfloat16" else self.float32_flops
 
 
-_GOOGLE = "Google Cloud TPU documentation"
+_TPU = "Google Cloud TPU documentation"
+_A100 = "NVIDIA A100 80GB SXM datasheet; DGX A100 user guide (one 200 Gb/s adapter per GPU)"
+_H100 = "NVIDIA H100 SXM datasheet; MLPerf system descriptions (one 400 Gb/s adapter per GPU)"
 
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip(
-            name="tpu-v4",
-            bf16_flops=275e12,
-            float32_flops=275e12,
-            hbm=32 * 2**30,
-            hbm_bandwidth=1200e9,
-            link=1.1e15 / 4096,  # published for the whole pod, as the bandwidth of an all-reduce
-            domain=4096,
-            network=25e9 / 8,  # not published for v4: assumed to equal v5e's
-            source=f"{_GOOGLE}, v4",
-        ),
-        Chip(
-            name="tpu-v5e",
-            bf16_flops=197e12,
-            float32_flops=197e12,
-            hbm=16e9,
-            hbm_bandwidth=819e9,
-            link=1600e9 / 8,
-            domain=256,
-            network=6.4e12 / 8 / 256,
-            source=f"{_GOOGLE}, v5e",
-        ),
-        Chip(
-            name="tpu-v5p",
-            bf16_flops=459e12,
-            float32_flops=459e12,
-            hbm=95e9,
-            hbm_bandwidth=2765e9,
-            link=1200e9 / 2,  # published for both directions together
-            domain=8960,
-            network=50e9 / 8,
-            source=f"{_GOOGLE}, v5p",
-        ),
-        Chip(
-            name="tpu-v6e",
-            bf16_flops=918e12,
-            float32_flops=918e12,
-            hbm=32e9,
-            hbm_bandwidth=1640e9,
-            link=3584e9 / 8,
-            domain=256,
-            network=25.6e12 / 8 / 256,
-            source=f"{_GOOGLE}, v6e",
-        ),
-        Chip(
-            name="a100",
-            bf16_flops=312e12,
-            float32_flops=156e12,
-            hbm=80e9,
-            hbm_bandwidth=2039e9,
-            link=600e9 / 2,  # NVLink is published for both directions together
-            domain=8,
-            network=200e9 / 8,
-            source="NVIDIA A100 80GB SXM datasheet; DGX A100 user guide (one 200 Gb/s adapter per GPU)",
-        ),
-        Chip(
-            name="h100",
-            bf16_flops=989.4e12,
-            float32_flops=494.7e12,
-            hbm=80e9,
-            hbm_bandwidth=3350e9,
-            link=900e9 / 2,
-            domain=8,
-            network=400e9 / 8,
-            source="NVIDIA H100 SXM datasheet; MLPerf system descriptions (one 400 Gb/s adapter per GPU)",
-        ),
-    )
-}
+# Links: those of tpu-v4 are published for a complete pod, as the bandwidth of an all-reduce; those of tpu-v5p and NVLink for both
+# directions together. Network: not published for tpu-v4, and assumed to equal that of tpu-v5e.
+_ROWS = (
+    #    name       bf16      float32   HBM         its rate  link           domain  network            source
+    Chip("tpu-v4",  275e12,   275e12,   32 * 2**30, 1200e9,   1.1e15 / 4096, 4096,   25e9 / 8,          f"{_TPU}, v4"),
+    Chip("tpu-v5e", 197e12,   197e12,   16e9,       819e9,    1600e9 / 8,    256,    6.4e12 / 8 / 256,  f"{_TPU}, v5e"),
+    Chip("tpu-v5p", 459e12,   459e12,   95e9,       2765e9,   1200e9 / 2,    8960,   50e9 / 8,          f"{_TPU}, v5p"),
+    Chip("tpu-v6e", 918e12,   918e12,   32e9,       1640e9,   3584e9 / 8,    256,    25.6e12 / 8 / 256, f"{_TPU}, v6e"),
+    Chip("a100",    312e12,   156e12,   80e9,       2039e9,   600e9 / 2,     8,      200e9 / 8,         _A100),
+    Chip("h100",    989.4e12, 494.7e12, 80e9,       3350e9,   900e9 / 2,     8,      400e9 / 8,         _H100),
+)  # fmt: skip
+CHIPS = {chip.name: chip for chip in _ROWS}
 
 
 def get(name: str) -> Chip:

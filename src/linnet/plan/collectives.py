@@ -15,7 +15,7 @@ from linnet.plan.hlo import Computation, Instruction, Module, Shape, width
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 KINDS: tuple[Kind, ...] = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-PASSED_ON = ("bitcast", "copy", "convert", "reshape", "transpose")
+PASS_THROUGH = ("bitcast", "copy", "convert", "reshape", "transpose")
 Types = Mapping[tuple[Kind, tuple[int, ...], int], int]
 """Bytes per element sent, by kind, group and number of elements."""
 
@@ -74,7 +74,7 @@ def collectives_of(one: Instruction, where: Computation, module: Module, types: 
         n_bytes, done = float(shape.size * min(element, types.get((kind, group, shape.size), element))), kind
         if kind == "reduce-scatter":
             n_bytes *= len(group)
-        if kind == "all-reduce" and _only_cut(_part(one, number, where), where, module, shape.size // len(group)):
+        if kind == "all-reduce" and _only_slices(_part(one, number, where), where, module, shape.size // len(group)):
             done = "reduce-scatter"  # accelerator compilers make this rewrite; the CPU compiler does not
         total[done] = total.get(done, 0.0) + n_bytes
     return [Collective(kind=kind, n_bytes=n_bytes, group=group) for kind, n_bytes in total.items()]
@@ -114,21 +114,21 @@ def types_of(module: Module) -> Types:
     return types
 
 
-def _only_cut(name: str, where: Computation, module: Module, size: int) -> bool:
+def _only_slices(name: str, where: Computation, module: Module, size: int) -> bool:
     """Return whether every user of an all-reduce reads only its own shard of the result."""
     readers = where.users(name) if name else []
-    return bool(readers) and all(_cuts(name, reader, where, module, size) for reader in readers)
+    return bool(readers) and all(_slices(name, reader, where, module, size) for reader in readers)
 
 
-def _cuts(name: str, reader: Instruction, where: Computation, module: Module, size: int) -> bool:
+def _slices(name: str, reader: Instruction, where: Computation, module: Module, size: int) -> bool:
     if reader.opcode == "dynamic-slice":
         return reader.operands[0] == name and reader.shapes[0].size <= size
-    if reader.opcode in PASSED_ON:
-        return _only_cut(reader.name, where, module, size)
+    if reader.opcode in PASS_THROUGH:
+        return _only_slices(reader.name, where, module, size)
     if reader.opcode == "fusion":
         inner = module.computations[str(reader.called("calls"))]
         numbers = [i for i, operand in enumerate(reader.operands) if operand == name]
-        return all(_only_cut(inner.parameter(i), inner, module, size) for i in numbers)
+        return all(_only_slices(inner.parameter(i), inner, module, size) for i in numbers)
     return False
 
 
@@ -137,11 +137,9 @@ def _group(one: Instruction) -> tuple[int, ...]:
         found = re.search(r"source_target_pairs=(\{\{[\d,{}]*\}\})", one.attributes)
         pairs = re.findall(r"(\d+),(\d+)", found[1]) if found else []
         return next(((int(a), int(b)) for a, b in pairs if a != b), ())
-    found = _GROUPS.search(one.attributes)
-    assert found is not None, (
-        f"groups of {one.name} are written in a way that nobody here can read: {one.attributes[:200]}"
-    )
-    return _first_group(found[1])
+    groups = _GROUPS.search(one.attributes)
+    assert groups is not None, f"unknown notation of the replica groups of {one.name}: {one.attributes[:200]}"
+    return _first_group(groups[1])
 
 
 _GROUPS = re.compile(

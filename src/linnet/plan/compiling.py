@@ -45,7 +45,7 @@ def compile_for_reading(lowered: Any) -> Compiled:
     text = compiled.as_text()
     parts = re.search(r"num_partitions=(\d+)", text)
     assert partitioned_hlo is not None or parts is None or parts[1] == "1", (
-        "the program came out of a cache: `use_fake_devices` comes first"
+        "the program came from a compilation cache: call `use_fake_devices` first"
     )
     memory = compiled.memory_analysis()
     return Compiled(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from linnet.core.errors import invalid
 from linnet.plan import roofline
 from linnet.plan.chips import Chip
-from linnet.plan.result import Memory, TrainingPlan
+from linnet.plan.result import DeviceMemory, TrainingPlan
 
 KINDS = {
     "parameters": "parameters",
@@ -23,7 +23,7 @@ KINDS = {
 HEADER = ("mesh", "state", "temporaries", "total", "TFLOPs", "sent", "compute", "memory", "communication", "fits")
 
 
-def by_kind(memory: Memory) -> list[tuple[str, int]]:
+def by_kind(memory: DeviceMemory) -> list[tuple[str, int]]:
     """Return the nonzero kinds of memory with their labels."""
     return [(label, getattr(memory, name)) for name, label in KINDS.items() if getattr(memory, name)]
 
@@ -119,12 +119,12 @@ _BINARY = {f"{p}ib": 1024.0**i for i, p in enumerate("kmgt", 1)}
 
 def parse_size(text: str, field: str) -> float:
     """Parse a size such as `16GB`, `16GiB` or `80e9`."""
-    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([a-zA-Z]*)\s*", text)
     units = _UNITS | _BINARY
-    if not found or found[2].lower() not in units:
+    if not match or match[2].lower() not in units:
         raise invalid(field, text, "a size in bytes", "write it as 16GB or 80GiB")
     try:
-        value = float(found[1]) * units[found[2].lower()]
+        value = float(match[1]) * units[match[2].lower()]
     except ValueError:
         raise invalid(field, text, "a size in bytes", "write it as 16GB or 80GiB") from None
     if not value > 0:

@@ -96,7 +96,7 @@ def width(dtype: str) -> int:
     if dtype in BYTES:
         return BYTES[dtype]
     bits = re.match(r"[a-z]+(\d+)", dtype)
-    assert bits is not None, f"an element type that nobody knows: {dtype}"
+    assert bits is not None, f"unknown element type {dtype}"
     return max(1, int(bits[1]) // 8)
 
 
@@ -116,7 +116,7 @@ def parse(text: str) -> Module:
             named = _NAMED.match(line)
             if named:
                 current.instructions[named[1]] = _instruction(named[1], named[2])
-    assert entry, "a program's text has an ENTRY computation"
+    assert entry, "the HLO text has no ENTRY computation"
     return Module(computations=computations, entry=entry)
 
 
@@ -148,8 +148,8 @@ def _operands(opcode: str, text: str) -> tuple[str, ...]:
 def _closing(text: str, opening: int) -> int:
     """Return the index of the bracket that closes the one at `opening`."""
     depth = 0
-    for found in re.compile(r"[()]").finditer(text, opening):
-        depth += 1 if found[0] == "(" else -1
+    for bracket in re.compile(r"[()]").finditer(text, opening):
+        depth += 1 if bracket[0] == "(" else -1
         if not depth:
-            return found.start()
+            return bracket.start()
     raise AssertionError(f"a bracket does not close in {text[:80]}")

@@ -48,27 +48,23 @@ def plan_in_subprocess(runs: Sequence[RunConfig], max_devices: int = MAX_DEVICES
             raise RuntimeError(f"compiling the plan failed (exit code {process.returncode}):\n{output.read()[-4000:]}")
 
 
-def with_mesh(cfg: RunConfig, mesh: str) -> RunConfig:
-    return dataclasses.replace(cfg, mesh=mesh)
-
-
 def enumerate_meshes(cfg: RunConfig, n: int) -> list[RunConfig]:
     """Return the run on every mesh of `n` devices that is valid for it."""
-    found: list[RunConfig] = []
-    for sizes in _factored(n, len(MESH_AXES)):
+    valid: list[RunConfig] = []
+    for sizes in _factorizations(n, len(MESH_AXES)):
         try:
-            found.append(with_mesh(cfg, mesh_text(dict(zip(MESH_AXES, sizes, strict=True)))))
+            valid.append(dataclasses.replace(cfg, mesh=mesh_text(dict(zip(MESH_AXES, sizes, strict=True)))))
         except UserError:
             continue
-    return found
+    return valid
 
 
-def _factored(n: int, axes: int) -> Iterator[tuple[int, ...]]:
+def _factorizations(n: int, axes: int) -> Iterator[tuple[int, ...]]:
     if axes == 1:
         yield (n,)
         return
     for first in (size for size in range(1, n + 1) if n % size == 0):
-        yield from ((first, *rest) for rest in _factored(n // first, axes - 1))
+        yield from ((first, *rest) for rest in _factorizations(n // first, axes - 1))
 
 
 def with_enough_rows(cfg: RunConfig, n: int) -> RunConfig:
@@ -144,10 +140,10 @@ def suggestions(cfg: RunConfig, plans: Sequence[TrainingPlan], hbm: float) -> li
     changes: list[str] = []
     sizes = parse_mesh(least.mesh)
     if least.memory.state > hbm:
-        whole = least.memory.state * least.n_device
-        need = 2 ** math.ceil(math.log2(whole / hbm))
+        total = least.memory.state * least.n_device
+        need = 2 ** math.ceil(math.log2(total / hbm))
         changes.append(
-            f"more devices: the training state alone, {format_bytes(whole)}, needs {need} of them, sharded by fsdp"
+            f"more devices: the training state alone, {format_bytes(total)}, needs {need} of them, sharded by fsdp"
         )
     if cfg.model.remat != "full":
         changes.append("--model.remat full: recompute activations instead of storing them")

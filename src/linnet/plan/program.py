@@ -77,7 +77,7 @@ class _Reader:
             return _sum([self.of(name) for name in one.all_called()])
         if one.opcode == "dot":
             return self._product(one, where)
-        assert one.opcode != "convolution", "no model here has a convolution: count it before you use one"
+        assert one.opcode != "convolution", "convolutions are not counted, because no model here has one"
         collectives = collectives_of(one, where, self.module, self.types)
         return dataclasses.replace(_NOTHING, collectives=dict.fromkeys(collectives, 1.0)) if collectives else _NOTHING
 

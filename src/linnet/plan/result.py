@@ -16,7 +16,7 @@ part of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
+class DeviceMemory:
     """Memory per device, in bytes."""
 
     parameters: int
@@ -47,7 +47,7 @@ class TrainingPlan:
     mesh: str
     n_device: int
     rows: int
-    memory: Memory
+    memory: DeviceMemory
     program: Program
     """Work of one device in one update."""
     useful_flops: float
@@ -79,4 +79,4 @@ def from_json(values: dict[str, Any]) -> TrainingPlan:
         Collective(kind=one["kind"], n_bytes=one["bytes"], group=tuple(one["group"])): one["times"]
         for one in inner["collectives"]
     }
-    return TrainingPlan(**{**values, "memory": Memory(**values["memory"]), "program": Program(**inner)})
+    return TrainingPlan(**{**values, "memory": DeviceMemory(**values["memory"]), "program": Program(**inner)})

@@ -151,10 +151,10 @@ def sessions_table(plans: Sequence[tuple[str, ServingPlan]], chip: Chip) -> str:
     )
     rows: list[list[str]] = []
     for preset, plan in plans:
-        found = traffic(plan, chip, "bfloat16")
+        capacity = traffic(plan, chip, "bfloat16")
         where = f"{plan.mesh or 'one device'}, {plan.weights}"
         sizes = [format_bytes(plan.weight_bytes), format_bytes(plan.session_bytes)]
-        if found is None:
+        if capacity is None:
             rows.append([preset, where, *sizes, "none", *["-"] * 5])
             continue
         rows.append(
@@ -162,12 +162,12 @@ def sessions_table(plans: Sequence[tuple[str, ServingPlan]], chip: Chip) -> str:
                 preset,
                 where,
                 *sizes,
-                f"{found.sessions:,}",
-                format_seconds(found.tick),
-                f"{found.turns:.3g}",
-                format_seconds(found.move),
-                f"{found.moved_share:.0%}",
-                f"{format_bytes(found.store_rate(0.1, plan.session_bytes))}/s",
+                f"{capacity.sessions:,}",
+                format_seconds(capacity.tick),
+                f"{capacity.turns:.3g}",
+                format_seconds(capacity.move),
+                f"{capacity.moved_share:.0%}",
+                f"{format_bytes(capacity.store_rate(0.1, plan.session_bytes))}/s",
             ]
         )
     return markdown(header, rows)
@@ -176,14 +176,14 @@ def sessions_table(plans: Sequence[tuple[str, ServingPlan]], chip: Chip) -> str:
 def replicas_table(plans: Sequence[tuple[str, ServingPlan]], chip: Chip) -> str:
     """Make a table of N replicas: concurrent sessions, responses per second and the load of a shared store."""
     header = ("replicas", *(f"{preset}: sessions, responses/s, store" for preset, _ in plans))
-    found = [(plan, traffic(plan, chip, "bfloat16")) for _, plan in plans]
+    capacities = [(plan, traffic(plan, chip, "bfloat16")) for _, plan in plans]
     rows: list[list[str]] = []
     for n in DEVICES:
         cells = [
             "-"
             if one is None
             else f"{n * one.sessions:,}, {n * one.turns:,.0f}, {format_bytes(n * one.store_rate(0.1, plan.session_bytes))}/s"
-            for plan, one in found
+            for plan, one in capacities
         ]
         rows.append([f"{n:,}", *cells])
     return markdown(header, rows)

@@ -30,8 +30,7 @@ from linnet.parallel import sharding
 from linnet.parallel.mesh import data_parallel_size, mesh_text, n_devices, parse_mesh
 from linnet.plan import program
 from linnet.plan.compiling import compile_for_reading, use_fake_devices
-from linnet.plan.hlo import Instruction
-from linnet.plan.result import MAX_DEVICES, Memory, TrainingPlan, to_json, useful_flops
+from linnet.plan.result import MAX_DEVICES, DeviceMemory, TrainingPlan, to_json, useful_flops
 from linnet.runs.state import abstract_state
 from linnet.train.step import make_step
 
@@ -40,26 +39,26 @@ def plan_training(cfg: RunConfig, max_devices: int = MAX_DEVICES) -> TrainingPla
     """Plan the update of a run. For a mesh larger than `max_devices`, a part with a shorter data axis and the same rows per device is
     compiled, so that memory and work per device are the same; collectives along that axis are extrapolated to its full length."""
     sizes = parse_mesh(cfg.mesh)
-    part, times = _foldable(cfg, max_devices)
+    part, times = _shorten_data_axis(cfg, max_devices)
     part_sizes = parse_mesh(part.mesh)
-    memory, found = _compiled(part)
+    memory, costs = _compile(part)
     if times > 1:
-        found = program.on_more_rows(found, n_devices(part_sizes), part_sizes["data"], times)
+        costs = program.on_more_rows(costs, n_devices(part_sizes), part_sizes["data"], times)
     return TrainingPlan(
         mesh=mesh_text(sizes),
         n_device=n_devices(sizes),
         rows=cfg.data.batch_size,
         memory=memory,
-        program=found,
+        program=costs,
         useful_flops=useful_flops(cfg),
         dtype=cfg.model.dtype,
         compiled_mesh=part.mesh if times > 1 else None,
-        assumed_turns=even_turns(part) if found.n_assumed else None,
+        assumed_turns=even_turns(part) if costs.n_assumed else None,
     )
 
 
 @functools.cache
-def _compiled(cfg: RunConfig) -> tuple[Memory, program.Program]:
+def _compile(cfg: RunConfig) -> tuple[DeviceMemory, program.Program]:
     """Compile and analyze the update. Cached, because one part may represent several meshes."""
     mesh = sharding.make_mesh(parse_mesh(cfg.mesh))
     family: ModelFamily = registry.get(cfg.family)
@@ -69,13 +68,13 @@ def _compiled(cfg: RunConfig) -> tuple[Memory, program.Program]:
     with jax.set_mesh(mesh):
         compiled = compile_for_reading(make_step(family, cfg, optimizer, mesh).lower(state, batch))
     turns = even_turns(cfg)
-    found = program.read(
+    costs = program.read(
         compiled.text,
         partitioned_hlo=compiled.partitioned_hlo,
-        trips=None if turns is None else _always(turns),
+        trips=None if turns is None else lambda _: turns,
         element=jnp.dtype(cfg.model.dtype).itemsize,
     )
-    memory = Memory(
+    memory = DeviceMemory(
         parameters=sharding.bytes_per_device((state.params, state.base)),
         optimizer=sharding.bytes_per_device(state.opt_state),
         average=sharding.bytes_per_device(state.ema),
@@ -85,10 +84,10 @@ def _compiled(cfg: RunConfig) -> tuple[Memory, program.Program]:
         temporary=compiled.temporary_bytes,
         results=compiled.output_bytes,
     )
-    return memory, found
+    return memory, costs
 
 
-def _foldable(cfg: RunConfig, max_devices: int) -> tuple[RunConfig, int]:
+def _shorten_data_axis(cfg: RunConfig, max_devices: int) -> tuple[RunConfig, int]:
     """Return the run with its data axis halved until it can be compiled, and the factor by which it is shorter."""
     sizes, times = parse_mesh(cfg.mesh), 1
     while n_devices(sizes) > max_devices and sizes["data"] % 4 == 0:
@@ -96,14 +95,6 @@ def _foldable(cfg: RunConfig, max_devices: int) -> tuple[RunConfig, int]:
         times *= 2
     data: Any = dataclasses.replace(cfg.data, batch_size=cfg.data.batch_size // times)
     return dataclasses.replace(cfg, mesh=mesh_text(sizes), data=data), times
-
-
-def _always(turns: float) -> program.Trips:
-    def trips(loop: Instruction) -> float:
-        del loop
-        return turns
-
-    return trips
 
 
 def even_turns(cfg: RunConfig) -> float | None:
@@ -126,8 +117,8 @@ def abstract_batch(cfg: RunConfig, family: ModelFamily, mesh: Mesh) -> Any:
 
     def array(dtype: Any, *rest: int) -> Any:
         shape = (rows, *rest)
-        place = sharding.named_sharding(shape, ("batch", *(None,) * len(rest)), mesh, family.rules)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+        by_rows = sharding.named_sharding(shape, ("batch", *(None,) * len(rest)), mesh, family.rules)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows)
 
     model = cfg.model
     if isinstance(model, PairModelConfig):
