@@ -14,16 +14,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.lax import dynamic_slice_in_dim as cut
-from jax.lax import dynamic_update_slice_in_dim as put
+from jax.lax import dynamic_slice_in_dim as slice_rows
+from jax.lax import dynamic_update_slice_in_dim as update_rows
 from jaxtyping import Array, Float, Int
 
 from linnet.nn.vq_attention import Queries
 
-LARGEST_CHUNK = 512
+MAX_CHUNK = 512
 
 
-class Cuts(NamedTuple):
+class Chunking(NamedTuple):
+    """Lengths in tokens."""
+
     chunk: int
     block_len: int
     window: int
@@ -42,10 +44,10 @@ class Saved(NamedTuple):
 
 
 def chunk_len(n_token: int, block_len: int) -> int:
-    """Return the largest multiple of the block length that divides T and is at most `LARGEST_CHUNK`."""
+    """Return the largest multiple of the block length that divides T and is at most `MAX_CHUNK`."""
     n_block, rest = divmod(n_token, block_len)
-    assert not rest, f"{n_token} tokens are no multiple of the block length {block_len}"
-    fits = [n for n in range(1, n_block + 1) if n_block % n == 0 and n * block_len <= LARGEST_CHUNK]
+    assert not rest, f"{n_token} tokens are not a multiple of the block length {block_len}"
+    fits = [n for n in range(1, n_block + 1) if n_block % n == 0 and n * block_len <= MAX_CHUNK]
     return max(fits, default=1) * block_len
 
 
@@ -58,8 +60,8 @@ def dense_attention(
     block_len: int,
 ) -> Float[Array, "B H T V"]:
     """Compute the same as `attention_dense` with `agg_cache` and `grad_thru_cache` and without `reset`, including gradients."""
-    cuts = Cuts(chunk_len(values.shape[2], block_len), block_len, distances.shape[1] - 1)
-    one_head = functools.partial(_attend, cuts)
+    chunking = Chunking(chunk_len(values.shape[2], block_len), block_len, distances.shape[1] - 1)
+    one_head = functools.partial(_attend, chunking)
     heads = jax.vmap(one_head)
     rows = jax.vmap(heads, in_axes=(0, 0, 0, 0, None))
     return rows(queries.content, queries.position, keys, values, distances)
@@ -67,40 +69,40 @@ def dense_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    cuts: Cuts,
+    chunking: Chunking,
     content: Float[Array, "T K"],
     position: Float[Array, "T K"],
     keys: Float[Array, "T K"],
     values: Float[Array, "T V"],
     distances: Float[Array, "R K"],
 ) -> Float[Array, "T V"]:
-    return _forward(cuts, content, position, keys, values, distances)[0]
+    return _forward(chunking, content, position, keys, values, distances)[0]
 
 
 def _forward(
-    cuts: Cuts,
+    chunking: Chunking,
     content: Float[Array, "T K"],
     position: Float[Array, "T K"],
     keys: Float[Array, "T K"],
     values: Float[Array, "T V"],
     distances: Float[Array, "R K"],
 ) -> tuple[Float[Array, "T V"], Saved]:
-    c, m = cuts.chunk, cuts.window
+    c, m = chunking.chunk, chunking.window
     all_keys, all_values = _pad_front(keys, m), _pad_front(values, m)
 
     def chunk_of_queries(i: Int[Array, ""]) -> tuple[Float[Array, "C V"], Float[Array, " C"]]:
-        q, q_position = cut(content, i * c, c), cut(position, i * c, c)
-        scores = _near_scores(cuts, i, q, q_position, cut(all_keys, i * c, c + m), distances)
+        q, q_position = slice_rows(content, i * c, c), slice_rows(position, i * c, c)
+        scores = _near_scores(chunking, i, q, q_position, slice_rows(all_keys, i * c, c + m), distances)
         top = jnp.max(scores, axis=-1)  # finite, because a query attends to its own position
         weight = jnp.exp(scores - top[:, None])
-        near = (top, jnp.sum(weight, axis=-1), _product(weight, cut(all_values, i * c, c + m)))
+        near = (top, jnp.sum(weight, axis=-1), _product(weight, slice_rows(all_values, i * c, c + m)))
 
         def chunk_of_keys(j: Int[Array, ""], seen: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, mixed = seen
-            scores = _far_scores(cuts, j, q, cut(all_keys, j * c, c))
+            scores = _far_scores(chunking, j, q, slice_rows(all_keys, j * c, c))
             new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
             weight, shrink = jnp.exp(scores - new_top[:, None]), jnp.exp(top - new_top)
-            mixed = mixed * shrink[:, None] + _product(weight, cut(all_values, j * c, c))
+            mixed = mixed * shrink[:, None] + _product(weight, slice_rows(all_values, j * c, c))
             return new_top, total * shrink + jnp.sum(weight, axis=-1), mixed
 
         top, total, mixed = jax.lax.fori_loop(0, i, chunk_of_keys, near)
@@ -111,35 +113,35 @@ def _forward(
     return out, Saved(content, position, keys, values, distances, out, log_sum)
 
 
-def _backward(cuts: Cuts, saved: Saved, d_out: Float[Array, "T V"]) -> tuple[Array, Array, Array, Array, Array]:
-    c, m = cuts.chunk, cuts.window
+def _backward(chunking: Chunking, saved: Saved, d_out: Float[Array, "T V"]) -> tuple[Array, Array, Array, Array, Array]:
+    c, m = chunking.chunk, chunking.window
     all_keys, all_values = _pad_front(saved.keys, m), _pad_front(saved.values, m)
     # A softmax's gradient is weight * (d_weight - sum of weight * d_weight), and that sum is out . d_out.
     mean = jnp.sum(saved.out.astype(jnp.float32) * d_out, axis=-1)
     row, column = jnp.arange(c)[:, None], jnp.arange(c + m)[None, :]
     # Keys older than their block's window get no gradient from the scores.
-    learns = column >= row // cuts.block_len * cuts.block_len
+    learns = column >= row // chunking.block_len * chunking.block_len
 
     def chunk_of_queries(
         grads: tuple[Array, Array, Array], i: Int[Array, ""]
     ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
         d_keys, d_values, d_distances = grads
-        q, q_position, d = (cut(x, i * c, c) for x in (saved.content, saved.position, d_out))
-        log_sum, chunk_mean = cut(saved.log_sum, i * c, c)[:, None], cut(mean, i * c, c)[:, None]
-        near_keys = cut(all_keys, i * c, c + m)
-        near = functools.partial(_near_scores, cuts, i)
+        q, q_position, d = (slice_rows(x, i * c, c) for x in (saved.content, saved.position, d_out))
+        log_sum, chunk_mean = slice_rows(saved.log_sum, i * c, c)[:, None], slice_rows(mean, i * c, c)[:, None]
+        near_keys = slice_rows(all_keys, i * c, c + m)
+        near = functools.partial(_near_scores, chunking, i)
         weight = jnp.exp(near(q, q_position, near_keys, saved.distances) - log_sum)
-        d_scores = weight * (_product(d, cut(all_values, i * c, c + m).T) - chunk_mean)
+        d_scores = weight * (_product(d, slice_rows(all_values, i * c, c + m).T) - chunk_mean)
         d_values = _add(d_values, i * c, _product(weight.T, d))
         d_keys = _add(d_keys, i * c, _product(jnp.where(learns, d_scores, 0.0).T, q))
-        by_place = functools.partial(_by_place, cuts)
-        d_position, more = jax.vjp(by_place, q_position, saved.distances)[1](d_scores)
+        position_scores = functools.partial(_position_scores, chunking)
+        d_position, more = jax.vjp(position_scores, q_position, saved.distances)[1](d_scores)
 
         def chunk_of_keys(j: Int[Array, ""], so_far: tuple[Array, Array]) -> tuple[Array, Array]:
             d_content, d_values = so_far
-            far_keys = cut(all_keys, j * c, c)
-            weight = jnp.exp(_far_scores(cuts, j, q, far_keys) - log_sum)
-            d_scores = weight * (_product(d, cut(all_values, j * c, c).T) - chunk_mean)
+            far_keys = slice_rows(all_keys, j * c, c)
+            weight = jnp.exp(_far_scores(chunking, j, q, far_keys) - log_sum)
+            d_scores = weight * (_product(d, slice_rows(all_values, j * c, c).T) - chunk_mean)
             return d_content + _product(d_scores, far_keys), _add(d_values, j * c, _product(weight.T, d))
 
         d_content, d_values = jax.lax.fori_loop(0, i, chunk_of_keys, (_product(d_scores, near_keys), d_values))
@@ -162,7 +164,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _near_scores(
-    cuts: Cuts,
+    chunking: Chunking,
     i: Int[Array, ""],
     q: Float[Array, "C K"],
     q_position: Float[Array, "C K"],
@@ -170,24 +172,26 @@ def _near_scores(
     distances: Float[Array, "R K"],
 ) -> Float[Array, "C W"]:
     """Scores of chunk i against its own keys and the M before it: column c is M - c keys before the chunk's first query."""
-    row, column = jnp.arange(cuts.chunk)[:, None], jnp.arange(cuts.chunk + cuts.window)[None, :]
-    seen = (column <= row + cuts.window) & (i * cuts.chunk + column >= cuts.window)
-    return jnp.where(seen, _product(q, keys.T) + _by_place(cuts, q_position, distances), -jnp.inf)
+    row, column = jnp.arange(chunking.chunk)[:, None], jnp.arange(chunking.chunk + chunking.window)[None, :]
+    seen = (column <= row + chunking.window) & (i * chunking.chunk + column >= chunking.window)
+    return jnp.where(seen, _product(q, keys.T) + _position_scores(chunking, q_position, distances), -jnp.inf)
 
 
-def _by_place(cuts: Cuts, q_position: Float[Array, "C K"], distances: Float[Array, "R K"]) -> Float[Array, "C W"]:
+def _position_scores(
+    chunking: Chunking, q_position: Float[Array, "C K"], distances: Float[Array, "R K"]
+) -> Float[Array, "C W"]:
     """Position term of the scores: row a has its M + 1 values at columns a to a + M, the farthest first, and zeros elsewhere."""
-    c, m = cuts.chunk, cuts.window
+    c, m = chunking.chunk, chunking.window
     by_distance = _product(q_position, distances[::-1].T)
     # Rows padded to one more than the target length and reshaped to it: each row is shifted by one relative to the row above.
     return jnp.pad(by_distance, ((0, 0), (0, c))).reshape(-1)[: c * (c + m)].reshape(c, c + m)
 
 
 def _far_scores(
-    cuts: Cuts, j: Int[Array, ""], q: Float[Array, "C K"], keys: Float[Array, "C K"]
+    chunking: Chunking, j: Int[Array, ""], q: Float[Array, "C K"], keys: Float[Array, "C K"]
 ) -> Float[Array, "C C"]:
     """Scores against chunk j of the padded keys, all older than the window; the padding is masked."""
-    real = j * cuts.chunk + jnp.arange(cuts.chunk) >= cuts.window
+    real = j * chunking.chunk + jnp.arange(chunking.chunk) >= chunking.window
     return jnp.where(real, _product(q, keys.T), -jnp.inf)
 
 
@@ -196,7 +200,7 @@ def _product(a: Float[Array, "I J"], b: Float[Array, "J E"]) -> Float[Array, "I 
 
 
 def _add(total: Float[Array, "T E"], start: Int[Array, ""], part: Float[Array, "C E"]) -> Float[Array, "T E"]:
-    return put(total, cut(total, start, part.shape[0]) + part, start, 0)
+    return update_rows(total, slice_rows(total, start, part.shape[0]) + part, start, 0)
 
 
 def _pad_front(x: Float[Array, "T E"], n: int) -> Float[Array, "T2 E"]:

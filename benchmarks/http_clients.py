@@ -17,7 +17,7 @@ from typing import Any
 
 from linnet.bench.load import vary_length
 
-ASK = (
+REQUEST = (
     "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
     "Content-Length: {length}\r\n\r\n{body}"
 )
@@ -27,13 +27,13 @@ MAX_START_SECONDS = 60.0
 class Clients:
     def __init__(self, port: int, server: int, n: int, answer: int) -> None:
         self._port, self._server, self._n, self._answer = port, server, n, answer
-        self.n_tokens = self.n_asked = self.n_answers = 0
+        self.n_tokens = self.n_requests = self.n_responses = 0
 
     async def measure(self, seconds: float) -> dict[str, Any]:
         """Run all clients in a loop. Counts the tokens received within the time, after a warm-up."""
         tasks = [asyncio.create_task(self._client(i)) for i in range(self._n)]
         try:
-            await asyncio.wait_for(self._flowing(tasks), MAX_START_SECONDS)
+            await asyncio.wait_for(self._wait_for_tokens(tasks), MAX_START_SECONDS)
             n, since, cpu, own = self.n_tokens, time.perf_counter(), cpu_seconds(self._server), time.process_time()
             done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -47,12 +47,12 @@ class Clients:
         return {
             "tokens_per_second": tokens / took,
             "tokens": tokens,
-            "answers": self.n_answers,
+            "answers": self.n_responses,
             "server_cpu_seconds": cpu,
             "client_cpu_seconds": own,
         }
 
-    async def _flowing(self, tasks: list[asyncio.Task[None]]) -> None:
+    async def _wait_for_tokens(self, tasks: list[asyncio.Task[None]]) -> None:
         """Wait until enough tokens were received that the initial prefill of waiting requests, which happens once, is done."""
         while self.n_tokens < 32 * self._n:
             await asyncio.sleep(0.005)
@@ -63,12 +63,12 @@ class Clients:
     async def _client(self, number: int) -> None:
         while True:
             await self._stream(number)
-            self.n_answers += 1
+            self.n_responses += 1
 
     async def _stream(self, number: int) -> None:
-        length = vary_length(self._answer, self.n_asked)
-        self.n_asked += 1
-        ask = {
+        length = vary_length(self._answer, self.n_requests)
+        self.n_requests += 1
+        request = {
             "prompt": f"client {number:4} asks:",
             "max_tokens": length,
             "ignore_eos": True,
@@ -76,10 +76,10 @@ class Clients:
             "seed": number,
             "return_token_ids": True,
         }
-        body = json.dumps(ask)
+        body = json.dumps(request)
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
-            writer.write(ASK.format(length=len(body), body=body).encode())
+            writer.write(REQUEST.format(length=len(body), body=body).encode())
             status = await reader.readline()
             if b" 200 " not in status:
                 raise RuntimeError(f"{status.decode()}{(await reader.read(2000)).decode(errors='replace')}")
@@ -92,7 +92,7 @@ class Clients:
                 elif line.startswith(b"data: [DONE]"):
                     break
             if got != length:
-                raise RuntimeError(f"an answer of {got} tokens in place of {length}")
+                raise RuntimeError(f"a response of {got} tokens instead of {length}")
         finally:
             writer.close()
 
@@ -115,9 +115,9 @@ def count_tokens(event: bytes) -> int:
 
 def main() -> None:
     for line in sys.stdin:
-        asked = json.loads(line)
-        clients = Clients(asked["port"], asked["server"], asked["clients"], asked["answer"])
-        print(json.dumps(asyncio.run(clients.measure(asked["seconds"]))), flush=True)
+        task = json.loads(line)
+        clients = Clients(task["port"], task["server"], task["clients"], task["answer"])
+        print(json.dumps(asyncio.run(clients.measure(task["seconds"]))), flush=True)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class Server:
 
     def first_token_seconds(self, prompt: Sequence[int]) -> float:
         """Return the time from sending a request to receiving the first token, on an open connection."""
-        ask = {
+        request = {
             "prompt": list(prompt),
             "max_tokens": 2,
             "ignore_eos": True,
@@ -36,18 +36,18 @@ class Server:
             "return_token_ids": True,
         }
         connection = self._connection()
-        body = json.dumps(ask)
+        body = json.dumps(request)
         connection.connect()
         began = time.perf_counter()
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        assert answer.status == 200, answer.read(2000)
+        response = connection.getresponse()
+        assert response.status == 200, response.read(2000)
         took = None
-        while line := answer.readline():
+        while line := response.readline():
             if took is None and line.startswith(b"data: {") and count_tokens(line[6:]):
                 took = time.perf_counter() - began
         connection.close()
-        assert took is not None, "a stream without a token"
+        assert took is not None, "the stream ended without a token"
         return took
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[bytes, float]:
@@ -59,12 +59,12 @@ class Server:
         connection.connect()
         began = time.perf_counter()
         connection.request(method, path, sent, headers)
-        answer = connection.getresponse()
-        got = answer.read()
+        response = connection.getresponse()
+        content = response.read()
         took = time.perf_counter() - began
         connection.close()
-        assert answer.status == 200, got[:2000]
-        return got, took
+        assert response.status == 200, content[:2000]
+        return content, took
 
     def is_ready(self) -> bool:
         connection = self._connection()
@@ -83,9 +83,9 @@ class Server:
 @contextmanager
 def serving(run: Path, cache: Path, *flags: str) -> Iterator[Server]:
     """Start a server with its compilation cache in `cache`. `ready_seconds` is the time from process start to the first `/ready`."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     command = [
         sys.executable,
         "-c",
@@ -105,7 +105,7 @@ def serving(run: Path, cache: Path, *flags: str) -> Iterator[Server]:
         try:
             while not server.is_ready():
                 if process.poll() is not None or time.perf_counter() - began > MAX_READY_SECONDS:
-                    raise RuntimeError(f"the server did not come up:\n{log.read_text()[-4000:]}")
+                    raise RuntimeError(f"the server did not become ready:\n{log.read_text()[-4000:]}")
                 time.sleep(POLL_SECONDS)
             server.ready_seconds = time.perf_counter() - began
             yield server

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Output, run_command
-from benchmarks.worker import measure_apart
+from benchmarks.worker import measure_in_subprocess
 from linnet.bench.measure import own_peak_bytes
 from linnet.bench.table import ResultTable
 from linnet.bench.targets import MOE_PRESET
@@ -45,7 +45,7 @@ def import_memory(cfg: RunConfig) -> dict[str, Any]:
         "largest_tensor_bytes": largest,
         "above_bytes": above,
         "limit_bytes": limit,
-        "tensors_held": above / largest,
+        "tensors_in_memory": above / largest,
         "seconds": took,
         "reached": above <= limit,
     }
@@ -72,12 +72,12 @@ def memory_table(result: dict[str, Any]) -> ResultTable:
         f"{result[name] / 1e6:,.0f}"
         for name in ("checkpoint_bytes", "largest_tensor_bytes", "above_bytes", "limit_bytes")
     ]
-    row = [*sizes, f"{result['tensors_held']:.2f}", "yes" if result["reached"] else "no"]
+    row = [*sizes, f"{result['tensors_in_memory']:.2f}", "yes" if result["reached"] else "no"]
     return ResultTable(result, columns, [row], ["The limit is one tensor and two read buffers."])
 
 
 def main(flags: Output) -> tuple[dict[str, Any], ResultTable]:
-    result = measure_apart("import", imported_config(), seconds=1.0)
+    result = measure_in_subprocess("import", imported_config(), seconds=1.0)
     return result, memory_table(result)
 
 

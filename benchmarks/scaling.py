@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Output, log, run_command
-from benchmarks.worker import measure_apart
-from linnet.bench.run import sized
+from benchmarks.worker import measure_in_subprocess
+from linnet.bench.run import preset_config, with_shape
 from linnet.bench.table import ResultTable
 from linnet.bench.targets import DENSE_RATIOS, GEMM_SIZE, MIN_SHARE, PRESET
-from linnet.config import presets
 from linnet.config.schema import RunConfig
 from linnet.core.errors import invalid
 from linnet.core.files import atomic_write
@@ -45,21 +44,21 @@ def run_scaling(
     includes the reason."""
     from benchmarks import dense_model
 
-    cfg = presets.get(preset) if isinstance(preset, str) else preset
+    cfg = preset_config(preset)
     if job not in ("train", "eval"):
         raise invalid("the job of scaling", job, "train or eval", "use train")
     if out.suffix != ".svg" or not out.parent.is_dir():
         raise invalid("--out", str(out), "an .svg file in a folder that exists", "use scaling.svg")
     dense_model.check(cfg.vq)
     cfg = _without_dropout(cfg)
-    configs = {length: sized(cfg, length, 1) for length in sorted(lengths or lengths_up_to())}
+    configs = {length: with_shape(cfg, length, 1) for length in sorted(lengths or lengths_up_to())}
     curves: dict[str, list[dict[str, Any]]] = {}
     stops: dict[str, str] = {}
     for kind, name, growth in (("linear", job, 1.0), ("dense", f"{job}-dense", 2.0)):
 
         def measure(length: int, kind: str = kind, name: str = name) -> dict[str, Any]:
             log(f"{kind} attention, {length:,} tokens")
-            return measure_apart(name, configs[length], seconds=seconds, long_once=True, gemm_size=gemm_size)
+            return measure_in_subprocess(name, configs[length], seconds=seconds, long_once=True, gemm_size=gemm_size)
 
         curves[kind], why = _curve(measure, list(configs), growth, time_limit)
         if why is not None:

@@ -21,13 +21,13 @@ import jax
 
 from benchmarks.command import Output, log, run_command
 from benchmarks.http_server import Server, serving
-from benchmarks.worker import measure_apart
+from benchmarks.worker import measure_in_subprocess
 from linnet.bench import jobs
 from linnet.bench.load import ANSWER, N_SLOTS, random_prompt
-from linnet.bench.measure import Gemm, timed
+from linnet.bench.measure import Gemm, time_call
 from linnet.bench.paired import TURNS, Rate, interleave, raw_rate
-from linnet.bench.run import check_seconds, sized
-from linnet.bench.serve import Row, at_least, at_most, in_ms, serve_table, serving_config, summarise
+from linnet.bench.run import check_seconds, with_shape
+from linnet.bench.serve import Row, at_least, at_most, format_ms, serve_table, serving_config, summarise
 from linnet.bench.table import ResultTable
 from linnet.bench.targets import PRESET
 from linnet.config.schema import RunConfig
@@ -64,7 +64,7 @@ def over_http(
             }
             if _fits(cfg, SHARED_PROMPT + OWN_PROMPT):
                 figures |= prefix_hits(server, n)
-    return {**figures, **gemm.figures()}
+    return {**figures, **gemm.stats()}
 
 
 def _fits(cfg: RunConfig, n: int) -> bool:
@@ -77,17 +77,17 @@ def first_tokens(server: Server, cfg: RunConfig, params: Any, buffers: Any, n: i
     prompt in this process while the server is idle."""
     decoder, model = cast(Any, registry.tokens(cfg.family).decoder), cast(Any, cfg.model)
     length = PROMPT if _fits(cfg, PROMPT) else cast(int, model.context) // 2
-    held = decoder.cast_weights(params)
+    weights = decoder.cast_weights(params)
 
     def read(prompt: tuple[int, ...]) -> None:
-        jax.block_until_ready(decoder.prefill(held, buffers, [model.end_id, *prompt[:-1]], model))
+        jax.block_until_ready(decoder.prefill(weights, buffers, [model.end_id, *prompt[:-1]], model))
 
     read(random_prompt(length, 1))
     server.first_token_seconds(random_prompt(length, 2))
     times: list[tuple[float, float]] = []
     for i in range(n):
         prompt = random_prompt(length, 1000 + i)
-        times.append((server.first_token_seconds(prompt), timed(lambda prompt=prompt: read(prompt)).seconds))
+        times.append((server.first_token_seconds(prompt), time_call(lambda prompt=prompt: read(prompt)).seconds))
     return {
         "prompt": length,
         "first_token_seconds": statistics.median(first for first, _ in times),
@@ -114,8 +114,8 @@ def prefix_hits(server: Server, n: int) -> dict[str, Any]:
 def sessions(server: Server, n: int) -> dict[str, Any]:
     """Measure saving a session to bytes on the client, and restoring it."""
     session = json.loads(server.call("POST", "/v1/sessions", {})[0])["id"]
-    ask = {"session": session, "prompt": list(random_prompt(64, 3)), "max_tokens": 8, "ignore_eos": True}
-    server.call("POST", "/v1/completions", ask)
+    request = {"session": session, "prompt": list(random_prompt(64, 3)), "max_tokens": 8, "ignore_eos": True}
+    server.call("POST", "/v1/completions", request)
     saved, restored, data = [], [], b""
     for _ in range(n):
         data, took = server.call("GET", f"/v1/sessions/{session}/state")
@@ -132,7 +132,7 @@ def sessions(server: Server, n: int) -> dict[str, Any]:
 
 def streams(server: Server, cfg: RunConfig, clients: int, answer: int, seconds: float, gemm: Gemm) -> dict[str, Any]:
     """Return the token rate of all clients relative to the `decode` job in this process. CPU time is that of the server."""
-    raw = jobs.decode(sized(cfg, cfg.tokens.sequence_len, N_SLOTS))
+    raw = jobs.decode(with_shape(cfg, cfg.tokens.sequence_len, N_SLOTS))
     raw.compile()
     raw.run()
     client_cpu: list[float] = []
@@ -189,7 +189,7 @@ def rows(r: dict[str, Any]) -> list[Row]:
         f"{r['http_tokens_per_second']:,.0f} tokens / s; by the server's CPU time {r['http_share_of_raw_cpu']:.1%}; "
         f"the clients took {r['client_cpu_ms_per_token']:.3f} CPU-ms per token of the same cores"
     )
-    first = f"first token {in_ms(r['first_token_seconds'])}, the prefill alone {in_ms(r['prefill_seconds'])}"
+    first = f"first token {format_ms(r['first_token_seconds'])}, the prefill alone {format_ms(r['prefill_seconds'])}"
     size, cold = f"{r['session_bytes'] / 1e6:.2f} MB", f"cold {r['cold_ready_seconds']:.1f} s"
     streaming = f"HTTP with {r['clients']} streaming clients, relative to raw decoding"
     compared = [
@@ -206,7 +206,7 @@ def rows(r: dict[str, Any]) -> list[Row]:
         at_most("restore a session", r["restore_seconds"], "ms", MAX_SESSION, size),
     ]
     if "prefix_hit_share" in r:
-        details = f"{in_ms(r['prefix_hit_seconds'])}, cold {in_ms(r['prefix_cold_seconds'])}"
+        details = f"{format_ms(r['prefix_hit_seconds'])}, cold {format_ms(r['prefix_cold_seconds'])}"
         metric = f"first token with a prefix hit of {r['prefix']:,} tokens, relative to cold"
         compared.append(at_most(metric, r["prefix_hit_share"], "share", 0.1, details))
     return compared
@@ -224,7 +224,7 @@ def main(flags: Flags) -> tuple[dict[str, Any], ResultTable]:
     check_seconds(flags.seconds)
     cfg = serving_config(flags.preset)
     log("a server with random weights; this takes a few minutes")
-    measured = measure_apart("serve-http", cfg, seconds=flags.seconds)
+    measured = measure_in_subprocess("serve-http", cfg, seconds=flags.seconds)
     result = summarise(cfg.preset, {"serve-http": measured}, rows(measured))
     return result, serve_table(result)
 

@@ -9,9 +9,9 @@ from linnet.bench import run, worker
 from linnet.config.schema import RunConfig
 
 
-def measure_apart(job: str, cfg: RunConfig, **options: Any) -> dict[str, Any]:
+def measure_in_subprocess(job: str, cfg: RunConfig, **options: Any) -> dict[str, Any]:
     """Measure in a separate process that knows the jobs of this folder."""
-    return run.measure_apart(job, cfg, module="benchmarks.worker", folder=Path(__file__).parents[1], **options)
+    return run.measure_in_subprocess(job, cfg, module="benchmarks.worker", folder=Path(__file__).parents[1], **options)
 
 
 def run_job(task: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def test_preset_is_measured_on_the_embedded_corpus_at_its_own_size() -> None:
 
 
 class Script:
-    """Stands for `timed`: runs what it is given, remembers the order, and tells scripted times."""
+    """Stands for `time_call`: runs what it is given, remembers the order, and tells scripted times."""
 
     def __init__(self, run_seconds: list[float]) -> None:
         self.run_seconds, self.order = list(run_seconds), []
@@ -96,7 +96,7 @@ class TestMeasure:
         self, monkeypatch: pytest.MonkeyPatch, times: list[float], **options: Any
     ) -> tuple[dict[str, Any], list[str]]:
         script = Script(times)
-        monkeypatch.setattr(measure, "timed", script)
+        monkeypatch.setattr(measure, "time_call", script)
         return measure.measure(script.job(), gemm_size=100, **options), script.order
 
     def test_medians_after_a_warm_up_with_the_matrix_product_in_between(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_comparing_cores_measures_again_on_one(monkeypatch: pytest.MonkeyPatch) 
         asked.append(cores)
         return result(cores=cores or 2, tokens_per_second=1000.0 if cores == 1 else 1800.0)
 
-    monkeypatch.setattr(run, "measure_apart", fake)
+    monkeypatch.setattr(run, "measure_in_subprocess", fake)
     monkeypatch.setattr(run, "cores_usable", lambda: 2)
     got = run.run_bench("train", compare_cores=True)
     assert asked == [None, 1]
@@ -223,7 +223,7 @@ def test_complete_table(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
         return result(job=job, sequence_len=cfg.tokens.sequence_len, batch=cfg.data.batch_size)
 
-    monkeypatch.setattr(run, "measure_apart", fake)
+    monkeypatch.setattr(run, "measure_in_subprocess", fake)
     rows = run.run_table()
     assert [(r["job"], r["sequence_len"], r["batch"]) for r in rows] == [
         ("train", 2048, 2),

@@ -33,7 +33,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, int, int]])
         rate = {512: 1024.0, 64: 640.0}[length]
         return result(job=job, preset=cfg.preset, sequence_len=length, batch=batch, tokens_per_cpu_second=rate)
 
-    monkeypatch.setattr(moe, "measure_apart", fake)
+    monkeypatch.setattr(moe, "measure_in_subprocess", fake)
     return moe.run_moe()
 
 
@@ -77,7 +77,7 @@ def test_decoding_stays_within_the_context() -> None:
     assert run.job_config("prefill", "bench-moe", None, None).tokens.sequence_len == 1024
     with pytest.raises(UserError, match=r"--sequence-len is 1000.*at most 960.*and 64 are written.*use 960"):
         run.job_config("decode", "bench-moe", 1000, None)
-    job = jobs.decode(run.sized(TINY, 32, 2), "int8")
+    job = jobs.decode(run.with_shape(TINY, 32, 2), "int8")
     job.compile()
     for _ in range(3):
         job.run()

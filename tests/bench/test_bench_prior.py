@@ -37,7 +37,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[str, int, int]
         rates = {"tokens_per_cpu_second": 8.0, "gemm_gflops_per_cpu_second": 85.0}
         return result(job=job, preset=cfg.preset, sequence_len=length, batch=batch, **rates)
 
-    monkeypatch.setattr(prior, "measure_apart", fake)
+    monkeypatch.setattr(prior, "measure_in_subprocess", fake)
     return asked, prior.run_prior()
 
 
@@ -100,7 +100,7 @@ def test_sample_costs_its_text_once_and_every_step_again() -> None:
 
 @pytest.mark.trial
 def test_job_is_measured_in_a_process_of_its_own() -> None:
-    got = run.measure_apart("prior-ddim-4", TINY, seconds=0.1, gemm_size=64)
+    got = run.measure_in_subprocess("prior-ddim-4", TINY, seconds=0.1, gemm_size=64)
     assert (got["sequence_len"], got["batch"], got["steps"]) == (3, 2, 3)  # the reference's DDIM takes one step less
     assert got["tokens_per_cpu_second"] > 0
 

@@ -11,7 +11,7 @@ from bench_results import TINY, result
 
 from linnet.bench import paired, serve, serve_jobs, table
 from linnet.bench.measure import Gemm, Span
-from linnet.bench.run import sized
+from linnet.bench.run import with_shape
 from linnet.config.schema import RunConfig
 from linnet.core.errors import UserError
 
@@ -86,7 +86,7 @@ class TestRequests:
             asked.append((job, cfg.tokens.sequence_len))
             return figures()[job]
 
-        monkeypatch.setattr(serve, "measure_apart", fake)
+        monkeypatch.setattr(serve, "measure_in_subprocess", fake)
         said: list[str] = []
         got = serve.run_serve("moe-cpu", log=said.append)
         assert asked == [("serve-engine", 256)]
@@ -121,12 +121,12 @@ class TestInterleaving:
     def test_rate_covers_the_interval_between_reports(self) -> None:
         first = paired.SamplePoint(tokens=100, seconds=1.0, cpu_seconds=2.0)
         last = paired.SamplePoint(tokens=400, seconds=3.0, cpu_seconds=5.0)
-        assert paired.between(first, last) == paired.rate(300, Span(2.0, 3.0))
-        assert paired.between(first, last).tokens_per_second == 150.0
+        assert paired.rate_between(first, last) == paired.rate(300, Span(2.0, 3.0))
+        assert paired.rate_between(first, last).tokens_per_second == 150.0
 
 
 def test_gaps_are_each_streams_own_and_an_open_one_counts() -> None:
-    assert serve_jobs.gaps([[0.0, 1.0, 2.0, 4.0, 9.0], [1.5, 3.5]], 1.5, 5.0) == [1.0, 2.0, 1.0, 2.0, 1.5]
+    assert serve_jobs.delivery_gaps([[0.0, 1.0, 2.0, 4.0, 9.0], [1.5, 3.5]], 1.5, 5.0) == [1.0, 2.0, 1.0, 2.0, 1.5]
 
 
 class TestInProcess:
@@ -134,19 +134,19 @@ class TestInProcess:
 
     @pytest.mark.trial
     def test_engine_beside_raw_decoding(self) -> None:
-        got = serve_jobs.throughput(sized(TINY, 16, 1), seconds=0.6, gemm_size=32)
+        got = serve_jobs.throughput(with_shape(TINY, 16, 1), seconds=0.6, gemm_size=32)
         assert got["tokens_per_second"] > 0
         assert 0 < got["share_of_raw"] < 2
         assert 0 < got["share_of_raw_cpu"] < 2
 
     @pytest.mark.slow
     def test_other_requests_run_during_a_long_prefill(self) -> None:
-        got = serve_jobs.pause(sized(TINY, 16, 1), seconds=0.5, gemm_size=32, prompt=1024)
+        got = serve_jobs.pause(with_shape(TINY, 16, 1), seconds=0.5, gemm_size=32, prompt=1024)
         assert got["longest_seconds"] >= got["p95_seconds"] > 0
         assert got["pause_seconds"] <= got["longest_seconds"]
         assert got["admission_seconds"] > got["chunk_seconds"] > 0
 
     def test_long_context_keeps_the_state_of_a_short_one(self) -> None:
-        got = serve_jobs.context(sized(TINY, 16, 1), seconds=0.2, gemm_size=32, lengths=(64, 16))
+        got = serve_jobs.context(with_shape(TINY, 16, 1), seconds=0.2, gemm_size=32, lengths=(64, 16))
         assert got["state_bytes"] == got["near_state_bytes"] > 0
         assert got["share_of_near_cpu"] > 0

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import dense_attention as dense
 from benchmarks import dense_model
-from benchmarks.dense_attention import LARGEST_CHUNK, chunk_len, dense_attention
+from benchmarks.dense_attention import MAX_CHUNK, chunk_len, dense_attention
 from linnet.core import params as weights
 from linnet.core import rng
 from linnet.core.errors import UserError
@@ -39,7 +39,7 @@ def close(got: object, expected: object, limit: float = 1e-5) -> None:
 def test_equals_the_oracle_in_value_and_gradient(
     n_token: int, block_len: int, window: int, n_head: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense, "LARGEST_CHUNK", 16)  # several chunks of several blocks in few tokens
+    monkeypatch.setattr(dense, "MAX_CHUNK", 16)  # several chunks of several blocks in few tokens
     keys = jax.random.split(jax.random.key(n_token), 6)
     shape = (2, n_head, n_token)
     content, position, k = (jax.random.normal(key, (*shape, 4)) for key in keys[:3])
@@ -65,7 +65,7 @@ def test_equals_the_oracle_in_value_and_gradient(
 
 
 def test_chunk_is_whole_blocks_and_divides_the_sequence() -> None:
-    assert chunk_len(8192, 128) == LARGEST_CHUNK
+    assert chunk_len(8192, 128) == MAX_CHUNK
     assert chunk_len(3 * 128, 128) == 3 * 128
     assert chunk_len(5 * 128, 128) == 128
     assert chunk_len(4096, 1024) == 1024  # a block is never cut

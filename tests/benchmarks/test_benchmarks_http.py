@@ -18,7 +18,7 @@ from benchmarks.http_clients import Clients, cpu_seconds
 from benchmarks.http_server import Server
 from linnet.bench import serve, table
 from linnet.bench.load import vary_length
-from linnet.bench.run import sized
+from linnet.bench.run import with_shape
 
 MEASURED = {
     "clients": 64, "http_tokens_per_second": 1300.0, "http_share_of_raw": 0.78, "http_share_of_raw_cpu": 0.85,
@@ -75,7 +75,7 @@ class TestOverHttp:
             clients = Clients(self.server(address).port, os.getpid(), 3, 20)
             got = asyncio.run(clients.measure(0.3))
         assert got["answers"] > 0
-        lengths = [vary_length(20, i) for i in range(clients.n_asked)]
+        lengths = [vary_length(20, i) for i in range(clients.n_requests)]
         assert sum(sorted(lengths)[: got["answers"]]) <= clients.n_tokens <= sum(lengths)
         assert 0 < got["tokens"] <= clients.n_tokens
         assert got["server_cpu_seconds"] > 0
@@ -100,7 +100,7 @@ class TestOverHttp:
 
 @pytest.mark.trial
 def test_real_server_from_cold_start_to_streams() -> None:
-    got = serve_http.over_http(sized(TINY, 16, 1), seconds=1.0, gemm_size=32, clients=4, answer=16)
+    got = serve_http.over_http(with_shape(TINY, 16, 1), seconds=1.0, gemm_size=32, clients=4, answer=16)
     assert got["ready_seconds"] > 0
     assert got["http_share_of_raw"] > 0
     assert got["prefix_hit_seconds"] > 0

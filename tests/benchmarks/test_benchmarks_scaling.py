@@ -46,7 +46,7 @@ class TestScaling:
                 job=job, sequence_len=n, tokens_per_cpu_second=rate, tokens_per_second=rate, seconds_per_run=n / rate
             )
 
-        monkeypatch.setattr(scaling, "measure_apart", fake)
+        monkeypatch.setattr(scaling, "measure_in_subprocess", fake)
         return scaling.run_scaling("bench-s", [8192, 2048, 4096, 16384], out=out, **options)
 
     def test_only_measured_points_and_the_reason_for_missing_ones(

@@ -111,7 +111,9 @@ def test_meshes_worth_compiling_are_those_whose_state_fits() -> None:
 
 
 def made(mesh: str, total: float, sent: float, n_device: int = 4) -> TrainingPlan:
-    memory = DeviceMemory(**dict.fromkeys((f.name for f in dataclasses.fields(DeviceMemory)), 0) | {"parameters": int(total)})
+    memory = DeviceMemory(
+        **dict.fromkeys((f.name for f in dataclasses.fields(DeviceMemory)), 0) | {"parameters": int(total)}
+    )
     reduced = Collective(kind="all-gather", n_bytes=sent, group=tuple(range(n_device)))
     program = Program(flops=1e12, product_bytes=1e9, collectives={reduced: 1.0}, n_assumed=0)
     return TrainingPlan(

@@ -41,6 +41,6 @@ def text_of(renderable: Any) -> str:
 
 
 def tiny_task(job: str) -> dict[str, Any]:
-    settings = json.loads(json.dumps(to_json(run.sized(TINY, 16, 2))))
+    settings = json.loads(json.dumps(to_json(run.with_shape(TINY, 16, 2))))
     settings.pop("version")
     return {"job": job, "config": settings, "seconds": 0.01, "cores": None, "long_once": True, "gemm_size": 32}

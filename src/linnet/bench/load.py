@@ -24,7 +24,7 @@ ANSWER = 256
 
 
 @contextmanager
-def engine_of(cfg: RunConfig, params: Any, buffers: Any, n_slots: int) -> Iterator[Engine]:
+def running_engine(cfg: RunConfig, params: Any, buffers: Any, n_slots: int) -> Iterator[Engine]:
     config = EngineConfig(n_slots=n_slots, prefix_bytes=0)
     engine = Engine(registry.tokens(cfg.family), cfg.model, params, buffers, BytesTokenizer(), config)
     engine.backend.warm_up()
@@ -46,7 +46,7 @@ def vary_length(answer: int, number: int) -> int:
     return answer // 2 + 37 * number % answer + 1
 
 
-def ask(engine: Engine, prompt: tuple[int, ...], n_tokens: int, on_event: OnEvent) -> str:
+def submit_request(engine: Engine, prompt: tuple[int, ...], n_tokens: int, on_event: OnEvent) -> str:
     """Submit a request that ends only by its length."""
     id = f"bench-{next(_numbers)}"
     engine.submit(Request(id=id, prompt=prompt, sampling=Sampling(max_tokens=n_tokens, ignore_eos=True)), on_event)
@@ -62,14 +62,14 @@ class Load:
 
     def __init__(self, engine: Engine, answer: int = ANSWER) -> None:
         self._engine, self._answer = engine, answer
-        self._under_way: set[str] = set()
-        self._ended: queue.Queue[None] = queue.Queue()
+        self._running: set[str] = set()
+        self._finished: queue.Queue[None] = queue.Queue()
 
     def start(self) -> None:
         """Submit the requests and wait until every slot is busy."""
         n_slots = self._engine.config.n_slots
         for _ in range(2 * n_slots):
-            self._ask()
+            self._submit()
         until = time.perf_counter() + 60.0
         while self._engine.stats()["running"] < n_slots and time.perf_counter() < until:
             self.feed(0.005)
@@ -78,29 +78,29 @@ class Load:
         until = time.perf_counter() + seconds
         while (left := until - time.perf_counter()) > 0:
             try:
-                self._ended.get(timeout=left)
+                self._finished.get(timeout=left)
             except queue.Empty:
                 return
-            self._ask()
+            self._submit()
 
     def stop(self) -> None:
         """Cancel all requests and wait until the engine is idle."""
-        for id in list(self._under_way):
+        for id in list(self._running):
             self._engine.cancel(id)
-        while self._under_way:
+        while self._running:
             time.sleep(0.001)
-        while not self._ended.empty():
-            self._ended.get()
+        while not self._finished.empty():
+            self._finished.get()
 
-    def _ask(self) -> None:
+    def _submit(self) -> None:
         number = next(_numbers)
         id = f"load-{number}"
 
         def on_event(event: Event) -> None:
             if isinstance(event, Finished):
-                self._under_way.discard(id)
-                self._ended.put(None)
+                self._running.discard(id)
+                self._finished.put(None)
 
-        self._under_way.add(id)
+        self._running.add(id)
         sampling = Sampling(max_tokens=vary_length(self._answer, number), ignore_eos=True, seed=number)
         self._engine.submit(Request(id=id, prompt=random_prompt(16, number), sampling=sampling), on_event)

@@ -47,7 +47,7 @@ class TooLarge(Exception):
     """The compiled program needs more memory than is available."""
 
 
-def timed(run: Callable[[], Any]) -> Span:
+def time_call(run: Callable[[], Any]) -> Span:
     cpu, wall = time.process_time(), time.perf_counter()
     run()
     return Span(time.perf_counter() - wall, time.process_time() - cpu)
@@ -64,9 +64,9 @@ class Gemm:
         self._product(self._matrix).block_until_ready()
 
     def measure(self) -> None:
-        self._spans.append(timed(lambda: self._product(self._matrix).block_until_ready()))
+        self._spans.append(time_call(lambda: self._product(self._matrix).block_until_ready()))
 
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         wall = statistics.median(span.seconds for span in self._spans)
         cpu = statistics.median(max(span.cpu_seconds, 1e-9) for span in self._spans)
         return {
@@ -79,10 +79,10 @@ def measure(job: Benchmark, *, seconds: float, long_once: bool = False, gemm_siz
     """Return all metrics of a benchmark. With `long_once`, a job that takes longer than `seconds` is run only once."""
     gemm = Gemm(gemm_size)
     compiled: list[Any] = []
-    compile_span = timed(lambda: compiled.append(job.compile()))
-    _refuse_too_large(compiled[0])
+    compile_span = time_call(lambda: compiled.append(job.compile()))
+    _check_memory(compiled[0])
     gemm.measure()
-    warm_up = timed(job.run)
+    warm_up = time_call(job.run)
     gemm.measure()
     spans = [warm_up]
     if not long_once or warm_up.seconds < seconds:
@@ -92,7 +92,7 @@ def measure(job: Benchmark, *, seconds: float, long_once: bool = False, gemm_siz
         _median_rate(job.tokens, [getattr(s, unit) for s in spans]) for unit in ("seconds", "cpu_seconds")
     )
     cpu_rates = [job.tokens / span.cpu_seconds for span in spans]
-    figures = gemm.figures()
+    figures = gemm.stats()
     return {
         "tokens_per_second": rate,
         "tokens_per_cpu_second": cpu_rate,
@@ -119,7 +119,7 @@ def _repeat(run: Callable[[], None], times: int, seconds: float, gemm: Gemm) -> 
     spans: list[Span] = []
     spent = 0.0
     while len(spans) < MIN_REPETITIONS or spent < seconds:
-        span = timed(several)
+        span = time_call(several)
         gemm.measure()
         spent += span.seconds
         spans.append(Span(span.seconds / times, span.cpu_seconds / times))
@@ -130,7 +130,7 @@ def _median_rate(tokens: int, seconds: list[float]) -> float:
     return tokens / statistics.median(max(s, 1e-9) for s in seconds)
 
 
-def _refuse_too_large(compiled: Any) -> None:
+def _check_memory(compiled: Any) -> None:
     """Raise if XLA's memory analysis exceeds the limit, instead of being killed by the system."""
     memory, limit = compiled and compiled.memory_analysis(), memory_bytes()
     if memory is None or limit is None:
@@ -146,5 +146,5 @@ def own_peak_bytes() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return peak_rss_bytes()
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
-    return found[0] if found else peak_rss_bytes()
+    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    return peaks[0] if peaks else peak_rss_bytes()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from linnet.bench.run import check_seconds, measure_apart, sized
+from linnet.bench.run import check_seconds, measure_in_subprocess, measured_where, preset_config, with_shape
 from linnet.bench.table import ResultTable, throughput_table
 from linnet.bench.targets import GEMM_SIZE, MOE_PRESET, compare
-from linnet.config import presets
 from linnet.config.schema import RunConfig
 from linnet.core.dtypes import WeightDtype
 from linnet.core.errors import invalid
@@ -26,7 +25,7 @@ def run_moe(
     gemm_size: int = GEMM_SIZE,
     log: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    cfg = presets.get(preset) if isinstance(preset, str) else preset
+    cfg = preset_config(preset)
     check_seconds(seconds)
     if "grok-hf" not in cfg.model.EXPORT_FORMATS:
         raise invalid("PRESET", cfg.preset, "a preset of the family moe", f"use {MOE_PRESET}")
@@ -36,7 +35,7 @@ def run_moe(
     def measure(job: str, length: int, batch: int, weights: WeightDtype) -> dict[str, Any]:
         log(f"{job}, {length:,} tokens, batch {batch}, {weights} weights")
         name = job if weights == "float32" else f"{job}-{weights}"
-        result = measure_apart(name, sized(cfg, length, batch), seconds=seconds, gemm_size=gemm_size)
+        result = measure_in_subprocess(name, with_shape(cfg, length, batch), seconds=seconds, gemm_size=gemm_size)
         result |= {"job": job, "weights": weights}
         rows.append(result | compare(result))
         return result
@@ -48,8 +47,7 @@ def run_moe(
         short = measure("prefill", prompt // SHORT_PARTS, 1, weights)
         rows[-1]["over_its_part"] = _cpu_seconds(short) / (_cpu_seconds(long) / SHORT_PARTS)
     measure("train", cfg.tokens.update_len, cfg.data.batch_size, "float32")
-    where = {name: rows[-1][name] for name in ("date", "commit", "machine", "cores")}
-    return {"job": "moe", "preset": cfg.preset, "rows": rows, **where}
+    return {"job": "moe", "preset": cfg.preset, "rows": rows, **measured_where(rows[-1])}
 
 
 def _cpu_seconds(result: dict[str, Any]) -> float:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from linnet.bench.measure import Benchmark, Gemm, Span, timed
+from linnet.bench.measure import Benchmark, Gemm, Span, time_call
 
 TURNS = 3
 QUIET_SECONDS, MAX_WAIT_SECONDS = 0.003, 0.5
@@ -46,7 +46,7 @@ def rate(tokens: float, span: Span) -> Rate:
     )
 
 
-def between(first: SamplePoint, last: SamplePoint) -> Rate:
+def rate_between(first: SamplePoint, last: SamplePoint) -> Rate:
     span = Span(last.seconds - first.seconds, last.cpu_seconds - first.cpu_seconds)
     return rate(last.tokens - first.tokens, span)
 
@@ -62,7 +62,7 @@ def raw_rate(job: Benchmark, seconds: float) -> Rate:
             job.run()
             n += 1
 
-    span = timed(several)
+    span = time_call(several)
     return rate(n * job.tokens, span)
 
 

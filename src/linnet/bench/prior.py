@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from linnet.bench.run import check_seconds, measure_apart
+from linnet.bench.run import check_seconds, measure_in_subprocess, measured_where, preset_config
 from linnet.bench.table import SCALED, ResultTable
 from linnet.bench.targets import GEMM_SIZE, PRIOR_PRESET, compare
-from linnet.config import presets
 from linnet.config.schema import PairsConfig, RunConfig
 from linnet.core.errors import invalid
 
@@ -33,21 +32,20 @@ def run_prior(
     log: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     check_seconds(seconds)
-    cfg = presets.get(preset) if isinstance(preset, str) else preset
+    cfg = preset_config(preset)
     if cfg.reads_tokens:
         raise invalid("PRESET", cfg.preset, "a preset of the family prior", f"use {PRIOR_PRESET}")
     rows: list[dict[str, Any]] = []
     for job, text_len, batch in (*SHAPES, *GROWTH):
         log(f"{job}, {text_len} encodings, batch {batch}")
-        shape = _shaped(cfg, text_len, batch)
-        result = measure_apart(f"prior-{job}", shape, seconds=seconds, gemm_size=gemm_size)
+        shape = _with_shape(cfg, text_len, batch)
+        result = measure_in_subprocess(f"prior-{job}", shape, seconds=seconds, gemm_size=gemm_size)
         result |= {"job": job}
         rows.append(result | compare(result))
-    where = {name: rows[0][name] for name in ("date", "commit", "machine", "cores")}
-    return {"job": "prior", "preset": cfg.preset, "rows": rows, **where}
+    return {"job": "prior", "preset": cfg.preset, "rows": rows, **measured_where(rows[0])}
 
 
-def _shaped(cfg: RunConfig, text_len: int, batch: int) -> RunConfig:
+def _with_shape(cfg: RunConfig, text_len: int, batch: int) -> RunConfig:
     model = dataclasses.replace(cfg.prior, text_encodings=text_len > 0, max_text_len=text_len)
     data, train = PairsConfig(batch_size=batch), dataclasses.replace(cfg.train, accumulate=1)
     return dataclasses.replace(cfg, model=model, data=data, train=train)

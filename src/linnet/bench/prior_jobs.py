@@ -59,25 +59,25 @@ def _sample(cfg: RunConfig, solver: Solver, steps: int) -> Benchmark:
     before."""
     model, batch = cfg.prior, pairs(cfg)
     params = sampling.prepare(fresh_weights(cfg)[0], model)
-    plan = make_solver(model, steps, solver)
+    table = make_solver(model, steps, solver)
     n = cfg.data.batch_size
-    how, keys = sampling.stack_solvers([plan] * n, [1.0] * n), jax.random.split(rng.root(cfg.seed), n)
-    given = (params, batch.text_embed, batch.encodings, how, keys)
-    whole: Callable[..., Any] | None = None
+    rows, keys = sampling.stack_solvers([table] * n, [1.0] * n), jax.random.split(rng.root(cfg.seed), n)
+    given = (params, batch.text_embed, batch.encodings, rows, keys)
+    program: Callable[..., Any] | None = None
 
     def compile_() -> Any:
-        nonlocal whole
-        whole = sampling.run.lower(*given, cfg=model, guided=False, n_step=len(plan)).compile()
-        return whole
+        nonlocal program
+        program = sampling.run.lower(*given, cfg=model, guided=False, n_step=len(table)).compile()
+        return program
 
     def run() -> None:
-        assert whole is not None
-        jax.block_until_ready(whole(*given))
+        assert program is not None
+        jax.block_until_ready(program(*given))
 
     n_text = model.max_text_len + model.n_text_token
     read = flops_of(model, n_text, n_past=0, n_last=0)
-    flops = read + len(plan) * flops_of(model, model.n_new_token, n_past=n_text, n_last=1)
-    return Benchmark(tokens=n, flops_per_token=flops, compile=compile_, run=run, extra=lambda _: {"steps": len(plan)})
+    flops = read + len(table) * flops_of(model, model.n_new_token, n_past=n_text, n_last=1)
+    return Benchmark(tokens=n, flops_per_token=flops, compile=compile_, run=run, extra=lambda _: {"steps": len(table)})
 
 
 def pairs(cfg: RunConfig) -> PairBatch:

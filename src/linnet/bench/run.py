@@ -41,15 +41,13 @@ def run_bench(
     cfg = job_config(job, preset, sequence_len, batch)
     _check_time_and_cores(seconds, cores)
     if compare_cores and (cores or cores_usable()) < 2:
-        raise invalid(
-            "--compare-cores", cores or cores_usable(), "asked for with two cores or more", "leave --cores out"
-        )
-    result = measure_apart(job, cfg, seconds=seconds, cores=cores, gemm_size=gemm_size)
+        raise invalid("--compare-cores", cores or cores_usable(), "used with two cores or more", "leave --cores out")
+    result = measure_in_subprocess(job, cfg, seconds=seconds, cores=cores, gemm_size=gemm_size)
     if "stopped" in result:
         raise UserError(f"{job} cannot be measured: {result['stopped']}. Fix: a smaller --sequence-len or --batch.")
     result |= compare(result)
     if compare_cores:
-        alone = measure_apart(job, cfg, seconds=seconds, cores=1, gemm_size=gemm_size)
+        alone = measure_in_subprocess(job, cfg, seconds=seconds, cores=1, gemm_size=gemm_size)
         result["one_core_tokens_per_second"] = alone["tokens_per_second"]
         result["speedup_over_one_core"] = result["tokens_per_second"] / alone["tokens_per_second"]
     return result
@@ -75,11 +73,20 @@ def run_table(*, seconds: float = 10.0, log: Callable[[str], None] = lambda _: N
     return results
 
 
+def preset_config(preset: str | RunConfig) -> RunConfig:
+    return presets.get(preset) if isinstance(preset, str) else preset
+
+
+def measured_where(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the date, commit and machine of a result, for a summary of several results."""
+    return {name: result[name] for name in ("date", "commit", "machine", "cores")}
+
+
 def job_config(job: str, preset: str | RunConfig, sequence_len: int | None, batch: int | None) -> RunConfig:
     """Return the preset with the requested length and batch size on the embedded corpus, or raise if they are invalid."""
     if job not in JOBS:
         raise invalid("the job", job, f"one of {', '.join(JOBS)}", "choose one of them")
-    cfg = presets.get(preset) if isinstance(preset, str) else preset
+    cfg = preset_config(preset)
     serving, room = job in ("prefill", "decode"), cfg.lm.context
     if room is not None and job == "decode":
         room -= TICKS
@@ -89,10 +96,10 @@ def job_config(job: str, preset: str | RunConfig, sequence_len: int | None, batc
     if room is not None and length > room:
         needs = f"at most {room}: model.context is {cfg.lm.context}{f', and {TICKS} are written' * (job == 'decode')}"
         raise invalid("--sequence-len", length, needs, f"use {room}")
-    return sized(cfg, length, size if batch is None else batch)
+    return with_shape(cfg, length, size if batch is None else batch)
 
 
-def sized(cfg: RunConfig, length: int, batch: int) -> RunConfig:
+def with_shape(cfg: RunConfig, length: int, batch: int) -> RunConfig:
     block = cfg.lm.update_multiple
     if batch < 1:
         raise invalid("--batch", batch, "at least 1", "use 1")
@@ -120,7 +127,7 @@ def _check_time_and_cores(seconds: float, cores: int | None) -> None:
         )
 
 
-def measure_apart(
+def measure_in_subprocess(
     job: str,
     cfg: RunConfig,
     *,

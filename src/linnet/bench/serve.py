@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from linnet.bench.run import CONTEXT, check_seconds, measure_apart, sized
+from linnet.bench.run import CONTEXT, check_seconds, measure_in_subprocess, measured_where, preset_config, with_shape
 from linnet.bench.table import ResultTable
 from linnet.bench.targets import GEMM_SIZE, PRESET
-from linnet.config import presets
 from linnet.config.schema import RunConfig
 from linnet.core.errors import invalid
 from linnet.core.special_tokens import N_BYTE_IDS
@@ -59,23 +58,22 @@ def run_serve(
             log(f"{description}: skipped, because model.context is {cfg.lm.context}")
             continue
         log(description)
-        results[job] = measure_apart(job, cfg, seconds=seconds, gemm_size=gemm_size)
+        results[job] = measure_in_subprocess(job, cfg, seconds=seconds, gemm_size=gemm_size)
     return summarise(cfg.preset, results, rows(results))
 
 
 def serving_config(preset: str | RunConfig) -> RunConfig:
     """Return the preset with the context and batch size of the serving benchmarks. It must read bytes."""
-    cfg = presets.get(preset) if isinstance(preset, str) else preset
+    cfg = preset_config(preset)
     if cfg.lm.n_vocab != N_BYTE_IDS:
         needs = f"a preset that reads bytes ({N_BYTE_IDS} ids): fresh weights come without a tokenizer"
         raise invalid("PRESET", f"{cfg.preset} ({cfg.lm.n_vocab} ids)", needs, f"use {PRESET}")
     room = cfg.lm.context
-    return sized(cfg, CONTEXT if room is None else min(CONTEXT, room // 2), 1)
+    return with_shape(cfg, CONTEXT if room is None else min(CONTEXT, room // 2), 1)
 
 
 def summarise(preset: str, results: dict[str, dict[str, Any]], rows: Sequence[Row]) -> dict[str, Any]:
-    latest = list(results.values())[-1]
-    where = {name: latest[name] for name in ("date", "commit", "machine", "cores")}
+    where = measured_where(list(results.values())[-1])
     gemm = {job: one["gemm_gflops_per_cpu_second"] for job, one in results.items()}
     compared = [{**dataclasses.asdict(row), "reached": row.reached} for row in rows]
     return {"job": "serve", "preset": preset, "rows": compared, "gemm": gemm, "figures": results, **where}
@@ -93,10 +91,10 @@ def _engine(r: dict[str, Any]) -> list[Row]:
 
 def _pause(r: dict[str, Any]) -> list[Row]:
     longest = (
-        f"longest gap {in_ms(r['longest_seconds'])} (undisturbed: median {in_ms(r['idle_median_seconds'])}, longest "
-        f"{in_ms(r['idle_longest_seconds'])}); one chunk takes {in_ms(r['chunk_seconds'])}"
+        f"longest gap {format_ms(r['longest_seconds'])} (undisturbed: median {format_ms(r['idle_median_seconds'])}, longest "
+        f"{format_ms(r['idle_longest_seconds'])}); one chunk takes {format_ms(r['chunk_seconds'])}"
     )
-    p95 = f"{in_ms(r['p95_seconds'])}, undisturbed {in_ms(r['idle_p95_seconds'])}; prefill in {r['admission_seconds']:.1f} s"
+    p95 = f"{format_ms(r['p95_seconds'])}, undisturbed {format_ms(r['idle_p95_seconds'])}; prefill in {r['admission_seconds']:.1f} s"
     during = f"during a prefill of {r['prompt']:,} tokens"
     return [
         at_most(f"increase of other streams' longest gap {during}", r["pause_in_chunks"], "chunks", 2.0, longest),
@@ -122,7 +120,7 @@ def at_most(metric: str, value: float, unit: Unit, target: float, details: str) 
     return Row(metric=metric, value=value, unit=unit, target=target, at_least=False, details=details)
 
 
-def in_ms(seconds: float) -> str:
+def format_ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms"
 
 
@@ -137,11 +135,11 @@ COLUMNS = ("metric", "measured", "target", "reached", "details")
 
 def _cells(row: dict[str, Any]) -> list[str]:
     bound = "at least" if row["at_least"] else "at most"
-    value, target = (in_unit(row[name], row["unit"]) for name in ("value", "target"))
+    value, target = (format_value(row[name], row["unit"]) for name in ("value", "target"))
     return [row["metric"], value, f"{bound} {target}", "yes" if row["reached"] else "no", row["details"]]
 
 
-def in_unit(value: float, unit: Unit) -> str:
+def format_value(value: float, unit: Unit) -> str:
     match unit:
         case "share":
             return f"{value:.1%}"
@@ -150,6 +148,6 @@ def in_unit(value: float, unit: Unit) -> str:
         case "chunks":
             return f"{value:.2f} chunks"
         case "ms":
-            return in_ms(value)
+            return format_ms(value)
         case "s":
             return f"{value:.1f} s"

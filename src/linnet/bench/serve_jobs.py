@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from linnet.bench import jobs
-from linnet.bench.load import N_SLOTS, Load, ask, engine_of, random_prompt
-from linnet.bench.measure import Gemm, timed
-from linnet.bench.paired import TURNS, Rate, between, interleave, raw_rate, sample_point
-from linnet.bench.run import sized
+from linnet.bench.load import N_SLOTS, Load, random_prompt, running_engine, submit_request
+from linnet.bench.measure import Gemm, time_call
+from linnet.bench.paired import TURNS, Rate, interleave, rate_between, raw_rate, sample_point
+from linnet.bench.run import with_shape
 from linnet.config.schema import RunConfig
 from linnet.serve.engine import Engine
 from linnet.serve.request import Event, Finished, TokensEvent
@@ -29,12 +29,12 @@ FOREVER = 2**30
 
 def throughput(cfg: RunConfig, *, seconds: float, gemm_size: int) -> dict[str, Any]:
     """Measure the engine with all slots busy, relative to the `decode` job with the same batch size."""
-    gemm, cfg = Gemm(gemm_size), sized(cfg, cfg.tokens.sequence_len, N_SLOTS)
+    gemm, cfg = Gemm(gemm_size), with_shape(cfg, cfg.tokens.sequence_len, N_SLOTS)
     raw = jobs.decode(cfg)
     raw.compile()
     raw.run()
     params, buffers = jobs.fresh_weights(cfg)
-    with engine_of(cfg, params, buffers, N_SLOTS) as engine:
+    with running_engine(cfg, params, buffers, N_SLOTS) as engine:
         load = Load(engine)
 
         def served(seconds: float) -> Rate:
@@ -44,7 +44,7 @@ def throughput(cfg: RunConfig, *, seconds: float, gemm_size: int) -> dict[str, A
             load.feed(seconds)
             last = sample_point(lambda: engine.stats()["tokens_total"])
             load.stop()
-            return between(first, last)
+            return rate_between(first, last)
 
         served(0.1)  # warm-up
         own, share = interleave(served, lambda s: raw_rate(raw, s), each=seconds / 2, n=2 * TURNS, gemm=gemm)
@@ -53,7 +53,7 @@ def throughput(cfg: RunConfig, *, seconds: float, gemm_size: int) -> dict[str, A
         "tokens_per_cpu_second": own.tokens_per_cpu_second,
         "share_of_raw": share.tokens_per_second,
         "share_of_raw_cpu": share.tokens_per_cpu_second,
-        **gemm.figures(),
+        **gemm.stats(),
     }
 
 
@@ -63,19 +63,24 @@ def pause(cfg: RunConfig, *, seconds: float, gemm_size: int, prompt: int = LONG_
     gemm = Gemm(gemm_size)
     gemm.measure()
     params, buffers = jobs.fresh_weights(cfg)
-    with engine_of(cfg, params, buffers, N_SLOTS) as engine:
+    with running_engine(cfg, params, buffers, N_SLOTS) as engine:
         chunk = _chunk_seconds(engine)
         deliveries: list[list[float]] = [[] for _ in range(STREAMS)]
 
-        def heard(times: list[float]) -> Callable[[Event], None]:
+        def record_times(times: list[float]) -> Callable[[Event], None]:
             return lambda event: times.append(time.perf_counter()) if isinstance(event, TokensEvent) else None
 
-        ids = [ask(engine, random_prompt(16, i), FOREVER, heard(times)) for i, times in enumerate(deliveries)]
+        ids = [
+            submit_request(engine, random_prompt(16, i), FOREVER, record_times(times))
+            for i, times in enumerate(deliveries)
+        ]
         while min(map(len, deliveries)) < 5:
             time.sleep(0.01)
         ended: queue.Queue[Event] = queue.Queue()
         admitted_from = time.perf_counter()
-        ask(engine, random_prompt(prompt, STREAMS), 1, lambda e: ended.put(e) if isinstance(e, Finished) else None)
+        submit_request(
+            engine, random_prompt(prompt, STREAMS), 1, lambda e: ended.put(e) if isinstance(e, Finished) else None
+        )
         end = ended.get(timeout=600.0)
         admitted_to = time.perf_counter()
         time.sleep(max(seconds, 0.5, admitted_to - admitted_from))
@@ -84,7 +89,10 @@ def pause(cfg: RunConfig, *, seconds: float, gemm_size: int, prompt: int = LONG_
             engine.cancel(id)
     assert isinstance(end, Finished)
     assert end.reason == "length", end
-    idle, others = gaps(deliveries, admitted_to, idle_to), gaps(deliveries, admitted_from, admitted_to)
+    idle, others = (
+        delivery_gaps(deliveries, admitted_to, idle_to),
+        delivery_gaps(deliveries, admitted_from, admitted_to),
+    )
     added = max(0.0, max(others) - max(idle))
     return {
         "prompt": prompt,
@@ -98,24 +106,24 @@ def pause(cfg: RunConfig, *, seconds: float, gemm_size: int, prompt: int = LONG_
         "pause_seconds": added,
         "pause_in_chunks": added / chunk,
         "p95_over_idle": float(np.percentile(others, 95) / np.percentile(idle, 95)),
-        **gemm.figures(),
+        **gemm.stats(),
     }
 
 
-def gaps(deliveries: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
+def delivery_gaps(deliveries: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
     """Return the gaps between consecutive deliveries of each stream that end in this interval, including those open at its end."""
-    found: list[float] = []
+    gaps: list[float] = []
     for times in deliveries:
-        reached = [t for t in times if t < end]
-        found += [b - a for a, b in zip(reached, [*reached[1:], end], strict=True) if b > start]
-    return found
+        earlier = [t for t in times if t < end]
+        gaps += [b - a for a, b in zip(earlier, [*earlier[1:], end], strict=True) if b > start]
+    return gaps
 
 
 def _chunk_seconds(engine: Engine) -> float:
     """Return the time to prefill one full chunk on an idle engine."""
     backend, tokens = engine.backend, list(random_prompt(engine.backend.chunk_len, 0))
     memory = jax.block_until_ready(backend.prefill_chunk(backend.empty_memory(), tokens))
-    spans = [timed(lambda: jax.block_until_ready(backend.prefill_chunk(memory, tokens))) for _ in range(9)]
+    spans = [time_call(lambda: jax.block_until_ready(backend.prefill_chunk(memory, tokens))) for _ in range(9)]
     return statistics.median(span.seconds for span in spans)
 
 
@@ -124,7 +132,7 @@ def context(
 ) -> dict[str, Any]:
     """Measure decoding after a long context, relative to decoding after a short one."""
     gemm = Gemm(gemm_size)
-    far, near = (jobs.decode(sized(cfg, length, 1)) for length in lengths)
+    far, near = (jobs.decode(with_shape(cfg, length, 1)) for length in lengths)
     for job in (far, near):
         job.compile()
         job.run()
@@ -137,7 +145,7 @@ def context(
         "share_of_near_cpu": share.tokens_per_cpu_second,
         "state_bytes": far.extra(1.0)["state_bytes"],
         "near_state_bytes": near.extra(1.0)["state_bytes"],
-        **gemm.figures(),
+        **gemm.stats(),
     }
 
 

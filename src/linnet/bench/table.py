@@ -130,14 +130,14 @@ def _machine(result: dict[str, Any]) -> str:
     machine = result["machine"] or {}
     commit, changes = (result["commit"] or "no checkout").partition("+")[::2]
     memory = machine.get("memory_bytes")
-    words = [
+    parts = [
         f"commit {commit[:12]}{' with changes' if changes else ''}",
         machine.get("cpu") or "unknown processor",
         f"{_cores(machine.get('cores_usable'))} usable",
         f"{memory / 2**30:.0f} GiB" if memory else "",
         f"jax {machine.get('versions', {}).get('jax')}",
     ]
-    return ", ".join(word for word in words if word)
+    return ", ".join(part for part in parts if part)
 
 
 def _weights(result: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ REFERENCE_GEMM = 85.0
 """GFLOP per CPU-second of the machine for which the targets are given."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Target:
     job: str
     sequence_len: int | None
@@ -31,44 +31,31 @@ class Target:
     peak_rss_bytes: float | None = None
 
 
+# fmt: off
 TARGETS = (
-    Target(
-        job="train",
-        sequence_len=2048,
-        batch=2,
-        reference=820,
-        tokens_per_cpu_second=1400,
-        compile_cpu_seconds=20,
-        peak_rss_bytes=1.0e9,
-    ),
-    Target(
-        job="train",
-        sequence_len=8192,
-        batch=1,
-        reference=769,
-        tokens_per_cpu_second=1400,
-        compile_cpu_seconds=20,
-        peak_rss_bytes=1.5e9,
-    ),
-    Target(job="eval", sequence_len=2048, batch=None, reference=4080, tokens_per_cpu_second=6000),
-    Target(job="decode", sequence_len=None, batch=1, reference=299, tokens_per_cpu_second=1000),
-    Target(job="decode", sequence_len=None, batch=8, reference=432, tokens_per_cpu_second=1300),
+    #      job       length  batch  reference  target  compile CPU-s, peak bytes
+    Target("train",  2048,   2,     820,       1400,   20, 1.0e9),
+    Target("train",  8192,   1,     769,       1400,   20, 1.5e9),
+    Target("eval",   2048,   None,  4080,      6000),
+    Target("decode", None,   1,     299,       1000),
+    Target("decode", None,   8,     432,       1300),
 )
 MOE_TARGETS = (
-    Target(job="decode", sequence_len=None, batch=1, reference=4.0, tokens_per_cpu_second=40),
-    Target(job="decode", sequence_len=None, batch=8, reference=25, tokens_per_cpu_second=150),
-    Target(job="prefill", sequence_len=512, batch=1, reference=93, tokens_per_cpu_second=900),
+    Target("decode",  None, 1, 4.0,     40),
+    Target("decode",  None, 8, 25,      150),
+    Target("prefill", 512,  1, 93,      900),
     # A short prompt should have the rate of the row above. The reference pads 64 tokens to 1,024, which takes 11 CPU-seconds.
-    Target(job="prefill", sequence_len=64, batch=1, reference=64 / 11, tokens_per_cpu_second=900),
+    Target("prefill", 64,   1, 64 / 11, 900),
 )
 PRIOR_TARGETS = (
-    Target(job="train", sequence_len=0, batch=64, reference=105, tokens_per_cpu_second=130),
-    Target(job="train", sequence_len=77, batch=16, reference=6.4, tokens_per_cpu_second=9),
-    Target(job="ddim-64", sequence_len=0, batch=64, reference=5.4, tokens_per_cpu_second=7),
+    Target("train",   0,  64, 105,  130),
+    Target("train",   77, 16, 6.4,  9),
+    Target("ddim-64", 0,  64, 5.4,  7),
     # The reference has no such solver; this is its rate with DDIM in 64 steps.
-    Target(job="dpm-16", sequence_len=0, batch=64, reference=5.4, tokens_per_cpu_second=25),
-    Target(job="ddim-64", sequence_len=77, batch=16, reference=0.27, tokens_per_cpu_second=4),
+    Target("dpm-16",  0,  64, 5.4,  25),
+    Target("ddim-64", 77, 16, 0.27, 4),
 )
+# fmt: on
 CORES_SPEEDUP = 1.7
 """Target speed-up of training on two cores over one."""
 DENSE_RATIOS = {8192: 3.0, 32768: 12.0}
@@ -77,12 +64,12 @@ MIN_SHARE = 0.9
 """Target ratio of the rates at sequence lengths 65,536 and 2,048."""
 
 
-_OF_PRESET = {PRESET: TARGETS, MOE_PRESET: MOE_TARGETS, PRIOR_PRESET: PRIOR_TARGETS}
+_BY_PRESET = {PRESET: TARGETS, MOE_PRESET: MOE_TARGETS, PRIOR_PRESET: PRIOR_TARGETS}
 
 
 def compare(result: dict[str, Any]) -> dict[str, Any]:
     """Compare a result with its target. Returns an empty dict if there is no target of its shape."""
-    target = find(result)
+    target = find_target(result)
     if target is None:
         return {}
     scaled = target.tokens_per_cpu_second * result["gemm_gflops_per_cpu_second"] / REFERENCE_GEMM
@@ -102,12 +89,12 @@ def compare(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def find(result: dict[str, Any]) -> Target | None:
-    fits = (
+def find_target(result: dict[str, Any]) -> Target | None:
+    matches = (
         t
-        for t in _OF_PRESET.get(result["preset"], ())
+        for t in _BY_PRESET.get(result["preset"], ())
         if t.job == result["job"]
         and t.sequence_len in (None, result["sequence_len"])
         and t.batch in (None, result["batch"])
     )
-    return next(fits, None)
+    return next(matches, None)
