@@ -64,8 +64,8 @@ def verified(m: GrokModel, values: dict[str, np.ndarray], **added: float) -> Ver
         value = np.array(value)
         value[0, 0, 0] += errors.get(name, 0.0) * np.abs(value).max() * np.sign(value[0, 0, 0])
         arrays[f"bf16/{name}"] = value
-    np.savez(m.path, **arrays)
-    return verify_file(m.path.parent)
+    np.savez(m.golden.path, **arrays)
+    return verify_file(m.golden.path.parent)
 
 
 def failed(result: Verification) -> list[str]:

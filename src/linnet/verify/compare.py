@@ -87,6 +87,10 @@ def compare(name: str, got: Any, expected: np.ndarray, tolerance: float, scale: 
     return Check(name, error, error <= tolerance, _where(difference) if error > tolerance else "")
 
 
+def add_note(check: Check, note: str) -> Check:
+    return dataclasses.replace(check, note="; ".join(filter(None, (check.note, note))))
+
+
 def _where(difference: np.ndarray) -> str:
     if difference.ndim == 0:
         return ""

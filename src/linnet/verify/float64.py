@@ -32,9 +32,9 @@ def evaluate_in_float64(function: Callable[..., Any], *args: Any) -> Any:
     """Evaluate `function(*args)` with every float32 value as float64; returns numpy arrays."""
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     with jax.enable_x64(True):
-        leaves = [_widened(jnp.asarray(leaf)) for leaf in jax.tree.leaves(args)]
+        leaves = [_to_float64(jnp.asarray(leaf)) for leaf in jax.tree.leaves(args)]
         run = jax.jit(lambda consts, leaves: _evaluate(program.jaxpr, consts, leaves))
-        values = run([_widened(jnp.asarray(const)) for const in program.consts], leaves)
+        values = run([_to_float64(jnp.asarray(const)) for const in program.consts], leaves)
         values = [np.asarray(value) for value in values]
     return jax.tree.unflatten(jax.tree.structure(shapes), values)
 
@@ -46,11 +46,11 @@ def _evaluate(program: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> lis
         if not isinstance(atom, Literal):
             return known[atom]
         shape: Any = atom.aval
-        return _widened(jnp.asarray(atom.val, shape.dtype))
+        return _to_float64(jnp.asarray(atom.val, shape.dtype))
 
     for equation in program.eqns:
         values = _apply(equation, [read(atom) for atom in equation.invars])
-        known.update(zip(equation.outvars, map(_widened, values), strict=True))
+        known.update(zip(equation.outvars, map(_to_float64, values), strict=True))
     return [read(atom) for atom in program.outvars]
 
 
@@ -70,13 +70,13 @@ def _apply(equation: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         settings["new_dtype"] = np.dtype(np.float64)
     if settings.get("preferred_element_type") == jnp.float32:
         settings["preferred_element_type"] = np.dtype(np.float64)
-    found = equation.primitive.bind(*values, **settings)
-    return found if equation.primitive.multiple_results else [found]
+    result = equation.primitive.bind(*values, **settings)
+    return result if equation.primitive.multiple_results else [result]
 
 
 def _inner(program: Any, values: Sequence[Any]) -> list[Any]:
     if isinstance(program, ClosedJaxpr):
-        return _evaluate(program.jaxpr, [_widened(jnp.asarray(const)) for const in program.consts], values)
+        return _evaluate(program.jaxpr, [_to_float64(jnp.asarray(const)) for const in program.consts], values)
     return _evaluate(program, [], values)
 
 
@@ -85,12 +85,12 @@ def _scan(settings: dict[str, Any], values: list[Any]) -> list[Any]:
     consts, carry, xs = values[:n_const], values[n_const : n_const + n_carry], values[n_const + n_carry :]
 
     def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        found = _inner(settings["jaxpr"], [*consts, *carry, *x])
-        return found[:n_carry], found[n_carry:]
+        results = _inner(settings["jaxpr"], [*consts, *carry, *x])
+        return results[:n_carry], results[n_carry:]
 
     carry, ys = jax.lax.scan(body, carry, xs, length=settings["length"], reverse=settings["reverse"])
     return [*carry, *ys]
 
 
-def _widened(value: Any) -> Any:
+def _to_float64(value: Any) -> Any:
     return value.astype(jnp.float64) if value.dtype == jnp.float32 else value

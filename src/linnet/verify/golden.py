@@ -15,6 +15,7 @@ from linnet.core.errors import UserError, invalid
 from linnet.core.files import parse_json
 
 GOLDENS = Path(__file__).parent / "goldens"
+Arrays = dict[str, np.ndarray]
 
 
 def installed_goldens() -> tuple[Path, ...]:
@@ -26,7 +27,7 @@ def installed_goldens() -> tuple[Path, ...]:
 class Golden:
     path: Path
     meta: dict[str, Any]
-    arrays: dict[str, np.ndarray]
+    arrays: Arrays
 
     @property
     def kind(self) -> str:
@@ -39,7 +40,9 @@ class Golden:
 
     def setting(self, name: str) -> Any:
         if name not in self.settings:
-            raise UserError(f"{self.path}: its config does not say {name!r}, which a {self.kind} file needs.")
+            raise UserError(
+                f"{self.path}: its config has no {name!r}, which a {self.kind} file needs. Fix: write it again."
+            )
         return self.settings[name]
 
     def get(self, name: str) -> np.ndarray:
@@ -48,18 +51,18 @@ class Golden:
         return self.arrays[name]
 
     @cached_property
-    def params(self) -> dict[str, np.ndarray]:
+    def params(self) -> Arrays:
         return self.below("params/")
 
     @cached_property
-    def inputs(self) -> dict[str, np.ndarray]:
+    def inputs(self) -> Arrays:
         return self.below("in/")
 
     @cached_property
-    def outputs(self) -> dict[str, np.ndarray]:
+    def outputs(self) -> Arrays:
         return self.below("out/")
 
-    def below(self, prefix: str) -> dict[str, np.ndarray]:
+    def below(self, prefix: str) -> Arrays:
         """Return the arrays under a prefix, without it."""
         return {name.removeprefix(prefix): x for name, x in self.arrays.items() if name.startswith(prefix)}
 
@@ -77,13 +80,15 @@ def read_golden(path: Path, family: str, kinds: Collection[str]) -> Golden:
     arrays = read_npz(path)
     meta = _read_meta(arrays, path)
     if meta.get("family") != family:
-        raise invalid(f"{path}: family", meta.get("family"), family, "name a file of that family")
+        raise invalid(f"{path}: family", meta.get("family"), family, "pass a file of that family")
     if meta.get("kind") not in kinds:
-        raise invalid(f"{path}: kind", meta.get("kind"), f"one of {', '.join(kinds)}", "name a file of such a kind")
+        raise invalid(
+            f"{path}: kind", meta.get("kind"), f"one of {', '.join(kinds)}", "pass a file of one of these kinds"
+        )
     return Golden(path=path, meta=meta, arrays=arrays)
 
 
-def _read_meta(arrays: dict[str, np.ndarray], path: Path) -> dict[str, Any]:
+def _read_meta(arrays: Arrays, path: Path) -> dict[str, Any]:
     """Remove and return `meta` from the arrays: a JSON object with the reference's `config`."""
     if "meta" not in arrays:
         raise UserError(

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from linnet.verify.compare import Check, Skipped, Verification, compare
+from linnet.verify.compare import Check, Skipped, Verification, add_note, compare
 
 UNKNOWN = "not an output that Linnet knows"
+RANDOM = "depends on the reference's random stream"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -32,13 +33,30 @@ class Recomputed:
     in_float64: Callable[[], dict[str, Any]] | None = None
     """Evaluates values whose float32 rounding may exceed the tolerance in float64; called only if one does."""
 
+    def compare(self, name: str, got: Any, want: np.ndarray, tolerance: float, note: str = "") -> None:
+        """Compare a value that has a tolerance of its own."""
+        self.checks.append(add_note(compare(name, got, want, tolerance), note))
+
 
 def verification(
-    recomputed: Recomputed, outputs: Mapping[str, np.ndarray], *, file: str, kind: str, tolerance: float
+    recomputed: Recomputed,
+    outputs: Mapping[str, np.ndarray] | None = None,
+    *,
+    file: str,
+    kind: str,
+    tolerance: float,
 ) -> Verification:
-    """Compare the values with the file's outputs, and list the outputs that were not checked."""
+    """Compare the values with the file's outputs, and list the outputs that were not checked.
+
+    Without `outputs`, everything was compared while recomputing, and the skipped names are listed.
+    """
     r = recomputed
-    outputs = {name: value for name, value in outputs.items() if name not in r.inputs}
+    unchecked = list(r.skipped)
+    if outputs is None:
+        outputs = {}
+    else:
+        outputs = {name: value for name, value in outputs.items() if name not in r.inputs}
+        unchecked = [name for name in outputs if name not in r.values]
     checks: list[Check] = []
     for name, want in {**outputs, **r.expected}.items():
         if name in r.values:
@@ -48,7 +66,7 @@ def verification(
         kind=kind,
         tolerance=tolerance,
         checks=(*_confirm_in_float64(checks, r, outputs, tolerance), *r.checks),
-        not_checked=tuple(Skipped(name, r.skipped.get(name, UNKNOWN)) for name in outputs if name not in r.values),
+        not_checked=tuple(Skipped(name, r.skipped.get(name, UNKNOWN)) for name in unchecked),
         notes=tuple(r.notes),
     )
 
@@ -93,5 +111,8 @@ def _confirm_in_float64(
 
 def _from_exact(check: Check, mine: Any, theirs: np.ndarray, exact: np.ndarray, tolerance: float) -> Check:
     file, own = (compare(check.name, value, exact, tolerance) for value in (theirs, mine))
-    note = f"float32 of both rounds: {check.error:.2e} apart; from float64 the file {file.error:.2e}, Linnet {own.error:.2e}"
+    note = (
+        f"both round in float32 and differ by {check.error:.2e}; relative to float64 the file is off by {file.error:.2e}, Linnet by "
+        f"{own.error:.2e}"
+    )
     return Check(check.name, max(file.error, own.error), file.passed and own.passed, note)

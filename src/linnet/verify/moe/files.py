@@ -15,7 +15,7 @@ from linnet.convert.grok.checkpoint import find_folder, read_checkpoint
 from linnet.convert.grok.leaves import Tensor, TensorPair, Tensors
 from linnet.convert.grok.settings import FILE as SETTINGS
 from linnet.convert.grok.settings import grok_config
-from linnet.convert.npz import list_npz
+from linnet.convert.npz import list_npz, read_npz
 from linnet.core import files
 from linnet.core.errors import UserError
 from linnet.core.params import is_spec
@@ -23,6 +23,7 @@ from linnet.core.pytree import named_leaves
 from linnet.core.quant import Quantized, Weight
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import MoEParams, param_specs
+from linnet.verify.golden import Golden
 
 Layout = Literal["forward", "units", "runner", "order"]
 FORWARD, UNITS = "forward.npz", "units.npz"
@@ -45,12 +46,12 @@ def grok_layout(path: Path) -> tuple[Layout, Path] | None:
 
 
 def _json_layout(path: Path) -> tuple[Layout, Path]:
-    found = read_json(path)
-    if isinstance(found, dict) and isinstance(found.get("runs"), list):
+    content = read_json(path)
+    if isinstance(content, dict) and isinstance(content.get("runs"), list):
         return "runner", path
-    if isinstance(found, list) and found and all(isinstance(row, list) and len(row) == 5 for row in found):
+    if isinstance(content, list) and content and all(isinstance(row, list) and len(row) == 5 for row in content):
         return "order", path
-    if isinstance(found, dict) and "ffn_size" in found and (path.parent / UNITS).is_file():
+    if isinstance(content, dict) and "ffn_size" in content and (path.parent / UNITS).is_file():
         return "units", path.parent / UNITS
     raise UserError(
         f"{path} is not a reference file: it has neither a runner's token streams ('runs') nor a list of tensors. "
@@ -72,8 +73,13 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} cannot be read as JSON ({error}). Fix: copy it again.") from None
 
 
-def model_of(path: Path) -> tuple[MoEConfig, Tensors]:
-    """Return the model in the folder of a reference file: config.json and ckpt-0."""
+def read_grok_golden(path: Path, layout: Layout) -> Golden:
+    """Read the arrays of a file. They have no meta: the model, if any, is beside the file."""
+    return Golden(path=path, meta={"kind": f"grok {layout}"}, arrays=read_npz(path))
+
+
+def read_model(path: Path) -> tuple[MoEConfig, Tensors]:
+    """Read the model in the folder of a reference file: config.json and ckpt-0."""
     settings, folder = path.parent / SETTINGS, find_folder(path.parent)
     if not settings.is_file() or folder is None:
         raise UserError(f"{path} needs its model beside it: {SETTINGS} and ckpt-0. Fix: keep them in one folder.")
@@ -81,10 +87,11 @@ def model_of(path: Path) -> tuple[MoEConfig, Tensors]:
     return cfg, read_checkpoint(folder, cfg)
 
 
-def model_for_runner(path: Path) -> Path:
-    """Return the folder of the model that a runner's streams came from.
+def find_runner_model(path: Path) -> Path:
+    """Find the folder of the model that a runner's streams came from.
 
-    It is beside the file and has the same sizes; if there are several, the one that the file names (`model`), or is named after.
+    It is beside the file and has the same sizes. Of several, it is the one that the file names (`model`) or whose name is part of the
+    file's name.
     """
     sizes = set(param_shapes(grok_config(path)).items())
     folders = [
@@ -94,16 +101,16 @@ def model_for_runner(path: Path) -> Path:
         and find_folder(folder) is not None
         and set(param_shapes(grok_config(folder / SETTINGS)).items()) == sizes
     ]
-    own = read_json(path).get("model")
-    named = [folder for folder in folders if folder.name == own]
+    stated = read_json(path).get("model")
+    named = [folder for folder in folders if folder.name == stated]
     named = named or [folder for folder in folders if _letters(folder.name) in _letters(path.stem)]
-    found = named or folders
-    if len(found) != 1:
-        what = "no model of its sizes" if not found else f"{len(found)} models of its sizes"
+    candidates = named or folders
+    if len(candidates) != 1:
+        what = "no model of its sizes" if not candidates else f"{len(candidates)} models of its sizes"
         raise UserError(
             f"{path} has {what} beside it (a folder with {SETTINGS} and ckpt-0). Fix: keep the file beside its model."
         )
-    return found[0]
+    return candidates[0]
 
 
 def param_shapes(cfg: MoEConfig) -> dict[str, tuple[int, ...]]:
@@ -117,23 +124,23 @@ def _letters(name: str) -> str:
 def load_params(tensors: Tensors, cfg: MoEConfig) -> MoEParams:
     """Load the weights as in the release: 8-bit pairs stay pairs."""
     specs = param_specs(cfg)
-    leaves = [_stacked(tensors[name], spec.shape) for name, spec in named_leaves(specs, is_leaf=is_spec)]
+    leaves = [_stack_layers(tensors[name], spec.shape) for name, spec in named_leaves(specs, is_leaf=is_spec)]
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), leaves)
 
 
-def _stacked(tensors: Sequence[Tensor] | Sequence[TensorPair], shape: tuple[int, ...]) -> Weight:
+def _stack_layers(tensors: Sequence[Tensor] | Sequence[TensorPair], shape: tuple[int, ...]) -> Weight:
     pairs, floats = [t for t in tensors if isinstance(t, TensorPair)], [t for t in tensors if isinstance(t, Tensor)]
     if pairs and floats:
-        raise UserError(f"{floats[0].label} is of {floats[0].dtype}, but other layers have an 8-bit pair there.")
+        raise UserError(f"{floats[0].label} has the dtype {floats[0].dtype}, but in other layers it is an 8-bit pair.")
     if not pairs:
-        return _joined(floats).reshape(shape)
-    scales = _joined([pair.scales for pair in pairs])
-    weight = _joined([pair.weight for pair in pairs]).reshape(shape)
+        return _stack(floats).reshape(shape)
+    scales = _stack([pair.scales for pair in pairs])
+    weight = _stack([pair.weight for pair in pairs]).reshape(shape)
     return Quantized(weight=weight, scales=scales.reshape(*shape[:-2], *scales.shape[-2:]))
 
 
-def _joined(tensors: Sequence[Tensor]) -> jax.Array:
+def _stack(tensors: Sequence[Tensor]) -> jax.Array:
     shapes = {tensor.shape for tensor in tensors}
     if len(shapes) > 1:
-        raise UserError(f"{tensors[0].label} and the same of other layers differ in shape: {sorted(shapes)}.")
+        raise UserError(f"{tensors[0].label} has different shapes in different layers: {sorted(shapes)}.")
     return jnp.asarray(np.stack([tensor.read() for tensor in tensors]))

@@ -11,20 +11,21 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from linnet.verify.compare import Check, compare
+from linnet.verify.compare import Check, add_note, compare
 
 BFLOAT16 = 0.04
 """Difference between the reference's own compiled and uncompiled runs in bfloat16, measured with `MEASURED_LAYERS` layers."""
 MEASURED_LAYERS = 2
 TIE = {"bf16": 0.01, "f32": 5e-6, "f32pure": 5e-6}
 """Probabilities closer than this are equal within rounding; for bf16, at the measured depth."""
-MAX_LEFT_OUT = 0.5
+MAX_EXCLUDED = 0.5
+"""Maximum fraction of positions that may be excluded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByPosition:
     check: Check
-    parted: Bool[np.ndarray, "B T"]
+    diverged: Bool[np.ndarray, "B T"]
     """Positions where another expert was chosen."""
 
 
@@ -44,24 +45,24 @@ def bfloat16_bound(depth: int) -> float:
 
 
 def close_ranks(
-    probability: Float[np.ndarray, "*L B T E"], n_choice: int, prefix: str, depth: Any = MEASURED_LAYERS
+    probability: Float[np.ndarray, "*L B T E"], experts_per_token: int, prefix: str, depth: Any = MEASURED_LAYERS
 ) -> Bool[np.ndarray, "*L B T"]:
     """Return where the last chosen and the first other expert are about equally likely. `depth`: number of layers before each."""
-    if n_choice >= probability.shape[-1]:
+    if experts_per_token >= probability.shape[-1]:
         return np.zeros(probability.shape[:-1], bool)
     falling = -np.sort(-probability, axis=-1)
-    return falling[..., n_choice - 1] - falling[..., n_choice] < _tie(prefix, depth)
+    return falling[..., experts_per_token - 1] - falling[..., experts_per_token] < _tie(prefix, depth)
 
 
 def near_tie(
-    probability: Float[np.ndarray, "*L B T E"], n_choice: int, prefix: str, depth: Any = MEASURED_LAYERS
+    probability: Float[np.ndarray, "*L B T E"], experts_per_token: int, prefix: str, depth: Any = MEASURED_LAYERS
 ) -> Bool[np.ndarray, "*L B T"]:
     """Return where either choice is correct and they lead to different outputs.
 
     An expert whose probability is near the rounding error contributes so little that the bound covers either choice.
     """
-    close = close_ranks(probability, n_choice, prefix, depth)
-    last = -np.sort(-probability, axis=-1)[..., n_choice - 1]
+    close = close_ranks(probability, experts_per_token, prefix, depth)
+    last = -np.sort(-probability, axis=-1)[..., experts_per_token - 1]
     return close & (last >= _tie(prefix, depth))
 
 
@@ -79,17 +80,17 @@ def compare_by_position(
     """
     none = np.zeros(want.shape[:2], bool)
     if got.shape != want.shape or not np.isfinite(want).all() or not np.isfinite(got).all():
-        return ByPosition(check=compare(name, got, want, tolerance), parted=none)
+        return ByPosition(check=compare(name, got, want, tolerance), diverged=none)
     difference = np.abs(got.astype(np.float64) - want.astype(np.float64))
     error = difference.max(axis=tuple(range(2, want.ndim)), initial=0.0) / max(float(np.abs(want).max()), 1e-30)
     beyond = error > tolerance
-    parted = tie & beyond
-    left_out = np.maximum.accumulate(parted, axis=1) & beyond
-    if left_out.mean() > MAX_LEFT_OUT:
-        return ByPosition(check=compare(name, got, want, tolerance), parted=none)
-    expand = left_out.reshape(*left_out.shape, *(1,) * (want.ndim - 2))
+    diverged = tie & beyond
+    excluded = np.maximum.accumulate(diverged, axis=1) & beyond
+    if excluded.mean() > MAX_EXCLUDED:
+        return ByPosition(check=compare(name, got, want, tolerance), diverged=none)
+    expand = excluded.reshape(*excluded.shape, *(1,) * (want.ndim - 2))
     check = compare(name, np.where(expand, want, got), want, tolerance)
-    if left_out.any():
-        excluded = f"{int(left_out.sum())} of {left_out.size} positions left out: a router's choice is within rounding of a tie"
-        check = dataclasses.replace(check, note="; ".join(filter(None, (check.note, excluded))))
-    return ByPosition(check=check, parted=parted)
+    if excluded.any():
+        note = f"{int(excluded.sum())} of {excluded.size} positions excluded: a router's choice is within rounding of a tie"
+        check = add_note(check, note)
+    return ByPosition(check=check, diverged=diverged)

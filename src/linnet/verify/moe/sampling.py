@@ -1,13 +1,12 @@
 """Compare Grok-1's sampling goldens with the engine's own sampling.
 
-There are four differences. Among equal tokens at the edge of the nucleus the release keeps all, Linnet as many as needed. Linnet's
-nucleus is smaller than requested by a slack of 1e-4. The release may sum probabilities in bfloat16, Linnet never does. A draw of
-the release needs its own random stream. Tokens affected only by these are excluded and counted. Letters: B rows, A vocabulary.
+There are four differences. Of equal tokens at the edge of the nucleus the release keeps all, Linnet as many as needed. Linnet's
+nucleus is smaller than requested by a slack of 1e-4. The release may sum probabilities in bfloat16, Linnet never does. A sample of
+the release depends on its own random stream. Tokens affected only by these are excluded and counted. Letters: B rows, A vocabulary.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
@@ -19,13 +18,12 @@ from jaxtyping import Bool, Float
 from linnet.core.pytree import replace
 from linnet.nn.sampling import MASKED, NUCLEUS_SLACK, LogitMask, SamplingSettings, allowed, sample, sampling_settings
 from linnet.verify.compare import Check, compare
+from linnet.verify.golden import Arrays
 from linnet.verify.moe.sequences import tolerance_of
-from linnet.verify.recomputed import Recomputed
-from linnet.verify.vq.model import RANDOM
+from linnet.verify.recomputed import RANDOM, Recomputed
 
-Arrays = dict[str, np.ndarray]
-NO_NUCLEUS = "a nucleus of nothing may keep everything in the reference; Linnet asks for more than 0"
-NAN = "the reference divides by a temperature of 0; Linnet is greedy there"
+NO_NUCLEUS = "with top_p 0 the reference may keep all tokens; Linnet requires top_p above 0"
+NAN = "at temperature 0 the reference divides by zero; Linnet decodes greedily"
 UNSURE = {"f32": 1e-6, "bf16": 0.01}
 """Accuracy of a cumulative sum of probabilities."""
 MIN_DRAWN, MAX_DRAWN = 1e-4, 64  # the likely tokens of each row are drawn
@@ -41,46 +39,42 @@ def recompute_top_p(arrays: Arrays, tolerance: float, recomputed: Recomputed) ->
             recomputed.skipped[name] = NO_NUCLEUS
             continue
         logits = _round_to(arrays[f"top_p/{match[1]}/logits"], match[2])
-        _filtered(name, logits, np.full(len(logits), p), want, match[2], tolerance, recomputed)
+        _compare_nucleus(name, logits, np.full(len(logits), p), want, match[2], tolerance, recomputed)
 
 
 def _round_to(logits: np.ndarray, kind: str) -> Float[np.ndarray, "*B A"]:
     return np.asarray(jnp.asarray(logits).astype(jnp.bfloat16), np.float32) if kind == "bf16" else logits
 
 
-def _filtered(
-    name: str, warm: np.ndarray, p: np.ndarray, want: np.ndarray, kind: str, tolerance: float, recomputed: Recomputed
+def _compare_nucleus(
+    name: str, scaled: np.ndarray, p: np.ndarray, want: np.ndarray, kind: str, tolerance: float, recomputed: Recomputed
 ) -> Bool[np.ndarray, "B A"]:
     """Compare which tokens are kept, their logits, and that their total probability reaches p. Returns the tokens Linnet keeps."""
-    settings = replace(sampling_settings(len(warm)), top_p=jnp.asarray(p, jnp.float32))
-    kept = np.asarray(allowed(jnp.asarray(warm), settings)) & (warm > MASKED / 2)
-    if want.shape != warm.shape:
-        recomputed.checks.append(compare(name, warm, want, tolerance))
+    settings = replace(sampling_settings(len(scaled)), top_p=jnp.asarray(p, jnp.float32))
+    kept = np.asarray(allowed(jnp.asarray(scaled), settings)) & (scaled > MASKED / 2)
+    if want.shape != scaled.shape:
+        recomputed.compare(name, scaled, want, tolerance)
         return kept
     theirs = want > MASKED / 2
-    edge = edge_of_nucleus(warm, p, theirs, kind)
-    left_out = edge & (kept != theirs)
-    check = compare(f"{name}: mask", np.where(left_out, theirs, kept), theirs, tolerance)
-    if left_out.any():
-        note = f"{int(left_out.sum())} of {want.size} tokens left out: at the edge of the nucleus"
-        check = dataclasses.replace(check, note=note)
-    mass = np.sum(np.where(kept, _softmax(warm), 0.0), axis=-1)
+    edge = edge_of_nucleus(scaled, p, theirs, kind)
+    excluded = edge & (kept != theirs)
+    note = f"{int(excluded.sum())} of {want.size} tokens excluded: at the edge of the nucleus" if excluded.any() else ""
+    recomputed.compare(f"{name}: mask", np.where(excluded, theirs, kept), theirs, tolerance, note)
+    mass = np.sum(np.where(kept, _softmax(scaled), 0.0), axis=-1)
     enough = mass >= p - NUCLEUS_SLACK - UNSURE["f32"]
-    recomputed.checks += [
-        check,
-        compare(f"{name}: reaches p", enough, np.ones_like(enough), tolerance),
-        compare(name, np.where(theirs, warm, 0.0), np.where(theirs, want, 0.0), tolerance_of(kind, tolerance)),
-    ]
+    recomputed.compare(f"{name}: reaches p", enough, np.ones_like(enough), tolerance)
+    bound = tolerance_of(kind, tolerance)
+    recomputed.compare(name, np.where(theirs, scaled, 0.0), np.where(theirs, want, 0.0), bound)
     return kept
 
 
 def edge_of_nucleus(
-    warm: Float[np.ndarray, "B A"], p: Float[np.ndarray, " B"], theirs: Bool[np.ndarray, "B A"], kind: str
+    scaled: Float[np.ndarray, "B A"], p: Float[np.ndarray, " B"], theirs: Bool[np.ndarray, "B A"], kind: str
 ) -> Bool[np.ndarray, "B A"]:
     """Return tokens whose more likely tokens sum to about p, and those equal to the least likely kept one."""
-    probability = _softmax(warm)
+    probability = _softmax(scaled)
     falling = -np.sort(-probability, axis=-1)
-    sums = np.concatenate([np.zeros((len(warm), 1)), np.cumsum(falling, axis=-1)], axis=-1)
+    sums = np.concatenate([np.zeros((len(scaled), 1)), np.cumsum(falling, axis=-1)], axis=-1)
     n_likelier = np.stack(
         [np.searchsorted(-row, -probs, side="left") for row, probs in zip(falling, probability, strict=True)]
     )
@@ -107,22 +101,15 @@ def recompute_sample(arrays: Arrays, tolerance: float, recomputed: Recomputed) -
         part = {name: arrays[f"sample/{kind}/{name}"] for name in OUTPUTS if f"sample/{kind}/{name}" in arrays}
         if not part:
             continue
-        warm = warmed(arrays, kind)
-        kept = np.asarray(warm > MASKED / 2)
-        whole = np.ones(len(warm), bool)
+        scaled = scaled_logits(arrays, kind)
+        kept = np.asarray(scaled > MASKED / 2)
+        same_nucleus = np.ones(len(scaled), bool)
         if "final_logits" in part:
-            want = part["final_logits"].reshape(len(warm), -1)
-            kept = _filtered(f"sample/{kind}/final_logits", warm, p, want, kind, tolerance, recomputed)
-            whole = ((want > MASKED / 2) == kept).all(axis=-1)
-        _distribution(
-            arrays,
-            kind,
-            part,
-            np.where(kept, _softmax(np.where(kept, warm, -np.inf)), 0.0),
-            whole,
-            tolerance,
-            recomputed,
-        )
+            want = part["final_logits"].reshape(len(scaled), -1)
+            kept = _compare_nucleus(f"sample/{kind}/final_logits", scaled, p, want, kind, tolerance, recomputed)
+            same_nucleus = ((want > MASKED / 2) == kept).all(axis=-1)
+        ours = np.where(kept, _softmax(np.where(kept, scaled, -np.inf)), 0.0)
+        _compare_distribution(arrays, kind, part, ours, same_nucleus, tolerance, recomputed)
         if "token_id_threefry" in part:
             recomputed.skipped[f"sample/{kind}/token_id_threefry"] = RANDOM
 
@@ -130,37 +117,39 @@ def recompute_sample(arrays: Arrays, tolerance: float, recomputed: Recomputed) -
 OUTPUTS = ("final_logits", "probs", "prob", "token_id_threefry", "top_k_token_ids", "top_k_probs")
 
 
-def warmed(arrays: Arrays, kind: str) -> Float[np.ndarray, "B A"]:
+def scaled_logits(arrays: Arrays, kind: str) -> Float[np.ndarray, "B A"]:
+    """Return the logits after temperature and mask."""
     logits = _round_to(arrays["sample/logits"], kind)
     logits = logits.reshape(-1, logits.shape[-1])
-    warm = logits / np.maximum(arrays["sample/temperature"], 1e-30)[:, None]
-    return np.where(arrays["sample/mask"] > 0, warm, MASKED).astype(np.float32)
+    scaled = logits / np.maximum(arrays["sample/temperature"], 1e-30)[:, None]
+    return np.where(arrays["sample/mask"] > 0, scaled, MASKED).astype(np.float32)
 
 
-def _distribution(
+def _compare_distribution(
     arrays: Arrays,
     kind: str,
     part: Arrays,
     ours: np.ndarray,
-    whole: np.ndarray,
+    same_nucleus: np.ndarray,
     tolerance: float,
     recomputed: Recomputed,
 ) -> None:
-    """Compare distributions. `whole`: rows with the same nucleus; in others everything is scaled by the mass at the edge."""
-    within = tolerance_of(kind, tolerance)
-    note = "" if whole.all() else f"{int((~whole).sum())} of {len(whole)} rows left out: another nucleus at its edge"
+    """Compare distributions, in the rows with the same nucleus. In other rows everything is scaled by the mass at the edge."""
+    bound, n_row = tolerance_of(kind, tolerance), len(same_nucleus)
+    n_other = n_row - int(same_nucleus.sum())
+    note = f"{n_other} of {n_row} rows excluded: another nucleus at its edge" if n_other else ""
+    expected = {name: value.reshape(n_row, -1) for name, value in part.items()}
 
     def check(name: str, got: np.ndarray) -> None:
-        want = part[name].reshape(len(whole), -1)
-        made = compare(f"sample/{kind}/{name}", got[whole], want[whole], within)
-        recomputed.checks.append(dataclasses.replace(made, note="; ".join(filter(None, (made.note, note)))))
+        want = expected[name][same_nucleus]
+        recomputed.compare(f"sample/{kind}/{name}", got[same_nucleus], want, bound, note)
 
     if "probs" in part:
         check("probs", ours)
         if kind == "f32":
-            recomputed.checks.append(_drawn(arrays, part["probs"].reshape(len(whole), -1), whole))
+            recomputed.checks.append(_compare_drawn(arrays, expected["probs"], same_nucleus))
     if "prob" in part and "token_id_threefry" in part:
-        check("prob", np.take_along_axis(ours, part["token_id_threefry"].reshape(len(whole), -1), axis=-1))
+        check("prob", np.take_along_axis(ours, expected["token_id_threefry"], axis=-1))
     if "top_k_probs" not in part:
         return
     n = part["top_k_probs"].shape[-1]
@@ -168,20 +157,19 @@ def _distribution(
     falling = np.take_along_axis(ours, order, axis=-1)
     check("top_k_probs", falling[:, :n])
     if "top_k_token_ids" in part:
-        want = part["top_k_token_ids"].reshape(len(whole), -1)
+        want = expected["top_k_token_ids"]
         # Tokens without probability have no rank, and ties have no order.
         is_distinct = -np.diff(falling, axis=-1, append=-1.0) > UNSURE[kind]
-        clear = is_distinct[:, :n] & np.concatenate([np.ones((len(whole), 1), bool), is_distinct[:, : n - 1]], axis=-1)
-        clear &= (falling[:, :n] > 0) & whole[:, None]
-        made = compare(f"sample/{kind}/top_k_token_ids", np.where(clear, order[:, :n], want), want, within)
-        compared = f"{int(clear.sum())} of {clear.size} ids compared: the rest have no probability, or are near a tie"
-        recomputed.checks.append(dataclasses.replace(made, note=f"{made.note}; {compared}"))
+        clear = is_distinct[:, :n] & np.concatenate([np.ones((n_row, 1), bool), is_distinct[:, : n - 1]], axis=-1)
+        clear &= (falling[:, :n] > 0) & same_nucleus[:, None]
+        compared = f"{int(clear.sum())} of {clear.size} ids compared: the others have no probability, or are near a tie"
+        recomputed.compare(f"sample/{kind}/top_k_token_ids", np.where(clear, order[:, :n], want), want, bound, compared)
 
 
-def _drawn(arrays: Arrays, probs: Float[np.ndarray, "B A"], whole: np.ndarray) -> Check:
+def _compare_drawn(arrays: Arrays, probs: Float[np.ndarray, "B A"], same_nucleus: np.ndarray) -> Check:
     """Draw every likely token with the engine's own function, with the uniform sample in the middle of the token's interval."""
     rows, tokens = [], []
-    for row in np.flatnonzero(whole):
+    for row in np.flatnonzero(same_nucleus):
         likely = np.argsort(-probs[row], kind="stable")[:MAX_DRAWN]
         likely = likely[probs[row][likely] > MIN_DRAWN]
         rows += [row] * len(likely)
@@ -207,11 +195,11 @@ def _draw(
     free = arrays["sample/mask"][rows] > 0 if masked else np.ones(logits.shape, bool)
     nowhere = jnp.zeros(logits.shape, bool)
     bias = jnp.asarray(np.where(free, 0.0, -np.inf), jnp.float32)
-    rules = LogitMask(
+    mask = LogitMask(
         bias=bias, min_token_mask=nowhere, min_token_until=jnp.zeros(len(rows), jnp.int32), in_prompt=nowhere
     )
     position = jnp.zeros(len(rows), jnp.int32)
-    drawn, _ = sample(logits, settings, jnp.asarray(chance, jnp.float32), None, rules, position)
+    drawn, _ = sample(logits, settings, jnp.asarray(chance, jnp.float32), None, mask, position)
     return np.asarray(drawn)
 
 
@@ -225,13 +213,11 @@ def recompute_temperatures(
     n = len(value["argmax"])
     rows, chance, ones = np.arange(n), np.full(n, 0.5), np.ones(n)
     greedy = _draw(arrays, _settings(np.zeros(n), ones), rows, chance, masked=False)
-    recomputed.checks.append(compare(f"{name}/argmax", greedy, np.asarray(value["argmax"], int), 0.0))
+    recomputed.compare(f"{name}/argmax", greedy, np.asarray(value["argmax"], int), 0.0)
     if temperature <= 0.0:
         recomputed.skipped[f"{name}/token"] = NAN
         return
     sure = np.asarray(value["prob"], float) == 1.0
     got = _draw(arrays, _settings(np.full(n, temperature), ones), rows, chance, masked=False)[sure]
-    made = compare(f"{name}/token", got, np.asarray(value["token"], int)[sure], 0.0)
-    recomputed.checks.append(
-        dataclasses.replace(made, note=f"{made.note}; rows that the reference is sure of: {sure.sum()} of {n}")
-    )
+    note = f"{sure.sum()} of {n} rows compared: those with probability 1 in the reference"
+    recomputed.compare(f"{name}/token", got, np.asarray(value["token"], int)[sure], 0.0, note)

@@ -18,21 +18,22 @@ from jaxtyping import Array, Bool, Float, Int
 
 from linnet.convert.grok.leaves import Tensor, TensorPair, Tensors
 from linnet.convert.grok.names import file_order
-from linnet.convert.npz import read_npz
 from linnet.core import quant
-from linnet.core.errors import UserError
 from linnet.models.moe import model
 from linnet.models.moe.config import MoEConfig
 from linnet.models.moe.params import MoEParams
 from linnet.nn.gqa import NEG_INF, capped, grouped_scores
-from linnet.verify.compare import Check, compare
-from linnet.verify.moe.files import load_params, model_of, read_json
+from linnet.verify.compare import Check
+from linnet.verify.golden import Golden
+from linnet.verify.moe.files import load_params, read_grok_golden, read_json, read_model
 from linnet.verify.moe.positions import bfloat16_bound, close_ranks, compare_by_position, near_tie
 from linnet.verify.recomputed import Recomputed
 
 DTYPES = {"bf16": "bfloat16", "f32": "float32", "f32pure": "float32"}
 INPUTS = ("tokens", "tokens_pad", "prefill_lengths", "prefill_pad")
-EAGER = "captured where the release rounds inside its experts; f32pure/, without that, is compared"
+EAGER = (
+    "captured with the release's rounding inside its experts; f32pure/ has the same values without it, and is compared"
+)
 INDEX = "index.json"
 LAYER = re.compile(r"(?:decoder_layer_|^attn/|^router/|^prefill_[kv]/)(\d+)")
 
@@ -55,15 +56,9 @@ class Sequences:
 
 @dataclasses.dataclass(frozen=True)
 class GrokModel:
-    path: Path
+    golden: Golden
     cfg: MoEConfig
     params: MoEParams
-    arrays: dict[str, np.ndarray]
-
-    def array(self, name: str) -> np.ndarray:
-        if name not in self.arrays:
-            raise UserError(f"{self.path} has no {name!r}, which its other arrays need. Fix: write it again.")
-        return self.arrays[name]
 
     def config(self, prefix: str) -> MoEConfig:
         return dataclasses.replace(self.cfg, dtype=DTYPES[prefix])  # pyright: ignore[reportArgumentType]
@@ -80,11 +75,6 @@ class GrokModel:
             probability=probability,
             ties=near_tie(probability, cfg.n_choice, prefix, np.arange(1, cfg.n_layer + 1)[:, None, None]),
         )
-
-    def within(self, prefix: str, name: str, tolerance: float) -> float:
-        """Return the bound of a tensor by the number of layers before it: up to its own layer, or all."""
-        layer = LAYER.search(name)
-        return tolerance_of(prefix, tolerance, self.cfg.n_layer if layer is None else int(layer[1]) + 1)
 
     @cached_property
     def rounded(self) -> MoEParams:
@@ -103,43 +93,70 @@ def _forward(params: MoEParams, tokens: Int[Array, "B T"], cfg: MoEConfig) -> tu
 
 
 def open_model(path: Path, recomputed: Recomputed) -> GrokModel:
-    cfg, tensors = model_of(path)
+    cfg, tensors = read_model(path)
     _check_listing(path, cfg, tensors, recomputed)
-    return GrokModel(path, cfg, load_params(tensors, cfg), read_npz(path))
+    return GrokModel(read_grok_golden(path, "forward"), cfg, load_params(tensors, cfg))
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """The results of one dtype in a file (those below `bf16/`, `f32/` or `f32pure/`), and how they are compared."""
+
+    model: GrokModel
+    prefix: str
+    tolerance: float
+    recomputed: Recomputed
+
+    @cached_property
+    def expected(self) -> dict[str, np.ndarray]:
+        return self.model.golden.below(f"{self.prefix}/")
+
+    @property
+    def cfg(self) -> MoEConfig:
+        return self.model.config(self.prefix)
+
+    def read(self, tokens: np.ndarray, *, rounded: bool = False) -> Sequences:
+        return self.model.read(self.prefix, tokens, rounded=rounded)
+
+    def bound(self, name: str) -> float:
+        """Return the tolerance of a tensor by the number of layers before it: up to its own layer, or all."""
+        layer = LAYER.search(name)
+        return tolerance_of(self.prefix, self.tolerance, self.cfg.n_layer if layer is None else int(layer[1]) + 1)
+
+    def compare(self, name: str, got: Any, want: np.ndarray, note: str = "") -> None:
+        self.recomputed.compare(f"{self.prefix}/{name}", got, want, self.bound(name), note)
+
+    def compare_by_position(
+        self, name: str, got: np.ndarray, tie: Bool[np.ndarray, "B T"], want: np.ndarray | None = None
+    ) -> Bool[np.ndarray, "B T"]:
+        """Compare arrays [B, T, ...] up to ties, by default with the file's; returns the positions that diverged at one."""
+        want = self.expected[name] if want is None else want
+        result = compare_by_position(f"{self.prefix}/{name}", got, want, self.bound(name), tie)
+        self.recomputed.checks.append(result.check)
+        return result.diverged
+
+    def skip(self, name: str, reason: str) -> None:
+        self.recomputed.skipped[f"{self.prefix}/{name}"] = reason
 
 
 def tolerance_of(prefix: str, tolerance: float, depth: int = 1) -> float:
     return max(tolerance, bfloat16_bound(depth)) if prefix == "bf16" else tolerance
 
 
-def prefixes(m: GrokModel) -> list[str]:
-    return [prefix for prefix in DTYPES if any(name.startswith(f"{prefix}/") for name in m.arrays)]
+def recompute_sequences(v: Variant) -> None:
+    """Compare passes over `tokens` and `tokens_pad`: the logits, and for `tokens` values inside the layers."""
+    for logits, key in (("full_logits", "tokens"), ("full_logits_padtokens", "tokens_pad")):
+        has_inner = key == "tokens" and any(name.startswith("cap/") for name in v.expected)
+        if logits not in v.expected and not has_inner:
+            continue
+        run = v.read(v.model.golden.get(key))
+        values = {logits: (run.logits, run.tied(v.cfg.n_layer))}
+        values |= _inner_values(run, v.cfg.n_layer) if has_inner else {}
+        for name in sorted(values.keys() & v.expected.keys()):
+            v.compare_by_position(name, *values[name])
 
 
-def recompute_sequences(m: GrokModel, prefix: str, tolerance: float, recomputed: Recomputed) -> set[str]:
-    """Compare passes over `tokens` and `tokens_pad`; returns the names that were handled."""
-    names = {name.removeprefix(f"{prefix}/") for name in m.arrays if name.startswith(f"{prefix}/")}
-    done: set[str] = set()
-    runs = {"full_logits": "tokens", "full_logits_padtokens": "tokens_pad"}
-    runs = {name: key for name, key in runs.items() if name in names or (key == "tokens" and _has(names, "cap"))}
-    for logits, key in runs.items():
-        run = m.read(prefix, m.array(key))
-        values = {logits: (run.logits, run.tied(m.cfg.n_layer))}
-        values |= _inside(run, m.cfg.n_layer) if key == "tokens" else {}
-        for name in sorted(names & values.keys()):
-            got, tie = values[name]
-            want = m.array(f"{prefix}/{name}")
-            within = m.within(prefix, name, tolerance)
-            recomputed.checks.append(compare_by_position(f"{prefix}/{name}", got, want, within, tie).check)
-            done.add(name)
-    return done
-
-
-def _has(names: set[str], part: str) -> bool:
-    return any(name.partition("/")[0] == part for name in names)
-
-
-def _inside(run: Sequences, n_layer: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _inner_values(run: Sequences, n_layer: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return values by the release's names, and where an earlier choice may differ."""
     values: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for i in range(n_layer):
@@ -154,49 +171,34 @@ def _inside(run: Sequences, n_layer: int) -> dict[str, tuple[np.ndarray, np.ndar
     return values
 
 
-def recompute_eager(m: GrokModel, prefix: str, tolerance: float, recomputed: Recomputed) -> set[str]:
+def recompute_eager(v: Variant) -> None:
     """Compare values captured in an uncompiled run: logits, attention scores, the routers' choices."""
-    names = {name.removeprefix(f"{prefix}/") for name in m.arrays if name.startswith(f"{prefix}/")}
-    eager = {name for name in names if name == "full_logits_eager" or name.partition("/")[0] in ("attn", "router")}
-    if prefix == "f32":
-        for name in sorted(eager):
-            recomputed.skipped[f"{prefix}/{name}"] = EAGER
-        return eager
+    eager = sorted(name for name in v.expected if name == "full_logits_eager" or name.startswith(("attn/", "router/")))
+    if v.prefix == "f32":
+        for name in eager:
+            v.skip(name, EAGER)
+        return
     if not eager:
-        return set()
-    n_row = max(m.arrays[f"{prefix}/{name}"].shape[0] for name in eager)
-    tokens = m.array("tokens")[:n_row]
-    run = m.read(prefix, tokens, rounded=True)
-    done: set[str] = set()
-    for name in sorted(eager):
-        full, want = f"{prefix}/{name}", m.array(f"{prefix}/{name}")
-        within = m.within(prefix, name, tolerance)
+        return
+    tokens = v.model.golden.get("tokens")[: max(v.expected[name].shape[0] for name in eager)]
+    run = v.read(tokens, rounded=True)
+    for name in eager:
         if name == "full_logits_eager":
-            tie = run.tied(m.cfg.n_layer)
-            recomputed.checks.append(compare_by_position(full, run.logits, want, within, tie).check)
-        elif (part := re.fullmatch(r"router/(\d+)/top\d+_(gate|index)", name)) and int(part[1]) < m.cfg.n_layer:
-            recomputed.checks.append(_routed(full, run, int(part[1]), want, within, prefix))
-        elif (part := re.fullmatch(r"attn/(\d+)/(\w+)", name)) and int(part[1]) < m.cfg.n_layer:
-            scores = attention_scores(m, prefix, tokens, run, int(part[1]))
-            if part[2] not in scores:
-                continue
-            recomputed.checks += _attended(full, scores[part[2]], want, within, run.tied(int(part[1])))
-        else:
-            continue
-        done.add(name)
-    return done
+            v.compare_by_position(name, run.logits, run.tied(v.cfg.n_layer))
+        elif (part := re.fullmatch(r"router/(\d+)/top\d+_(gate|index)", name)) and int(part[1]) < v.cfg.n_layer:
+            _compare_routing(v, name, run, int(part[1]))
+        elif (part := re.fullmatch(r"attn/(\d+)/(\w+)", name)) and int(part[1]) < v.cfg.n_layer:
+            scores = attention_scores(v, tokens, run, int(part[1]))
+            if part[2] in scores:
+                _compare_scores(v, name, scores[part[2]], run.tied(int(part[1])))
 
 
 def attention_scores(
-    m: GrokModel, prefix: str, tokens: np.ndarray, run: Sequences, layer: int
+    v: Variant, tokens: np.ndarray, run: Sequences, layer: int
 ) -> dict[str, Float[np.ndarray, "B H J T T"]]:
-    cfg = m.config(prefix)
-    h = (
-        model.embed(m.rounded, jnp.asarray(tokens), cfg)
-        if layer == 0
-        else jnp.asarray(run.inner[2][layer - 1], cfg.dtype)
-    )
-    p = jax.tree.map(lambda x: x[layer], m.rounded.layers)
+    cfg, params = v.cfg, v.model.rounded
+    h = model.embed(params, jnp.asarray(tokens), cfg) if layer == 0 else jnp.asarray(run.inner[2][layer - 1], cfg.dtype)
+    p = jax.tree.map(lambda x: x[layer], params.layers)
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     q, k, _ = model.project(h, p, position, cfg)
     raw = grouped_scores(q, k)
@@ -209,51 +211,52 @@ def attention_scores(
     }
 
 
-def _attended(name: str, got: np.ndarray, want: np.ndarray, tolerance: float, tie: np.ndarray) -> list[Check]:
+def _compare_scores(v: Variant, name: str, got: np.ndarray, tie: np.ndarray) -> None:
     """Compare attention scores of the first positions, which are all that the file has.
 
     Masked scores are compared separately: beside -1e30 every error would look small.
     """
+    want = v.expected[name]
     if want.ndim != 5:
-        return [compare(name, got, want, tolerance)]
+        v.compare(name, got, want)
+        return
     got = got[..., : want.shape[3], : want.shape[4]]
-    checks: list[Check] = []
     if name.endswith("masked_capped_logits") and got.shape == want.shape:
-        hidden = got <= NEG_INF / 2
-        checks.append(compare(f"{name}: mask", hidden, want <= NEG_INF / 2, tolerance))
-        seen = ~(hidden | (want <= NEG_INF / 2))
-        got, want = np.where(seen, got, 0.0), np.where(seen, want, 0.0)
+        masked = got <= NEG_INF / 2
+        v.compare(f"{name}: mask", masked, want <= NEG_INF / 2)
+        visible = ~(masked | (want <= NEG_INF / 2))
+        got, want = np.where(visible, got, 0.0), np.where(visible, want, 0.0)
     ours, theirs = (x.transpose(0, 3, 1, 2, 4) for x in (got, want))
-    tie = tie[: want.shape[0], : want.shape[3]]
-    return [*checks, compare_by_position(name, ours, theirs, tolerance, tie).check]
+    v.compare_by_position(name, ours, tie[: want.shape[0], : want.shape[3]], theirs)
 
 
-def _routed(name: str, run: Sequences, layer: int, want: np.ndarray, tolerance: float, prefix: str) -> Check:
+def _compare_routing(v: Variant, name: str, run: Sequences, layer: int) -> None:
     """Compare the top-k experts. Their order is compared only if they differ by more than rounding."""
-    probability, tie = run.probability[layer], run.tied(layer)
+    want, probability, tie = v.expected[name], run.probability[layer], run.tied(layer)
     order = np.argsort(-probability, axis=-1, kind="stable")
     n = want.shape[-1]
     falling = np.take_along_axis(probability, order, axis=-1)
     if name.endswith("gate"):
-        return compare_by_position(name, falling[..., :n], want, tolerance, tie).check
+        v.compare_by_position(name, falling[..., :n], tie)
+        return
     close = np.zeros(probability.shape[:2], bool)
     for i in range(min(n, probability.shape[-1] - 1)):
-        close |= close_ranks(probability, i + 1, prefix, layer + 1)
+        close |= close_ranks(probability, i + 1, v.prefix, layer + 1)
     index = order[..., :n]
     if index.shape != want.shape:
-        return compare(name, index, want, tolerance)
+        v.compare(name, index, want)
+        return
     unsure = (close | tie)[..., None] & (index != want)
-    check = compare(name, np.where(unsure, want, index), want, tolerance)
-    n_left = int(unsure.any(axis=-1).sum())
-    note = f"{n_left} of {close.size} positions left out: experts within rounding of a tie" if n_left else check.note
-    return dataclasses.replace(check, note=note)
+    n_excluded = int(unsure.any(axis=-1).sum())
+    note = f"{n_excluded} of {close.size} positions excluded: experts within rounding of a tie" if n_excluded else ""
+    v.compare(name, np.where(unsure, want, index), want, note)
 
 
 def _check_listing(path: Path, cfg: MoEConfig, tensors: Tensors, recomputed: Recomputed) -> None:
     """Check what the folder states about itself, if it does: the hidden size, and the list of tensors."""
     settings = read_json(path.parent / "config.json")
     if isinstance(settings, dict) and isinstance(settings.get("ffn_size"), int):
-        recomputed.checks.append(compare("config.json: ffn_size", cfg.d_ffn, np.asarray(settings["ffn_size"]), 0.0))
+        recomputed.compare("config.json: ffn_size", cfg.d_ffn, np.asarray(settings["ffn_size"]), 0.0)
     if not (path.parent / INDEX).is_file():
         return
     listed = read_json(path.parent / INDEX)
@@ -262,9 +265,8 @@ def _check_listing(path: Path, cfg: MoEConfig, tensors: Tensors, recomputed: Rec
         for number, (name, weight, layer) in enumerate(file_order(cfg))
     ]
     if not isinstance(listed, list) or len(listed) != len(ours):
-        recomputed.checks.append(
-            Check(INDEX, float("inf"), False, f"{len(ours)} tensors are there, and not so many listed")
-        )
+        note = f"the checkpoint has {len(ours)} tensors, and the list another number"
+        recomputed.checks.append(Check(INDEX, float("inf"), False, note))
         return
     wrong = [str(theirs) for mine, theirs in zip(ours, listed, strict=True) if mine != theirs]
     recomputed.checks.append(Check(INDEX, float(len(wrong)), not wrong, wrong[0] if wrong else f"{len(ours)} tensors"))

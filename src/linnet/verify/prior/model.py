@@ -26,7 +26,9 @@ def settings_group(golden: Golden, name: str) -> dict[str, Any]:
     """Return an object of the meta, or of its config."""
     group = golden.meta.get(name, golden.settings.get(name))
     if not isinstance(group, dict):
-        raise UserError(f"{golden.path}: its meta has no object {name!r}, which a {golden.kind} file needs.")
+        raise UserError(
+            f"{golden.path}: its meta has no object {name!r}, which a {golden.kind} file needs. Fix: write it again."
+        )
     return group
 
 
@@ -38,5 +40,7 @@ def load_model(
     try:
         cfg = network_config(settings, **{**({} if version is None else behaviour(version)), **more})
     except TypeError as error:
-        raise UserError(f"{golden.path}: its settings are not those of a network ({error}).") from None
+        raise UserError(
+            f"{golden.path}: its settings are not those of a network ({error}). Fix: write it again."
+        ) from None
     return cfg, from_reference(golden.below(weights), cfg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +26,11 @@ from linnet.verify.golden import Golden
 from linnet.verify.prior.model import load_model, release_version, settings_group
 from linnet.verify.recomputed import Recomputed
 
-FREQUENCIES = "frequencies are not trained"
+FREQUENCIES = "rotary frequencies are not trained"
+
+
+Keep = tuple[np.ndarray, np.ndarray]
+"""Rows whose text and image condition is kept."""
 
 
 def _network(cfg: PriorConfig) -> Any:
@@ -41,28 +46,20 @@ def recompute_network(golden: Golden) -> Recomputed:
     run = _network(cfg)
     image, t, text = (golden.get(f"in/{name}") for name in ("image_embed", "times", "text_embed"))
     every = np.ones(len(image), bool)
-    kept = {
+    keep = {
         "": (every, every),
         "drop_text": (~every, every),
         "drop_image": (every, ~every),
         "drop_both": (~every, ~every),
     }
-    values: dict[str, Any] = {}
-    for name in golden.below("out/"):
-        which, _, option = name.partition("_")
+    if any(name.endswith("_masks") for name in golden.below("out/")):
+        keep["masks"] = (golden.get("in/text_keep_mask"), golden.get("in/image_keep_mask"))
+
+    def output(which: str, keep: Keep, known: Any) -> Any:
         encodings = None if which == "noenc" else golden.get(f"in/text_enc_{which}")
-        known = None if option == "selfcond_none" else golden.arrays.get("in/self_cond")
-        keep = kept.get(option, kept[""])
-        if option == "masks":
-            keep = (golden.get("in/text_keep_mask"), golden.get("in/image_keep_mask"))
-        found = run(params, image, t, text, encodings, keep, known, None)
-        if scale := re.fullmatch(r"cs([0-9.]+)", option):
-            null = run(params, image, t, text, encodings, kept["drop_both"], known, None)
-            found = null + (found - null) * float(scale[1])
-        elif option not in (*kept, "masks", "selfcond_none"):
-            continue
-        values[f"out/{name}"] = found
-    return Recomputed(values=values, notes=[_network_note(release)])
+        return run(params, image, t, text, encodings, keep, known, None)
+
+    return _recompute_outputs(golden, release, keep, keep["drop_both"], output)
 
 
 def recompute_legacy(golden: Golden) -> Recomputed:
@@ -77,61 +74,74 @@ def recompute_legacy(golden: Golden) -> Recomputed:
     params, run = from_reference(state, cfg), _network(cfg)
     image, t, text = (golden.get(f"in/{name}") for name in ("x", "t", "text_embed"))
     every = np.ones(len(image), bool)
+
+    def output(which: str, keep: Keep, known: Any) -> Any:
+        if which not in ("enc", "noenc"):
+            return None
+        has_encodings = which == "enc"
+        encodings = golden.get("in/text_encodings") if has_encodings else None
+        mask = golden.arrays.get("in/mask") if has_encodings else None
+        return run(params, image, t, text, encodings, keep, known, mask)
+
+    keep = {"": (every, every), "drop": (~every, ~every)}
+    return _recompute_outputs(golden, release, keep, keep["drop"], output)
+
+
+def _recompute_outputs(
+    golden: Golden,
+    release: Release,
+    keep: Mapping[str, Keep],
+    drop_all: Keep,
+    output: Callable[[str, Keep, Any], Any],
+) -> Recomputed:
+    """Recompute `out/TEXT_OPTION`. OPTION selects what is kept, is `selfcond_none`, or `csX`: guidance with scale X.
+
+    `output` computes the network for the text encodings named TEXT; None if it does not know them.
+    """
     values: dict[str, Any] = {}
     for name in golden.below("out/"):
         which, _, option = name.partition("_")
         scale = re.fullmatch(r"cs([0-9.]+)", option)
-        if which not in ("enc", "noenc") or (option not in ("", "drop", "selfcond_none") and scale is None):
+        if option not in (*keep, "selfcond_none") and scale is None:
             continue
-        encodings, mask = (
-            (golden.get("in/text_encodings"), golden.arrays.get("in/mask")) if which == "enc" else (None, None)
-        )
         known = None if option == "selfcond_none" else golden.arrays.get("in/self_cond")
-
-        def output(keep: Any, encodings: Any = encodings, mask: Any = mask, known: Any = known) -> Any:
-            return run(params, image, t, text, encodings, (keep, keep), known, mask)
-
-        found = output(~every if option == "drop" else every)
-        if scale is not None:
-            null = output(~every)
-            found = null + (found - null) * float(scale[1])
-        values[f"out/{name}"] = found
-    return Recomputed(values=values, notes=[_network_note(release)])
-
-
-def _network_note(release: Release) -> str:
-    return f"network of DALLE2-pytorch {release.version}, family {release.family}"
+        value = output(which, keep.get(option, keep[""]), known)
+        if scale is not None and value is not None:
+            null = output(which, drop_all, known)
+            value = null + (value - null) * float(scale[1])
+        if value is not None:
+            values[f"out/{name}"] = value
+    return Recomputed(values=values, notes=[f"network of DALLE2-pytorch {release.version}, family {release.family}"])
 
 
 def recompute_network_parts(golden: Golden) -> Recomputed:
     cfg, params = load_model(golden, golden.settings)
     values: dict[str, Any] = {"time/out": time_tokens(params, jnp.asarray(golden.get("time/in")), cfg)}
-    given = {name for name in golden.arrays if name.endswith("/in")}
-    whole = jnp.asarray(golden.get("transformer/in"))
-    n_row, n_token, _ = whole.shape
+    inputs = frozenset(name for name in golden.arrays if name.endswith("/in"))
+    x = jnp.asarray(golden.get("transformer/in"))
+    n_row, n_token, _ = x.shape
     past = net.no_text(params, n_row, cfg)
     values["rel_pos_bias/out"] = layers.position_bias(params.bias, 0, n_token)
 
     @jax.jit
-    def halves(x: Any, i: Any) -> tuple[Any, Any]:
+    def attention_and_output(x: Any, i: Any) -> tuple[Any, Any]:
         """Return the attention part of a layer, and the layer's output, for the input in the file."""
         p = jax.tree.map(lambda w: w[i], params.layers)
         out, _, _ = net.layer(x, p, i, past.keys[i], past.values[i], params.bias, None, cfg)
-        quiet = replace(p, w_back=jnp.zeros_like(p.w_back))
-        mixed, _, _ = net.layer(x, quiet, i, past.keys[i], past.values[i], params.bias, None, cfg)
+        without_ffn = replace(p, w_back=jnp.zeros_like(p.w_back))
+        mixed, _, _ = net.layer(x, without_ffn, i, past.keys[i], past.values[i], params.bias, None, cfg)
         return mixed - x, out
 
-    x = whole
     for i in range(cfg.depth):
-        mixed, _ = halves(jnp.asarray(golden.get(f"layer{i}.attn/in")), i)
+        mixed, _ = attention_and_output(jnp.asarray(golden.get(f"layer{i}.attn/in")), i)
         values[f"layer{i}.attn/out"] = mixed
         p = jax.tree.map(lambda w, i=i: w[i], params.layers)
         values[f"layer{i}.ff/out"] = layers.feed_forward(jnp.asarray(golden.get(f"layer{i}.ff/in")), p, cfg)
-        x = halves(x, i)[1]
+        x = attention_and_output(x, i)[1]
     assert params.out_gain is not None
     values["final_norm/out"] = layer_norm(jnp.asarray(golden.get("final_norm/in")), params.out_gain, cfg.last_norm)
     values["transformer/out"] = net.head(params, x, cfg)
-    return Recomputed(values=values, inputs=frozenset(given))
+    return Recomputed(values=values, inputs=inputs)
 
 
 def recompute_losses(golden: Golden) -> Recomputed:
@@ -172,7 +182,7 @@ def recompute_losses(golden: Golden) -> Recomputed:
     for name in golden.below("out/loss/"):
         first, *rest = name.split("/")
         if first == "opt":
-            values[f"out/loss/{name}"] = _option(golden, rest[0], model, value, encodings, draws)
+            values[f"out/loss/{name}"] = _option_loss(golden, rest[0], model, value, encodings, draws)
         elif len(rest) == 2:
             cfg, params = model(loss=first, objective=rest[0])
             values[f"out/loss/{name}"] = value(cfg, params, encodings if rest[1] == "enc" else None, draws)
@@ -192,7 +202,7 @@ def recompute_losses(golden: Golden) -> Recomputed:
     )
 
 
-def _option(golden: Golden, name: str, model: Any, value: Any, encodings: Any, draws: Draws) -> Any:
+def _option_loss(golden: Golden, name: str, model: Any, value: Any, encodings: Any, draws: Draws) -> Any:
     every = jnp.ones_like(draws.keep_text)
     if name.startswith("beta_"):
         return value(*model(schedule=name.removeprefix("beta_")), None, draws)
@@ -206,4 +216,4 @@ def _option(golden: Golden, name: str, model: Any, value: Any, encodings: Any, d
     if name in ("self_cond_used", "self_cond_unused"):
         cfg, params = model("sd_selfcond/", network={"self_cond": True})
         return value(cfg, params, None, replace(draws, self_conditioned=every if name.endswith("_used") else ~every))
-    raise UserError(f"{golden.path}: out/loss/opt/{name} is an option that Linnet does not know.")
+    raise UserError(f"{golden.path}: out/loss/opt/{name} is an unknown option. Fix: write the file without it.")

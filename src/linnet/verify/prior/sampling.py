@@ -76,64 +76,64 @@ def recompute_sampling(golden: Golden) -> Recomputed:
         how, what = SAMPLER.fullmatch(sampler), TARGET.fullmatch(rest.partition("/")[0])
         if how is None or what is None or (what[2] or "") not in (*RUNS, "clamp"):
             continue
-        asked = (name, int(how[2]) if how[2] else None, float(how[3] or 1.0), float(how[4] or 1.0))
-        batches.setdefault((what[1], what[2] or "", rest.rpartition("/")[2]), []).append(asked)
+        one = (name, int(how[2]) if how[2] else None, float(how[3] or 1.0), float(how[4] or 1.0))
+        batches.setdefault((what[1], what[2] or "", rest.rpartition("/")[2]), []).append(one)
     n = len(text)
-    for (target, option, given), runs in batches.items():
+    for (target, option, encoding), runs in batches.items():
         cfg, params = model(target, option)
-        plans = [make_solver(cfg, n_step, eta=eta) for _, n_step, eta, _ in runs]
+        solvers = [make_solver(cfg, n_step, eta=eta) for _, n_step, eta, _ in runs]
         wide_text, wide_noise = jnp.tile(text, (len(runs), 1)), jnp.tile(noise, (1, len(runs), 1))
-        wide = None if given == "noenc" else jnp.tile(encodings, (len(runs), 1, 1))
-        found, path = _run(params, cfg, plans, [r[3] for r in runs], wide_text, wide, wide_noise)
-        for i, ((name, n_step, _, _), plan) in enumerate(zip(runs, plans, strict=True)):
-            mine = slice(i * n, (i + 1) * n)
-            values[f"out/{name}"] = found[mine]
+        wide_encodings = None if encoding == "noenc" else jnp.tile(encodings, (len(runs), 1, 1))
+        result, path = _run(params, cfg, solvers, [r[3] for r in runs], wide_text, wide_encodings, wide_noise)
+        for i, ((name, n_step, _, _), solver) in enumerate(zip(runs, solvers, strict=True)):
+            rows = slice(i * n, (i + 1) * n)
+            values[f"out/{name}"] = result[rows]
             if target == "noise":
                 scales[f"out/{name}"] = float(jnp.max(jnp.abs(noise[0]))) / cfg.scale
-            values[f"out/times/{name}"] = plan.times
-            values[f"out/xt/{name}"] = path[: len(plan), mine]
+            values[f"out/times/{name}"] = solver.times
+            values[f"out/xt/{name}"] = path[: len(solver), rows]
             # Noise is drawn to start from, then at every DDPM step (the last is not used), or for every DDIM step that ends above t =
             # 0.
-            values[f"out/n_noise/{name}"] = 1 + (len(plan) if n_step is None else np.sum(plan.times[1:] > 0))
-    given_names = {f"out/sample/{name}" for name in ("text", "text_embed", "text_encodings", "noise")}
-    if given_names <= set(golden.arrays):
+            values[f"out/n_noise/{name}"] = 1 + (len(solver) if n_step is None else np.sum(solver.times[1:] > 0))
+    inputs = {f"out/sample/{name}" for name in ("text", "text_embed", "text_encodings", "noise")}
+    if inputs <= set(golden.arrays):
         cfg, params = model("x_start", "")
         for name in golden.below("out/sample/out_"):
             parts = re.fullmatch(r"enc(0|1)(?:_cs([0-9.]+)_T(\d+))?", name)
             if parts is not None:
-                plan = make_solver(cfg, int(parts[3] or golden.settings.get("sample_timesteps", SAMPLE_STEPS)))
+                solver = make_solver(cfg, int(parts[3] or golden.settings.get("sample_timesteps", SAMPLE_STEPS)))
                 values[f"out/sample/out_{name}"] = _best_of(
-                    golden, params, cfg, plan, parts[1] == "1", float(parts[2] or 1)
+                    golden, params, cfg, solver, parts[1] == "1", float(parts[2] or 1)
                 )
     notes = [AGAINST_NOISE] if scales else []
-    return Recomputed(values=values, inputs=frozenset(given_names), scales=scales, notes=notes)
+    return Recomputed(values=values, inputs=frozenset(inputs), scales=scales, notes=notes)
 
 
 def _run(
     params: PriorParams,
     cfg: PriorConfig,
-    plans: list[SolverTable],
+    solvers: list[SolverTable],
     guidance: list[float],
     text: Any,
     encodings: Any,
     noise: Any,
 ) -> tuple[Any, Any]:
     """Run each solver on an equal share of the rows."""
-    n = len(text) // len(plans)
-    rows = stack_solvers([p for p in plans for _ in range(n)], [g for g in guidance for _ in range(n)])
-    guided, longest = any(g != 1.0 for g in guidance), max(map(len, plans))
+    n = len(text) // len(solvers)
+    rows = stack_solvers([p for p in solvers for _ in range(n)], [g for g in guidance for _ in range(n)])
+    guided, longest = any(g != 1.0 for g in guidance), max(map(len, solvers))
     return run(params, text, encodings, rows, noise, cfg=cfg, guided=guided, n_step=longest, keep_path=True)
 
 
 def _best_of(
-    golden: Golden, params: PriorParams, cfg: PriorConfig, plan: SolverTable, encoded: bool, guidance: float
+    golden: Golden, params: PriorParams, cfg: PriorConfig, solver: SolverTable, has_encodings: bool, guidance: float
 ) -> Any:
     """Sample several candidates per text, in adjacent rows, and keep the best."""
     text, encodings, noise = (golden.get(f"out/sample/{n}") for n in ("text_embed", "text_encodings", "noise"))
     n = noise.shape[1] // len(text)
-    wide, enc = np.repeat(text, n, axis=0), np.repeat(encodings, n, axis=0) if encoded else None
-    found, _ = _run(params, cfg, [plan], [guidance], wide, enc, jnp.asarray(noise))
-    return best(found.reshape(len(text), n, -1), jnp.asarray(text))
+    wide, enc = np.repeat(text, n, axis=0), np.repeat(encodings, n, axis=0) if has_encodings else None
+    samples, _ = _run(params, cfg, [solver], [guidance], wide, enc, jnp.asarray(noise))
+    return best(samples.reshape(len(text), n, -1), jnp.asarray(text))
 
 
 def recompute_trainer(golden: Golden) -> Recomputed:
@@ -141,7 +141,7 @@ def recompute_trainer(golden: Golden) -> Recomputed:
     settings, prior = golden.settings, settings_group(golden, "prior")
     cfg, params = load_model(golden, settings_group(golden, "network"), timesteps=prior["timesteps"])
     n_step = len(golden.get("in/image_embed"))
-    waved = settings.get("cosine_decay_max_steps")
+    cosine_steps = settings.get("cosine_decay_max_steps")
     optim = OptimConfig(
         lr=settings["lr"],
         decay=settings["wd"],
@@ -152,17 +152,18 @@ def recompute_trainer(golden: Golden) -> Recomputed:
         eps=settings["eps"],
         clip=settings.get("max_grad_norm"),
         warmup_steps=settings.get("warmup_steps") or 0,
-        schedule="dampened_constant" if waved is None else "dampened_cosine",
-        steps=waved or 1 + n_step + (settings.get("warmup_steps") or 0),  # without a cosine the length does not matter
+        schedule="dampened_constant" if cosine_steps is None else "dampened_cosine",
+        steps=cosine_steps
+        or 1 + n_step + (settings.get("warmup_steps") or 0),  # without a cosine the length does not matter
     )
     prefix = "ema_"
     average = ema.EmaConfig(**{n.removeprefix(prefix): v for n, v in settings.items() if n.startswith(prefix)})
-    rule, share = optimizer(optim, param_specs(cfg)), schedule(optim)
-    encoded = prior.get("condition_on_text_encodings", True)
+    rule, multiplier = optimizer(optim, param_specs(cfg)), schedule(optim)
+    has_encodings = prior.get("condition_on_text_encodings", True)
 
     @jax.jit
     def update(params: Any, state: Any, mean: Any, step: Any, image: Any, text: Any, enc: Any, draws: Draws) -> Any:
-        value, gradient = jax.value_and_grad(loss)(params, image, text, enc if encoded else None, draws, cfg)
+        value, gradient = jax.value_and_grad(loss)(params, image, text, enc if has_encodings else None, draws, cfg)
         updates, state = rule.update(gradient, state, params)
         params = optax.apply_updates(params, updates)
         return params, state, ema.update(average, mean, params, step), value, optax.tree.norm(gradient)
@@ -186,8 +187,8 @@ def recompute_trainer(golden: Golden) -> Recomputed:
     values |= {
         "out/loss": np.stack(losses),
         "out/grad_norm_preclip": np.stack(norms),
-        "out/lr_used": np.repeat(optim.lr * np.asarray(share(steps))[:, None], n_group, axis=1),
-        "out/lr_after": np.repeat(optim.lr * np.asarray(share(n_step)), n_group),
+        "out/lr_used": np.repeat(optim.lr * np.asarray(multiplier(steps))[:, None], n_group, axis=1),
+        "out/lr_after": np.repeat(optim.lr * np.asarray(multiplier(n_step)), n_group),
         "out/ema_decay_after_update": np.stack([ema.decay(average, i + 1) for i in steps]),
         "out/ema_step": np.asarray([n_step]),
         "out/ema_initted": np.asarray([float(n_step > ema.begins(average))]),

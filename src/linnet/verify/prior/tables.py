@@ -25,13 +25,13 @@ TABLES = tuple(schedule.Tables.__dataclass_fields__)
 
 def _schedules(golden: Golden) -> dict[str, schedule.Tables]:
     """Return the tables by the names of a file's groups: a schedule and its number of steps."""
-    found = {}
+    tables = {}
     for group in {name.split("/")[0] for name in golden.arrays}:
         parts = re.fullmatch(r"(cosine|linear|quadratic|sigmoid|jsd)_(\d+)", group)
         if parts is None:
             raise UserError(f"{golden.path}: {group!r} is not a schedule and a number of steps, as in 'cosine_1000'.")
-        found[group] = schedule.tables(parts[1], int(parts[2]))  # pyright: ignore[reportArgumentType]
-    return found
+        tables[group] = schedule.tables(parts[1], int(parts[2]))  # pyright: ignore[reportArgumentType]
+    return tables
 
 
 def recompute_noise_tables(golden: Golden) -> Recomputed:
@@ -44,12 +44,12 @@ def recompute_noise_tables(golden: Golden) -> Recomputed:
 
 def recompute_noise_ops(golden: Golden) -> Recomputed:
     values: dict[str, Any] = {}
-    given: set[str] = set()
+    inputs: set[str] = set()
     for group, table in _schedules(golden).items():
         names = [f"{group}/{name}" for name in ("t", "x0", "xt", "noise", "to_t")]
         t, x0, xt, noise, to = (jnp.asarray(golden.get(name)) for name in names)
-        given |= set(names)
-        found = {
+        inputs |= set(names)
+        results = {
             "q_sample": schedule.q_sample(table, x0, t, noise),
             "calculate_v": schedule.velocity(table, x0, t, noise),
             "predict_start_from_noise": schedule.start_from_noise(table, xt, t, noise),
@@ -61,8 +61,8 @@ def recompute_noise_ops(golden: Golden) -> Recomputed:
             "q_sample_from_to": schedule.q_sample_from_to(table, x0, t, to, noise),
             "p2_reweigh_loss": schedule.p2_weights(table, P2_GAMMA)[np.asarray(t)],
         }
-        values |= {f"{group}/{name}": value for name, value in found.items()}
-    return Recomputed(values=values, inputs=frozenset(given))
+        values |= {f"{group}/{name}": value for name, value in results.items()}
+    return Recomputed(values=values, inputs=frozenset(inputs))
 
 
 def recompute_ddim_times(golden: Golden) -> Recomputed:
@@ -76,12 +76,12 @@ def recompute_ddim_times(golden: Golden) -> Recomputed:
 
 def recompute_network_tables(golden: Golden) -> Recomputed:
     values: dict[str, Any] = {}
-    given: set[str] = set()
+    inputs: set[str] = set()
     for name, want in golden.arrays.items():
         if parts := re.fullmatch(r"rotary(\d+)/(freqs|y)", name):
-            width, given_x = int(parts[1]), f"rotary{parts[1]}/x"
-            given.add(given_x)
-            x = jnp.asarray(golden.get(given_x))
+            width, name_x = int(parts[1]), f"rotary{parts[1]}/x"
+            inputs.add(name_x)
+            x = jnp.asarray(golden.get(name_x))
             values[name] = (
                 interleaved_rope_frequencies(width) if parts[2] == "freqs" else layers.apply_partial_rope(x, 0, width)
             )
@@ -89,9 +89,9 @@ def recompute_network_tables(golden: Golden) -> Recomputed:
             row = len(want) - 2 if parts[1] is None else int(parts[1])  # one key more than there are queries
             values[name] = layers.bucket(row - np.arange(len(want)))
         if name == "sinusoidal/y":
-            given.add("sinusoidal/t")
+            inputs.add("sinusoidal/t")
             values[name] = sinusoid(jnp.asarray(golden.get("sinusoidal/t")), want.shape[-1])
-    return Recomputed(values=values, inputs=frozenset(given))
+    return Recomputed(values=values, inputs=frozenset(inputs))
 
 
 def recompute_ema(golden: Golden) -> Recomputed:

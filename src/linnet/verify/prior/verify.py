@@ -35,12 +35,12 @@ KINDS = {
     "trainer": recompute_trainer,
     "ema": recompute_ema,
 }
-GIVEN = ("in/", "params/", "sd_")
+INPUTS = ("in/", "params/", "sd_")
 
 
 def verify_prior(path: Path, tolerance: float) -> Verification:
     golden = read_golden(path, "prior", KINDS)
     outputs = {
-        name: value for name, value in golden.arrays.items() if not name.startswith(GIVEN) and value.dtype.kind != "U"
+        name: value for name, value in golden.arrays.items() if not name.startswith(INPUTS) and value.dtype.kind != "U"
     }
     return verification(KINDS[golden.kind](golden), outputs, file=str(path), kind=golden.kind, tolerance=tolerance)

@@ -18,9 +18,8 @@ from linnet.models.vq.config import VQConfig
 from linnet.models.vq.convert import config_from_reference, from_reference, to_reference
 from linnet.models.vq.params import VQBuffers, VQParams
 from linnet.verify.golden import Golden
-from linnet.verify.recomputed import Recomputed
+from linnet.verify.recomputed import RANDOM, Recomputed
 
-RANDOM = "depends on the reference's random stream"
 DOCUMENTS = "Linnet keeps document ids only when it resets at documents, which the reference never does"
 
 
@@ -38,6 +37,11 @@ class Model:
             return jax.nn.log_softmax(model.logits(params, x, self.cfg)), x, carry, aux
 
         return jax.jit(run)(self.params, self.buffers, carry, jnp.asarray(tokens))
+
+    def decode(self, carry: model.VQCarry, token: Int[Array, " B"]) -> tuple[Float[Array, "B A"], model.VQCarry]:
+        """Return the logits after one more token per row, and the carry after it."""
+        x, carry, _ = model.forward(self.params, self.buffers, token[:, None], carry, self.cfg, block_len=1)
+        return model.logits(self.params, x[:, 0], self.cfg), carry
 
 
 def load_model(golden: Golden) -> Model:
@@ -67,8 +71,8 @@ def recompute_decode(golden: Golden) -> Recomputed:
     m, tokens = load_model(golden), jnp.asarray(_tokens(golden))
 
     def one(carry: model.VQCarry, token: Int[Array, " B"]) -> tuple[model.VQCarry, Float[Array, "B A"]]:
-        scores, carry = _next_scores(m, carry, token)
-        return carry, jax.nn.log_softmax(scores)
+        logits, carry = m.decode(carry, token)
+        return carry, jax.nn.log_softmax(logits)
 
     run = jax.jit(lambda carry, tokens: jax.lax.scan(one, carry, tokens.T))
     carry, logprobs = run(model.empty_carry(m.cfg, len(tokens)), tokens)
@@ -76,13 +80,13 @@ def recompute_decode(golden: Golden) -> Recomputed:
 
 
 def recompute_sample(golden: Golden) -> Recomputed:
-    """Decode greedily, from the EOS id on."""
+    """Decode greedily, starting with the EOS id."""
     m, (batch, length) = load_model(golden), golden.get("out/greedy_tokens").shape
     start = jnp.full((batch,), golden.settings.get("eos_id", EOS), jnp.int32)
 
     def one(state: tuple[model.VQCarry, Array], _: None) -> tuple[tuple[model.VQCarry, Array], Array]:
-        scores, carry = _next_scores(m, *state)
-        token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        logits, carry = m.decode(*state)
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return (carry, token), token
 
     run = jax.jit(lambda carry, token: jax.lax.scan(one, (carry, token), None, length=length)[1])
@@ -106,13 +110,13 @@ def recompute_eval(golden: Golden) -> Recomputed:
 
 def recompute_grads(golden: Golden) -> Recomputed:
     m, batch = load_model(golden), read_batch(golden)
-    refuse_dropout(golden, m.cfg)
+    check_no_dropout(golden, m.cfg)
     carry = model.empty_carry(m.cfg, len(batch.inputs))
     run = jax.jit(jax.value_and_grad(lambda p, b, c, x: family.loss(p, b, c, x, None, 0, m.cfg), has_aux=True))
     (loss, aux), gradient = run(m.params, m.buffers, carry, batch)
     after = family.update_buffers(m.buffers, aux.statistics, m.cfg)
     # The reference's codebooks learn through artificial gradients: new = old - gradient.
-    fall = jax.tree.map(lambda old, new: old - new, m.buffers, after)
+    decrease = jax.tree.map(lambda old, new: old - new, m.buffers, after)
     metrics = all_metrics(m.buffers, aux.metrics, m.cfg)
     return Recomputed(
         values={
@@ -121,16 +125,16 @@ def recompute_grads(golden: Golden) -> Recomputed:
             "l_commit": aux.metrics["loss_commit_per_token"],
             "l_codebook": 0.0,  # zero in value; it only produces those gradients
             **{f"metrics/{name}": value for name, value in metrics.items()},
-            **{f"grads/{name}": value for name, value in to_reference(gradient, fall, m.cfg).items()},
+            **{f"grads/{name}": value for name, value in to_reference(gradient, decrease, m.cfg).items()},
         },
         scales=metric_scales(golden, "metrics"),
     )
 
 
 def all_metrics(buffers: VQBuffers, metrics: dict[str, Array], cfg: VQConfig) -> dict[str, float]:
-    figures = family.diagnostics(buffers, metrics, cfg)
+    diagnostics = family.diagnostics(buffers, metrics, cfg)
     scalars = {name: float(value) for name, value in metrics.items() if jnp.ndim(value) == 0}
-    return scalars | {name: value for name, value in figures.items() if isinstance(value, float)}
+    return scalars | {name: value for name, value in diagnostics.items() if isinstance(value, float)}
 
 
 def metric_scales(golden: Golden, prefix: str) -> dict[str, float]:
@@ -151,13 +155,15 @@ def read_batch(golden: Golden, prefix: str = "") -> Batch:
             raise UserError(
                 f"{golden.path}: in/{prefix}{name} has shape {value.shape}, but it must be B x T like inputs."
             )
-    whole = {name: np.asarray(parts[name], np.int32) for name in ("inputs", "targets", "doc_ids")}
-    return Batch(**whole, loss_mask=np.asarray(mask, np.float32))
+    ids = {name: np.asarray(parts[name], np.int32) for name in ("inputs", "targets", "doc_ids")}
+    return Batch(**ids, loss_mask=np.asarray(mask, np.float32))
 
 
-def refuse_dropout(golden: Golden, cfg: VQConfig) -> None:
+def check_no_dropout(golden: Golden, cfg: VQConfig) -> None:
     if cfg.p_dropemb or cfg.p_dropsin or cfg.p_dropres or cfg.p_droplyr:
-        raise UserError(f"{golden.path} was made with dropout, which {RANDOM}. Fix: make it with all dropouts 0.")
+        raise UserError(
+            f"{golden.path} was made with dropout, which {RANDOM}. Fix: make it again with every dropout set to 0."
+        )
 
 
 def _tokens(golden: Golden) -> np.ndarray:
@@ -167,15 +173,10 @@ def _tokens(golden: Golden) -> np.ndarray:
     return tokens.astype(np.int32)
 
 
-def _next_scores(m: Model, carry: model.VQCarry, token: Int[Array, " B"]) -> tuple[Float[Array, "B A"], model.VQCarry]:
-    x, carry, _ = model.forward(m.params, m.buffers, token[:, None], carry, m.cfg, block_len=1)
-    return model.logits(m.params, x[:, 0], m.cfg), carry
-
-
 def _with_state(recomputed: Recomputed, golden: Golden, prefix: str, carry: model.VQCarry, cfg: VQConfig) -> Recomputed:
     """Add our carry in the reference's form. Columns without a token yet are excluded, because they are meaningless."""
-    state, read = carry.attention, int(carry.position[0])
-    filled = min(read, cfg.mem_len)
+    state, n_read = carry.attention, int(carry.position[0])
+    filled = min(n_read, cfg.mem_len)
     values, expected, skipped = dict(recomputed.values), dict(recomputed.expected), dict(recomputed.skipped)
     for i in range(cfg.n_unit):
         unit = f"{prefix}/{i // 2}/{i % 2}"
@@ -187,7 +188,7 @@ def _with_state(recomputed: Recomputed, golden: Golden, prefix: str, carry: mode
                 values[full] = value[:, :, cfg.mem_len - filled :]
                 expected[full] = golden.outputs[full][:, :, cfg.mem_len - filled :]
         values |= {
-            f"{unit}/pos_offset": np.int32(read),
+            f"{unit}/pos_offset": np.int32(n_read),
             f"{unit}/aggcache/lower": state.count[i],
             f"{unit}/aggcache/upper_div_lower": state.total[i] / jnp.maximum(state.count[i], 1.0)[..., None],
         }

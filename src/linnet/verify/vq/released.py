@@ -39,26 +39,26 @@ def official_layout(path: Path) -> Path | None:
     if file.suffix != ".json" or not file.is_file():
         return None
     try:
-        found = read_json(file)
+        content = read_json(file)
     except (OSError, ValueError):
         return None
-    return file if isinstance(found, dict) and found.get("kind") == KIND else None
+    return file if isinstance(content, dict) and content.get("kind") == KIND else None
 
 
 def verify_official(path: Path, *, named: str, tolerance: float) -> Verification:
     values = read_json(path)
-    m = _model(path, values)
-    checks = [_repeats(path.parent / values["checkpoint"])]
+    m = _load_model(path, values)
+    checks = [_compare_rewritten(path.parent / values["checkpoint"])]
     if "loss_nats_per_byte" in values:
-        checks.append(_loss(path, values, m))
+        checks.append(_compare_loss(path, values, m))
     skipped: list[Skipped] = []
     if values.get("continuations"):
-        streams, first = _continued(path, values, m)
+        streams, first = _compare_continuations(path, values, m)
         checks += streams
-        known = _first_logprobs(path.parent / FIRST, first, tolerance)
-        checks += known
-        if not known:
-            skipped.append(Skipped(FIRST, "it is not beside the file"))
+        first_checks = _compare_first_logprobs(path.parent / FIRST, first, tolerance)
+        checks += first_checks
+        if not first_checks:
+            skipped.append(Skipped(FIRST, "this file is missing"))
     return Verification(
         file=named,
         kind="vq official checkpoint",
@@ -69,7 +69,7 @@ def verify_official(path: Path, *, named: str, tolerance: float) -> Verification
     )
 
 
-def _model(path: Path, values: dict[str, Any]) -> Model:
+def _load_model(path: Path, values: dict[str, Any]) -> Model:
     name, settings = values.get("checkpoint"), values.get("args")
     if not isinstance(name, str) or Path(name).name != name or not isinstance(settings, dict):
         raise UserError(f"{path} needs 'checkpoint', a file beside it, and 'args', its settings. Fix: write it again.")
@@ -78,14 +78,16 @@ def _model(path: Path, values: dict[str, Any]) -> Model:
     return Model(cfg, *from_reference(read_official(path.parent / name).params, cfg))
 
 
-def _repeats(checkpoint: Path) -> Check:
+def _compare_rewritten(checkpoint: Path) -> Check:
     """Check that the file is reproduced byte for byte when it is written again."""
     if checkpoint.read_bytes() == pack_flax(read_flax(checkpoint)):
-        return Check("checkpoint, written again", 0.0, True, "equal to the byte")
-    return Check("checkpoint, written again", 1.0, False, "the file differs from what Linnet writes for the same tree")
+        return Check("checkpoint, written again", 0.0, True, "byte for byte equal")
+    return Check(
+        "checkpoint, written again", 1.0, False, "the file differs from the one that Linnet writes for the same tree"
+    )
 
 
-def _loss(path: Path, values: dict[str, Any], m: Model) -> Check:
+def _compare_loss(path: Path, values: dict[str, Any], m: Model) -> Check:
     """Compute the loss; each sequence begins with an empty state and the EOS id."""
     name, length, n = values.get("heldout"), values.get("sequence_len"), values.get("heldout_sequences")
     if not isinstance(name, str) or Path(name).name != name or type(length) is not int or type(n) is not int:
@@ -109,54 +111,53 @@ def _loss(path: Path, values: dict[str, Any], m: Model) -> Check:
     return Check("loss_nats_per_byte", error, error <= LOSS_TOLERANCE, note)
 
 
-def _continued(path: Path, values: dict[str, Any], m: Model) -> tuple[list[Check], Float[np.ndarray, "N A"]]:
+def _compare_continuations(
+    path: Path, values: dict[str, Any], m: Model
+) -> tuple[list[Check], Float[np.ndarray, "N A"]]:
     """Return checks of the greedy tokens of every prompt, and the log-probabilities after each."""
     prompts: list[list[int]] = []
-    wanted: list[np.ndarray] = []
-    for found in values["continuations"]:
-        if (
-            not isinstance(found, dict)
-            or not isinstance(found.get("prompt"), str)
-            or not isinstance(found.get("ids"), list)
-        ):
+    expected: list[np.ndarray] = []
+    for entry in values["continuations"]:
+        prompt, ids = (entry.get(field) for field in ("prompt", "ids")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(prompt, str) or not isinstance(ids, list):
             raise UserError(f"{path}: a continuation needs a prompt and ids. Fix: write it again.")
-        prompts.append([EOS, *(byte + BYTE_0 for byte in found["prompt"].encode())])
-        wanted.append(np.asarray(found["ids"], np.int64))
+        prompts.append([EOS, *(byte + BYTE_0 for byte in prompt.encode())])
+        expected.append(np.asarray(ids, np.int64))
     lengths = np.asarray([len(prompt) for prompt in prompts])
-    total = max(len(p) + len(w) for p, w in zip(prompts, wanted, strict=True))
-    given = np.full((len(prompts), total), EOS, np.int32)
-    for row, prompt in zip(given, prompts, strict=True):
+    total = max(len(prompt) + len(want) for prompt, want in zip(prompts, expected, strict=True))
+    padded = np.full((len(prompts), total), EOS, np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    logprobs, chosen = _greedy(m, given, lengths)
+    logprobs, chosen = _decode_greedily(m, padded, lengths)
     checks = [
         compare(f"continuations/{i}", chosen[i, n - 1 : n - 1 + len(want)], want, 0.0)
-        for i, (n, want) in enumerate(zip(lengths, wanted, strict=True))
+        for i, (n, want) in enumerate(zip(lengths, expected, strict=True))
     ]
     return checks, logprobs[np.arange(len(prompts)), lengths - 1]
 
 
-def _greedy(
-    m: Model, given: Int[np.ndarray, "N T"], lengths: Int[np.ndarray, " N"]
+def _decode_greedily(
+    m: Model, prompts: Int[np.ndarray, "N T"], lengths: Int[np.ndarray, " N"]
 ) -> tuple[Float[np.ndarray, "N T A"], Int[np.ndarray, "N T"]]:
     """Decode token by token: the prompt's tokens first, then the most likely one."""
 
-    def one(state: tuple[model.VQCarry, Array], fed: tuple[Array, Array]) -> tuple[Any, Any]:
+    def one(state: tuple[model.VQCarry, Array], inputs: tuple[Array, Array]) -> tuple[Any, Any]:
         carry, last = state
-        token = jnp.where(fed[1], fed[0], last)
-        x, carry, _ = model.forward(m.params, m.buffers, token[:, None], carry, m.cfg, block_len=1)
-        logprobs = jax.nn.log_softmax(model.logits(m.params, x[:, 0], m.cfg))
-        likeliest = jnp.argmax(logprobs, axis=-1).astype(jnp.int32)
-        return (carry, likeliest), (logprobs, likeliest)
+        prompt_token, in_prompt = inputs
+        logits, carry = m.decode(carry, jnp.where(in_prompt, prompt_token, last))
+        logprobs = jax.nn.log_softmax(logits)
+        best = jnp.argmax(logprobs, axis=-1).astype(jnp.int32)
+        return (carry, best), (logprobs, best)
 
-    prompted = np.arange(given.shape[1])[None] < lengths[:, None]
-    start = (model.empty_carry(m.cfg, len(given)), jnp.zeros(len(given), jnp.int32))
-    _, (logprobs, chosen) = jax.jit(lambda s, f: jax.lax.scan(one, s, f))(
-        start, (jnp.asarray(given.T), jnp.asarray(prompted.T))
+    in_prompt = np.arange(prompts.shape[1])[None] < lengths[:, None]
+    start = (model.empty_carry(m.cfg, len(prompts)), jnp.zeros(len(prompts), jnp.int32))
+    _, (logprobs, chosen) = jax.jit(lambda state, inputs: jax.lax.scan(one, state, inputs))(
+        start, (jnp.asarray(prompts.T), jnp.asarray(in_prompt.T))
     )
     return np.asarray(logprobs).swapaxes(0, 1), np.asarray(chosen).T
 
 
-def _first_logprobs(path: Path, first: Float[np.ndarray, "N A"], tolerance: float) -> list[Check]:
+def _compare_first_logprobs(path: Path, first: Float[np.ndarray, "N A"], tolerance: float) -> list[Check]:
     if not path.is_file():
         return []
     arrays = read_npz(path)

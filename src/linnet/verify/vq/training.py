@@ -21,33 +21,33 @@ from linnet.runs.state import TrainState, start_from
 from linnet.train.step import make_step
 from linnet.verify.golden import Golden
 from linnet.verify.recomputed import Recomputed
-from linnet.verify.vq.lion import LionCall, flips_check, run_call, watch
-from linnet.verify.vq.model import all_metrics, load_model, metric_scales, read_batch, refuse_dropout
+from linnet.verify.vq.lion import LionCall, check_flips, observe_signs, run_call
+from linnet.verify.vq.model import all_metrics, check_no_dropout, load_model, metric_scales, read_batch
 
 MASKED = -1e10
-OPTIMISER_SETTINGS = frozenset([*OPTIM, GROUPED])
+OPTIM_SETTINGS = frozenset([*OPTIM, GROUPED])
 
 
 def recompute_train(golden: Golden) -> Recomputed:
     """Run the trainer's own step, call by call. A call is one sequence: the state is carried within it, never between calls."""
     m = load_model(golden)
-    refuse_dropout(golden, m.cfg)
+    check_no_dropout(golden, m.cfg)
     calls = sorted(int(c[1]) for name in golden.inputs if (c := re.fullmatch(r"batch(\d+)/inputs", name)))
     if not calls or calls != list(range(1, len(calls) + 1)):
         raise UserError(
-            f"{golden.path} has the batches {calls}, but it needs in/batch1/.., in/batch2/.. without a gap."
+            f"{golden.path} has the batches {calls}, but they must be numbered from 1 without a gap. Fix: write it again."
         )
     batches = {call: read_batch(golden, f"batch{call}/") for call in calls}
     rows, length = batches[1].inputs.shape
     cfg = RunConfig(
         model=m.cfg,
         data=DataConfig(sequence_len=length, update_len=golden.setting("update_len"), batch_size=rows),
-        optim=optimiser_config(golden),
+        optim=read_optim_config(golden),
     )
     family = registry.get("vq")
     rule = optimizer(cfg.optim, family.param_specs(m.cfg))
     signed = cfg.optim.name == "lion"
-    rule = watch(rule, cfg.optim) if signed else rule
+    rule = observe_signs(rule, cfg.optim) if signed else rule
     state = start_from(family, cfg, rule, m.params, m.buffers)
     step = make_step(family, cfg, rule)
     values: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def recompute_train(golden: Golden) -> Recomputed:
     lions: list[LionCall] = []
     for call, batch in batches.items():
         if batch.inputs.shape != (rows, length):
-            raise UserError(f"{golden.path}: in/batch{call} has another shape than in/batch1.")
+            raise UserError(f"{golden.path}: in/batch{call} must have the shape of in/batch1. Fix: write it again.")
 
         def one(state: TrainState, number: int, batch: Batch = batch) -> tuple[TrainState, dict[str, float]]:
             start = number * cfg.tokens.update_len
@@ -65,63 +65,65 @@ def recompute_train(golden: Golden) -> Recomputed:
 
         n_update = length // cfg.tokens.update_len
         if signed:
-            done = run_call(cfg.optim, one, state, n_update, _wanted(golden, call, m.cfg))
-            state, figures = done.state, done.figures
+            done = run_call(cfg.optim, one, state, n_update, _expected_leaves(golden, call, m.cfg))
+            state, per_update = done.state, done.metrics
             lions.append(done)
         else:
-            figures = []
+            per_update = []
             for number in range(n_update):
-                state, figure = one(state, number)
-                figures.append(figure)
-        values |= {f"metrics{call}/{name}": np.mean([f[name] for f in figures]) for name in figures[0]}
+                state, metrics = one(state, number)
+                per_update.append(metrics)
+        values |= {f"metrics{call}/{name}": np.mean([update[name] for update in per_update]) for name in per_update[0]}
         after = to_reference(state.params, state.buffers, m.cfg)
         if not m.cfg.e_tie and TIED_BIAS in golden.params:
-            after[TIED_BIAS] = _unused(golden.params[TIED_BIAS], cfg.optim, call * n_update)
+            after[TIED_BIAS] = _decay_unused(golden.params[TIED_BIAS], cfg.optim, call * n_update)
         values |= {f"after{call}/{name}": value for name, value in after.items()}
         scales |= metric_scales(golden, f"metrics{call}")
-    return Recomputed(values=values, scales=scales, checks=[flips_check(lions)] if signed else [])
+    return Recomputed(values=values, scales=scales, checks=[check_flips(lions)] if signed else [])
 
 
-def _wanted(golden: Golden, call: int, cfg: VQConfig) -> dict[str, np.ndarray]:
+def _expected_leaves(golden: Golden, call: int, cfg: VQConfig) -> dict[str, np.ndarray]:
     """Return the reference's parameters after a call, by Linnet's leaf names; empty if the file lacks some."""
     after = {name: golden.outputs.get(f"after{call}/{name}") for name in reference_leaves(cfg)}
-    whole = {name: value for name, value in after.items() if value is not None}
-    shapes = {name: golden.params[name].shape for name in whole}
-    if len(whole) < len(after) or any(value.shape != shapes[name] for name, value in whole.items()):
+    present = {name: value for name, value in after.items() if value is not None}
+    shapes = {name: golden.params[name].shape for name in present}
+    if len(present) < len(after) or any(value.shape != shapes[name] for name, value in present.items()):
         return {}
-    return leaves_from_reference(whole, cfg)
+    return leaves_from_reference(present, cfg)
 
 
-def _unused(bias: np.ndarray, optim: OptimConfig, n_update: int) -> np.ndarray:
-    """Return a vector that an untied model has but never uses: only decay of vectors changes it."""
+def _decay_unused(bias: np.ndarray, optim: OptimConfig, n_update: int) -> np.ndarray:
+    """Return a bias vector that an untied model has but never uses: only weight decay of vectors changes it."""
     value = np.asarray(bias, np.float32)
     for _ in range(n_update if optim.decay_vectors else 0):
         value = value - np.float32(optim.decay) * value
     return value
 
 
-def optimiser_config(golden: Golden) -> OptimConfig:
+def read_optim_config(golden: Golden) -> OptimConfig:
     settings = golden.setting("opt")
     if not isinstance(settings, dict):
         raise UserError(f"{golden.path}: its config's 'opt' is not an object of settings. Fix: write it again.")
-    odd = sorted(set(settings) - OPTIMISER_SETTINGS)
+    unknown = sorted(set(settings) - OPTIM_SETTINGS)
     missing = sorted({"optimizer", "lr_max", "lr_schedule", "n_warmup_step", "n_max_step"} - set(settings))
-    if odd or missing:
-        what = f"has {odd[0]!r}, which is unknown" if odd else f"lacks {missing[0]!r}"
-        raise UserError(f"{golden.path}: its optimiser {what}. It may have {', '.join(sorted(OPTIMISER_SETTINGS))}.")
+    if unknown or missing:
+        what = f"has {unknown[0]!r}, which is unknown" if unknown else f"lacks {missing[0]!r}"
+        raise UserError(
+            f"{golden.path}: its optimizer {what}. Its settings can be {', '.join(sorted(OPTIM_SETTINGS))}."
+        )
     return optim_config({"clip": None, **optim_values({"opt": settings}, str(golden.path))}, str(golden.path))
 
 
 def recompute_schedule(golden: Golden) -> Recomputed:
     steps = golden.get("out/steps")
-    warmup, most = golden.setting("n_warmup_step"), golden.setting("n_max_step")
+    warmup_steps, max_steps = golden.setting("n_warmup_step"), golden.setting("n_max_step")
     values = {
-        name: schedule(OptimConfig(schedule=name, warmup_steps=warmup, steps=most))(steps)
+        name: schedule(OptimConfig(schedule=name, warmup_steps=warmup_steps, steps=max_steps))(steps)
         for name in ("cosine", "linear", "constant")
     }
     skipped = {
-        "steps": "where the multipliers are taken, not a result",
-        "inv_sqrt": "the reference's rises to infinity; ours is a true inverse square root",
+        "steps": "an input: the steps at which the multipliers are computed",
+        "inv_sqrt": "the reference's schedule grows without bound; Linnet's is an inverse square root",
     }
     return Recomputed(values=values, skipped=skipped)
 
