@@ -1,6 +1,7 @@
 """Line charts and bar charts as SVG. Pure functions: the same data gives the same bytes.
 
-The charts load no resources and need no scripts; values under the pointer are shown with CSS.
+The charts load no resources and need no scripts; values under the pointer are shown with CSS. They are not drawn by
+matplotlib, whose SVG has fixed colours (no dark mode), no values on hover, and is larger.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ def line_chart(
     parts = [*_labels(x_label, y_label, left, right, height), *_legend(named, width, rows), *grid]
     parts.append(across(left, bottom, right, "base"))
     for tick in x_scale.ticks(int((right - left) / 72), base=2):
-        words, x = compact(tick), x_scale(tick)
-        over = x + len(words) * LETTER / 2 > width  # keep the last label inside the image
-        parts.append(text(width if over else x, bottom + 17, words, "end" if over else "middle"))
+        name, x = compact(tick), x_scale(tick)
+        over = x + len(name) * LETTER / 2 > width  # keep the last label inside the image
+        parts.append(text(width if over else x, bottom + 17, name, "end" if over else "middle"))
     parts += _levels(levels, y_scale, left, right, y_text)
 
     # A nested <svg> clips the curves without clip-path ids, which could clash on a page.
@@ -183,10 +184,10 @@ def _readouts(
         return []
     left, right, bottom, top = x_scale.start, x_scale.end, y_scale.start, y_scale.end
     every = max(series, key=lambda s: len(s.x)).x
-    places = sorted(set(every[:: max(1, math.ceil(len(every) / limit))]) | {every[-1]})
-    pixels = [x_scale(v) for v in places]
+    stops = sorted(set(every[:: max(1, math.ceil(len(every) / limit))]) | {every[-1]})
+    pixels = [x_scale(v) for v in stops]
     parts: list[Markup] = []
-    for i, (value, x) in enumerate(zip(places, pixels, strict=True)):
+    for i, (value, x) in enumerate(zip(stops, pixels, strict=True)):
         a = (pixels[i - 1] + x) / 2 if i else left
         b = (pixels[i + 1] + x) / 2 if i + 1 < len(pixels) else right
         lines = [f"{x_label} {value:,.0f}"]

@@ -1,4 +1,4 @@
-"""What a report reads: the files of a run folder, of which every one may be missing or damaged."""
+"""The data of a report: the files of a run folder, any of which may be missing or damaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Record = dict[str, Any]
 
 MAX_PARTS = 512
 MAX_EVALUATIONS = 4
-LARGEST, LEAST = 1e15, 1e-30  # plotted range: larger values come from damaged files, smaller ones become 0
+MAX_PLOTTED, MIN_PLOTTED = 1e15, 1e-30  # plotted range: larger values come from damaged files, smaller ones become 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +72,9 @@ def newest_files(folder: Path, pattern: str) -> list[Path]:
 
 def finite(value: Any) -> float | None:
     """Return an untrusted value as a number that can be plotted, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_PLOTTED < value < MAX_PLOTTED:
         return None
-    return float(value) if abs(value) > LEAST else 0.0
+    return float(value) if abs(value) > MIN_PLOTTED else 0.0
 
 
 def curve(records: Sequence[Record], kind: str, name: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
@@ -86,8 +86,8 @@ def curve(records: Sequence[Record], kind: str, name: str, scale: float = 1.0) -
 
 def per_part(record: Record, group: str, name: str) -> list[float | None]:
     """Return one diagnostic of the model, one value per part (unit or layer); empty if it is missing."""
-    figures = record.get(group)
-    values = figures.get(name) if isinstance(figures, dict) else None
+    diagnostics = record.get(group)
+    values = diagnostics.get(name) if isinstance(diagnostics, dict) else None
     return [finite(v) for v in values[:MAX_PARTS]] if isinstance(values, list) else []
 
 

@@ -31,14 +31,14 @@ def buckets(edges: Sequence[Any], losses: Sequence[Any]) -> list[Bucket]:
 
 def numbered_buckets(edges: Sequence[Any], losses: Sequence[Any]) -> dict[int, Bucket]:
     """Return the buckets that have a finite loss, by their index in the file."""
-    found: dict[int, Bucket] = {}
+    valid: dict[int, Bucket] = {}
     for i, raw in enumerate(losses):
         start = finite(edges[i]) if i < len(edges) else None
         end = finite(edges[i + 1]) if i + 1 < len(edges) else None
         loss = finite(raw)
         if start is not None and start >= 0 and loss is not None:
-            found[i] = (int(start), None if end is None else int(end), loss)
-    return found
+            valid[i] = (int(start), None if end is None else int(end), loss)
+    return valid
 
 
 def describe_positions(by: Mapping[str, Any]) -> str:
@@ -49,7 +49,7 @@ def describe_positions(by: Mapping[str, Any]) -> str:
     shown = buckets(by["edges"], by["loss"])
     chosen = compared_bins([start for start, _, _ in shown], [loss for _, _, loss in shown])
     if chosen is None:
-        return "Too few positions to tell whether longer context helps."
+        return "Too few positions to determine whether longer context helps."
     early, last = (shown[i] for i in chosen)
     change = by.get("change")
     error = finite(change.get("standard_error")) if isinstance(change, Mapping) else None
@@ -81,13 +81,13 @@ def position_table(by: Mapping[str, Any]) -> Table:
     table.add_column("standard error", justify="right")
     table.add_column("")
     errors = by.get("standard_error") or []
-    found = numbered_buckets(by["edges"], by["loss"])
-    most = max((loss for _, _, loss in found.values()), default=0.0)
-    for i, (start, end, loss) in found.items():
-        bar = "█" * round(24 * loss / most) if most > 0 else ""
+    shown = numbered_buckets(by["edges"], by["loss"])
+    highest = max((loss for _, _, loss in shown.values()), default=0.0)
+    for i, (start, end, loss) in shown.items():
+        bar = "█" * round(24 * loss / highest) if highest > 0 else ""
         error = finite(errors[i]) if i < len(errors) else None
-        shown = "" if error is None else f"± {error * BITS:.4f}"
-        table.add_row(bucket_name(start, end), f"{loss:.4f}", f"{loss * BITS:.4f}", shown, bar)
+        margin = "" if error is None else f"± {error * BITS:.4f}"
+        table.add_row(bucket_name(start, end), f"{loss:.4f}", f"{loss * BITS:.4f}", margin, bar)
     return table
 
 
@@ -113,7 +113,7 @@ def position_figure(split: str, evaluation: Mapping[str, Any]) -> Figure | None:
 def position_chart(edges: Sequence[Any], losses: Sequence[Any], *, width: float, height: float) -> Chart:
     """Draw the loss over the position in the sequence, counted from 1; the axis is logarithmic for wide ranges."""
     shown = buckets(edges, losses)
-    assert shown, "no bucket holds a number"
+    assert shown, "no bucket has a finite loss"
     middles = [math.sqrt((a + 1) * max(b if b is not None else a + 1, a + 1)) for a, b, _ in shown]
     series = Series(name="loss", x=middles, y=[loss * BITS for _, _, loss in shown], kind="dots")
     return line_chart(

@@ -67,9 +67,8 @@ def number(x: float) -> str:
     return f"{x:.1f}".removesuffix(".0")
 
 
-def text(x: float, y: float, words: str, anchor: str = "", style: str = "", transform: str = "") -> Markup:
-    # An element without content would be closed at once, which is the same for a reader.
-    return element("text", words, x=x, y=y, text_anchor=anchor, class_=style, transform=transform)
+def text(x: float, y: float, content: str, anchor: str = "", style: str = "", transform: str = "") -> Markup:
+    return element("text", content, x=x, y=y, text_anchor=anchor, class_=style, transform=transform)
 
 
 def rect(
@@ -194,8 +193,8 @@ def compact(value: float) -> str:
 
 def format_ticks(ticks: Sequence[float]) -> list[str]:
     """Format ticks with the same number of decimals: `1.5, 2.0`, not `1.5, 2`."""
-    words = [compact(tick) for tick in ticks]
-    if any(mark in word for word in words for mark in "ekMGT,"):
-        return words
-    places = max((len(word.partition(".")[2]) for word in words), default=0)
-    return [f"{tick:.{places}f}" if tick else "0" for tick in ticks]
+    labels = [compact(tick) for tick in ticks]
+    if any(mark in label for label in labels for mark in "ekMGT,"):
+        return labels
+    decimals = max((len(label.partition(".")[2]) for label in labels), default=0)
+    return [f"{tick:.{decimals}f}" if tick else "0" for tick in ticks]
