@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from linnet.models.bos import BeginId, bos_id
+from linnet.core.errors import invalid
+from linnet.models.bos import BeginId, bos_id, check_begin
 from linnet.nn.remat import Remat
 from linnet.parallel.mesh import check_no_experts
 
@@ -37,6 +38,13 @@ class ModelConfig:
     def from_older(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Convert the JSON settings of earlier versions to the current fields."""
         return values
+
+    def check_sizes(self, *names: str) -> None:
+        """Raise an error unless these settings are at least 1."""
+        for name in names:
+            if getattr(self, name) < 1:
+                fix = f"set --model.{name.replace('_', '-')}"
+                raise invalid(f"model.{name}", getattr(self, name), "at least 1", fix)
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
         """Raise an error if the mesh does not divide the model evenly."""
@@ -74,6 +82,14 @@ class TokenModelConfig(ModelConfig):
     begin_id: BeginId
     d_model: int
     n_layer: int
+
+    def check_ids(self, *names: str) -> None:
+        """Raise an error unless these settings, and the BOS id, are ids of the vocabulary."""
+        for name in names:
+            if not 0 <= getattr(self, name) < self.n_vocab:
+                needs = f"an id below model.n_vocab ({self.n_vocab})"
+                raise invalid(f"model.{name}", getattr(self, name), needs, "use the tokenizer's")
+        check_begin(self.begin_id, self.n_vocab)
 
     def check_run(self, data: Any, train: Any) -> None:
         del train

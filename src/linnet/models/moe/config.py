@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from linnet.core.errors import invalid
 from linnet.core.special_tokens import EOS, PAD
-from linnet.models.bos import BeginId, check_begin
+from linnet.models.bos import BeginId
 from linnet.models.model_config import TokenModelConfig, ffn_size
 from linnet.nn.remat import Remat
 from linnet.parallel.mesh import check_divides
@@ -69,16 +69,8 @@ class MoEConfig(TokenModelConfig):
 
     def __post_init__(self) -> None:
         sizes = ("n_vocab", "d_model", "d_k", "n_q_head", "n_kv_head", "n_layer", "n_expert", "n_choice", "context")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise invalid(
-                    f"model.{name}", getattr(self, name), "at least 1", f"set --model.{name.replace('_', '-')}"
-                )
-        for name in ("end_id", "pad_id"):
-            if not 0 <= getattr(self, name) < self.n_vocab:
-                needs = f"an id below model.n_vocab ({self.n_vocab})"
-                raise invalid(f"model.{name}", getattr(self, name), needs, "use the tokenizer's")
-        check_begin(self.begin_id, self.n_vocab)
+        self.check_sizes(*sizes)
+        self.check_ids("end_id", "pad_id")
         if self.d_k % 2:
             raise invalid("model.d_k", self.d_k, "even (positions turn pairs of values)", f"use {self.d_k + 1}")
         if self.n_q_head % self.n_kv_head:

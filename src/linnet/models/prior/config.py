@@ -151,11 +151,7 @@ class PriorConfig(PairModelConfig):
     the complete layer, for a third more compute."""
 
     def __post_init__(self) -> None:
-        for name in SIZES:
-            if getattr(self, name) < 1:
-                raise invalid(
-                    f"model.{name}", getattr(self, name), "at least 1", f"set --model.{name.replace('_', '-')}"
-                )
+        self.check_sizes(*SIZES)
         if self.text_dim is not None and self.text_dim < 1:
             raise invalid("model.text_dim", self.text_dim, "at least 1, or none for model.dim", "use None")
         if self.max_text_len < 0:

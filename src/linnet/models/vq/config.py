@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from linnet.core.errors import invalid
 from linnet.core.special_tokens import EOS
-from linnet.models.bos import BeginId, check_begin
+from linnet.models.bos import BeginId
 from linnet.models.model_config import TokenModelConfig, ffn_size
 from linnet.nn.remat import Remat
 from linnet.parallel.mesh import check_divides, check_no_experts
@@ -119,16 +119,8 @@ class VQConfig(TokenModelConfig):
     unit, for a third more compute."""
 
     def __post_init__(self) -> None:
-        for name in ("n_vocab", "d_model", "d_k", "d_v", "n_head", "n_code", "n_layer", "block_len", "mem_len"):
-            if getattr(self, name) < 1:
-                raise invalid(
-                    f"model.{name}", getattr(self, name), "at least 1", f"set --model.{name.replace('_', '-')}"
-                )
-        if not 0 <= self.end_id < self.n_vocab:
-            raise invalid(
-                "model.end_id", self.end_id, f"an id below model.n_vocab ({self.n_vocab})", "use the tokenizer's"
-            )
-        check_begin(self.begin_id, self.n_vocab)
+        self.check_sizes("n_vocab", "d_model", "d_k", "d_v", "n_head", "n_code", "n_layer", "block_len", "mem_len")
+        self.check_ids("end_id")
         if self.d_model % 2:
             raise invalid("model.d_model", self.d_model, "even (half sines, half cosines)", f"use {self.d_model + 1}")
         for name in ("p_dropemb", "p_dropsin", "p_dropres", "p_droplyr"):
@@ -141,7 +133,7 @@ class VQConfig(TokenModelConfig):
         if self.d_condition < 0:
             raise invalid("model.d_condition", self.d_condition, "0 or more", "use 0 for none")
         if (self.n_place > 0) != (self.d_condition > 0):
-            needs = "the values of a picture where model.d_condition is set, else 0"
+            needs = "the values of an image where model.d_condition is set, else 0"
             raise invalid("model.n_place", self.n_place, needs, "use data.sequence_len, or 0 without model.d_condition")
         if not 0.0 <= self.p_drop_condition <= 1.0:
             raise invalid("model.p_drop_condition", self.p_drop_condition, "between 0 and 1", "use 0.1, or 0 for never")
@@ -174,7 +166,7 @@ class VQConfig(TokenModelConfig):
     def check_lengths(self, sequence_len: int, update_len: int) -> None:
         """Raise an error unless blocks divide an update and, in a conditional model, a sequence is exactly one image."""
         if self.d_condition and sequence_len != self.n_place:
-            needs = f"data.sequence_len ({sequence_len}), one picture"
+            needs = f"data.sequence_len ({sequence_len}), one image"
             raise invalid("model.n_place", self.n_place, needs, f"use --model.n-place {sequence_len}")
         if update_len % self.block_len:
             raise invalid(

@@ -5,6 +5,8 @@ Letters: G units, D model width, H heads, K key width, V value width, S codes, A
 
 from __future__ import annotations
 
+from functools import partial
+
 from jaxtyping import Array, Float
 
 from linnet.core.dtypes import WeightDtype
@@ -14,7 +16,7 @@ from linnet.core.quant import Weight
 from linnet.models.model_config import ffn_size
 from linnet.models.vq.config import VQConfig
 from linnet.nn.moe import ExpertWeights, Mixture
-from linnet.parallel.sharding import ROWS, LogicalAxisRules
+from linnet.parallel.sharding import ROWS, LogicalAxes, LogicalAxisRules
 
 RULES: LogicalAxisRules = {
     **ROWS,
@@ -63,13 +65,8 @@ class VQBuffers:
 
 
 def param_specs(cfg: VQConfig) -> VQParams:
-    g, d, hk, hv = cfg.n_unit, cfg.d_model, cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
-    heads = head_axis(cfg)
-
-    def unit(
-        shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init, min_dtype: WeightDtype = "float32"
-    ) -> Spec:
-        return Spec((g, *shape), ("layers", *axes), init, min_dtype=min_dtype)
+    d, hk, hv = cfg.d_model, cfg.n_head * cfg.d_k, cfg.n_head * cfg.d_v
+    heads, unit = head_axis(cfg), partial(_stacked, cfg.n_unit)
 
     return tree_of(
         VQParams,
@@ -102,13 +99,20 @@ def head_axis(cfg: VQConfig) -> str | None:
     return "heads" if cfg.n_head > 1 else None
 
 
+def _stacked(
+    n_unit: int,
+    shape: tuple[int, ...],
+    axes: LogicalAxes,
+    init: Init = "fan_in",
+    min_dtype: WeightDtype = "float32",
+) -> Spec:
+    """Return the spec of a weight that every unit has."""
+    return Spec((n_unit, *shape), ("layers", *axes), init, min_dtype=min_dtype)
+
+
 def _mixture_specs(cfg: VQConfig) -> Mixture:
     n, d, f = cfg.n_expert, cfg.d_model, ffn_size(cfg.d_model, cfg.widening)
-
-    def unit(
-        shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init = "fan_in", min_dtype: WeightDtype = "float32"
-    ) -> Spec:
-        return Spec((cfg.n_unit, *shape), ("layers", *axes), init, min_dtype=min_dtype)
+    unit = partial(_stacked, cfg.n_unit)
 
     return tree_of(
         Mixture,
