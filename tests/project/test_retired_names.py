@@ -18,8 +18,10 @@ _by_parts tp_call
 _carry_out _execute
 _displaces _preempts
 _disturbed augment_condition
+_Flight _InFlight
 _of_8_bits _quantized_pspec
 _stepping_aside _preemption_key
+_Told ClientResponse
 Account ShardManifest
 admit_chunk prefill_chunk
 all_experts moe_dense
@@ -35,10 +37,12 @@ Bounds Timeouts
 by_parts tp_call
 carry_names carry_axes
 ChatAsk ChatRequest
+ChatVoice ChatFormatter
 check_folder check_resumable
 chosen_experts moe_grouped
 codebook_figures codebook_stats
 CompletionAsk CompletionRequest
+CompletionVoice CompletionFormatter
 Cut SplitK
 cut_encodings truncate_encodings
 Damaged CorruptCheckpoint
@@ -65,6 +69,7 @@ guess estimate
 Guided CFGDecoder
 Half Bf16Bits
 Held SessionLease
+HeldBytes UniqueBytes
 HostCopy HostShards
 hush_orbax silence_orbax
 ImageAsk ImageRequest
@@ -72,6 +77,7 @@ in_full format_report
 in_words format_bytes
 is_echo is_peer_failure
 is_names is_logical_axes
+is_told reports_progress
 is_weights_alone is_weights_only
 Judge Task
 Judged EvalResult
@@ -86,6 +92,8 @@ make_plan make_solver
 make_rows stack_solvers
 Matrix Weight
 mixture_half moe_block
+most_encodings max_encodings
+most_like best_candidate
 must_agree check_agree
 must_be_finite check_finite
 must_be_new check_is_new
@@ -93,12 +101,15 @@ must_be_trainable check_trainable
 must_be_unused check_unused_flags
 must_divide check_divides
 must_fit check_fit
-must_have_room check_room_for
+must_have_room check_capacity
 must_match check_match
+n_held n_in_memory
 n_row_parts data_parallel_size
+n_told n_progress
 NamedSet BenchmarkDataset
 Names LogicalAxes
 no_experts check_no_experts
+of_ending check_finished
 of_sample sample_key
 of_words slugify
 on_one_device tp_call
@@ -108,6 +119,8 @@ open_start acquire_session
 Pairs EmbeddingPairs
 part_config shard_config
 Parts TensorParallel
+passed_on proxy_request
+Passing ProxyRoute
 Places RowPositions
 possible enumerate_meshes
 prepare_jax init_jax
@@ -144,6 +157,7 @@ STATE_NAMES STATE_AXES
 streamed_rows tiled_matmul_rows
 Taker Submits
 TextAsk TextRequest
+Ticket Dispatch
 Together StragglerMonitor
 TokenizeAsk TokenizeRequest
 TokenJudge LMTask

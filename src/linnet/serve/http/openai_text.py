@@ -198,7 +198,7 @@ async def _start(model: TokenModel, body: TextRequest, n_answers: int, request_i
 
 
 async def _answer(service: Service, http: HttpRequest, call: TextCall) -> Response:
-    """Run a call. Its session is held from before this to the end of the answer."""
+    """Run a call. Its session is leased before this, until the end of the answer."""
     id = f"{call.formatter.prefix}-{uuid.uuid4().hex}"
     try:
         keeps_state = call.start.session is not None or bool(call.body.return_state)
