@@ -56,6 +56,7 @@ Ears FailureDetector
 Edge SamplePoint
 END EOS
 Ended TerminalEvent
+engine_of running_engine
 EVERYWHERE REPLICATED
 expert_alarms expert_warnings
 explained to_api_error
@@ -74,6 +75,8 @@ HostCopy HostShards
 hush_orbax silence_orbax
 ImageAsk ImageRequest
 in_full format_report
+in_ms format_ms
+in_unit format_value
 in_words format_bytes
 is_echo is_peer_failure
 is_names is_logical_axes
@@ -91,9 +94,11 @@ Loop EngineLoop
 make_plan make_solver
 make_rows stack_solvers
 Matrix Weight
+measure_apart measure_in_subprocess
 mixture_half moe_block
 most_encodings max_encodings
 most_like best_candidate
+model_for_runner find_runner_model
 must_agree check_agree
 must_be_finite check_finite
 must_be_new check_is_new
@@ -122,17 +127,21 @@ Parts TensorParallel
 passed_on proxy_request
 Passing ProxyRoute
 Places RowPositions
+plan_apart plan_in_subprocess
 possible enumerate_meshes
 prepare_jax init_jax
 prepared_cuts prepared_pspecs
 pretend use_fake_devices
 PriorAsk PriorRequest
 PriorJudge PriorTask
+PriorReplay Recomputed
 Produced TokensEvent
 PromptRead PrefillDone
 Pulse Heartbeat
 put_rows global_batch
 quantized_cuts quantized_pspec
+refuse_dropout check_no_dropout
+Replay Recomputed
 requests_of build_requests
 router_figures router_stats
 RouterFigures RouterStats
@@ -167,12 +176,14 @@ Twice CFGSlots
 unless_gone cancel_on_disconnect
 usual_steps default_steps
 Voice ResponseFormatter
+Watched ObservedState
 weight_cuts weight_pspecs
 Weights WeightDtype
 what_would_fit suggestions
 windows_at window_indices
 Wish ControlFlags
 Work Job
+write_on forced_logits
 """.strip().splitlines()
 }
 """The retired name, and the name that took its place."""
