@@ -56,9 +56,9 @@ def test_evaluate_gives_the_figures_of_the_command(name: str, tmp_path: Path) ->
 
 def test_another_dtype_is_compared_with_the_weights_as_loaded(tmp_path: Path) -> None:
     run = linnet.load(MADE / "vq")
-    whole = run.evaluate(source=MADE / "text.txt", limit=3, quiet=True)
+    full = run.evaluate(source=MADE / "text.txt", limit=3, quiet=True)
     small = run.evaluate(source=MADE / "text.txt", limit=3, weights="int8", quiet=True)
-    assert small.metrics["float32"]["loss"] == whole.loss != small.loss
+    assert small.metrics["float32"]["loss"] == full.loss != small.loss
     loaded = linnet.load(MADE / "vq", weights="int8").evaluate(source=MADE / "text.txt", limit=3, quiet=True)
     assert (loaded.loss, loaded.metrics["weights"]) == (small.loss, "int8")
 

@@ -78,13 +78,13 @@ def test_list_equals_each_prompt_alone_bit_for_bit(run: linnet.Run) -> None:
 
 
 def test_stream_chunks_join_to_the_full_text(run: linnet.Run) -> None:
-    whole = run.generate(PROMPT, max_tokens=70, seed=1)
+    full = run.generate(PROMPT, max_tokens=70, seed=1)
     pieces = list(run.generate(PROMPT, max_tokens=70, seed=1, stream=True))
     joined = linnet.GeneratedText.from_pieces(pieces)
     assert len(pieces) > 1
-    assert (joined, joined.token_ids, joined.finish_reason) == (whole, whole.token_ids, whole.finish_reason)
+    assert (joined, joined.token_ids, joined.finish_reason) == (full, full.token_ids, full.finish_reason)
     rows = list(run.generate([PROMPT, "The owl"], max_tokens=70, seed=1, stream=True))
-    assert "".join(row[0] for row in rows if row[0] is not None) == whole
+    assert "".join(row[0] for row in rows if row[0] is not None) == full
 
 
 def test_prompts_may_be_bytes_or_ids(run: linnet.Run) -> None:
@@ -95,9 +95,9 @@ def test_prompts_may_be_bytes_or_ids(run: linnet.Run) -> None:
 
 
 def test_stop_strings_end_the_text(run: linnet.Run) -> None:
-    whole = run.generate(PROMPT, max_tokens=60, temperature=0)
+    full = run.generate(PROMPT, max_tokens=60, temperature=0)
     stopped = run.generate(PROMPT, max_tokens=60, temperature=0, stop=" the")
-    assert stopped == whole[: whole.index(" the")]
+    assert stopped == full[: full.index(" the")]
     assert stopped.finish_reason == "stop"
 
 
@@ -148,9 +148,9 @@ def test_score_of_a_text_does_not_depend_on_the_others(run: linnet.Run) -> None:
 
 def test_long_text_is_scored_in_segments(runs: dict[str, linnet.Run]) -> None:
     text = "The owl sees the wren. " * 20
-    whole = runs["vq"].score(text)
-    assert len(whole.logprobs) == len(text) > 4 * runs["vq"].config.tokens.update_len
-    np.testing.assert_array_equal(runs["vq"].score(text[:100]).logprobs, whole.logprobs[:100])
+    full = runs["vq"].score(text)
+    assert len(full.logprobs) == len(text) > 4 * runs["vq"].config.tokens.update_len
+    np.testing.assert_array_equal(runs["vq"].score(text[:100]).logprobs, full.logprobs[:100])
     with pytest.raises(linnet.UserError, match="the model's context"):
         runs["moe"].score(text)
 

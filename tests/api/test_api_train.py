@@ -182,8 +182,8 @@ def test_ctrl_c_saves_the_run_and_returns(config: Path, tmp_path: Path) -> None:
     assert not result.finished
     assert 5 <= result.step < 12
     assert signal.getsignal(signal.SIGINT) is before
-    whole = linnet.train(config, SETTINGS, out=tmp_path / "run", quiet=True)
-    assert whole.finished
+    full = linnet.train(config, SETTINGS, out=tmp_path / "run", quiet=True)
+    assert full.finished
 
 
 def test_notebook_shows_one_output_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:

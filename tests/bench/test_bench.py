@@ -139,10 +139,12 @@ class TestMeasure:
             measure.measure(job, seconds=1.0, gemm_size=8)
 
     def test_peak_memory_is_not_inherited(self) -> None:
-        held = np.ones(600_000_000 // 8)
+        stored = np.ones(600_000_000 // 8)
         code = "from linnet.bench.measure import own_peak_bytes; print(own_peak_bytes())"
         peak = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        assert 20e6 < peak < 500e6, f"a process that did nothing held {peak:,} bytes ({held.nbytes:,} are its parent's)"
+        assert 20e6 < peak < 500e6, (
+            f"a process that did nothing held {peak:,} bytes ({stored.nbytes:,} are its parent's)"
+        )
 
 
 def test_train_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,16 +206,16 @@ class TestTargets:
 
 
 def test_comparing_cores_measures_again_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int | None] = []
+    requested: list[int | None] = []
 
     def fake(job: str, cfg: RunConfig, *, cores: int | None, **_: Any) -> dict[str, Any]:
-        asked.append(cores)
+        requested.append(cores)
         return result(cores=cores or 2, tokens_per_second=1000.0 if cores == 1 else 1800.0)
 
     monkeypatch.setattr(run, "measure_in_subprocess", fake)
     monkeypatch.setattr(run, "cores_usable", lambda: 2)
     got = run.run_bench("train", compare_cores=True)
-    assert asked == [None, 1]
+    assert requested == [None, 1]
     assert got["speedup_over_one_core"] == 1.8
     assert "1.80x" in text_of(table.metrics_table(got))
     assert "1.80 times as fast as one" in table.to_markdown(table.throughput_table([got]))

@@ -24,12 +24,12 @@ TINY = RunConfig(
 )
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, int, int]]) -> dict[str, Any]:
+def measured(monkeypatch: pytest.MonkeyPatch, requested: list[tuple[str, int, int]]) -> dict[str, Any]:
     """512 tokens of a prompt take 0.5 CPU-seconds, 64 take 0.1."""
 
     def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
         length, batch = cfg.tokens.sequence_len, cfg.data.batch_size
-        asked.append((job, length, batch))
+        requested.append((job, length, batch))
         rate = {512: 1024.0, 64: 640.0}[length]
         return result(job=job, preset=cfg.preset, sequence_len=length, batch=batch, tokens_per_cpu_second=rate)
 
@@ -38,11 +38,11 @@ def measured(monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, int, int]])
 
 
 def test_both_kinds_of_weights_are_measured_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int, int]] = []
-    got = measured(monkeypatch, asked)
+    requested: list[tuple[str, int, int]] = []
+    got = measured(monkeypatch, requested)
     one = [("decode", 512, 1), ("decode", 512, 8), ("prefill", 512, 1), ("prefill", 64, 1)]
     eight = [(f"{job}-int8", length, batch) for job, length, batch in one]
-    assert asked == [*one, *eight, ("train", 512, 1)]
+    assert requested == [*one, *eight, ("train", 512, 1)]
     assert [row["job"] for row in got["rows"]] == ["decode", "decode", "prefill", "prefill"] * 2 + ["train"]
     assert [row["weights"] for row in got["rows"]] == ["float32"] * 4 + ["int8"] * 4 + ["float32"]
     assert [row.get("target") for row in got["rows"]] == [40, 150, 900, 900] * 2 + [None]

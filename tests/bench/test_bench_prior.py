@@ -28,24 +28,24 @@ TINY = dataclasses.replace(
 
 def measured(monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[str, int, int]], dict[str, Any]]:
     """Every job makes 8 samples a CPU-second."""
-    asked: list[tuple[str, int, int]] = []
+    requested: list[tuple[str, int, int]] = []
 
     def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
         length, batch = cfg.prior.max_text_len, cfg.data.batch_size
         assert cfg.prior.text_encodings == (length > 0)
-        asked.append((job, length, batch))
+        requested.append((job, length, batch))
         rates = {"tokens_per_cpu_second": 8.0, "gemm_gflops_per_cpu_second": 85.0}
         return result(job=job, preset=cfg.preset, sequence_len=length, batch=batch, **rates)
 
     monkeypatch.setattr(prior, "measure_in_subprocess", fake)
-    return asked, prior.run_prior()
+    return requested, prior.run_prior()
 
 
 def test_every_target_of_the_prior_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, got = measured(monkeypatch)
+    requested, got = measured(monkeypatch)
     wanted = {(f"prior-{t.job}", t.sequence_len, t.batch) for t in targets.PRIOR_TARGETS}
-    assert wanted <= set(asked)
-    assert len(set(asked)) == len(asked)
+    assert wanted <= set(requested)
+    assert len(set(requested)) == len(requested)
     assert [row.get("target") for row in got["rows"]][:6] == [130, 9, 7, 25, 4, None]
     assert [row.get("reached") for row in got["rows"]][:6] == [False, False, True, False, True, None]
 
@@ -79,10 +79,10 @@ def test_job_of_training_updates_the_weights() -> None:
 
 def test_job_of_sampling_gives_embeddings() -> None:
     sample = prior_jobs.prior_job("prior-dpm-4", TINY)
-    whole = sample.compile()
+    full = sample.compile()
     sample.run()
     given = inspect.getclosurevars(sample.run).nonlocals["given"]
-    found, _ = whole(*given)
+    found, _ = full(*given)
     assert found.shape == (2, 16)
     assert np.isfinite(found).all()
     assert sample.extra(1.0) == {"steps": 4}

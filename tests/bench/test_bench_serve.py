@@ -80,21 +80,21 @@ class TestRequests:
             serve.run_serve("bench-s", seconds=-1)
 
     def test_texts_beyond_a_bounded_context_are_skipped(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked: list[tuple[str, int]] = []
+        requested: list[tuple[str, int]] = []
 
         def fake(job: str, cfg: RunConfig, **_: Any) -> dict[str, Any]:
-            asked.append((job, cfg.tokens.sequence_len))
+            requested.append((job, cfg.tokens.sequence_len))
             return figures()[job]
 
         monkeypatch.setattr(serve, "measure_in_subprocess", fake)
-        said: list[str] = []
-        got = serve.run_serve("moe-cpu", log=said.append)
-        assert asked == [("serve-engine", 256)]
+        output: list[str] = []
+        got = serve.run_serve("moe-cpu", log=output.append)
+        assert requested == [("serve-engine", 256)]
         assert len(got["rows"]) == 1
-        assert sum("skipped, because model.context is 512" in line for line in said) == 2
-        asked.clear()
+        assert sum("skipped, because model.context is 512" in line for line in output) == 2
+        requested.clear()
         assert len(serve.run_serve("bench-s")["rows"]) == 4
-        assert asked == [(job, 1024) for job in serve.JOBS]
+        assert requested == [(job, 1024) for job in serve.JOBS]
 
 
 class TestInterleaving:

@@ -33,9 +33,9 @@ from linnet.train.resume import check_resumable
 def test_did_you_mean(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
-    told = capsys.readouterr()
+    reported = capsys.readouterr()
     assert ended.value.code == 2
-    assert words in told.err + told.out
+    assert words in reported.err + reported.out
 
 
 def test_file_of_one_byte_is_not_trained_on(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_file_of_one_byte_is_not_trained_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("captions", [False, True])
 def test_folder_of_images_names_data_prepare(captions: bool, tmp_path: Path) -> None:
-    image_files.write_folder(tmp_path, image_files.PICTURES)
+    image_files.write_folder(tmp_path, image_files.IMAGES)
     if captions:
         for path in tmp_path.rglob("*.png"):
             path.with_suffix(".txt").write_text("a caption\n" * 100)

@@ -157,9 +157,9 @@ def test_url_is_rejected_by_name(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(line)
-    said = capsys.readouterr().err
-    assert ended.value.code == 2, said
-    assert f"{flag} is {URL!r}, but it must be a path on this machine" in said.replace("[0]", "")
+    output = capsys.readouterr().err
+    assert ended.value.code == 2, output
+    assert f"{flag} is {URL!r}, but it must be a path on this machine" in output.replace("[0]", "")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,9 +181,9 @@ def test_other_spellings(line: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(line)
-    said = capsys.readouterr().err
-    assert ended.value.code == 2, said
-    assert "a path on this machine" in said
+    output = capsys.readouterr().err
+    assert ended.value.code == 2, output
+    assert "a path on this machine" in output
     assert list(tmp_path.iterdir()) == []
 
 

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(subject: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(subject: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One uninterrupted run."""
     from linnet.train.loop import train
 

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import subjects
-from engine_requests import Asked, Model, plain, request, running_engine
+from engine_requests import Model, PendingRequest, plain, request, running_engine
 from fake_model import talk
 from run_comparison import assert_same_bits
 
@@ -40,8 +40,8 @@ TEXT = np.eye(subjects.WIDTH, dtype=np.float32)[:2]
 
 
 @pytest.fixture(scope="module")
-def run(whole: Path) -> LoadedRun:
-    return open_run(whole, "latest")
+def run(uninterrupted: Path) -> LoadedRun:
+    return open_run(uninterrupted, "latest")
 
 
 def command(*words: str) -> int:
@@ -53,11 +53,11 @@ def command(*words: str) -> int:
 # Evaluation
 
 
-def test_it_is_evaluated(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("eval", str(whole), "--split", "validation", "--checkpoint", "latest", "--json") == 0
+def test_it_is_evaluated(uninterrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("eval", str(uninterrupted), "--split", "validation", "--checkpoint", "latest", "--json") == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    told = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    first = next(r for r in told if r["kind"] == "train")
+    reported = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
+    first = next(r for r in reported if r["kind"] == "train")
     assert result["loss"] < first["loss"]
 
 
@@ -81,17 +81,17 @@ def test_likelihoods_are_those_of_a_distribution(run: LoadedRun) -> None:
 # Sampling
 
 
-def test_it_samples(whole: Path, run: LoadedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_samples(uninterrupted: Path, run: LoadedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if run.family.decoder is not None:
-        asked = ["--prompt", PROMPT, "--max-tokens", "8"]
+        requested = ["--prompt", PROMPT, "--max-tokens", "8"]
     else:
         np.save(tmp_path / "text.npy", TEXT)
-        asked = ["--embedding", str(tmp_path / "text.npy"), "--steps", "4", "--out", str(tmp_path)]
-    told = []
+        requested = ["--embedding", str(tmp_path / "text.npy"), "--steps", "4", "--out", str(tmp_path)]
+    reported = []
     for seed in ("1", "1", "2"):
-        assert command("sample", str(whole), *asked, "--seed", seed, "--json") == 0
-        told.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
-    values = [one.get("texts") or one for one in told]
+        assert command("sample", str(uninterrupted), *requested, "--seed", seed, "--json") == 0
+        reported.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    values = [one.get("texts") or one for one in reported]
     assert _plain(values[0]) == _plain(values[1]), "the same seed gives the same"
     assert _plain(values[0]) != _plain(values[2])
 
@@ -101,15 +101,15 @@ def _plain(values: Any) -> str:
     return json.dumps(values, sort_keys=True).replace('"seed": 2', '"seed": 1')
 
 
-def test_decoding_predicts_what_evaluation_does(whole: Path, run: LoadedRun) -> None:
+def test_decoding_predicts_what_evaluation_does(uninterrupted: Path, run: LoadedRun) -> None:
     """Log-probabilities of generated tokens, which are computed one token at a time, against those of a whole text."""
     if run.family.decoder is None:
         pytest.skip("it does not write tokens")
-    opened = linnet.load(whole, checkpoint="latest")
-    said = opened.generate(PROMPT, max_tokens=12, seed=3, ignore_eos=True, top_p=1.0)
-    ids = [*opened.encode(PROMPT), *said.token_ids]
+    opened = linnet.load(uninterrupted, checkpoint="latest")
+    output = opened.generate(PROMPT, max_tokens=12, seed=3, ignore_eos=True, top_p=1.0)
+    ids = [*opened.encode(PROMPT), *output.token_ids]
     score = _nats(run, [int(token) for token in ids])
-    np.testing.assert_allclose(said.logprobs, -score[-12:], atol=2e-4)
+    np.testing.assert_allclose(output.logprobs, -score[-12:], atol=2e-4)
 
 
 def _nats(run: LoadedRun, ids: list[int]) -> np.ndarray:
@@ -136,20 +136,20 @@ def served(run: LoadedRun) -> Iterator[Any]:
         model.engine.stop(within=5)
 
 
-def test_it_is_served_over_http(whole: Path, run: LoadedRun) -> None:
+def test_it_is_served_over_http(uninterrupted: Path, run: LoadedRun) -> None:
     with served(run) as model:
         if run.family.decoder is None:
             _ask_embeddings(model)
         else:
-            _ask_text(model, linnet.load(whole, checkpoint="latest"))
+            _ask_text(model, linnet.load(uninterrupted, checkpoint="latest"))
 
 
-def _post(model: Any, *asks: tuple[str, dict[str, Any]]) -> list[Any]:
+def _post(model: Any, *requests: tuple[str, dict[str, Any]]) -> list[Any]:
     """The answers, asked one after the other."""
 
     async def all_of_them(client: httpx.AsyncClient) -> list[Any]:
         answers = []
-        for path, body in asks:
+        for path, body in requests:
             body = {name: answers[0]["id"] if value is FIRST else value for name, value in body.items()}
             answer = await client.post(path, json=body)
             assert answer.status_code in (200, 201), answer.text
@@ -187,21 +187,21 @@ def _ask_text(model: Any, same: linnet.Run) -> None:
         (path, {"session": FIRST, "prompt": PROMPT, "max_tokens": 3, **greedy}),
         (path, {"session": FIRST, "prompt": "", "max_tokens": 5, **greedy}),
     )
-    said = [value for one in (start, end) for value in one["choices"][0]["logprobs"]["token_logprobs"]]
+    output = [value for one in (start, end) for value in one["choices"][0]["logprobs"]["token_logprobs"]]
     alone = same.generate(PROMPT, max_tokens=8, temperature=0.0, ignore_eos=True)
-    np.testing.assert_allclose(said, alone.logprobs, rtol=1e-5)  # bits: the next test, with full optimisations
+    np.testing.assert_allclose(output, alone.logprobs, rtol=1e-5)  # bits: the next test, with full optimisations
 
 
 @pytest.mark.slow
 @pytest.mark.optimized
-def test_batched_equals_alone_bit_by_bit(whole: Path, run: LoadedRun) -> None:
+def test_batched_equals_alone_bit_by_bit(uninterrupted: Path, run: LoadedRun) -> None:
     """Several requests at once, in fewer slots than there are requests."""
     if run.family.decoder is None:
         pytest.skip("it does not write tokens")
     model = Model(run.lm, run.cfg.model, run.params, run.buffers)
     with running_engine(model, n_slots=2) as engine:
-        asked = [Asked(engine, request(PROMPT[: 4 * n], seed=n, max_tokens=16)) for n in (1, 2, 3)]
-        for one in asked:
+        requested = [PendingRequest(engine, request(PROMPT[: 4 * n], seed=n, max_tokens=16)) for n in (1, 2, 3)]
+        for one in requested:
             answer = one.answer()
             assert (answer.tokens, answer.logprobs) == plain(one.request, model)
 
@@ -244,9 +244,9 @@ def test_serving_is_planned(run: LoadedRun) -> None:
 # Exporting
 
 
-def test_it_is_exported_and_read_back_bit_by_bit(whole: Path, run: LoadedRun, tmp_path: Path) -> None:
+def test_it_is_exported_and_read_back_bit_by_bit(uninterrupted: Path, run: LoadedRun, tmp_path: Path) -> None:
     file = tmp_path / "it.safetensors"
-    assert command("export", str(whole), "--checkpoint", "latest", "--out", str(file)) == 0
+    assert command("export", str(uninterrupted), "--checkpoint", "latest", "--out", str(file)) == 0
     again = open_run(file)
     assert_same_bits((again.params, again.buffers), (run.params, run.buffers))
     assert again.cfg.model == run.cfg.model
@@ -255,32 +255,32 @@ def test_it_is_exported_and_read_back_bit_by_bit(whole: Path, run: LoadedRun, tm
 
 
 def test_it_is_exported_in_the_formats_of_its_family(
-    whole: Path, run: LoadedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    uninterrupted: Path, run: LoadedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in get_args(get_type_hints(ExportFlags)["format"]):
         out = tmp_path / f"{name}.out"
-        code = command("export", str(whole), "--checkpoint", "latest", "--format", name, "--out", str(out))
-        said = capsys.readouterr().err
-        assert (code == 0) == out.exists(), said
+        code = command("export", str(uninterrupted), "--checkpoint", "latest", "--format", name, "--out", str(out))
+        output = capsys.readouterr().err
+        assert (code == 0) == out.exists(), output
         if name != "safetensors" and name not in run.cfg.model.EXPORT_FORMATS:
-            assert f"it must be one for {run.cfg.family} models" in said
+            assert f"it must be one for {run.cfg.family} models" in output
         elif code:  # a format of the family, but not for all of its models
-            assert "model.n_expert is 4, but it must be 0: the reference has no place" in said
+            assert "model.n_expert is 4, but it must be 0: the reference has no place" in output
             assert run.cfg.model.routing is not None
 
 
 # Adapters
 
 
-def test_adapters_are_trained_where_the_family_says_which(run: LoadedRun, whole: Path, tmp_path: Path) -> None:
+def test_adapters_are_trained_where_the_family_says_which(run: LoadedRun, uninterrupted: Path, tmp_path: Path) -> None:
     cfg = dataclasses.replace(run.cfg, lora=LoraConfig(rank=2))
     if not run.family.lora_targets:
         with pytest.raises(UserError, match=r"lora.rank is 2.*adapters are for"):
             trainable_specs(run.family, cfg)
         return
     assert 0 < params.count(trainable_specs(run.family, cfg)) < params.count(run.family.param_specs(cfg.model))
-    asked = ["--lora.rank", "2", "--optim.steps", "4", "--train.eval-every", "0", "--optim.warmup-steps", "0"]
-    assert command("train", "--from", str(whole), *asked, "--out", str(tmp_path / "tuned"), "--quiet") == 0
+    requested = ["--lora.rank", "2", "--optim.steps", "4", "--train.eval-every", "0", "--optim.warmup-steps", "0"]
+    assert command("train", "--from", str(uninterrupted), *requested, "--out", str(tmp_path / "tuned"), "--quiet") == 0
     tuned = open_run(tmp_path / "tuned")
     assert params.count(tuned.family.param_specs(tuned.cfg.model)) == sum(map(np.size, _leaves(tuned.params)))
 
@@ -294,8 +294,8 @@ def _leaves(tree: Any) -> list[Any]:
 # The report
 
 
-def test_report_has_the_sections_of_the_family(whole: Path, run: LoadedRun) -> None:
-    page = write_report(whole).read_text().lower()
+def test_report_has_the_sections_of_the_family(uninterrupted: Path, run: LoadedRun) -> None:
+    page = write_report(uninterrupted).read_text().lower()
     assert "loss" in page
     for name in ("codebooks", "experts"):
         expected = name in run.cfg.model.REPORT_SECTIONS or (name == "experts" and run.cfg.model.routing is not None)

@@ -95,9 +95,9 @@ def test_wrong_flags_exit_before_any_work(
         main(["train", "moe-cpu", *flags, "--out", str(tmp_path / "run")])
     out, err = capsys.readouterr()
     assert exit.value.code == 2
-    said = " ".join((out + err).split())
+    output = " ".join((out + err).split())
     for part in words.split(".*"):
-        assert part in said
+        assert part in output
     assert not (tmp_path / "run").exists()
 
 

@@ -47,37 +47,37 @@ def parts(folder: Path, name: str, **changes: Any) -> tuple[RunConfig, ModelFami
 # Resuming
 
 
-def test_resumed_equals_uninterrupted(subject: str, folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_resumed_equals_uninterrupted(subject: str, folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
     """Every bit of the state (parameters, optimiser, moving average) and every figure of the metrics."""
     cfg = subjects.config(subject, folder)
     for stop in (7, 16):
         outcome = train(cfg, RunFolder(tmp_path), quiet=True, stop_at=stop)
         assert (outcome.step, outcome.finished) == (stop, False)
     assert train(cfg, RunFolder(tmp_path), quiet=True).finished
-    got, want = open_state(tmp_path, "latest")[1], open_state(whole, "latest")[1]
+    got, want = open_state(tmp_path, "latest")[1], open_state(uninterrupted, "latest")[1]
     assert int(got.step) == 24
     assert want.ema is not None
     assert_same_bits(got, want)
-    assert lines(tmp_path) == lines(whole)
-    assert {r["step"] for r in lines(whole) if r["kind"] == "eval"} == {8, 16, 24}
+    assert lines(tmp_path) == lines(uninterrupted)
+    assert {r["step"] for r in lines(uninterrupted) if r["kind"] == "eval"} == {8, 16, 24}
 
 
-def test_it_learns(whole: Path) -> None:
-    losses = [r["loss"] for r in read_metrics(whole) if r["kind"] == "train"]
-    assert losses[-1] < losses[0] - (0.3 if codec.load(whole / "config.json").reads_tokens else 0.1)
+def test_it_learns(uninterrupted: Path) -> None:
+    losses = [r["loss"] for r in read_metrics(uninterrupted) if r["kind"] == "train"]
+    assert losses[-1] < losses[0] - (0.3 if codec.load(uninterrupted / "config.json").reads_tokens else 0.1)
 
 
-def test_restored_checkpoint_evaluates_to_the_logged_loss(whole: Path) -> None:
-    cfg, state, _ = open_state(whole, "latest")
+def test_restored_checkpoint_evaluates_to_the_logged_loss(uninterrupted: Path) -> None:
+    cfg, state, _ = open_state(uninterrupted, "latest")
     result = open_task(cfg).evaluate(state, lambda batches, label, n: batches)
-    told = [r for r in read_metrics(whole) if r["kind"] == "eval"][-1]
-    assert result.loss == told["loss"]
+    reported = [r for r in read_metrics(uninterrupted) if r["kind"] == "eval"][-1]
+    assert result.loss == reported["loss"]
     for name, value in result.metrics.items():
-        assert told[name] == value, name
+        assert reported[name] == value, name
 
 
-def test_config_of_a_run_is_read_back_whole(subject: str, folder: Path, whole: Path) -> None:
-    assert codec.load(whole / "config.json") == with_base(subjects.config(subject, folder))
+def test_config_of_a_run_is_read_back_whole(subject: str, folder: Path, uninterrupted: Path) -> None:
+    assert codec.load(uninterrupted / "config.json") == with_base(subjects.config(subject, folder))
 
 
 # One update
@@ -154,10 +154,10 @@ def test_every_optimizer_learns(subject: str, folder: Path) -> None:
     keys = Keys(update=rng.root(0), sequence=rng.root(1))  # the same for every update, so that losses can be compared
 
     @jax.jit
-    def judged(params: Any) -> Any:
+    def evaluated(params: Any) -> Any:
         return jax.value_and_grad(lambda p: fam.loss(p, state.buffers, carry, batch, keys, 0, cfg.model)[0])(params)
 
-    start, gradient = judged(state.params)
+    start, gradient = evaluated(state.params)
     for name, lr in (("adamw", 3e-3), ("lion", 1e-3), ("adafactor", 0.03), ("muon", 0.01)):
         changed = subjects.config(subject, folder, **{"optim.name": name, "optim.lr": lr, "optim.warmup_steps": 0})
         rule = optimizer(changed.optim, fam.param_specs(cfg.model))
@@ -167,7 +167,7 @@ def test_every_optimizer_learns(subject: str, folder: Path) -> None:
         for _ in range(4):
             updates, kept = step(now, kept, params)
             params = optax.apply_updates(params, updates)
-            loss, now = judged(params)
+            loss, now = evaluated(params)
         assert float(loss) < float(start) - 0.01, name
         for (leaf, old), (_, new), (_, slope) in zip(*map(named_leaves, (state.params, params, gradient)), strict=True):
             if np.any(np.asarray(slope) != 0):

@@ -157,9 +157,9 @@ def test_every_layout_gives_the_same_model(tmp_path: Path) -> None:
         ), name
         for ours, theirs in zip(jax.tree.leaves(found.params), jax.tree.leaves(params[which]), strict=True):
             np.testing.assert_array_equal(ours, theirs)
-    asked = read_prior_checkpoint(tmp_path / "trainer.pth", which="online")
-    assert (asked.which, asked.facts) == ("online", {"step": 7})
-    assert asked.other is not None
+    requested = read_prior_checkpoint(tmp_path / "trainer.pth", which="online")
+    assert (requested.which, requested.facts) == ("online", {"step": 7})
+    assert requested.other is not None
 
 
 def test_older_names_tell_the_release(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_corrupt_and_foreign_files_are_rejected(tmp_path: Path) -> None:
     state["learned_query"] = state["learned_query"] * np.nan
     with pytest.raises(UserError, match="not finite"):
         read_prior_checkpoint(Writer().save(tmp_path / "nan.pth", state))
-    whole = Writer().save(tmp_path / "c.pth", {"a": np.zeros(30)}).read_bytes()
-    (tmp_path / "cut.pth").write_bytes(whole[: len(whole) // 2])
+    full = Writer().save(tmp_path / "c.pth", {"a": np.zeros(30)}).read_bytes()
+    (tmp_path / "cut.pth").write_bytes(full[: len(full) // 2])
     with pytest.raises(UserError):
         read_torch(tmp_path / "cut.pth")

@@ -247,23 +247,23 @@ def folder(tmp_path: Path) -> Path:
 
 def opened(values: dict[str, Any], flags: dict[str, Any] | None = None, **data: Any) -> tuple[RunConfig, list[str]]:
     read = parts(values)
-    asked = run_config(read)
-    asked = dataclasses.replace(asked, data=dataclasses.replace(asked.pairs, **data), **(flags or {}))
-    return complete_config(read, asked)
+    requested = run_config(read)
+    requested = dataclasses.replace(requested, data=dataclasses.replace(requested.pairs, **data), **(flags or {}))
+    return complete_config(read, requested)
 
 
 def test_both_embeddings_in_one_layout_are_found_and_give_the_length(folder: Path) -> None:
-    cfg, said = opened(newer(), images=str(folder / "img_emb"))
+    cfg, output = opened(newer(), images=str(folder / "img_emb"))
     assert (cfg.pairs.source, cfg.pairs.images, cfg.pairs.metadata) == (str(folder), None, None)
     # 23 pairs: 2 test, 4 validate, 17 train; 5 times 17 are 15 batches of 6.
     assert (cfg.optim.steps, cfg.optim.extra_steps, cfg.optim.warmup_steps) == (15, 0, 2)
-    assert any("there are 23 pairs" in words for words in said)
-    fewer, said = opened(newer(data__num_data_points=12), images=str(folder / "img_emb"))
+    assert any("there are 23 pairs" in words for words in output)
+    fewer, output = opened(newer(data__num_data_points=12), images=str(folder / "img_emb"))
     assert fewer.optim.steps == 7  # 5 times 8.4 pairs
-    assert any("data.num_data_points is 12 of 23 pairs" in words for words in said)
-    exact, said = opened(newer(data__num_data_points=23), images=str(folder / "img_emb"))
+    assert any("data.num_data_points is 12 of 23 pairs" in words for words in output)
+    exact, output = opened(newer(data__num_data_points=23), images=str(folder / "img_emb"))
     assert exact.optim.steps == 15
-    assert not any("num_data_points" in words for words in said)
+    assert not any("num_data_points" in words for words in output)
 
 
 def test_length_given_by_a_flag_stays(folder: Path) -> None:
@@ -273,9 +273,9 @@ def test_length_given_by_a_flag_stays(folder: Path) -> None:
 
 def test_separate_locations_are_used_unchanged(folder: Path) -> None:
     places: dict[str, Any] = {"images": str(folder / "img_emb"), "texts": str(folder / "text_emb")}
-    cfg, said = opened(newer(), **places)
+    cfg, output = opened(newer(), **places)
     assert (cfg.pairs.images, cfg.pairs.texts, cfg.pairs.metadata) == (*places.values(), None)
-    assert any("data.meta_url (<where your captions are>) is not a local path" in words for words in said)
+    assert any("data.meta_url (<where your captions are>) is not a local path" in words for words in output)
 
 
 def test_images_flag_overrides_addresses_of_the_config(folder: Path) -> None:
@@ -330,10 +330,10 @@ def test_example_config_runs_on_pairs_of_data_embed(
     places = {"data__image_url": "laion/img_emb/", "data__meta_url": "laion/metadata/", "train__warmup_steps": 50}
     for more in ({}, {"data__text_url": "laion/text_emb/"}):
         read = parts(newer(**wide, **places, **more))
-        cfg, said = complete_config(read, run_config(read))
+        cfg, output = complete_config(read, run_config(read))
         assert cfg.prior.text_encodings
         assert cfg.optim.warmup_steps == 50 > cfg.optim.steps, "a short run is within its warm-up, as in the reference"
-        assert any("train.warmup_steps is 50, more than" in words for words in said)
+        assert any("train.warmup_steps is 50, more than" in words for words in output)
         batch = PriorTask(cfg).batch(0)
         assert batch.encodings is not None
         assert batch.encodings.shape == (6, 48, 256)
@@ -359,13 +359,13 @@ def said_by(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Any, s
 def test_remarks_are_printed_and_recorded_before_training(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cfg, said = opened(newer(), images=str(folder / "img_emb"))
-    keep_remarks(cfg, tmp_path / "run", said)
+    cfg, output = opened(newer(), images=str(folder / "img_emb"))
+    keep_remarks(cfg, tmp_path / "run", output)
     events = [r["message"] for r in read_metrics(tmp_path / "run") if r["event"] == "warning"]
-    assert events == said == capsys.readouterr().err.splitlines()
+    assert events == output == capsys.readouterr().err.splitlines()
     wide = dataclasses.replace(cfg, model=dataclasses.replace(cfg.prior, dim=32))
     with pytest.raises(UserError, match="model.dim is 32"):
-        keep_remarks(wide, tmp_path / "never", said)
+        keep_remarks(wide, tmp_path / "never", output)
     assert not (tmp_path / "never").exists()
 
 

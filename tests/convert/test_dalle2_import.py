@@ -62,9 +62,9 @@ def test_checkpoint_becomes_a_run_and_its_export_comes_back(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert not linnet("import", "dalle2-prior", checkpoint)
-    said = capsys.readouterr().out
-    assert "EMA weights: width 16, 1 layers, 12 steps (linear); step 7, version 1.15.6." in said
-    assert "Assumed, since weights do not show it: it predicts x_start, embeddings are scaled by 4" in said
+    output = capsys.readouterr().out
+    assert "EMA weights: width 16, 1 layers, 12 steps (linear); step 7, version 1.15.6." in output
+    assert "Assumed, since weights do not show it: it predicts x_start, embeddings are scaled by 4" in output
     run = open_run(Path("runs/trained"))
     assert run.cfg.prior == CFG
     same(run.params, model(CFG, 2))
@@ -85,9 +85,9 @@ def test_checkpoint_becomes_a_run_and_its_export_comes_back(
 def test_other_weight_sets_and_settings_not_in_the_weights(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = {"prior": SETTINGS, "data": {"image_url": "x"}, "train": {"lr": 5e-4, "use_ema": False, "random_seed": 3}}
+    full = {"prior": SETTINGS, "data": {"image_url": "x"}, "train": {"lr": 5e-4, "use_ema": False, "random_seed": 3}}
     settings, out = tmp_path / "settings.json", tmp_path / "run"
-    settings.write_text(json.dumps(whole))
+    settings.write_text(json.dumps(full))
     flags = ("--settings", settings, "--which", "online", "--source", "pairs")
     assert not linnet("import", "dalle2-prior", checkpoint, "--out", out, *flags)
     assert "Online weights" in capsys.readouterr().out

@@ -260,9 +260,9 @@ def test_settings_file_names_the_checkpoint_and_the_output_folder(
     Path("settings.json").write_text(json.dumps(values))
     flags = ("--optim.steps", "15", "--train.log-every", "1", "--quiet")
     assert not linnet("train", "settings.json", *flags)
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for words in ("tracker.load", "continues at step 5", "saved/latest.pth", "huggingface is ignored"):
-        assert words in said
+        assert words in output
     lines = [json.loads(line) for line in Path("cache/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(6, 16))
     assert read_prior_checkpoint(Path("saved/latest.pth")).facts["step"] == 15

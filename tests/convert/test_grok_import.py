@@ -74,9 +74,9 @@ def test_tiny_a_becomes_a_run(tmp_path: Path, capsys: Any) -> None:
     assert (run.cfg.family, run.cfg.lm.n_vocab, run.step) == ("moe", 512, 0)
     with as_main():
         gate = pickle.loads((TINY_A / "ckpt-0" / "tensor00014_000").read_bytes())
-    held = run.params.layers.experts.gate
-    np.testing.assert_array_equal(held.weight[1], gate.weight)
-    np.testing.assert_array_equal(held.scales[1], gate.scales)
+    stored = run.params.layers.experts.gate
+    np.testing.assert_array_equal(stored.weight[1], gate.weight)
+    np.testing.assert_array_equal(stored.scales[1], gate.scales)
 
 
 def test_imported_model_computes_what_the_released_code_computed(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def named(module: str, name: str) -> bytes:
     return text(module) + text(name) + b"\x93"
 
 
-def whole(body: bytes) -> bytes:
+def full(body: bytes) -> bytes:
     return b"\x80\x04" + body + b"."
 
 
@@ -136,80 +136,80 @@ def malicious(mark: Path) -> dict[str, bytes]:
         "eval": pickle.dumps(Bomb((eval, (code,))), protocol=4),
         "object array": pickle.dumps(in_array, protocol=4),
         "in a pair": in_pair,
-        "while building": whole(built),
-        "GLOBAL": whole(b"cos\nsystem\n" + text(touch) + b"\x85R"),
-        "GLOBAL of a good name": whole(b"cnumpy\nndarray\n"),
-        "INST": whole(b"(" + text(touch) + b"ios\nsystem\n"),
-        "OBJ": whole(b"(" + named("os", "system") + text(touch) + b"o"),
-        "OBJ of a good name": whole(b"(" + named("numpy", "dtype") + text("f4") + b"o"),
-        "NEWOBJ_EX": whole(named("__main__", "QuantizedWeight8bit") + b")}\x92"),
-        "NEWOBJ of numpy": whole(named("numpy", "ndarray") + b"K\x01\x85\x85\x81"),
-        "NEWOBJ of dtype": whole(named("numpy", "dtype") + text("O") + b"\x85\x81"),
-        "copyreg": whole(named("copyreg", "_reconstructor") + named("os", "popen") + b"\x85R"),
-        "extension registry": whole(b"\x82\x01"),
-        "extension registry 2": whole(b"\x83\x01\x00"),
-        "extension registry 4": whole(b"\x84\x01\x00\x00\x00"),
-        "persistent id": whole(b"P1\n"),
-        "binary persistent id": whole(text("1") + b"Q"),
-        "out-of-band buffer": whole(b"\x97"),
-        "dotted name": whole(named("numpy", "ndarray.__class__")),
-        "dotted module": whole(named("numpy.core.multiarray.os", "system")),
-        "other numpy name": whole(named("numpy", "load")),
-        "name that is a number": whole(b"K\x01K\x02\x93"),
-        "name that is a tuple": whole(b"))\x93"),
-        "name beyond ASCII": whole(text("numpy") + b"\x8c\x02\xc3\xa9\x93"),
-        "attribute beside the two": whole(pair(text("weight"), array(), text("__class__"), array())),
-        "attribute twice": whole(pair(text("weight"), array(), text("weight"), array())),
-        "one attribute": whole(pair(text("weight"), array())),
-        "pair of floats": whole(pair(text("weight"), array(), text("scales"), array())),
-        "slots state": whole(named("__main__", "QuantizedWeight8bit") + b")\x81" + b"}}\x86b"),
-        "state of a name": whole(named("numpy", "ndarray") + b"}b"),
-        "reduce of a string": whole(text(touch) + b")R"),
-        "reduce of an array": whole(array() + b")R"),
-        "dtype of objects": whole(array(of=dtype(text("O"), "|"), data=b"C\x08abcdefgh")),
-        "dtype of objects 2": whole(array(of=dtype(text("O8"), "|"), data=b"C\x08abcdefgh")),
-        "dtype of text": whole(array(of=dtype(text("U1")))),
-        "dtype of records": whole(array(of=dtype(text("V4"), "|"))),
-        "dtype with fields": whole(array(of=dtype(text("f4")).replace(b"NNN", b"N}}"))),
-        "dtype by a class": whole(array(of=dtype(named("numpy", "ndarray")))),
-        "other byte order": whole(array(of=dtype(text("f4"), ">"))),
-        "type without state": whole(array(of=DTYPE + text("f4") + b"\x89\x88\x87R")),
-        "more than it has": whole(array(shape=b"J\xff\xff\xff\x7f\x85")),
-        "shape that overflows": whole(array(shape=(b"J\x00\x00\x00\x40" * 3 + b"\x87"))),
-        "shape below 0": whole(array(shape=b"J\xff\xff\xff\xff\x85")),
-        "two below 0": whole(array(shape=b"J\xff\xff\xff\xffJ\xff\xff\xff\xff\x86")),
-        "shape with a bool": whole(array(shape=b"\x88\x85")),
-        "shape of 0": whole(array(shape=b"K\x00\x85", data=b"C\x00")),
-        "many axes": whole(array(shape=b"(" + b"K\x01" * 40 + b"t")),
-        "columns first": whole(array(order=b"\x88")),
-        "data that is text": whole(array(data=text("abcd"))),
-        "data that is an array": whole(array(data=array())),
-        "array in an array's type": whole(array(of=array())),
-        "array without state": whole(ARRAY),
-        "array built twice": whole(array() + b"(K\x01K\x01\x85" + dtype(text("f4")) + b"\x89C\x04abcdtb"),
-        "bytes alone": whole(b"C\x04abcd"),
-        "number alone": whole(b"K\x01"),
-        "long claims": whole(b"\x8e" + struct.pack("<Q", 1 << 62)),
-        "long text": whole(b"X\xff\xff\xff\x7f"),
-        "long number": whole(b"\x8a\xff" + bytes(255)),
-        "long frame": whole(b"\x95" + struct.pack("<Q", 1 << 62)),
-        "memo bomb": whole(b")" + b"\x94h\x00h\x00\x86" * 900),
-        "nested memo bomb": whole(
+        "while building": full(built),
+        "GLOBAL": full(b"cos\nsystem\n" + text(touch) + b"\x85R"),
+        "GLOBAL of a good name": full(b"cnumpy\nndarray\n"),
+        "INST": full(b"(" + text(touch) + b"ios\nsystem\n"),
+        "OBJ": full(b"(" + named("os", "system") + text(touch) + b"o"),
+        "OBJ of a good name": full(b"(" + named("numpy", "dtype") + text("f4") + b"o"),
+        "NEWOBJ_EX": full(named("__main__", "QuantizedWeight8bit") + b")}\x92"),
+        "NEWOBJ of numpy": full(named("numpy", "ndarray") + b"K\x01\x85\x85\x81"),
+        "NEWOBJ of dtype": full(named("numpy", "dtype") + text("O") + b"\x85\x81"),
+        "copyreg": full(named("copyreg", "_reconstructor") + named("os", "popen") + b"\x85R"),
+        "extension registry": full(b"\x82\x01"),
+        "extension registry 2": full(b"\x83\x01\x00"),
+        "extension registry 4": full(b"\x84\x01\x00\x00\x00"),
+        "persistent id": full(b"P1\n"),
+        "binary persistent id": full(text("1") + b"Q"),
+        "out-of-band buffer": full(b"\x97"),
+        "dotted name": full(named("numpy", "ndarray.__class__")),
+        "dotted module": full(named("numpy.core.multiarray.os", "system")),
+        "other numpy name": full(named("numpy", "load")),
+        "name that is a number": full(b"K\x01K\x02\x93"),
+        "name that is a tuple": full(b"))\x93"),
+        "name beyond ASCII": full(text("numpy") + b"\x8c\x02\xc3\xa9\x93"),
+        "attribute beside the two": full(pair(text("weight"), array(), text("__class__"), array())),
+        "attribute twice": full(pair(text("weight"), array(), text("weight"), array())),
+        "one attribute": full(pair(text("weight"), array())),
+        "pair of floats": full(pair(text("weight"), array(), text("scales"), array())),
+        "slots state": full(named("__main__", "QuantizedWeight8bit") + b")\x81" + b"}}\x86b"),
+        "state of a name": full(named("numpy", "ndarray") + b"}b"),
+        "reduce of a string": full(text(touch) + b")R"),
+        "reduce of an array": full(array() + b")R"),
+        "dtype of objects": full(array(of=dtype(text("O"), "|"), data=b"C\x08abcdefgh")),
+        "dtype of objects 2": full(array(of=dtype(text("O8"), "|"), data=b"C\x08abcdefgh")),
+        "dtype of text": full(array(of=dtype(text("U1")))),
+        "dtype of records": full(array(of=dtype(text("V4"), "|"))),
+        "dtype with fields": full(array(of=dtype(text("f4")).replace(b"NNN", b"N}}"))),
+        "dtype by a class": full(array(of=dtype(named("numpy", "ndarray")))),
+        "other byte order": full(array(of=dtype(text("f4"), ">"))),
+        "type without state": full(array(of=DTYPE + text("f4") + b"\x89\x88\x87R")),
+        "more than it has": full(array(shape=b"J\xff\xff\xff\x7f\x85")),
+        "shape that overflows": full(array(shape=(b"J\x00\x00\x00\x40" * 3 + b"\x87"))),
+        "shape below 0": full(array(shape=b"J\xff\xff\xff\xff\x85")),
+        "two below 0": full(array(shape=b"J\xff\xff\xff\xffJ\xff\xff\xff\xff\x86")),
+        "shape with a bool": full(array(shape=b"\x88\x85")),
+        "shape of 0": full(array(shape=b"K\x00\x85", data=b"C\x00")),
+        "many axes": full(array(shape=b"(" + b"K\x01" * 40 + b"t")),
+        "columns first": full(array(order=b"\x88")),
+        "data that is text": full(array(data=text("abcd"))),
+        "data that is an array": full(array(data=array())),
+        "array in an array's type": full(array(of=array())),
+        "array without state": full(ARRAY),
+        "array built twice": full(array() + b"(K\x01K\x01\x85" + dtype(text("f4")) + b"\x89C\x04abcdtb"),
+        "bytes alone": full(b"C\x04abcd"),
+        "number alone": full(b"K\x01"),
+        "long claims": full(b"\x8e" + struct.pack("<Q", 1 << 62)),
+        "long text": full(b"X\xff\xff\xff\x7f"),
+        "long number": full(b"\x8a\xff" + bytes(255)),
+        "long frame": full(b"\x95" + struct.pack("<Q", 1 << 62)),
+        "memo bomb": full(b")" + b"\x94h\x00h\x00\x86" * 900),
+        "nested memo bomb": full(
             b")\x94" + b"".join(b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86\x94" for i in range(200))
         ),
-        "far memo": whole(b")r\xff\xff\xff\x7f"),
-        "far recall": whole(b"j\xff\xff\xff\x7f"),
-        "too many opcodes": whole(b"N\x94" * 5000),
-        "deep marks": whole(b"(" * 900),
-        "list": whole(b"]"),
-        "set": whole(b"\x8f"),
-        "pop to nothing": whole(b"\x87"),
-        "dup": whole(array() + b"2\x86"),
-        "rest after the end": whole(array()) + os_system,
-        "two results": whole(array() + array()),
-        "table of a table": whole(b"}" + text("weight") + b"}s"),
-        "set in a tuple": whole(b")" + text("weight") + array() + b"s"),
-        "unhashable key": whole(b"}}" + array() + b"s"),
+        "far memo": full(b")r\xff\xff\xff\x7f"),
+        "far recall": full(b"j\xff\xff\xff\x7f"),
+        "too many opcodes": full(b"N\x94" * 5000),
+        "deep marks": full(b"(" * 900),
+        "list": full(b"]"),
+        "set": full(b"\x8f"),
+        "pop to nothing": full(b"\x87"),
+        "dup": full(array() + b"2\x86"),
+        "rest after the end": full(array()) + os_system,
+        "two results": full(array() + array()),
+        "table of a table": full(b"}" + text("weight") + b"}s"),
+        "set in a tuple": full(b")" + text("weight") + array() + b"s"),
+        "unhashable key": full(b"}}" + array() + b"s"),
         "nothing": b"",
         "a script": f"#!/bin/sh\n{touch}\n".encode(),
     }
@@ -233,13 +233,13 @@ def test_malicious_file_is_rejected_and_not_executed(tmp_path: Path, name: str, 
 
 def test_parts_of_those_files_are_good_ones(tmp_path: Path) -> None:
     """Else they would be refused for another reason than the one that is tried."""
-    (tmp_path / "file").write_bytes(whole(array()))
+    (tmp_path / "file").write_bytes(full(array()))
     found = read_pickle(tmp_path / "file")
     assert isinstance(found, StoredArray)
     assert found.read().tobytes() == b"abcd"
     weight = array(of=dtype(text("i1"), "|"), data=b"C\x01a")
     scales = array(of=dtype(named("ml_dtypes", "bfloat16")), data=b"C\x02ab")
-    (tmp_path / "file").write_bytes(whole(pair(text("weight"), weight, text("scales"), scales)))
+    (tmp_path / "file").write_bytes(full(pair(text("weight"), weight, text("scales"), scales)))
     assert isinstance(read_pickle(tmp_path / "file"), StoredPair)
 
 
@@ -296,7 +296,7 @@ def test_flipped_bit_outside_the_values_is_rejected_or_changes_nothing(tmp_path:
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 @given(body=st.binary(max_size=60))
 def test_any_bytes_give_a_user_error(tmp_path: Path, body: bytes) -> None:
-    (tmp_path / "file").write_bytes(whole(body))
+    (tmp_path / "file").write_bytes(full(body))
     with pytest.raises(UserError):
         read_pickle(tmp_path / "file")
 
@@ -319,7 +319,7 @@ def test_opcodes_in_any_order_give_a_user_error_or_a_whole_array(tmp_path: Path,
     ]
     pieces += [b"R", b"\x81", b"u", b"s", b")", b"K\x01", b"N", b"\x94", b"h\x00", b"\x85", b"\x87", b"C\x01b", b"\x93"]
     body = b"".join(data.draw(st.lists(st.sampled_from(pieces), max_size=12)))
-    (tmp_path / "file").write_bytes(whole(body))
+    (tmp_path / "file").write_bytes(full(body))
     try:
         found = read_pickle(tmp_path / "file")
     except UserError:

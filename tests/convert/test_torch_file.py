@@ -146,9 +146,9 @@ def archive(path: Path, *members: tuple[str, bytes], compression: int = zipfile.
 
 def test_odd_zip_archives_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pickle = ("a/data.pkl", b"\x80\x02}.")
-    whole = archive(tmp_path / "whole.pth", pickle).read_bytes()
+    full = archive(tmp_path / "whole.pth", pickle).read_bytes()
     assert read_torch(tmp_path / "whole.pth") == {}
-    nameless = whole.replace(b"a/data.pkl", b"\0/data.pkl")  # zipfile cuts a name at its first zero
+    nameless = full.replace(b"a/data.pkl", b"\0/data.pkl")  # zipfile cuts a name at its first zero
     (tmp_path / "x.pth").write_bytes(nameless)
     assert "data.pkl" in refusal(tmp_path / "x.pth")
     bomb = archive(tmp_path / "bomb.pth", ("a/data.pkl", b"N" * (30 << 20)), compression=zipfile.ZIP_DEFLATED)
@@ -156,7 +156,7 @@ def test_odd_zip_archives_are_rejected(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.warns(UserWarning, match="Duplicate"):
         twice = archive(tmp_path / "twice.pth", pickle, pickle)
     assert "same name" in refusal(twice)
-    damaged = bytearray(whole)
+    damaged = bytearray(full)
     damaged[damaged.index(b"}.")] ^= 1
     (tmp_path / "x.pth").write_bytes(damaged)
     assert "checksum" in refusal(tmp_path / "x.pth")
@@ -199,13 +199,13 @@ def test_members_that_overlap_are_rejected(tmp_path: Path) -> None:
 def test_mutated_checkpoints_give_a_user_error_or_a_model(tmp_path: Path, file: str, kind: str) -> None:
     """A short run; the trial over every reader makes 20,000 of each."""
     draw = random.Random(f"{file} {kind}")
-    whole = (CHECKPOINTS / f"{file}.pth").read_bytes()
+    full = (CHECKPOINTS / f"{file}.pth").read_bytes()
     path = tmp_path / "x.pth"
-    refused = 0
+    rejection = 0
     for _ in range(60):
-        path.write_bytes(mutated(whole, draw) if kind == "file" else repacked(whole, lambda data: mutated(data, draw)))
+        path.write_bytes(mutated(full, draw) if kind == "file" else repacked(full, lambda data: mutated(data, draw)))
         try:
             read_prior_checkpoint(path)
         except UserError:
-            refused += 1
-    assert refused
+            rejection += 1
+    assert rejection

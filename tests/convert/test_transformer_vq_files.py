@@ -287,12 +287,12 @@ def test_wrong_safetensors_are_rejected(tmp_path: Path) -> None:
     params, buffers = weights(PLAIN)
     path = tmp_path / "model.safetensors"
     export_safetensors(params, buffers, run_config(PLAIN), path)
-    whole = path.read_bytes()
-    for data in (b"", b"junk" * 100, whole[:-10], whole[:50]):
+    complete = path.read_bytes()
+    for data in (b"", b"junk" * 100, complete[:-10], complete[:50]):
         path.write_bytes(data)
         with pytest.raises(UserError, match=r"model\.safetensors"):
             import_safetensors(path)
-    flipped = bytearray(whole)
+    flipped = bytearray(complete)
     flipped[-5] ^= 1
     path.write_bytes(bytes(flipped))
     with pytest.raises(UserError, match="fingerprint"):

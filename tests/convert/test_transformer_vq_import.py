@@ -294,8 +294,8 @@ def test_states_that_cannot_be_mapped_say_why(tmp_path: Path, capsys: pytest.Cap
     write_flax(path, tree)
     flags = ["--block-len", "4", "--mem-len", "6", "--out"]
     import_command(["transformer-vq", str(path), *flags, str(tmp_path / "run")])
-    said = capsys.readouterr().out
-    assert "optimizer state is not imported: its optimizer stores mu, trace" in said
+    output = capsys.readouterr().out
+    assert "optimizer state is not imported: its optimizer stores mu, trace" in output
     assert open_state(tmp_path / "run", "latest")[2] == 0
     with pytest.raises(UserError, match="cannot be imported"):
         import_command(["transformer-vq", str(path), *flags, str(tmp_path / "keep"), "--optimizer", "keep"])

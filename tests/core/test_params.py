@@ -70,11 +70,11 @@ def test_streams_differ_by_name_step_and_seed() -> None:
 def test_streams_are_the_same_in_every_process() -> None:
     """Python's own hash is not: a resumed run would draw other numbers."""
     code = "import jax; from linnet.core import rng; print(jax.random.key_data(rng.fold_in_name(rng.root(7), 'params')).tolist())"
-    told = {
+    reported = {
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         for _ in range(2)
     }
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_axis_that_does_not_divide_is_replicated() -> None:

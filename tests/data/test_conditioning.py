@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from image_files import png, write_folder
-from prepared_data import Listed, task_of
+from prepared_data import ListSource, task_of
 from run_comparison import assert_same_bits, lines
 
 from linnet.config.schema import EMOJI_PAIRS, DataConfig, PairsConfig
@@ -124,17 +124,17 @@ def test_missing_rows_for_images_are_rejected(folder: Path, tmp_path: Path) -> N
 
 
 def test_text_has_no_condition(source: Path, tmp_path: Path) -> None:
-    prepare(task_of(Listed([[b"some text"] * 3] * 9)), tmp_path / "text")
+    prepare(task_of(ListSource([[b"some text"] * 3] * 9)), tmp_path / "text")
     for text in (source, tmp_path / "text"):
         with pytest.raises(UserError, match="is text, not images"):
             opened(text, "builtin")
 
 
 def test_model_and_data_that_do_not_fit_are_rejected(folder: Path, tmp_path: Path) -> None:
-    told = opened(folder, written(tmp_path / "rows.npy", np.ones((N, 5), np.float32)))
+    reported = opened(folder, written(tmp_path / "rows.npy", np.ones((N, 5), np.float32)))
     for data, width, words in (
-        (told, 4, "model.d_condition is 4, .* 5"),
-        (told, 0, "model.d_condition is 0, .* 5"),
+        (reported, 4, "model.d_condition is 4, .* 5"),
+        (reported, 0, "model.d_condition is 0, .* 5"),
         (opened(folder, None), 5, "data.condition is None, .* width 5"),
     ):
         with pytest.raises(UserError, match=words):

@@ -77,7 +77,7 @@ def no_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named_module, "read_url", fail)
 
 
-def refused(name: str, from_path: Path | None, cache: Path) -> str:
+def rejection(name: str, from_path: Path | None, cache: Path) -> str:
     with pytest.raises(UserError) as caught:
         open_benchmark(name, from_path, cache)
     assert "Fix: " in str(caught.value)
@@ -124,36 +124,38 @@ def test_enwik8_is_split_at_its_published_offsets(
 def test_enwik8_is_fetched_into_the_cache(
     small: BenchmarkText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
 
     def fetch(url: str, path: Path, **_: object) -> Path:
-        asked.append(url)
+        requested.append(url)
         return pack(path.name, path.parent)
 
     monkeypatch.setattr(named_module, "download_file", fetch)
     open_benchmark("enwik8", None, tmp_path / "cache")
     open_benchmark("enwik8", None, tmp_path / "cache")
-    assert asked == [small.url]
+    assert requested == [small.url]
 
 
 def test_another_text_is_not_enwik8(small: BenchmarkText, tmp_path: Path) -> None:
     path = pack("enwik8", tmp_path, TEXT[:-1] + b"!")
-    message = refused("enwik8", path, tmp_path)
+    message = rejection("enwik8", path, tmp_path)
     assert f"{path} is not enwik8" in message
     assert small.sha256 in message
-    assert "is not enwik8: it holds 5 bytes" in refused("enwik8", pack("enwik8.gz", tmp_path / "g", TEXT[:5]), tmp_path)
+    assert "is not enwik8: it holds 5 bytes" in rejection(
+        "enwik8", pack("enwik8.gz", tmp_path / "g", TEXT[:5]), tmp_path
+    )
     (tmp_path / "void").mkdir()
-    assert "enwik8, enwik8.zip or enwik8.gz" in refused("enwik8", tmp_path / "void", tmp_path)
-    assert "--from is" in refused("enwik8", tmp_path / "nowhere", tmp_path)
-    whole = pack("enwik8.zip", tmp_path / "z").read_bytes()
-    (tmp_path / "enwik8.zip").write_bytes(whole[:-500])
-    assert "enwik8.zip is corrupt or truncated, and cannot be unpacked" in refused(
+    assert "enwik8, enwik8.zip or enwik8.gz" in rejection("enwik8", tmp_path / "void", tmp_path)
+    assert "--from is" in rejection("enwik8", tmp_path / "nowhere", tmp_path)
+    complete = pack("enwik8.zip", tmp_path / "z").read_bytes()
+    (tmp_path / "enwik8.zip").write_bytes(complete[:-500])
+    assert "enwik8.zip is corrupt or truncated, and cannot be unpacked" in rejection(
         "enwik8", tmp_path / "enwik8.zip", tmp_path
     )
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("text8", TEXT)
-    assert "holds no enwik8" in refused("enwik8", tmp_path / "other.zip", tmp_path)
-    assert "enwik8, pg19, imagenet64" in refused("enwik9", None, tmp_path)
+    assert "holds no enwik8" in rejection("enwik8", tmp_path / "other.zip", tmp_path)
+    assert "enwik8, pg19, imagenet64" in rejection("enwik9", None, tmp_path)
 
 
 def write_books(folder: Path) -> Path:
@@ -205,7 +207,7 @@ def test_pg19_from_a_folder_or_an_archive(tmp_path: Path, monkeypatch: pytest.Mo
     for source in sources:
         assert check_books(open_benchmark("pg19", source, tmp_path)) == {"outside_splits": 2}
     assert check_books(open_benchmark("pg19", zip_splits(tmp_path / "zips"), tmp_path)) == {"outside_splits": 1}
-    assert "train/, validation/ and test/" in refused("pg19", tmp_path / "pg19/train", tmp_path)
+    assert "train/, validation/ and test/" in rejection("pg19", tmp_path / "pg19/train", tmp_path)
 
 
 def test_pg19_is_fetched_with_its_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +243,7 @@ def test_pg19_is_fetched_with_its_checksums(tmp_path: Path, monkeypatch: pytest.
     open_benchmark("pg19", None, tmp_path)
     assert sorted(fetched) == books, "what is there is not fetched again"
     monkeypatch.setattr(named_module, "read_url", lambda url, instead: b"<html>")
-    assert "did not return a listing" in refused("pg19", None, tmp_path)
+    assert "did not return a listing" in rejection("pg19", None, tmp_path)
 
 
 def test_pg19_without_a_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +251,7 @@ def test_pg19_without_a_network_says_what_to_do(tmp_path: Path, monkeypatch: pyt
         raise UserError(f"{url} cannot be fetched. Fix: {instead}.")
 
     monkeypatch.setattr(named_module, "read_url", unreachable)
-    message = refused("pg19", None, tmp_path)
+    message = rejection("pg19", None, tmp_path)
     assert named_module.BUCKET_FILES in message
     assert "--from" in message
 
@@ -273,7 +275,7 @@ def test_imagenet64_divides_its_training_file_by_name(tmp_path: Path, monkeypatc
     no_fetch(monkeypatch)
     monkeypatch.setattr(named_module, "IMAGENET64_TRAIN", 2)
     tar_pictures(tmp_path / "train_64x64.tar", ["train_64x64/3.png", "train_64x64/1.png", "train_64x64/2.png"])
-    assert "valid_64x64.tar is missing" in refused("imagenet64", tmp_path, tmp_path)
+    assert "valid_64x64.tar is missing" in rejection("imagenet64", tmp_path, tmp_path)
     tar_pictures(tmp_path / "valid_64x64.tar", ["valid_64x64/1.png"])
     for from_path in (tmp_path, tmp_path / "train_64x64.tar"):
         pictures = open_benchmark("imagenet64", from_path, tmp_path / "cache")
@@ -294,10 +296,10 @@ def test_imagenet64_divides_its_training_file_by_name(tmp_path: Path, monkeypatc
 
 
 def test_imagenet64_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
 
     def fetch(url: str, path: Path, **_: object) -> Path:
-        asked.append(url)
+        requested.append(url)
         path.parent.mkdir(parents=True, exist_ok=True)
         tar_pictures(path, [f"{path.stem}/1.png"])
         return path
@@ -306,7 +308,7 @@ def test_imagenet64_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     pictures = open_benchmark("imagenet64", None, tmp_path)
     assert isinstance(pictures, ImageNet64)
     assert [p.split for p in pictures.pictures()] == ["train", "test"]
-    assert asked == [f"https://image-net.org/small/{name}_64x64.tar" for name in ("train", "valid")]
+    assert requested == [f"https://image-net.org/small/{name}_64x64.tar" for name in ("train", "valid")]
 
 
 def test_find_lists_packed_files_only_on_request(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from document_files import NOT_UTF8, PACKERS, jsonl, parquet, tarred, whole, write, zipped, zst
+from document_files import NOT_UTF8, PACKERS, jsonl, parquet, read_all, tarred, write, zipped, zst
 
 from linnet.data.sources import documents as documents_module
 from linnet.data.sources.archives import detect_format
@@ -76,9 +76,9 @@ def test_packed_text_is_one_stream(tmp_path: Path, codec: str) -> None:
     content = NOT_UTF8 * 50_000
     documents = open_documents(write(tmp_path / f"a.txt{codec}", PACKERS[codec](content)))
     assert (documents.single, documents.ends) == (True, False)
-    assert whole(documents) == [(f"a.txt{codec}", content)]
+    assert read_all(documents) == [(f"a.txt{codec}", content)]
     twice = open_documents(write(tmp_path / f"twice{codec}", PACKERS[codec](b"one") + PACKERS[codec](b"two")))
-    assert whole(twice) == [(f"twice{codec}", b"onetwo")]
+    assert read_all(twice) == [(f"twice{codec}", b"onetwo")]
 
 
 def test_folder_of_all_kinds(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_folder_of_all_kinds(tmp_path: Path) -> None:
     documents = open_documents(str(tmp_path))
     assert (documents.single, documents.ends) == (False, True)
     for _ in range(2):  # each reading counts anew
-        assert whole(documents) == [
+        assert read_all(documents) == [
             ("a.txt", b"a"),
             ("b.txt.gz", b"b"),
             ("c.ZIP/x/1.txt", b"c1"),
@@ -109,7 +109,7 @@ def test_folder_of_all_kinds(tmp_path: Path) -> None:
             ("f.tgz/./1", b"f1"),
         ]
         assert documents.left_out == {"binary": 2, "empty": 2}
-    assert [name for name, _ in whole(open_documents(f"{tmp_path}/[ab]*"))] == ["a.txt", "b.txt.gz"]
+    assert [name for name, _ in read_all(open_documents(f"{tmp_path}/[ab]*"))] == ["a.txt", "b.txt.gz"]
 
 
 @pytest.mark.parametrize(("name", "pack"), [("a.zip", zipped), ("a.tar", tarred)])
@@ -117,7 +117,7 @@ def test_members_are_documents(tmp_path: Path, name: str, pack: Callable[[dict[s
     members = {"b/2.txt": NOT_UTF8, "a.txt": b"first", ".hidden": b"h", "__MACOSX/a.txt": b"m", "none": b""}
     documents = open_documents(write(tmp_path / name, pack(members | {"x.png": b"\0", "in.zip": zipped({"y": b"y"})})))
     assert (documents.single, documents.ends) == (False, True)
-    assert whole(documents) == [(f"{name}/b/2.txt", NOT_UTF8), (f"{name}/a.txt", b"first")]
+    assert read_all(documents) == [(f"{name}/b/2.txt", NOT_UTF8), (f"{name}/a.txt", b"first")]
     assert documents.left_out == {"hidden": 2, "empty": 1, "binary": 1, "packed_twice": 1}
 
 
@@ -135,7 +135,7 @@ def test_progress_is_monotonic(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", b"b")
     documents = open_documents(str(tmp_path))
     write(tmp_path / "b.txt", b"b" * 500)  # grows after the look at it
-    assert [name for name, _ in whole(documents)] == [*(f"a.zip/{i}.txt" for i in reversed(range(20))), "b.txt"]
+    assert [name for name, _ in read_all(documents)] == [*(f"a.zip/{i}.txt" for i in reversed(range(20))), "b.txt"]
 
 
 def test_links_in_a_tar_are_counted(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_links_in_a_tar_are_counted(tmp_path: Path) -> None:
         member.size = 1
         archive.addfile(member, io.BytesIO(b"a"))
     documents = open_documents(str(tmp_path / "a.tar"))
-    assert whole(documents) == [("a.tar/a", b"a")]
+    assert read_all(documents) == [("a.tar/a", b"a")]
     assert documents.left_out == {"not_regular": 1}
 
 
@@ -163,7 +163,7 @@ def test_names_that_are_no_utf8_can_be_stored(tmp_path: Path) -> None:
     for name in (b"caf\xe9.txt", b"b.txt"):
         Path(os.fsdecode(os.fsencode(tmp_path / "d") + b"/" + name)).write_bytes(b"x")
     documents = open_documents(str(tmp_path / "d"))
-    assert [name for name, _ in whole(documents)] == ["b.txt", "caf\\xe9.txt"]
+    assert [name for name, _ in read_all(documents)] == ["b.txt", "caf\\xe9.txt"]
     json.dumps(documents.identity()).encode("ascii")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from document_files import PACKERS, jsonl, parquet, refused, tarred, whole, write, zipped, zst
+from document_files import PACKERS, jsonl, parquet, read_all, rejection, tarred, write, zipped, zst
 
 from linnet.core.errors import UserError
 from linnet.data.sources import unpack_budget
@@ -34,13 +34,13 @@ def broken_files() -> dict[str, bytes]:
 @pytest.mark.parametrize("name", broken_files())
 def test_truncated_file_is_named(tmp_path: Path, name: str) -> None:
     content = broken_files()[name]
-    assert whole(open_documents(write(tmp_path / name, content)))
+    assert read_all(open_documents(write(tmp_path / name, content)))
     for keep in (5, len(content) // 3, len(content) - 600 if name == "a.tar" else len(content) - 3):
         if name == "a.tar":
             keep = min(keep, content.rindex(b"ustar") + 100)  # what comes after the last member may be missing
-        message = refused(write(tmp_path / name, content[:keep]))
+        message = rejection(write(tmp_path / name, content[:keep]))
         assert str(tmp_path / name) in message
-    assert str(tmp_path / name) in refused(write(tmp_path / name, b"this is no archive at all, but plain text" * 100))
+    assert str(tmp_path / name) in rejection(write(tmp_path / name, b"this is no archive at all, but plain text" * 100))
 
 
 @pytest.mark.parametrize("name", broken_files())
@@ -51,7 +51,7 @@ def test_flipped_byte_never_gives_a_traceback(tmp_path: Path, name: str) -> None
         flipped[at] ^= 0x55
         path = write(tmp_path / name, bytes(flipped))
         with contextlib.suppress(UserError):
-            whole(open_documents(path))
+            read_all(open_documents(path))
 
 
 def test_footer_with_wrong_numbers_of_rows_is_rejected(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_footer_with_wrong_numbers_of_rows_is_rejected(tmp_path: Path) -> None:
     for at in [i for i, byte in enumerate(content) if byte == 100]:  # how a footer spells 50
         path = write(tmp_path / "a.parquet", content[:at] + bytes([90]) + content[at + 1 :])
         try:
-            whole(open_documents(path))
+            read_all(open_documents(path))
         except UserError as error:
             says.append(str(error))
     assert any("another number of rows than the whole" in message for message in says)
@@ -70,15 +70,15 @@ def test_encrypted_zip_is_rejected(tmp_path: Path) -> None:
     content = bytearray(zipped({"a.txt": b"secret"}))
     content[6] |= 1
     content[content.index(b"PK\x01\x02") + 8] |= 1
-    assert "a.txt is encrypted" in refused(write(tmp_path / "a.zip", bytes(content)))
+    assert "a.txt is encrypted" in rejection(write(tmp_path / "a.zip", bytes(content)))
 
 
 def test_source_without_text_is_rejected(tmp_path: Path) -> None:
-    assert "left out: 1 binary" in refused(write(tmp_path / "a.gz", gzip.compress(b"\0")))
-    assert "left out: 1 empty" in refused(write(tmp_path / "b.zip", zipped({"x": b""})))
-    assert "left out: 2 null rows" in refused(write(tmp_path / "c.jsonl", jsonl([{"text": None}] * 2)))
-    assert "left out: nothing" in refused(write(tmp_path / "d.parquet", parquet({"text": pa.array([], pa.string())})))
-    assert refused(str(tmp_path / "nowhere")).startswith("SOURCE is ")
+    assert "left out: 1 binary" in rejection(write(tmp_path / "a.gz", gzip.compress(b"\0")))
+    assert "left out: 1 empty" in rejection(write(tmp_path / "b.zip", zipped({"x": b""})))
+    assert "left out: 2 null rows" in rejection(write(tmp_path / "c.jsonl", jsonl([{"text": None}] * 2)))
+    assert "left out: nothing" in rejection(write(tmp_path / "d.parquet", parquet({"text": pa.array([], pa.string())})))
+    assert rejection(str(tmp_path / "nowhere")).startswith("SOURCE is ")
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.xz", "a.txt.zst", "a.zip", "a.tar.gz"])

@@ -81,7 +81,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-def refused(url: str, path: Path, **expected: object) -> str:
+def rejection(url: str, path: Path, **expected: object) -> str:
     with pytest.raises(UserError) as caught:
         download_file(url, path, **expected)  # pyright: ignore[reportArgumentType]
     assert "Fix: " in str(caught.value)
@@ -124,7 +124,7 @@ def test_connection_may_drop_often_while_it_makes_progress(server: Server, tmp_p
 
 def test_connection_without_progress_is_abandoned(server: Server, tmp_path: Path) -> None:
     server.drop_after = 0
-    message = refused(server.url, tmp_path / "file")
+    message = rejection(server.url, tmp_path / "file")
     assert len(server.asked) == download_module.MAX_TRIES
     assert f"put it at {tmp_path / 'file'}, or give it with --from PATH" in message
 
@@ -145,16 +145,16 @@ def test_partial_file_of_another_download_is_discarded(server: Server, tmp_path:
 
 
 def test_wrong_checksum_or_size_leaves_nothing_behind(server: Server, tmp_path: Path) -> None:
-    message = refused(server.url, tmp_path / "file", sha256="0" * 64)
+    message = rejection(server.url, tmp_path / "file", sha256="0" * 64)
     assert f"its sha256 is {SHA256}, not {'0' * 64}" in message
-    assert "it has 300,000 bytes, not 5" in refused(server.url, tmp_path / "file", size=5)
-    assert "its md5 is" in refused(server.url, tmp_path / "file", md5="0" * 32)
+    assert "it has 300,000 bytes, not 5" in rejection(server.url, tmp_path / "file", size=5)
+    assert "its md5 is" in rejection(server.url, tmp_path / "file", md5="0" * 32)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_existing_file_is_reported_and_kept(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"mine")
-    assert f"{tmp_path / 'file'} is not the file from" in refused(server.url, tmp_path / "file", sha256=SHA256)
+    assert f"{tmp_path / 'file'} is not the file from" in rejection(server.url, tmp_path / "file", sha256=SHA256)
     assert (tmp_path / "file").read_bytes() == b"mine"
     assert server.asked == []
 
@@ -164,7 +164,7 @@ def test_transient_errors_are_retried_and_others_not(server: Server, tmp_path: P
     download_file(server.url, tmp_path / "file", sha256=SHA256)
     assert len(server.asked) == 3
     server.statuses = (404,)
-    assert "the server returned 404" in refused(server.url, tmp_path / "other")
+    assert "the server returned 404" in rejection(server.url, tmp_path / "other")
     assert len(server.asked) == 4
 
 
@@ -172,7 +172,7 @@ def test_without_a_network_the_message_names_the_file_and_its_location(server: S
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/file"
-        message = refused(url, tmp_path / "file")
+        message = rejection(url, tmp_path / "file")
         assert message.startswith(f"{url} cannot be downloaded (")
         assert (
             f"download it on a machine with network access and put it at {tmp_path / 'file'}, or give it with --from"
@@ -184,7 +184,7 @@ def test_without_a_network_the_message_names_the_file_and_its_location(server: S
 
 def test_disk_error_is_not_reported_as_a_network_error(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    message = refused(server.url, tmp_path / "file/below")
+    message = rejection(server.url, tmp_path / "file/below")
     assert "cannot be written" in message
     assert server.asked == []
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from image_files import IN_ORDER, PICTURES, contents, flipped, png, write_folder, write_parquet, write_tar, write_zip
+from image_files import IMAGES, IN_ORDER, contents, flipped, png, write_folder, write_parquet, write_tar, write_zip
 
 from linnet.core.errors import UserError
 from linnet.data.sources import image_readers as picture_readers
@@ -23,16 +23,16 @@ from linnet.data.sources.images import contains_images, open_images
 
 
 def test_folder_gives_its_images_by_name(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "in", PICTURES)
-    assert contents(root) == [(name, PICTURES[name]) for name in IN_ORDER]
+    root = write_folder(tmp_path / "in", IMAGES)
+    assert contents(root) == [(name, IMAGES[name]) for name in IN_ORDER]
 
 
 @pytest.mark.parametrize(("name", "write"), [("in.zip", write_zip), ("in.tar", write_tar)])
 def test_archive_gives_its_members_by_name(
     tmp_path: Path, name: str, write: Callable[[Path, dict[str, bytes]], Path]
 ) -> None:
-    path = write(tmp_path / name, PICTURES)
-    assert contents(path) == [(f"{name}/{member}", PICTURES[member]) for member in IN_ORDER]
+    path = write(tmp_path / name, IMAGES)
+    assert contents(path) == [(f"{name}/{member}", IMAGES[member]) for member in IN_ORDER]
 
 
 def test_glob_of_shards_and_a_single_image(tmp_path: Path) -> None:
@@ -58,9 +58,9 @@ def test_long_names_in_a_tar(tmp_path: Path) -> None:
 def test_tar_members_are_not_kept_in_memory(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "in.tar", {f"{i:04}.png": b"x" * 40 for i in range(300)})
     members = picture_readers.tar_members(path)
-    held = [len(members.gi_frame.f_locals["archive"].members) for _ in members if members.gi_frame]  # pyright: ignore
-    assert len(held) == 300
-    assert max(held) <= 1
+    stored = [len(members.gi_frame.f_locals["archive"].members) for _ in members if members.gi_frame]  # pyright: ignore
+    assert len(stored) == 300
+    assert max(stored) <= 1
 
 
 ROWS = [png(0), None, b"", png(1), png(2), png(3), png(4)]
@@ -88,10 +88,10 @@ def test_parquet(tmp_path: Path, column: str, values: pa.Array) -> None:
 
 
 def test_positions_grow_up_to_the_size_of_the_input(tmp_path: Path) -> None:
-    write_folder(tmp_path, PICTURES)
-    write_zip(tmp_path / "x.zip", PICTURES)
-    write_tar(tmp_path / "y.tar", PICTURES)
-    write_parquet(tmp_path / "z.parquet", {"image": list(PICTURES.values())})
+    write_folder(tmp_path, IMAGES)
+    write_zip(tmp_path / "x.zip", IMAGES)
+    write_tar(tmp_path / "y.tar", IMAGES)
+    write_parquet(tmp_path / "z.parquet", {"image": list(IMAGES.values())})
     source = open_images(str(tmp_path))
     positions = [picture.position for picture in source.pictures()]
     assert len(positions) == 20
@@ -101,7 +101,7 @@ def test_positions_grow_up_to_the_size_of_the_input(tmp_path: Path) -> None:
 
 
 def test_identity_changes_with_the_input(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "in", PICTURES)
+    root = write_folder(tmp_path / "in", IMAGES)
     before = open_images(str(root)).identity()
     assert open_images(str(root)).identity() == before
     assert str(tmp_path) not in str(before)
@@ -116,7 +116,7 @@ def test_identity_changes_with_the_input(tmp_path: Path) -> None:
 
 
 def test_folder_counts_what_it_leaves_out(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, {**PICTURES, "notes.txt": b"x", "d.png": b""})
+    root = write_folder(tmp_path, {**IMAGES, "notes.txt": b"x", "d.png": b""})
     (root / "gone.png").symlink_to(root / "nowhere.png")
     (root / "zz.png").symlink_to(root / "c.png")
     os.mkfifo(root / "pipe.png")
@@ -132,7 +132,7 @@ BAD_COUNTS = {"not_a_picture": 1, "empty": 1, "hidden": 2, "too_large": 1}
 
 def test_zip_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture_readers, "MAX_ENCODED_BYTES", 4000)
-    path = write_zip(tmp_path / "in.zip", {"folder/": b"", **PICTURES, **BAD_MEMBERS, "broken.png": b"findme" * 9})
+    path = write_zip(tmp_path / "in.zip", {"folder/": b"", **IMAGES, **BAD_MEMBERS, "broken.png": b"findme" * 9})
     path.write_bytes(path.read_bytes().replace(b"findme", b"fondue", 1))  # the checksum of one member is wrong now
     source = open_images(str(path))
     assert [p.name.removeprefix("in.zip/") for p in source.pictures()] == IN_ORDER
@@ -141,7 +141,7 @@ def test_zip_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_tar_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture_readers, "MAX_ENCODED_BYTES", 4000)
-    path = write_tar(tmp_path / "in.tar", {**PICTURES, **BAD_MEMBERS})
+    path = write_tar(tmp_path / "in.tar", {**IMAGES, **BAD_MEMBERS})
     with tarfile.open(path, "a") as archive:
         folder, link = tarfile.TarInfo("folder"), tarfile.TarInfo("link.png")
         folder.type, link.type, link.linkname = tarfile.DIRTYPE, tarfile.SYMTYPE, "c.png"
@@ -153,22 +153,22 @@ def test_tar_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_tar_cut_anywhere_is_rejected(tmp_path: Path) -> None:
-    whole = write_tar(tmp_path / "in.tar", PICTURES).read_bytes()
+    full = write_tar(tmp_path / "in.tar", IMAGES).read_bytes()
     with tarfile.open(tmp_path / "in.tar") as archive:
         headers = [info.offset for info in archive]
         end = archive.offset
     path = tmp_path / "cut.tar"
     # A cut just before a header is one that tarfile itself takes for the end.
     for n in (*headers[1:], end, *range(100, end, 317)):
-        path.write_bytes(whole[:n])
+        path.write_bytes(full[:n])
         with pytest.raises(UserError, match="cut.tar is corrupt or truncated"):
             list(open_images(str(path)).pictures())
-    path.write_bytes(whole[: end + 512])
+    path.write_bytes(full[: end + 512])
     assert len(contents(path)) == 5
 
 
 def test_corrupt_header_in_a_tar_is_rejected(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "in.tar", PICTURES)
+    path = write_tar(tmp_path / "in.tar", IMAGES)
     with tarfile.open(path) as archive:
         header = archive.getmembers()[2].offset
     data = bytearray(path.read_bytes())
@@ -198,8 +198,8 @@ def test_any_corruption_of_an_archive_gives_images_or_an_error_that_names_it(
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.98])
 def test_truncated_zip_or_parquet_is_rejected(tmp_path: Path, keep: float) -> None:
-    write_zip(tmp_path / "in.zip", PICTURES)
-    write_parquet(tmp_path / "in.parquet", {"image": list(PICTURES.values())})
+    write_zip(tmp_path / "in.zip", IMAGES)
+    write_parquet(tmp_path / "in.parquet", {"image": list(IMAGES.values())})
     for path in (tmp_path / "in.zip", tmp_path / "in.parquet"):
         path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
         with pytest.raises(UserError, match=f"{path.name} is corrupt or truncated"):
@@ -228,18 +228,18 @@ def test_sources_without_images_are_rejected(tmp_path: Path) -> None:
             list(open_images(str(path)).pictures())
     with pytest.raises(UserError, match="an uncompressed tar"):
         open_images(str(tmp_path / "in.tar.gz"))
-    write_folder(tmp_path / "p", PICTURES)
+    write_folder(tmp_path / "p", IMAGES)
     with pytest.raises(UserError, match="--column is 'image'"):
         open_images(str(tmp_path / "p"), column="image")
 
 
 def test_sources_that_look_like_images(tmp_path: Path) -> None:
-    captioned = {**PICTURES, **{name.replace(".png", ext): b"x" for name in PICTURES for ext in (".txt", ".json")}}
+    captioned = {**IMAGES, **{name.replace(".png", ext): b"x" for name in IMAGES for ext in (".txt", ".json")}}
     few = {**{f"{i}.md": b"text" for i in range(9)}, "logo.png": png(0)}
     yes = [
         write_folder(tmp_path / "captioned", captioned),
         write_folder(tmp_path / "big", {f"{i}.JPEG": b"x" for i in range(3)}),
-        write_zip(tmp_path / "yes.zip", PICTURES),
+        write_zip(tmp_path / "yes.zip", IMAGES),
         write_tar(tmp_path / "yes.tar", {"a.txt": b"x"}),
         write_parquet(tmp_path / "yes.parquet", {"image": [png(0)], "text": ["x"]}),
         write_parquet(tmp_path / "struct.parquet", {"img": [{"bytes": png(0), "path": None}]}),

@@ -116,9 +116,9 @@ def test_image_that_claims_to_be_huge_is_not_decoded(monkeypatch: pytest.MonkeyP
 
 def test_truncated_image_is_corrupt() -> None:
     for form in ("PNG", "JPEG", "GIF", "WEBP"):
-        whole = encode(Image.fromarray(noise(7, 64)), form)
+        full = encode(Image.fromarray(noise(7, 64)), form)
         with pytest.raises(BrokenImage) as caught:
-            decode_pixels(whole[: len(whole) // 2], 64)
+            decode_pixels(full[: len(full) // 2], 64)
         assert caught.value.reason in ("broken", "not_a_picture")
 
 
@@ -127,9 +127,9 @@ WHOLE = [encode(Image.fromarray(noise(8, 16)), form) for form in ("PNG", "JPEG",
 
 @given(st.sampled_from(WHOLE), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=8), st.floats(0, 1))
 def test_any_corruption_gives_pixels_or_a_corrupt_image(
-    whole: bytes, flips: list[tuple[float, int]], keep: float
+    full: bytes, flips: list[tuple[float, int]], keep: float
 ) -> None:
-    damaged = flipped(whole, flips)
+    damaged = flipped(full, flips)
     with contextlib.suppress(BrokenImage):
         assert decode_pixels(damaged[: int(keep * len(damaged))], 8).shape == (8, 8, 3)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prepared_data import SHARES, Listed, many, opened, task_of
+from prepared_data import SHARES, ListSource, many, opened, task_of
 
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError
@@ -61,21 +61,21 @@ def test_every_token_of_every_document_comes_out_once(
     out = tmp_path_factory.mktemp("out")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks_module, "CHUNK_BYTES", chunk)
-        index = prepare(task_of(Listed(docs, ends=ends, single=single)), out / "data")
+        index = prepare(task_of(ListSource(docs, ends=ends, single=single)), out / "data")
     data = opened(out / "data")
-    whole = [b"".join(parts) for parts in docs]
+    full = [b"".join(parts) for parts in docs]
     assert not single or index.held_out == "the tail of the stream"
     if index.held_out == "the tail of the stream":
         # Too few documents for a hash follow each other as the hash had divided them; one text stays as it is.
         order = sorted(range(len(docs)), key=lambda i: SPLITS.index(SHARES.of(f"doc{i}")))
         content = b"".join(data.raw(name) for name in SPLITS)
-        assert content == b"".join(whole[i] for i in order)
+        assert content == b"".join(full[i] for i in order)
         n_end = sum(token == EOS for name in SPLITS for token, _ in tokens_of(data, name))
         assert n_end == (len(docs) if ends else 0)
     else:
         found = [document for name in SPLITS for document in documents_of(data, name, ends)]
-        assert sorted(found) == sorted(whole)
-    assert sum(split.bytes for split in index.splits.values()) == sum(map(len, whole))
+        assert sorted(found) == sorted(full)
+    assert sum(split.bytes for split in index.splits.values()) == sum(map(len, full))
     assert indexes.find_problems(out / "data", index, checksums=True) == []
 
 
@@ -113,7 +113,7 @@ def test_one_text_is_divided_by_its_tail_as_unprepared_text_is(tmp_path: Path) -
 
 
 def test_sources_own_splits_are_kept_even_when_one_is_empty(tmp_path: Path) -> None:
-    source = Listed([[b"one"], [b"two"], [b"three"]], splits=("train", "test", "train"))
+    source = ListSource([[b"one"], [b"two"], [b"three"]], splits=("train", "test", "train"))
     index = prepare(task_of(source), tmp_path / "out")
     data = opened(tmp_path / "out")
     assert data.raw("train") == b"onethree"
@@ -124,7 +124,7 @@ def test_sources_own_splits_are_kept_even_when_one_is_empty(tmp_path: Path) -> N
 
 def test_killed_preparation_resumes_to_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks_module, "CHUNK_BYTES", 200)
-    source = Listed(many(60))
+    source = ListSource(many(60))
     prepare(task_of(source), tmp_path / "straight")
     real, calls = prepare_module.write_shard, 0
 
@@ -155,7 +155,7 @@ def test_killed_preparation_resumes_to_the_same_result(tmp_path: Path, monkeypat
 
 def test_workers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks_module, "CHUNK_BYTES", 600)
-    source = Listed(many(60))
+    source = ListSource(many(60))
     prepare(task_of(source), tmp_path / "one", workers=1)
     prepare(task_of(source), tmp_path / "two", workers=2)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
@@ -164,10 +164,10 @@ def test_workers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_another_source_or_option_is_rejected_in_the_same_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Listed(many(5))
+    source = ListSource(many(5))
     prepare(task_of(source), tmp_path / "done")
     with pytest.raises(UserError, match="without other prepared data"):
-        prepare(task_of(Listed(many(6))), tmp_path / "done")
+        prepare(task_of(ListSource(many(6))), tmp_path / "done")
     monkeypatch.setattr(prepare_module, "write_shard", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         prepare(task_of(source), tmp_path / "begun")
@@ -181,7 +181,7 @@ def test_another_source_or_option_is_rejected_in_the_same_folder(
 
 def test_empty_source_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing to train on"):
-        prepare(task_of(Listed([])), tmp_path / "out")
+        prepare(task_of(ListSource([])), tmp_path / "out")
 
 
 @settings(deadline=None)
@@ -197,8 +197,8 @@ def test_word_counts_are_those_of_the_joined_text(parts: list[str]) -> None:
 def pictures_in(folder: Path, n: int) -> np.ndarray:
     folder.mkdir()
     values = np.random.default_rng(0).integers(0, 256, (n, 4, 4, 3), np.uint8)
-    for i, picture in enumerate(values):
-        (folder / f"{i:03d}.png").write_bytes(to_png(picture))
+    for i, image in enumerate(values):
+        (folder / f"{i:03d}.png").write_bytes(to_png(image))
     return values
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prepared_data import Listed, many, opened, task_of
+from prepared_data import ListSource, many, opened, task_of
 
 from linnet.config.schema import DataConfig
 from linnet.core.errors import UserError
@@ -26,7 +26,7 @@ from linnet.data.splits import SPLITS
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good") / "data"
-    prepare(task_of(Listed(many(40))), folder)
+    prepare(task_of(ListSource(many(40))), folder)
     return folder
 
 
@@ -119,10 +119,10 @@ def test_hosts_share_every_row_once(n_rows: int, n_hosts: int) -> None:
 @given(step=st.integers(0, 30), n_hosts=st.integers(1, 6))
 def test_hosts_together_read_the_same_batch(good: Path, step: int, n_hosts: int) -> None:
     data = opened(good, 16, 6)
-    whole = data.batch(step)
+    full = data.batch(step)
     shares = [data.batch(step, host, n_hosts) for host in range(n_hosts)]
     for name in ("inputs", "targets", "doc_ids", "loss_mask"):
-        np.testing.assert_array_equal(np.concatenate([getattr(part, name) for part in shares]), getattr(whole, name))
+        np.testing.assert_array_equal(np.concatenate([getattr(part, name) for part in shares]), getattr(full, name))
 
 
 def test_embedded_emoji_open_as_images() -> None:

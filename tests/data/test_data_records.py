@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from document_files import NOT_UTF8, PACKERS, jsonl, parquet, refused, whole, write, zipped
+from document_files import NOT_UTF8, PACKERS, jsonl, parquet, read_all, rejection, write, zipped
 
 from linnet.core.errors import UserError
 from linnet.data.sources import documents as documents_module
@@ -24,7 +24,7 @@ def test_json_lines(tmp_path: Path, codec: str) -> None:
     name = f"a.jsonl{codec}"
     documents = open_documents(write(tmp_path / name, PACKERS.get(codec, bytes)(content)))
     assert (documents.single, documents.ends) == (False, True)
-    assert whole(documents) == [
+    assert read_all(documents) == [
         (f"{name}:1", b"one"),
         (f"{name}:6", "zwölf\n".encode() + b"\xed\xa0\x80"),
         (f"{name}:8", NOT_UTF8.strip()),
@@ -43,21 +43,21 @@ def test_row_longer_than_a_part_is_split(tmp_path: Path, monkeypatch: pytest.Mon
 def test_few_bad_lines_are_counted_and_many_rejected(tmp_path: Path) -> None:
     good = jsonl([{"text": "x"}]) * 150
     documents = open_documents(write(tmp_path / "few.jsonl", good + b"{broken\n" + good))
-    assert len(whole(documents)) == 300
+    assert len(read_all(documents)) == 300
     assert documents.left_out == {"bad_json": 1}
     many = write(tmp_path / "many.jsonl", good + b'{broken\n[1]\n"text"\n}\n' + good)
     open_documents(many)
-    assert f"{many}: 4 of 304 lines are not JSON objects (the first is line 151)" in refused(many)
-    assert "the first is line 1)" in refused(write(tmp_path / "text.jsonl", b"plain text\n" * 500))
+    assert f"{many}: 4 of 304 lines are not JSON objects (the first is line 151)" in rejection(many)
+    assert "the first is line 1)" in rejection(write(tmp_path / "text.jsonl", b"plain text\n" * 500))
     deep = good + b'{"text":' + b"[" * 100_000 + b"\n" + b'{"text": 1' + b"0" * 5000 + b"}\n" + good
     documents = open_documents(write(tmp_path / "deep.jsonl", deep))
-    assert len(whole(documents)) == 300
+    assert len(read_all(documents)) == 300
     assert documents.left_out == {"bad_json": 2}
 
 
 def test_endless_line_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_LINE", 50)
-    message = refused(write(tmp_path / "a.jsonl", jsonl([{"text": "x"}]) + b"y" * 60))
+    message = rejection(write(tmp_path / "a.jsonl", jsonl([{"text": "x"}]) + b"y" * 60))
     assert "a.jsonl: line 2 is longer than 50 bytes" in message
 
 
@@ -67,12 +67,12 @@ def test_columns_that_are_not_there_are_rejected_with_those_that_are(tmp_path: P
     for source in (lines, table, str(tmp_path)):
         with pytest.raises(UserError, match="--column is 'text', .*it has: body, id"):
             open_documents(source)
-    assert whole(open_documents(table, column="body")) == [("a.parquet:1", b"x")]
-    assert f"in {table} it is int64" in refused(table, "id")
-    assert "since the source is plain text" in refused(write(tmp_path / "a.txt", b"x"), "body")
+    assert read_all(open_documents(table, column="body")) == [("a.parquet:1", b"x")]
+    assert f"in {table} it is int64" in rejection(table, "id")
+    assert "since the source is plain text" in rejection(write(tmp_path / "a.txt", b"x"), "body")
     late = jsonl([{"body": "x"}] * records.MIN_ROWS_TRIED + [{"text": "x"}])
-    assert "it has: body" in refused(write(tmp_path / "late.jsonl", late))
-    assert "--column is 'text'" in refused(write(tmp_path / "a.zip", zipped({"a.jsonl": jsonl([{"body": "x"}])})))
+    assert "it has: body" in rejection(write(tmp_path / "late.jsonl", late))
+    assert "--column is 'text'" in rejection(write(tmp_path / "a.zip", zipped({"a.jsonl": jsonl([{"body": "x"}])})))
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,15 @@ def test_parquet(tmp_path: Path, kind: pa.DataType, monkeypatch: pytest.MonkeyPa
     content = parquet({"id": list(range(42)), "text": array}, row_group_size=17)
     documents = open_documents(write(tmp_path / "a.parquet", content))
     assert (documents.single, documents.ends) == (False, True)
-    assert whole(documents) == [(f"a.parquet:{i + 1}", text.encode()) for i, text in enumerate(texts)]
+    assert read_all(documents) == [(f"a.parquet:{i + 1}", text.encode()) for i, text in enumerate(texts)]
     assert documents.left_out == {"null_rows": 1, "empty": 1}
 
 
 def test_parquet_keeps_bytes_that_are_no_utf8(tmp_path: Path) -> None:
     array = pa.array([NOT_UTF8]).view(pa.string())
-    assert whole(open_documents(write(tmp_path / "a.parquet", parquet({"text": array})))) == [("a.parquet:1", NOT_UTF8)]
+    assert read_all(open_documents(write(tmp_path / "a.parquet", parquet({"text": array})))) == [
+        ("a.parquet:1", NOT_UTF8)
+    ]
 
 
 # Hugging Face
@@ -135,21 +137,21 @@ def test_data_set_of_the_hub_keeps_its_splits(monkeypatch: pytest.MonkeyPatch) -
 def test_one_split_of_the_hub_is_divided_as_any_source(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hub(monkeypatch, {"train": [{"body": "a"}]})
     assert [p.split for p in open_documents("hf:owner/name", column="body").parts()] == [None]
-    assert "it has: body" in refused("hf:owner/name")
+    assert "it has: body" in rejection("hf:owner/name")
     fake_hub(monkeypatch, {"de": [], "en": []})
-    assert "(it has: de, en)" in refused("hf:owner/name")
+    assert "(it has: de, en)" in rejection("hf:owner/name")
     fake_hub(monkeypatch, {"train": []})
-    assert "a source with text" in refused("hf:owner/name")
+    assert "a source with text" in rejection("hf:owner/name")
 
 
 def test_hub_errors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install 'linnet-lm[datasets]'" in refused("hf:owner/name")
-    assert "hf:OWNER/NAME" in refused("hf:owner/name/more")
+    assert "pip install 'linnet-lm[datasets]'" in rejection("hf:owner/name")
+    assert "hf:OWNER/NAME" in rejection("hf:owner/name/more")
 
     def no_network(*_: object, **__: object) -> None:
         raise RuntimeError("Couldn't reach the Hub.\nmore")
 
     fake_hub(monkeypatch, {})
     sys.modules["datasets"].load_dataset = no_network  # pyright: ignore[reportAttributeAccessIssue]
-    assert "the dataset 'owner/name' cannot be read (Couldn't reach the Hub)" in refused("hf:owner/name")
+    assert "the dataset 'owner/name' cannot be read (Couldn't reach the Hub)" in rejection("hf:owner/name")

@@ -29,7 +29,7 @@ def names(source: Path | str) -> list[str]:
     return [f.name for f in find_files(str(source)).files]
 
 
-def refused(source: Path | str, **settings: object) -> str:
+def rejection(source: Path | str, **settings: object) -> str:
     with pytest.raises(UserError) as caught:
         load_dataset(DataConfig(source=str(source), **settings), 0)  # pyright: ignore[reportArgumentType]
     return str(caught.value)
@@ -139,7 +139,7 @@ def test_standard_library_is_a_corpus() -> None:
 
 def test_python_without_source_text_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
-    assert "comes with its source files" in refused("python-stdlib")
+    assert "comes with its source files" in rejection("python-stdlib")
 
 
 @pytest.mark.parametrize(
@@ -161,17 +161,17 @@ def test_python_without_source_text_is_reported(tmp_path: Path, monkeypatch: pyt
 def test_invalid_sources_are_rejected_with_the_fix(tmp_path: Path, source: str, says: str) -> None:
     write(tmp_path, {"corpus.txt": b"text", "empty/a": b"", "empty/b": b"", "binary/archive.gz": b"\x1f\x8b\0"})
     (tmp_path / "void").mkdir()
-    message = refused(tmp_path / source)
+    message = rejection(tmp_path / source)
     assert says.format(root=tmp_path) in message
     assert message.startswith("data.source is ")
     assert "Fix: " in message
 
 
 def test_empty_name_and_a_device_are_rejected(tmp_path: Path) -> None:
-    assert "data.source is ''" in refused("")
-    assert "neither a file nor a folder" in refused("/dev/null")
+    assert "data.source is ''" in rejection("")
+    assert "neither a file nor a folder" in rejection("/dev/null")
     write(tmp_path, {"a": b"a", "b": b"b"})
-    assert "data.validation_files is ''" in refused(tmp_path, validation_files=("",))
+    assert "data.validation_files is ''" in rejection(tmp_path, validation_files=("",))
 
 
 def test_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.M
         return open(path, *rest)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     monkeypatch.setattr(source_module, "open", no_entry, raising=False)
-    assert f"{tmp_path}/locked.txt cannot be read (Permission denied)" in refused(tmp_path)
+    assert f"{tmp_path}/locked.txt cannot be read (Permission denied)" in rejection(tmp_path)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become someone else for a moment")
@@ -194,8 +194,8 @@ def test_folder_that_cannot_be_entered_is_named() -> None:
         (root / "locked").chmod(0o700)
         os.seteuid(65534)
         try:
-            assert f"{root}/locked cannot be read (Permission denied)" in refused(root)
-            assert f"{root}/locked/c.txt cannot be read" in refused(root / "locked/c.txt")
+            assert f"{root}/locked cannot be read (Permission denied)" in rejection(root)
+            assert f"{root}/locked/c.txt cannot be read" in rejection(root / "locked/c.txt")
         finally:
             os.seteuid(0)
 
@@ -207,4 +207,4 @@ def test_file_that_shrinks_between_looking_and_reading_is_noticed(
     found = find_files(str(tmp_path / "a.txt"))
     write(tmp_path, {"a.txt": b"short"})
     monkeypatch.setattr("linnet.data.load.find_files", lambda source: found)
-    assert "a.txt shrank" in refused(tmp_path / "a.txt")
+    assert "a.txt shrank" in rejection(tmp_path / "a.txt")

@@ -79,12 +79,12 @@ def test_updates_are_slices_of_the_whole_sequence(
     sequence_len = update_len * updates
     split = pack(docs, sequence_len)
     rows = list(range(split.n_windows))
-    whole = make_batch(split, rows, 0, sequence_len, len(rows))
+    full = make_batch(split, rows, 0, sequence_len, len(rows))
     parts = [make_batch(split, rows, u * update_len, (u + 1) * update_len, len(rows)) for u in range(updates)]
     joined = jax.tree.map(lambda *xs: np.concatenate(xs, axis=1), *parts)
-    jax.tree.map(np.testing.assert_array_equal, joined, whole)
-    assert (np.asarray(whole.inputs)[:, 0] == EOS).all(), "every sequence is prompted by the end id"
-    np.testing.assert_array_equal(whole.inputs[:, 1:], whole.targets[:, :-1])
+    jax.tree.map(np.testing.assert_array_equal, joined, full)
+    assert (np.asarray(full.inputs)[:, 0] == EOS).all(), "every sequence is prompted by the end id"
+    np.testing.assert_array_equal(full.inputs[:, 1:], full.targets[:, :-1])
 
 
 @settings(deadline=None)

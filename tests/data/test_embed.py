@@ -23,8 +23,8 @@ from linnet.data.embeddings.encodings import EncodingSettings
 from linnet.data.encoders.builtin import open_builtin
 from linnet.data.images import decode_pixels
 
-PICTURES = {f"{name}.png": png(i) for i, name in enumerate(("a", "b", "c", "d", "e"))}
-CAPTIONS = {name: f"picture {name[0]}: a square" for name in PICTURES}
+IMAGES = {f"{name}.png": png(i) for i, name in enumerate(("a", "b", "c", "d", "e"))}
+CAPTIONS = {name: f"picture {name[0]}: a square" for name in IMAGES}
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +41,18 @@ def linnet(*arguments: str | Path) -> int | str | None:
 def write_source(root: Path, kind: str) -> Path:
     root.mkdir()
     if kind == "parquet":
-        return files.parquet(root / "in.parquet", image=list(PICTURES.values()), caption=list(CAPTIONS.values()))
+        return files.parquet(root / "in.parquet", image=list(IMAGES.values()), caption=list(CAPTIONS.values()))
     if kind == "tar":
         members = {}
-        for i, name in enumerate(PICTURES):
+        for i, name in enumerate(IMAGES):
             key = name.removesuffix(".png")
-            members[name] = PICTURES[name]
+            members[name] = IMAGES[name]
             if i % 2:
                 members[f"{key}.json"] = json.dumps({"caption": CAPTIONS[name]}).encode()
             else:
                 members[f"{key}.txt"] = CAPTIONS[name].encode()
         return files.tar(root / "in.tar", members)
-    for name, content in PICTURES.items():
+    for name, content in IMAGES.items():
         (root / name).write_bytes(content)
         if kind == "txt":
             (root / name).with_suffix(".txt").write_text(CAPTIONS[name] + "\n")
@@ -72,12 +72,12 @@ def test_every_kind_of_captioned_images_gives_the_same_embedding_pairs(
 ) -> None:
     source, out = write_source(tmp_path / "in", kind), tmp_path / "out"
     assert linnet("data", "embed", source, "--out", out, "--shard-rows", "2", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["pairs"], told["shards"], told["left_out"]) == (5, 3, {})
+    reported = json.loads(capsys.readouterr().out)
+    assert (reported["pairs"], reported["shards"], reported["left_out"]) == (5, 3, {})
     encoder = open_builtin()
     pairs = open_pairs(PairsConfig(source=str(out), validation_fraction=0, test_fraction=0), seed=0)
     batch = pairs.at(np.arange(5), 5)
-    pixels = np.stack([decode_pixels(content, 32) for content in PICTURES.values()])
+    pixels = np.stack([decode_pixels(content, 32) for content in IMAGES.values()])
     assert np.array_equal(batch.image_embed, encoder.embed_images(pixels))
     assert np.array_equal(batch.text_embed, encoder.embed_texts(list(CAPTIONS.values())))
     assert pairs.captions("train", range(5)) == list(CAPTIONS.values())
@@ -87,7 +87,7 @@ def test_every_kind_of_captioned_images_gives_the_same_embedding_pairs(
 def test_unusable_files_are_skipped_and_counted(tmp_path: Path) -> None:
     source = write_source(tmp_path / "in", "txt")
     (source / "b.txt").unlink()
-    (source / "c.png").write_bytes(PICTURES["c.png"][:60])
+    (source / "c.png").write_bytes(IMAGES["c.png"][:60])
     (source / "d.png").write_bytes(b"")
     notes = embed(EmbedTask(source=open_captioned(str(source)), encoder=open_builtin()), tmp_path / "out")
     assert notes.left_out == {"no_caption": 1, "broken": 1, "empty": 1}

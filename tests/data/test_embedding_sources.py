@@ -142,10 +142,10 @@ def test_batch_is_a_function_of_the_step_and_an_epoch_has_every_pair_once(tmp_pa
 @pytest.mark.parametrize("n_hosts", [2, 3])
 def test_hosts_together_read_the_same_batch(tmp_path: Path, n_hosts: int) -> None:
     pairs = opened(files.folder(tmp_path / "in"), batch_size=8)
-    whole = pairs.batch(4)
+    full = pairs.batch(4)
     parts = [pairs.batch(4, host, n_hosts) for host in range(n_hosts)]
     for name in ("text_embed", "image_embed", "mask"):
-        assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
+        assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(full, name))
 
 
 def test_evaluation_has_every_pair_once_and_masks_padding(tmp_path: Path) -> None:

@@ -319,9 +319,9 @@ def test_float64_that_overflows_float32_is_reported_as_such(tmp_path: Path) -> N
     image[15, 0] = np.inf
     root = files.folder(tmp_path / "in", image=image, dtype=np.float64)
     pairs = open_pairs(PairsConfig(source=str(root)), 0)
-    told = " ".join(pairs.warnings())
-    assert "1 of 23 image embeddings contain numbers too large for float32 (beyond 3.4e38) and are left out" in told
-    assert "1 of 23 image embeddings contain NaN or infinity" in told
+    reported = " ".join(pairs.warnings())
+    assert "1 of 23 image embeddings contain numbers too large for float32 (beyond 3.4e38) and are left out" in reported
+    assert "1 of 23 image embeddings contain NaN or infinity" in reported
     assert pairs.origin["left_out"]["source"] == {"image_overflow": 1, "image_not_finite": 1}
 
 

@@ -18,12 +18,12 @@ from linnet.data.sources.emoji import FOLDER, SIZES, assign_splits, find_concept
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_emoji_has_a_caption_a_split_and_an_image(size: int) -> None:
-    pictures, captions, splits = open_emoji(size)
-    assert pictures.shape == (3786, size, size, 3)
-    assert pictures.dtype == np.uint8
+    images, captions, splits = open_emoji(size)
+    assert images.shape == (3786, size, size, 3)
+    assert images.dtype == np.uint8
     assert len(captions) == len(splits) == 3786
-    assert not (pictures == 255).all(axis=(1, 2, 3)).any(), "an empty cell of the sheet"
-    assert len({hashlib.sha256(picture.tobytes()).digest() for picture in pictures}) == 3767
+    assert not (images == 255).all(axis=(1, 2, 3)).any(), "an empty cell of the sheet"
+    assert len({hashlib.sha256(image.tobytes()).digest() for image in images}) == 3767
 
 
 def test_sizes_show_the_same() -> None:
@@ -34,8 +34,8 @@ def test_sizes_show_the_same() -> None:
 
 
 def test_captions_name_what_is_seen() -> None:
-    pictures, captions, _ = open_emoji(32)
-    by_name = {caption.split(":")[0]: picture for caption, picture in zip(captions, pictures, strict=True)}
+    images, captions, _ = open_emoji(32)
+    by_name = {caption.split(":")[0]: image for caption, image in zip(captions, images, strict=True)}
     centres = {
         name: by_name[name][12:20, 12:20].mean(axis=(0, 1)) for name in ("red heart", "green heart", "blue heart")
     }
@@ -66,8 +66,8 @@ def test_concepts(caption: str, is_about: str) -> None:
 
 
 def test_no_concept_and_no_image_is_in_two_splits() -> None:
-    pictures, captions, splits = open_emoji(16)
-    for keys in ([find_concept(caption) for caption in captions], [picture.tobytes() for picture in pictures]):
+    images, captions, splits = open_emoji(16)
+    for keys in ([find_concept(caption) for caption in captions], [image.tobytes() for image in images]):
         assert len(set(zip(keys, splits, strict=True))) == len(set(keys))
     # No skin tone is left over as a concept of its own.
     assert not [c for c in map(find_concept, captions) if "skin tone" in c]
@@ -85,14 +85,14 @@ def test_same_image_joins_concepts_even_through_a_third() -> None:
 
 def test_splits_are_close_to_the_requested_fractions() -> None:
     _, captions, splits = open_emoji(16)
-    pictures, concepts = Counter(splits), Counter(dict(zip(map(find_concept, captions), splits, strict=True)).values())
+    images, concepts = Counter(splits), Counter(dict(zip(map(find_concept, captions), splits, strict=True)).values())
     for split in ("validation", "test"):
-        assert 0.04 < pictures[split] / 3786 < 0.06
+        assert 0.04 < images[split] / 3786 < 0.06
         assert 0.04 < concepts[split] / concepts.total() < 0.06
         largest = Counter(find_concept(c) for c, s in zip(captions, splits, strict=True) if s == split).most_common(1)[
             0
         ][1]
-        assert largest <= pictures[split] / 5
+        assert largest <= images[split] / 5
 
 
 def test_another_size_is_rejected() -> None:

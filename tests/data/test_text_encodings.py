@@ -113,9 +113,9 @@ def test_file_written_in_blocks_is_the_array(tmp_path: Path) -> None:
 def test_embed_writes_encodings_that_training_maps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = photos(tmp_path / "in"), tmp_path / "out"
     assert linnet("data", "embed", source, "--out", out, "--shard-rows", "2", "--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["text_encodings"]["dtype"] == "float16"
-    assert said["text_encodings"]["bytes"] == sum(f.stat().st_size for f in (out / "text_encodings").iterdir())
+    output = json.loads(capsys.readouterr().out)
+    assert output["text_encodings"]["dtype"] == "float16"
+    assert output["text_encodings"]["bytes"] == sum(f.stat().st_size for f in (out / "text_encodings").iterdir())
     want = open_encoder("builtin").encode_texts(CAPTIONS).encodings.astype(np.float16)
     assert np.array_equal(np.concatenate(stored(out)), want)
     cfg = PairsConfig(source=str(out), validation_fraction=0, test_fraction=0)
@@ -179,9 +179,9 @@ def test_encodings_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
 
 
 def test_emoji_pairs_have_encodings_of_their_captions(monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures, captions, split_of = open_emoji(32)
+    images, captions, split_of = open_emoji(32)
     rows = [split_of.index(name) for name in ("train", "validation", "test")]
-    few = (pictures[rows], [captions[i] for i in rows], [split_of[i] for i in rows])
+    few = (images[rows], [captions[i] for i in rows], [split_of[i] for i in rows])
     monkeypatch.setattr("linnet.data.embeddings.emoji.open_emoji", lambda size: few)
     want = open_encoder("builtin").encode_texts(few[1]).encodings.astype(np.float16)
     for _ in range(2):  # made, then read from the cache
@@ -217,19 +217,19 @@ def test_prompt_its_files_and_the_server_give_the_same_bits(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = ["red heart", "smiling cat with heart eyes"]
-    said = [sampled(run, capsys, "--prompt", text, "--n", "2")[0] for text in texts]
+    output = [sampled(run, capsys, "--prompt", text, "--n", "2")[0] for text in texts]
     embeds, encodings = open_encoder("builtin").encode_texts(texts)
     encodings = encodings[:, :LEN]
     np.save(tmp_path / "texts.npy", embeds)
     np.save(tmp_path / "tokens.npy", encodings)
     given = ("--embedding", tmp_path / "texts.npy", "--text-encodings", tmp_path / "tokens.npy", "--n", "2")
     by_file = sampled(run, capsys, *given)
-    assert [one["embedding"] for one in by_file] == [one["embedding"] for one in said]
+    assert [one["embedding"] for one in by_file] == [one["embedding"] for one in output]
     np.save(tmp_path / "tokens.npy", encodings[::-1])
     swapped = sampled(run, capsys, *given)
-    assert swapped[0]["embedding"] != said[0]["embedding"], "encodings are not ignored"
+    assert swapped[0]["embedding"] != output[0]["embedding"], "encodings are not ignored"
     # The server, from words and from vectors cut to their real length, several in one call.
-    asks, answers = tmp_path / "asks.jsonl", tmp_path / "answers.jsonl"
+    requests, answers = tmp_path / "asks.jsonl", tmp_path / "answers.jsonl"
     how = {"seed": 7, "n": 2, "steps": 4}
     tokens = [[row.tolist() for row in one if row.any()] for one in encodings]
     bodies = [
@@ -239,13 +239,13 @@ def test_prompt_its_files_and_the_server_give_the_same_bits(
         {"embeddings": embeds[0].tolist(), **how},
     ]
     lines = [{"custom_id": str(i), "url": "/v1/priors/sample", "body": body} for i, body in enumerate(bodies)]
-    asks.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert not linnet("serve", run, "--slots", "3", "--batch", asks, answers)
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert not linnet("serve", run, "--slots", "3", "--batch", requests, answers)
     found = sorted((json.loads(line) for line in answers.read_text().splitlines()), key=lambda one: one["custom_id"])
     words, vectors, one, without = (one["response"] for one in found)
     for answer in (words, vectors):
-        assert [text["embedding"] for text in answer["body"]["data"]] == [text["embedding"] for text in said]
-    assert one["body"]["data"][0]["embedding"] == said[0]["embedding"]
+        assert [text["embedding"] for text in answer["body"]["data"]] == [text["embedding"] for text in output]
+    assert one["body"]["data"][0]["embedding"] == output[0]["embedding"]
     assert without["status_code"] == 400
     assert "text_encodings is None" in without["body"]["error"]["message"]
 
@@ -260,13 +260,13 @@ def test_releases_that_hide_text_are_served_as_they_are_sampled(
     data = codec.load(run / "config.json").pairs
     made = RunConfig(family="prior", model=cfg, data=data, train=TrainConfig(eval_timesteps=(4,)))
     write_run(tmp_path / "run", made, model(cfg), None)
-    (said,) = sampled(tmp_path / "run", capsys, "--prompt", "red heart")
-    asks, answers = tmp_path / "asks.jsonl", tmp_path / "answers.jsonl"
+    (output,) = sampled(tmp_path / "run", capsys, "--prompt", "red heart")
+    requests, answers = tmp_path / "asks.jsonl", tmp_path / "answers.jsonl"
     body = {"input": ["red heart", "a cat"], "seed": 7, "steps": 4}
-    asks.write_text(json.dumps({"custom_id": "0", "url": "/v1/priors/sample", "body": body}) + "\n")
-    assert not linnet("serve", tmp_path / "run", "--slots", "2", "--batch", asks, answers)
+    requests.write_text(json.dumps({"custom_id": "0", "url": "/v1/priors/sample", "body": body}) + "\n")
+    assert not linnet("serve", tmp_path / "run", "--slots", "2", "--batch", requests, answers)
     answer = json.loads(answers.read_text())["response"]["body"]
-    assert answer["data"][0]["embedding"] == said["embedding"]
+    assert answer["data"][0]["embedding"] == output["embedding"]
 
 
 def test_prior_with_encodings_is_not_sampled_without(

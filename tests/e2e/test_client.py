@@ -72,14 +72,14 @@ def test_more_prompts_than_one_call_takes(client: linnet.Client) -> None:
 
 
 def test_streams_equal_the_whole(client: linnet.Client) -> None:
-    whole = client.generate(PROMPT, max_tokens=40, seed=1)
+    full = client.generate(PROMPT, max_tokens=40, seed=1)
     pieces = list(client.generate(PROMPT, max_tokens=40, seed=1, stream=True))
     assert len(pieces) > 2
-    assert details(linnet.GeneratedText.from_pieces(pieces)) == details(whole)
-    assert linnet.GeneratedText.from_pieces(pieces).logprobs == whole.logprobs
+    assert details(linnet.GeneratedText.from_pieces(pieces)) == details(full)
+    assert linnet.GeneratedText.from_pieces(pieces).logprobs == full.logprobs
     rows = list(client.generate([PROMPT, "The owl"], max_tokens=40, seed=1, stream=True))
     first = [row[0] for row in rows if row[0] is not None]
-    assert details(linnet.GeneratedText.from_pieces(first)) == details(whole)
+    assert details(linnet.GeneratedText.from_pieces(first)) == details(full)
 
 
 @pytest.mark.parametrize("model", ["vq", "moe"])
@@ -256,9 +256,9 @@ def test_errors_name_the_fix(client: linnet.Client, address: str) -> None:
     with pytest.raises(TypeError, match="'temprature'. Did you mean 'temperature'"):
         client.generate("x", temprature=1.0)  # pyright: ignore[reportCallIssue]
     with linnet.Client(address, api_key="wrong-key-0123456789abcdef") as other:
-        with pytest.raises(linnet.ServerError, match="key") as refused:
+        with pytest.raises(linnet.ServerError, match="key") as rejection:
             other.generate("x")
-        assert refused.value.status == 401
+        assert rejection.value.status == 401
         assert other.health() == "ready"  # needs no key
     nobody = f"http://127.0.0.1:{free_port()}"
     with (

@@ -92,8 +92,8 @@ def test_full_or_read_only_disk_is_a_user_error_after_the_results(
         export = linnet("export", run, "--out", disk / "weights.safetensors")
         npz = linnet("export", run, "--format", "transformer-vq", "--out", disk / "weights.npz")
         report, resumed = linnet("report", run), linnet("train", run, "--optim.extra-steps", "2", "--quiet")
-        begun = linnet("train", run / "config.json", "--out", disk / "new", "--quiet")
-        for done in (evaluated, export, npz, report, resumed, begun):
+        started = linnet("train", run / "config.json", "--out", disk / "new", "--quiet")
+        for done in (evaluated, export, npz, report, resumed, started):
             assert done.code == 2, (kind, done)
             assert "Traceback" not in done.err
             assert "Fix: " in done.err

@@ -251,11 +251,11 @@ def test_python_blocks_run(
     monkeypatch.chdir(tmp_path)
     use_small_quickstart(monkeypatch)
     found = [block for block in docs_pages.blocks(page) if block.language == "python"]
-    whole = "".join(block.text for block in found)
-    made = set(re.findall(r"\bout=\"(runs/[\w-]+)\"", whole))
-    for name in set(re.findall(r"[\"'](runs/[\w-]+)[\"']", whole)) - made:
+    full = "".join(block.text for block in found)
+    made = set(re.findall(r"\bout=\"(runs/[\w-]+)\"", full))
+    for name in set(re.findall(r"[\"'](runs/[\w-]+)[\"']", full)) - made:
         stand_in(Path(name), image_runs.get(Path(name).name, tiny_run))
-    server = request.getfixturevalue("python_server") if SERVER in whole else SERVER
+    server = request.getfixturevalue("python_server") if SERVER in full else SERVER
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in found:
         code = compile("\n" * block.line + block.text.replace(SERVER, server), str(page), "exec")

@@ -60,9 +60,9 @@ def expected(server: str) -> dict[str, str]:
     ("program", "file"), [(sys.executable, "client.py"), (NODE, "client.mjs")], ids=["python", "javascript"]
 )
 def test_python_and_javascript_examples(server: str, expected: dict[str, str], program: str | Path, file: str) -> None:
-    said = run(server, program, EXAMPLES / file)
-    at = [said.index(f"# {title}") for title in ("A completion", "A chat", "The completion again", "A session")]
-    parts = [said[a:b].partition("\n")[2] for a, b in zip(at, [*at[1:], len(said)], strict=True)]
+    output = run(server, program, EXAMPLES / file)
+    at = [output.index(f"# {title}") for title in ("A completion", "A chat", "The completion again", "A session")]
+    parts = [output[a:b].partition("\n")[2] for a, b in zip(at, [*at[1:], len(output)], strict=True)]
     want = [expected[name] for name in ("completion", "chat", "completion", "session")]
     assert parts == [one + "\n" for one in want]
 
@@ -72,11 +72,11 @@ def test_python_and_javascript_examples(server: str, expected: dict[str, str], p
 )
 def test_curl_example(server: str, expected: dict[str, str]) -> None:
     lines = run(server, "sh", EXAMPLES / "client.sh").split("\n")
-    whole = [json.loads(line) for line in lines if line.startswith("{")]
+    full = [json.loads(line) for line in lines if line.startswith("{")]
     streamed = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert whole[0]["data"][0]["id"] == "tiny"
-    assert whole[1]["choices"][0]["text"] == expected["completion"]
-    assert whole[2]["choices"][0]["message"]["content"] == expected["chat"]
+    assert full[0]["data"][0]["id"] == "tiny"
+    assert full[1]["choices"][0]["text"] == expected["completion"]
+    assert full[2]["choices"][0]["message"]["content"] == expected["chat"]
     assert "".join(part["choices"][0]["text"] for part in streamed) == expected["completion"]
-    texts = [one["choices"][0]["text"] for one in whole[3:]]
+    texts = [one["choices"][0]["text"] for one in full[3:]]
     assert "\n".join(map("".join, zip(("The linnet ", " and then "), texts, strict=True))) == expected["session"]

@@ -91,7 +91,7 @@ def test_second_signal_exits_immediately(tmp_path: Path) -> None:
     assert open_state(tmp_path / "run", "latest")[2] >= 3
 
 
-def interrupted_equals_whole(tmp_path: Path, steps: int, n: int, seed: int) -> None:
+def interrupted_equals_uninterrupted(tmp_path: Path, steps: int, n: int, seed: int) -> None:
     config = write_config(tmp_path, steps)
     whole = start(config, tmp_path / "whole")
     _, words = whole.communicate(timeout=600)
@@ -116,10 +116,10 @@ def interrupted_equals_whole(tmp_path: Path, steps: int, n: int, seed: int) -> N
 
 @pytest.mark.trial
 def test_three_interruptions_equal_none(tmp_path: Path) -> None:
-    interrupted_equals_whole(tmp_path, steps=60, n=3, seed=1)
+    interrupted_equals_uninterrupted(tmp_path, steps=60, n=3, seed=1)
 
 
 @pytest.mark.trial
 def test_ten_random_interruptions_equal_none(tmp_path: Path) -> None:
     """200 steps, a checkpoint every third of them, killed ten times, mostly by SIGKILL and often in mid-save."""
-    interrupted_equals_whole(tmp_path, steps=200, n=10, seed=2)
+    interrupted_equals_uninterrupted(tmp_path, steps=200, n=10, seed=2)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_processes import LOST_SECONDS, Processes, killed_equals_whole
+from cluster_processes import LOST_SECONDS, Processes, killed_equals_uninterrupted
 from waiting import PATIENCE, until
 
 from linnet.cli import launch
@@ -47,11 +47,11 @@ def test_all_processes_get_one_coordinator_and_their_part_of_the_cores(launched:
     program = "print(os.environ['LINNET_COORDINATOR'], sorted(os.sched_getaffinity(0)))"
     mine = os.sched_getaffinity(0)
     _, out, _ = launched(program, "--processes", "2")
-    said = [line.removeprefix("[1] ").split(" ", 1) for line in out.splitlines()]
-    assert said[0][0] == said[1][0]
-    assert said[0][0].startswith("127.0.0.1:")
+    output = [line.removeprefix("[1] ").split(" ", 1) for line in out.splitlines()]
+    assert output[0][0] == output[1][0]
+    assert output[0][0].startswith("127.0.0.1:")
     if len(mine) > 1:
-        assert said[0][1] != said[1][1]
+        assert output[0][1] != output[1][1]
     assert os.sched_getaffinity(0) == mine
 
 
@@ -142,4 +142,4 @@ def test_survivors_detect_a_killed_process(victim: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_kills_of_a_run_of_two_processes_change_nothing(tmp_path: Path) -> None:
     """`tests/trials/test_faults.py` has twenty of four."""
-    killed_equals_whole(tmp_path, processes=2, steps=30, kills=2, seed=3, judged=False)
+    killed_equals_uninterrupted(tmp_path, processes=2, steps=30, kills=2, seed=3, evaluated=False)

@@ -152,9 +152,9 @@ def samples(name: str) -> list[Any]:
     found = []
     likeliest = ["--solver", "ddim"] if name == "prior" else ["--temperature", "0"]
     for how in (likeliest, ["--seed", "7"]):
-        told = json.loads(linnet("sample", name, *given, *how, "--json"))
-        pictures = [np.asarray(Image.open(path)).ravel().tolist() for path in told.get("pictures", [])]
-        found.append(pictures or steady(told))
+        reported = json.loads(linnet("sample", name, *given, *how, "--json"))
+        pictures = [np.asarray(Image.open(path)).ravel().tolist() for path in reported.get("pictures", [])]
+        found.append(pictures or steady(reported))
     return found
 
 
@@ -197,8 +197,8 @@ def answered(address: str, ask: dict[str, Any]) -> dict[str, Any]:
 def continued(address: str, model: str, session: str) -> dict[str, Any]:
     """Of a session: what it is, and how it goes on."""
     card = steady(httpx.get(f"{address}/v1/sessions/{session}").json())
-    asked = {"model": model, "session": session, "prompt": ".\nThe finch", "max_tokens": 16, "temperature": 0}
-    body = {**asked, "logprobs": 2, "return_token_ids": True, "ignore_eos": True}
+    requested = {"model": model, "session": session, "prompt": ".\nThe finch", "max_tokens": 16, "temperature": 0}
+    body = {**requested, "logprobs": 2, "return_token_ids": True, "ignore_eos": True}
     return {"card": card, **answered(address, {"method": "POST", "path": "/v1/completions", "body": body})}
 
 

@@ -22,15 +22,15 @@ def client(address: str, key: str = "none") -> openai.OpenAI:
 
 
 def test_openai_client_complete_and_streamed(server: str) -> None:
-    asked = {"model": "tiny", "prompt": "linear time ", "max_tokens": 30, "seed": 4}
+    requested = {"model": "tiny", "prompt": "linear time ", "max_tokens": 30, "seed": 4}
     with client(server) as api:
-        whole = api.completions.create(**asked, extra_body={"ignore_eos": True})
-        parts = list(api.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}))
+        full = api.completions.create(**requested, extra_body={"ignore_eos": True})
+        parts = list(api.completions.create(**requested, stream=True, extra_body={"ignore_eos": True}))
         assert [model.id for model in api.models.list()] == ["tiny"]
-        assert "".join(part.choices[0].text for part in parts if part.choices) == whole.choices[0].text
-        assert whole.choices[0].finish_reason == "length"
-        assert whole.usage is not None
-        assert whole.usage.completion_tokens == 30
+        assert "".join(part.choices[0].text for part in parts if part.choices) == full.choices[0].text
+        assert full.choices[0].finish_reason == "length"
+        assert full.usage is not None
+        assert full.usage.completion_tokens == 30
         chat = api.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=9, seed=1
         )
@@ -49,19 +49,19 @@ def test_chat_template_stop_string_ends_an_answer(server: str) -> None:
 
 
 def test_openai_client_receives_prompt_top_logprobs(server: str) -> None:
-    asked = {"model": "tiny", "prompt": "linear time", "max_tokens": 0, "echo": True}
+    requested = {"model": "tiny", "prompt": "linear time", "max_tokens": 0, "echo": True}
     with client(server) as api:
-        told = api.completions.create(**asked, logprobs=3).choices[0].logprobs
-        assert told is not None
-        assert told.tokens == list("linear time")
-        assert told.top_logprobs is not None
-        assert told.top_logprobs[0] is None
-        assert [len(one) for one in told.top_logprobs[1:]] == [3] * 10
-        ids = told.model_dump()["top_token_ids"]
+        reported = api.completions.create(**requested, logprobs=3).choices[0].logprobs
+        assert reported is not None
+        assert reported.tokens == list("linear time")
+        assert reported.top_logprobs is not None
+        assert reported.top_logprobs[0] is None
+        assert [len(one) for one in reported.top_logprobs[1:]] == [3] * 10
+        ids = reported.model_dump()["top_token_ids"]
         assert [len(one) for one in ids[1:]] == [3] * 10
-        bare = api.completions.create(**asked, logprobs=0).choices[0].logprobs
+        bare = api.completions.create(**requested, logprobs=0).choices[0].logprobs
         assert bare is not None
-        assert bare.token_logprobs == told.token_logprobs
+        assert bare.token_logprobs == reported.token_logprobs
         chat = api.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": "x"}],
@@ -120,11 +120,11 @@ def test_session_continues_in_another_process_with_keys_and_drain(server: str, t
             stream = api.completions.create(
                 model="tiny", prompt="x", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
             )
-            begun = next(iter(stream))
+            started = next(iter(stream))
             process.send_signal(signal.SIGTERM)
             rest = list(stream)
         assert rest[-1].choices[0].finish_reason == "length", "what runs may finish"
-        assert begun.choices
+        assert started.choices
         assert process.wait(timeout=30) == 0
 
 
@@ -150,7 +150,7 @@ def test_invalid_flags_are_rejected(tiny_run: Path, tmp_path: Path, capsys: pyte
 
 
 def test_batch_mode_resumes(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requested, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [
         {
             "custom_id": f"line {i}",
@@ -163,9 +163,9 @@ def test_batch_mode_resumes(tiny_run: Path, tmp_path: Path, capsys: pytest.Captu
     lines.append({"custom_id": "wrong", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "x", "no": 1}})
     chat = {"messages": [{"role": "user", "content": "x"}], "logit_bias": {str(ord("~") + 3): 100}}
     lines.append({"custom_id": "chat", "url": "/v1/chat/completions", "body": chat})
-    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    requested.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(SystemExit) as exit:
-        main(["serve", str(tiny_run), "--slots", "2", "--batch", str(asked), str(answered)])
+        main(["serve", str(tiny_run), "--slots", "2", "--batch", str(requested), str(answered)])
     assert not exit.value.code
     assert "8 responses written" in capsys.readouterr().out
 
@@ -179,17 +179,17 @@ def test_batch_mode_resumes(tiny_run: Path, tmp_path: Path, capsys: pytest.Captu
             for one in found
         }
 
-    whole = answers()
-    assert {name for name, (status, _) in whole.items() if status != 200} == {"wrong"}
-    assert '"finish_reason": "stop"' in whole["chat"][1]  # by the run's template
+    full = answers()
+    assert {name for name, (status, _) in full.items() if status != 200} == {"wrong"}
+    assert '"finish_reason": "stop"' in full["chat"][1]  # by the run's template
     # Killed after two answers, in the middle of the third.
     content = answered.read_bytes().splitlines(keepends=True)
     answered.write_bytes(b"".join(content[:2]) + content[2][:20])
     with pytest.raises(SystemExit):
-        main(["serve", str(tiny_run), "--slots", "2", "--batch", str(asked), str(answered)])
+        main(["serve", str(tiny_run), "--slots", "2", "--batch", str(requested), str(answered)])
     assert "6 responses written" in capsys.readouterr().out
-    assert answers() == whole
-    asked.write_text('{"custom_id": "a", "body": {}}\n')
+    assert answers() == full
+    requested.write_text('{"custom_id": "a", "body": {}}\n')
     with pytest.raises(SystemExit) as exit:
-        main(["serve", str(tiny_run), "--batch", str(asked), str(tmp_path / "new.jsonl")])
+        main(["serve", str(tiny_run), "--batch", str(requested), str(tmp_path / "new.jsonl")])
     assert exit.value.code == 2

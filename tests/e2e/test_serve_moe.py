@@ -37,7 +37,7 @@ def complete(address: str, **fields: Any) -> httpx.Response:
     return httpx.post(f"{address}/v1/completions", json=body, timeout=60)
 
 
-def said(response: httpx.Response) -> str:
+def output(response: httpx.Response) -> str:
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["text"]
 
@@ -46,43 +46,43 @@ def said(response: httpx.Response) -> str:
 def test_openai_client_output_equals_linnet_sample(
     moe_server: str, moe_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = {"model": "tiny", "prompt": "codes ", "max_tokens": 20, "seed": 8, "top_p": 0.9}
+    requested = {"model": "tiny", "prompt": "codes ", "max_tokens": 20, "seed": 8, "top_p": 0.9}
     with openai.OpenAI(base_url=f"{moe_server}/v1", api_key="none", max_retries=0) as api:
         card = api.models.retrieve("tiny").model_dump()
         assert (card["family"], card["context"]) == ("moe", CONTEXT)
-        whole = api.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0]
-        parts = list(api.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}))
-        assert "".join(part.choices[0].text for part in parts) == whole.text
-        assert whole.finish_reason == "length"
-        told = api.completions.create(model="tiny", prompt="linear", max_tokens=0, echo=True, logprobs=2).choices[0]
-        assert told.logprobs is not None
-        assert told.logprobs.tokens == list("linear")
+        entire = api.completions.create(**requested, extra_body={"ignore_eos": True}).choices[0]
+        parts = list(api.completions.create(**requested, stream=True, extra_body={"ignore_eos": True}))
+        assert "".join(part.choices[0].text for part in parts) == entire.text
+        assert entire.finish_reason == "length"
+        reported = api.completions.create(model="tiny", prompt="linear", max_tokens=0, echo=True, logprobs=2).choices[0]
+        assert reported.logprobs is not None
+        assert reported.logprobs.tokens == list("linear")
         cut = api.completions.create(
             model="tiny", prompt="x" * 99, max_tokens=3, extra_body={"truncate_prompt": True, "ignore_eos": True}
         )
         assert cut.usage is not None
         assert cut.usage.model_dump()["prompt_tokens_cut"] == 99 - (CONTEXT - 3)
         assert cut.usage.prompt_tokens == CONTEXT - 3
-        with pytest.raises(openai.BadRequestError, match="prompt and answer") as refusal:
+        with pytest.raises(openai.BadRequestError, match="prompt and answer") as rejection:
             api.completions.create(model="tiny", prompt="x" * 99)
-        assert refusal.value.code == "context_length_exceeded"
+        assert rejection.value.code == "context_length_exceeded"
     with pytest.raises(SystemExit):
         main(["sample", str(moe_run), "--prompt", "codes ", "--max-tokens", "20", "--seed", "8", "--ignore-end"])
-    assert capsys.readouterr().out == "codes " + whole.text + "\n"
+    assert capsys.readouterr().out == "codes " + entire.text + "\n"
 
 
 @pytest.mark.slow
 def test_restored_session_continues_until_its_context_is_full(moe_server: str) -> None:
     session = httpx.post(f"{moe_server}/v1/sessions", json={}).json()["id"]
-    first = said(complete(moe_server, session=session))
+    first = output(complete(moe_server, session=session))
     saved = httpx.get(f"{moe_server}/v1/sessions/{session}/state").content
     headers = {"content-type": "application/octet-stream"}
     restored = httpx.post(f"{moe_server}/v1/sessions/restore", content=saved, headers=headers).json()
     assert restored["n_tokens"] == len("linear ") + 6
     for prompt in ("", " on"):
-        texts = [said(complete(moe_server, session=id, prompt=prompt)) for id in (session, restored["id"])]
+        texts = [output(complete(moe_server, session=id, prompt=prompt)) for id in (session, restored["id"])]
         assert texts[0] == texts[1]
-    assert said(complete(moe_server, max_tokens=12)).startswith(first)
+    assert output(complete(moe_server, max_tokens=12)).startswith(first)
     last = complete(moe_server, session=session, prompt="", max_tokens=1000).json()["choices"][0]
     assert last["finish_reason"] == "length"
     full = complete(moe_server, session=session, prompt="x", truncate_prompt=True)
@@ -94,4 +94,4 @@ def test_restored_session_continues_until_its_context_is_full(moe_server: str) -
 def test_grammar_without_a_valid_token_is_a_client_error(moe_server: str) -> None:
     stuck = complete(moe_server, regex="a+b", banned_token_ids=[ord("a") + 3])
     assert (stuck.status_code, stuck.json()["error"]["code"]) == (422, "no_token_left")
-    assert said(complete(moe_server, regex="a+b")).startswith("a")
+    assert output(complete(moe_server, regex="a+b")).startswith("a")

@@ -24,11 +24,11 @@ MODEL = PriorConfig(dim=256, depth=1, n_head=2, d_head=16, ff_mult=1, timesteps=
 
 def served(folder: Path, runs: list[str], bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the responses of `linnet serve --batch`, which uses the same server without a port."""
-    asks, answers = folder / "asks.jsonl", folder / "answers.jsonl"
+    requests, answers = folder / "asks.jsonl", folder / "answers.jsonl"
     lines = [{"custom_id": str(i), "url": "/v1/priors/sample", "body": body} for i, body in enumerate(bodies)]
-    asks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(SystemExit) as exit:
-        main(["serve", *runs, "--slots", "2", "--batch", str(asks), str(answers)])
+        main(["serve", *runs, "--slots", "2", "--batch", str(requests), str(answers)])
     assert not exit.value.code
     found = [json.loads(line) for line in answers.read_text().splitlines()]
     return [one["response"] for one in sorted(found, key=lambda one: int(one["custom_id"]))]
@@ -55,10 +55,10 @@ def test_prior_is_served_with_and_without_its_data(tmp_path: Path, capsys: pytes
         ],
     )
     assert [one["status_code"] for one in (words, same, plain, no_words, no_gallery)] == [200, 200, 200, 400, 400]
-    said = capsys.readouterr().err
-    assert "data-gone: no gallery" in said
-    assert "data-gone: the encoder of its data is unknown" in said
-    assert "whole: 2 slots, embeddings of width 256." in said
+    output = capsys.readouterr().err
+    assert "data-gone: no gallery" in output
+    assert "data-gone: the encoder of its data is unknown" in output
+    assert "whole: 2 slots, embeddings of width 256." in output
     (result,) = words["body"]["data"]
     assert [one["seed"] for one in result["candidates"]] == [5, 6]
     # The same weights, text and seeds: the same bits, by words or by vector, whatever ran beside them.
@@ -68,5 +68,5 @@ def test_prior_is_served_with_and_without_its_data(tmp_path: Path, capsys: pytes
     assert result["cosine"] == pytest.approx(float(embedding @ vector / np.linalg.norm(embedding)), abs=1e-5)
     assert [len(one["caption"]) > 3 for one in result["nearest"]] == [True] * 3
     assert result["nearest"][0]["cosine"] >= result["nearest"][2]["cosine"]
-    picture = Image.open(io.BytesIO(base64.b64decode(result["nearest"][0]["b64_json"])))
-    assert picture.size == (32, 32)
+    image = Image.open(io.BytesIO(base64.b64decode(result["nearest"][0]["b64_json"])))
+    assert image.size == (32, 32)

@@ -89,13 +89,13 @@ def saved(address: str, session: str) -> bytes:
 @pytest.mark.slow
 def test_answers_equal_a_single_servers(server: str, fleet: Fleet) -> None:
     def told(address: str, seed: int) -> tuple[Any, str]:
-        asked = {"prompt": "linear time ", "max_tokens": 30, "seed": seed}
-        whole = ask(address, **asked, logprobs=3).json()["choices"]
-        events = ask(address, **asked, stream=True).text.split("\n\n")
+        requested = {"prompt": "linear time ", "max_tokens": 30, "seed": seed}
+        full = ask(address, **requested, logprobs=3).json()["choices"]
+        events = ask(address, **requested, stream=True).text.split("\n\n")
         assert events[-2:] == ["data: [DONE]", ""]
         text = "".join(json.loads(one[6:])["choices"][0]["text"] for one in events[:-2])
-        assert text == whole[0]["text"]
-        return whole, text
+        assert text == full[0]["text"]
+        return full, text
 
     assert [told(fleet.address, seed) for seed in SEEDS] == [told(server, seed) for seed in SEEDS]
     assert min(fleet.counts("linnet_completion_tokens_total").values()) > 0, "both have answered"
@@ -175,15 +175,15 @@ def test_killed_replica_loses_no_completed_answer(server: str, fleet: Fleet) -> 
                 doomed = fleet.pids()[int(number)]
                 os.kill(doomed, signal.SIGSTOP)  # nothing that it has can end before it is killed
                 # Three more make two on each; were the other so quick that it took them one by one, there are more.
-                whole = [asyncio.create_task(client.post(url, json=long)) for _ in range(3)]
+                full = [asyncio.create_task(client.post(url, json=long)) for _ in range(3)]
                 await asyncio.sleep(0.2)
                 while (await asyncio.to_thread(fleet.counts, "linnet_replica_calls"))[number] < 2:
-                    whole.append(asyncio.create_task(client.post(url, json=long)))
+                    full.append(asyncio.create_task(client.post(url, json=long)))
                 os.kill(doomed, signal.SIGKILL)
                 told += [line async for line in lines if line]
-            answers = [await one for one in whole]
+            answers = [await one for one in full]
         assert {answer.status_code for answer in answers} == {200}
-        assert [answer.json()["choices"] for answer in answers] == [want] * len(whole)
+        assert [answer.json()["choices"] for answer in answers] == [want] * len(full)
         return told
 
     told = asyncio.run(kill_in_mid_answer())

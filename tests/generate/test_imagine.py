@@ -60,15 +60,15 @@ def test_text_becomes_image_files(
     code, words, _ = imagined(capsys, "red heart", *where, "--n", "2", "--seed", "5", "--steps", "4", "--json")
     assert code == 0
     record = json.loads(words)
-    assert [picture["seed"] for picture in record["pictures"]] == [5, 6]
+    assert [image["seed"] for image in record["pictures"]] == [5, 6]
     captions = open_emoji(32)[1]
-    for picture in record["pictures"]:
-        assert len(picture["nearest"]) == 3
-        assert all(near["caption"] in captions and -1 <= near["cosine"] <= 1 for near in picture["nearest"])
-    files = [Path(picture["file"]) for picture in record["pictures"]]
+    for image in record["pictures"]:
+        assert len(image["nearest"]) == 3
+        assert all(near["caption"] in captions and -1 <= near["cosine"] <= 1 for near in image["nearest"])
+    files = [Path(image["file"]) for image in record["pictures"]]
     assert sorted(path.name for path in out.parent.iterdir()) == ["heart.png", "heart_0000.png", "heart_0001.png"]
     painted = [np.asarray(Image.open(file)) for file in files]
-    assert [picture.shape for picture in painted] == [SHAPE, SHAPE]
+    assert [image.shape for image in painted] == [SHAPE, SHAPE]
     # The second alone, by its own seed: what stands beside it makes no difference.
     embeds = both.embeds("red heart", [6], steps=4)
     np.testing.assert_allclose(np.linalg.norm(embeds, axis=1), 1, atol=1e-5)
@@ -89,8 +89,8 @@ def test_api_imagines_what_the_command_does(
         images = linnet.imagine("red heart", **given, n=2, seed=5, steps=4)
         assert images.seeds == (5, 6)
         assert images.sheet() == Path(record["sheet"]).read_bytes()
-        for found, picture in zip(images.nearest, record["pictures"], strict=True):
-            assert [near.caption for near in found] == [near["caption"] for near in picture["nearest"]]
+        for found, image in zip(images.nearest, record["pictures"], strict=True):
+            assert [near.caption for near in found] == [near["caption"] for near in image["nearest"]]
     with pytest.raises(linnet.UserError, match="prior is .*family vq"):
         linnet.imagine("red heart", prior=painter, painter=painter)
     with pytest.raises(linnet.UserError, match="painter is .*nothing conditions"):

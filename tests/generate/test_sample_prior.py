@@ -66,16 +66,16 @@ def linnet(*arguments: str | Path) -> Any:
 @pytest.mark.slow
 def test_prompt_retrieves_images_and_saves_the_embedding(emoji: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not linnet(emoji, "--prompt", PROMPT, "--n", "2", "--nearest", "3", "--seed", "5", "--json")
-    said = json.loads(capsys.readouterr().out)
-    (text,) = said["texts"]
-    place, sheet = map(Path, said["files"])
-    assert (place.parent, sheet.suffix, said["solver"]) == (emoji / "samples", ".png", "dpm")
+    output = json.loads(capsys.readouterr().out)
+    (text,) = output["texts"]
+    place, sheet = map(Path, output["files"])
+    assert (place.parent, sheet.suffix, output["solver"]) == (emoji / "samples", ".png", "dpm")
     # What the model itself makes of it, drawn as a server would.
-    told = open_encoder("builtin").embed_texts([PROMPT])
+    reported = open_encoder("builtin").embed_texts([PROMPT])
     keys = jnp.stack([rng.fold_in_name(rng.root(seed), "sample") for seed in (5, 6)])
     prepared = jax.jit(prepare, static_argnums=1)(model(EMOJI), EMOJI)
-    drawn = sample(prepared, jnp.repeat(told, 2, axis=0), None, make_solver(EMOJI, 16, "dpm"), keys, EMOJI)
-    cosines = l2_normalize(np.asarray(drawn)) @ l2_normalize(told)[0]
+    drawn = sample(prepared, jnp.repeat(reported, 2, axis=0), None, make_solver(EMOJI, 16, "dpm"), keys, EMOJI)
+    cosines = l2_normalize(np.asarray(drawn)) @ l2_normalize(reported)[0]
     best = int(np.argmax(cosines))
     np.testing.assert_allclose(text["cosines_with_text"], cosines, rtol=1e-5)
     assert text["seed"] == 5 + best
@@ -103,12 +103,16 @@ def test_embeddings_are_accepted_without_a_known_encoder(
     np.save(tmp_path / "texts.npy", embedding_files.vectors(2, 16))
     flags = ("--embedding", tmp_path / "texts.npy", "--nearest", "40", "--steps", "4", "--solver", "ddim")
     assert not linnet(small, *flags, "--guidance", "2", "--out", tmp_path / "out", "--json")
-    said = json.loads(capsys.readouterr().out)
-    assert [text["text"] for text in said["texts"]] == ["texts[0]", "texts[1]"]
+    output = json.loads(capsys.readouterr().out)
+    assert [text["text"] for text in output["texts"]] == ["texts[0]", "texts[1]"]
     # The reference's DDIM takes one step fewer than it is asked for.
-    assert (said["steps"], said["guidance"], said["files"]) == (3, 2.0, [str(tmp_path / "out" / "texts-seed0.npy")])
-    assert all(len(text["nearest"]) == 23 for text in said["texts"])
-    assert np.load(said["files"][0]).shape == (2, 16)
+    assert (output["steps"], output["guidance"], output["files"]) == (
+        3,
+        2.0,
+        [str(tmp_path / "out" / "texts-seed0.npy")],
+    )
+    assert all(len(text["nearest"]) == 23 for text in output["texts"])
+    assert np.load(output["files"][0]).shape == (2, 16)
 
 
 def test_guidance_that_has_no_effect_is_reported_as_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,9 +120,9 @@ def test_guidance_that_has_no_effect_is_reported_as_none(tmp_path: Path, capsys:
     cfg = dataclasses.replace(SMALL, text_conditioning="learned_padding")
     run = written(tmp_path / "run", cfg, PairsConfig(source="gone"))
     assert not linnet(run, "--embedding", tmp_path / "one.npy", "--steps", "2", "--guidance", "2", "--json")
-    said = capsys.readouterr()
-    assert json.loads(said.out)["guidance"] == 1.0
-    assert "Guidance 2 has no effect" in said.err
+    output = capsys.readouterr()
+    assert json.loads(output.out)["guidance"] == 1.0
+    assert "Guidance 2 has no effect" in output.err
 
 
 def test_run_without_its_data_still_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,9 +133,9 @@ def test_run_without_its_data_still_predicts(tmp_path: Path, capsys: pytest.Capt
     ):
         run = written(tmp_path / source.source, SMALL, source)
         assert not linnet(run, "--embedding", tmp_path / "one.npy", "--steps", "4")
-        said = capsys.readouterr().out
-        assert "No nearest images: data.source " in said
-        assert why in said
+        output = capsys.readouterr().out
+        assert "No nearest images: data.source " in output
+        assert why in output
         assert (run / "samples" / "one-seed0.npy").is_file()
 
 
@@ -182,8 +186,8 @@ def test_token_run_rejects_prior_flags(tmp_path: Path, capsys: pytest.CaptureFix
         ("--embedding", "a"),
     ):
         assert linnet(tmp_path, name, value) == 2
-        assert f"{name} is" in (said := capsys.readouterr().err)
-        assert "left out" in said
+        assert f"{name} is" in (output := capsys.readouterr().err)
+        assert "left out" in output
 
 
 def test_encoder_is_known_from_provenance(tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ ALL = [
 
 def ask(cases: list[Any], timeout: float) -> list[dict[str, Any]]:
     script = "import sys, decode_mesh; decode_mesh.main(sys.argv[1])"
-    told = cm.alone(8, script, json.dumps(cases), timeout=timeout)
-    assert len(told) == sum(len(texts) for _, texts, _ in cases)
-    return told
+    reported = cm.alone(8, script, json.dumps(cases), timeout=timeout)
+    assert len(reported) == sum(len(texts) for _, texts, _ in cases)
+    return reported
 
 
 def n_sums(name: str) -> int:
@@ -43,38 +43,38 @@ def n_sums(name: str) -> int:
     return {"one head": 3, "heads": 3, "experts": 5, "moe": 3}[name]
 
 
-def check(told: dict[str, Any]) -> None:
-    where = f"{told['name']} on {told['mesh']}"
-    sizes = meshes.parse_mesh(told["mesh"])
-    assert told["tokens"], f"{where}: other tokens than one device"
-    assert told["difference"] < TOLERANCE, where
-    assert told["alone"], f"{where}: a slot's bits depend on its neighbours"
-    assert told["parked"], f"{where}: a slot that was stopped went on with other bits"
-    assert told["journey"], f"{where}: a state that left the mesh and came back went on otherwise"
+def check(reported: dict[str, Any]) -> None:
+    where = f"{reported['name']} on {reported['mesh']}"
+    sizes = meshes.parse_mesh(reported["mesh"])
+    assert reported["tokens"], f"{where}: other tokens than one device"
+    assert reported["difference"] < TOLERANCE, where
+    assert reported["alone"], f"{where}: a slot's bits depend on its neighbours"
+    assert reported["parked"], f"{where}: a slot that was stopped went on with other bits"
+    assert reported["journey"], f"{where}: a state that left the mesh and came back went on otherwise"
     # Nothing moves between devices but hidden vectors and logits: of three slots, 32 wide.
-    made = told["collectives"]
+    made = reported["collectives"]
     by_model = sizes["model"] > 1
     assert made.keys() <= {"all-reduce", "all-gather"}, f"{where}: {made}"
     assert len(made.get("all-gather", [])) == by_model
     assert all(size <= 3 * 32 * 4 for kind in made.values() for size in kind), f"{where}: {made}"
     if by_model:
-        assert len(made["all-reduce"]) == n_sums(told["name"]), f"{where}: {made}"
-        assert told["slot_bytes"] < 0.55 * told["whole_slot_bytes"]
-    assert told["weight_bytes"] < 0.9 * told["whole_weight_bytes"]
+        assert len(made["all-reduce"]) == n_sums(reported["name"]), f"{where}: {made}"
+        assert reported["slot_bytes"] < 0.55 * reported["whole_slot_bytes"]
+    assert reported["weight_bytes"] < 0.9 * reported["whole_weight_bytes"]
 
 
 @pytest.mark.parametrize("name", [pytest.param("experts", marks=[pytest.mark.optimized, pytest.mark.slow]), "moe"])
 def test_decoding_on_a_mesh_equals_one_device(name: str) -> None:
     """Several heads: see the two processes below."""
-    (told,) = ask([(name, ["model=2,expert=2"], "float32")], timeout=400)
-    check(told)
+    (reported,) = ask([(name, ["model=2,expert=2"], "float32")], timeout=400)
+    check(reported)
 
 
 @pytest.mark.trial
 @pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case[0]} {case[2]}")
 def test_decoding_on_every_mesh_equals_one_device(case: Any) -> None:
-    for told in ask([case], timeout=1800):
-        check(told)
+    for reported in ask([case], timeout=1800):
+        check(reported)
 
 
 SAMPLE = """
@@ -92,9 +92,9 @@ cm.say(words=words, process=jax.process_index())
 def in_run_samples(folder: Path, name: str, texts: list[str]) -> None:
     (alone,) = cm.alone(1, SAMPLE, str(folder / "alone"), name, "", timeout=600)
     ends = cm.cluster(2, SAMPLE, str(folder / "both"), name, *texts, timeout=600)
-    for code, told, complaint in ends:
+    for code, reported, complaint in ends:
         assert code == 0, complaint
-        assert told[0]["words"] == alone["words"] * len(texts), "processes together wrote something else"
+        assert reported[0]["words"] == alone["words"] * len(texts), "processes together wrote something else"
     written = sorted((folder / "both").iterdir())
     assert len(written) == len(texts), "the first process writes, and no other"
     assert all(file.read_text() == alone["words"][0] for file in written)
@@ -119,15 +119,15 @@ from pathlib import Path
 import checkpoint_mesh as cm
 import decode_mesh
 
-cm.say(**decode_mesh.by_commands(Path(sys.argv[1]), *sys.argv[2:]))
+cm.say(**decode_mesh.outputs_of_commands(Path(sys.argv[1]), *sys.argv[2:]))
 """
 
 
 @pytest.mark.trial
 @pytest.mark.parametrize(("name", "text"), [("one head", "model=2"), ("moe", "model=2,expert=2")])
 def test_commands_print_the_same_on_a_mesh(tmp_path: Path, name: str, text: str) -> None:
-    (said,) = cm.alone(4, COMMANDS, str(tmp_path), name, text, timeout=1200)
-    for alone, on_mesh in (said["sample"], said["serve"]):
+    (output,) = cm.alone(4, COMMANDS, str(tmp_path), name, text, timeout=1200)
+    for alone, on_mesh in (output["sample"], output["serve"]):
         assert alone == on_mesh
         assert all(len(words) > 20 for words in alone)
 

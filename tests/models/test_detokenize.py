@@ -70,8 +70,8 @@ def test_text_is_the_full_decode_up_to_the_first_stop(tokens: list[bytes], stop:
 @given(pieces, stops, st.randoms(use_true_random=False))
 def test_splits_do_not_matter(tokens: list[bytes], stop: list[str], draw: random.Random) -> None:
     data = b"".join(tokens)
-    cuts = sorted(draw.choices(range(len(data) + 1), k=4))
-    again = [data[a:b] for a, b in itertools.pairwise([0, *cuts, len(data)])]
+    splits = sorted(draw.choices(range(len(data) + 1), k=4))
+    again = [data[a:b] for a, b in itertools.pairwise([0, *splits, len(data)])]
     one, two = run(tokens, stop), run(again, stop)
     assert ("".join(one[0]), one[2]) == ("".join(two[0]), two[2])
 
@@ -82,10 +82,10 @@ def test_certain_text_is_not_delayed(tokens: list[bytes], stop: list[str]) -> No
     parts, offsets, stopped = run(tokens, stop)
     for n in range(1, len(offsets) + (stopped is None)):
         data = b"".join(tokens[:n])
-        begun = [
+        started = [
             data[len(data) - k :] for s in stop for k in range(1, len(s.encode())) if data.endswith(s.encode()[:k])
         ]
-        certain = data.removesuffix(max(begun, key=len, default=b""))
+        certain = data.removesuffix(max(started, key=len, default=b""))
         assert "".join(parts[:n]) == codecs.getincrementaldecoder("utf-8")("replace").decode(certain)
 
 
@@ -96,12 +96,12 @@ def test_offsets_point_at_the_character_of_the_first_byte(tokens: list[bytes]) -
     parts, offsets, _ = run(tokens)
     text, before = "".join(parts), b""
     for token, offset in zip(tokens, offsets, strict=True):
-        whole = (before + token[:1]).decode(errors="replace")
+        full = (before + token[:1]).decode(errors="replace")
         if token:  # the character of a byte is the last one, of all bytes up to it
-            assert offset == len(whole) - 1
-            assert text[:offset] == whole[:-1]
+            assert offset == len(full) - 1
+            assert text[:offset] == full[:-1]
         else:
-            assert offset in (len(whole), len(whole) - 1)
+            assert offset in (len(full), len(full) - 1)
         before += token
     assert offsets == sorted(offsets)
 

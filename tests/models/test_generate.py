@@ -182,7 +182,7 @@ def test_special_ids_print_nothing_and_broken_characters_are_marked() -> None:
     assert scripted("né".encode()[:2], max_tokens=2) == [("n\ufffd", "length", 2)]
 
 
-def told(drawn: Sequence[int], id_bytes: Callable[[int], bytes], sampling: Sampling) -> tuple[str, Any, int]:
+def reported(drawn: Sequence[int], id_bytes: Callable[[int], bytes], sampling: Sampling) -> tuple[str, Any, int]:
     """What the server tells of the same tokens."""
     events: list[Event] = []
     request = Request(id="r", prompt=(), sampling=sampling)
@@ -205,11 +205,11 @@ def told(drawn: Sequence[int], id_bytes: Callable[[int], bytes], sampling: Sampl
 @example("aac", ["c", "ac"], [1, 2])  # complete together: the longest
 @example("aбc", ["б"], [1, 1, 1, 1])
 def test_text_is_complete_and_stops_as_on_the_server_for_any_split(
-    text: str, stops: list[str], cuts: list[int]
+    text: str, stops: list[str], splits: list[int]
 ) -> None:
     data, pieces = text.encode(), [b""]
     while data:
-        n = cuts.pop() if cuts else 2
+        n = splits.pop() if splits else 2
         pieces.append(data[:n])
         data = data[n:]
     drawn = [FIRST_BYTE + i for i in range(len(pieces))]
@@ -219,11 +219,11 @@ def test_text_is_complete_and_stops_as_on_the_server_for_any_split(
         return pieces[token - FIRST_BYTE]
 
     (row,) = scripted(drawn, text_rules=TextRules(id_bytes=id_bytes), **options)
-    said, finish, n = row
+    output, finish, n = row
     cut = min(((text.find(s) + len(s), -len(s)) for s in stops if s in text), default=(len(text), 0))
-    assert said == text[: sum(cut)]
+    assert output == text[: sum(cut)]
     assert finish == ("stop" if any(s in text for s in stops) else "length")
-    assert (said, finish, n) == told(drawn, id_bytes, Sampling(**options))
+    assert (output, finish, n) == reported(drawn, id_bytes, Sampling(**options))
 
 
 def test_bytes_and_ids() -> None:
@@ -262,9 +262,9 @@ def test_only_allowed_ids_are_drawn_and_a_pixel_run_paints_no_special_ids() -> N
     rows = run([[]] * 3, [1, 2, 3], settings=wide, max_tokens=64, ignore_end=True, allowed=allowed)
     assert {token for row in rows for token in tokens(row)} == set(allowed)
     cfg, shape = RunConfig(model=CFG), (8, 16, 3)
-    pictures = sample_images(tokens_family("vq"), cfg, PARAMS, BUFFERS, shape, [b"\x07" * 48] * 3, wide, [1, 2, 3])
-    assert pictures.shape == (3, *shape)
-    assert (pictures[:, 0] == 7).all()  # what was given stays
+    images = sample_images(tokens_family("vq"), cfg, PARAMS, BUFFERS, shape, [b"\x07" * 48] * 3, wide, [1, 2, 3])
+    assert images.shape == (3, *shape)
+    assert (images[:, 0] == 7).all()  # what was given stays
     bytes_only = run(
         [byte_ids(b"\x07" * 48)] * 3,
         [1, 2, 3],
@@ -273,14 +273,14 @@ def test_only_allowed_ids_are_drawn_and_a_pixel_run_paints_no_special_ids() -> N
         ignore_end=True,
         allowed=range(FIRST_BYTE, N_BYTE_IDS),
     )
-    assert pictures[:, 1:].reshape(3, -1).tolist() == [
+    assert images[:, 1:].reshape(3, -1).tolist() == [
         [token - FIRST_BYTE for token in tokens(row)] for row in bytes_only
     ]
     assert min(min(tokens(row)) for row in bytes_only) >= FIRST_BYTE
 
 
 def test_unrestricted_mask_changes_nothing() -> None:
-    asked = {"max_tokens": 60, "settings": sampling_settings(2, repetition_penalty=1.3), "ignore_end": True}
+    requested = {"max_tokens": 60, "settings": sampling_settings(2, repetition_penalty=1.3), "ignore_end": True}
     prompts = [byte_ids("abcabc"), byte_ids("x")]
-    plain, same = run(prompts, [4, 5], **asked), run(prompts, [4, 5], **asked, allowed=range(CFG.n_vocab))
+    plain, same = run(prompts, [4, 5], **requested), run(prompts, [4, 5], **requested, allowed=range(CFG.n_vocab))
     assert [tokens(row) for row in plain] == [tokens(row) for row in same]

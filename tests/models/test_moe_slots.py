@@ -81,16 +81,16 @@ def test_reading_in_chunks_equals_reading_at_once(weights: WeightDtype) -> None:
     tokens = tokens_of(1, 200)
     whole = slots.DECODER.prefill(params, None, tokens[0].tolist(), cfg)
     want = np.asarray(jax.nn.log_softmax(forward_logits(params, tokens, cfg)))[0]
-    for cuts in ([1, 128, 199], [64, 127, 129]):
-        memory, parts = slots.empty_state(cfg), np.split(tokens[0], cuts)
+    for splits in ([1, 128, 199], [64, 127, 129]):
+        memory, parts = slots.empty_state(cfg), np.split(tokens[0], splits)
         for part in parts:
             memory = slots.prefill_chunk(params, None, memory, part.tolist(), cfg)
         assert memory.n_read == whole.n_read
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), memory, whole)
     start, end = slots.DECODER.prefill(params, None, tokens[0, :70].tolist(), cfg), 70 + slots.chunk_len(cfg)
     chunk, targets = jnp.asarray(tokens[:, 70:end]), tokens[:, 71 : end + 1]
-    said, top = slots.chunk_logprobs(params, None, start, chunk, jnp.asarray(targets), cfg=cfg, n_top=3)
-    np.testing.assert_allclose(said, np.take_along_axis(want[70:end], targets[0][:, None], -1)[:, 0], atol=5e-5)
+    output, top = slots.chunk_logprobs(params, None, start, chunk, jnp.asarray(targets), cfg=cfg, n_top=3)
+    np.testing.assert_allclose(output, np.take_along_axis(want[70:end], targets[0][:, None], -1)[:, 0], atol=5e-5)
     assert top is not None
     np.testing.assert_allclose(top[1][:, 0], want[70:end].max(axis=-1), atol=5e-5)
 
@@ -185,7 +185,7 @@ def test_extracted_state_contains_nothing_of_an_earlier_request() -> None:
 def test_decode_samples_the_same_tokens_for_any_dispatch_and_any_neighbours() -> None:
     cfg, params = make("int8")
 
-    def drawn(n_slot: int, place: int, cuts: list[int], idle: bool = False) -> list[np.ndarray]:
+    def drawn(n_slot: int, place: int, splits: list[int], idle: bool = False) -> list[np.ndarray]:
         settings = sampling_settings(n_slot, temperature=1.2, top_p=0.95, repetition_penalty=1.1)
         keys = jnp.stack([rng.root(3 if i == place else 100 + i) for i in range(n_slot)])
         state, seen = slots.init_slots(cfg, n_slot), jnp.zeros((n_slot, cfg.n_vocab), jnp.int32)
@@ -193,14 +193,14 @@ def test_decode_samples_the_same_tokens_for_any_dispatch_and_any_neighbours() ->
         state = slots.insert(state, memory, place)
         token, out, logprobs = jnp.full((n_slot,), 5, jnp.int32), [], []
         active = jnp.arange(n_slot) == place if idle else None
-        for n in cuts:
+        for n in splits:
             state, seen, tokens, probs, _ = slots.decode(
                 params, state, token, settings, keys, seen, active=active, cfg=cfg, n_ticks=n
             )
             token = tokens[-1]
             out.append(np.asarray(tokens)[:, place])
             logprobs.append(np.asarray(probs)[:, place])
-        taken = slots.extract(params, state, place, cfg, 20 + sum(cuts))
+        taken = slots.extract(params, state, place, cfg, 20 + sum(splits))
         return [np.concatenate(out), np.concatenate(logprobs), *jax.tree.leaves(taken)]
 
     want = drawn(1, 0, [8])

@@ -44,24 +44,24 @@ def batch(masked: int = 0, rows: int = 4) -> Batch:
     return Batch(inputs=tokens[:, :-1], targets=tokens[:, 1:], doc_ids=np.zeros((rows, 16), np.int32), loss_mask=mask)
 
 
-def whole_loss(params: MoEParams, data: Batch, cfg: MoEConfig) -> tuple[jax.Array, dict[str, jax.Array]]:
+def full_loss(params: MoEParams, data: Batch, cfg: MoEConfig) -> tuple[jax.Array, dict[str, jax.Array]]:
     value, aux = family.loss(params, None, None, data, None, 0, cfg)
     return value, aux.metrics
 
 
 # Compiled once for each config and shape: most of the time of these tests is compiling.
-LOSS = jax.jit(whole_loss, static_argnums=2)
-SLOPE = jax.jit(jax.grad(lambda *a: whole_loss(*a)[0]), static_argnums=2)
+LOSS = jax.jit(full_loss, static_argnums=2)
+SLOPE = jax.jit(jax.grad(lambda *a: full_loss(*a)[0]), static_argnums=2)
 
 
-def judged(data: Batch, cfg: MoEConfig = CFG) -> tuple[float, dict[str, np.ndarray]]:
+def evaluated(data: Batch, cfg: MoEConfig = CFG) -> tuple[float, dict[str, np.ndarray]]:
     value, metrics = LOSS(fresh(cfg), data, cfg)
     return float(value), {name: np.asarray(x) for name, x in metrics.items()}
 
 
 def test_loss_is_its_three_parts() -> None:
     cfg = dataclasses.replace(CFG, balance_weight=0.3, z_weight=0.2)
-    total, metrics = judged(batch(), cfg)
+    total, metrics = evaluated(batch(), cfg)
     routers = cfg.n_layer * (0.3 * metrics["loss_balance"] + 0.2 * metrics["loss_router_z"])
     assert total == pytest.approx(float(metrics["loss_lm_per_token_unscaled"] + routers), rel=1e-6)
     assert metrics["loss_router_z"] > 0
@@ -89,9 +89,9 @@ def test_masked_tokens_neither_count_nor_cost() -> None:
     changed.targets[:, -5:] = 7
     changed.inputs[:, -5:] = 9  # the past does not see them
     for name in ("loss_lm_per_token_unscaled", "loss_balance", "loss_router_z", "expert_load"):
-        np.testing.assert_allclose(judged(some)[1][name], judged(changed)[1][name], rtol=1e-5, err_msg=name)
-    assert not np.allclose(judged(some)[1]["expert_load"], judged(batch())[1]["expert_load"])
-    np.testing.assert_allclose(judged(some)[1]["expert_load"].sum(axis=-1), 1.0, rtol=1e-6)
+        np.testing.assert_allclose(evaluated(some)[1][name], evaluated(changed)[1][name], rtol=1e-5, err_msg=name)
+    assert not np.allclose(evaluated(some)[1]["expert_load"], evaluated(batch())[1]["expert_load"])
+    np.testing.assert_allclose(evaluated(some)[1]["expert_load"].sum(axis=-1), 1.0, rtol=1e-6)
 
 
 def test_balance_loss_of_micro_batches_is_their_mean() -> None:
@@ -99,11 +99,11 @@ def test_balance_loss_of_micro_batches_is_their_mean() -> None:
     not the whole's: with accumulation experts are evened out within each micro-batch."""
     data = batch()
     halves = [jax.tree.map(lambda x, a=a: x[a : a + 2], data) for a in (0, 2)]
-    whole, parts = judged(data)[1], [judged(half)[1] for half in halves]
+    full, parts = evaluated(data)[1], [evaluated(half)[1] for half in halves]
     for name in ("loss_lm_per_token_unscaled", "loss_router_z", "expert_load"):
-        np.testing.assert_allclose(whole[name], (parts[0][name] + parts[1][name]) / 2, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(full[name], (parts[0][name] + parts[1][name]) / 2, rtol=1e-5, err_msg=name)
     mean = (parts[0]["loss_balance"] + parts[1]["loss_balance"]) / 2
-    assert abs(float(mean - whole["loss_balance"])) > 1e-4
+    assert abs(float(mean - full["loss_balance"])) > 1e-4
 
 
 def test_figures_of_the_experts() -> None:
@@ -134,7 +134,7 @@ def test_bfloat16_activations_over_float32_parameters() -> None:
     cfg = dataclasses.replace(CFG, dtype="bfloat16")
     slope = SLOPE(fresh(), batch(), cfg)
     assert {leaf.dtype for leaf in jax.tree.leaves(slope)} == {jnp.dtype("float32")}
-    assert judged(batch(), cfg)[0] == pytest.approx(judged(batch())[0], rel=0.02)
+    assert evaluated(batch(), cfg)[0] == pytest.approx(evaluated(batch())[0], rel=0.02)
 
 
 # The dense model of equal active parameters
@@ -171,7 +171,7 @@ def test_one_expert_is_a_plain_gated_layer() -> None:
     assert np.all(np.asarray(ex.route(x, params.layers.router[0], 1).weight) == 1.0)
     slope = SLOPE(params, batch(), cfg)
     assert np.all(np.asarray(slope.layers.router) == 0.0)
-    assert judged(batch(), cfg)[1]["expert_load"].tolist() == [[1.0]] * cfg.n_layer
+    assert evaluated(batch(), cfg)[1]["expert_load"].tolist() == [[1.0]] * cfg.n_layer
 
 
 # A run

@@ -59,15 +59,15 @@ def test_cached_text_equals_the_full_network(options: dict[str, Any]) -> None:
     @jax.jit
     def both(params: Any, image: Any, text: Any, encodings: Any) -> tuple[Any, Any]:
         padding = padding_of(encodings, cfg)
-        whole = network(
+        complete = network(
             params, image, given["times"], text, encodings, keep_text, keep_image, known, cfg, padding=padding
         )
         memory = read_text(params, text, encodings, keep_text, cfg, padding=padding)
-        return whole, denoise(params, memory, image, given["times"], keep_image, known, cfg)
+        return complete, denoise(params, memory, image, given["times"], keep_image, known, cfg)
 
-    whole, split = both(params, given["image"], given["text"], encodings)
-    assert float(jnp.std(whole)) > 0.01
-    np.testing.assert_allclose(split, whole, rtol=2e-5, atol=2e-5 * float(jnp.max(jnp.abs(whole))))
+    complete, split = both(params, given["image"], given["text"], encodings)
+    assert float(jnp.std(complete)) > 0.01
+    np.testing.assert_allclose(split, complete, rtol=2e-5, atol=2e-5 * float(jnp.max(jnp.abs(complete))))
 
 
 @pytest.mark.parametrize("release", ["0.15.4", pytest.param("0.22.3", marks=pytest.mark.trial)])
@@ -80,15 +80,15 @@ def test_room_for_more_encodings_changes_nothing(release: str) -> None:
 
     @jax.jit
     def both(params: Any) -> tuple[Any, Any]:
-        whole = network(params, image, given["times"], text, encodings, None, None, None, cfg)
+        complete = network(params, image, given["times"], text, encodings, None, None, None, cfg)
         memory = read_text(
             params, text, roomy, None, cfg, padding=padding_of(roomy, cfg), n_encodings=jnp.full((2,), 3)
         )
-        return whole, denoise(params, memory, image, given["times"], None, None, cfg)
+        return complete, denoise(params, memory, image, given["times"], None, None, cfg)
 
-    whole, split = both(params)
-    assert float(jnp.std(whole)) > 0.01
-    np.testing.assert_allclose(split, whole, atol=2e-5 * float(jnp.max(jnp.abs(whole))))
+    complete, split = both(params)
+    assert float(jnp.std(complete)) > 0.01
+    np.testing.assert_allclose(split, complete, atol=2e-5 * float(jnp.max(jnp.abs(complete))))
 
 
 def test_dropped_conditions_do_not_reach_the_prediction_and_kept_ones_do() -> None:

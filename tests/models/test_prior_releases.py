@@ -147,12 +147,12 @@ def linnet(*arguments: str | Path) -> Any:
 def test_command_reports_the_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = CHECKPOINTS / "warmup_1.1.0_model.pth"
     assert not linnet("import", "dalle2-prior", file, "--out", tmp_path / "run")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         "Network of DALLE2-pytorch 1.1.0, family C1 (saved in the file): product scores, position bias times 128"
-        in said
+        in output
     )
-    assert "guidance has no effect" in said
+    assert "guidance has no effect" in output
     assert codec.load(tmp_path / "run" / "config.json").prior.bias_scale == 128.0
     assert not linnet("import", "dalle2-prior", file, "--out", tmp_path / "other", "--release", "1.8.0")
     assert "family D (--release): cosine scores" in capsys.readouterr().out

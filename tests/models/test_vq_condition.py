@@ -136,8 +136,8 @@ def test_row_is_bit_identical_beside_rows_with_other_conditions(decoder: Any, pr
 
 @pytest.mark.slow
 def test_guidance_extrapolates_from_unconditional_to_conditional() -> None:
-    told, untold = drawn(EMBEDS, [1, 2, 3]), drawn(None, [1, 2, 3])
-    assert drawn(EMBEDS, [1, 2, 3], guided.CFGDecoder(1.0)) == told
+    reported, untold = drawn(EMBEDS, [1, 2, 3]), drawn(None, [1, 2, 3])
+    assert drawn(EMBEDS, [1, 2, 3], guided.CFGDecoder(1.0)) == reported
     none_at_all = drawn(EMBEDS, [1, 2, 3], guided.CFGDecoder(0.0))
     assert [row[0] for row in none_at_all] == [row[0] for row in untold]
     tokens, logprobs = drawn(EMBEDS[:1], [4], guided.CFGDecoder(3.0))[0]
@@ -160,26 +160,26 @@ def shown(embeds: np.ndarray, keys: Keys, first_row: int = 0, **changes: Any) ->
 def test_row_is_augmented_by_its_own_key_per_sequence_and_keeps_its_norm() -> None:
     how: dict[str, Any] = {"condition_noise": 0.5, "p_drop_condition": 0.3}
     many = np.concatenate([embeds_of(60, seed=5), np.zeros((4, WIDTH), np.float32)])
-    whole = shown(many, keys(0, 0), **how)
-    np.testing.assert_array_equal(whole, shown(many, keys(1, 0), **how))
-    np.testing.assert_array_equal(whole[32:], shown(many[32:], keys(0, 0), 32, **how))
-    assert (whole != shown(many, keys(0, 1), **how)).any()
-    length = np.linalg.norm(whole, axis=1)
+    full = shown(many, keys(0, 0), **how)
+    np.testing.assert_array_equal(full, shown(many, keys(1, 0), **how))
+    np.testing.assert_array_equal(full[32:], shown(many[32:], keys(0, 0), 32, **how))
+    assert (full != shown(many, keys(0, 1), **how)).any()
+    length = np.linalg.norm(full, axis=1)
     kept = length > 0
     assert 8 < 60 - kept.sum() < 32
     assert not kept[60:].any(), "a row without an embedding stays one"
     np.testing.assert_allclose(length[kept], 1, atol=1e-5)
-    assert 0.8 < (whole * many).sum(1)[kept].mean() < 0.97
+    assert 0.8 < (full * many).sum(1)[kept].mean() < 0.97
 
 
 def test_conditions_train_and_dropped_rows_train_as_unconditional() -> None:
     def loss(params: Any, batch: Batch, keys: Keys | None, cfg: VQConfig) -> Any:
         return family.loss(params, BUFFERS, family.FAMILY.empty_carry(cfg, 3), batch, keys, 0, cfg)[0]
 
-    told = jax.jit(jax.value_and_grad(lambda params, batch: loss(params, batch, None, CFG)))
-    value, gradient = told(PARAMS, BATCH)
+    reported = jax.jit(jax.value_and_grad(lambda params, batch: loss(params, batch, None, CFG)))
+    value, gradient = reported(PARAMS, BATCH)
     assert np.abs(np.asarray(gradient.w_condition)).max() > 0
-    untold, _ = told(PARAMS, replace(BATCH, condition=np.zeros_like(EMBEDS)))
+    untold, _ = reported(PARAMS, replace(BATCH, condition=np.zeros_like(EMBEDS)))
     never = dataclasses.replace(CFG, p_drop_condition=1.0)
     dropped = jax.jit(lambda batch: loss(PARAMS, batch, keys(0, 0), never))(BATCH)
     np.testing.assert_allclose(dropped, untold, rtol=1e-6)

@@ -172,16 +172,16 @@ def test_tokens_do_not_depend_on_ticks_per_dispatch() -> None:
     settings = sampling_settings(4, temperature=1.2, top_p=0.95, repetition_penalty=1.1)
     keys = jnp.stack([rng.root(i) for i in range(4)])
 
-    def run(cuts: list[int]) -> np.ndarray:
+    def run(splits: list[int]) -> np.ndarray:
         state, seen = slots.init_slots(cfg, 4), jnp.zeros((4, cfg.n_vocab), jnp.int32)
         token, out = jnp.ones((4,), jnp.int32), []
-        for n in cuts:
+        for n in splits:
             state, seen, drawn, logprobs, _ = slots.decode(
                 prepared, state, token, settings, keys, seen, cfg=cfg, n_ticks=n
             )
             token = drawn[-1]
             out += [np.asarray(drawn), np.asarray(logprobs)]
-        np.testing.assert_array_equal(seen.sum(axis=1), [sum(cuts)] * 4)
+        np.testing.assert_array_equal(seen.sum(axis=1), [sum(splits)] * 4)
         return np.concatenate(out[::2])
 
     np.testing.assert_array_equal(run([8]), run([4, 4]))

@@ -67,19 +67,21 @@ def test_stack_of_layers_is_read_from_where_the_layer_begins() -> None:
 @pytest.mark.parametrize("groups", [1, 4])
 def test_eight_bit_experts_equal_their_dequantized_selves(groups: int) -> None:
     x, router, weights = made(20, 4, 2)
-    held = jax.tree.map(lambda w: quant.quantize(w, groups), weights)
-    plain = jax.tree.map(quant.dequantize, held, is_leaf=quant.is_quantized)
+    stored = jax.tree.map(lambda w: quant.quantize(w, groups), weights)
+    plain = jax.tree.map(quant.dequantize, stored, is_leaf=quant.is_quantized)
     routing = ex.route(x, router, 2)
-    np.testing.assert_allclose(jax.jit(ex.moe_grouped)(x, routing, held), ex.moe_grouped(x, routing, plain), atol=1e-5)
-    np.testing.assert_allclose(ex.moe_dense(x, routing, held), ex.moe_dense(x, routing, plain), atol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(ex.moe_grouped)(x, routing, stored), ex.moe_grouped(x, routing, plain), atol=1e-5
+    )
+    np.testing.assert_allclose(ex.moe_dense(x, routing, stored), ex.moe_dense(x, routing, plain), atol=1e-5)
 
 
 def test_padding_tokens_cost_and_change_nothing() -> None:
     x, router, weights = made(40, 4, 2)
     routing = ex.route(x, router, 2)
-    whole = ex.moe_grouped(x, routing, weights)
+    complete = ex.moe_grouped(x, routing, weights)
     some = jax.jit(lambda n: ex.moe_grouped(x, routing, weights, n_token=n))(17)
-    np.testing.assert_allclose(some[:17], whole[:17], atol=1e-6)
+    np.testing.assert_allclose(some[:17], complete[:17], atol=1e-6)
     np.testing.assert_array_equal(some[17:], 0)
 
 

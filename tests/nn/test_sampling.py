@@ -151,8 +151,8 @@ def test_filters_together_leave_at_least_one(
     seed: int, top_p: float, typical_p: float, top_k: int, min_p: float
 ) -> None:
     logits = _logits(3, 40, seed)
-    asked = sampling_settings(3, top_p=top_p, typical_p=typical_p, top_k=top_k, min_p=min_p)
-    assert np.asarray(sampling.allowed(logits, asked)).any(axis=-1).all()
+    requested = sampling_settings(3, top_p=top_p, typical_p=typical_p, top_k=top_k, min_p=min_p)
+    assert np.asarray(sampling.allowed(logits, requested)).any(axis=-1).all()
 
 
 def test_typical_keeps_what_is_nearest_to_the_mean_surprise() -> None:

@@ -303,9 +303,9 @@ def test_small_host_work_is_no_straggler_and_two_processes_are_distinguished() -
 
 def test_straggler_is_named_once_and_only_when_it_was_slow_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat, _ = beating(Board(), 0, 3)
-    now, said = [0.0], []
+    now, output = [0.0], []
     monkeypatch.setattr("linnet.train.stragglers.time.monotonic", lambda: now[0])
-    watch = StragglerMonitor(heartbeat, lambda step, words: said.append((step, words)), lambda words: None)
+    watch = StragglerMonitor(heartbeat, lambda step, words: output.append((step, words)), lambda words: None)
 
     def step(n: int, slow: bool) -> None:
         now[0] += heartbeat.late_seconds + 0.1
@@ -313,27 +313,27 @@ def test_straggler_is_named_once_and_only_when_it_was_slow_twice(monkeypatch: py
         watch.stepped(n, 0.01)
 
     step(1, slow=True)
-    assert not said
+    assert not output
     step(2, slow=True)
     step(3, slow=True)
-    assert [at for at, _ in said] == [2]
-    assert "Process 1 on h1" in said[0][1]
+    assert [at for at, _ in output] == [2]
+    assert "Process 1 on h1" in output[0][1]
     for n, slow in ((4, False), (5, True), (6, True)):
         step(n, slow)
-    assert [at for at, _ in said] == [2, 6]
+    assert [at for at, _ in output] == [2, 6]
 
 
 def test_straggler_wait_is_logged_immediately_and_recorded_on_resume() -> None:
     heartbeat, _ = beating(Board(), 0, 3)
-    told: list[str] = []
-    said: list[tuple[int, str]] = []
-    watch = StragglerMonitor(heartbeat, lambda step, words: said.append((step, words)), told.append)
+    reported: list[str] = []
+    output: list[tuple[int, str]] = []
+    watch = StragglerMonitor(heartbeat, lambda step, words: output.append((step, words)), reported.append)
     assert heartbeat.on_late is not None
     for seconds in (6.0, 7.0):
         heartbeat.on_late([MissedBeats(index=2, seconds=seconds, last=beat(2, step=17))])
-    assert told == ["Waiting for process 2 on h2 for 6 s, last seen at step 17."]
+    assert reported == ["Waiting for process 2 on h2 for 6 s, last seen at step 17."]
     heartbeat.detector.update([beat(2, 9)], 0.0)
     heartbeat.on_late([])
-    assert not said
+    assert not output
     watch.stepped(18, 0.0)
-    assert said == [(18, "Process 2 on h2 sent no heartbeat for 7 s, and has recovered.")]
+    assert output == [(18, "Process 2 on h2 sent no heartbeat for 7 s, and has recovered.")]

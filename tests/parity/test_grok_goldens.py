@@ -56,8 +56,8 @@ def test_a_wrong_number_in_a_model_is_seen(tmp_path: Path) -> None:
     few += ("f32pure/cap/transformer/decoder_layer_0/moe:out", "f32pure/prefill_v/0", "f32pure/full_logits_eager")
     for name in few:
         at = (0,) * arrays[name].ndim  # the first position: never padding, never hidden
-        whole = arrays[name].dtype.kind == "i"
-        arrays[name][at] += 1 if whole else 3e-5 * np.where(arrays[name] > -1e29, np.abs(arrays[name]), 0).max()
+        full = arrays[name].dtype.kind == "i"
+        arrays[name][at] += 1 if full else 3e-5 * np.where(arrays[name] > -1e29, np.abs(arrays[name]), 0).max()
     inputs = ("tokens", "tokens_pad", "prefill_lengths", "prefill_pad")
     kept = {name: arrays[name] for name in (*few, *inputs)} | {"f32/new": np.zeros(3)}
     result = verify_file(copy_of_model(tmp_path, kept) / "forward.npz")
@@ -86,13 +86,13 @@ def test_a_wrong_stream_or_text_is_seen(tmp_path: Path) -> None:
     (tmp_path / "tiny_A").symlink_to(TINY_A)
     (tmp_path / "tiny_Z").symlink_to(TINY_A)
     shutil.copy(PIECES, tmp_path / PIECES.name)
-    whole = json.loads(STREAMS.read_text())
-    sure = next(run for run in whole["runs"] if run["router_margin"] >= 0.01 and min(run["float32_gap"]) >= 0.05)
-    text = next(run for run in whole["runs"] if "text" in run)
+    full = json.loads(STREAMS.read_text())
+    sure = next(run for run in full["runs"] if run["router_margin"] >= 0.01 and min(run["float32_gap"]) >= 0.05)
+    text = next(run for run in full["runs"] if "text" in run)
     bad_out = {**sure, "out": [*sure["out"][:-1], 7]}
     bad_float = {**sure, "float32_greedy": [*sure["float32_greedy"][:-1], 7]}
     bad_text = {**text, "text": text["text"] + "s", "out_text": text["out_text"] + " "}
-    (tmp_path / "e2e_A.json").write_text(json.dumps({**whole, "runs": [bad_out, bad_float, bad_text]}))
+    (tmp_path / "e2e_A.json").write_text(json.dumps({**full, "runs": [bad_out, bad_float, bad_text]}))
     result = verify_file(tmp_path / "e2e_A.json")
     assert failed(result) == ["runs/2/text", "runs/2/out_text", "runs/0", "runs/1/float32_greedy"]
     assert any("tiny_A" in note for note in result.notes)
@@ -129,11 +129,11 @@ def test_a_wrong_number_in_units_is_seen(tmp_path: Path) -> None:
 
 
 def runner(folder: Path, change: Any) -> Path:
-    told = json.loads(RUNNER.read_text())
-    told["runs"] = told["runs"][:2]
-    change(told)
+    reported = json.loads(RUNNER.read_text())
+    reported["runs"] = reported["runs"][:2]
+    change(reported)
     (folder / TINY_A.name).symlink_to(TINY_A)
-    (folder / RUNNER.name).write_text(json.dumps(told))
+    (folder / RUNNER.name).write_text(json.dumps(reported))
     return folder / RUNNER.name
 
 
@@ -151,8 +151,8 @@ def test_the_runners_greedy_streams_are_written() -> None:
 
 
 def test_a_wrong_token_or_multiplier_of_a_runner_is_seen(tmp_path: Path) -> None:
-    def change(told: dict[str, Any]) -> None:
-        told["runs"][0]["out"][5] += 1
+    def change(reported: dict[str, Any]) -> None:
+        reported["runs"][0]["out"][5] += 1
 
     assert failed(verify_file(runner(tmp_path, change))) == ["runs/0"]
 
@@ -176,13 +176,13 @@ def test_what_is_no_reference_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="its model beside it"):
         verify_file(path)
     other = tmp_path / "some.json"
-    for text, told in (
+    for text, reported in (
         ("{", "JSON"),
         ("{}", "not a reference file"),
         ('{"runs": [{}], "config": {"emb_size": 8}}', "runs/0"),
     ):
         other.write_text(text)
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=reported):
             verify_file(other)
     run = {"prompt": [1], "out": [2], "temperature": 0.01}
     other.write_text(json.dumps({"runs": [run], "config": {"emb_size": 8}}))

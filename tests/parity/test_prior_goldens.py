@@ -60,8 +60,8 @@ SHARES = {
 
 @pytest.mark.parametrize("name", SHARES)
 def test_a_share_of_a_long_golden(name: str, tmp_path: Path) -> None:
-    whole = np.load(GOLDENS / f"{name}.npz")
-    kept = {n: whole[n] for n in whole.files if not n.startswith("out/") or re.fullmatch(SHARES[name], n)}
+    full = np.load(GOLDENS / f"{name}.npz")
+    kept = {n: full[n] for n in full.files if not n.startswith("out/") or re.fullmatch(SHARES[name], n)}
     np.savez(tmp_path / "share.npz", **kept)
     check(tmp_path / "share.npz")
 

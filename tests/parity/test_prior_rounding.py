@@ -27,8 +27,8 @@ QUERY = "out/grad/causal_transformer.layers.0.0.to_q.weight"
 def gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The gradients of the losses file, without its many losses."""
     path = tmp_path_factory.mktemp("share") / "gradients.npz"
-    whole = np.load(LOSSES)
-    np.savez(path, **{name: whole[name] for name in whole.files if not name.startswith("out/loss/")})
+    full = np.load(LOSSES)
+    np.savez(path, **{name: full[name] for name in full.files if not name.startswith("out/loss/")})
     return path
 
 
@@ -140,7 +140,7 @@ def test_error_of_the_formula_is_not_taken_for_rounding(gradients: Path, monkeyp
 
 
 def test_wrong_file_is_not_taken_for_rounding(gradients: Path, tmp_path: Path) -> None:
-    whole = dict(np.load(gradients))
-    whole[QUERY] = whole[QUERY] * np.float32(1 + 2e-5)
-    np.savez(tmp_path / "wrong.npz", **whole)
+    full = dict(np.load(gradients))
+    full[QUERY] = full[QUERY] * np.float32(1 + 2e-5)
+    np.savez(tmp_path / "wrong.npz", **full)
     assert not _error(verify_file(tmp_path / "wrong.npz"), QUERY)[0]

@@ -159,9 +159,9 @@ def test_missing_and_corrupt_files_are_rejected(tmp_path: Path, forward: dict[st
     with pytest.raises(UserError, match="folder"):
         verify_file(tmp_path)
     path = write(tmp_path, forward)
-    whole = path.read_bytes()
-    for cut in (10, len(whole) // 2, len(whole) - 30):
-        path.write_bytes(whole[:cut])
+    complete = path.read_bytes()
+    for cut in (10, len(complete) // 2, len(complete) - 30):
+        path.write_bytes(complete[:cut])
         with pytest.raises(UserError, match=r"file\.npz"):
             verify_file(path)
     np.savez(path, meta=np.array([object()]), allow_pickle=True)

@@ -74,19 +74,19 @@ def lion_file(path: Path, change: Change = nothing, *, b1: float = B1, decay_all
     unused, count = np.asarray(start["token_embedder/bias_out"], np.float64), 0
     for call in (1, 2):
         ids = generator.integers(3, CFG.n_vocab, (ROWS, LENGTH + 1)).astype(np.int32)
-        whole = Batch(
+        full = Batch(
             inputs=ids[:, :-1],
             targets=ids[:, 1:],
             doc_ids=np.zeros((ROWS, LENGTH), np.int32),
             loss_mask=np.ones((ROWS, LENGTH), np.float32),
         )
         arrays |= {
-            f"in/batch{call}/{name}": getattr(whole, name) for name in ("inputs", "targets", "doc_ids", "loss_mask")
+            f"in/batch{call}/{name}": getattr(full, name) for name in ("inputs", "targets", "doc_ids", "loss_mask")
         }
         carry = family.FAMILY.empty_carry(CFG, ROWS)
         for at in range(0, LENGTH, UPDATE):
             now = params_from_leaves(leaves, CFG)
-            found, carry, buffers = gradient(now, buffers, carry, whole.slice(at, at + UPDATE))
+            found, carry, buffers = gradient(now, buffers, carry, full.slice(at, at + UPDATE))
             slope = {name: np.asarray(leaf, np.float64) for name, leaf in named_leaves(found)}
             noise = {n: 1e-7 * np.abs(g).max() * generator.normal(size=g.shape) * (g != 0) for n, g in slope.items()}
             slope = {name: value + noise[name] for name, value in slope.items()}

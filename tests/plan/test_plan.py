@@ -39,8 +39,8 @@ def test_loop_counts_as_often_as_it_runs() -> None:
 
 
 def test_products_agree_with_the_compilers_count_where_nothing_loops() -> None:
-    whole = compiled(lambda a, b, c: jnp.einsum("bij,bjk->bik", a, b) @ c, (3, 64, 32), (3, 32, 80), (80, 48))
-    ours, theirs = program.read(whole.as_text()).flops, whole.cost_analysis()["flops"]
+    full = compiled(lambda a, b, c: jnp.einsum("bij,bjk->bik", a, b) @ c, (3, 64, 32), (3, 32, 80), (80, 48))
+    ours, theirs = program.read(full.as_text()).flops, full.cost_analysis()["flops"]
     assert ours == 2 * 3 * 64 * 32 * 80 + 2 * 3 * 64 * 80 * 48
     assert ours == pytest.approx(theirs, rel=0.01)
 

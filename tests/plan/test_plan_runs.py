@@ -227,9 +227,9 @@ def test_command_finds_a_mesh_and_says_what_it_takes(tmp_path: Path, capsys: pyt
     assert {plan["mesh"] for plan in found["plans"]} == {"data=2", "fsdp=2", "model=2"}
     assert found["recommended"]["mesh"] in ("data=2", "fsdp=2", "model=2")
     assert plan_command([str(path), "--compare-remat", "--hbm", "1MB"]) == 0
-    said = capsys.readouterr().out
-    assert "It does not fit in 1 MB" in said
-    assert "What would fit:" in said
+    output = capsys.readouterr().out
+    assert "It does not fit in 1 MB" in output
+    assert "What would fit:" in output
 
 
 @pytest.mark.trial

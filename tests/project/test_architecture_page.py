@@ -39,7 +39,7 @@ def test_every_module_that_another_page_names_exists() -> None:
 
 
 def test_diagram_and_package_table_have_every_package() -> None:
-    picture = (ROOT / "docs" / "architecture.svg").read_text()
-    assert set(re.findall(r'font-weight="600"[^>]*>(\w+)<', picture)) == packages()
+    image = (ROOT / "docs" / "architecture.svg").read_text()
+    assert set(re.findall(r'font-weight="600"[^>]*>(\w+)<', image)) == packages()
     table = (ROOT / "CONTRIBUTING.md").read_text()
     assert {name for name in packages() if f"`{name}/`" not in table} == set()

@@ -381,10 +381,10 @@ def test_positions_as_a_table_and_a_chart() -> None:
     assert "128–255" in text
     assert "1.3000" in text
     assert f"{1.3 / math.log(2):.4f}" in text
-    picture = positions.position_svg(EDGES, LOSSES)
-    root = ET.fromstring(picture)
+    image = positions.position_svg(EDGES, LOSSES)
+    root = ET.fromstring(image)
     assert root.tag.endswith("svg")
-    assert "var(" not in picture
+    assert "var(" not in image
     assert len(root.findall(".//{*}circle")) == len(LOSSES)
 
 
@@ -461,7 +461,7 @@ def test_recorded_environment_has_no_personal_data() -> None:
 
 def test_memory_is_measured() -> None:
     before = environment.rss_bytes()
-    held = bytearray(os.urandom(1 << 20) * 64)
+    stored = bytearray(os.urandom(1 << 20) * 64)
     assert environment.rss_bytes() - before > 32 << 20
     assert environment.peak_rss_bytes() >= environment.rss_bytes() - (8 << 20)
-    assert environment.memory_bytes() is None or environment.memory_bytes() > len(held)  # pyright: ignore[reportOptionalOperand]
+    assert environment.memory_bytes() is None or environment.memory_bytes() > len(stored)  # pyright: ignore[reportOptionalOperand]

@@ -32,13 +32,13 @@ def write(run: Path, preset: str, *records: dict[str, Any]) -> Path:
     return run
 
 
-def told(page: str) -> str:
+def reported(page: str) -> str:
     """All but the settings, which name everything."""
     return page.split("<h2>Config</h2>")[0]
 
 
 def test_section_reports_load_balance_confidence_and_losses(tmp_path: Path) -> None:
-    page = told(render(write(tmp_path, "moe-cpu", *(line(s) for s in range(10, 210, 10)))))
+    page = reported(render(write(tmp_path, "moe-cpu", *(line(s) for s in range(10, 210, 10)))))
     for words in (
         "<h2>Experts</h2>", "Here 2 of 8 are selected; a uniform load is 12.5% each.", "Layer 0: load", "Layer 2: load per expert",
         "expert 7, step 200: ", "Load of the least used expert", "Load of the most used expert",
@@ -52,7 +52,7 @@ def test_section_reports_load_balance_confidence_and_losses(tmp_path: Path) -> N
 
 def test_codebook_run_has_no_expert_section(tmp_path: Path) -> None:
     book = {"usage": [0.9, 0.8], "perplexity": [40.0, 50.0]}
-    page = told(render(write(tmp_path, "quickstart", {"kind": "train", "step": 5, "time": 1.0, "codebook": book})))
+    page = reported(render(write(tmp_path, "quickstart", {"kind": "train", "step": 5, "time": 1.0, "codebook": book})))
     assert "<h2>Codebooks</h2>" in page
     assert "unit 1, step 5: 80%" in page
     assert "xpert" not in page
@@ -65,7 +65,7 @@ def test_model_with_codebooks_and_experts_reports_both(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("preset", "words"), [("moe-cpu", "expert"), ("quickstart", "codebook")])
 def test_before_anything_is_measured_the_familys_own_section_says_so(preset: str, words: str, tmp_path: Path) -> None:
-    page = told(render(write(tmp_path, preset, {"kind": "event", "step": 0, "time": 0, "event": "start"})))
+    page = reported(render(write(tmp_path, preset, {"kind": "event", "step": 0, "time": 0, "event": "start"})))
     assert page.count(" diagnostics recorded") == 1
     assert f"No {words} diagnostics recorded" in page
 

@@ -39,7 +39,7 @@ def train_line(step: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def judged(kind: str, split: str, step: int, counts: tuple[int, ...] = (16, 64), who: str = "ema") -> dict[str, Any]:
+def evaluated(kind: str, split: str, step: int, counts: tuple[int, ...] = (16, 64), who: str = "ema") -> dict[str, Any]:
     figures = {
         f"metrics/{who}-{split}/{name} [steps={n}]": 0.1 * i + n / 1e3 + step / 1e6
         for n in counts
@@ -82,7 +82,11 @@ def prior_run(tmp_path: Path, *lines: Any) -> Path:
 @pytest.fixture
 def full_run(tmp_path: Path) -> Path:
     lines = [event(0, "start"), *(train_line(s) for s in range(5, 405, 5))]
-    lines += [judged("eval", "validation", 200), judged("eval", "validation", 400), judged("test", "test", 400)]
+    lines += [
+        evaluated("eval", "validation", 200),
+        evaluated("eval", "validation", 400),
+        evaluated("test", "test", 400),
+    ]
     run = prior_run(tmp_path, *lines, event(400, "finished"))
     retrieval.write(run, some_rows(), square(32), "test", 400, 64)
     return run
@@ -124,11 +128,11 @@ def test_text_sections_are_absent(full_run: Path) -> None:
 
 def test_five_figures_have_the_names_they_are_logged_by() -> None:
     assert tuple(report_prior.GOOD_VALUES) == FIGURES
-    record = judged("eval", "validation", 100, who="online")
+    record = evaluated("eval", "validation", 100, who="online")
     assert list(report_prior.cosines_of(record)) == [16, 64]
     assert list(report_prior.cosines_of(record)[16]) == list(FIGURES)
     assert report_prior.losses_of(record) == {"online": pytest.approx(0.49)}
-    assert set(report_prior.losses_of(judged("eval", "validation", 100))) == {"online", "ema"}
+    assert set(report_prior.losses_of(evaluated("eval", "validation", 100))) == {"online", "ema"}
 
 
 def test_run_that_has_only_begun_shows_what_there_is(tmp_path: Path) -> None:
@@ -142,7 +146,7 @@ def test_run_that_has_only_begun_shows_what_there_is(tmp_path: Path) -> None:
 
 
 def test_linnet_eval_results_have_their_own_row(full_run: Path) -> None:
-    record = {**judged("x", "test", 300, counts=(8,)), "step": 300}
+    record = {**evaluated("x", "test", 300, counts=(8,)), "step": 300}
     (full_run / "eval_test.json").write_text(json.dumps(record))
     assert "test, by linnet eval" in checked(render(full_run))
 
@@ -276,7 +280,7 @@ def test_prior_is_evaluated_logged_and_reported(tiny: Path, capsys: pytest.Captu
     assert "Retrieval compared with three baselines" in checked(render(tiny))
 
     assert eval_command([str(tiny), "--limit", "3", "--timesteps", "2"]) == 0
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     for words in (
         "validation at step 0",
         "3 pairs",
@@ -285,7 +289,7 @@ def test_prior_is_evaluated_logged_and_reported(tiny: Path, capsys: pytest.Captu
         "this prior",
         "ridge regression",
     ):
-        assert words in told
+        assert words in reported
     assert retrieval.read(tiny) == read  # a part of a split does not replace the whole
     assert "metrics/ema-validation/similarity with text [steps=2]" in (tiny / "eval_validation.json").read_text()
 

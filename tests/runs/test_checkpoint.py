@@ -79,9 +79,9 @@ def test_another_model_is_rejected_with_every_difference_named(saved: Checkpoint
         "layers/0/kernel": jax.ShapeDtypeStruct((4, 7), jnp.float32),
         "new": jax.ShapeDtypeStruct((2,), jnp.float32),
     }
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as rejection:
         saved.restore(target, set_aside=True)
-    message = str(refused.value)
+    message = str(rejection.value)
     assert "missing in it: new;" in message
     assert "not known to this run: key_data;" in message
     assert "layers/0/kernel (float32[64, 48], not float32[4, 7])" in message

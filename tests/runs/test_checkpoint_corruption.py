@@ -57,14 +57,14 @@ def test_every_kind_of_corruption_is_detected_or_harmless(
             lambda path, size=size: os.truncate(path, max(0, size - 1)),
             *(lambda path, at=at: flip(path, at) for at in sorted({0, size - 1, *rng.integers(0, size, 2).tolist()})),
         ]
-        for harm in harms:
-            said = len(caplog.records)
-            harm(step / name)
+        for corrupt in harms:
+            output = len(caplog.records)
+            corrupt(step / name)
             restored = saved.restore(TARGET)
             assert bits(restored.state) == right[restored.step], f"wrong values after damage to {name}"
             if restored.step == 1:
                 fell_back.add(name.parts[-2] if name.parts[-2:-1] else name.name)
-                words = "".join(record.getMessage() for record in caplog.records[said:])
+                words = "".join(record.getMessage() for record in caplog.records[output:])
                 assert "step 2 is damaged" in words
                 assert "Step 1 is used instead" in words
             shutil.rmtree(step)

@@ -185,8 +185,8 @@ def test_four_processes_save_their_shards_and_two_or_one_resume(tmp_path: Path) 
     assert (said["step"], said["same"]) == (2, True)
 
 
-def box(array: np.ndarray, *cuts: slice) -> checksum.Box:
-    return tuple(cut.start for cut in cuts), np.asarray(array[cuts])
+def box(array: np.ndarray, *splits: slice) -> checksum.Box:
+    return tuple(cut.start for cut in splits), np.asarray(array[splits])
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32", "float64"])
@@ -194,13 +194,13 @@ def box(array: np.ndarray, *cuts: slice) -> checksum.Box:
 def test_checksum_is_the_sum_of_its_pieces_however_cut(shape: tuple[int, ...], dtype: str) -> None:
     rng = np.random.default_rng(len(shape))
     array = rng.integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8).view(dtype)[..., 0]
-    whole = checksum.of_boxes([((0,) * len(shape), array)])
+    full = checksum.of_boxes([((0,) * len(shape), array)])
     for _ in range(4):
         boxes: list[Any] = [()]
         for size in shape:
             at = sorted({0, size, *rng.integers(0, size + 1, 2).tolist()})
-            boxes = [(*cuts, slice(a, b)) for cuts in boxes for a, b in itertools.pairwise(at)]
-        assert checksum.of_boxes([box(array, *cuts) for cuts in boxes]) == whole
+            boxes = [(*splits, slice(a, b)) for splits in boxes for a, b in itertools.pairwise(at)]
+        assert checksum.of_boxes([box(array, *splits) for splits in boxes]) == full
 
 
 def test_checksum_detects_every_flipped_bit_and_swapped_blocks() -> None:
@@ -213,14 +213,14 @@ def test_checksum_detects_every_flipped_bit_and_swapped_blocks() -> None:
             seen.add(checksum.of_box((0, 0), array))
             array[place] ^= np.uint32(1 << bit)
     assert len(seen) == 1 + 32 * array.size
-    harmed = [array.copy() for _ in range(6)]
-    harmed[0][[0, 1]] = harmed[0][[1, 0]]
-    harmed[1][:, [0, 1]] = harmed[1][:, [1, 0]]
-    harmed[2][:6], harmed[2][6:] = array[6:], array[:6]
-    harmed[3][0, :2] ^= np.uint32(1 << 31)  # Two signs.
-    harmed[4][:] ^= np.uint32(1 << 31)
-    harmed[5][3] = 0
-    found = {checksum.of_box((0, 0), each) for each in harmed}
+    corrupted = [array.copy() for _ in range(6)]
+    corrupted[0][[0, 1]] = corrupted[0][[1, 0]]
+    corrupted[1][:, [0, 1]] = corrupted[1][:, [1, 0]]
+    corrupted[2][:6], corrupted[2][6:] = array[6:], array[:6]
+    corrupted[3][0, :2] ^= np.uint32(1 << 31)  # Two signs.
+    corrupted[4][:] ^= np.uint32(1 << 31)
+    corrupted[5][3] = 0
+    found = {checksum.of_box((0, 0), each) for each in corrupted}
     assert len(found) == 6
     assert not found & seen
 

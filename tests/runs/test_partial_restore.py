@@ -44,8 +44,8 @@ def forge(saved: Checkpoints, name: str) -> None:
 
 def test_part_of_a_state_is_read_exactly(saved: Checkpoints) -> None:
     restored = saved.restore(PART, 2, partial=True)
-    whole = bits(make_state(2))
-    assert bits(restored.state) == {name: value for name, value in whole.items() if name.startswith("layers/")}
+    full = bits(make_state(2))
+    assert bits(restored.state) == {name: value for name, value in full.items() if name.startswith("layers/")}
     assert (restored.step, restored.extra) == (2, {"seed": 2})
     assert bits(saved.restore(PART, partial=True).state) == bits(restored.state)
 
@@ -98,10 +98,10 @@ def test_loading_a_run_reads_one_set_of_weights(
     monkeypatch.setattr(reader, "_read_arrays", watched)
     run = open_run(tmp_path)
     assert {name.partition("/")[0] for name in read} == {"ema" if ema else "params", "buffers"}
-    whole = open_state(tmp_path, "latest")[1]
-    assert_same_bits((run.params, run.buffers), model_weights(whole))
+    full = open_state(tmp_path, "latest")[1]
+    assert_same_bits((run.params, run.buffers), model_weights(full))
     both = open_state(tmp_path, "latest", part=both_weights)[1]
-    assert_same_bits((both.params, both.ema, both.buffers), (whole.params, whole.ema, whole.buffers))
+    assert_same_bits((both.params, both.ema, both.buffers), (full.params, full.ema, full.buffers))
     assert both.opt_state is None
 
 

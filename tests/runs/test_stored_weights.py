@@ -83,8 +83,8 @@ def test_requested_weight_dtype_applies_to_any_run(tmp_path: Path, cfg: RunConfi
     params = model(cfg)
     write(tmp_path / "run", cfg, params)
     specs = registry.get(cfg.family).param_specs(cfg.model)
-    for held in ("bfloat16", "int8"):
-        same(open_run(tmp_path / "run", weights=held).params, quant.cast_params(params, specs, held))
+    for kept_back in ("bfloat16", "int8"):
+        same(open_run(tmp_path / "run", weights=kept_back).params, quant.cast_params(params, specs, kept_back))
 
 
 def test_eight_bits_come_back_as_pairs(tmp_path: Path, cfg: RunConfig) -> None:
@@ -208,7 +208,7 @@ def index_of(run: Path) -> tuple[Path, dict[str, Any]]:
     return path, json.loads(path.read_text())
 
 
-def harm(run: Path, how: str) -> None:
+def corrupt(run: Path, how: str) -> None:
     path, index = index_of(run)
     name, entry = next(iter(index["leaves"].items()))
     file = run / "weights" / entry["file"]
@@ -238,7 +238,7 @@ def harm(run: Path, how: str) -> None:
 )
 def test_corrupt_run_is_rejected(tmp_path: Path, cfg: RunConfig, how: str) -> None:
     write(tmp_path / "run", cfg, model(cfg))
-    harm(tmp_path / "run", how)
+    corrupt(tmp_path / "run", how)
     with pytest.raises(UserError, match="Fix"):
         open_run(tmp_path / "run")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 import pytest
-from engine_requests import MODELS, Asked, request, running_engine
+from engine_requests import MODELS, PendingRequest, request, running_engine
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from linnet.serve import state as states
@@ -83,21 +83,23 @@ def _a_life(backend: Backend, *, from_file: bool) -> None:
 def test_state_from_a_file_compiles_nothing() -> None:
     with running_engine() as engine:
         engine.backend.warm_up()
-        state = Asked(engine, request("hello", return_state=True)).answer().end.state
+        state = PendingRequest(engine, request("hello", return_state=True)).answer().end.state
         again = states.from_bytes(states.to_bytes(state), engine.backend.abstract_state, engine.fingerprint)
-        warm = Asked(engine, request(" more", state=state)).answer()
+        warm = PendingRequest(engine, request(" more", state=state)).answer()
         with compilations() as compiled:
-            told = Asked(engine, request(" more", state=again)).answer()
-        assert told.tokens == warm.tokens
+            reported = PendingRequest(engine, request(" more", state=again)).answer()
+        assert reported.tokens == warm.tokens
         assert compiled == []
 
 
 def test_no_ticks_are_dispatched_beyond_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_engine() as engine:
-        real, asked = engine.backend.dispatch, []
-        monkeypatch.setattr(engine.backend, "dispatch", lambda n, *rest, **kw: asked.append(n) or real(n, *rest, **kw))
+        real, requested = engine.backend.dispatch, []
+        monkeypatch.setattr(
+            engine.backend, "dispatch", lambda n, *rest, **kw: requested.append(n) or real(n, *rest, **kw)
+        )
         for max_tokens in (1, 2, 1 + N_TICKS, 4 + N_TICKS):
-            asked.clear()
-            answer = Asked(engine, request("x", max_tokens=max_tokens, ignore_eos=True)).answer()
-            assert len(answer.tokens) == max_tokens == 1 + sum(asked)
-            assert len(asked) == -(-(max_tokens - 1) // N_TICKS)
+            requested.clear()
+            answer = PendingRequest(engine, request("x", max_tokens=max_tokens, ignore_eos=True)).answer()
+            assert len(answer.tokens) == max_tokens == 1 + sum(requested)
+            assert len(requested) == -(-(max_tokens - 1) // N_TICKS)

@@ -150,10 +150,10 @@ def test_batch_mode_applies_the_chat_template(tmp_path: Path) -> None:
 def test_wrong_file_is_rejected_by_field(tmp_path: Path, content: Any, words: list[str]) -> None:
     text = content if isinstance(content, str) else json.dumps(content)
     (tmp_path / FILE).write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError) as rejection:
         read_template(tmp_path)
     for word in (FILE, "Fix:", *words):
-        assert word in str(refusal.value)
+        assert word in str(rejection.value)
 
 
 def test_file_that_the_docs_show_is_read(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from engine_requests import (
     CFG,
     FAMILY,
     PARAMS,
-    Asked,
+    PendingRequest,
     ask,
-    assert_altered_is_refused,
+    assert_altered_is_rejected,
     plain,
     request,
     running_engine,
@@ -57,8 +57,8 @@ def test_concurrent_requests_equal_solo_runs(engine: Engine) -> None:
         )
         for _ in range(24)
     ]
-    asked = [Asked(engine, one) for one in requests]
-    for one, waiting in zip(requests, asked, strict=True):
+    requested = [PendingRequest(engine, one) for one in requests]
+    for one, waiting in zip(requests, requested, strict=True):
         answer = waiting.answer()
         tokens, logprobs = plain(one)
         assert answer.tokens == tokens
@@ -83,13 +83,13 @@ def test_single_request_starts_immediately_and_prefix_cache_is_exact(engine: Eng
 
 
 def test_first_token_is_unbatched_and_does_not_shorten_dispatches(engine: Engine) -> None:
-    runs = Asked(engine, request(b"one who runs", max_tokens=1 + 20 * N_TICKS, ignore_eos=True))
+    runs = PendingRequest(engine, request(b"one who runs", max_tokens=1 + 20 * N_TICKS, ignore_eos=True))
     first = runs.events.get(timeout=60), runs.events.get(timeout=60)
-    newcomers = [Asked(engine, request(b"late", max_tokens=40, ignore_eos=True))]
-    told = [first[1]]
-    while not isinstance(told[-1], Finished):
-        told.append(runs.events.get(timeout=60))
-    assert [len(event.tokens) for event in told if isinstance(event, TokensEvent)] == [1, *[N_TICKS] * 20]
+    newcomers = [PendingRequest(engine, request(b"late", max_tokens=40, ignore_eos=True))]
+    reported = [first[1]]
+    while not isinstance(reported[-1], Finished):
+        reported.append(runs.events.get(timeout=60))
+    assert [len(event.tokens) for event in reported if isinstance(event, TokensEvent)] == [1, *[N_TICKS] * 20]
     for one in newcomers:
         one.events.get(timeout=60)
         event = one.events.get(timeout=60)
@@ -99,23 +99,25 @@ def test_first_token_is_unbatched_and_does_not_shorten_dispatches(engine: Engine
 
 @pytest.mark.optimized
 def test_restored_state_continues_exactly(engine: Engine) -> None:
-    whole = ask(engine, "once upon", seed=9, max_tokens=40)
+    full = ask(engine, "once upon", seed=9, max_tokens=40)
     for cut in (1, 7, 8, 9, 23):
         first = ask(engine, "once upon", seed=9, max_tokens=cut, return_state=True)
         saved = states.to_bytes(first.end.state)
         restored = states.from_bytes(saved, engine.backend.abstract_state, engine.fingerprint)
         rest = ask(engine, "", seed=9, max_tokens=40 - cut, state=restored)
-        assert first.tokens + rest.tokens == whole.tokens
-        assert first.logprobs + rest.logprobs == whole.logprobs
+        assert first.tokens + rest.tokens == full.tokens
+        assert first.logprobs + rest.logprobs == full.logprobs
         assert first.end.state.n_tokens == 1 + 9 + cut
 
 
 @pytest.mark.optimized
 def test_state_is_batch_invariant(engine: Engine) -> None:
     alone = ask(engine, "hello", seed=2, max_tokens=21, return_state=True)
-    neighbours = [Asked(engine, request("x" * 200, seed=i, max_tokens=50)) for i in range(4)]
+    neighbours = [PendingRequest(engine, request("x" * 200, seed=i, max_tokens=50)) for i in range(4)]
     busy = ask(engine, "hello", seed=2, max_tokens=21, return_state=True)
-    grammar = Asked(engine, request("y", constraint=Constraint(kind="regex", grammar="[a-z]{30}"), max_tokens=30))
+    grammar = PendingRequest(
+        engine, request("y", constraint=Constraint(kind="regex", grammar="[a-z]{30}"), max_tokens=30)
+    )
     beside = ask(engine, "hello", seed=2, max_tokens=21, return_state=True)
     for other in (*neighbours, grammar):
         other.answer()
@@ -128,7 +130,7 @@ def test_state_is_batch_invariant(engine: Engine) -> None:
 
 def test_foreign_or_corrupt_state_is_rejected(engine: Engine) -> None:
     state = ask(engine, "hello", return_state=True).end.state
-    assert_altered_is_refused(engine, state)
+    assert_altered_is_rejected(engine, state)
     with pytest.raises(UserError, match="another model"):
         engine.submit(request(state=dataclasses.replace(state, model="0" * 64)), print)
 
@@ -140,8 +142,8 @@ def test_sampling_settings_of_a_request(engine: Engine) -> None:
     assert set(ask(engine, max_tokens=20, logit_bias={77: 100.0}).tokens) == {77}
     assert 77 not in ask(engine, max_tokens=20, allowed=frozenset({77, 78}), logit_bias={77: -100.0}).tokens
     often = ask(engine, max_tokens=60, temperature=0.0).tokens
-    seldom = ask(engine, max_tokens=60, temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0).tokens
-    assert len(set(seldom)) > len(set(often))
+    sometimes = ask(engine, max_tokens=60, temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0).tokens
+    assert len(set(sometimes)) > len(set(often))
 
 
 def test_images_equal_those_of_linnet_sample(engine: Engine) -> None:
@@ -175,46 +177,46 @@ def test_top_logprobs_are_the_most_likely_tokens(engine: Engine) -> None:
 
 
 def test_prompt_logprobs_equal_the_models(engine: Engine) -> None:
-    asked = request("x" * 40 + "abcdefg" * 30, prompt_logprobs=True)
-    answer = Asked(engine, asked).answer()
+    requested = request("x" * 40 + "abcdefg" * 30, prompt_logprobs=True)
+    answer = PendingRequest(engine, requested).answer()
     assert answer.read is not None
     logprobs = answer.read.logprobs
     assert logprobs is not None
-    assert len(logprobs) == len(asked.prompt)
-    tokens = np.array([[1, *asked.prompt[:-1]]], np.int32)
+    assert len(logprobs) == len(requested.prompt)
+    tokens = np.array([[1, *requested.prompt[:-1]]], np.int32)
     from linnet.data.batch import Batch
 
     batch = Batch(
         inputs=tokens,
-        targets=np.array([asked.prompt], np.int32),
+        targets=np.array([requested.prompt], np.int32),
         doc_ids=np.zeros_like(tokens),
         loss_mask=np.ones(tokens.shape, np.float32),
     )
     want, _ = FAMILY.nats(PARAMS, BUFFERS, FAMILY.empty_carry(CFG, 1), jax.tree.map(jnp.asarray, batch), CFG)
     np.testing.assert_allclose(np.asarray(logprobs, float), -np.asarray(want)[0], rtol=1e-4, atol=1e-5)
-    assert answer.tokens == plain(asked)[0]
+    assert answer.tokens == plain(requested)[0]
 
 
 def test_prompt_top_logprobs_equal_the_models(engine: Engine) -> None:
-    def read(asked: Request) -> PrefillDone:
-        told = Asked(engine, asked).answer().read
-        assert told is not None
-        return told
+    def read(requested: Request) -> PrefillDone:
+        reported = PendingRequest(engine, requested).answer().read
+        assert reported is not None
+        return reported
 
-    asked = request("x" * 40 + "abcdefg" * 30, prompt_logprobs=True, top_logprobs=5)
-    bare = read(dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, top_logprobs=0)))
-    told = read(asked)
+    requested = request("x" * 40 + "abcdefg" * 30, prompt_logprobs=True, top_logprobs=5)
+    bare = read(dataclasses.replace(requested, sampling=dataclasses.replace(requested.sampling, top_logprobs=0)))
+    reported = read(requested)
     assert bare.top == ()
-    assert bare.logprobs == told.logprobs  # the same bits, whether or not somebody asked for more
-    assert len(told.top) == len(asked.prompt)
-    for row in told.top:
+    assert bare.logprobs == reported.logprobs  # the same bits, whether or not somebody asked for more
+    assert len(reported.top) == len(requested.prompt)
+    for row in reported.top:
         assert len(row) == 5
         assert [choice.logprob for choice in row] == sorted((choice.logprob for choice in row), reverse=True)
     # A prompt with another token at a place tells what that one would have had there.
     place = 150
-    likeliest = {choice.token: choice.logprob for choice in told.top[place]}
+    likeliest = {choice.token: choice.logprob for choice in reported.top[place]}
     for token in (*likeliest, 3, 70, 200):
-        other = read(dataclasses.replace(asked, prompt=(*asked.prompt[:place], token)))
+        other = read(dataclasses.replace(requested, prompt=(*requested.prompt[:place], token)))
         assert other.logprobs is not None
         if token in likeliest:
             assert likeliest[token] == other.logprobs[place]
@@ -252,8 +254,8 @@ def test_preempted_requests_are_exact() -> None:
     """More long requests than slots: they are preempted and continue in other slots, bit-identically."""
     with running_engine(n_slots=2) as engine:
         requests = [request(f"{i}", seed=i, max_tokens=700) for i in range(4)]
-        asked = [Asked(engine, one) for one in requests]
+        requested = [PendingRequest(engine, one) for one in requests]
         urgent = request("now", seed=77, max_tokens=10, priority=5)
-        assert Asked(engine, urgent).answer().tokens == plain(urgent)[0]
-        for one, waiting in zip(requests, asked, strict=True):
+        assert PendingRequest(engine, urgent).answer().tokens == plain(urgent)[0]
+        for one, waiting in zip(requests, requested, strict=True):
             assert waiting.answer().tokens == plain(one)[0]

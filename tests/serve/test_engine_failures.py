@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_requests import CFG, Asked, ask, plain, request, running_engine
+from engine_requests import CFG, PendingRequest, ask, plain, request, running_engine
 
 from linnet.core.errors import UserError
 from linnet.nn.sampling_bounds import MIN_TEMPERATURE
@@ -39,7 +39,7 @@ def test_device_failure_loses_no_tokens_of_surviving_requests(
 
         monkeypatch.setattr(engine.backend, step, fails)
         # Each has its turn; then the third makes room for the first.
-        slow = [Asked(engine, request(f"{i}", seed=i, max_tokens=700)) for i in range(3)]
+        slow = [PendingRequest(engine, request(f"{i}", seed=i, max_tokens=700)) for i in range(3)]
         answers = [one.answer() for one in slow]
         for one, answer in zip(slow, answers, strict=True):
             tokens, logprobs = plain(one.request)
@@ -61,10 +61,10 @@ def test_waiting_request_with_a_state_survives_a_failure(monkeypatch: pytest.Mon
             raise RuntimeError("out of memory")
 
         monkeypatch.setattr(engine.backend, "dispatch", fails)
-        lost = Asked(engine, request("x"))
+        lost = PendingRequest(engine, request("x"))
         while not engine.stats()["running"]:
             time.sleep(0.001)
-        waits = Asked(engine, request(" more", state=state))
+        waits = PendingRequest(engine, request(" more", state=state))
         blocks.set()
         assert lost.answer().end.reason == "error"
         assert waits.answer().tokens == want
@@ -80,7 +80,7 @@ def test_request_can_be_submitted_while_jobs_are_iterated() -> None:
             for job in super().values():
                 if not comes.is_set():
                     comes.set()
-                    thread = threading.Thread(target=lambda: late.append(Asked(engine, request("late"))))
+                    thread = threading.Thread(target=lambda: late.append(PendingRequest(engine, request("late"))))
                     thread.start()
                     threads.append(thread)
                     thread.join(0.3)  # time to come in between, unless the engine's lock keeps it out until later
@@ -99,12 +99,12 @@ def test_stuck_request_leaves_no_mask_in_its_slot() -> None:
         one = request("x", seed=4)
         stuck = ask(engine, constraint=Constraint(kind="regex", grammar="a+b"), banned=frozenset({ord("a") + 3}))
         assert stuck.end.reason == "stuck"
-        assert Asked(engine, one).answer().tokens == plain(one)[0]
+        assert PendingRequest(engine, one).answer().tokens == plain(one)[0]
 
 
 def test_failing_grammar_ends_only_its_own_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     neighbour = request("x", seed=5, max_tokens=80)
-    beside = Asked(engine, neighbour)
+    beside = PendingRequest(engine, neighbour)
     empty = Constraint(kind="regex", grammar="")
     assert ask(engine, constraint=empty, ignore_eos=False).end.reason == "stop"
     early = ask(engine, constraint=empty, ignore_eos=False, min_tokens=1)

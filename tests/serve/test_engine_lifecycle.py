@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_requests import Asked, ask, make, plain, request, running_engine
+from engine_requests import PendingRequest, ask, make, plain, request, running_engine
 
 from linnet.core.errors import UserError
 from linnet.serve.engine import Engine
@@ -40,18 +40,18 @@ def test_finish_reasons(engine: Engine) -> None:
         assert stop not in by_text.text
     end = ask(engine, seed=1, max_tokens=60, ignore_eos=False, logit_bias={1: 100.0})
     assert (end.end.reason, end.end.stopped_by, end.tokens) == ("stop", 1, [1])
-    asked = Asked(
+    requested = PendingRequest(
         engine, request("", seed=1, max_tokens=9, allowed=frozenset({70}), stop_ids=frozenset({70}), min_tokens=0)
     )
-    event = next(e for e in iter(asked.events.get, None) if isinstance(e, TokensEvent))
+    event = next(e for e in iter(requested.events.get, None) if isinstance(e, TokensEvent))
     assert event.offsets == (0,)
 
 
 def test_cancel_and_deadline_free_the_slot(engine: Engine) -> None:
-    asked = Asked(engine, request("x", max_tokens=10**6))
-    engine.cancel(asked.request.id)
-    assert asked.answer().end.reason == "cancelled"
-    late = Asked(engine, request("x", max_tokens=10**6, deadline=engine.clock() + 0.2))
+    requested = PendingRequest(engine, request("x", max_tokens=10**6))
+    engine.cancel(requested.request.id)
+    assert requested.answer().end.reason == "cancelled"
+    late = PendingRequest(engine, request("x", max_tokens=10**6, deadline=engine.clock() + 0.2))
     assert late.answer().end.reason == "deadline"
     assert ask(engine, "still there").end.reason == "length"
     stats = engine.stats()
@@ -60,9 +60,9 @@ def test_cancel_and_deadline_free_the_slot(engine: Engine) -> None:
 
 def test_bounds_are_enforced(engine: Engine) -> None:
     with running_engine(n_slots=1, max_waiting=2) as small:
-        running = [Asked(small, request("x", max_tokens=10**6)) for _ in range(2)]
+        running = [PendingRequest(small, request("x", max_tokens=10**6)) for _ in range(2)]
         with pytest.raises(QueueFull):
-            running += [Asked(small, request("x", max_tokens=10**6)) for _ in range(8)]
+            running += [PendingRequest(small, request("x", max_tokens=10**6)) for _ in range(8)]
         for one in running:
             small.cancel(one.request.id)
         assert all(one.answer().end.reason == "cancelled" for one in running)
@@ -86,14 +86,14 @@ def test_failed_batch_fails_its_requests_only(engine: Engine, monkeypatch: pytes
     assert answer.end.reason == "error"
     assert "out of memory" in (answer.end.error or "")
     one = request("x", seed=4)
-    assert Asked(engine, one).answer().tokens == plain(one)[0]
+    assert PendingRequest(engine, one).answer().tokens == plain(one)[0]
 
 
 def test_stop_lets_running_requests_finish() -> None:
     engine = make()
-    asked = [Asked(engine, request("x", seed=i, max_tokens=50)) for i in range(5)]
+    requested = [PendingRequest(engine, request("x", seed=i, max_tokens=50)) for i in range(5)]
     assert engine.stop(within=60)
-    assert all(one.answer().end.reason == "length" for one in asked)
+    assert all(one.answer().end.reason == "length" for one in requested)
     with pytest.raises(UserError, match="shutting down"):
         engine.submit(request("x"), print)
 

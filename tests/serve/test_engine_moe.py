@@ -9,7 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from engine_requests import MOE, VQ_MOE, Asked, Model, ask, assert_altered_is_refused, plain, request, running_engine
+from engine_requests import (
+    MOE,
+    VQ_MOE,
+    Model,
+    PendingRequest,
+    ask,
+    assert_altered_is_rejected,
+    plain,
+    request,
+    running_engine,
+)
 from engine_trials import result, solo
 
 from linnet.core import quant
@@ -66,8 +76,10 @@ def test_concurrent_requests_equal_solo_runs(served: tuple[Model, Engine]) -> No
         )
         for i in range(12)
     ]
-    grammar = Asked(engine, request("y", constraint=Constraint(kind="regex", grammar="[a-z]{30}"), max_tokens=30))
-    for one, waiting in [(one, Asked(engine, one)) for one in requests]:
+    grammar = PendingRequest(
+        engine, request("y", constraint=Constraint(kind="regex", grammar="[a-z]{30}"), max_tokens=30)
+    )
+    for one, waiting in [(one, PendingRequest(engine, one)) for one in requests]:
         answer = waiting.answer()
         assert result(answer) == result(solo(one, n_slots=3, model=model))
         if model is MOE:
@@ -80,9 +92,9 @@ def test_request_is_batch_invariant(served: tuple[Model, Engine]) -> None:
     model, engine = served
     asked = request("the one " * 20, seed=2, max_tokens=21, top_logprobs=3, prompt_logprobs=True, return_state=True)
     alone = result(solo(asked, n_slots=3, model=model))
-    neighbours = [Asked(engine, request("x" * 270, seed=i, max_tokens=40)) for i in range(4)]
+    neighbours = [PendingRequest(engine, request("x" * 270, seed=i, max_tokens=40)) for i in range(4)]
     for i in range(2):
-        assert result(Asked(engine, dataclasses.replace(asked, id=f"again-{i}")).answer()) == alone
+        assert result(PendingRequest(engine, dataclasses.replace(asked, id=f"again-{i}")).answer()) == alone
     for other in neighbours:
         other.answer()
 
@@ -98,7 +110,7 @@ def test_state_from_a_file_continues_exactly_in_another_engine(model: Model) -> 
             n: ask(engine, "once upon " * 12, seed=9, max_tokens=n, return_state=True) for n in (1, 7, 8, 23)
         }  # the 7th token is the last of the first block, the 8th begins another
     with running_engine(model) as other:
-        neighbours = [Asked(other, request("x" * 200, seed=i, max_tokens=300)) for i in range(2)]
+        neighbours = [PendingRequest(other, request("x" * 200, seed=i, max_tokens=300)) for i in range(2)]
         for n, first in firsts.items():
             restored = through_a_file(other, first.end.state)
             assert states.to_bytes(restored) == states.to_bytes(first.end.state)
@@ -143,9 +155,9 @@ def test_state_contains_nothing_of_the_slots_earlier_request() -> None:
     """Slots are first filled by other requests; then a state that ends within a block must have an empty rest."""
     short = request("brief", seed=4, max_tokens=9, return_state=True)
     with running_engine(MOE) as engine:
-        for before in [Asked(engine, request("a secret! " * 60, max_tokens=CONTEXT)) for _ in range(3)]:
+        for before in [PendingRequest(engine, request("a secret! " * 60, max_tokens=CONTEXT)) for _ in range(3)]:
             before.answer()
-        after = Asked(engine, short).answer().end.state
+        after = PendingRequest(engine, short).answer().end.state
     assert states.to_bytes(after) == states.to_bytes(solo(short, n_slots=3, model=MOE).end.state)
     (block,) = after.memory.blocks
     n_read = after.n_tokens - 1
@@ -156,7 +168,7 @@ def test_state_contains_nothing_of_the_slots_earlier_request() -> None:
 
 
 def test_foreign_or_corrupt_state_is_rejected(engine: Engine) -> None:
-    assert_altered_is_refused(engine, ask(engine, "hello " * 30, return_state=True).end.state)
+    assert_altered_is_rejected(engine, ask(engine, "hello " * 30, return_state=True).end.state)
 
 
 def test_state_with_a_wrong_length_is_rejected(engine: Engine) -> None:
@@ -256,8 +268,8 @@ def test_grammar_ends_at_the_context(engine: Engine) -> None:
 def test_preempted_requests_share_prefill_blocks(engine: Engine) -> None:
     """More long requests than slots: each equals its solo run, although it ran in several slots."""
     requests: list[Request] = [request(f"{i}" * 200, seed=i, max_tokens=400) for i in range(5)]
-    asked = [Asked(engine, one) for one in requests]
+    asked = [PendingRequest(engine, one) for one in requests]
     urgent = request("now", seed=77, max_tokens=10, priority=5)
-    assert Asked(engine, urgent).answer().tokens == plain(urgent, MOE)[0]
+    assert PendingRequest(engine, urgent).answer().tokens == plain(urgent, MOE)[0]
     for one, waiting in zip(requests, asked, strict=True):
         assert waiting.answer().tokens == plain(one, MOE)[0]

@@ -143,8 +143,10 @@ def test_vocabulary_that_does_not_cover_every_byte(opened: dict[str, Tokenizer],
     for _ in range(5):
         text = walk(grammars.compile(constraint("regex", "( the| cat)+")), tokenizer, draw, b" ")
         assert re.fullmatch("( the| cat)+", text)
-        asked = '%llguidance {"no_forcing": false}\nstart: (" the" | " cat") "s"?'
-        assert re.fullmatch("( the| cat)s?", walk(grammars.compile(constraint("lark", asked)), tokenizer, draw, b" "))
+        requested = '%llguidance {"no_forcing": false}\nstart: (" the" | " cat") "s"?'
+        assert re.fullmatch(
+            "( the| cat)s?", walk(grammars.compile(constraint("lark", requested)), tokenizer, draw, b" ")
+        )
     with pytest.raises(UserError, match="can continue or end"):
         grammars.compile(constraint("regex", "漢"))
     later = grammars.compile(constraint("regex", "( the)漢"))

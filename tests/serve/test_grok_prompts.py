@@ -88,9 +88,9 @@ def test_server_answers_as_the_release_in_float32(i: int, model: ServedModel) ->
         choice = complete(model, prompt=prompt, max_tokens=len(run["out"]))
         assert choice["token_ids"] == run["float32_greedy"]
         assert choice["text"] == SP.decode(run["float32_greedy"])
-        whole = complete(model, prompt=prompt, max_tokens=len(run["out"]), echo=True)
-        assert whole["token_ids"] == run["prompt"] + run["float32_greedy"]
-        assert whole["text"] == SP.decode(run["prompt"] + run["float32_greedy"])
+        full = complete(model, prompt=prompt, max_tokens=len(run["out"]), echo=True)
+        assert full["token_ids"] == run["prompt"] + run["float32_greedy"]
+        assert full["text"] == SP.decode(run["prompt"] + run["float32_greedy"])
 
 
 def test_server_answers_as_the_release_in_bfloat16(tmp_path: Path) -> None:
@@ -158,8 +158,8 @@ def test_session_continues_one_text(model: ServedModel) -> None:
     third = complete(model, session=session, prompt="", max_tokens=n)
     continued = second["token_ids"][: -n or None]
     assert SP.decode([*ids, *continued]) == text + more
-    whole = complete(model, prompt=[*ids, *first["token_ids"], *continued], max_tokens=2 * n)
-    assert [*second["token_ids"][-n:], *third["token_ids"]] == whole["token_ids"]
+    full = complete(model, prompt=[*ids, *first["token_ids"], *continued], max_tokens=2 * n)
+    assert [*second["token_ids"][-n:], *third["token_ids"]] == full["token_ids"]
     assert SP.decode([*ids, *second["token_ids"], *third["token_ids"]]) == text + second["text"] + third["text"]
 
     async def count(client: httpx.AsyncClient) -> int:
@@ -197,8 +197,8 @@ def test_batch_file_is_answered_the_same(imported: Path, tmp_path: Path) -> None
     body = {**GREEDY, "prompt": run["text"], "max_tokens": len(run["out"])}
     lines = [("text", body), ("empty", {"prompt": ""}), ("chat", {"messages": [{"role": "user", "content": "the"}]})]
     urls = {"chat": "/v1/chat/completions"}
-    asked = [{"custom_id": id, "url": urls.get(id, "/v1/completions"), "body": body} for id, body in lines]
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    requested = [{"custom_id": id, "url": urls.get(id, "/v1/completions"), "body": body} for id, body in lines]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, requested)))
     linnet("serve", str(imported), "--slots", "4", "--batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     found = {one["custom_id"]: one["response"] for one in answers}

@@ -86,11 +86,11 @@ def test_header_timeout_restarts_for_each_request_of_a_connection(monkeypatch: p
         with line as response:
             response.read()
     with serving(FakeModel()) as (_, port, _):
-        whole = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        full = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as raw:
-            raw.sendall(whole)
+            raw.sendall(full)
             assert raw.recv(65536).startswith(b"HTTP/1.1 200")
-            raw.sendall(whole[:20])
+            raw.sendall(full[:20])
             assert raw.recv(65536).startswith(b"HTTP/1.1 408")
 
 
@@ -202,5 +202,5 @@ def test_batch_mode_reports_progress(
         await run_batch(app, lines, tmp_path / "out", n_workers=1, key=None, log=serve_cli._progress())
 
     talk(batch)
-    said = ["1 of 1 requests done.", "1 of 2 requests done.", "2 of 2 requests done."]
-    assert capsys.readouterr().err.splitlines() == said
+    output = ["1 of 1 requests done.", "1 of 2 requests done.", "2 of 2 requests done."]
+    assert capsys.readouterr().err.splitlines() == output

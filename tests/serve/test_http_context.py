@@ -40,10 +40,10 @@ def test_truncated_prompt_is_reported() -> None:
 
 
 def test_stream_reports_truncation_in_every_event() -> None:
-    asked = {**LONG, "truncate_prompt": True, "stream": True, "stream_options": {"include_usage": True}}
-    told = events(ask("/v1/completions", asked, FakeModel(context=6)))
-    assert {one["prompt_tokens_cut"] for one in told} == {4}
-    assert told[-1]["usage"]["prompt_tokens_cut"] == 4
+    requested = {**LONG, "truncate_prompt": True, "stream": True, "stream_options": {"include_usage": True}}
+    reported = events(ask("/v1/completions", requested, FakeModel(context=6)))
+    assert {one["prompt_tokens_cut"] for one in reported} == {4}
+    assert reported[-1]["usage"]["prompt_tokens_cut"] == 4
     chat = {"messages": [{"role": "user", "content": "hello"}], "truncate_prompt": True, "max_tokens": 3}
     n_all = ask("/v1/chat/completions", chat).json()["usage"]["prompt_tokens"]
     for one in events(ask("/v1/chat/completions", {**chat, "stream": True}, FakeModel(context=6))):
@@ -51,21 +51,21 @@ def test_stream_reports_truncation_in_every_event() -> None:
 
 
 def test_each_of_several_prompts_is_truncated_once() -> None:
-    asked = {**LONG, "prompt": ["abcdefghij", "xyz", "0123456789"], "n": 2, "truncate_prompt": True}
-    answer = ask("/v1/completions", asked, FakeModel(context=6)).json()
+    requested = {**LONG, "prompt": ["abcdefghij", "xyz", "0123456789"], "n": 2, "truncate_prompt": True}
+    answer = ask("/v1/completions", requested, FakeModel(context=6)).json()
     assert (answer["prompt_tokens_cut"], answer["usage"]["prompt_tokens"]) == (8, 15)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_returns_the_truncated_prompt(stream: bool) -> None:
-    asked = {**LONG, "truncate_prompt": True, "echo": True, "logprobs": 1, "stream": stream}
-    response = ask("/v1/completions", asked, FakeModel(context=6))
+    requested = {**LONG, "truncate_prompt": True, "echo": True, "logprobs": 1, "stream": stream}
+    response = ask("/v1/completions", requested, FakeModel(context=6))
     choices = [one["choices"][0] for one in (events(response) if stream else [response.json()])]
     assert "".join(one["text"] for one in choices) == "efghijefgh"
-    told = [one["logprobs"] for one in choices if one["logprobs"]]
+    reported = [one["logprobs"] for one in choices if one["logprobs"]]
     for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert len([value for one in told for value in one[field]]) == 10
-    assert [offset for one in told for offset in one["text_offset"]] == list(range(10))
+        assert len([value for one in reported for value in one[field]]) == 10
+    assert [offset for one in reported for offset in one["text_offset"]] == list(range(10))
 
 
 def test_models_endpoint_reports_family_and_context() -> None:
@@ -86,9 +86,9 @@ def test_image_larger_than_the_context_is_rejected() -> None:
 
 
 def test_grammar_without_a_valid_token_is_a_422() -> None:
-    whole = ask("/v1/completions", {"prompt": "STUCK", "max_tokens": 4})
-    assert whole.status_code == 422
-    error = whole.json()["error"]
+    full = ask("/v1/completions", {"prompt": "STUCK", "max_tokens": 4})
+    assert full.status_code == 422
+    error = full.json()["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "no_token_left")
     assert "no token is left" in error["message"]
     *_, last = events(ask("/v1/completions", {"prompt": "STUCK", "max_tokens": 4, "stream": True}))

@@ -300,8 +300,8 @@ def test_metrics() -> None:
 
 def test_openapi_document_has_every_route_and_its_references_resolve() -> None:
     document = get("/openapi.json").json()
-    told = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
-    assert told == {(one.method, one.path.replace(":path", "")) for one in ENDPOINTS}
+    reported = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    assert reported == {(one.method, one.path.replace(":path", "")) for one in ENDPOINTS}
     names = [item["operationId"] for path in document["paths"].values() for item in path.values()]
     assert len(set(names)) == len(names)
     schemas = document["components"]["schemas"]

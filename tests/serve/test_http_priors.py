@@ -89,15 +89,17 @@ def test_stream_sends_progress_per_candidate_then_the_result() -> None:
     body = {"input": "white", "n": 2, "seed": 2, "steps": 20, "nearest": 3, "stream": True, "progress": 4}
     model = FakePrior(paced=True)  # progress that the reader has not taken yet would be replaced by newer progress
     assert model.pace is not None
-    *told, last = events(talk(partial(_read, body, on_progress=model.pace.release), model))
-    assert {(one["candidate"], one["step"]) for one in told} == {(i, step) for i in (0, 1) for step in (4, 8, 12, 16)}
-    assert {one["type"] for one in told} == {"prior.progress"}
-    assert {(one["index"], one["steps"]) for one in told} == {(0, 20)}
-    assert all(len(one["nearest"]) == 3 for one in told)
-    assert told[-1]["cosine"] > told[0]["cosine"]
+    *reported, last = events(talk(partial(_read, body, on_progress=model.pace.release), model))
+    assert {(one["candidate"], one["step"]) for one in reported} == {
+        (i, step) for i in (0, 1) for step in (4, 8, 12, 16)
+    }
+    assert {one["type"] for one in reported} == {"prior.progress"}
+    assert {(one["index"], one["steps"]) for one in reported} == {(0, 20)}
+    assert all(len(one["nearest"]) == 3 for one in reported)
+    assert reported[-1]["cosine"] > reported[0]["cosine"]
     assert last["type"] == "prior.completed"
-    whole = ask_prior({name: value for name, value in body.items() if name not in ("stream", "progress")}).json()
-    assert last["data"] == whole["data"]
+    complete = ask_prior({name: value for name, value in body.items() if name not in ("stream", "progress")}).json()
+    assert last["data"] == complete["data"]
     silent = events(ask_prior({**body, "progress": 0}))
     assert [one["type"] for one in silent] == ["prior.completed"]
 
@@ -194,9 +196,9 @@ def test_server_with_only_priors_rejects_text_requests() -> None:
 
 
 def test_full_queue_is_429_and_deadline_is_504() -> None:
-    full = ask_prior({"input": "a", "n": 2}, FakePrior(most=1, held=True))
+    full = ask_prior({"input": "a", "n": 2}, FakePrior(most=1, paused=True))
     assert (full.status_code, full.headers["retry-after"]) == (429, "3")
-    late = ask_prior({"input": "a", "deadline_seconds": 0.05}, FakePrior(held=True))
+    late = ask_prior({"input": "a", "deadline_seconds": 0.05}, FakePrior(paused=True))
     assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline")
     few = ask_prior({"input": ["a", "b"]}, limits=Limits(answers=1))
     assert few.status_code == 400
@@ -204,7 +206,7 @@ def test_full_queue_is_429_and_deadline_is_504() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_disconnect_cancels_its_samples(stream: bool) -> None:
-    model = FakePrior(held=True)
+    model = FakePrior(paused=True)
 
     async def leave(client: httpx.AsyncClient) -> None:
         body = {"input": "a", "n": 2, "steps": 100, "stream": stream}

@@ -123,9 +123,9 @@ def test_openai_client_images(client: openai.OpenAI) -> None:
 
 
 def test_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="unknown field") as refused:
+    with pytest.raises(openai.BadRequestError, match="unknown field") as rejection:
         client.completions.create(model="text", prompt="a", suffix="b")
-    assert refused.value.param == "suffix"
+    assert rejection.value.param == "suffix"
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="none", prompt="a")
     with pytest.raises(openai.InternalServerError):

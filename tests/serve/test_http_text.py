@@ -88,20 +88,20 @@ def test_scoring_returns_only_the_prompt() -> None:
 
 def test_streamed_completion_equals_the_complete_one() -> None:
     body = {"prompt": ["añb", "cd"], "n": 2, "max_tokens": 9, "seed": 0, "logprobs": 2, "echo": True}
-    whole = ask("/v1/completions", body).json()
+    full = ask("/v1/completions", body).json()
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last, done = events(ask("/v1/completions", {**body, **options}))
     assert done == "DONE"
     assert last["choices"] == []
-    assert last["usage"] == whole["usage"]
+    assert last["usage"] == full["usage"]
     assert all(chunk["usage"] is None and chunk["id"] == last["id"] for chunk in chunks)
-    for choice in whole["choices"]:
+    for choice in full["choices"]:
         mine = [one["choices"][0] for one in chunks if one["choices"][0]["index"] == choice["index"]]
         assert "".join(one["text"] for one in mine) == choice["text"]
         assert [one["finish_reason"] for one in mine][-1] == choice["finish_reason"]
         for field in choice["logprobs"]:
-            told = [value for one in mine if one["logprobs"] for value in one["logprobs"][field]]
-            assert told == choice["logprobs"][field]
+            reported = [value for one in mine if one["logprobs"] for value in one["logprobs"][field]]
+            assert reported == choice["logprobs"][field]
 
 
 def test_chat_completion() -> None:

@@ -95,17 +95,17 @@ def test_session_continuation_equals_the_full_conversation(name: str, tokenizer:
     template, special = template_of(name), tokenizer.special_tokens
     first, answer, second = ("user", "one"), "an answer", ("user", "two </s>")
     end = special[EXPECTED["eos"][name]].id
-    whole = template.encode([first, ("assistant", answer), second], tokenizer)
+    full = template.encode([first, ("assistant", answer), second], tokenizer)
     begin = template.encode([first], tokenizer)
     lead = " " if name == "mistral" else ""  # this template writes a space before an answer
-    said = tokenizer.encode((lead + answer).encode(), continues=True).tolist()
+    output = tokenizer.encode((lead + answer).encode(), continues=True).tolist()
     # An answer that ended by itself has its end token, which is not read twice; one that was cut off gets it.
-    for ending, last in (([end], end), ([], said[-1])):
+    for ending, last in (([end], end), ([], output[-1])):
         more = template.encode([second], tokenizer, last=last)
-        joined = [*begin, *said, *ending, *more]
+        joined = [*begin, *output, *ending, *more]
         if name == "llama3":  # its generation prompt ends with a line break that the conversation does not have
-            joined = [*begin[:-1], *said, *ending, *more]
-        assert joined == whole
+            joined = [*begin[:-1], *output, *ending, *more]
+        assert joined == full
     strings, ids = template.stops(tokenizer)
     assert strings == ()
     assert end in ids
@@ -243,11 +243,11 @@ def test_session_continues_as_a_prefill_of_the_full_conversation() -> None:
         ]
         found = [(await client.post("/v1/chat/completions", json=same | body)).json() for body in bodies]
         answer = found[0]["choices"][0]["message"]
-        whole = {"messages": [user("one <end>"), answer, user("two")]}
-        return [*found, (await client.post("/v1/chat/completions", json=same | whole)).json()]
+        full = {"messages": [user("one <end>"), answer, user("two")]}
+        return [*found, (await client.post("/v1/chat/completions", json=same | full)).json()]
 
     try:
-        _, second, whole = talk(calls, model)
-        assert second["choices"][0] == whole["choices"][0]
+        _, second, full = talk(calls, model)
+        assert second["choices"][0] == full["choices"][0]
     finally:
         model.engine.stop(within=1.0)

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from prior_requests import Heard, running, wanted
+from prior_requests import RequestEvents, running, wanted
 from tiny_prior import config, model, prepared
 
 from linnet.core import rng
@@ -62,8 +62,8 @@ def by_sample(cfg: PriorConfig, ask: SampleRequest) -> np.ndarray:
 
 def alone_and_among(cfg: PriorConfig, asks: list[SampleRequest]) -> list[np.ndarray]:
     with running(cfg) as engine:
-        alone = [Heard(engine, ask).embedding() for ask in asks]
-        together = [Heard(engine, ask) for ask in reversed(asks)]  # more than there are slots: they come and go
+        alone = [RequestEvents(engine, ask).embedding() for ask in asks]
+        together = [RequestEvents(engine, ask) for ask in reversed(asks)]  # more than there are slots: they come and go
         found = [heard.embedding() for heard in together][::-1]
     for one, among in zip(alone, found, strict=True):
         np.testing.assert_array_equal(one, among)
@@ -116,7 +116,7 @@ def test_every_release_is_served_as_it_is_sampled(release: str) -> None:
     asks = [wanted(cfg, i, steps=4, solver="ddim", guidance=2.5, seed=i) for i in range(2)]
     asks[1] = dataclasses.replace(asks[1], encodings=asks[1].encodings[:2])  # pyright: ignore[reportOptionalSubscript]
     with running(cfg) as engine:
-        heard = [Heard(engine, ask) for ask in asks]
+        heard = [RequestEvents(engine, ask) for ask in asks]
         found = [one.embedding() for one in heard]
     for ask, one in zip(asks, found, strict=True):
         np.testing.assert_allclose(one, by_sample(cfg, ask), atol=2e-5 * np.abs(one).max())
@@ -150,23 +150,23 @@ def test_progress_is_reported_at_even_intervals_and_ends_with_the_result(engine:
         1, engine.backend.make_state(ask, plan_of(CFG, ask))
     )  # by hand, while the engine has nothing to do
     by_hand = [np.asarray(engine.backend.tick(guided=False, with_embeddings=True).starts)[1] for _ in range(9)]
-    plain, heard = Heard(engine, wanted(CFG, 1, solver="ddpm", seed=4)), Heard(engine, ask)
+    plain, heard = RequestEvents(engine, wanted(CFG, 1, solver="ddpm", seed=4)), RequestEvents(engine, ask)
     heard.end()
-    assert [(event.step, event.n_steps) for event in heard.told] == [(3, 12), (6, 12), (9, 12)]
-    for event in heard.told:
+    assert [(event.step, event.n_steps) for event in heard.reported] == [(3, 12), (6, 12), (9, 12)]
+    for event in heard.reported:
         np.testing.assert_array_equal(event.start, by_hand[event.step - 1])
     plain.end()
-    assert plain.told == []
+    assert plain.reported == []
 
 
 def test_cancelled_request_leaves_its_slot_at_the_next_tick(
     engine: PriorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = wanted(CFG, 1, steps=3, solver="dpm")
-    alone, n_steps = Heard(engine, ask).embedding(), len(plan_of(CFG, ask))
+    alone, n_steps = RequestEvents(engine, ask).embedding(), len(plan_of(CFG, ask))
     gate = Gate(engine, monkeypatch)
-    gone, other = (Heard(engine, wanted(CFG, i, id=f"slow{i}", solver="ddpm")) for i in (0, 2))
-    next_one = Heard(engine, ask)
+    gone, other = (RequestEvents(engine, wanted(CFG, i, id=f"slow{i}", solver="ddpm")) for i in (0, 2))
+    next_one = RequestEvents(engine, ask)
     gate.let(3)
     engine.cancel("slow0")
     gate.let(1 + n_steps + 1)  # at most one was planned before, and the last is read back when the next has begun
@@ -180,13 +180,13 @@ def test_cancelled_request_leaves_its_slot_at_the_next_tick(
 
 def test_preempted_request_continues_bit_identically(engine: PriorEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     asks = [wanted(CFG, i, solver="ddpm", seed=2) for i in (0, 2)]
-    alone = [Heard(engine, ask).embedding() for ask in asks]
+    alone = [RequestEvents(engine, ask).embedding() for ask in asks]
     gate = Gate(engine, monkeypatch)
-    slow = [Heard(engine, ask) for ask in asks]
+    slow = [RequestEvents(engine, ask) for ask in asks]
     gate.let(5)
     while gate.n_ticks < 5:
         pass
-    urgent = [Heard(engine, wanted(CFG, i, id=f"urgent{i}", steps=3, priority=5)) for i in (1, 3)]
+    urgent = [RequestEvents(engine, wanted(CFG, i, id=f"urgent{i}", steps=3, priority=5)) for i in (1, 3)]
     gate.let(7)
     assert [one.end().reason for one in urgent] == ["stop", "stop"]  # before the slow ones, which need 24
     gate.let(100)
@@ -200,16 +200,16 @@ def test_deadlines_full_queue_and_drain_end_requests_correctly(monkeypatch: pyte
         gate = Gate(engine, monkeypatch)
         late = []
         for i in (0, 1):
-            late.append(Heard(engine, wanted(CFG, i, solver="ddpm", deadline=5.0)))
+            late.append(RequestEvents(engine, wanted(CFG, i, solver="ddpm", deadline=5.0)))
             gate.let(1)
             while engine.stats()["running"] <= i:
                 pass
         gate.let(1)
-        waiting: list[Heard] = []
+        waiting: list[RequestEvents] = []
         with pytest.raises(
             QueueFull
         ):  # one waits, and a few may stand ready before the slots, should the engine look in between
-            waiting.extend(Heard(engine, wanted(CFG, i, steps=4, deadline=50.0)) for i in range(2, 12))
+            waiting.extend(RequestEvents(engine, wanted(CFG, i, steps=4, deadline=50.0)) for i in range(2, 12))
         assert waiting
         now[0] = 6.0
         gate.let(1000)
@@ -224,7 +224,7 @@ def test_failure_ends_running_requests_and_the_next_is_served(
     engine: PriorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = wanted(CFG, 1, steps=6)
-    alone = Heard(engine, ask).embedding()
+    alone = RequestEvents(engine, ask).embedding()
     real, left = engine.backend.tick, threading.Semaphore(2)
 
     def fails(**how: Any) -> Any:
@@ -233,10 +233,10 @@ def test_failure_ends_running_requests_and_the_next_is_served(
         return real(**how)
 
     monkeypatch.setattr(engine.backend, "tick", fails)
-    end = Heard(engine, wanted(CFG, 0, steps=6)).end()
+    end = RequestEvents(engine, wanted(CFG, 0, steps=6)).end()
     assert (end.reason, end.embedding, end.error) == ("error", None, "the device is gone")
     monkeypatch.setattr(engine.backend, "tick", real)
-    np.testing.assert_array_equal(Heard(engine, ask).embedding(), alone)
+    np.testing.assert_array_equal(RequestEvents(engine, ask).embedding(), alone)
 
 
 def test_unsupported_requests_are_rejected_before_queueing() -> None:
@@ -271,10 +271,10 @@ def test_unsupported_requests_are_rejected_before_queueing() -> None:
 
 
 def test_guidance_without_effect_is_none_and_reported(engine: PriorEngine) -> None:
-    assert Heard(engine, wanted(CFG, 0, steps=2, guidance=3.0)).end().guidance == 3.0
+    assert RequestEvents(engine, wanted(CFG, 0, steps=2, guidance=3.0)).end().guidance == 3.0
     padded = dataclasses.replace(CFG, depth=1, **behaviour("1.8.4"))
     with running(padded) as old:
-        guided, plain = (Heard(old, wanted(padded, 0, steps=2, guidance=scale)).end() for scale in (3.0, 1.0))
+        guided, plain = (RequestEvents(old, wanted(padded, 0, steps=2, guidance=scale)).end() for scale in (3.0, 1.0))
     assert (guided.guidance, guided.reason) == (1.0, "stop")
     np.testing.assert_array_equal(guided.embedding, plain.embedding)
 
@@ -282,4 +282,4 @@ def test_guidance_without_effect_is_none_and_reported(engine: PriorEngine) -> No
 def test_engine_rejects_unsupported_requests_and_continues(engine: PriorEngine) -> None:
     with pytest.raises(UserError, match="steps"):
         engine.submit(wanted(CFG, 0, steps=99), lambda event: None)
-    assert Heard(engine, wanted(CFG, 0, steps=2)).end().reason == "stop"
+    assert RequestEvents(engine, wanted(CFG, 0, steps=2)).end().reason == "stop"

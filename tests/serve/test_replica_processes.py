@@ -88,9 +88,9 @@ def test_hung_replica_is_avoided_then_killed_and_replaced(
         assert fleet.n_restarts == 1
 
     with_fleet(stop, tmp_path)
-    told = capsys.readouterr().err
-    assert "Replica 0 hangs: it missed 4 health probes and is killed." in told
-    assert "Replica 0 was killed by SIGKILL" in told
+    reported = capsys.readouterr().err
+    assert "Replica 0 hangs: it missed 4 health probes and is killed." in reported
+    assert "Replica 0 was killed by SIGKILL" in reported
 
 
 def test_late_health_response_counts(
@@ -120,12 +120,12 @@ def test_full_replica_is_alive(tmp_path: Path) -> None:
         await writer.drain()
         writer.close()
 
-    async def asked() -> list[bool]:
+    async def requested() -> list[bool]:
         async with await asyncio.start_unix_server(is_full, str(tmp_path / "s")):
             both = [await upstream.is_alive(tmp_path / "s"), await upstream.is_ready(tmp_path / "s")]
         return [*both, await upstream.is_alive(tmp_path / "nobody")]
 
-    assert asyncio.run(asked()) == [True, False, False]
+    assert asyncio.run(requested()) == [True, False, False]
 
 
 def test_used_port_is_rejected_before_replicas_start(tmp_path: Path) -> None:

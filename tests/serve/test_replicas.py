@@ -281,18 +281,20 @@ def test_drain_rejects_new_work_and_ends_late_requests_with_an_error() -> None:
     lifecycle, model = Lifecycle(), FakeModel(seconds_per_token=0.02)
 
     async def ask(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
-        asked = {**ASK, "max_tokens": 1000}
-        late = [asyncio.create_task(client.post("/v1/completions", json={**asked, "stream": s})) for s in (False, True)]
+        requested = {**ASK, "max_tokens": 1000}
+        late = [
+            asyncio.create_task(client.post("/v1/completions", json={**requested, "stream": s})) for s in (False, True)
+        ]
         while len(model.running) < 2 or model.n_tokens < 4:
             await asyncio.sleep(0.01)
         lifecycle.drain()
         assert (await client.get("/ready")).json() == {"status": "draining"}
-        refused = await client.post("/v1/completions", json=ASK)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        rejection = await client.post("/v1/completions", json=ASK)
+        assert (rejection.status_code, rejection.json()["error"]["code"]) == (503, "draining")
         assert (await client.get("/v1/models")).status_code == 200
         lifecycle.close_responses()
-        whole, stream = [await one for one in late]
-        assert (whole.status_code, whole.json()["error"]["code"]) == (503, "cancelled")
+        full, stream = [await one for one in late]
+        assert (full.status_code, full.json()["error"]["code"]) == (503, "cancelled")
         assert json.loads(stream.text.strip().split("\n\n")[-1][6:])["error"]["code"] == "cancelled"
 
     talk(ask, model, lifecycle=lifecycle)

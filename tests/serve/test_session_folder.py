@@ -157,8 +157,8 @@ def test_corrupt_file_is_rejected(tmp_path: Path) -> None:
     (path,) = tmp_path.rglob(id)
     content = path.read_bytes()
     head = content[: content.index(b"\n") + 1]
-    for harmed in (b"", head, head[:10], content[: len(content) // 2], content[:-1] + bytes([content[-1] ^ 1])):
-        path.write_bytes(harmed)
+    for corrupted in (b"", head, head[:10], content[: len(content) // 2], content[:-1] + bytes([content[-1] ^ 1])):
+        path.write_bytes(corrupted)
         with pytest.raises(UserError, match="damaged|modified"):
             sessions.get(id)
     path.write_bytes(content)

@@ -57,10 +57,10 @@ def cluster(processes: int, script: str, *arguments: str, timeout: float = 120) 
     finally:
         for child in children:
             child.kill()
-    said = [
+    output = [
         [json.loads(line) for line in out.splitlines() if line[:1] in "[{" and "Gloo" not in line] for out, _ in ends
     ]
-    return [(child.returncode, words, err) for child, words, (_, err) in zip(children, said, ends, strict=True)]
+    return [(child.returncode, words, err) for child, words, (_, err) in zip(children, output, ends, strict=True)]
 
 
 def _environment(devices: int) -> dict[str, str]:
@@ -100,8 +100,8 @@ def _shardings(mesh: Any) -> dict[str, NamedSharding]:
 
     def one(shape: tuple[int, ...]) -> NamedSharding:
         axes = zip(reversed(shape), ("model", "fsdp", "expert"), strict=False)
-        cuts = [name if size and size % mesh.shape[name] == 0 else None for size, name in axes]
-        return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - len(cuts)), *reversed(cuts)))
+        splits = [name if size and size % mesh.shape[name] == 0 else None for size, name in axes]
+        return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - len(splits)), *reversed(splits)))
 
     shapes = {name: leaf.shape for name, leaf in expected(0).items()} | {"keys": (8,)}
     return {name: one(shape) for name, shape in shapes.items()}
@@ -117,7 +117,7 @@ def target(mesh: Any) -> dict[str, jax.ShapeDtypeStruct]:
 def state(seed: int, mesh: Any) -> dict[str, Any]:
     places = _shardings(mesh)
     made = {
-        name: jax.make_array_from_callback(leaf.shape, places[name], lambda cuts, leaf=leaf: leaf[cuts])
+        name: jax.make_array_from_callback(leaf.shape, places[name], lambda splits, leaf=leaf: leaf[splits])
         for name, leaf in expected(seed).items()
     }
     return made | {"keys": jax.random.wrap_key_data(made["keys"])}
@@ -125,9 +125,9 @@ def state(seed: int, mesh: Any) -> dict[str, Any]:
 
 def same(tree: Any, seed: int) -> bool:
     """Whether all that this process holds is what it must be, bit for bit."""
-    whole, held = expected(seed), tree | {"keys": jax.random.key_data(tree["keys"])}
-    return held.keys() == whole.keys() and all(
-        np.asarray(shard.data).tobytes() == whole[name][shard.index].tobytes()
+    full, held = expected(seed), tree | {"keys": jax.random.key_data(tree["keys"])}
+    return held.keys() == full.keys() and all(
+        np.asarray(shard.data).tobytes() == full[name][shard.index].tobytes()
         for name, leaf in held.items()
         for shard in leaf.addressable_shards
     )

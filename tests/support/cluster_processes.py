@@ -70,7 +70,7 @@ class Processes:
     def wait_for_step(self, step: int, seconds: float = 120) -> None:
         until(lambda: all(self._step(i) >= step for i in range(self.n)), seconds, self._everything)
 
-    def wait_for_words(self, i: int, words: str, seconds: float) -> None:
+    def wait_for_output(self, i: int, words: str, seconds: float) -> None:
         until(lambda: words in self.said(i), seconds, self._everything)
 
     def signal(self, i: int, number: signal.Signals) -> None:
@@ -101,17 +101,17 @@ class Processes:
         return "\n".join(f"process {i}: {self.said(i)}" for i in range(self.n))
 
 
-def write_config(folder: Path, steps: int, judged: bool) -> Path:
+def write_config(folder: Path, steps: int, evaluated: bool) -> Path:
     """`judged`: with evaluations and a last test, which take as long to compile as the updates."""
     changes = {"optim.steps": steps, "train.log_every": 1, "train.checkpoint_every": 3, "train.eval_every": 30}
-    if not judged:
+    if not evaluated:
         changes |= {"data.validation_fraction": 0.0, "data.test_fraction": 0.0}
     cfg = tiny.config(tiny.corpus(folder), **changes)
     codec.save(cfg, folder / "config.json")
     return folder / "config.json"
 
 
-def quick_to_compile() -> dict[str, str]:
+def quickly_compiled() -> dict[str, str]:
     """On CPU only process 0 finds its programs in JAX's cache (the others have keys of their own, and never write), so
     every start compiles anew: most of a trial's time, and none of its matter."""
     return dict(os.environ) | {"XLA_FLAGS": QUICKLY}
@@ -126,7 +126,7 @@ class Launched:
         train = ["train", str(config), "--out", str(run), "--quiet", "--mesh", f"data={processes}"]
         with self._said.open("wb") as said:
             command = [*LINNET, "launch", *flags, "--", *train]
-            self.process = subprocess.Popen(command, env=quick_to_compile(), stdout=said, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(command, env=quickly_compiled(), stdout=said, stderr=subprocess.STDOUT)
 
     def __enter__(self) -> Launched:
         return self
@@ -158,7 +158,7 @@ class Launched:
                     found.append(int(task.name))
         return sorted(found)
 
-    def all_there(self) -> None:
+    def wait_until_started(self) -> None:
         self._until(lambda: len(self.children()) == self.n)
 
     def reached(self, step: int) -> None:
@@ -178,15 +178,17 @@ class Launched:
         until(happened, 300, self.said)
 
 
-def killed_equals_whole(folder: Path, *, processes: int, steps: int, kills: int, seed: int, judged: bool) -> None:
+def killed_equals_uninterrupted(
+    folder: Path, *, processes: int, steps: int, kills: int, seed: int, evaluated: bool
+) -> None:
     """The run that lost a process so many times, at random moments, against the one that lost none."""
-    config = write_config(folder, steps, judged)
+    config = write_config(folder, steps, evaluated)
     with Launched(config, folder / "whole", processes, 0) as whole:
         whole.finish()
     draw = random.Random(seed)
     with Launched(config, folder / "run", processes, kills) as launched:
         for _ in range(kills):
-            launched.all_there()
+            launched.wait_until_started()
             if draw.random() < 0.25:  # while it starts
                 time.sleep(draw.random() * 3.0)
             else:  # in mid-step or in mid-save: with a checkpoint every third step, one is being written most of the time

@@ -215,8 +215,8 @@ def report(name: str, meshes: Sequence[str], weights: WeightDtype = "float32") -
         )
 
 
-def main(asked: str) -> None:
-    for name, meshes, weights in json.loads(asked):
+def main(requested: str) -> None:
+    for name, meshes, weights in json.loads(requested):
         report(name, meshes, weights)
 
 
@@ -244,7 +244,7 @@ def sample_in_run(folder: Path, name: str, *meshes: str) -> list[str]:
     return words
 
 
-def by_commands(folder: Path, name: str, mesh: str) -> dict[str, list[Any]]:
+def outputs_of_commands(folder: Path, name: str, mesh: str) -> dict[str, list[Any]]:
     """What `linnet sample` and `linnet serve --batch` say of one run, on one device and on a mesh."""
     cfg = dataclasses.replace(MODELS[name], n_vocab=N_BYTE_IDS)
     run = tiny.config(folder, "vq" if isinstance(cfg, VQConfig) else "moe", model=cfg)
@@ -252,9 +252,9 @@ def by_commands(folder: Path, name: str, mesh: str) -> dict[str, list[Any]]:
     bodies = [
         {"model": "run", "prompt": "linear" * i, "max_tokens": 40, "seed": i, "temperature": i % 2} for i in range(5)
     ]
-    asked = [{"custom_id": str(i), "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
-    (folder / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
-    said: dict[str, list[Any]] = {"sample": [], "serve": []}
+    requested = [{"custom_id": str(i), "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
+    (folder / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in requested))
+    output: dict[str, list[Any]] = {"sample": [], "serve": []}
     for number, text in enumerate(("", mesh)):
         words, answered = io.StringIO(), folder / f"answered {number}.jsonl"
         options = ["--prompt", "linear", "--n", "2", "--max-tokens", "40", "--json", "--mesh", text]
@@ -262,7 +262,7 @@ def by_commands(folder: Path, name: str, mesh: str) -> dict[str, list[Any]]:
             sample_command([str(folder / "run"), *options])
             batch = ["--batch", str(folder / "asked.jsonl"), str(answered)]
             serve_command([str(folder / "run"), "--slots", "3", "--mesh", text, *batch])
-        said["sample"].append([one["text"] for one in json.loads(words.getvalue().splitlines()[0])["samples"]])
+        output["sample"].append([one["text"] for one in json.loads(words.getvalue().splitlines()[0])["samples"]])
         lines = sorted((json.loads(line) for line in answered.read_text().splitlines()), key=lambda x: x["custom_id"])
-        said["serve"].append([line["response"]["body"]["choices"][0]["text"] for line in lines])
-    return said
+        output["serve"].append([line["response"]["body"]["choices"][0]["text"] for line in lines])
+    return output

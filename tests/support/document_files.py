@@ -72,7 +72,7 @@ def write(path: Path, content: bytes) -> str:
     return str(path)
 
 
-def whole(documents: Documents) -> list[tuple[str, bytes]]:
+def read_all(documents: Documents) -> list[tuple[str, bytes]]:
     """Name and content of each document, after checking that its parts are in order."""
     found: list[tuple[str, bytes]] = []
     position, open_name = 0, None
@@ -91,7 +91,7 @@ def whole(documents: Documents) -> list[tuple[str, bytes]]:
     return found
 
 
-def refused(source: str, column: str | None = None) -> str:
+def rejection(source: str, column: str | None = None) -> str:
     with pytest.raises(UserError) as caught:
         list(open_documents(source, column=column).parts())
     assert "Fix: " in str(caught.value)

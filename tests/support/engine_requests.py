@@ -57,7 +57,7 @@ class Answer:
     top: list[Any]
 
 
-class Asked:
+class PendingRequest:
     """A request on its way; `answer` waits for its end."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
@@ -107,10 +107,10 @@ def request(prompt: str | bytes = "", **changes: Any) -> Request:
 
 
 def ask(engine: Engine, prompt: str | bytes = "", **changes: Any) -> Answer:
-    return Asked(engine, request(prompt, **changes)).answer()
+    return PendingRequest(engine, request(prompt, **changes)).answer()
 
 
-def assert_altered_is_refused(engine: Engine, state: State) -> None:
+def assert_altered_is_rejected(engine: Engine, state: State) -> None:
     """A state's file with one bit changed, cut short, or of another model is refused."""
     saved, like = states.to_bytes(state), engine.backend.abstract_state
     for at in (4, 100, len(saved) // 2, len(saved) - 1):
@@ -125,9 +125,9 @@ def assert_altered_is_refused(engine: Engine, state: State) -> None:
         states.from_bytes(saved, like, "0" * 64)
 
 
-def plain(asked: Request, model: Model = VQ) -> tuple[list[int], list[float]]:
+def plain(requested: Request, model: Model = VQ) -> tuple[list[int], list[float]]:
     """The same by the plain generator, alone."""
-    s = asked.sampling
+    s = requested.sampling
     settings = sampling_settings(
         1,
         temperature=s.temperature,
@@ -142,7 +142,7 @@ def plain(asked: Request, model: Model = VQ) -> tuple[list[int], list[float]]:
         model.params,
         model.buffers,
         model.cfg,
-        [list(asked.prompt)],
+        [list(requested.prompt)],
         max_tokens=s.max_tokens,
         settings=settings,
         seeds=[s.seed],

@@ -6,7 +6,7 @@ import dataclasses
 import random
 from typing import Any
 
-from engine_requests import VQ, Answer, Asked, Model, make
+from engine_requests import VQ, Answer, Model, PendingRequest, make
 
 from linnet.serve import state as states
 from linnet.serve.request import Constraint, Request, Sampling
@@ -29,29 +29,29 @@ def length(draw: random.Random, most: int = LONGEST) -> int:
 def sampling(draw: random.Random, *, max_tokens: int) -> Sampling:
     """Any of the settings a request may have, most of them off."""
 
-    def seldom(value: Any, off: Any) -> Any:
+    def sometimes(value: Any, off: Any) -> Any:
         return value if draw.random() < 0.25 else off
 
     ids = range(3, 259)
     return Sampling(
         seed=draw.randrange(2**32),
         max_tokens=max_tokens,
-        min_tokens=seldom(draw.randint(0, max_tokens), 0),
+        min_tokens=sometimes(draw.randint(0, max_tokens), 0),
         temperature=draw.choice([0.0, 0.3, 0.7, 1.0, 1.0, 1.5]),
-        top_p=seldom(draw.uniform(0.05, 1.0), 1.0),
-        top_k=seldom(draw.randint(1, 60), 0),
-        min_p=seldom(draw.uniform(0.0, 0.5), 0.0),
-        typical_p=seldom(draw.uniform(0.1, 1.0), 1.0),
-        repetition_penalty=seldom(draw.uniform(0.5, 2.0), 1.0),
-        presence_penalty=seldom(draw.uniform(-2, 2), 0.0),
-        frequency_penalty=seldom(draw.uniform(-2, 2), 0.0),
-        logit_bias=seldom({draw.choice(ids): draw.uniform(-9, 9) for _ in range(5)}, {}),
-        allowed=seldom(frozenset(draw.sample(ids, 40)) | {1}, None),
-        banned=seldom(frozenset(draw.sample(ids, 20)), frozenset()),
-        stop=seldom((chr(draw.randint(97, 122)), "é"), ()),
-        stop_ids=seldom(frozenset(draw.sample(ids, 2)), frozenset()),
+        top_p=sometimes(draw.uniform(0.05, 1.0), 1.0),
+        top_k=sometimes(draw.randint(1, 60), 0),
+        min_p=sometimes(draw.uniform(0.0, 0.5), 0.0),
+        typical_p=sometimes(draw.uniform(0.1, 1.0), 1.0),
+        repetition_penalty=sometimes(draw.uniform(0.5, 2.0), 1.0),
+        presence_penalty=sometimes(draw.uniform(-2, 2), 0.0),
+        frequency_penalty=sometimes(draw.uniform(-2, 2), 0.0),
+        logit_bias=sometimes({draw.choice(ids): draw.uniform(-9, 9) for _ in range(5)}, {}),
+        allowed=sometimes(frozenset(draw.sample(ids, 40)) | {1}, None),
+        banned=sometimes(frozenset(draw.sample(ids, 20)), frozenset()),
+        stop=sometimes((chr(draw.randint(97, 122)), "é"), ()),
+        stop_ids=sometimes(frozenset(draw.sample(ids, 2)), frozenset()),
         ignore_eos=draw.random() < 0.5,
-        top_logprobs=seldom(draw.randint(1, 20), 0),
+        top_logprobs=sometimes(draw.randint(1, 20), 0),
         constraint=draw.choice(GRAMMARS) if draw.random() < 0.06 else None,
     )
 
@@ -70,10 +70,10 @@ def result(answer: Answer) -> dict[str, Any]:
     }
 
 
-def solo(asked: Request, *, n_slots: int, model: Model = VQ) -> Answer:
+def solo(requested: Request, *, n_slots: int, model: Model = VQ) -> Answer:
     """The same request on an engine of its own that never saw another, without a prefix cache."""
     engine = make(model, n_slots=n_slots, prefix_bytes=0)
     try:
-        return Asked(engine, dataclasses.replace(asked, priority=0, deadline=None)).answer(timeout=120)
+        return PendingRequest(engine, dataclasses.replace(requested, priority=0, deadline=None)).answer(timeout=120)
     finally:
         engine.stop(within=5)

@@ -220,10 +220,10 @@ class FakeModel:
             drawn.append(token)
             self.n_tokens += 1
             text.feed(token)
-            said, offsets = text.take()
+            output, offsets = text.take()
             choice = TokenLogprob(token, -float(sampling.seed + 1))
             top = (tuple(TokenLogprob(3 + k, -float("inf")) for k in range(sampling.top_logprobs)),)
-            yield TokensEvent(tokens=(choice,), top=top if sampling.top_logprobs else (), text=said, offsets=offsets)
+            yield TokensEvent(tokens=(choice,), top=top if sampling.top_logprobs else (), text=output, offsets=offsets)
             if text.stopped is not None:
                 reason = "stop"
                 break

@@ -35,7 +35,7 @@ class FakePrior:
         max_encodings: int = 0,
         has_gallery: bool = True,
         most: int = 64,
-        held: bool = False,
+        paused: bool = False,
         paced: bool = False,
     ) -> None:
         self.name, self.width, self.text_width, self.takes_text = name, width, 26, takes_text
@@ -45,8 +45,8 @@ class FakePrior:
         self.cancelled: set[str] = set()
         self.running: set[str] = set()
         self.gate = threading.Event()
-        """A `held` model takes no second step before this is set."""
-        if not held:
+        """A `paused` model takes no second step before this is set."""
+        if not paused:
             self.gate.set()
         self.pace = threading.Semaphore(1) if paced else None
         """A paced model reports its next progress only when the reader has released this for the last one."""

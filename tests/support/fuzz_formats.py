@@ -88,8 +88,8 @@ def npz_pair_seeds(folder: Path) -> list[Seed]:
         "text_emb.npy": embedding_files.npy(embedding_files.texts()),
         "caption.npy": embedding_files.npy(np.array(embedding_files.captions())),
     }
-    whole = [Seed("pairs.npz", zip_of(members)), Seed("deflated.npz", document_files.zipped(members))]
-    return whole + [Seed(f"{name}.npz", data, packed_member(members, name, zip_of)) for name, data in members.items()]
+    full = [Seed("pairs.npz", zip_of(members)), Seed("deflated.npz", document_files.zipped(members))]
+    return full + [Seed(f"{name}.npz", data, packed_member(members, name, zip_of)) for name, data in members.items()]
 
 
 def read_pairs(path: Path) -> None:
@@ -182,17 +182,17 @@ def read_pictures(path: Path) -> None:
     from linnet.data.sources.images import contains_images, open_images
 
     contains_images(str(path))
-    for picture in open_images(str(path)).pictures():
+    for image in open_images(str(path)).pictures():
         try:
-            decode_pixels(picture.encoded, 8)
+            decode_pixels(image.encoded, 8)
         except BrokenImage:  # counted and left out by `data prepare`
             continue
 
 
 def captioned_seeds(folder: Path) -> list[Seed]:
-    picture = image_files.png(1)
-    members = {"0.png": picture, "0.txt": b"a cat", "1.png": picture, "1.json": b'{"caption": "a dog"}'}
-    columns = {"image": [picture] * 4, "caption": ["a", "b", None, "d"]}
+    image = image_files.png(1)
+    members = {"0.png": image, "0.txt": b"a cat", "1.png": image, "1.json": b'{"caption": "a dog"}'}
+    columns = {"image": [image] * 4, "caption": ["a", "b", None, "d"]}
     return [
         Seed("shard.tar", tar_of(members)),
         Seed("json.tar", members["1.json"], packed_member(members, "1.json", tar_of)),

@@ -134,12 +134,12 @@ def _fuzz_reader(reader: Reader, name: str, root: Path, seed: int, numbers: rang
             _limit_memory()  # relative to what the process holds by now
         print(json.dumps({"reader": name, "file": number}), flush=True)
         with _bounded() as used:
-            failure, refused = _read_one(reader, root / "file" / one.name)
+            failure, rejection = _read_one(reader, root / "file" / one.name)
         if used["bytes"] > BYTES:
             failure = f"{used['bytes']:,} bytes of memory"
         if failure:
             print(json.dumps({"failure": failure}), flush=True)
-        done["n_refused"] += refused
+        done["n_refused"] += rejection
         done["worst_seconds"] = max(done["worst_seconds"], used["seconds"])
         done["worst_bytes"] = max(done["worst_bytes"], used["bytes"])
     print(json.dumps({"done": True, **done}), flush=True)

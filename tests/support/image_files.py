@@ -24,7 +24,7 @@ def noise(seed: int, height: int = 8, width: int | None = None) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width or height, 3), np.uint8)
 
 
-PICTURES = {f"{name}.png": png(i) for i, name in enumerate(("b/2", "a/1", "a/10", "c", "a/2"))}
+IMAGES = {f"{name}.png": png(i) for i, name in enumerate(("b/2", "a/1", "a/10", "c", "a/2"))}
 IN_ORDER = ["a/1.png", "a/10.png", "a/2.png", "b/2.png", "c.png"]
 
 
@@ -57,7 +57,7 @@ def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
 
 
 def contents(source: Path, **options: Any) -> list[tuple[str, bytes]]:
-    return [(picture.name, picture.encoded) for picture in open_images(str(source), **options).pictures()]
+    return [(image.name, image.encoded) for image in open_images(str(source), **options).pictures()]
 
 
 def flipped(data: bytes, flips: list[tuple[float, int]]) -> bytes:

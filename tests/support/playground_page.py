@@ -19,11 +19,11 @@ needs_browser = pytest.mark.skipif(
 )
 
 
-class Asked(list[tuple[str, Any]]):
+class RecordedCalls(list[tuple[str, Any]]):
     """Every call the page made: its path and its JSON."""
 
     def bodies(self, path: str) -> list[Any]:
-        return [body for asked, body in self if asked == path]
+        return [body for requested, body in self if requested == path]
 
 
 def run(page: Page, prompt: str | None = None, *, max_tokens: int | None = None) -> None:
@@ -32,7 +32,7 @@ def run(page: Page, prompt: str | None = None, *, max_tokens: int | None = None)
     if prompt is not None:
         page.fill("#prompt", prompt)
     page.click("#run")
-    ended(page)
+    wait_until_finished(page)
 
 
 def new_session(page: Page) -> None:
@@ -41,7 +41,7 @@ def new_session(page: Page) -> None:
     expect(page.locator("#prompt")).to_be_focused()
 
 
-def ended(page: Page) -> None:
+def wait_until_finished(page: Page) -> None:
     expect(page.locator("#status")).to_contain_text("seed")
     expect(page.locator("#run")).to_have_attribute("aria-disabled", "false")
 
@@ -50,7 +50,7 @@ def answer(page: Page) -> str:
     return "".join(page.locator("#output .tok:not(.control)").all_text_contents())
 
 
-def sung(start: int, n: int) -> str:
+def expected_verse(start: int, n: int) -> str:
     """What the model says when it has read `start` tokens."""
     verse = VERSE.encode()
     return bytes(verse[i % len(verse)] for i in range(start, start + n)).decode(errors="replace")

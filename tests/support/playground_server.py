@@ -23,7 +23,7 @@ OTHERS = b"et7aoi1shrdlu"
 """Digits too: as names in an object JavaScript puts them first."""
 
 
-N_HELD = 5
+N_GATED_TOKENS = 5
 """Tokens that the singing model sings while its gate is closed; a test that has seen them opens the gate, or stops it."""
 
 
@@ -39,7 +39,7 @@ class SingingModel(FakeModel):
         n, reason, error = 0, "length", None
         yield PrefillDone(n_tokens=len(request.prompt), n_cached=0, logprobs=None)
         while n < sampling.max_tokens and text.stopped is None:
-            while n >= N_HELD and not self.gate.wait(0.005) and request.id not in self.cancelled:
+            while n >= N_GATED_TOKENS and not self.gate.wait(0.005) and request.id not in self.cancelled:
                 pass
             if request.id in self.cancelled:
                 reason = "cancelled"
@@ -57,8 +57,8 @@ class SingingModel(FakeModel):
             top = sorted(top, key=lambda choice: -choice.logprob)[: sampling.top_logprobs]
             text.feed(byte + FIRST_BYTE)
             n += 1
-            said, offsets = text.take()
-            yield TokensEvent(tokens=(drawn,), top=(tuple(top),), text=said, offsets=offsets)
+            output, offsets = text.take()
+            yield TokensEvent(tokens=(drawn,), top=(tuple(top),), text=output, offsets=offsets)
         yield TokensEvent(tokens=(), top=(), text=text.close(), offsets=())
         ending: FinishReason = "stop" if text.stopped else reason
         yield Finished(

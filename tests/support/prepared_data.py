@@ -21,7 +21,7 @@ SHARES = SplitFractions(validation=0.2, test=0.2)
 
 
 @dataclasses.dataclass
-class Listed:
+class ListSource:
     """A source made of a list: documents, each in parts."""
 
     documents: list[list[bytes]]

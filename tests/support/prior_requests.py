@@ -36,7 +36,7 @@ def wanted(cfg: PriorConfig, i: int, **more: Any) -> SampleRequest:
     return SampleRequest(**{"id": f"r{i}", "text": np.asarray(given["text"][i]), "encodings": encodings, **more})
 
 
-class Heard:
+class RequestEvents:
     """What an engine says about one request."""
 
     def __init__(self, engine: PriorEngine, request: SampleRequest) -> None:
@@ -61,5 +61,5 @@ class Heard:
         return end.embedding
 
     @property
-    def told(self) -> list[Denoised]:
+    def reported(self) -> list[Denoised]:
         return [event for event in self.events if isinstance(event, Denoised)]

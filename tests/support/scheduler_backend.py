@@ -20,7 +20,7 @@ class State:
 
 
 @dataclasses.dataclass
-class Asked:
+class FakeRequest:
     n_chunks: int
     n_tokens: int
     priority: int
@@ -50,7 +50,7 @@ class Backend:
         self.max_states = max(4, 2 * n_slots) if max_states is None else max_states
         self.ages = age_seconds < NEVER
         self.now = 0.0
-        self.asked: dict[str, Asked] = {}
+        self.asked: dict[str, FakeRequest] = {}
         self.alive: set[str] = set()
         self.held: dict[str, State] = {}
         self.slots: list[State | None] = [None] * n_slots
@@ -67,7 +67,7 @@ class Backend:
         self, id: str, n_chunks: int = 1, n_tokens: int = 1, *, priority: int = 0, deadline: float | None = None
     ) -> None:
         self.scheduler.submit(id, priority=priority, deadline=deadline, n_chunks=n_chunks, now=self.now)
-        self.asked[id] = Asked(n_chunks, n_tokens, priority, deadline, len(self.asked), self.now)
+        self.asked[id] = FakeRequest(n_chunks, n_tokens, priority, deadline, len(self.asked), self.now)
         self.alive.add(id)
 
     def cancel(self, id: str) -> None:
@@ -187,7 +187,7 @@ class Backend:
         return self.held[id].n_read == self.asked[id].n_chunks
 
     def _tick(self) -> None:
-        told, self.draining = self.alive.intersection(self.draining), []
+        reported, self.draining = self.alive.intersection(self.draining), []
         for i, state in enumerate(self.slots):
             if state is None or i in self.to_clear:
                 continue
@@ -200,8 +200,8 @@ class Backend:
                 self.draining.append(state.owner)
                 self.to_clear.add(i)
             else:
-                told.add(state.owner)
-        for id in told:
+                reported.add(state.owner)
+        for id in reported:
             self.finished.append(id)
             self.scheduler.ended(id)
             self._end(id, "stop")

@@ -182,8 +182,8 @@ class Client:
         while size := int(await reader.readuntil(b"\r\n"), 16):
             left += (await reader.readexactly(size + 2))[:-2]
             now = time.perf_counter()
-            *whole, left = left.split(b"\n\n")
-            for event in whole:
+            *full, left = left.split(b"\n\n")
+            for event in full:
                 data = event.removeprefix(b"data: ")
                 if data != b"[DONE]":
                     yield now, json.loads(data)

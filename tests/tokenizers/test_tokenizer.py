@@ -202,7 +202,7 @@ def test_training_reads_a_column_and_counts_what_it_leaves_out(
     tokenizer_command(argv)
     assert open_tokenizer(str(tmp_path)).fingerprint == opened["bpe"].fingerprint
     assert "left out: 1" in capsys.readouterr().err
-    assert "--column" in refusal([*argv[:2], "--out", str(tmp_path / "b"), "--column", "none"])
+    assert "--column" in rejection([*argv[:2], "--out", str(tmp_path / "b"), "--column", "none"])
 
 
 def test_training_does_not_read_held_out_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_no_text_is_left_out_of_training() -> None:
     assert max(len(text.encode()) for text in found) <= 4192
 
 
-def refusal(argv: list[str]) -> str:
+def rejection(argv: list[str]) -> str:
     with pytest.raises(UserError) as caught:
         tokenizer_command(argv)
     return str(caught.value)
@@ -256,18 +256,18 @@ def test_training_rejects_invalid_settings(files: dict[str, str], tmp_path: Path
     (tmp_path / "tabs.txt").write_bytes(b"\t\t\xff\n\n")
     out = ["--out", str(tmp_path / "new")]
     text = files["text"]
-    assert "SOURCE" in refusal(["train", str(tmp_path / "empty.txt"), *out])
-    assert "SOURCE" in refusal(["train", str(tmp_path / "tabs.txt"), *out])
-    assert "SOURCE" in refusal(["train", str(tmp_path / "none.txt"), *out])
-    assert "more than 259" in refusal(["train", text, *out, "--vocab-size", "259"])
-    assert "at least 28" in refusal(["train", text, *out, "--vocab-size", "265"])
-    too_large = refusal(["train", text, *out, "--vocab-size", "100000"])
+    assert "SOURCE" in rejection(["train", str(tmp_path / "empty.txt"), *out])
+    assert "SOURCE" in rejection(["train", str(tmp_path / "tabs.txt"), *out])
+    assert "SOURCE" in rejection(["train", str(tmp_path / "none.txt"), *out])
+    assert "more than 259" in rejection(["train", text, *out, "--vocab-size", "259"])
+    assert "at least 28" in rejection(["train", text, *out, "--vocab-size", "265"])
+    too_large = rejection(["train", text, *out, "--vocab-size", "100000"])
     most = too_large.split("at most ")[1].split()[0]
     assert tokenizer_command(["train", text, *out, "--vocab-size", most]) == 0, "what a refusal offers must work"
-    assert "--out" in refusal(["train", text, *out, "--vocab-size", most])
-    assert "--out" in refusal(["train", text, "--out", text + "/x"])
-    assert "--sample-bytes" in refusal(["train", text, "--out", str(tmp_path / "b"), "--sample-bytes", "0"])
-    assert "train or show" in refusal(["trian"])
+    assert "--out" in rejection(["train", text, *out, "--vocab-size", most])
+    assert "--out" in rejection(["train", text, "--out", text + "/x"])
+    assert "--sample-bytes" in rejection(["train", text, "--out", str(tmp_path / "b"), "--sample-bytes", "0"])
+    assert "train or show" in rejection(["trian"])
 
 
 def test_loading_rejects_invalid_settings(files: dict[str, str], tmp_path: Path) -> None:

@@ -69,11 +69,11 @@ def test_as_released_a_tokenizer_json_is_what_its_package_makes_of_it(name: str,
 
 def test_text_that_continues_another_gets_no_space_in_front(files: dict[str, str]) -> None:
     tokenizer = open_tokenizer(files["prefix"], rules="released")
-    whole, rest = b"the cat sat on", b"at on"
-    ids = [*tokenizer.encode(whole[:-5]).tolist(), *tokenizer.encode(rest, continues=True).tolist()]
-    assert tokenizer.decode(ids) == whole
-    twice = [*tokenizer.encode(whole[:-5]).tolist(), *tokenizer.encode(rest).tolist()]
-    assert tokenizer.decode(twice) == whole[:-5] + b" " + rest
+    full, rest = b"the cat sat on", b"at on"
+    ids = [*tokenizer.encode(full[:-5]).tolist(), *tokenizer.encode(rest, continues=True).tolist()]
+    assert tokenizer.decode(ids) == full
+    twice = [*tokenizer.encode(full[:-5]).tolist(), *tokenizer.encode(rest).tolist()]
+    assert tokenizer.decode(twice) == full[:-5] + b" " + rest
 
 
 def test_rules_are_saved_and_read_back(files: dict[str, str], tmp_path: Path) -> None:

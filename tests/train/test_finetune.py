@@ -215,24 +215,24 @@ def test_image_model_is_not_fine_tuned_on_text(source: Path, tmp_path: Path) -> 
 def test_command_never_overwrites_and_says_what_to_do(source: Path, tmp_path: Path) -> None:
     run = str(parent_run(tmp_path, source))
 
-    def refused(*argv: str) -> str:
+    def rejection(*argv: str) -> str:
         with pytest.raises(UserError) as caught:
             train_command(list(argv))
         return str(caught.value)
 
-    assert "leave one of them out" in refused("quickstart", "--from", run)
-    assert "the run to start from, and nothing is overwritten" in refused("--from", run, "--out", run)
-    assert "there is no such run or file" in refused("--from", str(tmp_path / "nowhere"))
+    assert "leave one of them out" in rejection("quickstart", "--from", run)
+    assert "the run to start from, and nothing is overwritten" in rejection("--from", run, "--out", run)
+    assert "there is no such run or file" in rejection("--from", str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    assert "holds no run (no config.json)" in refused("--from", str(tmp_path / "empty"))
+    assert "holds no run (no config.json)" in rejection("--from", str(tmp_path / "empty"))
     (tmp_path / "model.pth").write_bytes(b"x")
-    assert "import it first" in refused("--from", str(tmp_path / "model.pth"))
+    assert "import it first" in rejection("--from", str(tmp_path / "model.pth"))
     shutil.copytree(run, tmp_path / "another")
-    assert "started from random or imported weights" in refused("--from", run, "--out", str(tmp_path / "another"))
-    assert "add --from RUN" in refused("quickstart", "--keep-optimizer", "--out", str(tmp_path / "new"))
-    adapters = refused("quickstart", "--lora.rank", "4", "--out", str(tmp_path / "new"))
+    assert "started from random or imported weights" in rejection("--from", run, "--out", str(tmp_path / "another"))
+    assert "add --from RUN" in rejection("quickstart", "--keep-optimizer", "--out", str(tmp_path / "new"))
+    adapters = rejection("quickstart", "--lora.rank", "4", "--out", str(tmp_path / "new"))
     assert "adapters need weights to adapt. Fix: add --from RUN" in adapters
-    other = refused(run, "--data.source", str(other_text(tmp_path)))
+    other = rejection(run, "--data.source", str(other_text(tmp_path)))
     assert f"linnet train --from {run} --data.source .. --out ANOTHER" in other
     assert "--out without --from starts from random weights" in other
     assert not (tmp_path / "new").exists()

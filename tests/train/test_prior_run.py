@@ -85,28 +85,30 @@ def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(pairs_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(pairs_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("whole-prior") / "run"
     assert train(config(pairs_file), RunFolder(run), quiet=True).finished
     return run
 
 
 @pytest.mark.slow
-def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(pairs_file: Path, whole: Path, tmp_path: Path) -> None:
+def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    pairs_file: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     for stop in (3, 8):
         assert not train(config(pairs_file), RunFolder(tmp_path), quiet=True, stop_at=stop).finished
     assert train(config(pairs_file), RunFolder(tmp_path), quiet=True).finished
-    got, want = open_state(tmp_path, "latest")[1], open_state(whole, "latest")[1]
+    got, want = open_state(tmp_path, "latest")[1], open_state(uninterrupted, "latest")[1]
     assert_same_bits(got, want)
-    assert lines(tmp_path) == lines(whole)
-    assert (tmp_path / "retrieval.json").read_text() == (whole / "retrieval.json").read_text()
+    assert lines(tmp_path) == lines(uninterrupted)
+    assert (tmp_path / "retrieval.json").read_text() == (uninterrupted / "retrieval.json").read_text()
 
 
 @pytest.mark.slow
-def test_finished_run_is_tested_once(pairs_file: Path, whole: Path) -> None:
-    before = read_metrics(whole)
-    assert train(config(pairs_file), RunFolder(whole), quiet=True).finished
-    after = read_metrics(whole)
+def test_finished_run_is_tested_once(pairs_file: Path, uninterrupted: Path) -> None:
+    before = read_metrics(uninterrupted)
+    assert train(config(pairs_file), RunFolder(uninterrupted), quiet=True).finished
+    after = read_metrics(uninterrupted)
     assert sum(r["kind"] == "test" for r in before) == sum(r["kind"] == "test" for r in after) == 1
 
 
@@ -125,8 +127,8 @@ def test_accumulation_changes_nothing(pairs_file: Path) -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_figures_have_the_reference_names(whole: Path) -> None:
-    records = read_metrics(whole)
+def test_figures_have_the_reference_names(uninterrupted: Path) -> None:
+    records = read_metrics(uninterrupted)
     trained = [r for r in records if r["kind"] == "train"][-1]
     assert trained["tracking/samples-seen"] == 12 * 8
     assert trained["tracking/epoch"] == 12 * 8 // 39
@@ -136,11 +138,11 @@ def test_figures_have_the_reference_names(whole: Path) -> None:
     assert average is not None
     assert trained["tracking/ema-decay"] == pytest.approx(float(ema.decay(average, 12)))
     for kind, split in (("eval", "validation"), ("test", "test")):
-        judged = [r for r in records if r["kind"] == kind][-1]
-        assert judged["split"] == split
+        evaluated = [r for r in records if r["kind"] == kind][-1]
+        assert evaluated["split"] == split
         for n in (5, 20):
             baseline, text, image, unrelated, difference = (
-                judged[f"metrics/ema-{split}/{name} [steps={n}]"]
+                evaluated[f"metrics/ema-{split}/{name} [steps={n}]"]
                 for name in (
                     "baseline similarity",
                     "similarity with text",
@@ -151,31 +153,37 @@ def test_figures_have_the_reference_names(whole: Path) -> None:
             )
             assert difference == pytest.approx(text - baseline)
             assert all(-1 <= x <= 1 for x in (baseline, text, image, unrelated))
-        assert judged["loss"] == judged[f"metrics/ema-{split}/l2-loss"] != judged[f"metrics/online-{split}/l2-loss"]
+        assert (
+            evaluated["loss"]
+            == evaluated[f"metrics/ema-{split}/l2-loss"]
+            != evaluated[f"metrics/online-{split}/l2-loss"]
+        )
     shown = dict(flat_scalars([r for r in records if r["kind"] == "eval"][-1]))
     assert "metrics/ema-validation/l2-loss" in shown  # as it is, not below our own names
     assert "eval/validation/loss" in shown
 
 
-def test_best_checkpoint_is_that_of_the_lowest_average_loss(whole: Path) -> None:
-    losses = {r["step"]: r["metrics/ema-validation/l2-loss"] for r in read_metrics(whole) if r["kind"] == "eval"}
-    assert open_run(whole, "best").step == min(losses, key=lambda step: losses[step])
+def test_best_checkpoint_is_that_of_the_lowest_average_loss(uninterrupted: Path) -> None:
+    losses = {
+        r["step"]: r["metrics/ema-validation/l2-loss"] for r in read_metrics(uninterrupted) if r["kind"] == "eval"
+    }
+    assert open_run(uninterrupted, "best").step == min(losses, key=lambda step: losses[step])
 
 
 @pytest.mark.slow
-def test_evaluation_averages_over_pairs_for_any_batch_size(pairs_file: Path, whole: Path) -> None:
+def test_evaluation_averages_over_pairs_for_any_batch_size(pairs_file: Path, uninterrupted: Path) -> None:
     """12 validation pairs in batches of 8 and of 5: the last one is not full, and counts by its pairs. A rolled caption stays in
     its batch, so those figures follow the batches."""
     cfg = config(pairs_file)
-    state, pairs = open_state(whole, "latest")[1], open_pairs(cfg.pairs, cfg.seed)
+    state, pairs = open_state(uninterrupted, "latest")[1], open_pairs(cfg.pairs, cfg.seed)
     weights = {"online": state.params, "ema": state.ema}
-    told = [r for r in read_metrics(whole) if r["kind"] == "eval"][-1]
+    reported = [r for r in read_metrics(uninterrupted) if r["kind"] == "eval"][-1]
     for size in (8, 5):
         found = evaluate_prior(cfg, weights, pairs, "validation", batch_size=size)
         assert found.pairs == 12
         for name, value in found.to_json().items():
             if isinstance(value, float) and not (size == 5 and "unrelated" in name):
-                assert value == pytest.approx(told[name], rel=1e-5, abs=1e-6), name
+                assert value == pytest.approx(reported[name], rel=1e-5, abs=1e-6), name
 
 
 def test_five_cosines_by_hand() -> None:
@@ -189,15 +197,15 @@ def test_five_cosines_by_hand() -> None:
     np.testing.assert_allclose(found, [root + 1, 2, root + 1, 1, 1 - root], rtol=1e-7)
 
 
-def test_test_results_are_shown_beside_three_baselines(whole: Path) -> None:
-    found = json.loads((whole / "retrieval.json").read_text())
+def test_test_results_are_shown_beside_three_baselines(uninterrupted: Path) -> None:
+    found = json.loads((uninterrupted / "retrieval.json").read_text())
     assert [row["name"] for row in found["rows"]] == ["prior", "best of several", "text", "mean", "ridge"]
     assert {row["n"] for row in found["rows"]} == {9}
-    judged = [r for r in read_metrics(whole) if r["kind"] == "test"][-1]
+    evaluated = [r for r in read_metrics(uninterrupted) if r["kind"] == "test"][-1]
     assert found["rows"][0]["cosine"] == pytest.approx(
-        judged["metrics/ema-test/similarity with original image [steps=5]"]
+        evaluated["metrics/ema-test/similarity with original image [steps=5]"]
     )
-    assert found["rows"][0]["recall_1"] == judged["recall@1 [steps=5]"]
+    assert found["rows"][0]["recall_1"] == evaluated["recall@1 [steps=5]"]
     assert found["rows"][1]["cosine"] != found["rows"][0]["cosine"]
     assert found["rows"][4]["cosine"] > 0.95  # images are turned texts: a line finds that
 
@@ -305,9 +313,9 @@ def test_mixed_pairs_interpolate_two_and_keep_their_norm(pairs_file: Path) -> No
 
 def test_hosts_share_one_mixed_batch(pairs_file: Path) -> None:
     pairs = open_pairs(config(pairs_file, **{"data.mix": 1.0}).pairs, 0)
-    whole, halves = pairs.batch(5), [pairs.batch(5, host, 2) for host in range(2)]
-    np.testing.assert_array_equal(whole.text_embed, np.concatenate([half.text_embed for half in halves]))
-    np.testing.assert_array_equal(whole.image_embed, np.concatenate([half.image_embed for half in halves]))
+    uninterrupted, halves = pairs.batch(5), [pairs.batch(5, host, 2) for host in range(2)]
+    np.testing.assert_array_equal(uninterrupted.text_embed, np.concatenate([half.text_embed for half in halves]))
+    np.testing.assert_array_equal(uninterrupted.image_embed, np.concatenate([half.image_embed for half in halves]))
 
 
 def test_blurred_text_is_another_direction_of_the_same_length(pairs_file: Path) -> None:

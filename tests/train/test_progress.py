@@ -126,10 +126,10 @@ def test_update_costs_microseconds() -> None:
     progress = Progress(10**9, stream=io.StringIO())
     best = float("inf")
     for _ in range(5):
-        begun = time.thread_time()  # CPU time of this thread: what else runs on the machine does not count
+        started = time.thread_time()  # CPU time of this thread: what else runs on the machine does not count
         for step in range(2000):
             progress.update(step, loss=1.0, per_second=1.0)
-        best = min(best, (time.thread_time() - begun) / 2000)
+        best = min(best, (time.thread_time() - started) / 2000)
     assert best < 20e-6
 
 

@@ -20,7 +20,7 @@ from linnet.train.run_log import NotFinite
 
 
 @pytest.fixture(scope="module")
-def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One uninterrupted run, several epochs long (46 sequences, 4 a batch, 2 updates each)."""
     run = tmp_path_factory.mktemp("whole") / "run"
     outcome = train(tiny.config(source), RunFolder(run), quiet=True)
@@ -30,28 +30,30 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stops", [pytest.param((20,), marks=pytest.mark.trial), (7, 8, 31)], ids=str)
-def test_resumed_equals_uninterrupted(source: Path, whole: Path, stops: tuple[int, ...], tmp_path: Path) -> None:
+def test_resumed_equals_uninterrupted(
+    source: Path, uninterrupted: Path, stops: tuple[int, ...], tmp_path: Path
+) -> None:
     """Also in the middle of a sequence (odd steps), where the carry counts, and across the ends of epochs."""
     cfg = tiny.config(source)
     for stop in stops:
         outcome = train(cfg, RunFolder(tmp_path), quiet=True, stop_at=stop)
         assert (outcome.step, outcome.finished) == (stop, False)
     assert train(cfg, RunFolder(tmp_path), quiet=True).finished
-    assert_same_bits(open_state(tmp_path, "latest")[1], open_state(whole, "latest")[1])
-    assert lines(tmp_path) == lines(whole)
+    assert_same_bits(open_state(tmp_path, "latest")[1], open_state(uninterrupted, "latest")[1])
+    assert lines(tmp_path) == lines(uninterrupted)
 
 
 @pytest.mark.slow
-def test_finished_run_stays_finished(source: Path, whole: Path) -> None:
-    before = open_state(whole, "latest")[1]
-    outcome = train(tiny.config(source), RunFolder(whole), quiet=True)
+def test_finished_run_stays_finished(source: Path, uninterrupted: Path) -> None:
+    before = open_state(uninterrupted, "latest")[1]
+    outcome = train(tiny.config(source), RunFolder(uninterrupted), quiet=True)
     assert outcome.finished
-    assert_same_bits(open_state(whole, "latest")[1], before)
+    assert_same_bits(open_state(uninterrupted, "latest")[1], before)
 
 
-def test_another_config_is_rejected(source: Path, whole: Path) -> None:
+def test_another_config_is_rejected(source: Path, uninterrupted: Path) -> None:
     with pytest.raises(UserError, match=r"holds a run with optim.lr = 0.003, but you ask for 0.1 .and seed."):
-        train(tiny.config(source, **{"optim.lr": 0.1, "seed": 3}), RunFolder(whole), quiet=True)
+        train(tiny.config(source, **{"optim.lr": 0.1, "seed": 3}), RunFolder(uninterrupted), quiet=True)
 
 
 def test_changed_data_is_rejected(tmp_path: Path) -> None:
@@ -69,14 +71,14 @@ def test_vocabulary_too_small_is_rejected(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_corrupt_checkpoint_costs_only_itself(source: Path, whole: Path, tmp_path: Path) -> None:
+def test_corrupt_checkpoint_costs_only_itself(source: Path, uninterrupted: Path, tmp_path: Path) -> None:
     cfg = tiny.config(source)
     train(cfg, RunFolder(tmp_path), quiet=True, stop_at=25)
     for file in (tmp_path / "checkpoints" / "000000025").rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert train(cfg, RunFolder(tmp_path), quiet=True).finished
-    assert_same_bits(open_state(tmp_path, "latest")[1], open_state(whole, "latest")[1])
+    assert_same_bits(open_state(tmp_path, "latest")[1], open_state(uninterrupted, "latest")[1])
 
 
 @pytest.mark.slow
@@ -93,13 +95,13 @@ def test_too_many_bad_updates_stop_the_run(source: Path, tmp_path: Path) -> None
     assert events[-1] == "failed"
 
 
-def test_validation_marks_the_best_and_comes_after_the_save(whole: Path) -> None:
-    evals = {r["step"]: r["loss"] for r in read_metrics(whole) if r["kind"] == "eval"}
+def test_validation_marks_the_best_and_comes_after_the_save(uninterrupted: Path) -> None:
+    evals = {r["step"]: r["loss"] for r in read_metrics(uninterrupted) if r["kind"] == "eval"}
     assert sorted(evals) == [10, 20, 30, 40]
     best = min(evals, key=lambda step: evals[step])
-    assert open_state(whole, "best")[2] == best
+    assert open_state(uninterrupted, "best")[2] == best
 
 
-def test_environment_and_data_are_reported(whole: Path) -> None:
-    assert json.loads((whole / "environment.json").read_text())["versions"]["jax"]
-    assert json.loads((whole / "data.json").read_text())["splits"]["train"]["windows"] > 0
+def test_environment_and_data_are_reported(uninterrupted: Path) -> None:
+    assert json.loads((uninterrupted / "environment.json").read_text())["versions"]["jax"]
+    assert json.loads((uninterrupted / "data.json").read_text())["splits"]["train"]["windows"] > 0

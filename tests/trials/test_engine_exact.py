@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
-from engine_requests import MODELS, Answer, Asked, running_engine
+from engine_requests import MODELS, Answer, PendingRequest, running_engine
 from engine_trials import length, result, sampling, solo
 
 from linnet.serve.engine import Engine
@@ -34,7 +34,7 @@ def answers(engine: Engine, requests: Sequence[Request], *, at_once: int) -> lis
                 one = next(todo, None)
             if one is None:
                 return
-            found[one.id] = Asked(engine, one).answer(timeout=300)
+            found[one.id] = PendingRequest(engine, one).answer(timeout=300)
 
     threads = [threading.Thread(target=client) for _ in range(at_once)]
     for thread in threads:
@@ -124,9 +124,9 @@ def test_no_secret_reaches_another(family: str, n: int, at_once: int, n_slots: i
         assert engine.stats()["prefix_hits"] > n // 10
     marks = set()
     for i, (one, answer) in enumerate(zip(requests, found, strict=True)):
-        told, alone = result(answer), result(solo(one, n_slots=solo_slots, model=model))
-        assert told == alone, one.id
-        marks.add(told["state"])
+        reported, alone = result(answer), result(solo(one, n_slots=solo_slots, model=model))
+        assert reported == alone, one.id
+        marks.add(reported["state"])
         assert not any(other in answer.text for k, other in enumerate(secrets) if k != i)
         if one.sampling.allowed is not None:
             assert set(answer.text) <= set(secrets[i])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_requests import Answer, Asked, running_engine
+from engine_requests import Answer, PendingRequest, running_engine
 from engine_trials import result, sampling, solo
 
 from linnet.serve.engine import Engine
@@ -54,7 +54,7 @@ class Client:
             before = self.draw.choice(told) if told and self.draw.random() < 0.4 else None
             request = self.request(before)
             try:
-                asked.append((before, Asked(self.engine, request)))
+                asked.append((before, PendingRequest(self.engine, request)))
             except QueueFull:
                 time.sleep(0.005)
         for before, one in asked:

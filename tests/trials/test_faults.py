@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster_processes import LOST_SECONDS, PROGRAM, Processes, is_alive, killed_equals_whole, started, until
+from cluster_processes import LOST_SECONDS, PROGRAM, Processes, is_alive, killed_equals_uninterrupted, started, until
 
 
 @pytest.mark.trial
@@ -29,7 +29,7 @@ def test_briefly_suspended_process_is_logged_and_the_run_continues(tmp_path: Pat
     with Processes(tmp_path, 3, steps=600, lost=12.0) as processes:
         processes.wait_for_step(5)
         processes.signal(1, signal.SIGSTOP)
-        processes.wait_for_words(0, "Waiting for process 1 on ", 15)
+        processes.wait_for_output(0, "Waiting for process 1 on ", 15)
         processes.signal(1, signal.SIGCONT)
         assert processes.codes(within=120) == [0, 0, 0]
         assert "and has recovered" in processes.said(0)
@@ -77,4 +77,4 @@ def test_failed_process_is_reported_with_its_reason_and_exit_code(tmp_path: Path
 @pytest.mark.trial
 def test_twenty_random_kills_of_four_processes_change_nothing(tmp_path: Path) -> None:
     """In mid-step, in mid-save and while starting."""
-    killed_equals_whole(tmp_path, processes=4, steps=120, kills=20, seed=7, judged=True)
+    killed_equals_uninterrupted(tmp_path, processes=4, steps=120, kills=20, seed=7, evaluated=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_requests import Asked, ask, plain, request, running_engine
+from engine_requests import PendingRequest, ask, plain, request, running_engine
 
 from linnet.core.errors import UserError
 from linnet.serve.grammar import MAX_GRAMMAR_BYTES
@@ -131,19 +131,19 @@ def test_malformed_grammars_are_rejected_and_the_engine_survives(n: int) -> None
     assert len(bad) == n
     worst = 0.0
     with running_engine(n_slots=3) as engine:
-        endless = Asked(engine, request("endless", max_tokens=10**6))
+        endless = PendingRequest(engine, request("endless", max_tokens=10**6))
         for kind, text in bad:
             constraint: Any = Constraint(kind=kind, grammar=text)  # pyright: ignore[reportArgumentType]
             begin = time.perf_counter()
             with pytest.raises(UserError, match="Fix: "):
-                Asked(engine, request("x", constraint=constraint))
+                PendingRequest(engine, request("x", constraint=constraint))
             worst = max(worst, time.perf_counter() - begin)
         stats = engine.stats()
         assert (stats["running"], stats["waiting"]) == (1, 0)
         engine.cancel(endless.request.id)
         answer, again = endless.answer(), request("x", seed=3)
         assert answer.tokens[:300] == plain(request("endless", max_tokens=300))[0][: len(answer.tokens)]
-        assert Asked(engine, again).answer().tokens == plain(again)[0]
+        assert PendingRequest(engine, again).answer().tokens == plain(again)[0]
     print(f"{n} refused, the slowest in {worst:.3f} s")
     assert worst < SECONDS
 
@@ -157,12 +157,12 @@ def test_slow_grammars_are_rejected_or_stay_within_the_tick() -> None:
             neighbour = request("neighbour", seed=8, max_tokens=30)
             begin = time.perf_counter()
             try:
-                asked = Asked(engine, request("x", constraint=constraint, max_tokens=30, ignore_eos=False))
+                requested = PendingRequest(engine, request("x", constraint=constraint, max_tokens=30, ignore_eos=False))
             except UserError:
                 pass
             else:
-                beside = Asked(engine, neighbour)
-                assert asked.answer().end.reason in ("length", "stop", "stuck")
+                beside = PendingRequest(engine, neighbour)
+                assert requested.answer().end.reason in ("length", "stop", "stuck")
                 assert beside.answer().tokens == plain(neighbour)[0]
             assert time.perf_counter() - begin < 10 * SECONDS, (kind, text[:100])
 
@@ -173,7 +173,7 @@ def test_grammar_that_grows_too_large_on_its_way_ends_alone() -> None:
     grows = Constraint(kind="regex", grammar="(a|b)*a(a|b){20}")
     neighbour = request("neighbour", seed=9, max_tokens=20_000)
     with running_engine(n_slots=2) as engine:
-        beside = Asked(engine, neighbour)
+        beside = PendingRequest(engine, neighbour)
         answer = ask(engine, "x", constraint=grows, max_tokens=20_000, banned=frozenset({1}), temperature=2.0)
         assert answer.end.reason == "stuck"
         assert "too many" in (answer.end.error or "")

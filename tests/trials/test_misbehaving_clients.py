@@ -195,12 +195,12 @@ class Trickle:
 
     def __init__(self, server: Server, *, of_body: bool) -> None:
         data = b'{"prompt": "' + b" " * 1000
-        whole = head(data)
-        self._rest = iter(data if of_body else whole)
+        full = head(data)
+        self._rest = iter(data if of_body else full)
         self._socket = socket.create_connection(("127.0.0.1", server.port))
         self._socket.setblocking(False)
         if of_body:
-            self._socket.sendall(whole)
+            self._socket.sendall(full)
         self.answer = b""
         self.is_over = False
 

@@ -91,8 +91,8 @@ def _aim(case: Case, i: int, known: str) -> None:
         if i % 4 and isinstance(case.body.get(field), str):
             del case.body[field]
     for field in ("max_tokens", "max_completion_tokens"):
-        asked = case.body.get(field)
-        if isinstance(asked, int) and MAX_TOKENS < asked <= 1 << 16:
+        requested = case.body.get(field)
+        if isinstance(requested, int) and MAX_TOKENS < requested <= 1 << 16:
             case.body[field] = MAX_TOKENS
 
 

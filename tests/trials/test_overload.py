@@ -90,9 +90,9 @@ def test_small_flood_is_answered_or_gets_429() -> None:
     flood = asyncio.run(_flood(server, n, 100, n_tokens, come_seconds=0.1))
     _check(server, flood, n, n_tokens)
     assert flood.statuses[429], "it was no flood"
-    refused = sorted(line["seconds"] for line in server.log_lines() if line.get("status") == 429)
-    assert len(refused) == flood.statuses[429]
-    assert refused[len(refused) // 2] < 0.05
+    rejected = sorted(line["seconds"] for line in server.log_lines() if line.get("status") == 429)
+    assert len(rejected) == flood.statuses[429]
+    assert rejected[len(rejected) // 2] < 0.05
 
 
 @pytest.mark.trial
@@ -100,7 +100,7 @@ def test_thousand_requests_at_two_hundred_at_once_do_not_slow_admitted_ones() ->
     n, at_once, n_tokens = 1000, 200, 256
     with serving("--queue", "32", slots=8) as server:
         asyncio.run(_flood(server, 100, 36, n_tokens))  # memory that is taken once
-        rates, refused, statuses = [], [], Counter[int]()
+        rates, rejected, statuses = [], [], Counter[int]()
         before = server.rss()
         for _ in range(5):  # in turns, so that a neighbour on the machine disturbs both alike
             full = asyncio.run(_flood(server, 400, 36, n_tokens))
@@ -108,15 +108,15 @@ def test_thousand_requests_at_two_hundred_at_once_do_not_slow_admitted_ones() ->
             flood = asyncio.run(_flood(server, n, at_once, n_tokens))
             _check(server, flood, n, n_tokens)
             rates.append((full.tokens_a_second, flood.tokens_a_second))
-            refused += flood.seconds(429)
+            rejected += flood.seconds(429)
             statuses = flood.statuses
         grown = server.rss() - before
-    refused.sort()
+    rejected.sort()
     goodput = statistics.median(flooded / undisturbed for undisturbed, flooded in rates)
-    p99 = refused[int(0.99 * (len(refused) - 1))]
+    p99 = rejected[int(0.99 * (len(rejected) - 1))]
     print(
         f"{statuses}, goodput {goodput:.1%} of undisturbed tokens/s ({rates}), 429 in"
-        f" {1e3 * refused[len(refused) // 2]:.1f} ms, p99 {1e3 * p99:.1f}, most {1e3 * refused[-1]:.1f}; {grown / MB:.1f} MB more"
+        f" {1e3 * rejected[len(rejected) // 2]:.1f} ms, p99 {1e3 * p99:.1f}, most {1e3 * rejected[-1]:.1f}; {grown / MB:.1f} MB more"
     )
     assert statuses[429] > 300, "it was no flood"
     assert grown < 100 * MB

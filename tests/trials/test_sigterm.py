@@ -95,11 +95,11 @@ def _cut(seconds: float) -> float:
         start = time.monotonic()
         got = asyncio.run(_terminate(server, 60_000, Seen()))
         assert server.process.wait(timeout=30) == 0
-        whole = time.monotonic() - start
+        full = time.monotonic() - start
     for events in got:
         assert events[-1]["error"]["code"] == "cancelled", "the last event says that it is not whole"
         assert not any(choice["finish_reason"] for event in events[:-1] for choice in event["choices"])
-    return whole
+    return full
 
 
 @pytest.mark.trial
@@ -110,6 +110,6 @@ def test_sigterm_lets_eight_long_requests_complete() -> None:
 @pytest.mark.trial
 @pytest.mark.parametrize("seconds", [0.1, 1.0, 3.0])
 def test_drain_that_is_too_short_ends_requests_in_time(seconds: float) -> None:
-    whole = _cut(seconds)
-    print("from the first request to the exit:", whole)
-    assert whole < seconds + 8
+    full = _cut(seconds)
+    print("from the first request to the exit:", full)
+    assert full < seconds + 8

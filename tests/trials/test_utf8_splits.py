@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from engine_requests import Asked, request, running_engine
+from engine_requests import PendingRequest, request, running_engine
 from tokenizer_files import corpus
 
 from linnet.data.prepare.train_tokenizer import train_sentencepiece
@@ -81,18 +81,18 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     return {"bytes": BytesTokenizer(), "fallback": open_tokenizer(str(folder / "fallback.model"))}
 
 
-def told(tokenizer: Tokenizer, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
+def reported(tokenizer: Tokenizer, ids: Sequence[int], splits: Sequence[int]) -> list[str]:
     """The pieces, one for each stretch of ids between two cuts, and the rest."""
     text = TextAssembler(tokenizer.text_rules)
     pieces = []
     for place, token in enumerate(ids):
-        if place in cuts:
+        if place in splits:
             pieces.append(text.take()[0])
         text.feed(token)
     return [*pieces, text.take()[0], text.close()]
 
 
-def whole_part(data: bytes) -> str:
+def complete_part(data: bytes) -> str:
     """All of it but a character that is begun at its end and not refuted: the most that may be told of it."""
     for n in range(min(3, len(data)), 0, -1):
         begun = data[-n:]
@@ -125,14 +125,14 @@ def test_chunks_join_at_every_split(tokenizers: dict[str, Tokenizer], kind: str,
         assert b"".join(parts) == data
         text = data.decode(errors="replace")
         for cut in range(len(ids) + 1):
-            first, *rest = told(tokenizer, ids, [cut])
+            first, *rest = reported(tokenizer, ids, [cut])
             assert "".join((first, *rest)) == text
-            most = whole_part(b"".join(parts[:cut]))
+            most = complete_part(b"".join(parts[:cut]))
             # Python's decoder waits for the third byte of what can only be a broken sign; it never waits longer.
             assert first == most or (most.startswith(first) and most[len(first) :] == 2 * BROKEN_SIGN), (data, cut)
             n_splits += 1
-        for cuts in (range(len(ids)), draw.choices(range(len(ids)), k=4)):
-            pieces = told(tokenizer, ids, cuts)
+        for splits in (range(len(ids)), draw.choices(range(len(ids)), k=4)):
+            pieces = reported(tokenizer, ids, splits)
             assert "".join(pieces) == text
             assert sum(piece.count(BROKEN_SIGN) for piece in pieces) == text.count(BROKEN_SIGN)
     assert n_splits > 10 * n
@@ -144,7 +144,7 @@ def test_engine_sends_complete_characters(n: int) -> None:
     with running_engine(n_slots=3) as engine:
         for text in [data.decode() for data in texts(2 * n)[::2]]:
             said = Constraint(kind="lark", grammar=f"start: {json.dumps(text, ensure_ascii=False)}")
-            asked = Asked(engine, request("x", constraint=said, max_tokens=4096, ignore_eos=False))
+            asked = PendingRequest(engine, request("x", constraint=said, max_tokens=4096, ignore_eos=False))
             pieces: list[str] = []
             for event in iter(lambda asked=asked: asked.events.get(timeout=60), None):
                 if isinstance(event, TokensEvent):

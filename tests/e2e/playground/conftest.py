@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from playground_page import CHROMIUM, FLAGS, Asked
+from playground_page import CHROMIUM, FLAGS, RecordedCalls
 from playground_server import DrawingModel, SingingModel, serving
 from playwright.sync_api import BrowserContext, Page, Request, expect, sync_playwright
 from waiting import PATIENCE
@@ -41,12 +41,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext
 
 
 @pytest.fixture
-def asked() -> Asked:
-    return Asked()
+def asked() -> RecordedCalls:
+    return RecordedCalls()
 
 
 @pytest.fixture
-def page(browser: BrowserContext, address: str, asked: Asked) -> Iterator[Page]:
+def page(browser: BrowserContext, address: str, asked: RecordedCalls) -> Iterator[Page]:
     """The opened page. At the end it must have no errors and no requests to other hosts."""
     page, strangers, errors = browser.new_page(), [], []
 

@@ -6,7 +6,15 @@ import re
 import threading
 from pathlib import Path
 
-from playground_page import Asked, answer, context_length, ended, needs_browser, run, sung
+from playground_page import (
+    RecordedCalls,
+    answer,
+    context_length,
+    expected_verse,
+    needs_browser,
+    run,
+    wait_until_finished,
+)
 from playground_server import DrawingModel, SingingModel, serving
 from playwright.sync_api import BrowserContext, Page, Route, expect
 from waiting import PATIENCE
@@ -21,7 +29,7 @@ def test_page_scrolls_with_the_text(page: Page) -> None:
     page.evaluate("document.querySelector('#f-max_tokens').value = 100")
     page.focus("#prompt")
     page.keyboard.press("Control+Enter")
-    ended(page)
+    wait_until_finished(page)
     expect(page.locator("#output .tok").last).to_be_in_viewport()
 
 
@@ -53,7 +61,7 @@ def test_images_are_drawn_row_by_row(page: Page, drawing: DrawingModel) -> None:
     assert context_length(page) == 192
     page.click("#regenerate")
     expect(page.locator("#gallery canvas")).to_have_count(1)
-    ended(page)
+    wait_until_finished(page)
 
 
 def test_no_horizontal_scroll_on_a_phone(page: Page) -> None:
@@ -85,13 +93,13 @@ def test_dark_and_light_mode(page: Page) -> None:
     assert brightness() < 150
 
 
-def test_keyboard_operation(page: Page, asked: Asked, text: SingingModel) -> None:
+def test_keyboard_operation(page: Page, requested: RecordedCalls, text: SingingModel) -> None:
     page.fill("#f-max_tokens", "9")
     page.focus("#prompt")
     page.keyboard.type("Hm ")
     page.keyboard.press("Control+Enter")
-    ended(page)
-    assert answer(page) == sung(3, 9)
+    wait_until_finished(page)
+    assert answer(page) == expected_verse(3, 9)
     for _ in range(12):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.classList.contains('tok')"):
@@ -108,8 +116,8 @@ def test_keyboard_operation(page: Page, asked: Asked, text: SingingModel) -> Non
     page.keyboard.press("Enter")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
-    ended(page)
-    assert asked.bodies("/v1/completions")[-1]["prompt"] == "Hm " + sung(3, 1) + chosen
+    wait_until_finished(page)
+    assert requested.bodies("/v1/completions")[-1]["prompt"] == "Hm " + expected_verse(3, 1) + chosen
     page.fill("#f-max_tokens", "3000")
     text.gate.clear()
     page.keyboard.press("Control+Enter")
@@ -134,7 +142,7 @@ def test_server_errors_are_shown_as_text(page: Page, tmp_path: Path) -> None:
     page.click("#run")
     expect(page.locator("#error")).to_contain_text("the batch failed")
     assert len(answer(page)) == 3
-    ended(page)  # the error is shown before the run has ended, and no session is restored during a run
+    wait_until_finished(page)  # the error is shown before the run has ended, and no session is restored during a run
     broken = tmp_path / "<b>broken.safetensors"
     broken.write_bytes(b"nonsense")
     page.set_input_files("#session-file", broken)
@@ -150,7 +158,7 @@ def test_file_chosen_during_a_run_is_an_error(page: Page, text: SingingModel, tm
     page.set_input_files("#session-file", state)
     expect(page.locator("#error")).to_contain_text("A run or a change of session is in progress")
     text.gate.set()
-    ended(page)
+    wait_until_finished(page)
 
 
 def test_model_output_is_not_rendered_as_markup(page: Page) -> None:
@@ -190,6 +198,6 @@ def test_api_key_is_requested_only_if_needed(browser: BrowserContext, text: Sing
         page.keyboard.press("Enter")
         expect(page.locator("#model option")).to_have_count(1)
         run(page, "", max_tokens=4)
-        assert answer(page) == sung(0, 4)
+        assert answer(page) == expected_verse(0, 4)
         assert KEY not in page.content()
         page.close()

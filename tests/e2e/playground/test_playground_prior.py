@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from fake_prior import FakePrior
-from playground_page import Asked, ended, needs_browser
+from playground_page import RecordedCalls, needs_browser, wait_until_finished
 from playground_server import SingingModel, serving
 from playwright.sync_api import Page, expect
 from waiting import until
@@ -28,7 +28,9 @@ def address(text: SingingModel, prior: FakePrior) -> Iterator[str]:
         yield address
 
 
-def test_nearest_images_update_and_the_best_candidate_moves_first(page: Page, asked: Asked, prior: FakePrior) -> None:
+def test_nearest_images_update_and_the_best_candidate_moves_first(
+    page: Page, requested: RecordedCalls, prior: FakePrior
+) -> None:
     prior.pace = threading.Semaphore(0)  # the page shows each progress before the next is sent
     page.select_option("#model", "prior")
     for hidden in ("#output", "#canvas", "#sessions", "#sampling", "#memory"):
@@ -52,9 +54,9 @@ def test_nearest_images_update_and_the_best_candidate_moves_first(page: Page, as
         page.wait_for_function("n => seen.length > n", arg=n_seen)
         assert k == 4 * N_PROGRESS - 1 or "Step" in page.inner_text("#status")  # after the last it may be done
     prior.pace = None
-    ended(page)
+    wait_until_finished(page)
     expect(page.locator("#status")).to_contain_text("Done, 40 steps · cosine to the text 1.000, the best of 4 · seed 0")
-    body = asked.bodies("/v1/priors/sample")[-1]
+    body = requested.bodies("/v1/priors/sample")[-1]
     assert [body[name] for name in ("input", "steps", "guidance", "n", "seed")] == ["blue", 40, 2.5, 4, 0]
     assert len({rows[0] for rows in page.evaluate("seen") if rows and rows[0]}) > 2
     best = page.locator("#neighbors .row").first
@@ -64,8 +66,8 @@ def test_nearest_images_update_and_the_best_candidate_moves_first(page: Page, as
     expect(best.locator("figcaption").first).to_have_text("blue1.000")
     assert page.evaluate("[...neighbors.querySelectorAll('img')].every(one => one.naturalWidth === 1)")
     page.click("#regenerate")
-    ended(page)
-    assert asked.bodies("/v1/priors/sample")[-1]["seed"] == 4
+    wait_until_finished(page)
+    assert requested.bodies("/v1/priors/sample")[-1]["seed"] == 4
     page.select_option("#model", "text")
     expect(page.locator("#neighbors")).to_be_hidden()
     expect(page.locator("#sampling")).to_be_visible()
@@ -82,7 +84,7 @@ def test_stop_and_empty_caption(page: Page, prior: FakePrior) -> None:
     page.click("#run")
     expect(page.locator("#neighbors img").first).to_be_visible()
     page.keyboard.press("Escape")
-    ended(page)
+    wait_until_finished(page)
     expect(page.locator("#status")).to_contain_text("Stopped")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     unnamed = page.evaluate(
