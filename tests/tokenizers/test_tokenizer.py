@@ -317,6 +317,6 @@ def test_show_prints_examples(files: dict[str, str], capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert "'a'" in out
     assert "258  '<0xFF>'" in out
-    assert "2 bytes, 2 ids, round-trips exactly" in out
+    assert "2 bytes, 2 ids, comes back exactly" in out
     tokenizer_command(["show", "the dog", "--tokenizer", files["wordpiece"]])
-    assert "does NOT round-trip" in capsys.readouterr().out
+    assert "does NOT come back" in capsys.readouterr().out

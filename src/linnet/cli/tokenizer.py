@@ -132,7 +132,7 @@ def _show(flags: ShowFlags) -> int:
     for token, piece in zip(ids, pieces, strict=True):
         print(f"{token:>7}  {_quoted(piece)}")
     why = "it follows the rules of its release" if tokenizer.rules == "released" else "it has no piece for every byte"
-    result = "round-trips exactly" if is_exact else f"does NOT round-trip: this tokenizer is not byte-exact, {why}"
+    result = "comes back exactly" if is_exact else f"does NOT come back: this tokenizer is not byte-exact, {why}"
     print(
         f"{len(data)} bytes, {len(ids)} ids, {result}. {tokenizer.kind}: {tokenizer.n_vocab:,} ids, end {tokenizer.eos_id} {end}"
     )
