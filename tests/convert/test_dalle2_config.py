@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from image_files import png
 
-from linnet.api.training import keep_remarks
+from linnet.api.training import log_remarks
 from linnet.cli import main
 from linnet.config.schema import OptimConfig, PairsConfig, RunConfig, TrainConfig
 from linnet.convert.dalle2 import schema as dalle2_schema
@@ -360,12 +360,12 @@ def test_remarks_are_printed_and_recorded_before_training(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cfg, output = opened(newer(), images=str(folder / "img_emb"))
-    keep_remarks(cfg, tmp_path / "run", output)
+    log_remarks(cfg, tmp_path / "run", output)
     events = [r["message"] for r in read_metrics(tmp_path / "run") if r["event"] == "warning"]
     assert events == output == capsys.readouterr().err.splitlines()
     wide = dataclasses.replace(cfg, model=dataclasses.replace(cfg.prior, dim=32))
     with pytest.raises(UserError, match="model.dim is 32"):
-        keep_remarks(wide, tmp_path / "never", output)
+        log_remarks(wide, tmp_path / "never", output)
     assert not (tmp_path / "never").exists()
 
 

@@ -31,7 +31,7 @@ from linnet.optim import ema
 from linnet.optim.optimizer import optimizer
 from linnet.parallel import sharding
 from linnet.runs.state import TrainState
-from linnet.runs.stored_trainer import TrainedSoFar, check_trainer, continue_from, trained_so_far
+from linnet.runs.stored_trainer import TrainerProgress, check_trainer, resume_trainer, trainer_progress
 from linnet.train import parent as parents
 from linnet.train.exports import progress_at
 from linnet.train.finetune_config import tuned_config
@@ -71,7 +71,7 @@ def restored(path: Path, folder: Path) -> tuple[RunConfig, TrainState, int]:
     store_trainer(folder, found, read_trainer_state(found.content, found.cfg, found.facts.get("version"), path))
     check_trainer(folder, cfg)
     rule = optimizer(cfg.optim, param_specs(found.cfg))
-    return cfg, *continue_from(folder, registry.get("prior"), cfg, rule, sharding.make_mesh())
+    return cfg, *resume_trainer(folder, registry.get("prior"), cfg, rule, sharding.make_mesh())
 
 
 @pytest.mark.slow
@@ -326,7 +326,7 @@ def test_imports_of_earlier_versions_recorded_the_step_alone(tmp_path: Path) -> 
     file = tmp_path / "run" / "trainer" / "state.safetensors"
     assert progress_at(7, cfg, tmp_path / "run") == {"epoch": 2, "samples_seen": 28}
     save_file(load_file(file), file, {"format": "linnet-trainer", "step": "5", "optimizer_step": "5"})
-    assert trained_so_far(tmp_path / "run") == TrainedSoFar(step=5)
+    assert trainer_progress(tmp_path / "run") == TrainerProgress(step=5)
     assert progress_at(7, cfg, tmp_path / "run") == {"epoch": 0, "samples_seen": 28}
 
 
@@ -358,8 +358,8 @@ def test_optimizer_of_an_imported_trainer_can_be_kept(tmp_path: Path, capsys: py
     cfg = tuned_config(origin.cfg, origin.parent(keep_optimizer=True))
     parents.check_parent(cfg)
     family, rule = registry.get("prior"), optimizer(cfg.optim, param_specs(cfg.prior))
-    state = parents.begin(family, cfg, rule, sharding.make_mesh())
-    theirs, _ = continue_from(run, family, cfg, rule, sharding.make_mesh())
+    state = parents.init_from_parent(family, cfg, rule, sharding.make_mesh())
+    theirs, _ = resume_trainer(run, family, cfg, rule, sharding.make_mesh())
     for part in ("params", "ema"):
         same(getattr(state, part), getattr(theirs, part))
     kept, had = (adam_state(of.opt_state) for of in (state, theirs))

@@ -197,10 +197,10 @@ def test_corrupt_safetensors_file_is_rejected(tmp_path: Path) -> None:
     start = 8 + int.from_bytes(data[:8], "little")
     for n in range(len(data)):
         (tmp_path / "bad").write_bytes(data[:n])
-        with pytest.raises(UserError, match="whole safetensors"):
+        with pytest.raises(UserError, match="complete safetensors"):
             read_safetensors(tmp_path / "bad")
     (tmp_path / "bad").write_bytes(data + b"1")
-    with pytest.raises(UserError, match="whole safetensors"):
+    with pytest.raises(UserError, match="complete safetensors"):
         read_safetensors(tmp_path / "bad")
     for i in range(start):
         for bit in (0, 3, 6):

@@ -73,18 +73,18 @@ from linnet.models import registry
 from linnet.core.pytree import named_leaves
 from linnet.runs import weights as stored_weights
 from linnet.optim.optimizer import optimizer
-from linnet.train.parent import begin_from_weights
+from linnet.train.parent import init_from_weights
 from linnet.runs.state import abstract_state
 
 cfg, run = presets.get("quickstart"), Path(sys.argv[1]) / "run"
 family = registry.get(cfg.family)
 specs = family.param_specs(cfg.model)
 drawn = weights.init(specs, rng.root(3))
-stored_weights.write_stored_run(run, cfg, stored_weights.held_leaves(drawn), lambda _: None, lambda _: None)
+stored_weights.write_stored_run(run, cfg, stored_weights.model_leaves(drawn), lambda _: None, lambda _: None)
 
 mesh = sharding.open_mesh("fsdp=4,model=2")
 rule = optimizer(cfg.optim, specs)
-state = begin_from_weights(family, cfg, rule, mesh, run)
+state = init_from_weights(family, cfg, rule, mesh, run)
 placed = [x.sharding for x in jax.tree.leaves(state.params)]
 wanted = abstract_state(family, cfg, rule, mesh)
 alike = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), state, wanted)

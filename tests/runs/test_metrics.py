@@ -18,15 +18,9 @@ from hypothesis import strategies as st
 from waiting import PATIENCE
 
 from linnet.core.errors import UserError
-from linnet.runs import metrics
-from linnet.runs.metrics import (
-    BackgroundTracker,
-    MetricsLog,
-    make_record,
-    open_trackers,
-    read_metrics,
-    require_trackers,
-)
+from linnet.runs import metrics, trackers
+from linnet.runs.metrics import MetricsLog, make_record, read_metrics
+from linnet.runs.trackers import BackgroundTracker, open_trackers, require_trackers
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
@@ -214,7 +208,7 @@ def test_failing_tracker_is_reported_once_and_disabled(
             for step in range(20):
                 log.write("train", step, loss=1.0)
     assert [r.message.split(":")[0] for r in caplog.records] == [
-        "broken is switched off, the run goes on (metrics.jsonl has all)"
+        "broken is disabled, and the run continues (metrics.jsonl has all)"
     ]
     assert len(other.seen) == len(read_metrics(tmp_path)) == 20
 
@@ -235,12 +229,12 @@ def test_hanging_tracker_never_blocks_the_run(caplog: pytest.LogCaptureFixture) 
     free.set()
     assert [r.message.split(":")[0] for r in caplog.records] == [
         "stuck is too slow",
-        "stuck did not finish in 0.1 s and is left behind (metrics.jsonl has all)",
+        "stuck did not finish within 0.1 s and is abandoned (metrics.jsonl has all)",
     ]
 
 
 def test_tracker_not_installed_is_rejected_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'linnet-lm\[wandb\]'"):
         open_trackers(("wandb",), tmp_path, {})
     with pytest.raises(UserError, match=r"pip install 'linnet-lm\[tensorboard\]'"):
@@ -271,7 +265,7 @@ def test_wandb_keeps_its_run_across_resumes_and_never_asks_for_a_key(
 
     fake = types.SimpleNamespace(init=init, api=types.SimpleNamespace(api_key=None), Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", fake)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
     monkeypatch.delenv("WANDB_MODE", raising=False)
     for step in (1, 2):
         with MetricsLog(tmp_path, open_trackers(("wandb",), tmp_path, {"seed": 1})) as log:
@@ -335,4 +329,4 @@ def test_corrupt_lines_are_reported_when_they_are_dropped(tmp_path: Path, caplog
     (tmp_path / "metrics.jsonl").write_bytes(DAMAGED["nan"] + b"\n" + DAMAGED["binary"] + b"\n")
     with MetricsLog(tmp_path) as log, caplog.at_level(logging.WARNING):
         assert log.truncate_after(5) == []
-    assert "2 damaged lines are left out" in caplog.text
+    assert "2 damaged lines are skipped" in caplog.text

@@ -22,7 +22,7 @@ from linnet.optim.optimizer import optimizer
 from linnet.runs.checkpoint import reader
 from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.load import open_run, open_state, write_run
-from linnet.runs.state import both_weights, fresh_state, model_weights
+from linnet.runs.state import evaluated_weights, fresh_state, model_weights
 
 PART = replace(TARGET, opt_state=None, carry=None, key=None, key_data=None, step=None)
 
@@ -100,7 +100,7 @@ def test_loading_a_run_reads_one_set_of_weights(
     assert {name.partition("/")[0] for name in read} == {"ema" if ema else "params", "buffers"}
     full = open_state(tmp_path, "latest")[1]
     assert_same_bits((run.params, run.buffers), model_weights(full))
-    both = open_state(tmp_path, "latest", part=both_weights)[1]
+    both = open_state(tmp_path, "latest", part=evaluated_weights)[1]
     assert_same_bits((both.params, both.ema, both.buffers), (full.params, full.ema, full.buffers))
     assert both.opt_state is None
 

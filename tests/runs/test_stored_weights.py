@@ -128,7 +128,7 @@ def test_eight_bits_are_not_trained(tmp_path: Path, cfg: RunConfig) -> None:
     specs = registry.get(cfg.family).param_specs(cfg.model)
     write(tmp_path / "run", cfg, quant.cast_params(model(cfg), specs, "int8"))
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match="8 bits, which cannot be trained.*grok-hf"):
+    with pytest.raises(UserError, match="8-bit weights, which cannot be trained.*grok-hf"):
         train(cfg, RunFolder(tmp_path / "run"), quiet=True)
     assert sorted(tmp_path.rglob("*")) == before
 

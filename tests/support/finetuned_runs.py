@@ -52,4 +52,6 @@ def tuned(path: Path, source: Path, keep_optimizer: bool = False, /, **changes: 
 
 def begun(cfg: RunConfig) -> TrainState:
     family = registry.get(cfg.family)
-    return parents.begin(family, cfg, optimizer(cfg.optim, trainable_specs(family, cfg)), sharding.make_mesh())
+    return parents.init_from_parent(
+        family, cfg, optimizer(cfg.optim, trainable_specs(family, cfg)), sharding.make_mesh()
+    )

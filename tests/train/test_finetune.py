@@ -25,7 +25,7 @@ from linnet.runs.folder import RunFolder
 from linnet.runs.load import open_run, open_state
 from linnet.runs.metrics import read_metrics
 from linnet.runs.state import fresh_buffers
-from linnet.runs.weights import held_leaves, write_stored_run
+from linnet.runs.weights import model_leaves, write_stored_run
 from linnet.runs.weights_file import export_safetensors
 from linnet.tokenizers.load import open_tokenizer
 from linnet.train import parent as parents
@@ -41,7 +41,7 @@ def test_run_starts_from_the_weights_of_a_run_an_import_or_a_file(kind: str, sou
     path, buffers = run, parent.buffers
     if kind == "weights":
         path, buffers = tmp_path / "import", fresh_buffers(parent.family, parent.cfg)
-        write_stored_run(path, parent.cfg, held_leaves(parent.params), lambda _: None, lambda _: None)
+        write_stored_run(path, parent.cfg, model_leaves(parent.params), lambda _: None, lambda _: None)
     if kind == "file":
         path = tmp_path / "model.safetensors"
         export_safetensors(parent.params, parent.buffers, codec.to_json(parent.cfg), path)
@@ -181,7 +181,7 @@ def test_8_bit_weights_are_trained_by_adapters_only(source: Path, tmp_path: Path
 
     parent = open_run(parent_run(tmp_path, source, "moe"))
     lowered = quant.cast_params(parent.params, parent.family.param_specs(parent.cfg.model), "int8")
-    write_stored_run(tmp_path / "int8", parent.cfg, held_leaves(lowered), lambda _: None, lambda _: None)
+    write_stored_run(tmp_path / "int8", parent.cfg, model_leaves(lowered), lambda _: None, lambda _: None)
     with pytest.raises(UserError, match=r"8 bits, which cannot be trained.*--lora.rank 8"):
         parents.check_parent(tuned(tmp_path / "int8", source))
     cfg = tuned(tmp_path / "int8", source, **{"lora.rank": 2})

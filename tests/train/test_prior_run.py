@@ -29,8 +29,9 @@ from linnet.optim import ema
 from linnet.optim.optimizer import optimizer
 from linnet.runs.folder import RunFolder
 from linnet.runs.load import open_run, open_state
-from linnet.runs.metrics import flat_scalars, read_metrics
+from linnet.runs.metrics import read_metrics
 from linnet.runs.state import fresh_state
+from linnet.runs.trackers import flat_scalars
 from linnet.train.loop import train
 from linnet.train.step import update
 

@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -28,6 +27,7 @@ from linnet.api.client_text import (
 )
 from linnet.api.images import EmbeddingSamples, Images
 from linnet.api.results import GeneratedText
+from linnet.api.session import read_state
 from linnet.api.text import MAX_SEED, MAX_TOKENS, TOP_P, check_seeds
 from linnet.core.errors import UserError, did_you_mean, invalid
 
@@ -171,13 +171,8 @@ class Calls:
     ) -> Operation[SessionInfo]:
         if source is None:
             return (yield from self._session("POST", "", json=self._named(model)))
-        if not isinstance(source, bytes):
-            try:
-                source = Path(source).read_bytes()
-            except OSError as error:
-                needs = f"a session file that can be read ({error.strerror})"
-                raise invalid("source", str(source), needs, "check the path") from None
-        return (yield from self._session("POST", "/restore", content=source, query=self._named(model)))
+        content = read_state(source)
+        return (yield from self._session("POST", "/restore", content=content, query=self._named(model)))
 
     def open_session(self, id: str) -> Operation[SessionInfo]:
         return (yield from self._session("GET", f"/{quote(id, safe='')}"))

@@ -96,11 +96,11 @@ def evaluate_run(
     from linnet.train.progress import track
 
     settings.check_fit(run.cfg)
-    shown = functools.partial(track, quiet=quiet)
+    progress = functools.partial(track, quiet=quiet)
     if run.cfg.reads_tokens:
-        result, record = evaluate_language_model_run(run, settings, shown, weights, cast_to)
+        result, record = evaluate_language_model_run(run, settings, progress, weights, cast_to)
         return EvaluationResult(run.folder, record, result)
     if cast_to is not None:
         raise invalid("weights", cast_to, "left out for a prior", "leave it out")
-    found = evaluate_prior_run(run, settings, shown)
-    return EvaluationResult(run.folder, found.record, found)
+    evaluation = evaluate_prior_run(run, settings, progress)
+    return EvaluationResult(run.folder, evaluation.record, evaluation)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from linnet.api.results import GeneratedText, Score
-from linnet.api.session import Session
+from linnet.api.session import Session, read_state
 from linnet.api.text import MAX_TOKENS, TOP_P, generate_texts, score_text, to_utf8
 from linnet.core.dtypes import WeightDtype
 from linnet.core.errors import invalid
@@ -213,13 +213,7 @@ class Run:
             return Session(self, engine, self.loaded.vocabulary.tokenizer)
         from linnet.serve.state import from_bytes
 
-        if not isinstance(source, bytes):
-            try:
-                source = Path(source).read_bytes()
-            except OSError as error:
-                needs = f"a session file that can be read ({error.strerror})"
-                raise invalid("source", str(source), needs, "check the path") from None
-        state = from_bytes(source, engine.backend.abstract_state, engine.fingerprint)
+        state = from_bytes(read_state(source), engine.backend.abstract_state, engine.fingerprint)
         return Session(self, engine, self.loaded.vocabulary.tokenizer, state)
 
     # Images and embeddings

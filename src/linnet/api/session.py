@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from linnet.api.results import FinishReason, GeneratedText
 from linnet.api.text import MAX_TOKENS, TOP_P, to_utf8
-from linnet.core.errors import LinnetError, UserError
+from linnet.core.errors import LinnetError, UserError, invalid
 
 if TYPE_CHECKING:
     from linnet.api.text import SessionOptions
@@ -195,9 +195,20 @@ class Session:
         if finished.state is None:
             raise LinnetError(f"the generation failed ({finished.reason}): {finished.error or 'no reason was given'}")
         self._state, self._appended = finished.state, ()
-        reason: FinishReason = "length" if finished.reason == "length" else _stopped(finished.stopped_by)
+        reason: FinishReason = "length" if finished.reason == "length" else _stop_reason(finished.stopped_by)
         if last is not None:
             yield _piece(last, request.sampling.seed, reason)
+
+
+def read_state(source: str | os.PathLike[str] | bytes) -> bytes:
+    """Return the content of a session file."""
+    if isinstance(source, bytes):
+        return source
+    try:
+        return Path(source).read_bytes()
+    except OSError as error:
+        needs = f"a session file that can be read ({error.strerror})"
+        raise invalid("source", str(source), needs, "check the path") from None
 
 
 def write_state(path: str | os.PathLike[str], data: bytes) -> Path:
@@ -213,7 +224,7 @@ def write_state(path: str | os.PathLike[str], data: bytes) -> Path:
     return path
 
 
-def _stopped(by: str | int | None) -> FinishReason:
+def _stop_reason(by: str | int | None) -> FinishReason:
     return "stop" if isinstance(by, str) else "end"
 
 

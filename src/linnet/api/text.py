@@ -65,8 +65,8 @@ def generate_texts(
     **settings: Any,
 ) -> Any:
     """Generate a text per prompt, as `Run.generate` describes. `settings` are those of `sampling_settings`."""
-    several = isinstance(prompt, list | tuple)
-    prompts: list[Any] = list(prompt) if several else [prompt]
+    is_list = isinstance(prompt, list | tuple)
+    prompts: list[Any] = list(prompt) if is_list else [prompt]
     if not prompts:
         raise invalid("prompt", prompts, "at least one prompt", 'use "" to start from nothing')
     seeds = check_seeds(seed, len(prompts))
@@ -92,16 +92,16 @@ def generate_texts(
         add_special_tokens=add_special_tokens,
         shows_prompt=decodes_prompt,
     )
-    shown = [_shown(run, one, ids[i], decodes_prompt) for i, one in enumerate(prompts)] if echo else []
-    rows = _texts(pieces, shown, seeds)
+    echoes = [_prompt_text(run, one, ids[i], decodes_prompt) for i, one in enumerate(prompts)] if echo else []
+    rows = _texts(pieces, echoes, seeds)
     if stream:
-        return rows if several else (row[0] for row in rows if row[0] is not None)
+        return rows if is_list else (row[0] for row in rows if row[0] is not None)
     parts: list[list[GeneratedText]] = [[] for _ in prompts]
     for row in rows:
         for i, piece in enumerate(row):
             parts[i] += [] if piece is None else [piece]
     texts = [GeneratedText.from_pieces(one) for one in parts]
-    return texts if several else texts[0]
+    return texts if is_list else texts[0]
 
 
 def score_text(run: LoadedRun, text: str | bytes, nats: Callable[..., Any]) -> Score:
@@ -154,7 +154,7 @@ def _ids(run: LoadedRun, prompt: Prompt) -> list[int]:
     return [int(token) for token in prompt]
 
 
-def _shown(run: LoadedRun, prompt: Prompt, ids: list[int], decodes: bool) -> str:
+def _prompt_text(run: LoadedRun, prompt: Prompt, ids: list[int], decodes: bool) -> str:
     if decodes or not isinstance(prompt, str | bytes):
         from linnet.models.detokenize import TextAssembler
 
@@ -163,10 +163,10 @@ def _shown(run: LoadedRun, prompt: Prompt, ids: list[int], decodes: bool) -> str
 
 
 def _texts(
-    pieces: Iterator[list[Piece | None]], shown: list[str], seeds: list[int]
+    pieces: Iterator[list[Piece | None]], echoes: list[str], seeds: list[int]
 ) -> Iterator[list[GeneratedText | None]]:
-    if shown:
-        yield [GeneratedText(text, seed=seed) for text, seed in zip(shown, seeds, strict=True)]
+    if echoes:
+        yield [GeneratedText(text, seed=seed) for text, seed in zip(echoes, seeds, strict=True)]
     for row in pieces:
         yield [
             None

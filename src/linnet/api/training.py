@@ -137,17 +137,18 @@ def run_training(
 
     init_jax()
     if remarks:
-        keep_remarks(config, out, remarks)
+        log_remarks(config, out, remarks)
     outcome = train(config, RunFolder(out), quiet=quiet, on_step=on_step, may_exit=may_exit)
     return TrainingResult(out, outcome.step, outcome.finished)
 
 
-def keep_remarks(config: RunConfig, out: Path, remarks: Sequence[str]) -> None:
+def log_remarks(config: RunConfig, out: Path, remarks: Sequence[str]) -> None:
     """Print and log the remarks. All checks that could reject the run come first, so that a run that cannot start writes nothing."""
     import sys
 
     from linnet.runs.folder import RunFolder
-    from linnet.runs.metrics import MetricsLog, require_trackers
+    from linnet.runs.metrics import MetricsLog
+    from linnet.runs.trackers import require_trackers
     from linnet.train.initial_state import open_task
     from linnet.train.resume import check_resumable
 
@@ -187,11 +188,11 @@ def open_reference(
     out, checkpoint = out or default_run_folder(parts, path), find_loaded_file(parts)
     if checkpoint is None:
         return config, out, list(remarks)
-    config, loaded = _loaded(config, out, checkpoint)
+    config, loaded = _load_checkpoint(config, out, checkpoint)
     return config, out, [*remarks, *loaded]
 
 
-def _loaded(config: RunConfig, out: Path, checkpoint: Path) -> tuple[RunConfig, list[str]]:
+def _load_checkpoint(config: RunConfig, out: Path, checkpoint: Path) -> tuple[RunConfig, list[str]]:
     """Start a new run from the checkpoint; an existing run resumes from its own."""
     import dataclasses
 
@@ -203,8 +204,8 @@ def _loaded(config: RunConfig, out: Path, checkpoint: Path) -> tuple[RunConfig, 
 
     saved = RunFolder(out).config
     if saved.exists():
-        ours = codec.load(saved)
-        return dataclasses.replace(config, model=ours.model, optim=ours.optim), []
+        existing = codec.load(saved)
+        return dataclasses.replace(config, model=existing.model, optim=existing.optim), []
     init_jax()
     read_exports(config)
     return start_from_checkpoint(checkpoint, out, config)

@@ -27,7 +27,7 @@ def import_command(argv: list[str]) -> int:
     )
     from linnet.parallel.cluster import init_jax
     from linnet.runs.load import write_run
-    from linnet.runs.weights import held_leaves, write_stored_run
+    from linnet.runs.weights import model_leaves, write_stored_run
     from linnet.runs.weights_file import import_safetensors, is_float32
 
     if flags.kind != "transformer-vq":
@@ -81,7 +81,7 @@ def import_command(argv: list[str]) -> int:
             tokenizer.save(flags.out)
     else:  # weights below float32 cannot be trained, so they are stored without an optimizer
         finish = (lambda folder: None) if tokenizer is None else tokenizer.save
-        write_stored_run(flags.out, cfg, held_leaves(params), finish, print)
+        write_stored_run(flags.out, cfg, model_leaves(params), finish, print)
     print(
         f"The run is in {flags.out}. Next: linnet eval {flags.out}; linnet sample {flags.out}{needed_prompt(cfg.model)}"
     )

@@ -63,9 +63,9 @@ def _imported_trainer(flags: ExportFlags) -> tuple[RunConfig, TrainState, int]:
     from linnet.optim.optimizer import optimizer
     from linnet.parallel import sharding
     from linnet.runs.folder import RunFolder
-    from linnet.runs.stored_trainer import continue_from, trained_so_far
+    from linnet.runs.stored_trainer import resume_trainer, trainer_progress
 
-    step = trained_so_far(flags.run).step
+    step = trainer_progress(flags.run).step
     if flags.checkpoint not in ("best", "latest", str(step)):
         needs = f"best, latest or {step} (this run is an imported trainer checkpoint)"
         raise invalid("--checkpoint", flags.checkpoint, needs, "leave it out")
@@ -73,7 +73,7 @@ def _imported_trainer(flags: ExportFlags) -> tuple[RunConfig, TrainState, int]:
     check_optimizer(cfg.optim)
     family = registry.get(cfg.family)
     rule = optimizer(cfg.optim, family.param_specs(cfg.model))
-    return cfg, *continue_from(flags.run, family, cfg, rule, sharding.make_mesh())
+    return cfg, *resume_trainer(flags.run, family, cfg, rule, sharding.make_mesh())
 
 
 def _write_safetensors(path: Path, content: dict) -> None:

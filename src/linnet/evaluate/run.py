@@ -25,7 +25,7 @@ from linnet.evaluate.prior import PriorEvaluation, check_fit, evaluate_prior
 from linnet.runs.environment import peak_rss_bytes
 from linnet.runs.load import LoadedRun, open_state
 from linnet.runs.relocated import check_same_data, relocated
-from linnet.runs.state import both_weights
+from linnet.runs.state import evaluated_weights
 from linnet.runs.vocabulary import check_match
 from linnet.runs.weights import is_weights_only
 
@@ -214,7 +214,7 @@ def _trained_weights(run: LoadedRun) -> tuple[RunConfig, dict[str, Any]]:
     """Return the config and the trained and (if any) EMA weights of the run's checkpoint."""
     if run.folder.is_file() or is_weights_only(run.folder):
         return run.cfg, {"online": run.params}
-    cfg, state, _ = open_state(run.folder, str(run.step), part=both_weights)
+    cfg, state, _ = open_state(run.folder, str(run.step), part=evaluated_weights)
     return cfg, {"online": state.params} | ({} if state.ema is None else {"ema": state.ema})
 
 

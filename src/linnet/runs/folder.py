@@ -56,7 +56,7 @@ class RunFolder:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             needs = f"a folder that can be written ({error.strerror or error})"
-            raise invalid("run", str(self.path), needs, "give another folder, or mend its permissions") from error
+            raise invalid("run", str(self.path), needs, "give another folder, or correct its permissions") from error
         return self
 
     @contextlib.contextmanager
@@ -67,9 +67,9 @@ class RunFolder:
             file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             needs = f"a folder that can be written ({error.strerror or error})"
-            raise invalid("run", str(self.path), needs, "give another folder, or mend its permissions") from error
+            raise invalid("run", str(self.path), needs, "give another folder, or correct its permissions") from error
         try:
-            _take(file, self.path)
+            _acquire(file, self.path)
             _write(file, {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()})
             try:
                 yield
@@ -79,17 +79,17 @@ class RunFolder:
             os.close(file)  # This releases the lock. The file is kept: removing it would let two runs lock two files.
 
 
-def _take(file: int, path: Path) -> None:
+def _acquire(file: int, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _held(path, _read(file)) from None
+        raise _locked_error(path, _read(file)) from None
     except OSError as error:
         message = f"The run folder {str(path)!r} cannot be locked ({error.strerror or error})."
         raise UserError(f"{message} Fix: use a folder on a disk that supports file locks.") from error
 
 
-def _held(path: Path, holder: dict[str, Any]) -> UserError:
+def _locked_error(path: Path, holder: dict[str, Any]) -> UserError:
     pid, host, started = holder.get("pid"), holder.get("host"), holder.get("started")
     if not isinstance(pid, int) or not isinstance(started, (int, float)):
         who, stop = "a process that has just started", "stop it"
@@ -97,16 +97,16 @@ def _held(path: Path, holder: dict[str, Any]) -> UserError:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))
         who = f"process {pid} on {host}, since {since}"
         stop = f"stop it with `kill {pid}` on {host} (it saves and exits)"
-    needs = f"a folder that no other training uses (it is held by {who})"
+    needs = f"a folder that no other training uses (it is locked by {who})"
     return invalid("run", str(path), needs, f"wait for it to end, {stop}, or give another folder")
 
 
 def _read(file: int) -> dict[str, Any]:
     try:
-        found = json.loads(os.pread(file, 4096, 0))
+        holder = json.loads(os.pread(file, 4096, 0))
     except ValueError:  # The holder has the lock but has not written its details yet.
         return {}
-    return found if isinstance(found, dict) else {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _write(file: int, holder: dict[str, Any]) -> None:

@@ -31,7 +31,14 @@ from linnet.runs import base_weights, weights_file
 from linnet.runs import weights as stored_weights
 from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.folder import RunFolder
-from linnet.runs.state import TrainState, abstract_state, fresh_buffers, model_weights, served_weights, start_from
+from linnet.runs.state import (
+    TrainState,
+    abstract_state,
+    fresh_buffers,
+    model_weights,
+    served_weights,
+    state_from_params,
+)
 from linnet.runs.vocabulary import Vocabulary, read_vocabulary
 from linnet.tokenizers.base import Tokenizer
 
@@ -73,7 +80,7 @@ def decoding_mesh(path: Path, text: str) -> Mesh | None:
     check_serving(sizes, "--mesh", text)
     cfg.model.check_mesh(sizes)
     if jax.process_count() > 1:
-        needs = "the devices of one process: a model that is served is not cut across several"
+        needs = "the devices of one process: a served model is not sharded over several processes"
         raise invalid("--mesh", text, needs, "start this command without `linnet launch`; --replicas serves more")
     return sharding.open_mesh(text)
 
@@ -164,7 +171,7 @@ def open_state(
     with Checkpoints(folder.checkpoints, keep=cfg.train.keep) as checkpoints:
         wanted = target if part is None else part(target)
         restored = base_weights.restore(
-            path, checkpoints, wanted, _chosen(checkpoints, which), partial=part is not None
+            path, checkpoints, wanted, _parse_step(checkpoints, which), partial=part is not None
         )
     return cfg, restored.state, restored.step
 
@@ -173,10 +180,10 @@ def checkpoint_step(path: Path, which: str) -> int:
     """Return the step of the checkpoint that `which` (best, latest or a step) names."""
     folder = RunFolder(path)
     with Checkpoints(folder.checkpoints, keep=1) as checkpoints:
-        return checkpoints.chosen(_chosen(checkpoints, which))
+        return checkpoints.resolve_step(_parse_step(checkpoints, which))
 
 
-def _chosen(checkpoints: Checkpoints, which: str) -> int | Literal["latest", "best"]:
+def _parse_step(checkpoints: Checkpoints, which: str) -> int | Literal["latest", "best"]:
     if which.isdecimal():
         return int(which)
     if which == "best":
@@ -192,7 +199,7 @@ def write_run(path: Path, cfg: RunConfig, params: Any, buffers: Any, *, step: in
     With an optimizer state and its step, training continues from there.
     """
     family = registry.get(cfg.family)
-    state = start_from(family, cfg, optimizer(cfg.optim, family.param_specs(cfg.model)), params, buffers)
+    state = state_from_params(family, cfg, optimizer(cfg.optim, family.param_specs(cfg.model)), params, buffers)
     if opt_state is not None:
         state = replace(state, step=jnp.asarray(step, jnp.int32), opt_state=opt_state)
     folder = RunFolder(path).create()

@@ -54,7 +54,7 @@ def make_state(family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTra
 
     def make() -> TrainState:
         params = weights.init(family.param_specs(cfg.model), rng.fold_in_name(key, "params"))
-        return start_from(family, cfg, optimizer, params, fresh_buffers(family, cfg))
+        return state_from_params(family, cfg, optimizer, params, fresh_buffers(family, cfg))
 
     return jax.jit(make, out_shardings=state_shardings(family, cfg, optimizer, mesh))
 
@@ -63,7 +63,7 @@ def fresh_buffers(family: ModelFamily, cfg: RunConfig) -> Any:
     return weights.init(family.buffer_specs(cfg.model), rng.fold_in_name(rng.root(cfg.seed), "buffers"))
 
 
-def start_from(
+def state_from_params(
     family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, params: Any, buffers: Any
 ) -> TrainState:
     """Return the state of step 0 with the given weights: of a new run, an imported model, or the base of adapters."""
@@ -88,7 +88,7 @@ def start_from(
     )
 
 
-def begin_from(
+def init_state_from(
     family: ModelFamily,
     cfg: RunConfig,
     optimizer: optax.GradientTransformation,
@@ -106,7 +106,7 @@ def begin_from(
 
     def start(params: Any, buffers: Any, given: dict[str, Any]) -> TrainState:
         buffers = fresh_buffers(family, cfg) if buffers is None else buffers
-        return replace(start_from(family, cfg, optimizer, params, buffers), **given)
+        return replace(state_from_params(family, cfg, optimizer, params, buffers), **given)
 
     begin = jax.jit(start, out_shardings=state_shardings(family, cfg, optimizer, mesh), donate_argnums=(0, 1, 2))
     return begin(params, buffers, given)
@@ -127,7 +127,7 @@ def abstract_state(
 def _shapes(family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation) -> TrainState:
     def make() -> TrainState:
         params = weights.init(family.param_specs(cfg.model), rng.root(0))
-        return start_from(family, cfg, optimizer, params, fresh_buffers(family, cfg))
+        return state_from_params(family, cfg, optimizer, params, fresh_buffers(family, cfg))
 
     return jax.eval_shape(make)
 
@@ -180,14 +180,14 @@ def _optimizer_shardings(opt_state: Any, specs: Any, mesh: Mesh, rules: sharding
     return jax.tree_util.tree_map_with_path(one, opt_state)
 
 
-def both_weights(state: TrainState) -> TrainState:
+def evaluated_weights(state: TrainState) -> TrainState:
     """Reduce a state (or abstract state) to what is evaluated: parameters, EMA, codebooks and the base of adapters."""
     return replace(state, step=None, carry=None, opt_state=None, key=None, skipped=None, consecutive_nonfinite=None)
 
 
 def served_weights(state: TrainState) -> TrainState:
     """Reduce a state (or abstract state) to what `model_weights` needs: one set of weights, the codebooks and the base."""
-    state = both_weights(state)
+    state = evaluated_weights(state)
     return state if state.ema is None else replace(state, params=None)
 
 

@@ -126,17 +126,19 @@ def check_finite(part: np.ndarray, name: str) -> None:
     step = CHUNK // part.dtype.itemsize
     for start in range(0, flat.size, step):
         if not np.all(np.isfinite(flat[start : start + step].astype(np.float32))):
-            raise UserError(
-                f"{name} has values that are not finite. Fix: download it again; no model was trained to this."
-            )
+            raise UserError(f"{name} has values that are not finite. Fix: download it again.")
 
 
 def _header(leaves: Sequence[Leaf], metadata: dict[str, str]) -> bytes:
-    at, described = 0, dict[str, Any](__metadata__=metadata)
+    offset, described = 0, dict[str, Any](__metadata__=metadata)
     for leaf in leaves:
-        end = at + leaf.nbytes
-        described[leaf.name] = {"dtype": TYPE_NAMES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [at, end]}
-        at = end
+        end = offset + leaf.nbytes
+        described[leaf.name] = {
+            "dtype": TYPE_NAMES[leaf.dtype],
+            "shape": list(leaf.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -149,31 +151,33 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredArray], dict[str, str]
         with open(path, "rb") as file:
             n = int.from_bytes(file.read(8), "little")
             if size < 8 or n > min(size - 8, MAX_HEADER):
-                raise ValueError("it is cut short")
+                raise ValueError("it is truncated")
             described = parse_json(file.read(n))
         metadata = described.pop("__metadata__", {})
-        arrays = {name: _described(path, 8 + n, value) for name, value in described.items()}
-        at = 8 + n
+        arrays = {name: _parse_array(path, 8 + n, value) for name, value in described.items()}
+        offset = 8 + n
         for array in sorted(arrays.values(), key=lambda array: array.offset):
-            if array.offset != at:
+            if array.offset != offset:
                 raise ValueError("its arrays overlap or leave gaps")
-            at += array.nbytes
-        if at != size:
-            raise ValueError(f"it has {size} bytes, and its header says {at}")
+            offset += array.nbytes
+        if offset != size:
+            raise ValueError(f"it has {size} bytes, but its header describes {offset}")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}). Fix: check the path.") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is not a whole safetensors file ({error}). Fix: download or write it again.") from None
+        raise UserError(
+            f"{path} is not a complete safetensors file ({error}). Fix: download or write it again."
+        ) from None
     return arrays, metadata
 
 
-def _described(path: Path, start: int, value: Any) -> StoredArray:
-    dtype, shape, (begin, end) = TYPES.get(value["dtype"]), tuple(value["shape"]), value["data_offsets"]
+def _parse_array(path: Path, base: int, value: Any) -> StoredArray:
+    dtype, shape, (start, end) = TYPES.get(value["dtype"]), tuple(value["shape"]), value["data_offsets"]
     if dtype is None:
         raise ValueError(f"it has values of type {value['dtype']!r}")
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise ValueError("a shape or a place is not a number")
-    array = StoredArray(path=path, offset=start + begin, shape=shape, dtype=dtype)
-    if end - begin != array.nbytes:
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
+        raise ValueError("a shape or an offset is not a number")
+    array = StoredArray(path=path, offset=base + start, shape=shape, dtype=dtype)
+    if end - start != array.nbytes:
         raise ValueError("an array does not have the bytes it needs")
     return array

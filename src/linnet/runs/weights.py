@@ -35,7 +35,7 @@ from linnet.runs.weights_file import PAIR
 
 FOLDER, INDEX = codec.IMPORTED_WEIGHTS.parts
 VERSION = 1
-ROOM = 1 << 20  # bytes for headers and index
+OVERHEAD = 1 << 20  # bytes for headers and index
 
 
 def has_weights(run: Path) -> bool:
@@ -43,10 +43,10 @@ def has_weights(run: Path) -> bool:
 
 
 def is_weights_only(run: Path) -> bool:
-    """Whether the run is imported and not trained yet. Once it has checkpoints, those take precedence."""
+    """Whether the run is imported and not is_trained yet. Once it has checkpoints, those take precedence."""
     checkpoints = RunFolder(run).checkpoints
-    trained = checkpoints.is_dir() and any(entry.name.isdecimal() for entry in checkpoints.iterdir())
-    return has_weights(run) and not trained
+    is_trained = checkpoints.is_dir() and any(entry.name.isdecimal() for entry in checkpoints.iterdir())
+    return has_weights(run) and not is_trained
 
 
 def is_quantized(run: Path) -> bool:
@@ -67,10 +67,10 @@ def write_stored_run(
 ) -> None:
     """Write a weights-only run atomically: it appears as `out` only when complete. `finish` adds other files (a tokenizer)."""
     check_is_new(out)
-    with _workshop(out) as part:
-        need, free = sum(leaf.nbytes for leaf in leaves) + ROOM, shutil.disk_usage(part).free
+    with _temporary_folder(out) as part:
+        need, free = sum(leaf.nbytes for leaf in leaves) + OVERHEAD, shutil.disk_usage(part).free
         if need > free:
-            raise invalid("--out", str(out), f"on a disk with {need:,} bytes free (it has {free:,})", "make room")
+            raise invalid("--out", str(out), f"on a disk with {need:,} bytes free (it has {free:,})", "free some space")
         write_weights(part, leaves, log)
         finish(part)
         codec.save(with_base(cfg), part / "config.json")
@@ -78,7 +78,7 @@ def write_stored_run(
         os.rename(part, out)  # replaces an empty folder
 
 
-def held_leaves(params: Any) -> list[Leaf]:
+def model_leaves(params: Any) -> list[Leaf]:
     """Return the leaves of a model in memory."""
 
     def one(name: str, value: np.ndarray) -> Leaf:
@@ -89,13 +89,13 @@ def held_leaves(params: Any) -> list[Leaf]:
 
 def check_is_new(out: Path) -> None:
     if (out / "config.json").exists():
-        raise UserError(f"{out} holds a run already, and nothing is overwritten. Fix: choose another --out.")
+        raise UserError(f"{out} already contains a run, which is not overwritten. Fix: choose another --out.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already and not empty. Fix: choose another --out.")
+        raise UserError(f"{out} already exists and is not empty. Fix: choose another --out.")
 
 
 @contextlib.contextmanager
-def _workshop(out: Path) -> Iterator[Path]:
+def _temporary_folder(out: Path) -> Iterator[Path]:
     """Temporary folder next to the run, removed if anything fails.
 
     Its lock distinguishes the leftovers of a dead import from the files of one that is still running.
@@ -109,16 +109,18 @@ def _workshop(out: Path) -> Iterator[Path]:
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = os.fstat(lock).st_ino == part.stat().st_ino
+            is_ours = os.fstat(lock).st_ino == part.stat().st_ino
         except OSError:  # locked by another process, or renamed meanwhile
-            ours = False
-        if not ours:
+            is_ours = False
+        if not is_ours:
             raise UserError(f"{out} is being imported by another process. Fix: wait for it.")
         try:
             shutil.rmtree(part / FOLDER, ignore_errors=True)
             yield part
         except OSError as error:
-            raise UserError(f"{out} cannot be written ({error.strerror or error}). Fix: make room there.") from error
+            raise UserError(
+                f"{out} cannot be written ({error.strerror or error}). Fix: free some space there."
+            ) from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
     finally:
@@ -152,9 +154,12 @@ def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
 
 
 def read_weights(
-    run: Path, specs: Any, weights: WeightDtype = "float32", place: Callable[[Spec, Any], Any] = lambda _, leaf: leaf
+    run: Path,
+    specs: Any,
+    weights: WeightDtype = "float32",
+    to_device: Callable[[Spec, Any], Any] = lambda _, leaf: leaf,
 ) -> Any:
-    """Read the params tree leaf by leaf: each is verified, cast to `weights`, and put on the device (on several by `place`)."""
+    """Read the params tree leaf by leaf: each is verified, cast to `weights`, and put on the devices by `to_device`."""
     index = _index(run)
     files = {name: read_safetensors(run / FOLDER / name)[0] for name in {leaf["file"] for leaf in index.values()}}
     wanted: set[str] = set()
@@ -164,13 +169,13 @@ def read_weights(
         names = [name] if name in index else [f"{name}/{part}" for part in PAIR]
         wanted.update(names)
         leaf = _leaf(run, spec, [_array(run, index, files, n) for n in names], index, names)
-        return place(spec, quant.cast_params(leaf, spec, weights))
+        return to_device(spec, quant.cast_params(leaf, spec, weights))
 
     tree = jax.tree_util.tree_map_with_path(load, specs, is_leaf=is_spec)
     if set(index) - wanted:
         odd = sorted(set(index) - wanted)[0]
         raise UserError(
-            f"{run / FOLDER} has {odd!r}, which the model of its config.json has not. Fix: import it again."
+            f"{run / FOLDER} has {odd!r}, which the model of its config.json does not have. Fix: import it again."
         )
     return tree
 
@@ -178,9 +183,9 @@ def read_weights(
 def check_trainable(run: Path) -> None:
     if is_quantized(run):
         raise UserError(
-            f"{run} holds its weights in 8 bits, which cannot be trained: an update is smaller than their steps. Fix: train adapters "
-            f"on top of them (`linnet train --from {run} --lora.rank 8 --out RUN`), import a float conversion (`linnet import "
-            "grok-1` on safetensors, without --weights int8), or write one with "
+            f"{run} has 8-bit weights, which cannot be trained: an update is smaller than their quantization step. Fix: train "
+            f"adapters on top of them (`linnet train --from {run} --lora.rank 8 --out RUN`), import a float conversion (`linnet "
+            "import grok-1` on safetensors, without --weights int8), or write one with "
             f"`linnet export {run} --format grok-hf` and import that."
         )
 
@@ -188,13 +193,13 @@ def check_trainable(run: Path) -> None:
 def _index(run: Path) -> dict[str, Any]:
     path = run / FOLDER / INDEX
     try:
-        found = read_json(path)
-        leaves = found["leaves"]
-        if found["version"] != VERSION:
-            raise invalid(f"version of {path}", found["version"], str(VERSION), "use the Linnet that wrote it")
+        index = read_json(path)
+        leaves = index["leaves"]
+        if index["version"] != VERSION:
+            raise invalid(f"version of {path}", index["version"], str(VERSION), "use the Linnet that wrote it")
         for leaf in leaves.values():
             if not {"shape", "dtype", "file", "sha256"} <= set(leaf) or Path(leaf["file"]).name != leaf["file"]:
-                raise ValueError("a leaf is not described")
+                raise ValueError("the description of a leaf is incomplete")
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -204,12 +209,12 @@ def _index(run: Path) -> dict[str, Any]:
 
 def _array(run: Path, index: dict[str, Any], files: dict[str, dict[str, StoredArray]], name: str) -> StoredArray:
     known = index.get(name)
-    found = None if known is None else files[known["file"]].get(name)
-    if known is None or found is None:
+    array = None if known is None else files[known["file"]].get(name)
+    if known is None or array is None:
         raise UserError(f"{run / FOLDER} has no {name!r}. Fix: import the model again.")
-    if list(found.shape) != known["shape"] or TYPE_NAMES[found.dtype] != known["dtype"]:
-        raise UserError(f"{found.path} and {INDEX} disagree about {name!r}. Fix: import the model again.")
-    return found
+    if list(array.shape) != known["shape"] or TYPE_NAMES[array.dtype] != known["dtype"]:
+        raise UserError(f"{array.path} and {INDEX} disagree about {name!r}. Fix: import the model again.")
+    return array
 
 
 def _leaf(run: Path, spec: Spec, arrays: list[StoredArray], index: dict[str, Any], names: list[str]) -> Any:
@@ -223,11 +228,11 @@ def _leaf(run: Path, spec: Spec, arrays: list[StoredArray], index: dict[str, Any
     if not fits:
         got = [array.shape for array in arrays]
         raise invalid(f"{names[0]} in {run / FOLDER}", got, f"of shape {spec.shape}", "import the model again")
-    values = [_checked(array, index[name]["sha256"], name) for array, name in zip(arrays, names, strict=True)]
+    values = [_verify(array, index[name]["sha256"], name) for array, name in zip(arrays, names, strict=True)]
     return values[0] if len(values) == 1 else quant.Quantized(weight=values[0], scales=values[1])
 
 
-def _checked(array: StoredArray, sha256: str, name: str) -> jax.Array:
+def _verify(array: StoredArray, sha256: str, name: str) -> jax.Array:
     values = array.read()
     if hashlib.sha256(values.reshape(-1).view(np.uint8).data).hexdigest() != sha256:
         raise UserError(

@@ -37,7 +37,7 @@ def export_safetensors(
     """
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in named_leaves({"params": params, "buffers": buffers})}
     config = json.dumps(cfg_json, sort_keys=True)
-    mark = fingerprint(arrays, config)
+    digest = fingerprint(arrays, config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -45,7 +45,7 @@ def export_safetensors(
         raise unwritable(path, error) from None
     os.close(handle)
     try:
-        metadata = {"format": FORMAT, "config": config, "fingerprint": mark}
+        metadata = {"format": FORMAT, "config": config, "fingerprint": digest}
         save_file(
             arrays, temporary, metadata=metadata | ({} if tokenizer is None else {TOKENIZER: json.dumps(tokenizer)})
         )
@@ -56,13 +56,13 @@ def export_safetensors(
         raise unwritable(path, error) from None
     finally:
         Path(temporary).unlink(missing_ok=True)
-    return mark
+    return digest
 
 
 def import_safetensors(path: Path) -> tuple[Any, Any, dict[str, Any]]:
     """Return parameters, buffers and the config as JSON, bit-identical to the export. Raises if the file was changed."""
     arrays, metadata = _read(path)
-    _must_be_ours(path, metadata)
+    _check_format(path, metadata)
     if fingerprint(arrays, metadata["config"]) != metadata["fingerprint"]:
         raise UserError(f"{path} does not match its own fingerprint: it was changed or damaged. Fix: export it again.")
     try:
@@ -79,17 +79,17 @@ def import_safetensors(path: Path) -> tuple[Any, Any, dict[str, Any]]:
 def read_header(path: Path) -> tuple[RunConfig, str]:
     """Return the config and fingerprint of an exported file. Weights are not read, so the fingerprint is not verified."""
     _, metadata = _read(path, arrays=False)
-    _must_be_ours(path, metadata)
+    _check_format(path, metadata)
     return _run_config(json.loads(metadata["config"]), path), metadata["fingerprint"]
 
 
 def check_trainable(path: Path) -> None:
     with safe_open(path, framework="numpy") as file:
-        quantized = any(file.get_slice(name).get_dtype() == "I8" for name in file.keys())  # noqa: SIM118
-    if quantized:
+        is_quantized = any(file.get_slice(name).get_dtype() == "I8" for name in file.keys())  # noqa: SIM118
+    if is_quantized:
         raise UserError(
-            f"{path} holds weights in 8 bits, which cannot be trained: an update is smaller than their steps. Fix: train adapters on "
-            "top of them with --lora.rank 8."
+            f"{path} has 8-bit weights, which cannot be trained: an update is smaller than their quantization step. Fix: train "
+            "adapters on top of them with --lora.rank 8."
         )
 
 
@@ -97,10 +97,10 @@ def exported_tokenizer(path: Path) -> dict[str, Any] | None:
     """Return kind, fingerprint and rules of the exported run's tokenizer; None if the file does not record them."""
     try:
         with safe_open(path, framework="numpy") as file:
-            found = json.loads((file.metadata() or {}).get(TOKENIZER, "null"))
+            tokenizer = json.loads((file.metadata() or {}).get(TOKENIZER, "null"))
     except (SafetensorError, OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return tokenizer if isinstance(tokenizer, dict) else None
 
 
 def is_float32(params: Any) -> bool:
@@ -117,7 +117,7 @@ def fingerprint(arrays: dict[str, np.ndarray], config: str) -> str:
     return digest.hexdigest()
 
 
-def _must_be_ours(path: Path, metadata: dict[str, str]) -> None:
+def _check_format(path: Path, metadata: dict[str, str]) -> None:
     if metadata.get("format") != FORMAT or not {"config", "fingerprint"} <= set(metadata):
         raise UserError(f"{path} was not written by Linnet. Fix: name a file made by `linnet export`.")
 
@@ -130,7 +130,7 @@ def _read(path: Path, arrays: bool = True) -> tuple[dict[str, np.ndarray], dict[
     except FileNotFoundError:
         raise UserError(f"{path} does not exist. Fix: check the path.") from None
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a whole safetensors file ({error}). Fix: export it again.") from None
+        raise UserError(f"{path} is not a complete safetensors file ({error}). Fix: export it again.") from None
 
 
 def _run_config(values: Any, path: Path) -> RunConfig:

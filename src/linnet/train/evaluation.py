@@ -12,7 +12,7 @@ from typing import Any
 
 from linnet.parallel import multihost
 from linnet.runs import base_weights
-from linnet.runs.state import TrainState, abstract_state, both_weights
+from linnet.runs.state import TrainState, abstract_state, evaluated_weights
 from linnet.train.context import TrainContext
 from linnet.train.exports import Exports
 from linnet.train.run_log import RunLog
@@ -95,7 +95,7 @@ class Evaluator:
         context = self._context
         best = multihost.broadcast_from_process0(context.checkpoints.best)
         if best is not None and best != step:
-            target = both_weights(abstract_state(context.family, context.cfg, context.optimizer, context.mesh))
+            target = evaluated_weights(abstract_state(context.family, context.cfg, context.optimizer, context.mesh))
             state = base_weights.restore(context.folder.path, context.checkpoints, target, "best", partial=True).state
         with contextlib.suppress(Interrupted):
             result = context.task.test(state, step if best is None else best, context.folder.path, self._track)

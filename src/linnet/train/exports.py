@@ -22,7 +22,7 @@ from linnet.core.local_path import check_local
 from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.folder import RunFolder
 from linnet.runs.state import TrainState, model_weights
-from linnet.runs.stored_trainer import TrainedSoFar, has_trainer, trained_so_far
+from linnet.runs.stored_trainer import TrainerProgress, has_trainer, trainer_progress
 
 FORM = re.compile(r"(latest|best):(checkpoint|model):(.+)", re.DOTALL)
 FIELDS = ("epoch", "samples_seen")
@@ -118,5 +118,5 @@ def trainer_content(state: TrainState, cfg: RunConfig, run: Path) -> dict[str, A
     return trainer_file(state, cfg, best_validation_loss=min(known, default=NO_LOSS), **progress)
 
 
-def _imported(run: Path) -> TrainedSoFar:
-    return trained_so_far(run) if has_trainer(run) else TrainedSoFar()
+def _imported(run: Path) -> TrainerProgress:
+    return trainer_progress(run) if has_trainer(run) else TrainerProgress()

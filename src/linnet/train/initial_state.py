@@ -108,15 +108,15 @@ def make_initial_state(context: TrainContext) -> InitialState:
     parts = (context.family, cfg, context.optimizer, context.mesh)
     if stored_weights.is_weights_only(path):
         if stored_trainer.has_trainer(path) and not cfg.lora.rank:
-            state, step = stored_trainer.continue_from(path, *parts)
+            state, step = stored_trainer.resume_trainer(path, *parts)
             context.save(step, state, wait=True)  # an evaluation at this step marks its checkpoint
             return InitialState(state=state, step=step, origin="an imported trainer checkpoint")
-        state = parents.begin_from_weights(*parts, path)
+        state = parents.init_from_weights(*parts, path)
         return _save_step_0(context, state, "imported weights")
     if not multihost.broadcast_from_process0(lambda: not context.checkpoints.steps()):
         return _restore(context)
     if cfg.parent is not None:
-        return _save_step_0(context, parents.begin(*parts), _describe_parent(cfg))
+        return _save_step_0(context, parents.init_from_parent(*parts), _describe_parent(cfg))
     return InitialState(state=fresh_state(*parts), step=0, origin=f"random weights (seed {cfg.seed})")
 
 

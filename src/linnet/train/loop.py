@@ -18,8 +18,8 @@ from linnet.optim.optimizer import optimizer
 from linnet.parallel import multihost, sharding
 from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.folder import RunFolder
-from linnet.runs.metrics import require_trackers
 from linnet.runs.state import TrainState
+from linnet.runs.trackers import require_trackers
 from linnet.train import parent as parents
 from linnet.train.context import TrainContext
 from linnet.train.control_sync import ControlFlags, ControlSync

@@ -34,7 +34,7 @@ from linnet.runs.checkpoint import reader
 from linnet.runs.checkpoint.manager import Checkpoints
 from linnet.runs.folder import RunFolder
 from linnet.runs.load import checkpoint_step, open_state
-from linnet.runs.state import TrainState, begin_from, model_weights, served_weights
+from linnet.runs.state import TrainState, init_state_from, model_weights, served_weights
 from linnet.tokenizers.base import BytesTokenizer, Tokenizer
 from linnet.tokenizers.load import has_tokenizer, open_tokenizer
 
@@ -60,7 +60,7 @@ def find_origin(path: Path, which: str = "best") -> Origin:
     """Resolve the path given to `--from`. `which`: best, latest or a step, for a run with checkpoints."""
     check_local("--from", path)
     if path.is_file():
-        return _of_file(path)
+        return _file_origin(path)
     if not path.exists():
         raise UserError(
             f"--from {path}: there is no such run or file. Fix: name a run folder, or a file of `linnet export`."
@@ -68,7 +68,7 @@ def find_origin(path: Path, which: str = "best") -> Origin:
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise UserError(
-            f"--from {path}: the folder holds no run (no config.json). Fix: name a run made by `linnet train` or `import`."
+            f"--from {path}: the folder is not a run (it has no config.json). Fix: name a run made by `linnet train` or `import`."
         )
     cfg = codec.load(folder.config)
     if stored_weights.is_weights_only(path):
@@ -77,7 +77,7 @@ def find_origin(path: Path, which: str = "best") -> Origin:
     return Origin(path=path, kind="run", cfg=cfg, step=step, fingerprint=_run_fingerprint(folder, cfg, step))
 
 
-def _of_file(path: Path) -> Origin:
+def _file_origin(path: Path) -> Origin:
     if path.suffix != ".safetensors":
         raise UserError(
             f"--from {path}: not a file of `linnet export`. Fix: import it first (`linnet import KIND {path} --out RUN`), then "
@@ -204,25 +204,27 @@ def _has_trainer(origin: Origin) -> bool:
 # Initialization.
 
 
-def begin(family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def init_from_parent(
+    family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
     """Return the state of step 0 with the parent's weights, on the mesh. All processes must call it together."""
     assert cfg.parent is not None
     origin = find_origin(Path(cfg.parent.path), str(cfg.parent.step))
     if origin.kind == "run":
-        return _begin_from_run(family, cfg, optimizer, mesh, origin)
+        return _init_from_run(family, cfg, optimizer, mesh, origin)
     if cfg.parent.optimizer and _has_trainer(origin):
-        state, _ = stored_trainer.continue_from(origin.path, family, cfg, optimizer, mesh)
-        return replace(state, step=state.step * 0, opt_state=_rewound(state.opt_state))
+        state, _ = stored_trainer.resume_trainer(origin.path, family, cfg, optimizer, mesh)
+        return replace(state, step=state.step * 0, opt_state=_reset_schedule(state.opt_state))
     if origin.kind == "weights":
-        return begin_from_weights(family, cfg, optimizer, mesh, origin.path)
-    place = _placing(family, mesh)
+        return init_from_weights(family, cfg, optimizer, mesh, origin.path)
+    to_mesh = _to_mesh(family, mesh)
     params, buffers, _ = weights_file.import_safetensors(origin.path)
-    params = jax.tree.map(place, family.param_specs(cfg.model), params, is_leaf=is_spec)
-    buffers = jax.tree.map(place, family.buffer_specs(cfg.model), buffers, is_leaf=is_spec)
-    return begin_from(family, cfg, optimizer, params, mesh, buffers)
+    params = jax.tree.map(to_mesh, family.param_specs(cfg.model), params, is_leaf=is_spec)
+    buffers = jax.tree.map(to_mesh, family.buffer_specs(cfg.model), buffers, is_leaf=is_spec)
+    return init_state_from(family, cfg, optimizer, params, mesh, buffers)
 
 
-def begin_from_weights(
+def init_from_weights(
     family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh, path: Path
 ) -> TrainState:
     """Return the state of step 0 with imported weights, read leaf by leaf.
@@ -230,17 +232,17 @@ def begin_from_weights(
     8-bit weights, which only adapters can be trained on, are converted to float32.
     """
     specs = family.param_specs(cfg.model)
-    return begin_from(
-        family, cfg, optimizer, stored_weights.read_weights(path, specs, place=_placing(family, mesh)), mesh
+    return init_state_from(
+        family, cfg, optimizer, stored_weights.read_weights(path, specs, to_device=_to_mesh(family, mesh)), mesh
     )
 
 
-def _placing(family: ModelFamily, mesh: Mesh) -> Callable[[Spec, Any], jax.Array]:
+def _to_mesh(family: ModelFamily, mesh: Mesh) -> Callable[[Spec, Any], jax.Array]:
     """Return a function that converts a weight to its dtype and puts it on the mesh."""
     return lambda spec, leaf: sharding.host_to_global(quant.to_array(leaf, spec.dtype), spec.axes, mesh, family.rules)
 
 
-def _begin_from_run(
+def _init_from_run(
     family: ModelFamily, cfg: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh, origin: Origin
 ) -> TrainState:
     assert cfg.parent is not None
@@ -248,13 +250,13 @@ def _begin_from_run(
     _, state, _ = open_state(origin.path, str(origin.step), mesh, part=part)
     if not cfg.parent.optimizer:
         params, buffers = model_weights(state)
-        return begin_from(family, cfg, optimizer, params, mesh, buffers)
-    kept = _rewound(state.opt_state)
+        return init_state_from(family, cfg, optimizer, params, mesh, buffers)
+    kept = _reset_schedule(state.opt_state)
     ema = state.ema if cfg.train.ema_decay is not None else None
-    return begin_from(family, cfg, optimizer, state.params, mesh, state.buffers, opt_state=kept, ema=ema)
+    return init_state_from(family, cfg, optimizer, state.params, mesh, state.buffers, opt_state=kept, ema=ema)
 
 
-def _rewound(opt_state: Any) -> Any:
+def _reset_schedule(opt_state: Any) -> Any:
     """Reset the step count of the learning-rate schedule; keep the moments and their counts."""
 
     def is_schedule(x: Any) -> bool:

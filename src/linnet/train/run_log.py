@@ -16,8 +16,9 @@ from linnet.optim.lora import trainable_specs
 from linnet.optim.optimizer import schedule
 from linnet.parallel import multihost
 from linnet.runs import environment
-from linnet.runs.metrics import MetricsLog, NoMetrics, open_trackers
+from linnet.runs.metrics import MetricsLog, NoMetrics
 from linnet.runs.state import TrainState
+from linnet.runs.trackers import open_trackers
 from linnet.train.context import TrainContext
 from linnet.train.initial_state import InitialState, write_json
 from linnet.train.progress import Progress

@@ -17,7 +17,7 @@ from linnet.convert.dalle2.trainer import (
 )
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.releases import NEWEST, OLDEST, WRONG_VELOCITY, Release, parse
-from linnet.runs.weights import held_leaves, write_stored_run
+from linnet.runs.weights import model_leaves, write_stored_run
 
 
 def describe_release(release: Release, model: PriorConfig) -> str:
@@ -48,7 +48,7 @@ def write_imported(out: Path, cfg: RunConfig, found: ImportedPrior, trainer: Tra
         if trainer is not None:
             store_trainer(folder, found, trainer)
 
-    write_stored_run(out, cfg, held_leaves(found.params), finish, lambda words: None)
+    write_stored_run(out, cfg, model_leaves(found.params), finish, lambda words: None)
 
 
 def start_from_checkpoint(path: Path, out: Path, cfg: RunConfig) -> tuple[RunConfig, list[str]]:

@@ -24,7 +24,7 @@ from linnet.core.errors import UserError
 from linnet.models.prior.config import PriorConfig
 from linnet.models.prior.convert import ROTARY, from_reference
 from linnet.models.prior.params import PriorParams
-from linnet.runs.stored_trainer import StoredTrainer, TrainedSoFar, write_trainer
+from linnet.runs.stored_trainer import StoredTrainer, TrainerProgress, write_trainer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 UNORDERED_BEFORE = (0, 10)
@@ -101,7 +101,7 @@ def store_trainer(run: Path, found: ImportedPrior, trainer: TrainerState) -> Non
     """Store the trainer state beside the weights of an imported run, so that `linnet train` resumes from it."""
     weights = {found.which: found.params, ("online" if found.which == "ema" else "ema"): found.other}
     stored = StoredTrainer(
-        so_far=_read_progress(found.facts, trainer.step),
+        progress=_read_progress(found.facts, trainer.step),
         optimizer_step=trainer.optimizer_step,
         params=weights["online"],
         ema=weights["ema"],
@@ -111,14 +111,14 @@ def store_trainer(run: Path, found: ImportedPrior, trainer: TrainerState) -> Non
     write_trainer(run, stored)
 
 
-def _read_progress(facts: Mapping[str, Any], step: int) -> TrainedSoFar:
+def _read_progress(facts: Mapping[str, Any], step: int) -> TrainerProgress:
     """Return epochs, samples and the best loss of the file, if plausible."""
     seen, epoch = (
         value if type(value := facts.get(name)) is int and value >= 0 else None for name in ("samples_seen", "epoch")
     )
     best = facts.get("best_validation_loss")
     best = float(best) if best is not None and math.isfinite(best) else None
-    return TrainedSoFar(step=step, samples_seen=seen, epoch=epoch, best_validation_loss=best)
+    return TrainerProgress(step=step, samples_seen=seen, epoch=epoch, best_validation_loss=best)
 
 
 def _unusable(why: str) -> UnusableTrainerState:

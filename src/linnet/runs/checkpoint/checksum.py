@@ -57,7 +57,7 @@ def of_boxes(boxes: list[Box]) -> int:
     return sum(of_box(start, content) for start, content in boxes) % MODULUS
 
 
-def of_held(array: Array) -> int:
+def of_addressable(array: Array) -> int:
     """Sum over all addressable shards of an array, counting every replica; the sum of a replicated shard is computed once."""
     sums: dict[tuple[int, ...], int] = {}
     total = 0
@@ -76,7 +76,7 @@ def copies(array: Array) -> int:
 
 
 def start_of(shard: jax.Shard) -> tuple[int, ...]:
-    return tuple(cut.start or 0 for cut in shard.index)
+    return tuple(axis.start or 0 for axis in shard.index)
 
 
 def _last_axis(first: int, count: int) -> UInt64[np.ndarray, " count"]:

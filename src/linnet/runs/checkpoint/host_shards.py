@@ -40,15 +40,15 @@ def copy_to_host(state: Any) -> HostShards:
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0:
                 shard.data.copy_to_host_async()  # Start all transfers before waiting for the first.
-    shares = {name: _share(leaf) for name, leaf in leaves.items()}
+    copies = {name: _copy_shards(leaf) for name, leaf in leaves.items()}
     return HostShards(
-        arrays={name: array for name, (array, _) in shares.items()},
-        boxes={name: boxes for name, (_, boxes) in shares.items()},
+        arrays={name: array for name, (array, _) in copies.items()},
+        boxes={name: boxes for name, (_, boxes) in copies.items()},
         kinds=kinds(state),
     )
 
 
-def _share(leaf: Array) -> tuple[Array, list[checksum.Box]]:
+def _copy_shards(leaf: Array) -> tuple[Array, list[checksum.Box]]:
     """Return the leaf for Orbax, and the shards of it that this process writes.
 
     For an array on an accelerator, the host buffer is a real copy. On CPU it is a view of memory that the next step may

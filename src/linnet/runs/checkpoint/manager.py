@@ -25,13 +25,13 @@ from linnet.core.files import atomic_write, remove_parts
 from linnet.parallel import multihost
 from linnet.runs.checkpoint import host_shards, reader, silence
 from linnet.runs.checkpoint.reader import CorruptCheckpoint, Restored
-from linnet.runs.checkpoint.writer import Deserted, Writer
+from linnet.runs.checkpoint.writer import PeerLost, Writer
 
 log = logging.getLogger("linnet")
 
 BEST = "best.json"
 TEMPORARY, DELETED, DAMAGED = ".orbax-checkpoint-tmp", ".deleted-", "damaged-"
-ROOM = 1.1  # Free space needed for a checkpoint, relative to the bytes of its arrays.
+HEADROOM = 1.1  # Free space needed for a checkpoint, relative to the bytes of its arrays.
 
 
 class CheckpointError(UserError):
@@ -69,9 +69,9 @@ class Checkpoints:
         losses, steps = self._losses(), self.steps()
         return min((step for step in steps if step in losses), key=lambda step: (losses[step], step), default=None)
 
-    def chosen(self, step: int | str) -> int:
+    def resolve_step(self, step: int | str) -> int:
         """The committed step that a number, "best" or "latest" names."""
-        return self._newest({}) if step == "latest" else self._chosen(step)
+        return self._newest({}) if step == "latest" else self._resolve(step)
 
     def best_loss(self) -> float | None:
         """The validation loss of the best checkpoint."""
@@ -94,9 +94,11 @@ class Checkpoints:
         """
         self.wait()
         if set_aside:
-            self._sweep()
+            self._remove_temporary()
         if step != "latest":
-            return self._restore_one(target, multihost.broadcast_from_process0(lambda: self.chosen(step)), partial)
+            return self._restore_one(
+                target, multihost.broadcast_from_process0(lambda: self.resolve_step(step)), partial
+            )
         damaged: dict[int, str] = {}
         while True:
             number = multihost.broadcast_from_process0(lambda: self._newest(damaged))
@@ -108,7 +110,7 @@ class Checkpoints:
                 if multihost.broadcast_from_process0(lambda: self.path(number).exists()):  # noqa: B023, called at once
                     damaged[number] = str(why)
         # Rename only now: if no checkpoint can be read, the cause may be elsewhere, and nothing must be renamed.
-        multihost.broadcast_from_process0(lambda: self._pass_over(damaged, restored.step, set_aside=set_aside))
+        multihost.broadcast_from_process0(lambda: self._report_damaged(damaged, restored.step, set_aside=set_aside))
         return restored
 
     # Writing.
@@ -121,9 +123,9 @@ class Checkpoints:
         """
         self.wait()
         extra = json.loads(json.dumps(extra))  # Fails here if it is not JSON, and copies it.
-        need = math.ceil(ROOM * host_shards.nbytes(state))
+        need = math.ceil(HEADROOM * host_shards.nbytes(state))
         try:
-            if not multihost.broadcast_from_process0(lambda: self._make_room(step, need)):
+            if not multihost.broadcast_from_process0(lambda: self._check_space(step, need)):
                 return
             copy = host_shards.copy_to_host(state)
             if self._writer is None:
@@ -184,7 +186,7 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"{step:09d}"
 
-    def _chosen(self, step: int | str) -> int:
+    def _resolve(self, step: int | str) -> int:
         steps, found = self.steps(), self.best() if step == "best" else step
         if isinstance(found, int) and found in steps:
             return found
@@ -199,19 +201,19 @@ class Checkpoints:
             raise self._nothing_left(damaged)
         return left[-1]
 
-    def _pass_over(self, damaged: dict[int, str], used: int, *, set_aside: bool) -> None:
+    def _report_damaged(self, damaged: dict[int, str], used: int, *, set_aside: bool) -> None:
         for number, why in damaged.items():
             where = f" It is set aside as {self._set_aside(number)}." if set_aside else ""
             log.warning(
                 "The checkpoint of step %d is damaged (%s). Step %d is used instead.%s", number, why, used, where
             )
 
-    def _make_room(self, step: int, need: int) -> bool:
+    def _check_space(self, step: int, need: int) -> bool:
         """Return whether to save `step`: False if it is already saved. Raises if the disk has too little space."""
         if step in self.steps():
             return False
         if self._writer is None:
-            self._sweep()
+            self._remove_temporary()
             self.folder.mkdir(parents=True, exist_ok=True)
         if _free_bytes(self.folder) < need:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -231,8 +233,8 @@ class Checkpoints:
             return UserError(f"There is no checkpoint in {self.folder}. Fix: train the run first, or name another run.")
         found = "; ".join(f"step {step}: {why}" for step, why in damaged.items())
         return UserError(
-            f"No checkpoint in {self.folder} can be read ({found}). Fix: bring back a copy of the folder, or move "
-            f"the damaged checkpoints away and start anew."
+            f"No checkpoint in {self.folder} can be read ({found}). Fix: restore a copy of the folder, or move "
+            f"the damaged checkpoints away and start again."
         )
 
     def _set_aside(self, step: int) -> str:
@@ -247,18 +249,18 @@ class Checkpoints:
         """Delete all but the `keep` latest and the best. Each is renamed first, so no reader sees a partial checkpoint."""
         if jax.process_index() != 0:
             return
-        stay = {*self.steps()[-self.keep :], self.best()}
+        retained = {*self.steps()[-self.keep :], self.best()}
         _sync(self.folder)  # The new checkpoints must be on disk before old ones are deleted.
         for step in self.steps():
-            if step not in stay:
-                gone = self.folder / f"{DELETED}{self.path(step).name}"
+            if step not in retained:
+                deleted = self.folder / f"{DELETED}{self.path(step).name}"
                 try:
-                    self.path(step).rename(gone)
+                    self.path(step).rename(deleted)
                 except OSError as error:
                     log.warning("The old checkpoint of step %d cannot be deleted (%s).", step, error)
-                shutil.rmtree(gone, ignore_errors=True)
+                shutil.rmtree(deleted, ignore_errors=True)
 
-    def _sweep(self) -> None:
+    def _remove_temporary(self) -> None:
         """Remove temporary files left by a killed process."""
         if not self.folder.is_dir() or jax.process_index() != 0:
             return
@@ -278,15 +280,15 @@ class Checkpoints:
         if jax.process_index() == 0:
             shutil.rmtree(self.folder / f"{self.path(step).name}{TEMPORARY}", ignore_errors=True)
         intact = f"Earlier checkpoints are intact: {self.steps() or 'there are none yet'}."
-        if isinstance(error, Deserted):
+        if isinstance(error, PeerLost):
             return CheckpointError(
                 f"The checkpoint of step {step} is not written: {error}. {intact} "
-                f"Fix: see what that process said last, then resume."
+                f"Fix: read the log of that process, then resume."
             )
         if not _is_full(error):
             return CheckpointError(
                 f"The checkpoint of step {step} could not be written to {self.folder} ({reader.short(error)}). "
-                f"{intact} Fix: see that the folder can be written, then resume."
+                f"{intact} Fix: make the folder writable, then resume."
             )
         free = _free_bytes(self.folder)
         return CheckpointError(
@@ -336,7 +338,7 @@ def _is_full(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-        if any(words in str(error) for words in ("No space left on device", "Disk quota exceeded")):
+        if any(text in str(error) for text in ("No space left on device", "Disk quota exceeded")):
             return True
         error = error.__cause__ or error.__context__
     return False

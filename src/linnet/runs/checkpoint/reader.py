@@ -51,14 +51,14 @@ def read_checkpoint(path: Path, target: Any, *, partial: bool = False) -> Restor
     try:
         manifest = _read_manifest(path)
         manifest["leaves"] = _wanted(manifest["leaves"], target) if partial else manifest["leaves"]
-        _refuse_other_model(path, manifest["leaves"], target)
+        _check_same_model(path, manifest["leaves"], target)
         found = _read_arrays(path, target)
-        report = {"fault": None, "damaged": True, "sums": _held_sums(found, manifest["leaves"])}
+        report = {"fault": None, "damaged": True, "sums": _local_sums(found, manifest["leaves"])}
     except Exception as error:
         fault, report = error, {"fault": str(error), "damaged": isinstance(error, CorruptCheckpoint), "sums": {}}
     reports = multihost.all_gather_json(report)
-    _settle(fault, reports)
-    _prove(found, manifest["leaves"], [each["sums"] for each in reports])
+    _raise_faults(fault, reports)
+    _verify_checksums(found, manifest["leaves"], [each["sums"] for each in reports])
     leaves = [_like(found[name], leaf) for name, leaf in host_shards.stored_leaves(target)]
     state = jax.tree.unflatten(jax.tree.structure(target), leaves)
     return Restored(state=state, step=manifest["step"], extra=manifest["extra"])
@@ -81,7 +81,7 @@ def _wanted(rows: dict[str, Any], target: Any) -> dict[str, Any]:
     return {name: row for name, row in rows.items() if name.partition("/")[0] in parts}
 
 
-def _settle(fault: Exception | None, reports: list[dict[str, Any]]) -> None:
+def _raise_faults(fault: Exception | None, reports: list[dict[str, Any]]) -> None:
     """Raise if any process failed: damage if all failures are damage, else this process's own error or another's."""
     if all(report["fault"] is None for report in reports):
         return
@@ -89,13 +89,13 @@ def _settle(fault: Exception | None, reports: list[dict[str, Any]]) -> None:
         raise CorruptCheckpoint(next(report["fault"] for report in reports if report["fault"] is not None)) from fault
     if fault is not None and not isinstance(fault, CorruptCheckpoint):
         raise fault
-    process, words = next((i, report["fault"]) for i, report in enumerate(reports) if not report["damaged"])
-    raise UserError(f"Process {process} cannot read the checkpoint: {words}")
+    process, fault_message = next((i, report["fault"]) for i, report in enumerate(reports) if not report["damaged"])
+    raise UserError(f"Process {process} cannot read the checkpoint: {fault_message}")
 
 
 def _read_arrays(path: Path, target: Any) -> dict[str, Array]:
     """Read the leaves by name, only the shards that this process needs."""
-    wanted = {name: _placed(leaf) for name, leaf in host_shards.named(target).items()}
+    wanted = {name: _with_sharding(leaf) for name, leaf in host_shards.named(target).items()}
     stored, myself = host_shards.not_empty(wanted), jax.process_index()
     # Read without barriers: if one process fails, the others must be able to continue and learn of it.
     alone = ocp.options.MultiprocessingOptions(primary_host=myself, active_processes={myself})
@@ -113,38 +113,38 @@ def _read_arrays(path: Path, target: Any) -> dict[str, Array]:
     for name, leaf in wanted.items():
         if name not in stored:
             found[name] = jax.make_array_from_callback(
-                leaf.shape, leaf.sharding, lambda cuts, leaf=leaf: np.zeros(leaf.shape, leaf.dtype)[cuts]
+                leaf.shape, leaf.sharding, lambda index, leaf=leaf: np.zeros(leaf.shape, leaf.dtype)[index]
             )
     return found
 
 
-def _held_sums(found: dict[str, Array], rows: dict[str, Any]) -> dict[str, int]:
-    return {name: checksum.of_held(found[name]) for name, row in rows.items() if "sum" in row}
+def _local_sums(found: dict[str, Array], rows: dict[str, Any]) -> dict[str, int]:
+    return {name: checksum.of_addressable(found[name]) for name, row in rows.items() if "sum" in row}
 
 
-def _prove(found: dict[str, Array], rows: dict[str, Any], sums: list[dict[str, int]]) -> None:
+def _verify_checksums(found: dict[str, Array], rows: dict[str, Any], sums: list[dict[str, int]]) -> None:
     """Verify the checksums of what all processes together have read."""
-    wrong, unproven = [], []
+    wrong, unverified = [], []
     for name, row in rows.items():
         leaf = found[name]
         if "sum" in row:
             # A leaf that is fully addressable was read completely by every process.
             expected = row["sum"] * checksum.copies(leaf) * (len(sums) if leaf.is_fully_addressable else 1)
-            proven = (sum(each[name] for each in sums) - expected) % checksum.MODULUS == 0
+            is_verified = (sum(each[name] for each in sums) - expected) % checksum.MODULUS == 0
         elif leaf.is_fully_addressable or leaf.is_fully_replicated:
-            proven = _crc32(name, np.asarray(leaf)) == row["crc32"]
+            is_verified = _crc32(name, np.asarray(leaf)) == row["crc32"]
         else:
-            unproven.append(name)
+            unverified.append(name)
             continue
-        if not proven:
+        if not is_verified:
             wrong.append(name)
     if wrong := sorted({name for each in multihost.all_gather_json(wrong) for name in each}):
         raise CorruptCheckpoint(f"the content of {_some(wrong)} does not match its checksum")
-    if unproven and jax.process_index() == 0:
+    if unverified and jax.process_index() == 0:
         log.warning(
-            "The checksums of this checkpoint are of an old kind, for whole arrays: %s, cut over several processes, "
-            "could not be proven. Fix: nothing need be done. Checkpoints saved from now on can be proven on any mesh.",
-            _some(unproven),
+            "This checkpoint has checksums of complete arrays, as earlier versions wrote them. They could not be verified for %s, "
+            "which several processes share. New checkpoints can be verified on any mesh, so there is nothing to fix.",
+            _some(unverified),
         )
 
 
@@ -153,30 +153,30 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_bytes())
         found = manifest.pop("crc32")
-        sound = found == body_checksum(manifest) and manifest["step"] == int(path.name)
+        is_sound = found == body_checksum(manifest) and manifest["step"] == int(path.name)
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{file.name} is missing") from None
     except PermissionError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}). Fix: mend its permissions.") from error
+        raise UserError(f"{file} cannot be read ({error.strerror}). Fix: correct its permissions.") from error
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CorruptCheckpoint(f"{file.name} cannot be read: {short(error)}") from error
-    if not sound:
+    if not is_sound:
         raise CorruptCheckpoint(f"{file.name} does not match its checksum")
     return manifest
 
 
-def _refuse_other_model(path: Path, rows: dict[str, Any], target: Any) -> None:
-    saved, asked = {name: row["kind"] for name, row in rows.items()}, host_shards.kinds(target)
-    both = saved.keys() & asked.keys()
+def _check_same_model(path: Path, rows: dict[str, Any], target: Any) -> None:
+    saved, wanted = {name: row["kind"] for name, row in rows.items()}, host_shards.kinds(target)
+    both = saved.keys() & wanted.keys()
     faults = {
-        "missing in it": sorted(asked.keys() - both),
+        "missing in it": sorted(wanted.keys() - both),
         "not known to this run": sorted(saved.keys() - both),
-        "of another kind": [f"{n} ({saved[n]}, not {asked[n]})" for n in sorted(both) if saved[n] != asked[n]],
+        "of another kind": [f"{n} ({saved[n]}, not {wanted[n]})" for n in sorted(both) if saved[n] != wanted[n]],
     }
     if any(faults.values()):
         found = "; ".join(f"{fault}: {_some(names)}" for fault, names in faults.items() if names)
         raise UserError(
-            f"The checkpoint {path} belongs to another model or optimiser: {found}. "
+            f"The checkpoint {path} belongs to another model or optimizer: {found}. "
             f"Fix: use the settings it was trained with, or another run folder."
         )
 
@@ -187,7 +187,7 @@ def _like(found: Array, leaf: Any) -> Array:
     return jax.random.wrap_key_data(found, impl=jax.random.key_impl(jnp.empty((), dtype=leaf.dtype)))
 
 
-def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
+def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 

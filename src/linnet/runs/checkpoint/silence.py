@@ -43,5 +43,5 @@ def _from_orbax(error: BaseException | None) -> bool:
     if error is None:
         return False
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    named = any(words in str(error) for words in ("tensorstore", "OCDBT database", "local file"))
-    return named or any("orbax" in Path(file).parts for file in files)
+    is_named = any(text in str(error) for text in ("tensorstore", "OCDBT database", "local file"))
+    return is_named or any("orbax" in Path(file).parts for file in files)

@@ -30,7 +30,7 @@ Futures = list[Any]
 CHUNK = 32 * 2**20  # Bytes. Shards of one chunk are written directly; larger ones are copied once more.
 
 
-class Deserted(Exception):
+class PeerLost(Exception):
     """A peer process ended, or did not reach the barrier at the end of a save."""
 
 
@@ -107,7 +107,7 @@ class _Handler(ocp.CompositeCheckpointHandler):
         """Complete the checkpoint on process 0, when all have written. Orbax commits it only if this raises nothing."""
         missing = [i for i in range(jax.process_count()) if not self.manifest.part(i).exists()]
         if missing:
-            raise _Missing(f"the shares of the processes {missing} are missing")
+            raise _Missing(f"the shards of processes {missing} are missing")
         super().finalize(directory)
 
 
@@ -165,7 +165,7 @@ class Writer:
         try:
             self._checkpointer.wait_until_finished()
         except TimeoutError as error:  # Also raised when the barrier fails because a process is gone.
-            raise Deserted("another process of this run has ended, or did not write its share in time") from error
+            raise PeerLost("another process of this run has ended, or did not write its shards in time") from error
         except Exception as error:
             uncommitted = error
         fault, self._handler.fault = self._handler.fault or uncommitted, None

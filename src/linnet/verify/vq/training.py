@@ -17,7 +17,7 @@ from linnet.models import registry
 from linnet.models.vq.config import VQConfig
 from linnet.models.vq.convert import TIED_BIAS, leaves_from_reference, reference_leaves, to_reference
 from linnet.optim.optimizer import optimizer, schedule
-from linnet.runs.state import TrainState, start_from
+from linnet.runs.state import TrainState, state_from_params
 from linnet.train.step import make_step
 from linnet.verify.golden import Golden
 from linnet.verify.recomputed import Recomputed
@@ -48,7 +48,7 @@ def recompute_train(golden: Golden) -> Recomputed:
     rule = optimizer(cfg.optim, family.param_specs(m.cfg))
     signed = cfg.optim.name == "lion"
     rule = observe_signs(rule, cfg.optim) if signed else rule
-    state = start_from(family, cfg, rule, m.params, m.buffers)
+    state = state_from_params(family, cfg, rule, m.params, m.buffers)
     step = make_step(family, cfg, rule)
     values: dict[str, Any] = {}
     scales: dict[str, float] = {}
