@@ -116,7 +116,7 @@ class _Batches:
         self.chance = chance / chance.sum()
         bag = featurize(captions)
         used = int((bag.words > 0).sum(1).max())
-        self.bags = bag._replace(words=bag.words[:, :used], parts=bag.parts[:, :used])
+        self.featurized = bag._replace(words=bag.words[:, :used], parts=bag.parts[:, :used])
         _, self.same = np.unique(images.reshape(len(images), -1), axis=0, return_inverse=True)
         self.sided = np.array(
             [any(w in c for w in ("left", "right", "flag", "button", "keycap", "letter")) for c in captions]
@@ -125,15 +125,15 @@ class _Batches:
     def batch(self, seed: int, step: int) -> dict[str, Any]:
         random = np.random.default_rng((seed, step))
         rows = random.choice(len(self.captions), BATCH, replace=False, p=self.chance)
-        words, parts = self.bags.words[rows], self.bags.parts[rows]
+        words, parts = self.featurized.words[rows], self.featurized.parts[rows]
         bare = random.random((BATCH, 1)) < 0.25
         drop = (parts == KEYWORD) & (bare | (random.random(words.shape) < 0.3)) | (random.random(words.shape) < 0.1)
         kept = np.where(drop, 0, words)
         words = np.where((kept > 0).any(1, keepdims=True), kept, words)
         # Keep only the words of this batch; word 0 stays first.
         used, numbers = np.unique(np.append(words, 0), return_inverse=True)
-        features = np.zeros((MAX_WORDS, self.bags.features.shape[1]), np.int32)
-        features[: len(used)] = self.bags.features[used]
+        features = np.zeros((MAX_WORDS, self.featurized.features.shape[1]), np.int32)
+        features[: len(used)] = self.featurized.features[used]
         features[:, 0] *= random.random(len(features)) > 0.4
         features *= random.random(features.shape) > 0.2
         batch = {

@@ -40,7 +40,7 @@ def test_appending_then_generating_equals_generating_from_the_full_prompt(run: l
 
 
 def test_turn_continues_the_conversation(run: linnet.Run) -> None:
-    """As one prompt of ids: a session that goes on equals a prompt of all that was said."""
+    """As one prompt of ids: a session that continues equals a prompt of all that was said."""
     import numpy as np
 
     with run.session() as session:

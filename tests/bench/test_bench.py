@@ -1,4 +1,4 @@
-"""`linnet bench`: what is measured and how, what is refused, and how results are told."""
+"""`linnet bench`: what is measured and how, what is refused, and how results are shown."""
 
 from __future__ import annotations
 

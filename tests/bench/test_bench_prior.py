@@ -1,4 +1,4 @@
-"""`linnet bench prior`: which jobs, held to what, and how their figures are told; the jobs themselves on a tiny model."""
+"""`linnet bench prior`: which jobs, held to what, and how their figures are shown; the jobs themselves on a tiny model."""
 
 from __future__ import annotations
 

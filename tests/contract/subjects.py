@@ -18,7 +18,7 @@ from linnet.models import registry
 from linnet.models.prior.config import PriorConfig
 
 TOY = registry.Entry("toy.config:ToyConfig", "toy.family:FAMILY")
-"""All that the package is told of the toy family."""
+"""All that the package knows of the toy family."""
 NAMES = ("vq", "moe", "vq-moe", "toy", "prior")
 STEPS = {"optim.steps": 24, "train.eval_every": 8, "train.checkpoint_every": 8}
 N_PAIR, WIDTH = 256, 16

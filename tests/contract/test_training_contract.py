@@ -187,9 +187,9 @@ def test_evaluation_counts_every_token_once_for_any_segmentation(subject: str, f
     data = load_dataset(cfg.tokens, cfg.seed)
     assert data.validation.n_tokens % cfg.tokens.sequence_len
     size = next(n for n in (3, 5, 7) if data.validation.n_windows % n)
-    apart, together = (
+    separate, together = (
         evaluate(fam, cfg, state.params, state.buffers, data, "validation", batch_size=n) for n in (1, size)
     )
-    assert apart.tokens == together.tokens == data.validation.n_tokens
-    assert apart.bytes == together.bytes == data.validation.n_bytes
-    assert apart.nats == pytest.approx(together.nats, rel=1e-6)
+    assert separate.tokens == together.tokens == data.validation.n_tokens
+    assert separate.bytes == together.bytes == data.validation.n_bytes
+    assert separate.nats == pytest.approx(together.nats, rel=1e-6)

@@ -1,4 +1,4 @@
-"""`linnet data embed`: pictures and captions of every kind become pairs, once, and a killed run goes on exactly."""
+"""`linnet data embed`: pictures and captions of every kind become pairs, once, and a killed run continues exactly."""
 
 from __future__ import annotations
 
@@ -157,10 +157,10 @@ def test_folder_of_another_task_is_unchanged(tmp_path: Path) -> None:
     assert _contents(out) == before
     mine = tmp_path / "mine"
     mine.mkdir()
-    (mine / "letter.txt").write_text("dear")
+    (mine / "letter.txt").write_text("hello")
     with pytest.raises(UserError, match="a new folder, or one that an earlier run"):
         embed(EmbedTask(source=open_captioned(str(source)), encoder=open_builtin()), mine)
-    assert _contents(mine) == {"letter.txt": b"dear"}
+    assert _contents(mine) == {"letter.txt": b"hello"}
 
 
 def test_embedded_images_with_captions_get_their_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

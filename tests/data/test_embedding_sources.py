@@ -135,7 +135,7 @@ def test_batch_is_a_function_of_the_step_and_an_epoch_has_every_pair_once(tmp_pa
     assert len(np.unique(seen, axis=0)) == n
     later = pairs.batch(5).image_embed
     again = opened(tmp_path / "in", batch_size=7)
-    assert np.array_equal(again.batch(5).image_embed, later), "a fresh process goes on where another stopped"
+    assert np.array_equal(again.batch(5).image_embed, later), "a fresh process continues where another stopped"
     assert not np.array_equal(pairs.batch(0).image_embed, pairs.batch(3).image_embed), "each epoch has its own order"
 
 

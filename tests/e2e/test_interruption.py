@@ -1,4 +1,4 @@
-"""Interruptions of a real process: signals, kills, two runs on one folder. What goes on must equal what was never stopped."""
+"""Interruptions of a real process: signals, kills, two runs on one folder. What continues must equal what was never stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process with four devices and four processes with one each are the same run; and it goes on on two processes."""
+"""One process with four devices and four processes with one each are the same run; and it continues on two processes."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def import_again(file: str) -> dict[str, Any]:
     how, *flags = IMPORTS[file]
     linnet("import", how, f"exports/{file}", *flags, "--source", RUNS[parent], "--out", "imported")
     found = evaluated("imported", *(["--timesteps", "4"] if parent == "prior" else []))
-    if file == "transformer-vq/checkpoint_201":  # with the optimizer's state: it goes on
+    if file == "transformer-vq/checkpoint_201":  # with the optimizer's state: it continues
         linnet("train", "imported", "--optim.extra-steps", "2", *LOGGED)
         found["resumed"] = learned(Path("imported"), 201)
     return found
@@ -195,7 +195,7 @@ def answered(address: str, ask: dict[str, Any]) -> dict[str, Any]:
 
 
 def continued(address: str, model: str, session: str) -> dict[str, Any]:
-    """Of a session: what it is, and how it goes on."""
+    """Of a session: what it is, and how it continues."""
     card = steady(httpx.get(f"{address}/v1/sessions/{session}").json())
     requested = {"model": model, "session": session, "prompt": ".\nThe finch", "max_tokens": 16, "temperature": 0}
     body = {**requested, "logprobs": 2, "return_token_ids": True, "ignore_eos": True}
@@ -269,7 +269,7 @@ def test_server_answers_and_continues_sessions_as_in_version_0_1(made: Path) -> 
         found = [differences(answered(address, ask), ask["answer"], ask["path"]) for ask in EXPECTED["http"]]
         assert [one for some in found for one in some] == []
         for model, session in EXPECTED["sessions"].items():
-            again = restored(address, model)  # before the session goes on
+            again = restored(address, model)  # before the session continues
             for id in (session["id"], again):
                 assert differences(continued(address, model, id), session["continued"], model) == []
         assert metric_names(address) == EXPECTED["metrics"]

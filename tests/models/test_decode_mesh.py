@@ -49,8 +49,8 @@ def check(reported: dict[str, Any]) -> None:
     assert reported["tokens"], f"{where}: other tokens than one device"
     assert reported["difference"] < TOLERANCE, where
     assert reported["alone"], f"{where}: a slot's bits depend on its neighbours"
-    assert reported["parked"], f"{where}: a slot that was stopped went on with other bits"
-    assert reported["journey"], f"{where}: a state that left the mesh and came back went on otherwise"
+    assert reported["parked"], f"{where}: a slot that was stopped continued with other bits"
+    assert reported["journey"], f"{where}: a state that left the mesh and came back continued otherwise"
     # Nothing moves between devices but hidden vectors and logits: of three slots, 32 wide.
     made = reported["collectives"]
     by_model = sizes["model"] > 1

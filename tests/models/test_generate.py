@@ -59,8 +59,8 @@ def test_same_seed_gives_the_same_text_for_any_batch_and_dispatch() -> None:
     assert all(len(tokens(row)) == 20 and row[-1].finish == "length" for row in together)
     assert tokens(together[0]) != tokens(together[3])  # same prompt, other seed
     for rows in ([2], [3, 0]):
-        apart = run([prompts[i] for i in rows], [i + 1 for i in rows], ignore_end=True, n_ticks=5)
-        for i, row in zip(rows, apart, strict=True):
+        separate = run([prompts[i] for i in rows], [i + 1 for i in rows], ignore_end=True, n_ticks=5)
+        for i, row in zip(rows, separate, strict=True):
             assert tokens(row) == tokens(together[i])
             assert [x for p in row for x in p.logprobs] == [x for p in together[i] for x in p.logprobs]
             assert "".join(p.text for p in row) == "".join(p.text for p in together[i])
@@ -79,7 +79,7 @@ def test_prompt_many_rows_share_is_read_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Script:
-    """A decoder that writes what it is told, to try the endings."""
+    """A decoder that writes what the test gives it, to try the endings."""
 
     def __init__(self, *rows: bytes | list[int]) -> None:
         self.rows = [byte_ids(row) if isinstance(row, bytes) else row for row in rows]

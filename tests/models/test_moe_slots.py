@@ -160,14 +160,14 @@ def test_extract_and_insert_round_trip() -> None:
 
 
 def test_extracted_state_contains_nothing_of_an_earlier_request() -> None:
-    """Neither its keys nor its tokens; and they change no bit of what the next occupant is told."""
+    """Neither its keys nor its tokens; and they change no bit of what the next occupant reads."""
     cfg, params = make()
     long, short = tokens_of(1, 150), tokens_of(1, 20, seed=9)
     one = slots.DECODER.prefill(params, None, short[0].tolist(), cfg)
     used, _ = run(params, slots.init_slots(cfg, 1), long, cfg)
     used = slots.insert(used, one, 0)
     fresh = slots.insert(slots.init_slots(cfg, 1), one, 0)
-    used, got = run(params, used, long[:, :115], cfg)  # goes on into the block that only the earlier one had filled
+    used, got = run(params, used, long[:, :115], cfg)  # continues into the block that only the earlier one had filled
     fresh, want = run(params, fresh, long[:, :115], cfg)
     np.testing.assert_array_equal(got, want)
     taken = slots.extract(params, used, 0, cfg, 135)

@@ -1,4 +1,4 @@
-"""A model that is told what to paint: decoding equals training, rows are their own, and training shows embeddings a little off."""
+"""A conditioned model: decoding equals training, rows are their own, and training shows embeddings a little off."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def test_decoding_equals_training_far_beyond_the_window_and_after_a_prompt() -> 
     fed = np.concatenate([BATCH.inputs, BATCH.inputs[:1]])
     state, got = ticks(prepared, state, fed)
     np.testing.assert_allclose(np.asarray(got).swapaxes(0, 1)[:3], want, atol=2e-5)
-    # The last slot reads what the first does, and was told nothing.
+    # The last slot reads what the first does, and has no condition.
     untold = np.asarray(forward(BATCH.inputs[:1], np.zeros((1, WIDTH), np.float32)))
     np.testing.assert_allclose(np.asarray(got)[:, 3], untold[0], atol=2e-5)
-    assert np.abs(untold - want[0]).max(axis=-1).min() > 1e-3, "every position is told"
+    assert np.abs(untold - want[0]).max(axis=-1).min() > 1e-3, "every position is conditioned"
     # A prompt; and a slot that is emptied, taken out and put elsewhere.
     one = slots.DECODER.prefill(
         PARAMS, BUFFERS, BATCH.inputs[1, :19].tolist(), CFG, slots.conditioned_state(PARAMS, EMBEDS[1], CFG)

@@ -73,10 +73,10 @@ def test_stacking_changes_nothing(name: str) -> None:
     cfg = config(name=name, clip=1.0, decay=0.01)
     params, gradients = draw(SPECS, 0), [draw(SPECS, 1), draw(SPECS, 2)]
     stacked = layers(run(cfg, SPECS, params, gradients))
-    apart = run(cfg, layer_specs(), layers(params), [layers(g) for g in gradients])
-    for key in apart:
-        if apart[key] is not None:
-            np.testing.assert_allclose(stacked[key], apart[key], rtol=3e-6, atol=1e-6, err_msg=key)
+    separate = run(cfg, layer_specs(), layers(params), [layers(g) for g in gradients])
+    for key in separate:
+        if separate[key] is not None:
+            np.testing.assert_allclose(stacked[key], separate[key], rtol=3e-6, atol=1e-6, err_msg=key)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -155,8 +155,8 @@ def test_bytes_sent_per_device_follow_from_kind_and_group() -> None:
     # Two servers of four: each device passes on a quarter of the sum.
     assert sent("all-reduce", 8, 4) == (2 * 600.0, 2 * 100.0)
     assert sent("all-to-all", 8, 4) == (300.0, 400.0)
-    apart = Collective(kind="all-reduce", n_bytes=800.0, group=(0, 4))
-    assert apart.sent_by_level(4) == (0.0, 800.0)
+    separate = Collective(kind="all-reduce", n_bytes=800.0, group=(0, 4))
+    assert separate.sent_by_level(4) == (0.0, 800.0)
 
 
 MESH = """

@@ -192,6 +192,29 @@ PREFIXES = re.compile(r"_?(MOST|LEAST)_[A-Z]")
 FOLDERS = ("cluster", "families", "train/interchange", "train/verify", "data/pairs")
 
 
+PHRASES = {
+    r"\b(is|are|was|were) told\b": "is logged, is reported",
+    r"\bgoes on\b": "continues, resumes",
+    r"\bmemory a user\b": "memory per user",
+    r"\ba number a layer\b": "one value per layer",
+    r"\bmends?\b": "fix",
+    r"\bdear\b": "expensive",
+    r"\btext as it lies\b": "plain text files",
+    r"\bby halves\b": "incomplete",
+}
+"""What documentation, messages and comments no longer say, and what they say instead."""
+REPOSITORY = Path(__file__).parents[2]
+PROGRAMS = [
+    path for name in ("src", "tests", "benchmarks", "scripts") for path in sorted((REPOSITORY / name).rglob("*.py"))
+]
+PROSE = [
+    *(path for path in PROGRAMS if path != Path(__file__)),
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
+    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile")),
+    *sorted((ROOT / "serve" / "playground").glob("*.*")),
+]
+
+
 def retired(source: str) -> set[str]:
     """The retired names among the identifiers of a program."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -199,9 +222,34 @@ def retired(source: str) -> set[str]:
     return {name for name in names if name in RETIRED or PREFIXES.match(name)}
 
 
+def retired_phrases(text: str) -> list[str]:
+    """The retired phrases of a text, each with its line and its replacement. A phrase may run over the end of a line."""
+    return [
+        f"line {text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}, write: {instead}"
+        for pattern, instead in PHRASES.items()
+        for match in re.finditer(pattern.replace(" ", r"\s+"), text, re.IGNORECASE)
+    ]
+
+
 def test_no_retired_name_is_used() -> None:
-    found = {str(path.relative_to(ROOT)): retired(path.read_text()) for path in ROOT.rglob("*.py")}
-    assert {path: names for path, names in found.items() if names} == {}
+    found = {str(path.relative_to(REPOSITORY)): retired(path.read_text()) for path in PROGRAMS}
+    found = {
+        path: {name: RETIRED.get(name, "MAX_ or MIN_") for name in names} for path, names in found.items() if names
+    }
+    assert found == {}, "identifiers that have a name of the field"
+
+
+def test_no_retired_phrase_is_used() -> None:
+    found = {str(path.relative_to(REPOSITORY)): retired_phrases(path.read_text()) for path in PROSE}
+    assert {path: phrases for path, phrases in found.items() if phrases} == {}
+
+
+def test_retired_phrase_is_seen() -> None:
+    text = "The run\ngoes on, and the user is  told.\nThe memory of a user is bounded."
+    assert retired_phrases(text) == [
+        "line 2: 'is  told', write: is logged, is reported",
+        "line 2: 'goes on', write: continues, resumes",
+    ]
 
 
 def test_no_retired_package_is_left() -> None:

@@ -167,12 +167,12 @@ def test_nothing_is_overwritten(tmp_path: Path, cfg: RunConfig) -> None:
     write(tmp_path / "empty", cfg, params)
     assert has_weights(tmp_path / "empty")
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    (tmp_path / "mine" / "letter.txt").write_text("hello")
     for name in ("empty", "mine", "corpus.txt"):
         with pytest.raises(UserError, match="Fix: choose another"):
             write(tmp_path / name, cfg, params)
     nothing_but(tmp_path, "empty", "mine")
-    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "hello"
 
 
 def test_full_disk_is_detected_before_writing(tmp_path: Path, cfg: RunConfig, monkeypatch: Any) -> None:

@@ -168,7 +168,7 @@ def step(matcher: Matcher, draw: random.Random) -> Matcher | str:
 
 
 def test_memory_is_bounded() -> None:
-    """Of 2^20 states this regex would make one a letter, and keep it; a long text in few states goes on for ever."""
+    """Of 2^20 states this regex would make one a letter, and keep it; a long text in few states continues for ever."""
     letters = random.Random(0).choices(BYTES.encode(b"ab").tolist(), k=6000)
     growing = GRAMMARS.compile(Constraint(kind="regex", grammar="(a|b)*a(a|b){20}"))
     with pytest.raises(UserError, match="too many"):  # noqa: PT012

@@ -142,7 +142,7 @@ def test_full_session_memory_rejects_new_sessions_only() -> None:
     forked = sessions.fork(first)
     assert sessions.n_bytes == 4 * 20, "a state that two have counts once"
     sessions.put(second, state(sizes[1]), 8)
-    assert sessions.n_bytes == 4 * 40, "one that is there goes on"
+    assert sessions.n_bytes == 4 * 40, "one that is there continues"
     for more in (sessions.create, lambda: sessions.fork(first)):
         with pytest.raises(UserError, match="memory for session states is full"):
             more()

@@ -57,7 +57,7 @@ def sampling(draw: random.Random, *, max_tokens: int) -> Sampling:
 
 
 def result(answer: Answer) -> dict[str, Any]:
-    """All that a request was told and that may not depend on others; floats compare bit for bit (none is NaN)."""
+    """All that a request returned and that may not depend on others; floats compare bit for bit (none is NaN)."""
     end = answer.end
     return {
         "tokens": answer.tokens,

@@ -85,7 +85,7 @@ def losses(run: Path) -> dict[int, float]:
     """Of training, by step; every step once."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = [(row["step"], row["loss"]) for row in rows if row["kind"] == "train"]
-    assert len(found) == len(dict(found)), "a step was told twice"
+    assert len(found) == len(dict(found)), "a step was logged twice"
     return dict(found)
 
 

@@ -43,7 +43,7 @@ class Backend:
         max_states: int | None = None,
         leaves: bool = False,
     ) -> None:
-        """`leaves`: the slot of a request in its last tick is given away before the tick is told."""
+        """`leaves`: the slot of a request in its last tick is given away before the tick is reported."""
         self.scheduler = Scheduler(
             n_slots, max_waiting, quantum=quantum, age_seconds=age_seconds, max_states=max_states
         )

@@ -29,7 +29,7 @@ STEPS = ("prefill_chunk", "set_sampling", "first_token", "load", "save", "dispat
 
 @dataclasses.dataclass(eq=False)
 class Turn:
-    """One request of a conversation; `before` is the turn it goes on from."""
+    """One request of a conversation; `before` is the turn it continues from."""
 
     request: Request
     before: Turn | None

@@ -1,4 +1,4 @@
-"""More asked than can be done: the excess is told so at once, and costs those who are served nothing."""
+"""More asked than can be done: the excess is rejected at once, and costs those who are served nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Flood:
 
 
 async def _flood(server: Server, n: int, at_once: int, n_tokens: int, come_seconds: float = 1.0) -> Flood:
-    """Clients that come within a second, ask one thing after the other, and wait as long as they are told to, like ours do."""
+    """Clients that come within a second, ask one thing after the other, and wait as long as the server says, like ours do."""
     left, n_sent = iter(range(n)), 0
     answers: dict[int, Answer] = {}
     rest = random.Random(0)
