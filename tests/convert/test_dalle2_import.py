@@ -78,7 +78,7 @@ def test_checkpoint_becomes_a_run_and_its_export_comes_back(
     assert check_resumable(chosen, RunFolder(Path("runs/trained"))) == run.cfg
     before = Path("runs/trained/config.json").read_bytes()
     assert linnet("import", "dalle2-prior", checkpoint) == 2
-    assert "nothing is overwritten" in capsys.readouterr().err
+    assert "which is not overwritten" in capsys.readouterr().err
     assert Path("runs/trained/config.json").read_bytes() == before
 
 

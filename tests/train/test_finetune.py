@@ -182,7 +182,7 @@ def test_8_bit_weights_are_trained_by_adapters_only(source: Path, tmp_path: Path
     parent = open_run(parent_run(tmp_path, source, "moe"))
     lowered = quant.cast_params(parent.params, parent.family.param_specs(parent.cfg.model), "int8")
     write_stored_run(tmp_path / "int8", parent.cfg, model_leaves(lowered), lambda _: None, lambda _: None)
-    with pytest.raises(UserError, match=r"8 bits, which cannot be trained.*--lora.rank 8"):
+    with pytest.raises(UserError, match=r"8-bit weights, which cannot be trained.*--lora.rank 8"):
         parents.check_parent(tuned(tmp_path / "int8", source))
     cfg = tuned(tmp_path / "int8", source, **{"lora.rank": 2})
     parents.check_parent(cfg)
@@ -224,7 +224,7 @@ def test_command_never_overwrites_and_says_what_to_do(source: Path, tmp_path: Pa
     assert "the run to start from, and nothing is overwritten" in rejection("--from", run, "--out", run)
     assert "there is no such run or file" in rejection("--from", str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    assert "holds no run (no config.json)" in rejection("--from", str(tmp_path / "empty"))
+    assert "is not a run (it has no config.json)" in rejection("--from", str(tmp_path / "empty"))
     (tmp_path / "model.pth").write_bytes(b"x")
     assert "import it first" in rejection("--from", str(tmp_path / "model.pth"))
     shutil.copytree(run, tmp_path / "another")

@@ -41,12 +41,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext
 
 
 @pytest.fixture
-def asked() -> RecordedCalls:
+def requested() -> RecordedCalls:
     return RecordedCalls()
 
 
 @pytest.fixture
-def page(browser: BrowserContext, address: str, asked: RecordedCalls) -> Iterator[Page]:
+def page(browser: BrowserContext, address: str, requested: RecordedCalls) -> Iterator[Page]:
     """The opened page. At the end it must have no errors and no requests to other hosts."""
     page, strangers, errors = browser.new_page(), [], []
 
@@ -54,7 +54,7 @@ def page(browser: BrowserContext, address: str, asked: RecordedCalls) -> Iterato
         if not request.url.startswith((address, "data:", "blob:")):
             strangers.append(request.url)
         is_json = "json" in request.headers.get("content-type", "")
-        asked.append((request.url.removeprefix(address), request.post_data_json if is_json else None))
+        requested.append((request.url.removeprefix(address), request.post_data_json if is_json else None))
 
     page.on("request", see)
     page.on("pageerror", lambda error: errors.append(str(error)))
