@@ -91,7 +91,7 @@ def test_facts_of_each_benchmark_dataset() -> None:
     assert {name: s.kind for name, s in BENCHMARKS.items()} == {
         "enwik8": "text",
         "pg19": "text",
-        "imagenet64": "pictures",
+        "imagenet64": "images",
     }
 
 
@@ -105,7 +105,7 @@ def test_enwik8_is_split_at_its_published_offsets(
     from_path = {"file": path, "folder": path.parent, "cache": None}[by]
     documents = open_benchmark("enwik8", from_path, path.parent if by == "cache" else tmp_path / "cache")
     assert isinstance(documents, BenchmarkDocuments)
-    assert (documents.ends, documents.single, documents.n_bytes) == (False, True, path.stat().st_size)
+    assert (documents.ends_with_eos, documents.is_single, documents.n_bytes) == (False, True, path.stat().st_size)
     parts = list(documents.parts())
     start = 0
     for split, size in small.sizes.items():
@@ -141,9 +141,7 @@ def test_another_text_is_not_enwik8(small: BenchmarkText, tmp_path: Path) -> Non
     message = rejection("enwik8", path, tmp_path)
     assert f"{path} is not enwik8" in message
     assert small.sha256 in message
-    assert "is not enwik8: it holds 5 bytes" in rejection(
-        "enwik8", pack("enwik8.gz", tmp_path / "g", TEXT[:5]), tmp_path
-    )
+    assert "is not enwik8: it has 5 bytes" in rejection("enwik8", pack("enwik8.gz", tmp_path / "g", TEXT[:5]), tmp_path)
     (tmp_path / "void").mkdir()
     assert "enwik8, enwik8.zip or enwik8.gz" in rejection("enwik8", tmp_path / "void", tmp_path)
     assert "--from is" in rejection("enwik8", tmp_path / "nowhere", tmp_path)
@@ -154,7 +152,7 @@ def test_another_text_is_not_enwik8(small: BenchmarkText, tmp_path: Path) -> Non
     )
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("text8", TEXT)
-    assert "holds no enwik8" in rejection("enwik8", tmp_path / "other.zip", tmp_path)
+    assert "does not contain enwik8" in rejection("enwik8", tmp_path / "other.zip", tmp_path)
     assert "enwik8, pg19, imagenet64" in rejection("enwik9", None, tmp_path)
 
 
@@ -186,7 +184,7 @@ def zip_splits(folder: Path) -> Path:
 
 def check_books(documents: object) -> Counter[str]:
     assert isinstance(documents, FileDocuments)
-    assert (documents.ends, documents.single) == (True, False)
+    assert (documents.ends_with_eos, documents.is_single) == (True, False)
     found = {(part.split, part.data) for part in documents.parts()}
     assert found == {
         ("train", b"one\n"),
@@ -280,7 +278,7 @@ def test_imagenet64_divides_its_training_file_by_name(tmp_path: Path, monkeypatc
     for from_path in (tmp_path, tmp_path / "train_64x64.tar"):
         pictures = open_benchmark("imagenet64", from_path, tmp_path / "cache")
         assert isinstance(pictures, ImageNet64)
-        found = list(pictures.pictures())
+        found = list(pictures.images())
         assert [(p.split, p.encoded) for p in found] == [
             ("train", png(1)),
             ("train", png(2)),
@@ -307,7 +305,7 @@ def test_imagenet64_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(named_module, "download_file", fetch)
     pictures = open_benchmark("imagenet64", None, tmp_path)
     assert isinstance(pictures, ImageNet64)
-    assert [p.split for p in pictures.pictures()] == ["train", "test"]
+    assert [p.split for p in pictures.images()] == ["train", "test"]
     assert requested == [f"https://image-net.org/small/{name}_64x64.tar" for name in ("train", "valid")]
 
 

@@ -67,7 +67,7 @@ def test_long_file_comes_in_parts_of_bounded_size(tmp_path: Path) -> None:
 
 def test_one_text_file_is_one_stream(tmp_path: Path) -> None:
     documents = open_documents(write(tmp_path / "a.txt", NOT_UTF8))
-    assert (documents.single, documents.ends) == (True, False)
+    assert (documents.is_single, documents.ends_with_eos) == (True, False)
     assert list(documents.parts()) == [DocumentPart("a.txt", NOT_UTF8, True, True, None, len(NOT_UTF8))]
 
 
@@ -75,7 +75,7 @@ def test_one_text_file_is_one_stream(tmp_path: Path) -> None:
 def test_packed_text_is_one_stream(tmp_path: Path, codec: str) -> None:
     content = NOT_UTF8 * 50_000
     documents = open_documents(write(tmp_path / f"a.txt{codec}", PACKERS[codec](content)))
-    assert (documents.single, documents.ends) == (True, False)
+    assert (documents.is_single, documents.ends_with_eos) == (True, False)
     assert read_all(documents) == [(f"a.txt{codec}", content)]
     twice = open_documents(write(tmp_path / f"twice{codec}", PACKERS[codec](b"one") + PACKERS[codec](b"two")))
     assert read_all(twice) == [(f"twice{codec}", b"onetwo")]
@@ -96,7 +96,7 @@ def test_folder_of_all_kinds(tmp_path: Path) -> None:
     }.items():
         write(tmp_path / name, content)
     documents = open_documents(str(tmp_path))
-    assert (documents.single, documents.ends) == (False, True)
+    assert (documents.is_single, documents.ends_with_eos) == (False, True)
     for _ in range(2):  # each reading counts anew
         assert read_all(documents) == [
             ("a.txt", b"a"),
@@ -116,14 +116,14 @@ def test_folder_of_all_kinds(tmp_path: Path) -> None:
 def test_members_are_documents(tmp_path: Path, name: str, pack: Callable[[dict[str, bytes]], bytes]) -> None:
     members = {"b/2.txt": NOT_UTF8, "a.txt": b"first", ".hidden": b"h", "__MACOSX/a.txt": b"m", "none": b""}
     documents = open_documents(write(tmp_path / name, pack(members | {"x.png": b"\0", "in.zip": zipped({"y": b"y"})})))
-    assert (documents.single, documents.ends) == (False, True)
+    assert (documents.is_single, documents.ends_with_eos) == (False, True)
     assert read_all(documents) == [(f"{name}/b/2.txt", NOT_UTF8), (f"{name}/a.txt", b"first")]
     assert documents.left_out == {"hidden": 2, "empty": 1, "binary": 1, "packed_twice": 1}
 
 
 def test_zip_of_one_text_is_one_stream(tmp_path: Path) -> None:
-    assert open_documents(write(tmp_path / "a.zip", zipped({"enwik": b"text"}))).single
-    assert not open_documents(write(tmp_path / "b.zip", zipped({"a.jsonl": jsonl([{"text": "x"}])}))).single
+    assert open_documents(write(tmp_path / "a.zip", zipped({"enwik": b"text"}))).is_single
+    assert not open_documents(write(tmp_path / "b.zip", zipped({"a.jsonl": jsonl([{"text": "x"}])}))).is_single
 
 
 def test_progress_is_monotonic(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_standard_library_is_documents() -> None:
     documents = open_documents("python-stdlib")
     part = next(documents.parts())
     assert part.name.endswith(".py")
-    assert documents.ends
+    assert documents.ends_with_eos
 
 
 def test_names_that_are_no_utf8_can_be_stored(tmp_path: Path) -> None:

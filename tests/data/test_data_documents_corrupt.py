@@ -63,7 +63,7 @@ def test_footer_with_wrong_numbers_of_rows_is_rejected(tmp_path: Path) -> None:
             read_all(open_documents(path))
         except UserError as error:
             says.append(str(error))
-    assert any("another number of rows than the whole" in message for message in says)
+    assert any("the row counts of its row groups do not add up" in message for message in says)
 
 
 def test_encrypted_zip_is_rejected(tmp_path: Path) -> None:

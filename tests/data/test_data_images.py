@@ -81,7 +81,7 @@ KEPT = [(f"in.parquet:{row:09}", ROWS[row]) for row in (0, 3, 4, 5, 6)]
 def test_parquet(tmp_path: Path, column: str, values: pa.Array) -> None:
     path = write_parquet(tmp_path / "in.parquet", {"label": list(range(len(ROWS))), column: values})
     source = open_images(str(path), column=None if column == "image" else column)
-    found = list(source.pictures())
+    found = list(source.images())
     assert [(p.name, p.encoded) for p in found] == KEPT
     assert source.left_out == {"null_rows": 1, "empty": 1}
     assert found[-1].position == source.n_bytes
@@ -93,7 +93,7 @@ def test_positions_grow_up_to_the_size_of_the_input(tmp_path: Path) -> None:
     write_tar(tmp_path / "y.tar", IMAGES)
     write_parquet(tmp_path / "z.parquet", {"image": list(IMAGES.values())})
     source = open_images(str(tmp_path))
-    positions = [picture.position for picture in source.pictures()]
+    positions = [picture.position for picture in source.images()]
     assert len(positions) == 20
     assert all(before < after for before, after in itertools.pairwise(positions))
     assert positions[0] > 0
@@ -122,7 +122,7 @@ def test_folder_counts_what_it_leaves_out(tmp_path: Path) -> None:
     os.mkfifo(root / "pipe.png")
     source = open_images(str(root))
     for _ in range(2):  # a second reading does not count twice
-        assert [picture.name for picture in source.pictures()] == IN_ORDER
+        assert [picture.name for picture in source.images()] == IN_ORDER
         assert source.left_out == {"not_a_picture": 1, "empty": 1, "not_regular": 2, "linked_twice": 1}
 
 
@@ -135,7 +135,7 @@ def test_zip_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.Monke
     path = write_zip(tmp_path / "in.zip", {"folder/": b"", **IMAGES, **BAD_MEMBERS, "broken.png": b"findme" * 9})
     path.write_bytes(path.read_bytes().replace(b"findme", b"fondue", 1))  # the checksum of one member is wrong now
     source = open_images(str(path))
-    assert [p.name.removeprefix("in.zip/") for p in source.pictures()] == IN_ORDER
+    assert [p.name.removeprefix("in.zip/") for p in source.images()] == IN_ORDER
     assert source.left_out == {**BAD_COUNTS, "broken": 1}
 
 
@@ -148,7 +148,7 @@ def test_tar_counts_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.Monke
         archive.addfile(folder)
         archive.addfile(link)
     source = open_images(str(path))
-    assert [p.name.removeprefix("in.tar/") for p in source.pictures()] == IN_ORDER
+    assert [p.name.removeprefix("in.tar/") for p in source.images()] == IN_ORDER
     assert source.left_out == {**BAD_COUNTS, "not_regular": 1}
 
 
@@ -162,7 +162,7 @@ def test_tar_cut_anywhere_is_rejected(tmp_path: Path) -> None:
     for n in (*headers[1:], end, *range(100, end, 317)):
         path.write_bytes(full[:n])
         with pytest.raises(UserError, match="cut.tar is corrupt or truncated"):
-            list(open_images(str(path)).pictures())
+            list(open_images(str(path)).images())
     path.write_bytes(full[: end + 512])
     assert len(contents(path)) == 5
 
@@ -175,7 +175,7 @@ def test_corrupt_header_in_a_tar_is_rejected(tmp_path: Path) -> None:
     data[header + 5] ^= 1
     path.write_bytes(data)
     with pytest.raises(UserError, match="in.tar is corrupt"):
-        list(open_images(str(path)).pictures())
+        list(open_images(str(path)).images())
 
 
 @pytest.mark.parametrize(("name", "write"), [("in.zip", write_zip), ("in.tar", write_tar)])
@@ -200,10 +200,11 @@ def test_any_corruption_of_an_archive_gives_images_or_an_error_that_names_it(
 def test_truncated_zip_or_parquet_is_rejected(tmp_path: Path, keep: float) -> None:
     write_zip(tmp_path / "in.zip", IMAGES)
     write_parquet(tmp_path / "in.parquet", {"image": list(IMAGES.values())})
-    for path in (tmp_path / "in.zip", tmp_path / "in.parquet"):
+    for name, message in (("in.zip", "is corrupt or truncated"), ("in.parquet", "is not a complete parquet file")):
+        path = tmp_path / name
         path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
-        with pytest.raises(UserError, match=f"{path.name} is corrupt or truncated"):
-            list(open_images(str(path)).pictures())
+        with pytest.raises(UserError, match=f"{name} {message}"):
+            list(open_images(str(path)).images())
 
 
 def test_parquet_columns_are_checked_before_work(tmp_path: Path) -> None:
@@ -225,7 +226,7 @@ def test_sources_without_images_are_rejected(tmp_path: Path) -> None:
         open_images(str(tmp_path))
     for path in (write_zip(tmp_path / "in.zip", {"a.txt": b"x"}), write_tar(tmp_path / "in.tar", {"a.txt": b"x"})):
         with pytest.raises(UserError, match="left out: 1 not a picture"):
-            list(open_images(str(path)).pictures())
+            list(open_images(str(path)).images())
     with pytest.raises(UserError, match="an uncompressed tar"):
         open_images(str(tmp_path / "in.tar.gz"))
     write_folder(tmp_path / "p", IMAGES)

@@ -61,13 +61,13 @@ def test_every_token_of_every_document_comes_out_once(
     out = tmp_path_factory.mktemp("out")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks_module, "CHUNK_BYTES", chunk)
-        index = prepare(task_of(ListSource(docs, ends=ends, single=single)), out / "data")
+        index = prepare(task_of(ListSource(docs, ends_with_eos=ends, is_single=single)), out / "data")
     data = opened(out / "data")
     full = [b"".join(parts) for parts in docs]
     assert not single or index.held_out == "the tail of the stream"
     if index.held_out == "the tail of the stream":
         # Too few documents for a hash follow each other as the hash had divided them; one text stays as it is.
-        order = sorted(range(len(docs)), key=lambda i: SPLITS.index(SHARES.of(f"doc{i}")))
+        order = sorted(range(len(docs)), key=lambda i: SPLITS.index(SHARES.assign(f"doc{i}")))
         content = b"".join(data.raw(name) for name in SPLITS)
         assert content == b"".join(full[i] for i in order)
         n_end = sum(token == EOS for name in SPLITS for token, _ in tokens_of(data, name))
@@ -90,10 +90,10 @@ def documents_of(data: TokenDataset, name: str, ends: bool) -> list[bytes]:
 
 def test_hash_of_the_name_divides_and_adding_documents_moves_none() -> None:
     shares = SplitFractions(validation=0.1, test=0.2)
-    drawn = Counter(shares.of(f"file{i}") for i in range(5000))
+    drawn = Counter(shares.assign(f"file{i}") for i in range(5000))
     assert abs(drawn["test"] - 1000) < 120
     assert abs(drawn["validation"] - 500) < 90
-    assert shares.of("file7") == SplitFractions(validation=0.1, test=0.2).of("file7")
+    assert shares.assign("file7") == SplitFractions(validation=0.1, test=0.2).assign("file7")
 
 
 def test_one_text_is_divided_by_its_tail_as_unprepared_text_is(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_another_source_or_option_is_rejected_in_the_same_folder(
     monkeypatch.setattr(prepare_module, "write_shard", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         prepare(task_of(source), tmp_path / "begun")
-    with pytest.raises(UserError, match="unfinished preparation of something else"):
+    with pytest.raises(UserError, match="unfinished preparation of another task"):
         prepare(task_of(source, fractions=SplitFractions(validation=0.1, test=0.1)), tmp_path / "begun")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep me")

@@ -23,7 +23,7 @@ def test_json_lines(tmp_path: Path, codec: str) -> None:
     content = b"\xef\xbb\xbf" + jsonl(rows) + b'\n{"text": "' + NOT_UTF8.strip() + b'"}'
     name = f"a.jsonl{codec}"
     documents = open_documents(write(tmp_path / name, PACKERS.get(codec, bytes)(content)))
-    assert (documents.single, documents.ends) == (False, True)
+    assert (documents.is_single, documents.ends_with_eos) == (False, True)
     assert read_all(documents) == [
         (f"{name}:1", b"one"),
         (f"{name}:6", "zwölf\n".encode() + b"\xed\xa0\x80"),
@@ -84,7 +84,7 @@ def test_parquet(tmp_path: Path, kind: pa.DataType, monkeypatch: pytest.MonkeyPa
     array = pa.array([*texts, None, ""], pa.string()).cast(kind)
     content = parquet({"id": list(range(42)), "text": array}, row_group_size=17)
     documents = open_documents(write(tmp_path / "a.parquet", content))
-    assert (documents.single, documents.ends) == (False, True)
+    assert (documents.is_single, documents.ends_with_eos) == (False, True)
     assert read_all(documents) == [(f"a.parquet:{i + 1}", text.encode()) for i, text in enumerate(texts)]
     assert documents.left_out == {"null_rows": 1, "empty": 1}
 
@@ -130,7 +130,7 @@ def test_data_set_of_the_hub_keeps_its_splits(monkeypatch: pytest.MonkeyPatch) -
         ("owner/name/test:1", b"d", "test"),
     ]
     assert documents.left_out == {"null_rows": 1, "split_unsupervised": 1, "split_dev": 1}
-    assert (documents.single, documents.ends, documents.n_bytes) == (False, True, None)
+    assert (documents.is_single, documents.ends_with_eos, documents.n_bytes) == (False, True, None)
     json.dumps(documents.identity())
 
 

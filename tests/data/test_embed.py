@@ -76,7 +76,7 @@ def test_every_kind_of_captioned_images_gives_the_same_embedding_pairs(
     assert (reported["pairs"], reported["shards"], reported["left_out"]) == (5, 3, {})
     encoder = open_builtin()
     pairs = open_pairs(PairsConfig(source=str(out), validation_fraction=0, test_fraction=0), seed=0)
-    batch = pairs.at(np.arange(5), 5)
+    batch = pairs.read_batch(np.arange(5), 5)
     pixels = np.stack([decode_pixels(content, 32) for content in IMAGES.values()])
     assert np.array_equal(batch.image_embed, encoder.embed_images(pixels))
     assert np.array_equal(batch.text_embed, encoder.embed_texts(list(CAPTIONS.values())))
@@ -115,7 +115,7 @@ def test_killed_run_resumes_and_writes_the_same_files(tmp_path: Path, n_before: 
         for i, sample in enumerate(source.samples()):
             if i == stop:
                 raise KeyboardInterrupt
-            yield dataclasses.replace(sample, encoded=lambda s=sample: (read.append(s.name), s.encoded())[1])
+            yield dataclasses.replace(sample, read_image=lambda s=sample: (read.append(s.name), s.read_image())[1])
 
     def task(stop: int) -> EmbedTask:
         return EmbedTask(
@@ -171,7 +171,7 @@ def test_embedded_images_with_captions_get_their_texts(tmp_path: Path, capsys: p
     assert linnet("data", "embed", source, "--out", out) == 0
     assert "23 pairs in 3 shards" in capsys.readouterr().out
     pairs = open_pairs(PairsConfig(source=str(out), batch_size=4), seed=0)
-    batch = pairs.at(np.arange(files.N), files.N)
+    batch = pairs.read_batch(np.arange(files.N), files.N)
     assert np.array_equal(batch.image_embed, files.vectors())
     assert np.array_equal(batch.text_embed, open_builtin().embed_texts(files.captions()))
     assert _contents(source) == before
@@ -226,5 +226,5 @@ def test_corrupt_notes_are_named(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text("{")
     with pytest.raises(UserError, match=f"{MANIFEST} is damaged"):
         read_manifest(tmp_path)
-    EmbedManifest(asked={}).save(tmp_path)
-    assert read_manifest(tmp_path) == EmbedManifest(asked={})
+    EmbedManifest(task={}).save(tmp_path)
+    assert read_manifest(tmp_path) == EmbedManifest(task={})

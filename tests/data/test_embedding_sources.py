@@ -31,7 +31,7 @@ def opened(source: Path | str, *, encodings: bool = False, **settings: Any) -> E
 
 def all_rows(pairs: EmbeddingPairs) -> tuple[np.ndarray, np.ndarray, list[str] | None]:
     """In the source's order, which is that of the splits one after another."""
-    batch = pairs.at(np.arange(pairs.images.n_rows), pairs.images.n_rows)
+    batch = pairs.read_batch(np.arange(pairs.images.n_rows), pairs.images.n_rows)
     names = [pairs.captions(split, range(pairs.n_rows(split))) for split in ("train", "validation", "test")]
     flat = [caption for group in names if group is not None for caption in group]
     return np.asarray(batch.text_embed), np.asarray(batch.image_embed), flat or None
@@ -90,7 +90,7 @@ def test_source_without_captions_has_none(tmp_path: Path) -> None:
 
 
 def test_half_precision_is_read_exactly_and_returned_as_float32(tmp_path: Path) -> None:
-    batch = opened(files.folder(tmp_path / "in", dtype=np.float16)).at(np.arange(3), 3)
+    batch = opened(files.folder(tmp_path / "in", dtype=np.float16)).read_batch(np.arange(3), 3)
     assert batch.image_embed.dtype == np.float32
     assert np.array_equal(batch.image_embed, files.vectors()[:3].astype(np.float16))
 
@@ -108,7 +108,7 @@ def test_text_encodings_are_included_and_may_be_zero_padded(tmp_path: Path) -> N
     pairs = opened(root, encodings=True)
     assert pairs.text_len == 6
     assert pairs.n_rows("train") == 21, "a text that is all padding is no fault"
-    batch = pairs.at(np.array([5, 2]), 3)
+    batch = pairs.read_batch(np.array([5, 2]), 3)
     assert batch.encodings is not None
     assert np.array_equal(batch.encodings, np.stack([encodings[5], encodings[2], np.zeros_like(encodings[0])]))
 

@@ -204,7 +204,7 @@ def test_columns_are_found_by_their_usual_names_or_must_be_named(tmp_path: Path)
 
 def test_corrupt_parquet_or_npz_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 nothing PAR1")
-    with pytest.raises(UserError, match="a.parquet is corrupt"):
+    with pytest.raises(UserError, match="a.parquet is not a complete parquet file"):
         opened(tmp_path / "a.parquet")
     (tmp_path / "a.npz").write_bytes(b"PK nothing")
     with pytest.raises(UserError, match="a.npz is corrupt"):

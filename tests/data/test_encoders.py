@@ -101,7 +101,7 @@ def test_weights_round_trip(tmp_path: Path) -> None:
 def test_captions_find_images_that_were_never_trained_on(emoji: EmbeddingPairs) -> None:
     """Among the 386 emoji of held-out concepts, where chance is 0.003 and 0.026."""
     rows = np.concatenate([emoji.split("validation"), emoji.split("test")])
-    batch = emoji.at(rows, len(rows))
+    batch = emoji.read_batch(rows, len(rows))
     found = recall(np.asarray(batch.text_embed), np.asarray(batch.image_embed))
     assert len(rows) == 386
     assert found["text_to_image@1"] > LEAST["text_to_image@1"]
@@ -164,7 +164,7 @@ def test_nearest_are_those_of_the_largest_cosine(tmp_path: Path, monkeypatch: py
     assert np.array_equal(found.rows, np.argsort(-cosines, axis=1, kind="stable")[:, :6])
     assert np.allclose(found.cosines, -np.sort(-cosines, axis=1)[:, :6], atol=1e-6)
     assert found.captions == [[f"caption {row}" for row in rows] for rows in found.rows]
-    assert found.pictures is None
+    assert found.images is None
     held_out = NeighborIndex(pairs, ("test",)).nearest(queries, 6)
     assert held_out.rows.tolist() == [[0]] * 4
     assert held_out.captions == [["caption 22"]] * 4
@@ -179,9 +179,9 @@ def test_emoji_is_nearest_to_itself_and_shows_its_image(emoji: EmbeddingPairs) -
     assert found.rows[0, 0] == 0
     assert found.captions is not None
     assert found.captions[0][0] == captions[row]
-    assert found.pictures is not None
-    assert found.pictures.shape == (1, 3, 32, 32, 3)
-    assert np.array_equal(found.pictures[0, 0], pictures[row])
+    assert found.images is not None
+    assert found.images.shape == (1, 3, 32, 32, 3)
+    assert np.array_equal(found.images[0, 0], pictures[row])
 
 
 def test_recall_counts_partners_among_the_nearest() -> None:

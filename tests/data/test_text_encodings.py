@@ -22,7 +22,7 @@ from linnet.data.embeddings.embed import MANIFEST, read_manifest
 from linnet.data.embeddings.provenance import find_encoder
 from linnet.data.encoders import open_encoder
 from linnet.data.encoders.hashed_ngrams import MAX_WORDS
-from linnet.data.encoders.open_clip import _is_real
+from linnet.data.encoders.open_clip import _is_text
 from linnet.data.npy_writer import RowWriter
 from linnet.data.sources.emoji import open_emoji
 from linnet.models.prior.config import PriorConfig
@@ -90,7 +90,7 @@ def test_encodings_do_not_depend_on_what_is_encoded_with_them() -> None:
 
 def test_clip_tokens_after_the_end_and_token_0_are_padding() -> None:
     tokens = np.array([[6, 3, 0, 4, 7, 0, 0], [6, 7, 7, 3, 7, 0, 0]])
-    assert _is_real(tokens, 7).tolist() == [[True, True, False, True, True, False, False], [True, True] + [False] * 5]
+    assert _is_text(tokens, 7).tolist() == [[True, True, False, True, True, False, False], [True, True] + [False] * 5]
 
 
 # Storing
@@ -120,7 +120,7 @@ def test_embed_writes_encodings_that_training_maps(tmp_path: Path, capsys: pytes
     assert np.array_equal(np.concatenate(stored(out)), want)
     cfg = PairsConfig(source=str(out), validation_fraction=0, test_fraction=0)
     pairs = open_pairs(cfg, 0, encodings=True)
-    batch = pairs.at(np.array([4, 0]), 2)
+    batch = pairs.read_batch(np.array([4, 0]), 2)
     assert batch.encodings is not None
     assert np.array_equal(batch.encodings, want[[4, 0]].astype(np.float32))
     assert pairs.encodings is not None
@@ -186,7 +186,7 @@ def test_emoji_pairs_have_encodings_of_their_captions(monkeypatch: pytest.Monkey
     want = open_encoder("builtin").encode_texts(few[1]).encodings.astype(np.float16)
     for _ in range(2):  # made, then read from the cache
         pairs = open_pairs(PairsConfig(batch_size=1), 0, encodings=True)
-        encodings = pairs.at(np.arange(3), 3).encodings
+        encodings = pairs.read_batch(np.arange(3), 3).encodings
         assert encodings is not None
         assert np.array_equal(encodings, want.astype(np.float32))
     assert open_pairs(PairsConfig(batch_size=1), 0).encodings is None

@@ -193,7 +193,7 @@ def test_token_run_rejects_prior_flags(tmp_path: Path, capsys: pytest.CaptureFix
 def test_encoder_is_known_from_provenance(tmp_path: Path) -> None:
     assert find_encoder(PairsConfig()) == "builtin"
     assert find_encoder(PairsConfig(source=str(tmp_path))) is None
-    EmbedManifest(asked={"encoder": "open_clip:A/b"}, finished=True).save(tmp_path)
+    EmbedManifest(task={"encoder": "open_clip:A/b"}, finished=True).save(tmp_path)
     assert find_encoder(PairsConfig(source=str(tmp_path))) == "open_clip:A/b"
     images = str(tmp_path / "img_emb")
     assert find_encoder(PairsConfig(images=images)) is None

@@ -184,6 +184,23 @@ windows_at window_indices
 Wish ControlFlags
 Work Job
 write_on forced_logits
+Bags HashedCaptions
+begun_by with_bos
+BrokenPicture BrokenImage
+HubSet HubDataset
+is_divided has_splits
+Joined ConcatArray
+looks_like_pictures contains_images
+NamedFiles MatchedFiles
+named_files match_files
+NotContinuable UnusableTrainerState
+open_gallery open_neighbor_index
+open_named open_benchmark
+open_pictures open_images
+PictureFiles ImageFiles
+read_notes read_manifest
+rows_as_text format_rows
+TOLD_BY_WEIGHTS SET_BY_WEIGHTS
 """.strip().splitlines()
 }
 """The retired name, and the name that took its place."""

@@ -71,7 +71,7 @@ def read_npy(path: Path) -> None:
     from linnet.data.embeddings.validation import validate_rows
     from linnet.data.embeddings.vectors import Vectors, open_npy
 
-    vectors = Vectors.join([open_npy(path, "image")], "image")
+    vectors = Vectors.concatenate([open_npy(path, "image")], "image")
     validate_rows(vectors, "image")
     vectors.read(np.arange(min(vectors.n_rows, 64)))
 
@@ -182,7 +182,7 @@ def read_pictures(path: Path) -> None:
     from linnet.data.sources.images import contains_images, open_images
 
     contains_images(str(path))
-    for image in open_images(str(path)).pictures():
+    for image in open_images(str(path)).images():
         try:
             decode_pixels(image.encoded, 8)
         except BrokenImage:  # counted and left out by `data prepare`
@@ -204,7 +204,7 @@ def read_captioned(path: Path) -> None:
     from linnet.data.embeddings.captioned_images import open_captioned
 
     for sample in open_captioned(str(path)).samples():
-        sample.encoded()
+        sample.read_image()
 
 
 def caption_table_seeds(folder: Path) -> list[Seed]:

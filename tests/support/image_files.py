@@ -57,7 +57,7 @@ def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
 
 
 def contents(source: Path, **options: Any) -> list[tuple[str, bytes]]:
-    return [(image.name, image.encoded) for image in open_images(str(source), **options).pictures()]
+    return [(image.name, image.encoded) for image in open_images(str(source), **options).images()]
 
 
 def flipped(data: bytes, flips: list[tuple[float, int]]) -> bytes:

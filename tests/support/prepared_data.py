@@ -25,8 +25,8 @@ class ListSource:
     """A source made of a list: documents, each in parts."""
 
     documents: list[list[bytes]]
-    ends: bool = True
-    single: bool = False
+    ends_with_eos: bool = True
+    is_single: bool = False
     splits: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -300,7 +300,7 @@ def test_mixed_pairs_interpolate_two_and_keep_their_norm(pairs_file: Path) -> No
     np.testing.assert_array_equal(before.text_embed[~changed], after.text_embed[~changed])
     for name in ("text_embed", "image_embed"):
         np.testing.assert_allclose(np.linalg.norm(getattr(after, name), axis=1), 1.0, rtol=1e-5)
-    train_rows = plain.at(plain.split("train"), plain.n_rows("train"))
+    train_rows = plain.read_batch(plain.split("train"), plain.n_rows("train"))
     for row in np.flatnonzero(changed):
         # What was added to the text lies in the direction of one pair's, and to the image of the same pair's.
         found = []

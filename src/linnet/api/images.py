@@ -231,7 +231,7 @@ def sample_embeddings(
         seeds=tuple(seeds[i] for i in found.chosen.tolist()),
         cosines=found.cosines,
         nearest=tuple(rows),
-        pictures=None if near is None else near.pictures,
+        pictures=None if near is None else near.images,
         steps=len(table),
         note=note,
     )

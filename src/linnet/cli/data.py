@@ -153,7 +153,7 @@ def _open(flags: PrepareFlags) -> tuple[Documents | ImageSource, bool]:
         # The size of a download is not known before it begins.
         with _bar("fetching", None, quiet=flags.json) as fetched:
             found = open_benchmark(flags.source, flags.from_, cache_folder(), lambda done, _: fetched(done))
-        return found, BENCHMARKS[flags.source].kind == "pictures"
+        return found, BENCHMARKS[flags.source].kind == "images"
     if flags.from_ is not None:
         raise invalid(
             "--from",

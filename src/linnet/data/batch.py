@@ -103,9 +103,9 @@ def make_batch(
     # A slice that starts in mid-window is read from one position earlier: that token is its first input.
     before = min(start, 1)
     for row, window in enumerate(windows):
-        part = split.slice(window, start - before, stop)
-        targets[row], doc_ids[row], mask[row] = (values[before:] for values in part)
-        inputs[row, 0] = part.targets[0] if before else split.first_input(window)
+        piece = split.slice(window, start - before, stop)
+        targets[row], doc_ids[row], mask[row] = (values[before:] for values in piece)
+        inputs[row, 0] = piece.targets[0] if before else split.first_input(window)
     if not before:
         inputs[len(windows) :, 0] = split.eos_id if split.bos_id is None else split.bos_id
     inputs[:, 1:] = targets[:, :-1]
@@ -117,6 +117,7 @@ def make_batch(
 
 
 def format_rows(batch: Batch, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield each row as text, with markers for documents, EOS and padding."""
     for targets, documents in zip(np.asarray(batch.targets), np.asarray(batch.doc_ids), strict=True):
         yield "\n".join(_format_segments(targets, documents, tokenizer))
 
@@ -129,6 +130,6 @@ def _format_segments(targets: np.ndarray, documents: np.ndarray, tokenizer: Toke
             yield f"[{stop - start} positions of padding]"
             continue
         ids = targets[start:stop]
-        ended = bool(ids[-1] == tokenizer.eos_id)
+        has_eos = bool(ids[-1] == tokenizer.eos_id)
         yield f"[document {document}]"
-        yield tokenizer.decode(ids[:-1] if ended else ids).decode(errors="replace") + ("[end]" if ended else "")
+        yield tokenizer.decode(ids[:-1] if has_eos else ids).decode(errors="replace") + ("[end]" if has_eos else "")

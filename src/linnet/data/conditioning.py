@@ -5,7 +5,6 @@ Letters: n images, E embedding width.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -22,7 +21,7 @@ from linnet.core.files import cache_folder
 from linnet.core.local_path import check_local
 from linnet.data.batch import Split
 from linnet.data.index import sha256_file
-from linnet.data.npy_writer import write_array
+from linnet.data.npy_writer import cached_array
 from linnet.data.sources.npy import as_float32, map_npy
 from linnet.data.splits import SPLITS
 
@@ -58,8 +57,8 @@ def load_emoji_condition(source: str, split_of: Sequence[str]) -> Condition:
         rows, fingerprint = pairs.images.read(np.arange(len(split_of))), pairs.fingerprint
     else:
         rows, fingerprint = _read_embeds(source, len(split_of))
-    places = np.array(split_of)
-    return Condition(embeds={name: rows[places == name] for name in SPLITS}, fingerprint=fingerprint)
+    splits = np.array(split_of)
+    return Condition(embeds={name: rows[splits == name] for name in SPLITS}, fingerprint=fingerprint)
 
 
 def load_image_condition(source: str, splits: Mapping[str, Split], shape: tuple[int, int, int]) -> Condition:
@@ -69,8 +68,8 @@ def load_image_condition(source: str, splits: Mapping[str, Split], shape: tuple[
         rows, fingerprint = _compute_embeds(splits, shape)
     else:
         rows, fingerprint = _read_embeds(source, sum(counts))
-    parts = np.split(rows, np.cumsum(counts)[:-1])
-    return Condition(embeds=dict(zip(SPLITS, parts, strict=True)), fingerprint=fingerprint)
+    groups = np.split(rows, np.cumsum(counts)[:-1])
+    return Condition(embeds=dict(zip(SPLITS, groups, strict=True)), fingerprint=fingerprint)
 
 
 def check_no_condition(cfg: DataConfig) -> None:
@@ -83,34 +82,31 @@ def _compute_embeds(splits: Mapping[str, Split], shape: tuple[int, int, int]) ->
     from linnet.data.encoders.network import SIZE
 
     # The key does not hash the vectors: another processor may round them differently although the data is the same.
-    made_of = [str(VERSION), sha256_file(WEIGHTS), *(splits[name].fingerprint() for name in SPLITS)]
-    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-    place = cache_folder() / "condition" / f"{key[:32]}.npy"
-    with contextlib.suppress(UserError):
-        return np.array(map_npy(place)), key
-    encoder, size, made = open_builtin(), int(np.prod(shape)), []
-    for name in SPLITS:
-        for at in range(0, splits[name].n_documents, BLOCK):
-            stop = min(at + BLOCK, splits[name].n_documents)
-            pictures = splits[name].content(at * size, stop * size).reshape(stop - at, *shape)
-            made.append(encoder.embed_images(_resize(pictures, SIZE)))
-    rows = np.concatenate(made)
-    # If the cache is not writable, the embeddings are only computed again the next time.
-    with contextlib.suppress(UserError):
-        write_array(place, rows)
-    return rows, key
+    key_parts = [str(VERSION), sha256_file(WEIGHTS), *(splits[name].fingerprint() for name in SPLITS)]
+    key = hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()
+
+    def embed() -> Float32[np.ndarray, "n E"]:
+        encoder, size, blocks = open_builtin(), int(np.prod(shape)), []
+        for name in SPLITS:
+            for at in range(0, splits[name].n_documents, BLOCK):
+                stop = min(at + BLOCK, splits[name].n_documents)
+                images = splits[name].content(at * size, stop * size).reshape(stop - at, *shape)
+                blocks.append(encoder.embed_images(_resize(images, SIZE)))
+        return np.concatenate(blocks)
+
+    return np.array(cached_array(cache_folder() / "condition" / f"{key[:32]}.npy", embed)), key
 
 
-def _resize(pictures: UInt8[np.ndarray, "n h w 3"], size: int) -> UInt8[np.ndarray, "n size size 3"]:
+def _resize(images: UInt8[np.ndarray, "n h w 3"], size: int) -> UInt8[np.ndarray, "n size size 3"]:
     from PIL import Image
 
-    if pictures.shape[1] == size:
-        return pictures
-    small = [Image.fromarray(picture).resize((size, size), Image.Resampling.BOX) for picture in pictures]
-    return np.stack([np.asarray(image) for image in small])
+    if images.shape[1] == size:
+        return images
+    resized = [Image.fromarray(image).resize((size, size), Image.Resampling.BOX) for image in images]
+    return np.stack([np.asarray(image) for image in resized])
 
 
-def _read_embeds(source: str, n_pictures: int) -> tuple[Float32[np.ndarray, "n E"], str]:
+def _read_embeds(source: str, n_images: int) -> tuple[Float32[np.ndarray, "n E"], str]:
     check_local("data.condition", source)
     path = Path(os.path.expanduser(source))
     try:
@@ -118,13 +114,13 @@ def _read_embeds(source: str, n_pictures: int) -> tuple[Float32[np.ndarray, "n E
     except UserError as error:
         needs = f"builtin, or an .npy of numbers that can be read ({error})"
         raise invalid("data.condition", source, needs, "use builtin, or correct the path") from None
-    if rows.ndim != 2 or len(rows) != n_pictures or not np.issubdtype(rows.dtype, np.floating):
+    if rows.ndim != 2 or len(rows) != n_images or not np.issubdtype(rows.dtype, np.floating):
         got = f"{source}, {rows.dtype} of shape {rows.shape}"
-        raise invalid("data.condition", got, f"a row of numbers for each of {n_pictures} images", "embed them again")
+        raise invalid("data.condition", got, f"a row of numbers for each of {n_images} images", "embed them again")
     rows = as_float32(rows, source)
-    length = np.linalg.norm(rows, axis=1, keepdims=True)
-    bad = np.flatnonzero(~(np.isfinite(length) & (length > 0)))
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    bad = np.flatnonzero(~(np.isfinite(norms) & (norms > 0)))
     if bad.size:
         needs = "rows of finite numbers that are not all zero"
         raise invalid("data.condition", f"{source}, row {bad[0]} ({bad.size} in total)", needs, "embed them again")
-    return rows / length, sha256_file(path)
+    return rows / norms, sha256_file(path)

@@ -16,7 +16,8 @@ from linnet.core.errors import UserError, invalid
 from linnet.data import shuffle
 from linnet.data.batch import Batch, Split, make_batch
 from linnet.data.conditioning import Condition
-from linnet.data.splits import SPLITS
+from linnet.data.sources.files import format_left_out
+from linnet.data.splits import SPLITS, check_split, choose_evenly
 from linnet.tokenizers.base import Tokenizer
 
 
@@ -60,21 +61,17 @@ class TokenDataset:
         chosen = self.split(split)
         if batch_size < 1:
             raise invalid("batch size of the evaluation", batch_size, "at least 1", f"use {self.cfg.batch_size}")
-        if limit is not None and limit < 1:
-            raise invalid("limit of the evaluation", limit, "at least 1, or none for all", "use None")
-        if not chosen.n_windows:
+        windows = choose_evenly(chosen.n_windows, limit).tolist()
+        if not windows:
             raise _empty(split, self.cfg)
-        n = chosen.n_windows if limit is None else min(limit, chosen.n_windows)
-        windows = [i * chosen.n_windows // n for i in range(n)]
         # The generator is lazy; the checks above run immediately.
         return (
             make_batch(chosen, windows[at : at + batch_size], 0, self.cfg.sequence_len, batch_size, self.embeds(split))
-            for at in range(0, n, batch_size)
+            for at in range(0, len(windows), batch_size)
         )
 
     def split(self, name: str) -> Split:
-        if name not in SPLITS:
-            raise invalid("split", name, f"one of {', '.join(SPLITS)}", "choose one of them")
+        check_split(name)
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
 
     def embeds(self, split: str) -> Float32[np.ndarray, "n E"] | None:
@@ -124,8 +121,8 @@ class TokenDataset:
         if self.n_vocab > n_vocab:
             raise invalid("model.n_vocab", n_vocab, f"at least the data's {self.n_vocab} ids", f"use {self.n_vocab}")
         if self.tokenizer.eos_id != eos_id:
-            end = self.tokenizer.eos_id
-            raise invalid("model.end_id", eos_id, f"the EOS id of the data, {end}", f"use {end}")
+            needed = self.tokenizer.eos_id
+            raise invalid("model.end_id", eos_id, f"the EOS id of the data, {needed}", f"use {needed}")
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -159,29 +156,29 @@ class TokenDataset:
         }
 
     def warnings(self) -> list[str]:
-        found: list[str] = []
+        messages: list[str] = []
         if self.train.n_tokens < self.cfg.sequence_len:
-            found.append(
+            messages.append(
                 f"The training text has {self.train.n_tokens} tokens, fewer than one sequence of "
                 f"{self.cfg.sequence_len}: the rest of a sequence is padding. A smaller --data.sequence-len is faster."
             )
         for name, fraction in (("validation", self.cfg.validation_fraction), ("test", self.cfg.test_fraction)):
             if fraction and not self.split(name).n_tokens:
-                found.append(f"The {name} split is empty: {fraction:g} of this source is less than one byte.")
+                messages.append(f"The {name} split is empty: {fraction:g} of this source is less than one byte.")
         for where, reasons in self.origin["left_out"].items():
             # Empty files lose nothing, so they are counted in `left_out` but not reported as a warning.
-            words = [f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(reasons.items()) if reason != "empty"]
-            if words:
-                found.append(f"Files left out of the {where}: {', '.join(words)}.")
-        return found
+            reported = format_left_out({reason: n for reason, n in reasons.items() if reason != "empty"})
+            if reported:
+                messages.append(f"Files left out of the {where}: {reported}.")
+        return messages
 
 
 def _empty(split: str, cfg: DataConfig) -> UserError:
     if split == "train":
         return UserError("the train split is empty. Fix: name a source with text in it.")
     fraction = cfg.validation_fraction if split == "validation" else cfg.test_fraction
-    why = f"data.{split}_fraction is {fraction:g}" + (", less than one byte of this source" if fraction else "")
+    reason = f"data.{split}_fraction is {fraction:g}" + (", less than one byte of this source" if fraction else "")
     return UserError(
-        f"the {split} split is empty ({why}). Fix: set --data.{split}-fraction 0.05, or name files with "
+        f"the {split} split is empty ({reason}). Fix: set --data.{split}-fraction 0.05, or name files with "
         f"--data.{split}-files" + (", or use a larger source." if fraction else ".")
     )

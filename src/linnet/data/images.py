@@ -53,25 +53,25 @@ def decode_pixels(encoded: bytes, size: int) -> UInt8[np.ndarray, "size size 3"]
         raise BrokenImage("broken") from None
 
 
-def to_png(picture: UInt8[np.ndarray, "h w 3"]) -> bytes:
+def to_png(image: UInt8[np.ndarray, "h w 3"]) -> bytes:
     """Encode one image as a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(picture)).save(file, "PNG", optimize=True)
+    Image.fromarray(np.ascontiguousarray(image)).save(file, "PNG", optimize=True)
     return file.getvalue()
 
 
-def contact_sheet(pictures: UInt8[np.ndarray, "n h w 3"], columns: int, scale: int = 1) -> bytes:
+def contact_sheet(images: UInt8[np.ndarray, "n h w 3"], columns: int, scale: int = 1) -> bytes:
     """Arrange all images row by row in one PNG, with each pixel scaled by `scale` and a grey line between images."""
-    n, height, width, channels = pictures.shape
-    assert n > 0, "a sheet of no pictures"
+    n, height, width, channels = images.shape
+    assert n > 0, "a contact sheet needs images"
     assert columns > 0
     assert scale > 0
     columns = min(columns, n)
     rows = -(-n // columns)
     cell = np.full((rows * columns, height * scale + SHEET_GAP, width * scale + SHEET_GAP, channels), SHEET_GREY, "u1")
-    cell[:n, SHEET_GAP:, SHEET_GAP:] = pictures.repeat(scale, axis=1).repeat(scale, axis=2)
+    cell[:n, SHEET_GAP:, SHEET_GAP:] = images.repeat(scale, axis=1).repeat(scale, axis=2)
     sheet = cell.reshape(rows, columns, *cell.shape[1:]).swapaxes(1, 2).reshape(-1, columns * cell.shape[2], channels)
     return to_png(np.pad(sheet, ((0, SHEET_GAP), (0, SHEET_GAP), (0, 0)), constant_values=SHEET_GREY))
 
@@ -102,7 +102,7 @@ def _open(encoded: bytes) -> Image.Image:
 def _upright(image: Image.Image) -> Image.Image:
     from PIL.Image import Transpose
 
-    turns = {
+    transpositions = {
         2: Transpose.FLIP_LEFT_RIGHT,
         3: Transpose.ROTATE_180,
         4: Transpose.FLIP_TOP_BOTTOM,
@@ -115,7 +115,7 @@ def _upright(image: Image.Image) -> Image.Image:
         orientation = image.getexif().get(ORIENTATION_TAG)
     except Exception:  # as above: an image with damaged metadata is still usable
         return image
-    return image.transpose(turns[orientation]) if orientation in turns else image
+    return image.transpose(transpositions[orientation]) if orientation in transpositions else image
 
 
 def _over_white(image: Image.Image) -> Image.Image:

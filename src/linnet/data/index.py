@@ -27,7 +27,6 @@ FORMAT, VERSION = "linnet-data", 1
 INDEX = "index.json"
 MAX_CHECKED_BYTES = 256 << 20
 """Data up to this size has its checksums verified whenever it is opened; `linnet data check` verifies any size."""
-HASH_BYTES = 1 << 20
 DTYPES = ("uint8", "uint16", "uint32", "int32")
 """Allowed dtypes of stored ids."""
 
@@ -122,7 +121,7 @@ def load(folder: Path) -> Index:
 
 def _check(index: Index) -> None:
     """Check types and ranges, because the file may be damaged or untrusted; names in it must not leave its folder."""
-    about, shape = index.tokenizer, index.shape
+    tokenizer, shape = index.tokenizer, index.shape
     _require(index.kind in ("text", "pixels") and index.dtype in DTYPES, "its kind or its dtype is unknown")
     _require(_is_count(index.first_id) and isinstance(index.source, dict), "its first_id or its source is invalid")
     _require(
@@ -130,9 +129,9 @@ def _check(index: Index) -> None:
         "its shape is not height, width and channels",
     )
     _require(
-        isinstance(about, dict)
-        and all(_is_count(about.get(name)) for name in ("n_vocab", "end_id"))
-        and all(isinstance(about.get(name), str) for name in ("kind", "fingerprint")),
+        isinstance(tokenizer, dict)
+        and all(_is_count(tokenizer.get(name)) for name in ("n_vocab", "end_id"))
+        and all(isinstance(tokenizer.get(name), str) for name in ("kind", "fingerprint")),
         "its tokenizer is not described",
     )
     _require(
@@ -151,9 +150,9 @@ def _check(index: Index) -> None:
         )
 
 
-def _require(holds: bool, why: str) -> None:
-    if not holds:
-        raise ValueError(why)
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise ValueError(reason)
 
 
 def _is_count(value: object) -> bool:
@@ -191,8 +190,8 @@ def fingerprint(index: Index, name: str) -> str:
     """Return the hash of a split, from the checksums of its parts."""
     split = index.splits[name]
     parts = [[index.shards[shard].sha256, start, stop] for shard, start, stop in split.segments]
-    meaning = [index.kind, index.dtype, index.first_id, index.tokenizer["fingerprint"], split.documents_sha256, parts]
-    return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
+    identity = [index.kind, index.dtype, index.first_id, index.tokenizer["fingerprint"], split.documents_sha256, parts]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
 def load_tokenizer(folder: Path, index: Index) -> Tokenizer:
@@ -207,37 +206,34 @@ def load_tokenizer(folder: Path, index: Index) -> Tokenizer:
 
 def find_problems(folder: Path, index: Index, *, checksums: bool) -> list[str]:
     """Return the problems of the files as sentences; without `checksums` only sizes are compared."""
-    found: list[str] = []
+    messages: list[str] = []
     for shard in index.shards:
         size = shard.tokens * np.dtype(index.dtype).itemsize
-        found += _file_problems(folder / shard.file, size, shard.sha256 if checksums else None)
+        messages += _file_problems(folder / shard.file, size, shard.sha256 if checksums else None)
     for name, split in index.splits.items():
         path = folder / split.documents
-        wrong = _file_problems(path, None, split.documents_sha256)
-        found += wrong
-        if wrong:
+        damage = _file_problems(path, None, split.documents_sha256)
+        messages += damage
+        if damage:
             continue
         table = _documents(folder, split)
         if len(table) != split.n_documents or table[:, 0].sum() != split.tokens:
-            found.append(f"{path}: its documents do not add up to the {split.tokens:,} tokens of {name}")
+            messages.append(f"{path}: its documents do not add up to the {split.tokens:,} tokens of {name}")
         if sum(stop - start for _, start, stop in split.segments) != split.tokens:
-            found.append(f"{folder / INDEX}: the parts of {name} do not add up to its {split.tokens:,} tokens")
-    return found
+            messages.append(f"{folder / INDEX}: the parts of {name} do not add up to its {split.tokens:,} tokens")
+    return messages
 
 
 def check_files(folder: Path, index: Index) -> None:
-    wrong = find_problems(folder, index, checksums=index.n_bytes_on_disk <= MAX_CHECKED_BYTES)
-    if wrong:
-        more = f" (and {len(wrong) - 1} more: see `linnet data check {folder}`)" if len(wrong) > 1 else ""
-        raise UserError(f"{wrong[0]}{more}. Fix: restore the file, or prepare the data again.")
+    damage = find_problems(folder, index, checksums=index.n_bytes_on_disk <= MAX_CHECKED_BYTES)
+    if damage:
+        more = f" (and {len(damage) - 1} more: see `linnet data check {folder}`)" if len(damage) > 1 else ""
+        raise UserError(f"{damage[0]}{more}. Fix: restore the file, or prepare the data again.")
 
 
 def sha256_file(path: Path) -> str:
-    digest = hashlib.sha256()
     with reading(path), open(path, "rb") as file:
-        while block := file.read(HASH_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _file_problems(path: Path, size: int | None, sha256: str | None) -> list[str]:

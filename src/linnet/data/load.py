@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from pathlib import Path
@@ -23,7 +22,7 @@ from linnet.data.sources.files import find_files
 from linnet.data.sources.images import contains_images
 from linnet.data.sources.locations import resolve_paths
 from linnet.data.sources.text import open_text
-from linnet.data.splits import SPLITS, make_splits
+from linnet.data.splits import SPLITS, check_unset, make_splits
 from linnet.tokenizers.base import BytesTokenizer
 
 EMOJI = {f"emoji-{size}": size for size in SIZES}
@@ -36,9 +35,9 @@ def load_dataset(cfg: DataConfig, seed: int) -> TokenDataset:
     cfg = resolve_paths(cfg)
     path = Path(os.path.expanduser(cfg.source))
     if cfg.source in EMOJI:
-        return _emoji(cfg, seed, EMOJI[cfg.source])
+        return _load_emoji(cfg, seed, EMOJI[cfg.source])
     if indexes.is_prepared(path):
-        return _prepared(cfg, seed, path)
+        return _load_prepared(cfg, seed, path)
     if is_unfinished(path):
         raise UserError(
             f"data.source is {cfg.source!r}, whose preparation was not finished. Fix: run the same `linnet data prepare` again: "
@@ -49,7 +48,7 @@ def load_dataset(cfg: DataConfig, seed: int) -> TokenDataset:
             f"data.source is {cfg.source!r}, which is not prepared here. Fix: run `linnet data prepare {cfg.source} --out "
             f"{cfg.source}` (it says which file to download if it cannot), or name the folder it was prepared in with --data.source."
         )
-    return _text(cfg, seed)
+    return _load_text(cfg, seed)
 
 
 def has_splits(source: str) -> bool:
@@ -57,35 +56,28 @@ def has_splits(source: str) -> bool:
     return source in EMOJI or indexes.is_prepared(Path(os.path.expanduser(source)))
 
 
-def _text(cfg: DataConfig, seed: int) -> TokenDataset:
+def _load_text(cfg: DataConfig, seed: int) -> TokenDataset:
     if cfg.source != EMBEDDED_CORPUS and contains_images(cfg.source):
         raise UserError(
             f"data.source is {cfg.source!r}, which contains images or is a tar: prepare it first. Fix: run `linnet data prepare "
-            f"{cfg.source} --out DIR` and train with --data.source DIR (it prints the whole command)."
+            f"{cfg.source} --out DIR` and train with --data.source DIR (it prints the complete command)."
         )
     source = find_files(cfg.source)
-    division = make_splits(source, cfg)
-    train, validation, test = (open_text(division.pieces[name], cfg.sequence_len) for name in SPLITS)
-    if not train.n_tokens:
+    plan = make_splits(source, cfg)
+    splits = {name: open_text(plan.spans[name], cfg.sequence_len) for name in SPLITS}
+    if not splits["train"].n_tokens:
         raise invalid(
             "data.source", cfg.source, "large enough to leave a fraction for training", "name a larger source"
         )
     check_no_condition(cfg)
-    origin = {"source": cfg.source, "root": str(source.root), "left_out": division.left_out, "held_out": division.how}
+    origin = {"source": cfg.source, "root": str(source.root), "left_out": plan.left_out, "held_out": plan.held_out}
     return TokenDataset(
-        cfg=cfg,
-        seed=seed,
-        tokenizer=BytesTokenizer(),
-        shape=None,
-        train=train,
-        validation=validation,
-        test=test,
-        origin=origin,
+        cfg=cfg, seed=seed, tokenizer=BytesTokenizer(), shape=None, origin=origin, condition=None, **splits
     )
 
 
-def _prepared(cfg: DataConfig, seed: int, folder: Path) -> TokenDataset:
-    _check_unset(cfg, "was split when it was prepared")
+def _load_prepared(cfg: DataConfig, seed: int, folder: Path) -> TokenDataset:
+    check_unset(cfg, _SPLIT_FIELDS, "was split when it was prepared")
     index = indexes.load(folder)
     indexes.check_files(folder, index)
     shape = None if index.shape is None else (index.shape[0], index.shape[1], index.shape[2])
@@ -109,12 +101,12 @@ def _prepared(cfg: DataConfig, seed: int, folder: Path) -> TokenDataset:
     )
 
 
-def _emoji(cfg: DataConfig, seed: int, size: int) -> TokenDataset:
-    _check_unset(cfg, "is split by what its images show")
+def _load_emoji(cfg: DataConfig, seed: int, size: int) -> TokenDataset:
+    check_unset(cfg, _SPLIT_FIELDS, "is split by what its images show")
     shape = (size, size, 3)
     _check_image_len(cfg, shape)
-    pictures, _, split_of = open_emoji(size)
-    chosen = {name: pictures[np.array(split_of) == name] for name in SPLITS}
+    images, _, split_of = open_emoji(size)
+    chosen = {name: images[np.array(split_of) == name] for name in SPLITS}
     splits = {
         name: PackedSplit(
             values.reshape(-1), np.full(len(values), math.prod(shape)), np.zeros(len(values), bool), cfg.sequence_len
@@ -132,13 +124,6 @@ def _emoji(cfg: DataConfig, seed: int, size: int) -> TokenDataset:
         condition=None if cfg.condition is None else load_emoji_condition(cfg.condition, split_of),
         **splits,
     )
-
-
-def _check_unset(cfg: DataConfig, why: str) -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(DataConfig)}
-    for name in _SPLIT_FIELDS:
-        if getattr(cfg, name) != defaults[name]:
-            raise invalid(f"data.{name}", getattr(cfg, name), f"left unset: {cfg.source} {why}", "leave it out")
 
 
 def _check_image_len(cfg: DataConfig, shape: tuple[int, int, int] | None) -> None:

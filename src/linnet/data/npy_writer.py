@@ -1,11 +1,11 @@
-"""Atomic writing of .npy files, at once or block by block."""
+"""Atomic writing of .npy files, at once or block by block, and arrays cached in such files."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,8 @@ from jaxtyping import Shaped
 
 from linnet.core.errors import UserError
 from linnet.core.files import atomic_write
+from linnet.data.sources.files import writing
+from linnet.data.sources.npy import map_npy
 
 
 def write_array(path: Path, values: np.ndarray) -> None:
@@ -20,6 +22,21 @@ def write_array(path: Path, values: np.ndarray) -> None:
     file = io.BytesIO()
     np.save(file, values)
     atomic_write(path, file.getbuffer())
+
+
+def cached_array(
+    path: Path, compute: Callable[[], np.ndarray], is_valid: Callable[[np.ndarray], bool] = lambda array: True
+) -> np.ndarray:
+    """Return the array cached at `path`, memory-mapped. It is computed if the file is missing, damaged or not valid."""
+    with contextlib.suppress(UserError):
+        array = map_npy(path)
+        if is_valid(array):
+            return array
+    array = compute()
+    # If the cache is not writable, the array is only computed again the next time.
+    with contextlib.suppress(UserError):
+        write_array(path, array)
+    return array
 
 
 class RowWriter:
@@ -44,9 +61,9 @@ class RowWriter:
         self._n += len(rows)
 
     def finish(self) -> None:
-        described = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._n, *self._shape)}
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._n, *self._shape)}
         start = np.lib.format.magic(1, 0) + (self.HEADER - 10).to_bytes(2, "little")
-        text = repr(described).encode("latin1")
+        text = repr(header).encode("latin1")
         assert len(start) + len(text) < self.HEADER
         with self._writing():
             self._file.seek(0)
@@ -63,10 +80,9 @@ class RowWriter:
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         try:
-            yield
-        except OSError as error:
+            with writing(self._path, "choose a writable folder with free space"):
+                yield
+        except UserError:
             with contextlib.suppress(OSError):
                 self._part.unlink()
-            raise UserError(
-                f"{self._path} cannot be written ({error.strerror}). Fix: choose a writable folder with free space."
-            ) from None
+            raise

@@ -46,11 +46,11 @@ class ConcatArray:
         if start >= stop:
             return np.zeros(0, self._dtype)
         first, last = np.searchsorted(self._starts, (start, stop - 1), side="right") - 1
-        found = [
+        slices = [
             self._parts[i][max(start - int(self._starts[i]), 0) : stop - int(self._starts[i])]
             for i in range(first, last + 1)
         ]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return slices[0] if len(slices) == 1 else np.concatenate(slices)
 
 
 class PackedSplit:
@@ -76,7 +76,7 @@ class PackedSplit:
         self._content, self._first_id, self._fingerprint = content, first_id, fingerprint
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes + ends)])
         """Token position at which each document starts, and the end of the last."""
-        self._end_positions = self._starts[1:][ends] - 1
+        self._eos_positions = self._starts[1:][ends] - 1
         """Token positions of the EOS ids; all other positions are content, in order."""
 
     @property
@@ -134,13 +134,13 @@ class PackedSplit:
 
     def _tokens(self, first: int, last: int) -> Int32[np.ndarray, " n"]:
         # A content position is the token position minus the number of EOS ids before it.
-        e0, e1 = np.searchsorted(self._end_positions, (first, last))
+        e0, e1 = np.searchsorted(self._eos_positions, (first, last))
         ids = self._content[first - int(e0) : last - int(e1)].astype(np.int32) + self._first_id
         if e0 == e1:
             return ids
         tokens = np.full(last - first, self.eos_id, np.int32)
         is_content = np.ones(last - first, bool)
-        is_content[self._end_positions[e0:e1] - first] = False
+        is_content[self._eos_positions[e0:e1] - first] = False
         tokens[is_content] = ids
         return tokens
 
@@ -155,8 +155,8 @@ class PackedSplit:
     @functools.cached_property
     def _digest(self) -> str:
         digest = hashlib.sha256()
-        for numbers in (self._starts, self._end_positions):
-            digest.update(numbers.size.to_bytes(8, "little") + numbers.astype("<i8").tobytes())
+        for positions in (self._starts, self._eos_positions):
+            digest.update(positions.size.to_bytes(8, "little") + positions.astype("<i8").tobytes())
         for at in range(0, self._content.size, HASH_BYTES):
             digest.update(np.ascontiguousarray(self._content[at : at + HASH_BYTES]).data)
         return digest.hexdigest()

@@ -15,12 +15,12 @@ from typing import Any
 
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import parse_json
+from linnet.data.sources.archives import open_parquet
 from linnet.data.sources.files import match_files, reading
 from linnet.data.sources.image_readers import (
     DEFAULT_COLUMN,
     IMAGE_SUFFIXES,
     check_column,
-    open_parquet,
     tar_members,
 )
 from linnet.data.sources.images import COMPRESSED_TARS
@@ -34,7 +34,7 @@ PARQUET_ROWS = 64
 @dataclasses.dataclass(frozen=True)
 class CaptionedImage:
     name: str
-    encoded: Callable[[], bytes]
+    read_image: Callable[[], bytes]
     """Reads the encoded image. Lazy, so that samples that are already embedded are skipped without reading them."""
     caption: str | None
     split: str | None = None
@@ -53,17 +53,17 @@ def open_captioned(source: str, caption_key: str = "caption", image_key: str | N
         return CaptionedSource(identity={"source": EMOJI}, samples=_emoji, has_splits=True)
     if source.lower().endswith(COMPRESSED_TARS):
         raise invalid("SOURCE", source, "an uncompressed tar, for random access", "decompress it to a .tar")
-    found = match_files(source)
-    if found is None:
+    matched = match_files(source)
+    if matched is None:
         raise invalid(
             "SOURCE", source, f"images with captions: a folder, glob, tar or parquet, or {EMOJI}", "correct the path"
         )
-    root, paths = found.root, sorted(found.paths)
+    root, paths = matched.root, sorted(matched.paths)
     tables = [path for path in paths if path.name in CAPTION_FILES]
-    pictures = [path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES]
+    images = [path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES]
     tars = [path for path in paths if path.suffix.lower() == ".tar"]
     parquets = [path for path in paths if path.suffix.lower() == ".parquet" and path not in tables]
-    kinds = [kind for kind, there in (("pictures", pictures), ("tar", tars), ("parquet", parquets)) if there]
+    kinds = [kind for kind, files in (("pictures", images), ("tar", tars), ("parquet", parquets)) if files]
     if len(kinds) != 1:
         raise invalid(
             "SOURCE",
@@ -71,8 +71,8 @@ def open_captioned(source: str, caption_key: str = "caption", image_key: str | N
             f"images, webdataset tars or parquet with images, one of them (it has {' and '.join(kinds) or 'none'})",
             "name one kind, for example with a glob",
         )
-    beside = [] if tables else [path for path in paths if path.suffix.lower() == ".txt"]
-    used = [*tables, *beside, *pictures] if pictures else tars or parquets
+    texts = [] if tables else [path for path in paths if path.suffix.lower() == ".txt"]
+    used = [*tables, *texts, *images] if images else tars or parquets
     identity = {"source": source, "caption_key": caption_key, "image_key": image_key, "files": _digest(root, used)}
     if tars:
         samples = lambda: _from_tars(tars, caption_key)  # noqa: E731
@@ -87,7 +87,7 @@ def open_captioned(source: str, caption_key: str = "caption", image_key: str | N
         samples = lambda: _from_parquet(root, parquets, column, caption_key)  # noqa: E731
     else:
         captions = _read_tables(tables, caption_key)
-        samples = lambda: _from_folder(root, pictures, captions)  # noqa: E731
+        samples = lambda: _from_folder(root, images, captions)  # noqa: E731
     return CaptionedSource(identity=identity, samples=samples)
 
 
@@ -95,43 +95,43 @@ def _emoji() -> Iterator[CaptionedImage]:
     from linnet.data.images import to_png
     from linnet.data.sources.emoji import open_emoji
 
-    for i, (picture, caption, split) in enumerate(zip(*open_emoji(32), strict=True)):
-        yield CaptionedImage(f"{EMOJI}/{i}", lambda picture=picture: to_png(picture), caption, split)
+    for i, (image, caption, split) in enumerate(zip(*open_emoji(32), strict=True)):
+        yield CaptionedImage(f"{EMOJI}/{i}", lambda image=image: to_png(image), caption, split)
 
 
-def _from_folder(root: Path, pictures: list[Path], captions: dict[str, str] | None) -> Iterator[CaptionedImage]:
-    for path in pictures:
+def _from_folder(root: Path, images: list[Path], captions: dict[str, str] | None) -> Iterator[CaptionedImage]:
+    for path in images:
         name = Path(os.path.relpath(path, root)).as_posix()
         if captions is not None:
             caption = captions.get(name, captions.get(path.name, captions.get(path.stem)))
         else:
-            beside = path.with_suffix(".txt")
+            text = path.with_suffix(".txt")
             caption = None
-            if beside.is_file():
-                with reading(beside):
-                    caption = beside.read_text("utf-8", "replace").strip()
+            if text.is_file():
+                with reading(text):
+                    caption = text.read_text("utf-8", "replace").strip()
         yield CaptionedImage(name, path.read_bytes, caption)
 
 
 def _from_tars(tars: list[Path], key: str) -> Iterator[CaptionedImage]:
     for path in tars:
-        places: dict[str, dict[str, tuple[int, int]]] = {}
+        samples: dict[str, dict[str, tuple[int, int]]] = {}
         with reading(path):
             for info in tar_members(path):
                 member = PurePosixPath(info.name)
                 stem, _, ending = member.name.partition(".")
                 if info.isreg() and info.sparse is None and stem:
-                    kind = "picture" if f".{ending.lower()}" in IMAGE_SUFFIXES else ending.lower()
-                    places.setdefault(str(member.parent / stem), {})[kind] = (info.offset_data, info.size)
-        for name, members in places.items():
-            if "picture" not in members:
+                    kind = "image" if f".{ending.lower()}" in IMAGE_SUFFIXES else ending.lower()
+                    samples.setdefault(str(member.parent / stem), {})[kind] = (info.offset_data, info.size)
+        for name, members in samples.items():
+            if "image" not in members:
                 continue
             caption = None
-            if plain := members.get("txt") or members.get("caption"):
-                caption = _read_range(path, *plain).decode("utf-8", "replace").strip()
-            elif described := members.get("json"):
-                caption = _parse_caption(_read_range(path, *described), key)
-            start, size = members["picture"]
+            if text := members.get("txt") or members.get("caption"):
+                caption = _read_range(path, *text).decode("utf-8", "replace").strip()
+            elif metadata := members.get("json"):
+                caption = _parse_caption(_read_range(path, *metadata), key)
+            start, size = members["image"]
             yield CaptionedImage(
                 f"{path.name}/{name}", lambda path=path, start=start, size=size: _read_range(path, start, size), caption
             )

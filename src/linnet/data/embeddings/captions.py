@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 
 from linnet.core.errors import invalid
+from linnet.data.sources.archives import open_parquet
 from linnet.data.sources.files import reading
-from linnet.data.sources.image_readers import open_parquet
 
 
 class Captions(Protocol):
@@ -54,7 +54,7 @@ class ParquetCaptions:
                     self._groups.append((path, group))
                     starts.append(starts[-1] + parquet.metadata.row_group(group).num_rows)
         self._starts = np.array(starts, np.int64)
-        self._kept: tuple[int, list[str]] = (-1, [])
+        self._cached: tuple[int, list[str]] = (-1, [])
 
     def read(self, rows: Int64[np.ndarray, " k"]) -> list[str]:
         which = np.searchsorted(self._starts, rows, side="right") - 1
@@ -65,9 +65,9 @@ class ParquetCaptions:
         return out
 
     def _group(self, group: int) -> list[str]:
-        if self._kept[0] != group:
+        if self._cached[0] != group:
             path, number = self._groups[group]
             with reading(path), open_parquet(path) as parquet:
                 values = parquet.read_row_group(number, columns=[self._column]).column(0).to_pylist()
-            self._kept = (group, ["" if value is None else str(value) for value in values])
-        return self._kept[1]
+            self._cached = (group, ["" if value is None else str(value) for value in values])
+        return self._cached[1]

@@ -27,7 +27,7 @@ from linnet.data.embeddings.sources import FOLDERS
 from linnet.data.encoders.encoder import Encoder
 from linnet.data.images import BrokenImage
 from linnet.data.npy_writer import write_array
-from linnet.data.sources.files import reading
+from linnet.data.sources.files import format_left_out, reading
 
 MANIFEST = "embed.json"
 VERSION = 1
@@ -59,7 +59,8 @@ class EmbedTask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedManifest:
-    asked: dict[str, Any]
+    task: dict[str, Any]
+    """`EmbedTask.identity()`; stored as `asked`."""
     blocks: tuple[int, ...] = ()
     """Pairs written for each finished block of the source."""
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -74,43 +75,41 @@ class EmbedManifest:
         return sum(n > 0 for n in self.blocks)
 
     def save(self, out: Path) -> None:
-        atomic_write(out / MANIFEST, (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode())
+        fields = dataclasses.asdict(self)
+        atomic_write(out / MANIFEST, (json.dumps({"asked": fields.pop("task"), **fields}, indent=1) + "\n").encode())
 
 
 def embed(task: EmbedTask, out: Path, progress: Callable[[int], None] = lambda n: None) -> EmbedManifest:
     """Embed a source into `out`. Resumes an earlier run of the same task; the folder of another task is an error."""
-    notes = start_or_resume(task.identity(), out)
+    manifest = start_or_resume(task.identity(), out)
     samples = task.source.samples()
     for number, block in enumerate(_blocks(samples, task.shard_rows)):
-        if number < len(notes.blocks):
+        if number < len(manifest.blocks):
             continue  # done by an earlier run
-        with open_caption_shard(task.encoder, task.encodings, out, notes.n_shards) as captions:
+        with open_caption_shard(task.encoder, task.encodings, out, manifest.n_shards) as captions:
             pairs, left_out = _embed_block(
                 task, captions, block, lambda n, before=number * task.shard_rows: progress(before + n)
             )
             if pairs is not None:
                 captions.finish()
-                _write(out, notes.n_shards, pairs)
-        notes = dataclasses.replace(
-            notes,
-            blocks=(*notes.blocks, 0 if pairs is None else len(pairs.images)),
-            left_out=dict(Counter(notes.left_out) + left_out),
+                _write(out, manifest.n_shards, pairs)
+        manifest = dataclasses.replace(
+            manifest,
+            blocks=(*manifest.blocks, 0 if pairs is None else len(pairs.images)),
+            left_out=dict(Counter(manifest.left_out) + left_out),
         )
-        notes.save(out)
-    if not notes.n_pairs:
-        reasons = (
-            ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(notes.left_out.items()))
-            or "nothing there"
-        )
+        manifest.save(out)
+    if not manifest.n_pairs:
+        reasons = format_left_out(manifest.left_out) or "nothing there"
         raise invalid(
             "SOURCE",
             task.source.identity["source"],
             f"images with captions (left out: {reasons})",
             "give each image a caption",
         )
-    notes = dataclasses.replace(notes, finished=True)
-    notes.save(out)
-    return notes
+    manifest = dataclasses.replace(manifest, finished=True)
+    manifest.save(out)
+    return manifest
 
 
 def read_manifest(folder: Path) -> EmbedManifest | None:
@@ -121,49 +120,50 @@ def read_manifest(folder: Path) -> EmbedManifest | None:
         text = path.read_text(errors="replace")
     try:
         fields = json.loads(text)
-        return EmbedManifest(**{**fields, "blocks": tuple(fields["blocks"])})
+        return EmbedManifest(task=fields.pop("asked"), **{**fields, "blocks": tuple(fields["blocks"])})
     except (ValueError, TypeError, KeyError):
         raise UserError(f"{path} is damaged. Fix: embed into a new folder with `linnet data embed`.") from None
 
 
 def check_finished(folder: Path) -> None:
-    notes = read_manifest(folder)
-    if notes is not None and not notes.finished:
+    manifest = read_manifest(folder)
+    if manifest is not None and not manifest.finished:
         raise UserError(
-            f"{folder} was not finished: {notes.n_pairs:,} pairs are embedded so far. Fix: run the same `linnet data embed` again: it "
-            "resumes where it stopped."
+            f"{folder} was not finished: {manifest.n_pairs:,} pairs are embedded so far. Fix: run the same `linnet data embed` again: "
+            "it resumes where it stopped."
         )
 
 
-def start_or_resume(asked: dict[str, Any], out: Path) -> EmbedManifest:
-    notes = read_manifest(out)
-    if notes is None:
+def start_or_resume(task: dict[str, Any], out: Path) -> EmbedManifest:
+    """Return the manifest of `out`, which must be a new folder or one of the same task."""
+    manifest = read_manifest(out)
+    if manifest is None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise invalid(
                 "--out", str(out), "a new folder, or one that an earlier run of this command started", "name another"
             )
-        notes = EmbedManifest(asked=asked)
-        notes.save(out)
-        return notes
-    differs = sorted(name for name in asked.keys() | notes.asked.keys() if asked.get(name) != notes.asked.get(name))
+        manifest = EmbedManifest(task=task)
+        manifest.save(out)
+        return manifest
+    differs = sorted(name for name in task.keys() | manifest.task.keys() if task.get(name) != manifest.task.get(name))
     if differs:
-        words = ", ".join(f"{name} was {notes.asked.get(name)!r} and is {asked.get(name)!r}" for name in differs)
-        older = "text_encodings" in asked and "text_encodings" not in notes.asked
+        changes = ", ".join(f"{name} was {manifest.task.get(name)!r} and is {task.get(name)!r}" for name in differs)
+        older = "text_encodings" in task and "text_encodings" not in manifest.task
         fix = "name a new folder" + (", or add --text-encodings none" if older else "")
-        raise invalid("--out", str(out), f"a folder of the same task ({words})", fix)
-    return notes
+        raise invalid("--out", str(out), f"a folder of the same task ({changes})", fix)
+    return manifest
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pairs:
+class _EmbeddedBlock:
     images: Float32[np.ndarray, "n D"]
     texts: Float32[np.ndarray, "n T"]
     metadata: dict[str, list[str | None]]
 
 
 def _embed_block(
-    task: EmbedTask, captions_of: CaptionShard, block: Iterator[CaptionedImage], progress: Callable[[int], None]
-) -> tuple[_Pairs | None, Counter[str]]:
+    task: EmbedTask, shard: CaptionShard, block: Iterator[CaptionedImage], progress: Callable[[int], None]
+) -> tuple[_EmbeddedBlock | None, Counter[str]]:
     """Embed one block. Holds one batch of images and the embeddings of the block in memory."""
     metadata: dict[str, list[str | None]] = {"image_path": [], "caption": []}
     metadata |= {"split": []} if task.source.has_splits else {}
@@ -180,7 +180,7 @@ def _embed_block(
                 continue
             try:
                 with reading(sample.name):
-                    decoded.append(task.encoder.decode(sample.encoded()))
+                    decoded.append(task.encoder.decode(sample.read_image()))
             except BrokenImage as error:
                 left_out[error.reason] += 1
                 continue
@@ -190,13 +190,13 @@ def _embed_block(
                     metadata[column].append(value)
         if captions:
             images.append(task.encoder.embed_images(np.stack(decoded)))
-            texts.append(captions_of.embed(captions))
+            texts.append(shard.embed(captions))
         n_seen += len(batch)
         progress(n_seen)
-    return (_Pairs(np.concatenate(images), np.concatenate(texts), metadata) if images else None), left_out
+    return (_EmbeddedBlock(np.concatenate(images), np.concatenate(texts), metadata) if images else None), left_out
 
 
-def _write(out: Path, number: int, pairs: _Pairs) -> None:
+def _write(out: Path, number: int, pairs: _EmbeddedBlock) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -45,13 +45,13 @@ def embed_texts(
     metadata = match_shards(images, find_shards(metadata_at, ".parquet", "--metadata"), "metadata")
     sizes = [open_npy(path, "image").n_rows for path in images]
     captions = [ParquetCaptions([path], caption_key) for path in metadata]
-    for image, size, path, one in zip(images, sizes, metadata, captions, strict=True):
-        check_row_counts(image, size, path, one.sizes[0], "caption")
+    for image, size, path, texts in zip(images, sizes, metadata, captions, strict=True):
+        check_row_counts(image, size, path, texts.sizes[0], "caption")
     if any(out.resolve() in path.resolve().parents for path in (*images, *metadata)):
         raise invalid("--out", str(out), "a folder other than SOURCE, which is not modified", "name a new folder")
     identity = _identity(images_at, encoder, caption_key, [*images, *metadata])
-    notes = start_or_resume(identity | encodings.identity(), out)
-    for i in range(len(notes.blocks), len(images)):
+    manifest = start_or_resume(identity | encodings.identity(), out)
+    for i in range(len(manifest.blocks), len(images)):
         rows = np.arange(sizes[i])
         with open_caption_shard(encoder, encodings, out, i) as shard:
             blocks = [shard.embed(captions[i].read(rows[at : at + BATCH])) for at in range(0, max(1, sizes[i]), BATCH)]
@@ -59,12 +59,12 @@ def embed_texts(
         _copy(metadata[i], out / FOLDERS["metadata"] / f"metadata_{i}.parquet")
         write_array(out / FOLDERS["text"] / f"text_emb_{i}.npy", np.concatenate(blocks))
         _copy(images[i], out / FOLDERS["image"] / f"img_emb_{i}.npy")
-        notes = dataclasses.replace(notes, blocks=(*notes.blocks, sizes[i]))
-        notes.save(out)
-        progress(notes.n_pairs)
-    notes = dataclasses.replace(notes, finished=True)
-    notes.save(out)
-    return notes
+        manifest = dataclasses.replace(manifest, blocks=(*manifest.blocks, sizes[i]))
+        manifest.save(out)
+        progress(manifest.n_pairs)
+    manifest = dataclasses.replace(manifest, finished=True)
+    manifest.save(out)
+    return manifest
 
 
 def _identity(source: str, encoder: Encoder, caption_key: str, paths: list[Path]) -> dict[str, Any]:

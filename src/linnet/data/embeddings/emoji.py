@@ -5,8 +5,6 @@ The embeddings are computed when the set is first opened, in a few seconds, and 
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -15,7 +13,6 @@ import numpy as np
 from jaxtyping import Float32
 
 from linnet.config.schema import PairsConfig
-from linnet.core.errors import UserError, invalid
 from linnet.core.files import cache_folder
 from linnet.data.embeddings.captions import ArrayCaptions
 from linnet.data.embeddings.pairs import EmbeddingPairs, compute_fingerprint
@@ -23,10 +20,9 @@ from linnet.data.embeddings.vectors import ArrayShard, Vectors
 from linnet.data.encoders.builtin import WEIGHTS, BuiltinEncoder, open_builtin
 from linnet.data.encoders.network import SIZE
 from linnet.data.index import sha256_file
-from linnet.data.npy_writer import write_array
+from linnet.data.npy_writer import cached_array
 from linnet.data.sources.emoji import FOLDER, open_emoji
-from linnet.data.sources.npy import map_npy
-from linnet.data.splits import SPLITS
+from linnet.data.splits import SPLITS, check_unset
 
 VERSION = 1
 """Version of the computation; part of the cache key."""
@@ -44,26 +40,18 @@ UNUSED_FIELDS = (
 
 
 def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> EmbeddingPairs:
-    defaults = {field.name: field.default for field in dataclasses.fields(PairsConfig)}
-    for name in UNUSED_FIELDS:
-        if getattr(cfg, name) != defaults[name]:
-            raise invalid(
-                f"data.{name}",
-                getattr(cfg, name),
-                f"left unset: {cfg.source} is split by what its images show",
-                "leave it out",
-            )
-    pictures, captions, split_of = open_emoji(SIZE)
+    check_unset(cfg, UNUSED_FIELDS, "is split by what its images show")
+    images, captions, split_of = open_emoji(SIZE)
     # The key does not hash the vectors: another processor may round them differently although the data is the same.
-    made_of = [
+    key_parts = [
         str(VERSION),
         *(sha256_file(path) for path in (WEIGHTS, FOLDER / f"{SIZE}.png", FOLDER / "captions.json")),
     ]
-    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-    embedded = _load_embeds(key, pictures, captions)
+    key = hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()
+    embeds = _load_embeds(key, images, captions)
     rows = {name: np.flatnonzero(np.array(split_of) == name) for name in SPLITS}
     vectors = {
-        what: Vectors.join([ArrayShard(Path(cfg.source), what, embedded[i])], what)
+        what: Vectors.concatenate([ArrayShard(Path(cfg.source), what, embeds[i])], what)
         for i, what in enumerate(("text", "image"))
     }
     return EmbeddingPairs(
@@ -81,32 +69,26 @@ def open_emoji_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) ->
             "left_out": {},
             "held_out": "whole concepts, by a hash of their names",
         },
-        fingerprint=compute_fingerprint(made_of, rows),
+        fingerprint=compute_fingerprint(key_parts, rows),
     )
 
 
-def _load_embeds(key: str, pictures: np.ndarray, captions: list[str]) -> Float32[np.ndarray, "2 n D"]:
+def _load_embeds(key: str, images: np.ndarray, captions: list[str]) -> Float32[np.ndarray, "2 n D"]:
     """Return text embeddings, then image embeddings."""
-    place = cache_folder() / "pairs" / f"emoji-{key[:32]}.npy"
-    with contextlib.suppress(UserError):
-        return np.array(map_npy(place))
-    encoder = open_builtin()
-    made = np.stack([encoder.embed_texts(captions), encoder.embed_images(pictures)])
-    # If the cache is not writable, the embeddings are only computed again the next time.
-    with contextlib.suppress(UserError):
-        write_array(place, made)
-    return made
+
+    def embed() -> Float32[np.ndarray, "2 n D"]:
+        encoder = open_builtin()
+        return np.stack([encoder.embed_texts(captions), encoder.embed_images(images)])
+
+    return np.array(cached_array(cache_folder() / "pairs" / f"emoji-{key[:32]}.npy", embed))
 
 
 def _load_encodings(cfg: PairsConfig, key: str, captions: list[str]) -> Vectors:
     """Return the token encodings of the captions in float16, memory-mapped from the cache: 93 MB."""
-    place = cache_folder() / "pairs" / f"emoji-encodings-{key[:32]}.npy"
     shape = (len(captions), BuiltinEncoder.text_len, BuiltinEncoder.width)
-    made = None
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        made = np.load(place, mmap_mode="r", allow_pickle=False)
-    if made is None or made.shape != shape or made.dtype != np.float16:
-        made = open_builtin().encode_texts(captions).encodings.astype(np.float16)
-        with contextlib.suppress(UserError):
-            write_array(place, made)
-    return Vectors.join([ArrayShard(Path(cfg.source), "encodings", made)], "text encodings")
+    array = cached_array(
+        cache_folder() / "pairs" / f"emoji-encodings-{key[:32]}.npy",
+        lambda: open_builtin().encode_texts(captions).encodings.astype(np.float16),
+        lambda array: array.shape == shape and array.dtype == np.float16,
+    )
+    return Vectors.concatenate([ArrayShard(Path(cfg.source), "encodings", array)], "text encodings")

@@ -63,7 +63,7 @@ class CaptionShard:
 
     def __init__(self, encoder: Encoder, settings: EncodingSettings, path: Path) -> None:
         self._encoder, self._settings, self._path = encoder, settings, path
-        self._file: RowWriter | None = None
+        self._writer: RowWriter | None = None
 
     def embed(self, captions: Sequence[str]) -> Float32[np.ndarray, "n D"]:
         if self._settings.dtype == "none":
@@ -75,18 +75,18 @@ class CaptionShard:
             raise UserError(
                 f"{self._encoder.name} gave a token encoding that {dtype} cannot represent. Fix: use --text-encodings float32."
             )
-        if self._file is None:
-            self._file = RowWriter(self._path, kept.shape[1:], dtype)
-        self._file.add(kept)
+        if self._writer is None:
+            self._writer = RowWriter(self._path, kept.shape[1:], dtype)
+        self._writer.add(kept)
         return embeds
 
     def finish(self) -> None:
-        if self._file is not None:
-            self._file.finish()
+        if self._writer is not None:
+            self._writer.finish()
 
     def discard(self) -> None:
-        if self._file is not None:
-            self._file.discard()
+        if self._writer is not None:
+            self._writer.discard()
 
 
 @contextmanager

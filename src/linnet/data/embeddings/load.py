@@ -45,21 +45,21 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Embed
         needs = f"{source.texts.width}, as wide as the text embeddings"
         raise invalid(where, source.encodings.width, needs, "embed the captions again with `linnet data embed`")
     kinds = {"image": source.images, "text": source.texts, "text encodings": source.encodings}
-    found = {
+    results = {
         what: validate_rows(vectors, what, padded=what == "text encodings")
         for what, vectors in kinds.items()
         if vectors is not None
     }
-    bad = np.unique(np.concatenate([one.bad_rows for one in found.values()]))
+    bad = np.unique(np.concatenate([result.bad_rows for result in results.values()]))
     kept = np.setdiff1d(np.arange(source.images.n_rows), bad, assume_unique=True)
-    warnings = [*source.warnings, *(warning for one in found.values() for warning in one.warnings)]
+    warnings = [*source.warnings, *(warning for result in results.values() for warning in result.warnings)]
     for what in ("image", "text"):
-        if len(kept) and not UNIT_NORMS[0] <= found[what].mean_length <= UNIT_NORMS[1]:
+        if len(kept) and not UNIT_NORMS[0] <= results[what].mean_length <= UNIT_NORMS[1]:
             warnings.append(
-                f"The {what} embeddings have a mean norm of {found[what].mean_length:.3g}; the prior expects vectors of norm "
+                f"The {what} embeddings have a mean norm of {results[what].mean_length:.3g}; the prior expects vectors of norm "
                 "1, as CLIP encoders give after normalization."
             )
-    rows, how = split_rows(cfg, kept, source.split_of)
+    rows, method = split_rows(cfg, kept, source.split_of)
     if not len(rows["train"]):
         raise UserError(
             f"no pair of {_source_name(cfg)} is left to train on ({len(bad):,} of {source.images.n_rows:,} were left out"
@@ -67,8 +67,8 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Embed
             + "). Fix: name a source with valid rows, or hold out fewer."
         )
     left_out = dict(source.left_out)
-    for one in found.values():
-        left_out |= one.left_out
+    for result in results.values():
+        left_out |= result.left_out
     return EmbeddingPairs(
         cfg=cfg,
         seed=seed,
@@ -82,10 +82,10 @@ def open_pairs(cfg: PairsConfig, seed: int, *, encodings: bool = False) -> Embed
             "root": _source_name(cfg),
             "encoder": find_encoder(cfg),
             "left_out": {"source": left_out},
-            "held_out": how,
+            "held_out": method,
         },
-        fingerprint=compute_fingerprint([one.sha256 for one in found.values()], rows),
-        found=tuple(warnings),
+        fingerprint=compute_fingerprint([result.sha256 for result in results.values()], rows),
+        source_warnings=tuple(warnings),
     )
 
 
@@ -103,30 +103,28 @@ def find_source(cfg: PairsConfig, *, encodings: bool = False) -> PairSource:
         if getattr(cfg, field) is not None:
             check_local(f"data.{field}", getattr(cfg, field))
     if cfg.images is not None:
-        beside = _encodings_of(cfg) if encodings else None
-        return sources.from_npy(cfg, cfg.images, cfg.texts, cfg.metadata, beside)
-    place = os.path.expanduser(cfg.source)
-    root = Path(place)
+        encodings_path = _find_encodings(cfg) if encodings else None
+        return sources.from_npy(cfg, cfg.images, cfg.texts, cfg.metadata, encodings_path)
+    path = os.path.expanduser(cfg.source)
+    root = Path(path)
     if (root / FOLDERS["image"]).is_dir():
         check_finished(root)
-        out = next(
-            (name for name in FOLDERS.values() if (root / name).is_dir() and leaves_root(root / name, root)), None
-        )
-        if out is not None:
+        outside = next((n for n in FOLDERS.values() if (root / n).is_dir() and leaves_root(root / n, root)), None)
+        if outside is not None:
             raise UserError(
-                f"{root / out} is a symbolic link that leaves {root}, and such links are not followed. Fix: name the folders with "
+                f"{root / outside} is a symbolic link that leaves {root}, and such links are not followed. Fix: name the folders with "
                 "--data.images, --data.texts and --data.metadata."
             )
-        below = {what: str(root / name) if (root / name).is_dir() else None for what, name in FOLDERS.items()}
-        tokens = below["encodings"] if encodings else None
-        return sources.from_npy(cfg, str(below["image"]), below["text"], below["metadata"], tokens)
-    if place.lower().endswith(COMPRESSED_TARS):
+        folders = {what: str(root / name) if (root / name).is_dir() else None for what, name in FOLDERS.items()}
+        encodings_path = folders["encodings"] if encodings else None
+        return sources.from_npy(cfg, str(folders["image"]), folders["text"], folders["metadata"], encodings_path)
+    if path.lower().endswith(COMPRESSED_TARS):
         raise invalid("data.source", cfg.source, "an uncompressed tar, for random access", "decompress it")
-    named = match_files(place)
-    if named is None:
+    matched = match_files(path)
+    if matched is None:
         needs = f"an existing file, folder or glob, or {EMOJI_PAIRS!r}"
         raise invalid("data.source", cfg.source, needs, "correct the path")
-    by_kind = {kind: sorted((p for p in named.paths if p.suffix.lower() == kind), key=natural_key) for kind in KINDS}
+    by_kind = {kind: sorted((p for p in matched.paths if p.suffix.lower() == kind), key=natural_key) for kind in KINDS}
     present = [kind for kind, paths in by_kind.items() if paths]
     if present == [".parquet"]:
         return sources.from_parquet(cfg, by_kind[".parquet"])
@@ -150,7 +148,7 @@ def find_source(cfg: PairsConfig, *, encodings: bool = False) -> PairSource:
     )
 
 
-def _encodings_of(cfg: PairsConfig) -> str | None:
+def _find_encodings(cfg: PairsConfig) -> str | None:
     """Return the path of the token encodings when images and texts are given separately: by default beside the texts."""
     if cfg.encodings is not None or cfg.texts is None:
         return cfg.encodings

@@ -23,8 +23,8 @@ class Neighbors:
     """Positions in the index, nearest first; ties are ordered by position."""
     cosines: Float32[np.ndarray, "B k"]
     captions: list[list[str]] | None
-    pictures: UInt8[np.ndarray, "B k h w 3"] | None
-    """The images themselves; only available for the emoji."""
+    images: UInt8[np.ndarray, "B k h w 3"] | None
+    """The pixels; only available for the emoji."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +50,11 @@ class NeighborIndex:
         for at in range(0, self.n_rows, BLOCK):
             images = l2_normalize(self.pairs.images.read(self.source_rows[at : at + BLOCK]))
             cosines = np.concatenate([best, queries @ images.T], axis=1)
-            here = np.broadcast_to(np.arange(at, at + len(images)), (len(queries), len(images)))
-            numbered = np.concatenate([rows, here], axis=1)
+            block = np.broadcast_to(np.arange(at, at + len(images)), (len(queries), len(images)))
+            numbered = np.concatenate([rows, block], axis=1)
             chosen = np.argsort(-cosines, axis=1, kind="stable")[:, :k]
             rows, best = np.take_along_axis(numbered, chosen, 1), np.take_along_axis(cosines, chosen, 1)
-        return Neighbors(rows=rows, cosines=best, captions=self._captions(rows), pictures=self._pictures(rows))
+        return Neighbors(rows=rows, cosines=best, captions=self._captions(rows), images=self._images(rows))
 
     def _captions(self, rows: Int64[np.ndarray, "B k"]) -> list[list[str]] | None:
         if self.pairs.text_captions is None:
@@ -62,10 +62,10 @@ class NeighborIndex:
         flat = self.pairs.text_captions.read(self.source_rows[rows].reshape(-1))
         return [flat[i : i + rows.shape[1]] for i in range(0, len(flat), rows.shape[1])]
 
-    def _pictures(self, rows: Int64[np.ndarray, "B k"]) -> UInt8[np.ndarray, "B k h w 3"] | None:
+    def _images(self, rows: Int64[np.ndarray, "B k"]) -> UInt8[np.ndarray, "B k h w 3"] | None:
         if self.pairs.origin["source"] != EMOJI_PAIRS:
             return None
-        return _emoji()[self.source_rows[rows]]
+        return _emoji_images()[self.source_rows[rows]]
 
 
 def recall(
@@ -77,11 +77,11 @@ def recall(
     """
     scores = l2_normalize(texts) @ l2_normalize(images).T
     own = np.diag(scores)
-    found: dict[str, float] = {}
-    for way, rows in (("text_to_image", scores), ("image_to_text", scores.T)):
+    result: dict[str, float] = {}
+    for direction, rows in (("text_to_image", scores), ("image_to_text", scores.T)):
         nearer, equal = (rows > own[:, None]).sum(1), (rows == own[:, None]).sum(1)
-        found |= {f"{way}@{k}": float(np.clip((k - nearer) / equal, 0, 1).mean()) for k in at}
-    return found
+        result |= {f"{direction}@{k}": float(np.clip((k - nearer) / equal, 0, 1).mean()) for k in at}
+    return result
 
 
 def l2_normalize(x: Float[np.ndarray, "*B D"]) -> Float[np.ndarray, "*B D"]:
@@ -90,7 +90,7 @@ def l2_normalize(x: Float[np.ndarray, "*B D"]) -> Float[np.ndarray, "*B D"]:
 
 
 @functools.lru_cache(maxsize=1)
-def _emoji() -> UInt8[np.ndarray, "n h w 3"]:
+def _emoji_images() -> UInt8[np.ndarray, "n h w 3"]:
     from linnet.data.sources.emoji import open_emoji
 
     return open_emoji(32)[0]

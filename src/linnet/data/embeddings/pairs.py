@@ -20,7 +20,7 @@ from linnet.core.pytree import pytree, replace
 from linnet.data import shuffle
 from linnet.data.embeddings.captions import Captions
 from linnet.data.embeddings.vectors import Vectors
-from linnet.data.splits import SPLITS
+from linnet.data.splits import SPLITS, check_split, choose_evenly
 
 
 @pytree
@@ -49,7 +49,8 @@ class EmbeddingPairs:
     """Provenance of the splits and counts of excluded rows, for `describe`."""
     fingerprint: str
     """Hash of the content of all splits. A resumed run compares it to detect changed data."""
-    found: tuple[str, ...] = ()
+    source_warnings: tuple[str, ...] = ()
+    """Warnings about the rows of the source."""
 
     kind = "pairs"
 
@@ -59,29 +60,31 @@ class EmbeddingPairs:
         Each host reads its own rows; the global batch is the same for any number of hosts.
         """
         assert step >= 0
-        share = shuffle.host_slice(self.cfg.batch_size, host, n_hosts)
+        host_rows = shuffle.host_slice(self.cfg.batch_size, host, n_hosts)
         train = self.rows["train"]
-        chosen = shuffle.window_indices(self.seed, step * self.cfg.batch_size + share.start, len(share), len(train))
-        batch = self.at(train[chosen], len(share))
-        return batch if not self.cfg.mix else self._mixed(batch, step, share)
+        chosen = shuffle.window_indices(
+            self.seed, step * self.cfg.batch_size + host_rows.start, len(host_rows), len(train)
+        )
+        batch = self.read_batch(train[chosen], len(host_rows))
+        return batch if not self.cfg.mix else self._mix_rows(batch, step, host_rows)
 
-    def _mixed(self, batch: PairBatch, step: int, share: range) -> PairBatch:
+    def _mix_rows(self, batch: PairBatch, step: int, host_rows: range) -> PairBatch:
         """Mix some rows with other rows of the split. Every host makes all draws of a step and uses its own."""
         draws = np.random.Generator(np.random.Philox(key=np.array([self.seed, step], np.uint64)))
-        values = draws.random((3, self.cfg.batch_size))[:, share.start : share.stop]
-        mixed, weight, other = values[0] < self.cfg.mix, values[1], values[2]
+        values = draws.random((3, self.cfg.batch_size))[:, host_rows.start : host_rows.stop]
+        is_mixed, weight, other = values[0] < self.cfg.mix, values[1], values[2]
         train = self.rows["train"]
-        weight = np.where(mixed, weight, 0.0).astype(np.float32)[:, None]
+        weight = np.where(is_mixed, weight, 0.0).astype(np.float32)[:, None]
         partners = train[(other * len(train)).astype(np.int64)]
 
-        def between(own: np.ndarray, vectors: Vectors) -> np.ndarray:
+        def interpolate(own: np.ndarray, vectors: Vectors) -> np.ndarray:
             blend = (1 - weight) * own + weight * vectors.read(partners)
-            lengths = np.linalg.norm(own, axis=1, keepdims=True)
-            scaled = blend * (lengths / np.maximum(np.linalg.norm(blend, axis=1, keepdims=True), 1e-12))
+            norms = np.linalg.norm(own, axis=1, keepdims=True)
+            scaled = blend * (norms / np.maximum(np.linalg.norm(blend, axis=1, keepdims=True), 1e-12))
             return np.where(weight > 0, scaled, own).astype(np.float32)
 
         text, image = np.asarray(batch.text_embed), np.asarray(batch.image_embed)
-        return replace(batch, text_embed=between(text, self.texts), image_embed=between(image, self.images))
+        return replace(batch, text_embed=interpolate(text, self.texts), image_embed=interpolate(image, self.images))
 
     def evaluation(self, split: str, batch_size: int, limit: int | None = None) -> Iterator[PairBatch]:
         """Iterate over every pair of a split once, in its order; the last batch is filled up with masked rows.
@@ -91,30 +94,27 @@ class EmbeddingPairs:
         if batch_size < 1:
             raise invalid("batch size of the evaluation", batch_size, "at least 1", f"use {self.cfg.batch_size}")
         rows = self.evaluation_rows(split, limit)
-        return (self.at(rows[at : at + batch_size], batch_size) for at in range(0, len(rows), batch_size))
+        return (self.read_batch(rows[at : at + batch_size], batch_size) for at in range(0, len(rows), batch_size))
 
     def evaluation_rows(self, split: str, limit: int | None = None) -> Int64[np.ndarray, " n"]:
         """Return the row indices of the source that an evaluation reads."""
         rows = self.split(split)
-        if limit is not None and limit < 1:
-            raise invalid("limit of the evaluation", limit, "at least 1, or none for all", "use None")
+        chosen = choose_evenly(len(rows), limit)
         if not len(rows):
             raise UserError(
                 f"the {split} split has no pairs. Fix: set --data.{split}-fraction 0.05, or use a source with more rows."
             )
-        n = len(rows) if limit is None else min(limit, len(rows))
-        return rows[np.arange(n) * len(rows) // n]
+        return rows[chosen]
 
     def split(self, name: str) -> Int64[np.ndarray, " n"]:
         """Return the row indices of the source that belong to a split."""
-        if name not in SPLITS:
-            raise invalid("split", name, f"one of {', '.join(SPLITS)}", "choose one of them")
+        check_split(name)
         return self.rows[name]
 
     def n_rows(self, split: str) -> int:
         return len(self.split(split))
 
-    def at(self, rows: Int64[np.ndarray, " k"], n_rows: int) -> PairBatch:
+    def read_batch(self, rows: Int64[np.ndarray, " k"], n_rows: int) -> PairBatch:
         """Return these rows of the source as a batch, padded with masked rows of zeros up to `n_rows`."""
         assert len(rows) <= n_rows, f"{len(rows)} pairs do not fit into {n_rows} rows"
         return PairBatch(
@@ -158,13 +158,13 @@ class EmbeddingPairs:
         }
 
     def warnings(self) -> list[str]:
-        found = list(self.found)
+        messages = list(self.source_warnings)
         if len(self.rows["train"]) < self.cfg.batch_size:
-            found.append(
+            messages.append(
                 f"There are {len(self.rows['train']):,} pairs to train on, fewer than one batch of {self.cfg.batch_size}: an update "
                 "sees pairs more than once. A smaller --data.batch-size is better."
             )
-        return found
+        return messages
 
 
 def split_rows(
@@ -176,16 +176,18 @@ def split_rows(
     row (an index of SPLITS); -1 means `not test`, and the last part of those rows is used for validation.
     """
     if split_of is None:
-        n_test, n_validation = (int(share * len(kept) + 1e-6) for share in (cfg.test_fraction, cfg.validation_fraction))
+        n_test, n_validation = (
+            int(fraction * len(kept) + 1e-6) for fraction in (cfg.test_fraction, cfg.validation_fraction)
+        )
         ends = np.cumsum([len(kept) - n_test - n_validation, n_validation])
         return dict(zip(SPLITS, np.split(kept, ends), strict=True)), "the last rows, in order"
-    of_kept = split_of[kept]
-    rows = {name: kept[of_kept == i] for i, name in enumerate(SPLITS)}
-    open_rows = kept[of_kept < 0]
-    if not len(open_rows):
+    kept_splits = split_of[kept]
+    rows = {name: kept[kept_splits == i] for i, name in enumerate(SPLITS)}
+    undecided = kept[kept_splits < 0]
+    if not len(undecided):
         return rows, "as the source says"
-    n_validation = int(cfg.validation_fraction * len(open_rows) + 1e-6)
-    train, validation = np.split(open_rows, [len(open_rows) - n_validation])
+    n_validation = int(cfg.validation_fraction * len(undecided) + 1e-6)
+    train, validation = np.split(undecided, [len(undecided) - n_validation])
     return {
         **rows,
         "train": train,
@@ -194,8 +196,8 @@ def split_rows(
 
 
 def compute_fingerprint(parts: Sequence[str], rows: dict[str, Int64[np.ndarray, " n"]]) -> str:
-    divided = [hashlib.sha256(rows[name].astype("<i8").tobytes()).hexdigest() for name in SPLITS]
-    return hashlib.sha256(json.dumps([*parts, *divided]).encode()).hexdigest()
+    split_hashes = [hashlib.sha256(rows[name].astype("<i8").tobytes()).hexdigest() for name in SPLITS]
+    return hashlib.sha256(json.dumps([*parts, *split_hashes]).encode()).hexdigest()
 
 
 def _read_padded(vectors: Vectors, rows: Int64[np.ndarray, " k"], n_rows: int) -> Float32[np.ndarray, "B ..."]:

@@ -22,8 +22,8 @@ def find_encoder(cfg: PairsConfig, run: Path | None = None) -> str | None:
     It is `builtin` for the emoji, and the name in `embed.json` for a folder made by `linnet data embed`. If the data is gone, the
     run's own record is used.
     """
-    found = _find_in_data(cfg)
-    return _read_from_run(run) if found is None and run is not None else found
+    name = _find_in_data(cfg)
+    return _read_from_run(run) if name is None and run is not None else name
 
 
 def _find_in_data(cfg: PairsConfig) -> str | None:
@@ -40,8 +40,8 @@ def _find_in_data(cfg: PairsConfig) -> str | None:
 
 
 def _read_from_manifest(folder: Path) -> str | None:
-    notes = read_manifest(folder)
-    name = None if notes is None else notes.asked.get("encoder")
+    manifest = read_manifest(folder)
+    name = None if manifest is None else manifest.task.get("encoder")
     return name if isinstance(name, str) else None
 
 

@@ -13,17 +13,17 @@ from linnet.data.sources.files import OUTSIDE_LINKS, match_files
 MAX_LISTED = 3
 
 
-def find_shards(place: str, suffix: str, field: str) -> list[Path]:
+def find_shards(pattern: str, suffix: str, field: str) -> list[Path]:
     """Return the files with this suffix that a file, folder or glob names, in numeric order."""
-    found = match_files(place, field=field)
-    if found is None:
-        raise invalid(field, place, "an existing file, folder or glob", "correct the path")
-    paths = [path for path in found.paths if path.suffix.lower() == suffix]
+    matched = match_files(pattern, field=field)
+    if matched is None:
+        raise invalid(field, pattern, "an existing file, folder or glob", "correct the path")
+    paths = [path for path in matched.paths if path.suffix.lower() == suffix]
     if not paths:
-        out = found.left_out[OUTSIDE_LINKS]
-        links = f" (left out: {out} links that leave the folder)" if out else ""
+        n_outside = matched.left_out[OUTSIDE_LINKS]
+        links = f" (left out: {n_outside} links that leave the folder)" if n_outside else ""
         raise invalid(
-            field, place, f"a source with {suffix} files in it{links}", f"name the folder of the {suffix} files"
+            field, pattern, f"a source with {suffix} files in it{links}", f"name the folder of the {suffix} files"
         )
     return sorted(paths, key=natural_key)
 
@@ -36,8 +36,8 @@ def natural_key(path: Path) -> tuple[list[tuple[int, str]], str]:
 
 def shard_number(path: Path) -> int | None:
     """Return the last number in the name: 3 for img_emb_3.npy."""
-    found = re.findall(r"\d+", path.stem)
-    return int(found[-1]) if found else None
+    numbers = re.findall(r"\d+", path.stem)
+    return int(numbers[-1]) if numbers else None
 
 
 def match_shards(images: Sequence[Path], others: Sequence[Path], what: str) -> list[Path]:
@@ -53,13 +53,13 @@ def match_shards(images: Sequence[Path], others: Sequence[Path], what: str) -> l
         return list(others)
     without_other = sorted(by_number.keys() - other_by_number.keys())
     without_image = sorted(other_by_number.keys() - by_number.keys())
-    for missing, having, kind in (
+    for missing, existing, kind in (
         (without_other, by_number, f"a {what} shard"),
         (without_image, other_by_number, "an image shard"),
     ):
         if missing:
             raise UserError(
-                f"{_list_first(str(having[number]) for number in missing)} {'have' if len(missing) > 1 else 'has'} no partner: {kind} "
+                f"{_list_first(str(existing[n]) for n in missing)} {'have' if len(missing) > 1 else 'has'} no partner: {kind} "
                 f"with the number {_list_first(map(str, missing))} is missing. Fix: download or create it, or remove its partner."
             )
     return [other_by_number[number] for number in by_number]
@@ -95,11 +95,11 @@ def check_row_counts(image: Path, n_image: int, other: Path, n_other: int, what:
 
 def _numbered(paths: Sequence[Path]) -> dict[int, Path] | None:
     numbers = [shard_number(path) for path in paths]
-    found = {number: path for number, path in zip(numbers, paths, strict=True) if number is not None}
-    return found if len(found) == len(paths) else None
+    by_number = {number: path for number, path in zip(numbers, paths, strict=True) if number is not None}
+    return by_number if len(by_number) == len(paths) else None
 
 
-def _list_first(words: Iterable[str]) -> str:
-    listed = list(words)
+def _list_first(names: Iterable[str]) -> str:
+    listed = list(names)
     more = f" and {len(listed) - MAX_LISTED:,} more" if len(listed) > MAX_LISTED else ""
     return ", ".join(listed[:MAX_LISTED]) + more

@@ -17,8 +17,8 @@ from linnet.data.embeddings.shards import check_aligned, check_row_counts, find_
 from linnet.data.embeddings.unpack_cache import list_arrays, unpack_column, unpack_npz
 from linnet.data.embeddings.vectors import ArrayShard, Vectors, open_npy
 from linnet.data.embeddings.webdataset import TarCaptions, open_tar
+from linnet.data.sources.archives import open_parquet
 from linnet.data.sources.files import reading
-from linnet.data.sources.image_readers import open_parquet
 from linnet.data.sources.npy import map_npy
 from linnet.data.splits import SPLITS
 
@@ -50,28 +50,28 @@ def from_npy(
     image_paths = find_shards(images, ".npy", "data.images")
     if texts is None:
         captions = f" ({metadata} has captions)" if metadata else ""
-        how = f"linnet data embed {images} --metadata {metadata or 'PARQUET'} --out DIR"
+        command = f"linnet data embed {images} --metadata {metadata or 'PARQUET'} --out DIR"
         raise UserError(
             f"{images} has image embeddings, but there are no text embeddings{captions}. Fix: name them with --data.texts, or make "
-            f"them from captions once with `{how}` and train on DIR."
+            f"them from captions once with `{command}` and train on DIR."
         )
     text_paths = match_shards(image_paths, find_shards(texts, ".npy", "data.texts"), "text")
-    image = Vectors.join([open_npy(path, "image") for path in image_paths], "image")
-    text = Vectors.join([open_npy(path, "text") for path in text_paths], "text")
+    image = Vectors.concatenate([open_npy(path, "image") for path in image_paths], "image")
+    text = Vectors.concatenate([open_npy(path, "text") for path in text_paths], "text")
     check_aligned(image, text, "text")
     encoded = None
     if encodings is not None:
         paths = match_shards(image_paths, find_shards(encodings, ".npy", "data.encodings"), "text encodings")
-        encoded = Vectors.join([open_npy(path, "encodings", n_axes=3) for path in paths], "text encodings")
+        encoded = Vectors.concatenate([open_npy(path, "encodings", n_axes=3) for path in paths], "text encodings")
         check_aligned(image, encoded, "text encodings")
-    captions, split_of, remarks = _read_metadata(cfg, image, image_paths, metadata)
+    captions, split_of, warnings = _read_metadata(cfg, image, image_paths, metadata)
     return PairSource(
         images=image,
         texts=text,
         encodings=encoded,
         captions=captions,
         split_of=split_of,
-        warnings=(*find_gaps(image_paths), *remarks),
+        warnings=(*find_gaps(image_paths), *warnings),
     )
 
 
@@ -84,15 +84,15 @@ def _read_metadata(
             raise invalid("data.split_key", cfg.split_key, "omitted for a source without metadata", "leave it out")
         return None, None, []
     paths = match_shards(image_paths, find_shards(metadata, ".parquet", "data.metadata"), "metadata")
-    without = None
+    uncaptioned = None
     for shard, path in zip(image.shards, paths, strict=True):
         with reading(path), open_parquet(path) as parquet:
             check_row_counts(shard.path, shard.n_rows, path, parquet.metadata.num_rows, "metadata")
-            without = without or (path if cfg.caption_key not in parquet.schema_arrow.names else None)
+            uncaptioned = uncaptioned or (path if cfg.caption_key not in parquet.schema_arrow.names else None)
     split_of = _read_splits(paths, cfg.split_key)
-    if without is not None:
+    if uncaptioned is not None:
         # Training needs no captions; they are only displayed.
-        return None, split_of, [f"{without} has no column {cfg.caption_key!r}: no captions can be shown."]
+        return None, split_of, [f"{uncaptioned} has no column {cfg.caption_key!r}: no captions can be shown."]
     return ParquetCaptions(paths, cfg.caption_key), split_of, []
 
 
@@ -106,11 +106,11 @@ def from_parquet(cfg: PairsConfig, paths: Sequence[Path]) -> PairSource:
         has_captions = has_captions and cfg.caption_key in names
         for what, key in (("image", cfg.image_key), ("text", cfg.text_key)):
             column = _find_name(names, key, what, path)
-            place, array = unpack_column(path, column, n_rows)
-            shards[what].append(ArrayShard(place, what, array, f"{path}, column {column}"))
+            unpacked, array = unpack_column(path, column, n_rows)
+            shards[what].append(ArrayShard(unpacked, what, array, f"{path}, column {column}"))
     return PairSource(
-        images=Vectors.join(shards["image"], "image"),
-        texts=Vectors.join(shards["text"], "text"),
+        images=Vectors.concatenate(shards["image"], "image"),
+        texts=Vectors.concatenate(shards["text"], "text"),
         captions=ParquetCaptions(paths, cfg.caption_key) if has_captions else None,
         split_of=_read_splits(paths, cfg.split_key),
         warnings=tuple(find_gaps(paths)),
@@ -122,15 +122,17 @@ def from_npz(cfg: PairsConfig, path: Path, *, encodings: bool = False) -> PairSo
     shards: dict[str, Vectors] = {}
     for what, key in (("image", cfg.image_key), ("text", cfg.text_key)):
         array = _find_name(names, key, what, path)
-        place, _ = unpack_npz(path, array, cfg.max_unpacked_gb)
-        shard = dataclasses.replace(open_npy(place, what), shown=f"{path}, {array}")
-        shards[what] = Vectors.join([shard], what)
+        unpacked, _ = unpack_npz(path, array, cfg.max_unpacked_gb)
+        shard = dataclasses.replace(open_npy(unpacked, what), display_name=f"{path}, {array}")
+        shards[what] = Vectors.concatenate([shard], what)
     n = shards["image"].n_rows
     check_row_counts(path, n, path, shards["text"].n_rows, "text")
     encoded = None
     if encodings and FOLDERS["encodings"] in names:
         shard = open_npy(unpack_npz(path, FOLDERS["encodings"])[0], "encodings", n_axes=3)
-        encoded = Vectors.join([dataclasses.replace(shard, shown=f"{path}, {FOLDERS['encodings']}")], "text encodings")
+        encoded = Vectors.concatenate(
+            [dataclasses.replace(shard, display_name=f"{path}, {FOLDERS['encodings']}")], "text encodings"
+        )
         check_row_counts(path, n, path, encoded.n_rows, "text encodings")
     captions = None
     if cfg.caption_key in names:
@@ -166,25 +168,25 @@ def from_tars(cfg: PairsConfig, paths: Sequence[Path]) -> PairSource:
     }
     tars = [open_tar(path, endings["image"], endings["text"]) for path in paths]
     has_captions = any((tar.captions[:, 1] > 0).any() for tar in tars)
-    places = tuple(tar.captions for tar in tars)
+    spans = tuple(tar.captions for tar in tars)
     return PairSource(
-        images=Vectors.join([tar.image for tar in tars], "image"),
-        texts=Vectors.join([tar.text for tar in tars], "text"),
-        captions=TarCaptions(tuple(tar.image for tar in tars), places, cfg.caption_key) if has_captions else None,
+        images=Vectors.concatenate([tar.image for tar in tars], "image"),
+        texts=Vectors.concatenate([tar.text for tar in tars], "text"),
+        captions=TarCaptions(tuple(tar.image for tar in tars), spans, cfg.caption_key) if has_captions else None,
         left_out=sum((tar.left_out for tar in tars), Counter[str]()),
         warnings=(*find_gaps(paths), *(warning for tar in tars for warning in tar.warnings)),
     )
 
 
 def _find_name(names: Sequence[str], key: str | None, what: str, path: Path) -> str:
-    found = [name for name in names if name == key or (key is None and name.lower() in KNOWN_NAMES[what])]
-    if len(found) == 1:
-        return found[0]
-    wrong = "no" if not found else f"{len(found)}"
+    matches = [name for name in names if name == key or (key is None and name.lower() in KNOWN_NAMES[what])]
+    if len(matches) == 1:
+        return matches[0]
+    count = len(matches) or "no"
     raise invalid(
         f"data.{what}_key",
         key,
-        f"the name of the {what} embeddings in {path} ({wrong} usual name among {', '.join(names) or 'nothing'})",
+        f"the name of the {what} embeddings in {path} ({count} known name among {', '.join(names) or 'nothing'})",
         f"name it with --data.{what}-key; captions without embeddings are embedded by `linnet data embed`",
     )
 

@@ -20,9 +20,8 @@ from jaxtyping import Shaped
 
 from linnet.core.errors import UserError, invalid
 from linnet.core.files import cache_folder
-from linnet.data.sources.archives import open_zip
-from linnet.data.sources.files import reading
-from linnet.data.sources.image_readers import open_parquet
+from linnet.data.sources.archives import open_parquet, open_zip
+from linnet.data.sources.files import reading, writing
 from linnet.data.sources.npy import map_npy
 from linnet.data.sources.unpack_budget import UnpackBudget
 
@@ -34,10 +33,10 @@ Write = Callable[[bytes], None]
 
 
 def unpack_column(path: Path, column: str, n_rows: int) -> tuple[Path, Shaped[np.ndarray, "n ..."]]:
-    """Unpack a column of lists of floats as [n, width]. A null becomes a row of NaN, which `scan` excludes and reports."""
-    place = _cache_path(path, column)
-    if not place.exists():
-        with reading(path), open_parquet(path) as parquet, _written(place) as write:
+    """Unpack a column of lists of floats as [n, width]. A null becomes a row of NaN, which `validate_rows` excludes and reports."""
+    unpacked = _cache_path(path, column)
+    if not unpacked.exists():
+        with reading(path), open_parquet(path) as parquet, _atomic_writer(unpacked) as write:
             row, width = 0, None
             for batch in parquet.iter_batches(ROWS, columns=[column]):
                 for values in _read_lists(batch.column(0)):
@@ -49,40 +48,40 @@ def unpack_column(path: Path, column: str, n_rows: int) -> tuple[Path, Shaped[np
                                 f"{path}: the first {len(values)} rows of {column} are null. Fix: leave them out."
                             )
                         write(_header((n_rows, width)))
-                    wrong = next((i for i, v in enumerate(values) if v is not None and len(v) != width), None)
-                    if wrong is not None:
+                    odd = next((i for i, v in enumerate(values) if v is not None and len(v) != width), None)
+                    if odd is not None:
                         raise UserError(
-                            f"{path}, row {row + wrong}: {column} has the width {len(values[wrong])}, but {width} before. Fix: embed "
+                            f"{path}, row {row + odd}: {column} has the width {len(values[odd])}, but {width} before. Fix: embed "
                             "all rows with one encoder, or leave this one out."
                         )
-                    nothing = np.full(width, np.nan, np.float32)
-                    block = np.stack([nothing if value is None else value for value in values])
+                    missing = np.full(width, np.nan, np.float32)
+                    block = np.stack([missing if value is None else value for value in values])
                     with np.errstate(over="ignore"):
-                        written = block.astype(np.float32)
-                    _check_overflow(block, written, row, f"{path}, row {{}}: {column}")
-                    write(written.tobytes())
+                        converted = block.astype(np.float32)
+                    _check_overflow(block, converted, row, f"{path}, row {{}}: {column}")
+                    write(converted.tobytes())
                     row += len(values)
             if width is None:
                 raise UserError(f"{path} has no rows. Fix: leave it out.")
-    return place, map_npy(place)
+    return unpacked, map_npy(unpacked)
 
 
 def unpack_npz(path: Path, array: str, limit_gb: float | None = None) -> tuple[Path, Shaped[np.ndarray, "n ..."]]:
     """Unpack one array. `limit_gb` is the maximum unpacked size, see `UnpackBudget`."""
-    place = _cache_path(path, array)
-    if not place.exists():
+    unpacked = _cache_path(path, array)
+    if not unpacked.exists():
         with (
             reading(path),
             open_zip(path) as archive,
             archive.open(f"{array}.npy") as stored,
-            _written(place) as write,
+            _atomic_writer(unpacked) as write,
         ):
             budget = UnpackBudget(path, path.stat().st_size, limit_gb, "--data.max-unpacked-gb")
             budget.claim(archive.getinfo(f"{array}.npy").file_size)
             while block := stored.read(COPY_BYTES):
                 budget.spend(len(block))
                 write(block)
-    return place, map_npy(place)
+    return unpacked, map_npy(unpacked)
 
 
 def list_arrays(path: Path) -> list[str]:
@@ -104,8 +103,8 @@ def _read_lists(column: Any) -> Iterator[list[Any]]:
     yield [value.values.to_numpy(zero_copy_only=False) if value.is_valid else None for value in column]
 
 
-def _check_overflow(values: np.ndarray, written: np.ndarray, first: int, where: str) -> None:
-    bad = np.flatnonzero((np.isfinite(values) & ~np.isfinite(written)).any(axis=1))
+def _check_overflow(values: np.ndarray, converted: np.ndarray, first: int, where: str) -> None:
+    bad = np.flatnonzero((np.isfinite(values) & ~np.isfinite(converted)).any(axis=1))
     if bad.size:
         raise UserError(
             f"{where.format(first + bad[0])} contains a number too large for float32 (beyond 3.4e38). Fix: scale the embeddings, or "
@@ -121,38 +120,31 @@ def _cache_path(path: Path, what: str) -> Path:
 
 
 @contextlib.contextmanager
-def _written(place: Path) -> Iterator[Write]:
-    """Write a file atomically: it gets its final name when it is complete."""
-    part = place.with_name(f".{place.name}.{os.getpid()}.part")
-    with _writing(place):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        # Only errors of writing are converted here, not those of what the caller reads meanwhile.
+def _atomic_writer(path: Path) -> Iterator[Write]:
+    """Yield a function that appends to a file, which gets its final name when it is complete.
+
+    Only errors of writing are converted here, unlike in `atomic_file`, because the caller reads another file meanwhile.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    fix = "free some space there, or set XDG_CACHE_HOME to another folder"
+    with writing(path, fix):
+        path.parent.mkdir(parents=True, exist_ok=True)
         file = open(part, "wb")  # noqa: SIM115
 
     def write(data: bytes) -> None:
-        with _writing(place):
+        with writing(path, fix):
             file.write(data)
 
     try:
         with contextlib.closing(file):
             yield write
-            with _writing(place):
+            with writing(path, fix):
                 file.flush()
-        with _writing(place):
-            os.replace(part, place)
+        with writing(path, fix):
+            os.replace(part, path)
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
-
-
-@contextlib.contextmanager
-def _writing(place: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{place} cannot be written ({error.strerror}). Fix: free some space there, or set XDG_CACHE_HOME to another folder."
-        ) from None
 
 
 def _header(shape: tuple[int, ...]) -> bytes:

@@ -53,26 +53,26 @@ class ValidationResult:
 
 def validate_rows(vectors: Vectors, what: str, *, padded: bool = False) -> ValidationResult:
     """Validate all shards. `padded`: rows of zeros are padding, not errors (text encodings)."""
-    scans = [_cached(shard) for shard in vectors.shards]
+    scans = [_cached_scan(shard) for shard in vectors.shards]
     bad: dict[str, list[int]] = {"not_finite": [], "overflow": [], "zero": []}
-    for start, one in zip(vectors.starts.tolist(), scans, strict=False):
-        bad["not_finite"] += [start + row for row in one.not_finite]
-        bad["overflow"] += [start + row for row in one.overflow]
-        bad["zero"] += [] if padded else [start + row for row in one.zero]
-    words = {
+    for start, result in zip(vectors.starts.tolist(), scans, strict=False):
+        bad["not_finite"] += [start + row for row in result.not_finite]
+        bad["overflow"] += [start + row for row in result.overflow]
+        bad["zero"] += [] if padded else [start + row for row in result.zero]
+    descriptions = {
         "not_finite": "contain NaN or infinity",
         "overflow": "contain numbers too large for float32 (beyond 3.4e38)",
         "zero": "are all zeros",
     }
     warnings = [
-        f"{len(rows):,} of {vectors.n_rows:,} {what} embeddings {words[reason]} and are left out: {_list_rows(vectors, rows)}."
+        f"{len(rows):,} of {vectors.n_rows:,} {what} embeddings {descriptions[reason]} and are left out: {_list_rows(vectors, rows)}."
         for reason, rows in bad.items()
         if rows
     ]
-    n_bad = [len(one.not_finite) + len(one.overflow) + len(one.zero) for one in scans]
+    n_bad = [len(result.not_finite) + len(result.overflow) + len(result.zero) for result in scans]
     sizes = np.array([shard.n_rows - n for shard, n in zip(vectors.shards, n_bad, strict=True)])
-    lengths = np.array([one.mean_length for one in scans])
-    digest = hashlib.sha256(json.dumps([[list(vectors.shape)], *([one.sha256] for one in scans)]).encode())
+    lengths = np.array([result.mean_length for result in scans])
+    digest = hashlib.sha256(json.dumps([[list(vectors.shape)], *([result.sha256] for result in scans)]).encode())
     return ValidationResult(
         bad_rows=np.array(sorted(row for rows in bad.values() for row in rows), np.int64),
         left_out=dict(Counter({f"{what}_{reason}": len(rows) for reason, rows in bad.items() if rows})),
@@ -87,15 +87,15 @@ def _list_rows(vectors: Vectors, rows: list[int]) -> str:
     return "; ".join(vectors.row_name(row) for row in rows[:NAMED_ROWS]) + more
 
 
-def _cached(shard: VectorShard) -> ShardScan:
-    place = _cache_path(shard)
+def _cached_scan(shard: VectorShard) -> ShardScan:
+    path = _cache_path(shard)
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return ShardScan(**json.loads(place.read_text()))
-    found = _scan_shard(shard)
+        return ShardScan(**json.loads(path.read_text()))
+    result = _scan_shard(shard)
     # If the cache is not writable, the shard is only scanned again the next time.
     with contextlib.suppress(UserError):
-        atomic_write(place, json.dumps(dataclasses.asdict(found)).encode())
-    return found
+        atomic_write(path, json.dumps(dataclasses.asdict(result)).encode())
+    return result
 
 
 def _cache_path(shard: VectorShard) -> Path:
@@ -115,15 +115,15 @@ def _scan_shard(shard: VectorShard) -> ShardScan:
     rows = max(1, BLOCK_BYTES // (4 * n_values))
     for start in range(0, shard.n_rows, rows):
         with reading(shard.path):
-            block = np.ascontiguousarray(shard.stored(slice(start, min(start + rows, shard.n_rows))))
+            block = np.ascontiguousarray(shard.read_stored(slice(start, min(start + rows, shard.n_rows))))
         digest.update(str(block.dtype).encode() + block.tobytes())
         flat = block.reshape(len(block), -1)
         with np.errstate(over="ignore"):
-            trained = flat.astype(np.float32)  # what training reads
-        finite = np.asarray(np.isfinite(trained).all(1))
+            values = flat.astype(np.float32)  # the values that training reads
+        finite = np.asarray(np.isfinite(values).all(1))
         too_large = ~finite & np.asarray(np.isfinite(flat).all(1))
         # In float64, where the square of a finite float32 is finite and that of a tiny one is not zero.
-        squares = (np.where(finite[:, None], trained, 0).astype(np.float64) ** 2).sum(1)
+        squares = (np.where(finite[:, None], values, 0).astype(np.float64) ** 2).sum(1)
         empty = finite & (squares == 0)
         not_finite += (start + np.flatnonzero(~finite & ~too_large)).tolist()
         overflow += (start + np.flatnonzero(too_large)).tolist()

@@ -28,7 +28,7 @@ class VectorShard(Protocol):
     def n_rows(self) -> int: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
-    def stored(self, rows: Int64[np.ndarray, " k"] | slice) -> Shaped[np.ndarray, "k ..."]:
+    def read_stored(self, rows: Int64[np.ndarray, " k"] | slice) -> Shaped[np.ndarray, "k ..."]:
         """Return rows in the dtype of the file."""
         ...
 
@@ -42,7 +42,7 @@ class ArrayShard:
     path: Path
     identity: str
     array: Shaped[np.ndarray, "n ..."]
-    shown: str = ""
+    display_name: str = ""
     """Location of the original rows, if this file was unpacked from another."""
 
     @property
@@ -53,11 +53,11 @@ class ArrayShard:
     def shape(self) -> tuple[int, ...]:
         return self.array.shape[1:]
 
-    def stored(self, rows: Int64[np.ndarray, " k"] | slice) -> Shaped[np.ndarray, "k ..."]:
+    def read_stored(self, rows: Int64[np.ndarray, " k"] | slice) -> Shaped[np.ndarray, "k ..."]:
         return self.array[rows]
 
     def row_name(self, row: int) -> str:
-        return f"{self.shown or self.path}, row {row}"
+        return f"{self.display_name or self.path}, row {row}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Vectors:
     starts: Int64[np.ndarray, " shards_and_1"]
 
     @staticmethod
-    def join(shards: Sequence[VectorShard], what: str) -> Vectors:
+    def concatenate(shards: Sequence[VectorShard], what: str) -> Vectors:
         """Concatenate shards; raises if their widths differ, naming the first that does."""
         first = shards[0]
         for shard in shards:
@@ -95,8 +95,8 @@ class Vectors:
         out = np.empty((len(rows), *self.shape), np.float32)
         which = np.searchsorted(self.starts, rows, side="right") - 1
         for shard in np.unique(which):
-            here = np.flatnonzero(which == shard)
-            out[here] = self.shards[shard].stored(rows[here] - self.starts[shard])
+            positions = np.flatnonzero(which == shard)
+            out[positions] = self.shards[shard].read_stored(rows[positions] - self.starts[shard])
         return out
 
     def row_name(self, row: int) -> str:
@@ -105,7 +105,7 @@ class Vectors:
 
 
 def open_npy(path: Path, identity: str, *, n_axes: int = 2) -> ArrayShard:
-    """Memory-map an .npy file and check its header; the rows are validated by `scan`."""
+    """Memory-map an .npy file and check its header; the rows are validated by `validate_rows`."""
     array = map_npy(path)
     if array.ndim != n_axes or not all(array.shape[1:]):
         needs = f"an array of {'rows' if n_axes == 2 else 'rows of positions'} of numbers ({n_axes} axes)"

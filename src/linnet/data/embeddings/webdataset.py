@@ -47,7 +47,7 @@ class TarShard:
     def n_rows(self) -> int:
         return len(self.starts)
 
-    def stored(self, rows: Int64[np.ndarray, " k"] | slice) -> Shaped[np.ndarray, "k D"]:
+    def read_stored(self, rows: Int64[np.ndarray, " k"] | slice) -> Shaped[np.ndarray, "k D"]:
         starts = self.starts[rows]
         out = np.empty((len(starts), *self.shape), self.dtype)
         for i, start in enumerate(starts.tolist()):
@@ -63,7 +63,7 @@ class TarCaptions:
     """Captions from the .txt, .caption or .json member of each sample, over several tars."""
 
     tars: tuple[TarShard, ...]
-    places: tuple[Int64[np.ndarray, "_ 3"], ...]
+    spans: tuple[Int64[np.ndarray, "_ 3"], ...]
     """Offset and size in bytes of the text, and whether it is JSON."""
     key: str
 
@@ -73,7 +73,7 @@ class TarCaptions:
         return [self._one(int(i), int(row - starts[i])) for i, row in zip(which, rows, strict=True)]
 
     def _one(self, tar: int, row: int) -> str:
-        start, size, is_json = self.places[tar][row].tolist()
+        start, size, is_json = self.spans[tar][row].tolist()
         text = self.tars[tar].mapped[start : start + size].decode("utf-8", "replace")
         if not is_json:
             return text.strip()
@@ -94,15 +94,15 @@ class TarPairs:
 
 def open_tar(path: Path, image_endings: tuple[str, ...], text_endings: tuple[str, ...]) -> TarPairs:
     """Index a tar. Samples that lack one of the embeddings are excluded and counted; a tar without any is an error."""
-    found = _Samples(image_endings, text_endings)
+    samples = _Samples(image_endings, text_endings)
     with reading(path), open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
             raise UserError(f"{path} is empty. Fix: download or create it again, or leave it out.")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         for info in tar_members(path):
             if info.isreg() and info.sparse is None:
-                found.add(info.name, info.offset_data, info.size)
-    return found.finish(path, mapped)
+                samples.add(info.name, info.offset_data, info.size)
+    return samples.finish(path, mapped)
 
 
 class _Samples:
@@ -134,28 +134,28 @@ class _Samples:
         has = {name: starts[name] >= 0 for name in ("image", "text")}
         for name in has:
             if not has[name].any():
-                raise self._nothing(path, name)
-        whole = np.flatnonzero(has["image"] & has["text"])
-        if not len(whole):
+                raise self._missing_kind(path, name)
+        complete = np.flatnonzero(has["image"] & has["text"])
+        if not len(complete):
             raise UserError(
                 f"no sample of {path} has both an image and a text embedding. Fix: give both the same name."
             )
         keys = list(self._row_of)
         left_out, warnings = Counter[str](), list[str]()
         for name, other in (("image", "text"), ("text", "image")):
-            lonely = np.flatnonzero(has[other] & ~has[name])
-            if len(lonely):
-                left_out[f"no_{name}"] = len(lonely)
+            incomplete = np.flatnonzero(has[other] & ~has[name])
+            if len(incomplete):
+                left_out[f"no_{name}"] = len(incomplete)
                 warnings.append(
-                    f"{len(lonely):,} samples of {path} have no {name} embedding and are left out, first {keys[lonely[0]]}."
+                    f"{len(incomplete):,} samples of {path} have no {name} embedding and are left out, first {keys[incomplete[0]]}."
                 )
-        shown = tuple(keys[i] for i in whole)
+        names = tuple(keys[i] for i in complete)
         shards = {}
         for name in ("image", "text"):
             # The set of rows depends on the suffixes of both kinds.
             identity = f"{name} {json.dumps(self._endings)}"
-            shard = TarShard(path, name, identity, mapped, starts[name][whole], np.dtype(np.float32), (0,), shown)
-            shards[name] = _read_headers(shard, sizes[name][whole])
+            shard = TarShard(path, name, identity, mapped, starts[name][complete], np.dtype(np.float32), (0,), names)
+            shards[name] = _read_headers(shard, sizes[name][complete])
         plain = starts["caption"] >= 0
         captions = np.stack(
             [
@@ -164,21 +164,21 @@ class _Samples:
                 ~plain & (starts["json"] >= 0),
             ],
             axis=1,
-        )[whole]
+        )[complete]
         return TarPairs(
             image=shards["image"], text=shards["text"], captions=captions, left_out=left_out, warnings=warnings
         )
 
-    def _nothing(self, path: Path, name: str) -> UserError:
+    def _missing_kind(self, path: Path, name: str) -> UserError:
         wanted = ", ".join(f".{ending}" for ending, what in self._endings.items() if what == name)
-        there = ", ".join(f".{ending}" for ending, _ in self._seen.most_common(6)) or "nothing"
+        present = ", ".join(f".{ending}" for ending, _ in self._seen.most_common(6)) or "nothing"
         more = (
             "; if it contains images or captions to embed, run `linnet data embed` on it first"
             if {"jpg", "png", "webp", "txt", "jpeg"} & self._seen.keys()
             else ""
         )
         return UserError(
-            f"{path} has no {name} embeddings ({wanted}); it has {there}. Fix: name the ending with --data.{name}-key{more}."
+            f"{path} has no {name} embeddings ({wanted}); it has {present}. Fix: name the ending with --data.{name}-key{more}."
         )
 
 
@@ -193,13 +193,13 @@ def _read_headers(shard: TarShard, sizes: Int64[np.ndarray, " n"]) -> TarShard:
     for i, (start, size) in enumerate(zip(shard.starts.tolist(), sizes.tolist(), strict=True)):
         head = io.BytesIO(shard.mapped[start : start + min(size, HEADER_BYTES)])
         header = read_npy_header(head, shard.row_name(i))
-        shape, this, n = header.shape, header.dtype, math.prod(header.shape)
+        shape, own_dtype, n = header.shape, header.dtype, math.prod(header.shape)
         if width is None:
-            dtype, width = this, n
-        if (n, this) != (width, dtype) or max(shape, default=0) != n or not n or this.kind != "f":
+            dtype, width = own_dtype, n
+        if (n, own_dtype) != (width, dtype) or max(shape, default=0) != n or not n or own_dtype.kind != "f":
             raise UserError(
-                f"{shard.row_name(i)} is an array {shape} of {this}, but one vector of {width} floating-point numbers ({dtype}) is "
-                "expected, as the first sample has. Fix: embed all samples with one encoder, or leave this one out."
+                f"{shard.row_name(i)} is an array {shape} of {own_dtype}, but one vector of {width} floating-point numbers ({dtype}) "
+                "is expected, as the first sample has. Fix: embed all samples with one encoder, or leave this one out."
             )
         check_size(header, size - header.offset, shard.row_name(i))
         offsets[i] = start + header.offset

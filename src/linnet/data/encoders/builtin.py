@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,30 +57,34 @@ class BuiltinEncoder:
         return decode_pixels(encoded, network.SIZE)
 
     def embed_texts(self, texts: Sequence[str]) -> Float32[np.ndarray, "n D"]:
-        out = np.empty((len(texts), self.width), np.float32)
-        for at in range(0, len(texts), BLOCK):
-            block = list(texts[at : at + BLOCK])
-            bag = featurize(block + [""] * (BLOCK - len(block)))
-            out[at : at + len(block)] = np.asarray(_text(self._params.text, *bag))[: len(block)]
-        return out
+        return _run_blocks(
+            lambda block: _text(self._params.text, *featurize(block)), list(texts), "", BLOCK, (self.width,)
+        )
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
         """Embed texts and encode each of their words, in order."""
-        out = np.empty((len(texts), self.text_len, self.width), np.float32)
-        for at in range(0, len(texts), WORDS_BLOCK):
-            block = list(texts[at : at + WORDS_BLOCK])
-            bag = featurize(block + [""] * (WORDS_BLOCK - len(block)))
-            out[at : at + len(block)] = np.asarray(_words(self._params.text, *bag))[: len(block)]
-        return EncodedTexts(self.embed_texts(texts), out)
+        shape = (self.text_len, self.width)
+        encodings = _run_blocks(
+            lambda block: _words(self._params.text, *featurize(block)), list(texts), "", WORDS_BLOCK, shape
+        )
+        return EncodedTexts(self.embed_texts(texts), encodings)
 
-    def embed_images(self, pictures: UInt8[np.ndarray, "n 32 32 3"]) -> Float32[np.ndarray, "n D"]:
-        out = np.empty((len(pictures), self.width), np.float32)
-        for at in range(0, len(pictures), BLOCK):
-            block = pictures[at : at + BLOCK]
-            full = np.zeros((BLOCK, *block.shape[1:]), np.uint8)
-            full[: len(block)] = block
-            out[at : at + len(block)] = np.asarray(_image(self._params.image, full))[: len(block)]
-        return out
+    def embed_images(self, images: UInt8[np.ndarray, "n 32 32 3"]) -> Float32[np.ndarray, "n D"]:
+        blank = np.zeros(images.shape[1:], np.uint8)
+        return _run_blocks(
+            lambda block: _image(self._params.image, np.stack(block)), list(images), blank, BLOCK, (self.width,)
+        )
+
+
+def _run_blocks(
+    run: Callable[[list[Any]], Any], rows: list[Any], padding: Any, block: int, shape: tuple[int, ...]
+) -> Float32[np.ndarray, "n ..."]:
+    """Run a program on blocks of rows, the last one padded, and return the outputs of the rows."""
+    out = np.empty((len(rows), *shape), np.float32)
+    for at in range(0, len(rows), block):
+        part = rows[at : at + block]
+        out[at : at + len(part)] = np.asarray(run(part + [padding] * (block - len(part))))[: len(part)]
+    return out
 
 
 @functools.lru_cache(maxsize=1)
@@ -99,11 +103,11 @@ def save(params: EncoderPair, path: Path) -> None:
 def load(path: Path) -> EncoderPair:
     import safetensors.numpy
 
-    stored = safetensors.numpy.load_file(path)
+    arrays = safetensors.numpy.load_file(path)
 
-    def leaf(where: tuple[Any, ...], spec: weights.Spec) -> Any:
-        values = stored[leaf_name(where)]
-        assert values.shape == spec.shape, f"{leaf_name(where)} of {path} has the shape {values.shape}"
+    def leaf(key_path: tuple[Any, ...], spec: weights.Spec) -> Any:
+        values = arrays[leaf_name(key_path)]
+        assert values.shape == spec.shape, f"{leaf_name(key_path)} of {path} has the shape {values.shape}"
         return jnp.asarray(values, jnp.float32)
 
     return jax.tree_util.tree_map_with_path(leaf, network.specs(), is_leaf=weights.is_spec)

@@ -34,7 +34,7 @@ class Encoder(Protocol):
         """Decode an image to the network's input; raises `BrokenImage` if the bytes are not an image."""
         ...
 
-    def embed_images(self, pictures: Shaped[np.ndarray, "n ..."]) -> Float32[np.ndarray, "n D"]: ...
+    def embed_images(self, images: Shaped[np.ndarray, "n ..."]) -> Float32[np.ndarray, "n D"]: ...
     def embed_texts(self, texts: Sequence[str]) -> Float32[np.ndarray, "n D"]: ...
 
     @property
@@ -53,5 +53,5 @@ def encode_prompt(
     """Encode one prompt by itself, so that its bits do not depend on the other prompts of a request."""
     if not with_encodings:
         return encoder.embed_texts([text])[0], None
-    found = encoder.encode_texts([text])
-    return found.embeds[0], found.encodings[0]
+    encoded = encoder.encode_texts([text])
+    return encoded.embeds[0], encoded.encodings[0]

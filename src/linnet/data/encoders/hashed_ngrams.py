@@ -41,18 +41,18 @@ def featurize(captions: Sequence[str]) -> HashedCaptions:
     does not depend on the other captions of a call.
     """
     split = [split_words(caption)[:MAX_WORDS] for caption in captions]
-    number: dict[str, int] = {"": 0}
-    for found in split:
-        for word, _ in found:
-            number.setdefault(word, len(number))
+    index: dict[str, int] = {"": 0}
+    for caption_words in split:
+        for word, _ in caption_words:
+            index.setdefault(word, len(index))
     words, parts = (np.zeros((len(captions), MAX_WORDS), np.int32) for _ in range(2))
-    for row, found in enumerate(split):
-        for i, (word, part) in enumerate(found):
-            words[row, i], parts[row, i] = number[word], part
-    features = np.zeros((max(256, 1 << (len(number) - 1).bit_length()), MAX_FEATURES), np.int32)
-    for word, i in number.items():
-        found_features = word_features(word)
-        features[i, : len(found_features)] = found_features
+    for row, caption_words in enumerate(split):
+        for i, (word, part) in enumerate(caption_words):
+            words[row, i], parts[row, i] = index[word], part
+    features = np.zeros((max(256, 1 << (len(index) - 1).bit_length()), MAX_FEATURES), np.int32)
+    for word, i in index.items():
+        hashes = word_features(word)
+        features[i, : len(hashes)] = hashes
     return HashedCaptions(features, words, parts)
 
 
@@ -69,6 +69,6 @@ def word_features(word: str) -> tuple[int, ...]:
     if not word:
         return ()
     marked = f"<{word}>"
-    pieces = [marked[i : i + n] for n in NGRAM_SIZES for i in range(len(marked) - n + 1)]
-    named = [f"word {word}", *dict.fromkeys(pieces)][:MAX_FEATURES]
-    return tuple(1 + zlib.crc32(feature.encode()) % (N_BUCKETS - 1) for feature in named)
+    ngrams = [marked[i : i + n] for n in NGRAM_SIZES for i in range(len(marked) - n + 1)]
+    features = [f"word {word}", *dict.fromkeys(ngrams)][:MAX_FEATURES]
+    return tuple(1 + zlib.crc32(feature.encode()) % (N_BUCKETS - 1) for feature in features)

@@ -111,8 +111,8 @@ def encode_words(
 def _word_vectors(
     params: TextEncoder, features: Int[Array, "V F"], words: Int[Array, "B W"], parts: Int[Array, "B W"]
 ) -> Float[Array, "B W E"]:
-    there = (features > 0)[..., None]
-    vectors = (params.table[features] * there).sum(1) / jnp.sqrt(jnp.maximum(there.sum(1), 1))
+    is_feature = (features > 0)[..., None]
+    vectors = (params.table[features] * is_feature).sum(1) / jnp.sqrt(jnp.maximum(is_feature.sum(1), 1))
     return norm(vectors[words] + params.parts[parts])
 
 

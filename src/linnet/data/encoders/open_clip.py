@@ -32,7 +32,7 @@ class OpenClipEncoder:
     """An open_clip `Encoder`: MODEL/WEIGHTS as in `open_clip.list_pretrained()` (WEIGHTS may be a file), or hf-hub:OWNER/NAME."""
 
     def __init__(self, model: str) -> None:
-        package = _package()
+        package = _import_open_clip()
         self.name = f"open_clip:{model}"
         self.fingerprint = hashlib.sha256(self.name.encode()).hexdigest()
         architecture, _, weights = (model, "", "") if model.startswith(HUB) else model.partition("/")
@@ -40,7 +40,7 @@ class OpenClipEncoder:
             # Without weights the package would return a randomly initialised network with only a log message.
             known = ", ".join(package.list_pretrained_tags_by_model(architecture)) or "none: the model is not known"
             raise invalid("--encoder", self.name, f"a model with its weights ({known})", f"use {self.name}/WEIGHTS")
-        activation = _activation(package, architecture, weights)
+        activation = _activation_flag(package, architecture, weights)
         try:
             self._model, _, self._prepare = package.create_model_and_transforms(
                 architecture,
@@ -56,7 +56,7 @@ class OpenClipEncoder:
                 f"with network access and use open_clip:{by_path}."
             ) from None
         self._model.eval()
-        self._reading = threading.Lock()
+        self._lock = threading.Lock()
 
     def decode(self, encoded: bytes) -> np.ndarray:
         from PIL import Image
@@ -68,44 +68,47 @@ class OpenClipEncoder:
         except (OSError, SyntaxError, ValueError):
             raise BrokenImage("broken") from None
 
-    def embed_images(self, pictures: np.ndarray) -> Float32[np.ndarray, "n D"]:
+    def embed_images(self, images: np.ndarray) -> Float32[np.ndarray, "n D"]:
         torch = importlib.import_module("torch")
         with torch.no_grad():
             blocks = [
-                self._model.encode_image(torch.from_numpy(pictures[i : i + BATCH])).float().numpy()
-                for i in range(0, len(pictures), BATCH)
+                self._model.encode_image(torch.from_numpy(images[i : i + BATCH])).float().numpy()
+                for i in range(0, len(images), BATCH)
             ]
-        return _unit(np.concatenate(blocks))
+        return _l2_normalize(np.concatenate(blocks))
 
     def embed_texts(self, texts: Sequence[str]) -> Float32[np.ndarray, "n D"]:
-        return _unit(np.concatenate([self._read(texts[i : i + BATCH])[0] for i in range(0, max(1, len(texts)), BATCH)]))
+        return _l2_normalize(
+            np.concatenate([self._encode(texts[i : i + BATCH])[0] for i in range(0, max(1, len(texts)), BATCH)])
+        )
 
     @property
     def text_len(self) -> int:
         """Context length of the model (77) if its token encodings are as wide as its embeddings, else 0."""
-        return 0 if self._why_not else int(self._tokenize(["a linnet"]).shape[1])
+        return 0 if self._no_encodings_reason else int(self._tokenize(["a linnet"]).shape[1])
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
-        if self._why_not:
+        if self._no_encodings_reason:
             raise UserError(
-                f"{self.name} has no token encodings for a prior: {self._why_not}. Fix: use --text-encodings none, or another model."
+                f"{self.name} has no token encodings for a prior: {self._no_encodings_reason}. Fix: use --text-encodings none, or "
+                "another model."
             )
-        blocks = [self._read(texts[i : i + BATCH]) for i in range(0, max(1, len(texts)), BATCH)]
-        encodings = [np.where(_is_real(tokens, self._end)[..., None], hidden, 0) for _, hidden, tokens in blocks]
-        return EncodedTexts(_unit(np.concatenate([block[0] for block in blocks])), np.concatenate(encodings))
+        blocks = [self._encode(texts[i : i + BATCH]) for i in range(0, max(1, len(texts)), BATCH)]
+        encodings = [np.where(_is_text(tokens, self._eos)[..., None], hidden, 0) for _, hidden, tokens in blocks]
+        return EncodedTexts(_l2_normalize(np.concatenate([block[0] for block in blocks])), np.concatenate(encodings))
 
     @functools.cached_property
-    def _end(self) -> int | None:
+    def _eos(self) -> int | None:
         """EOS token of CLIP's own tokenizer; None for other tokenizers, whose padding differs."""
-        end = getattr(self._tokenize, "eot_token_id", None)
-        return None if end is None else int(end)
+        eos = getattr(self._tokenize, "eot_token_id", None)
+        return None if eos is None else int(eos)
 
     @functools.cached_property
-    def _why_not(self) -> str:
+    def _no_encodings_reason(self) -> str:
         """Reason why there are no token encodings; empty if there are."""
-        if self._end is None:
+        if self._eos is None:
             return "its tokenizer is not CLIP's, so the padding positions are unknown"
-        embeds, hidden, _ = self._read(["a linnet"])
+        embeds, hidden, _ = self._encode(["a linnet"])
         if hidden.ndim != 3:
             return f"its text network has no norm {LAST_NORM} over all positions"
         if hidden.shape[2] != embeds.shape[1]:
@@ -114,40 +117,40 @@ class OpenClipEncoder:
             )
         return ""
 
-    def _read(
+    def _encode(
         self, texts: Sequence[str]
     ) -> tuple[Float32[np.ndarray, "n D"], Float32[np.ndarray, "n ..."], Int64[np.ndarray, "n L"]]:
         """Return unnormalised embeddings, outputs of the last norm (a 1-D array if there is none), and tokens."""
         torch = importlib.import_module("torch")
         tokens = self._tokenize(list(texts))
-        found: list[Any] = []
+        outputs: list[Any] = []
         modules = dict(self._model.named_modules())
         norm = modules.get(LAST_NORM, modules.get(f"text.{LAST_NORM}"))
-        with self._reading, torch.no_grad():  # the server is multi-threaded, and the hook is on the shared model
-            handle = norm and norm.register_forward_hook(lambda module, inputs, output: found.append(output))
+        with self._lock, torch.no_grad():  # the server is multi-threaded, and the hook is on the shared model
+            handle = norm and norm.register_forward_hook(lambda module, inputs, output: outputs.append(output))
             try:
                 embeds = self._model.encode_text(tokens).float().numpy()
             finally:
                 if handle:
                     handle.remove()
-        hidden = found[0].float().numpy() if found else np.zeros((len(embeds),), np.float32)
+        hidden = outputs[0].float().numpy() if outputs else np.zeros((len(embeds),), np.float32)
         return embeds, hidden, tokens.numpy()
 
 
-def _activation(package: Any, architecture: str, weights: str) -> dict[str, bool]:
+def _activation_flag(package: Any, architecture: str, weights: str) -> dict[str, bool]:
     """Return the flag for weights trained with quick GELU; with the plain model name the package would only warn."""
     lookup = getattr(package, "get_pretrained_cfg", None)
-    described = lookup(architecture, weights) if lookup and weights else {}
-    return {"force_quick_gelu": True} if described and described.get("quick_gelu") else {}
+    config = lookup(architecture, weights) if lookup and weights else {}
+    return {"force_quick_gelu": True} if config and config.get("quick_gelu") else {}
 
 
-def _is_real(tokens: Int64[np.ndarray, "n L"], end: int | None) -> Bool[np.ndarray, "n L"]:
+def _is_text(tokens: Int64[np.ndarray, "n L"], eos: int | None) -> Bool[np.ndarray, "n L"]:
     """Return a mask of the positions up to and including the first EOS token, without token 0."""
-    ends_before = np.cumsum(tokens == end, axis=1) - (tokens == end)
-    return (ends_before == 0) & (tokens != 0)
+    n_eos_before = np.cumsum(tokens == eos, axis=1) - (tokens == eos)
+    return (n_eos_before == 0) & (tokens != 0)
 
 
-def _unit(x: Float32[np.ndarray, "n D"]) -> Float32[np.ndarray, "n D"]:
+def _l2_normalize(x: Float32[np.ndarray, "n D"]) -> Float32[np.ndarray, "n D"]:
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
@@ -155,7 +158,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
-def _package() -> Any:
+def _import_open_clip() -> Any:
     try:
         return importlib.import_module("open_clip")
     except ImportError:

@@ -29,6 +29,7 @@ from linnet.data.prepare.chunks import Chunk, SplitFractions, image_chunks, text
 from linnet.data.prepare.shards import PixelEncoder, ShardManifest, TextEncoder, read_manifest, write_shard
 from linnet.data.prepare.splits import ShardStream, build_splits
 from linnet.data.sources.documents import Documents
+from linnet.data.sources.files import format_left_out
 from linnet.data.sources.images import ImageSource
 from linnet.tokenizers.base import Tokenizer
 
@@ -49,7 +50,7 @@ class PrepareConfig:
     max_broken: float
     """Maximum fraction of broken images that is tolerated."""
 
-    def plan(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """Return the identity of the task; attempts may share a folder only if it is equal.
 
         `max_broken` is not part of it, because it does not affect the output.
@@ -71,9 +72,9 @@ class PrepareConfig:
         return image_chunks(cast(ImageSource, self.source), self.fractions)
 
     @property
-    def ends(self) -> bool:
+    def ends_with_eos(self) -> bool:
         """Whether an EOS id follows each document; images have none, because their size is fixed."""
-        return self.size is None and cast(Documents, self.source).ends
+        return self.size is None and cast(Documents, self.source).ends_with_eos
 
 
 def prepare(
@@ -84,24 +85,24 @@ def prepare(
     progress: Callable[[int], None] = lambda position: None,
 ) -> Index:
     """Prepare `out`, or resume an earlier attempt; repeating a finished task changes nothing."""
-    plan = json.loads(json.dumps(task.plan()))
-    if done := _load_finished(out, plan):
-        return done
-    accounts = out / UNFINISHED
-    _start_or_resume(out, accounts, plan)
+    identity = json.loads(json.dumps(task.identity()))
+    if finished := _load_finished(out, identity):
+        return finished
+    manifests = out / UNFINISHED
+    _start_or_resume(out, manifests, identity)
     encoder = task.encoder()
     streams: dict[str, list[tuple[str, ShardManifest]]] = {}
-    given = False
-    with contextlib.closing(_encode_chunks(task, encoder, out, accounts, workers, progress)) as encoded:
-        for chunk, account in encoded:
-            streams.setdefault(chunk.stream, []).append((chunk.name, account))
-            given = given or chunk.given
-    index = _build_index(task, encoder, streams, given, out, accounts)
+    predefined = False
+    with contextlib.closing(_encode_chunks(task, encoder, out, manifests, workers, progress)) as encoded:
+        for chunk, manifest in encoded:
+            streams.setdefault(chunk.stream, []).append((chunk.name, manifest))
+            predefined = predefined or chunk.predefined
+    index = _build_index(task, encoder, streams, predefined, out, manifests)
     _check_not_empty(index, streams)
     task.tokenizer.save(out)
-    atomic_write(out / "plan.json", json.dumps(plan, indent=1).encode() + b"\n")
+    atomic_write(out / "plan.json", json.dumps(identity, indent=1).encode() + b"\n")
     index.save(out)
-    shutil.rmtree(accounts)
+    shutil.rmtree(manifests)
     return index
 
 
@@ -112,11 +113,11 @@ def is_unfinished(folder: Path) -> bool:
         return False
 
 
-def _load_finished(out: Path, plan: dict[str, Any]) -> Index | None:
+def _load_finished(out: Path, identity: dict[str, Any]) -> Index | None:
     if not indexes.is_prepared(out):
         return None
     with contextlib.suppress(OSError, ValueError):
-        if json.loads((out / "plan.json").read_text()) == plan:
+        if json.loads((out / "plan.json").read_text()) == identity:
             index = indexes.load(out)
             indexes.check_files(out, index)
             return index
@@ -125,32 +126,32 @@ def _load_finished(out: Path, plan: dict[str, Any]) -> Index | None:
     )
 
 
-def _start_or_resume(out: Path, accounts: Path, plan: dict[str, Any]) -> None:
-    recorded = accounts / "plan.json"
+def _start_or_resume(out: Path, manifests: Path, identity: dict[str, Any]) -> None:
+    recorded = manifests / "plan.json"
     if recorded.exists():
         with contextlib.suppress(ValueError):
-            if json.loads(recorded.read_text()) == plan:
+            if json.loads(recorded.read_text()) == identity:
                 return
         raise UserError(
-            f"--out {out} holds an unfinished preparation of something else: the source, its files or the options changed. "
-            f"Fix: remove {accounts}, or choose another folder."
+            f"--out {out} contains an unfinished preparation of another task: the source, its files or the options changed. "
+            f"Fix: remove {manifests}, or choose another folder."
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise invalid("--out", str(out), "a new or empty folder", "choose another one")
     try:
-        accounts.mkdir(parents=True)
+        manifests.mkdir(parents=True)
     except OSError as error:
         raise invalid(
             "--out", str(out), f"a folder that can be made ({error.strerror})", "choose another one"
         ) from None
-    atomic_write(recorded, json.dumps(plan).encode())
+    atomic_write(recorded, json.dumps(identity).encode())
 
 
 def _encode_chunks(
     task: PrepareConfig,
     encoder: TextEncoder | PixelEncoder,
     out: Path,
-    accounts: Path,
+    manifests: Path,
     workers: int | None,
     progress: Callable[[int], None],
 ) -> Generator[tuple[Chunk, ShardManifest], None, None]:
@@ -169,24 +170,24 @@ def _encode_chunks(
         def next_result() -> tuple[Chunk, ShardManifest]:
             chunk, position, result = waiting.pop(0)
             try:
-                account = result()
+                manifest = result()
             except concurrent.futures.process.BrokenProcessPool:
                 raise UserError(
                     "a worker process died, possibly out of memory. Finished work is kept. Fix: run the same command again, "
                     "with fewer --workers."
                 ) from None
             progress(position)
-            return chunk, account
+            return chunk, manifest
 
         for chunk, position in task.chunks():
-            before = read_manifest(chunk.name, out, accounts)
-            if before is not None:
-                waiting.append((_without_items(chunk), position, lambda account=before: account))
+            existing = read_manifest(chunk.name, out, manifests)
+            if existing is not None:
+                waiting.append((_without_items(chunk), position, lambda manifest=existing: manifest))
             elif pool is None:
-                account = write_shard(chunk, encoder, out, accounts)
-                waiting.append((_without_items(chunk), position, lambda account=account: account))
+                manifest = write_shard(chunk, encoder, out, manifests)
+                waiting.append((_without_items(chunk), position, lambda manifest=manifest: manifest))
             else:
-                future = pool.submit(write_shard, chunk, encoder, out, accounts)
+                future = pool.submit(write_shard, chunk, encoder, out, manifests)
                 waiting.append((_without_items(chunk), position, future.result))
             while len(waiting) > 2 * n_workers:
                 yield next_result()
@@ -202,36 +203,36 @@ def _build_index(
     task: PrepareConfig,
     encoder: TextEncoder | PixelEncoder,
     streams: dict[str, list[tuple[str, ShardManifest]]],
-    given: bool,
+    predefined: bool,
     out: Path,
-    accounts: Path,
+    manifests: Path,
 ) -> Index:
-    all_accounts = [account for shards in streams.values() for _, account in shards]
-    broken: Counter[str] = sum((Counter(account.broken) for account in all_accounts), Counter[str]())
-    shards, found = [], {}
+    all_manifests = [manifest for shards in streams.values() for _, manifest in shards]
+    broken: Counter[str] = sum((Counter(manifest.broken) for manifest in all_manifests), Counter[str]())
+    shards, by_split = [], {}
     for name, members in streams.items():
         numbers = range(len(shards), len(shards) + len(members))
         shards += [TokenShard(file=a.shard, tokens=a.tokens, sha256=a.sha256) for _, a in members]
-        found[name] = ShardStream.read(members, list(numbers), accounts, task.ends)
-    _check_broken(task, broken, all_accounts, sum(stream.n_documents for stream in found.values()))
-    pixels = isinstance(encoder, PixelEncoder)
-    own = encoder.dtype == "uint8"
+        by_split[name] = ShardStream.read(members, list(numbers), manifests, task.ends_with_eos)
+    _check_broken(task, broken, all_manifests, sum(stream.n_documents for stream in by_split.values()))
+    is_pixels = isinstance(encoder, PixelEncoder)
+    is_bytes = encoder.dtype == "uint8"
     shape = [encoder.size, encoder.size, 3] if isinstance(encoder, PixelEncoder) else None
     splits, held_out = build_splits(
-        found,
+        by_split,
         task.fractions,
         out,
         shards,
         encoder.dtype,
-        None if own else task.tokenizer,
-        count_words=not pixels,
-        given=given,
+        None if is_bytes else task.tokenizer,
+        count_words=not is_pixels,
+        predefined=predefined,
         unit=math.prod(shape or [1]),
     )
     return Index(
-        kind="pixels" if pixels else "text",
+        kind="pixels" if is_pixels else "text",
         dtype=encoder.dtype,
-        first_id=FIRST_BYTE if own else 0,
+        first_id=FIRST_BYTE if is_bytes else 0,
         shape=shape,
         tokenizer={
             "kind": task.tokenizer.kind,
@@ -244,25 +245,25 @@ def _build_index(
         splits=splits,
         held_out=held_out,
         left_out=dict(task.source.left_out + broken),
-        lossy_documents=sum(account.lossy for account in all_accounts),
+        lossy_documents=sum(manifest.lossy for manifest in all_manifests),
     )
 
 
-def _check_broken(task: PrepareConfig, broken: Counter[str], accounts: list[ShardManifest], n_whole: int) -> None:
+def _check_broken(task: PrepareConfig, broken: Counter[str], manifests: list[ShardManifest], n_valid: int) -> None:
     n = broken.total()
-    if n <= task.max_broken * (n + n_whole):
+    if n <= task.max_broken * (n + n_valid):
         return
-    first = next(account.broken_first for account in accounts if account.broken_first)
+    first = next(manifest.broken_first for manifest in manifests if manifest.broken_first)
     raise UserError(
-        f"{n} of {n + n_whole} images are broken, more than --max-broken {task.max_broken:g} allows. The first: {first}. "
-        f"Fix: repair or remove them, or rerun with --max-broken {min(1.0, n / (n + n_whole) + 0.005):.2f} (finished work is kept)."
+        f"{n} of {n + n_valid} images are broken, more than --max-broken {task.max_broken:g} allows. The first: {first}. "
+        f"Fix: repair or remove them, or rerun with --max-broken {min(1.0, n / (n + n_valid) + 0.005):.2f} (finished work is kept)."
     )
 
 
 def _check_not_empty(index: Index, streams: dict[str, Any]) -> None:
     if streams and index.splits["train"].tokens:
         return
-    reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(index.left_out.items()))
+    reasons = format_left_out(index.left_out)
     raise UserError(
         f"the source leaves nothing to train on{f' (left out: {reasons})' if reasons else ''}. Fix: name a larger source."
     )

@@ -68,7 +68,8 @@ class PixelEncoder:
         return decode_pixels(item.data, self.size).reshape(-1)
 
 
-def write_shard(chunk: Chunk, encoder: TextEncoder | PixelEncoder, folder: Path, accounts: Path) -> ShardManifest:
+def write_shard(chunk: Chunk, encoder: TextEncoder | PixelEncoder, folder: Path, manifests: Path) -> ShardManifest:
+    """Encode a chunk, and write its shard to `folder` and its manifest to `manifests`."""
     contents: list[np.ndarray] = []
     parts: list[tuple[int, bool, bool]] = []
     broken: Counter[str] = Counter()
@@ -88,38 +89,38 @@ def write_shard(chunk: Chunk, encoder: TextEncoder | PixelEncoder, folder: Path,
             n_bytes += content.size
         contents.append(content)
         parts.append((content.size, item.first, item.last))
-    joined = np.concatenate(contents) if contents else np.zeros(0, encoder.dtype)
+    tokens = np.concatenate(contents) if contents else np.zeros(0, encoder.dtype)
     file = f"{chunk.name}.bin"
-    atomic_write(folder / file, joined.data)
-    write_array(accounts / f"{chunk.name}.npy", np.array(parts, np.int64).reshape(-1, 3))
-    account = ShardManifest(
+    atomic_write(folder / file, tokens.data)
+    write_array(manifests / f"{chunk.name}.npy", np.array(parts, np.int64).reshape(-1, 3))
+    manifest = ShardManifest(
         shard=file,
-        tokens=joined.size,
-        sha256=hashlib.sha256(joined.data).hexdigest(),
+        tokens=tokens.size,
+        sha256=hashlib.sha256(tokens.data).hexdigest(),
         bytes=n_bytes,
         words=words,
         lossy=lossy,
         broken=dict(broken),
         broken_first=broken_first,
     )
-    atomic_write(accounts / f"{chunk.name}.json", json.dumps(dataclasses.asdict(account)).encode())
-    return account
+    atomic_write(manifests / f"{chunk.name}.json", json.dumps(dataclasses.asdict(manifest)).encode())
+    return manifest
 
 
-def read_manifest(name: str, folder: Path, accounts: Path) -> ShardManifest | None:
+def read_manifest(name: str, folder: Path, manifests: Path) -> ShardManifest | None:
     """Return the manifest of a shard that an earlier attempt finished."""
     try:
-        account = ShardManifest(**json.loads((accounts / f"{name}.json").read_bytes()))
-        return account if (folder / account.shard).is_file() and (accounts / f"{name}.npy").is_file() else None
+        manifest = ShardManifest(**json.loads((manifests / f"{name}.json").read_bytes()))
+        return manifest if (folder / manifest.shard).is_file() and (manifests / f"{name}.npy").is_file() else None
     except (OSError, ValueError, TypeError):
         return None
 
 
 def read_part_table(
-    name: str, accounts: Path
+    name: str, manifests: Path
 ) -> tuple[Int64[np.ndarray, " n"], Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """Return the sizes of a shard's parts, whether a document begins with each, and whether it ends with each."""
-    table = np.load(accounts / f"{name}.npy")
+    table = np.load(manifests / f"{name}.npy")
     return table[:, 0], table[:, 1].astype(bool), table[:, 2].astype(bool)
 
 

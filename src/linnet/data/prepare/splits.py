@@ -1,4 +1,4 @@
-"""Build splits from streams of shards: document tables, and splitting by the tail where whole documents do not suffice."""
+"""Build splits from streams of shards: document tables, and splitting by the tail where complete documents do not suffice."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ class ShardStream:
 
     @classmethod
     def read(
-        cls, members: list[tuple[str, ShardManifest]], numbers: list[int], accounts: Path, ends: bool
+        cls, members: list[tuple[str, ShardManifest]], numbers: list[int], manifests: Path, ends: bool
     ) -> ShardStream:
         """Read the manifests of a stream and join the parts of split documents."""
-        tables = [read_part_table(name, accounts) for name, _ in members]
+        tables = [read_part_table(name, manifests) for name, _ in members]
         sizes, first, last = (np.concatenate(column) for column in zip(*tables, strict=True))
         if first.size:
             first[0] = True  # a split that begins in the middle of a text begins a new document
         document = np.cumsum(first) - 1
-        whole = np.zeros(int(first.sum()), np.int64)
-        np.add.at(whole, document, sizes)
-        complete = np.zeros(whole.size, bool)
-        complete[document[last]] = True
+        document_sizes = np.zeros(int(first.sum()), np.int64)
+        np.add.at(document_sizes, document, sizes)
+        is_complete = np.zeros(document_sizes.size, bool)
+        is_complete[document[last]] = True
         return cls(
-            segments=[[number, 0, account.tokens] for number, (_, account) in zip(numbers, members, strict=True)],
-            sizes=whole,
-            ends=complete & ends,
-            bytes=sum(account.bytes for _, account in members),
-            words=sum(account.words for _, account in members),
+            segments=[[number, 0, manifest.tokens] for number, (_, manifest) in zip(numbers, members, strict=True)],
+            sizes=document_sizes,
+            ends=is_complete & ends,
+            bytes=sum(manifest.bytes for _, manifest in members),
+            words=sum(manifest.words for _, manifest in members),
         )
 
     @property
@@ -61,7 +61,7 @@ class ShardStream:
     def tokens(self) -> int:
         return int(self.sizes.sum())
 
-    def cut(self, start: int, stop: int) -> ShardStream:
+    def slice(self, start: int, stop: int) -> ShardStream:
         """Return tokens start to stop. The counts of bytes and words are not computed here."""
         last = np.cumsum(self.sizes)
         first = last - self.sizes
@@ -90,7 +90,7 @@ def build_splits(
     tokenizer: Tokenizer | None,
     *,
     count_words: bool,
-    given: bool,
+    predefined: bool,
     unit: int,
 ) -> tuple[dict[str, SplitIndex], str]:
     """Return the three splits, and a description of how they were chosen.
@@ -98,14 +98,14 @@ def build_splits(
     `tokenizer` is None if the content is bytes; `unit` is the number of tokens that must stay together (those of an image).
     """
     wanted = [name for name in ("validation", "test") if getattr(fractions, name) > 0]
-    how = "the source's own splits" if given else "whole documents, by a hash of their names"
+    method = "the source's own splits" if predefined else "whole documents, by a hash of their names"
     streams = dict(streams)
-    if not given and (UNSPLIT in streams or any(not _tokens(streams, name) for name in wanted)):
+    if not predefined and (UNSPLIT in streams or any(not _tokens(streams, name) for name in wanted)):
         # A single text, or too few documents for the hash to fill each split.
-        how = "the tail of the stream"
+        method = "the tail of the stream"
         streams = _by_tail(_concatenate(streams), fractions, out, shards, dtype, tokenizer, unit)
     splits = {name: _write_split(name, streams.get(name), out, count_words) for name in SPLITS}
-    return splits, how
+    return splits, method
 
 
 def _tokens(streams: dict[str, ShardStream], name: str) -> int:
@@ -114,18 +114,18 @@ def _tokens(streams: dict[str, ShardStream], name: str) -> int:
 
 def _concatenate(streams: dict[str, ShardStream]) -> ShardStream:
     """Concatenate all streams, in the order of the splits."""
-    found = [streams[name] for name in (UNSPLIT, *SPLITS) if name in streams]
+    ordered = [streams[name] for name in (UNSPLIT, *SPLITS) if name in streams]
     return ShardStream(
-        segments=[segment for stream in found for segment in stream.segments],
-        sizes=np.concatenate([stream.sizes for stream in found]) if found else np.zeros(0, np.int64),
-        ends=np.concatenate([stream.ends for stream in found]) if found else np.zeros(0, bool),
-        bytes=sum(stream.bytes for stream in found),
-        words=sum(stream.words for stream in found),
+        segments=[segment for stream in ordered for segment in stream.segments],
+        sizes=np.concatenate([stream.sizes for stream in ordered]) if ordered else np.zeros(0, np.int64),
+        ends=np.concatenate([stream.ends for stream in ordered]) if ordered else np.zeros(0, bool),
+        bytes=sum(stream.bytes for stream in ordered),
+        words=sum(stream.words for stream in ordered),
     )
 
 
 def _by_tail(
-    whole: ShardStream,
+    stream: ShardStream,
     fractions: SplitFractions,
     out: Path,
     shards: list[TokenShard],
@@ -134,16 +134,16 @@ def _by_tail(
     unit: int,
 ) -> dict[str, ShardStream]:
     """Split into train, validation and test, in order. Only the held-out parts are read again, to count their bytes and words."""
-    total = whole.tokens
+    total = stream.tokens
     sizes = {name: int(getattr(fractions, name) * total / unit + 1e-6) * unit for name in ("validation", "test")}
-    bounds = (0, total - sum(sizes.values()), total - sizes["test"], total)
-    ranges = dict(zip(SPLITS, itertools.pairwise(bounds), strict=True))
-    parts = {name: whole.cut(*bounds) for name, bounds in ranges.items()}
+    offsets = (0, total - sum(sizes.values()), total - sizes["test"], total)
+    ranges = dict(zip(SPLITS, itertools.pairwise(offsets), strict=True))
+    parts = {name: stream.slice(*span) for name, span in ranges.items()}
     held_out = {name: _count_content(parts[name], out, shards, dtype, tokenizer) for name in ("validation", "test")}
     rest = dataclasses.replace(
         parts["train"],
-        bytes=whole.bytes - sum(part.bytes for part in held_out.values()),
-        words=max(0, whole.words - sum(part.words for part in held_out.values())),
+        bytes=stream.bytes - sum(part.bytes for part in held_out.values()),
+        words=max(0, stream.words - sum(part.words for part in held_out.values())),
     )
     return {"train": rest, **held_out}
 
@@ -152,13 +152,13 @@ def _count_content(
     stream: ShardStream, out: Path, shards: list[TokenShard], dtype: str, tokenizer: Tokenizer | None
 ) -> ShardStream:
     content = ConcatArray([np.memmap(out / shards[shard].file, dtype, "r")[a:b] for shard, a, b in stream.segments])
-    n_bytes, n_words, inside = 0, 0, False
+    n_bytes, n_words, inside_word = 0, 0, False
     for at in range(0, content.size, READ_TOKENS):
         part = content[at : at + READ_TOKENS]
         text = part.tobytes() if tokenizer is None else tokenizer.decode(part.tolist())
         n_bytes += len(text)
-        n_words += words_in(text, inside)
-        inside = bool(text) and not text[-1:].isspace()
+        n_words += words_in(text, inside_word)
+        inside_word = bool(text) and not text[-1:].isspace()
     return dataclasses.replace(stream, bytes=n_bytes, words=n_words)
 
 

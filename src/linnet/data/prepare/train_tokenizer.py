@@ -33,7 +33,7 @@ def train_sentencepiece(
     sample_bytes: int,
     column: str | None = None,
     max_unpacked_gb: float | None = None,
-    log: Callable[[str], None] = lambda words: None,
+    log: Callable[[str], None] = lambda message: None,
 ) -> bytes:
     """Return the content of a model file. Predefined validation and test splits of a source are excluded."""
     if vocab_size <= N_BYTE_IDS:
@@ -54,32 +54,32 @@ def train_sentencepiece(
     return _train(texts, vocab_size, model)
 
 
-def split_blocks(parts: Iterable[bytes], longest: int) -> Iterator[bytes]:
-    """Yield complete lines in blocks of at most `longest` bytes; a longer line is split."""
+def split_blocks(parts: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
+    """Yield complete lines in blocks of at most `max_bytes` bytes; a longer line is split."""
     for data in parts:
         begin = 0
         while begin < len(data):
-            end = begin + longest
+            end = begin + max_bytes
             if end < len(data):
                 end = data.rfind(b"\n", begin, end) + 1 or end
             yield data[begin:end]
             begin = end
 
 
-def sample_evenly(items: Iterable[bytes], most: int) -> list[bytes]:
-    """Return a sample of at most `most` bytes, spread evenly over a stream of any length.
+def sample_evenly(items: Iterable[bytes], max_bytes: int) -> list[bytes]:
+    """Return a sample of at most `max_bytes` bytes, spread evenly over a stream of any length.
 
-    Keeps every item if they fit, else every second one, every fourth, and so on; memory is bounded by `most`.
+    Keeps every item if they fit, else every second one, every fourth, and so on; memory is bounded by `max_bytes`.
     """
     kept: list[bytes] = []
     size, every = 0, 1
     for i, item in enumerate(items):
         if i % every:
             continue
-        assert len(item) <= most
+        assert len(item) <= max_bytes
         kept.append(item)
         size += len(item)
-        while size > most:
+        while size > max_bytes:
             kept, every = kept[::2], 2 * every
             size = sum(map(len, kept))
     return kept
@@ -95,11 +95,11 @@ def trainer_lines(text: bytes) -> Iterator[str]:
 def _train(texts: Sequence[str], vocab_size: int, model: Literal["bpe", "unigram"]) -> bytes:
     from sentencepiece import SentencePieceTrainer
 
-    written = io.BytesIO()
+    file = io.BytesIO()
     try:
         SentencePieceTrainer.Train(
             sentence_iterator=iter(texts),
-            model_writer=written,
+            model_writer=file,
             vocab_size=vocab_size,
             model_type=model,
             pad_id=PAD,
@@ -116,7 +116,7 @@ def _train(texts: Sequence[str], vocab_size: int, model: Literal["bpe", "unigram
         )
     except RuntimeError as error:
         raise _to_user_error(str(error), vocab_size) from None
-    return written.getvalue()
+    return file.getvalue()
 
 
 def _to_user_error(message: str, vocab_size: int) -> UserError:

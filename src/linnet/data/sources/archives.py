@@ -14,9 +14,12 @@ from collections import Counter
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import TYPE_CHECKING, BinaryIO, Literal, cast
 
 from linnet.core.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 CODECS = (".gz", ".bz2", ".xz", ".zst")
 SHORT_TARS = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
@@ -99,6 +102,25 @@ def _damage_error(path: str | PathLike[str], error: Exception) -> UserError:
     )
 
 
+@contextlib.contextmanager
+def open_parquet(path: str | PathLike[str], *, memory_map: bool = False) -> Iterator[pq.ParquetFile]:
+    """Open a parquet file; damage found now or while reading is an error that names the file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        # Without `pre_buffer` pages are read as needed, not a complete row group at once.
+        with pq.ParquetFile(path, memory_map=memory_map, pre_buffer=False) as file:
+            yield file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last from a broken column name
+        if is_disk_error(error):
+            raise
+        reason = str(error).splitlines()[0].rstrip(". ") if str(error) else type(error).__name__
+        raise UserError(
+            f"{path} is not a complete parquet file ({reason}). Fix: download or create it again, or leave it out."
+        ) from None
+
+
 def decompress(codec: str, raw: BinaryIO) -> BinaryIO:
     """Return the decompressed stream; concatenated streams are read as one."""
     if codec == ".gz":
@@ -134,8 +156,8 @@ def zip_members(raw: BinaryIO, left_out: Counter[str]) -> Iterator[tuple[str, Bi
 
 def tar_members(stream: BinaryIO, left_out: Counter[str]) -> Iterator[tuple[str, BinaryIO]]:
     """Yield each file of a tar with its stream, in archive order and one pass. Streams as for `zip_members`."""
-    watched = _LastBlock(stream)
-    with tarfile.open(fileobj=cast(BinaryIO, watched), mode="r|") as archive:
+    tracked = _LastBlock(stream)
+    with tarfile.open(fileobj=cast(BinaryIO, tracked), mode="r|") as archive:
         for info in archive:
             if info.isdir():
                 continue
@@ -147,7 +169,7 @@ def tar_members(stream: BinaryIO, left_out: Counter[str]) -> Iterator[tuple[str,
             else:
                 yield info.name, cast(BinaryIO, content)
     # tarfile accepts a tar that was truncated inside a header; only the zero blocks at the end prove that it is complete.
-    if any(watched.last):
+    if any(tracked.last):
         raise tarfile.ReadError("it ends before its end marker")
 
 

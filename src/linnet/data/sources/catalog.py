@@ -37,18 +37,18 @@ IMAGENET64_FILES = ("train_64x64", "valid_64x64")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkDataset:
     name: str
-    kind: Literal["text", "pictures"]
-    address: str
+    kind: Literal["text", "images"]
+    url: str
     open: Callable[[Path | None, Path, Progress | None], Documents | ImageSource]
 
 
 def open_benchmark(
     name: str, from_path: Path | None, cache: Path, progress: Progress | None = None
 ) -> Documents | ImageSource:
-    """Open a dataset from the user's copy, or fetch it into `cache`."""
+    """Open a dataset from the user's copy, or download it into `cache`."""
     if name not in BENCHMARKS:
         raise invalid(
-            "SOURCE", name, f"one of the named datasets {', '.join(BENCHMARKS)}", "name one of those, or a path"
+            "SOURCE", name, f"one of the benchmark datasets {', '.join(BENCHMARKS)}", "name one of those, or a path"
         )
     if from_path is not None and not from_path.exists():
         raise invalid("--from", str(from_path), "an existing file or folder", f"give the path of {name}")
@@ -86,27 +86,27 @@ def _open_enwik8(from_path: Path | None, cache: Path, progress: Progress | None)
     return documents
 
 
-def _find_copy(stream: BenchmarkText, place: Path) -> Path | None:
-    if place.is_file():
-        return place
-    names = (stream.name, *(stream.name + ending for ending in (".zip", ".gz", ".bz2", ".xz", ".zst")))
-    return next((place / name for name in names if (place / name).is_file()), None)
+def _find_copy(text: BenchmarkText, path: Path) -> Path | None:
+    if path.is_file():
+        return path
+    names = (text.name, *(text.name + suffix for suffix in (".zip", ".gz", ".bz2", ".xz", ".zst")))
+    return next((path / name for name in names if (path / name).is_file()), None)
 
 
 class BenchmarkDocuments:
     """One text with predefined splits, split at exact byte offsets; each split begins and ends a document."""
 
-    ends, single = False, True
+    ends_with_eos, is_single = False, True
 
-    def __init__(self, stream: BenchmarkText, path: Path) -> None:
-        self._stream = stream
+    def __init__(self, text: BenchmarkText, path: Path) -> None:
+        self._text = text
         self._path = path
         self.left_out: Counter[str] = Counter()
         with reading(path):
             self.n_bytes = path.stat().st_size
 
     def identity(self) -> dict[str, Any]:
-        return {"kind": "named", "name": self._stream.name, "sha256": self._stream.sha256, "sizes": self._stream.sizes}
+        return {"kind": "named", "name": self._text.name, "sha256": self._text.sha256, "sizes": self._text.sizes}
 
     def check(self) -> None:
         """Read the text once and compare its checksum: a wrong byte would invalidate every metric measured on it."""
@@ -115,20 +115,20 @@ class BenchmarkDocuments:
             while data := content.read(READ_BYTES):
                 digest.update(data)
                 n_bytes += len(data)
-        if digest.hexdigest() != self._stream.sha256:
+        if digest.hexdigest() != self._text.sha256:
             raise UserError(
-                f"{self._path} is not {self._stream.name}: it holds {n_bytes:,} bytes with the sha256 "
-                f"{digest.hexdigest()}, and must hold {self._stream.n_bytes:,} with {self._stream.sha256}. "
-                f"Fix: download it again from {self._stream.url}."
+                f"{self._path} is not {self._text.name}: it has {n_bytes:,} bytes with the sha256 "
+                f"{digest.hexdigest()}, and must have {self._text.n_bytes:,} with {self._text.sha256}. "
+                f"Fix: download it again from {self._text.url}."
             )
 
     def parts(self) -> Iterator[DocumentPart]:
         position = 0
         with self._opened() as (content, raw):
-            for split, size in self._stream.sizes.items():
+            for split, size in self._text.sizes.items():
                 for data, first, last in split_stream(_limit_read(size, content.read)):
                     position = max(position, raw.tell())
-                    yield DocumentPart(self._stream.name, data, first, last, split, position)
+                    yield DocumentPart(self._text.name, data, first, last, split, position)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[BinaryIO, BinaryIO]]:
@@ -139,31 +139,31 @@ class BenchmarkDocuments:
                 yield decompress(codec, raw), raw
                 return
             for name, content in zip_members(raw, Counter()):
-                if name.rpartition("/")[2] == self._stream.name:
+                if name.rpartition("/")[2] == self._text.name:
                     yield content, raw
                     return
-            raise UserError(f"{self._path} holds no {self._stream.name}. Fix: download it from {self._stream.url}.")
+            raise UserError(f"{self._path} does not contain {self._text.name}. Fix: download it from {self._text.url}.")
 
 
 def _limit_read(n: int, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
     left = n
 
-    def limited(size: int) -> bytes:
+    def read_limited(size: int) -> bytes:
         nonlocal left
         data = read(min(size, left))
         left -= len(data)
         return data
 
-    return limited
+    return read_limited
 
 
 def _open_pg19(from_path: Path | None, cache: Path, progress: Progress | None) -> FileDocuments:
-    place = from_path or _fetch_pg19(cache / "pg19", progress)
-    found = find_files(str(place), "--from", PACKED)
+    path = from_path or _download_pg19(cache / "pg19", progress)
+    found = find_files(str(path), "--from", PACKED)
     if not any(_pg19_split(f.name) or detect_format(f.name)[0] in ("zip", "tar") for f in found.files):
         raise invalid(
             "--from",
-            str(place),
+            str(path),
             "a folder or archive with train/, validation/ and test/, each with the .txt files of books",
             f"name the folder above those three; they are at {BUCKET_FILES}",
         )
@@ -181,13 +181,13 @@ def _pg19_split(name: str) -> str | None:
     return next((split for split in splits if split in SPLITS), None)
 
 
-def _fetch_pg19(folder: Path, progress: Progress | None) -> Path:
-    """Fetch all books. An existing file was verified before it got its name, so only its size is checked."""
+def _download_pg19(folder: Path, progress: Progress | None) -> Path:
+    """Download all books. An existing file was verified before it got its name, so only its size is checked."""
     books = [book for split in SPLITS for book in _bucket_listing(f"{split}/", folder)]
     total = sum(int(book["size"]) for book in books)
     done, lock = 0, threading.Lock()
 
-    def fetch_one(book: dict[str, str]) -> None:
+    def download_book(book: dict[str, str]) -> None:
         nonlocal done
         path, size = folder / book["name"], int(book["size"])
         if not (path.is_file() and path.stat().st_size == size):
@@ -199,10 +199,10 @@ def _fetch_pg19(folder: Path, progress: Progress | None) -> Path:
                 progress(done, total)
 
     with ThreadPoolExecutor(CONNECTIONS) as pool:
-        jobs = [pool.submit(fetch_one, book) for book in books]
+        futures = [pool.submit(download_book, book) for book in books]
         try:
-            for job in jobs:
-                job.result()
+            for future in futures:
+                future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -223,11 +223,11 @@ def _bucket_listing(prefix: str, folder: Path) -> list[dict[str, str]]:
         )
         url = f"{BUCKET}?{urllib.parse.urlencode(query)}"
         try:
-            answer = json.loads(read_url(url, instead))
-            items += [item for item in answer.get("items", []) if item["name"].endswith(".txt")]
+            response = json.loads(read_url(url, instead))
+            items += [item for item in response.get("items", []) if item["name"].endswith(".txt")]
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
             raise UserError(f"{url} did not return a listing. Fix: {instead}.") from None
-        page = answer.get("nextPageToken")
+        page = response.get("nextPageToken")
     return items
 
 
@@ -238,9 +238,9 @@ def _open_imagenet64(from_path: Path | None, cache: Path, progress: Progress | N
         folder = from_path if from_path.is_dir() else from_path.parent
         train, valid = (_tar_or_folder(folder, name) for name in IMAGENET64_FILES)
     else:
-        address = BENCHMARKS["imagenet64"].address
+        url = BENCHMARKS["imagenet64"].url
         train, valid = (
-            download_file(f"{address}{name}.tar", cache / "imagenet64" / f"{name}.tar", progress=progress)
+            download_file(f"{url}{name}.tar", cache / "imagenet64" / f"{name}.tar", progress=progress)
             for name in IMAGENET64_FILES
         )
     return ImageNet64(open_images(str(train)), open_images(str(valid)))
@@ -253,7 +253,7 @@ def _tar_or_folder(folder: Path, name: str) -> Path:
             "--from",
             str(folder),
             f"a folder with {' and '.join(f'{n}.tar' for n in IMAGENET64_FILES)} ({name}.tar is missing)",
-            f"put {BENCHMARKS['imagenet64'].address}{name}.tar there",
+            f"put {BENCHMARKS['imagenet64'].url}{name}.tar there",
         )
     return found
 
@@ -278,36 +278,36 @@ class ImageNet64:
             "files": [self._train.identity(), self._valid.identity()],
         }
 
-    def pictures(self) -> Iterator[EncodedImage]:
+    def images(self) -> Iterator[EncodedImage]:
         self.left_out.clear()
-        for i, picture in enumerate(self._train.pictures()):
-            yield dataclasses.replace(picture, split="train" if i < IMAGENET64_TRAIN else "validation")
+        for i, image in enumerate(self._train.images()):
+            yield dataclasses.replace(image, split="train" if i < IMAGENET64_TRAIN else "validation")
         self.left_out.update(self._train.left_out)
         before = self._train.n_bytes or 0
-        for picture in self._valid.pictures():
-            yield dataclasses.replace(picture, split="test", position=before + picture.position)
+        for image in self._valid.images():
+            yield dataclasses.replace(image, split="test", position=before + image.position)
         self.left_out.update(self._valid.left_out)
 
 
 BENCHMARKS: dict[str, BenchmarkDataset] = {
-    named.name: named
-    for named in (
+    benchmark.name: benchmark
+    for benchmark in (
         BenchmarkDataset(
             name="enwik8",
             kind="text",
-            address=ENWIK8.url,
+            url=ENWIK8.url,
             open=_open_enwik8,
         ),
         BenchmarkDataset(
             name="pg19",
             kind="text",
-            address=BUCKET_FILES,
+            url=BUCKET_FILES,
             open=_open_pg19,
         ),
         BenchmarkDataset(
             name="imagenet64",
-            kind="pictures",
-            address="https://image-net.org/small/",
+            kind="images",
+            url="https://image-net.org/small/",
             open=_open_imagenet64,
         ),
     )

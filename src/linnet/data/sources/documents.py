@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, Protocol
 
 from linnet.core.errors import UserError, invalid
 from linnet.data.sources.archives import PACKED, decompress, detect_format, tar_members, unpacking, zip_members
-from linnet.data.sources.files import SNIFF_BYTES, SourceFile, find_files, reading
-from linnet.data.sources.records import HUB, HubDataset, json_rows, open_hub, open_parquet, parquet_rows
+from linnet.data.sources.files import SNIFF_BYTES, SourceFile, find_files, format_left_out, reading
+from linnet.data.sources.records import HUB, HubDataset, json_rows, open_hub, open_text_column, parquet_rows
 from linnet.data.sources.unpack_budget import UnpackBudget, count_bytes
 
 PART_BYTES = 4 << 20
@@ -45,12 +45,12 @@ class Documents(Protocol):
     """Counts of skipped items by reason; filled while reading."""
 
     @property
-    def ends(self) -> bool:
+    def ends_with_eos(self) -> bool:
         """Whether an EOS id follows each document."""
         ...
 
     @property
-    def single(self) -> bool:
+    def is_single(self) -> bool:
         """Whether there is only one document, which is then split by its tail."""
         ...
 
@@ -72,15 +72,15 @@ def open_documents(source: str, *, column: str | None = None, max_unpacked_gb: f
         hub = HubDocuments(open_hub(source, column or DEFAULT_COLUMN))
         next(hub.parts())  # raises if the column does not exist
         return hub
-    found = find_files(source, "SOURCE", PACKED)
+    sources = find_files(source, "SOURCE", PACKED)
     if column is not None and not any(
-        detect_format(f.name)[0] in ("jsonl", "parquet", "zip", "tar") for f in found.files
+        detect_format(f.name)[0] in ("jsonl", "parquet", "zip", "tar") for f in sources.files
     ):
         raise invalid("--column", column, "omitted, since the source is plain text", "leave --column out")
     documents = FileDocuments(
-        found.files,
+        sources.files,
         column=column or DEFAULT_COLUMN,
-        left_out=Counter(found.left_out),
+        left_out=Counter(sources.left_out),
         max_unpacked_gb=max_unpacked_gb,
     )
     documents.check()
@@ -92,9 +92,9 @@ PartBytes = tuple[bytes, bool, bool]
 
 
 def split_stream(read: Callable[[int], bytes]) -> Iterator[PartBytes]:
-    """Split one document into pieces of at most PART_BYTES; yields none for an empty one.
+    """Split one document into parts of at most PART_BYTES; yields none for an empty one.
 
-    A piece ends after a line if one ends nearby, else between two characters, so that pieces can be encoded separately.
+    A part ends after a line if one ends nearby, else between two characters, so that parts can be encoded separately.
     """
     rest, first = b"", True
     while True:
@@ -114,11 +114,11 @@ def split_text(text: bytes) -> Iterable[PartBytes]:
 
 
 def _read_fully(read: Callable[[int], bytes], n: int) -> bytes:
-    pieces: list[bytes] = []
+    blocks: list[bytes] = []
     while n and (data := read(n)):
-        pieces.append(data)
+        blocks.append(data)
         n -= len(data)
-    return b"".join(pieces)
+    return b"".join(blocks)
 
 
 def _find_split(data: bytes) -> int:
@@ -147,7 +147,7 @@ class FileDocuments:
         assert files
         self._files = files
         self._column = column
-        self._left_out_before = left_out
+        self._initial_left_out = left_out
         self._split_of = split_of
         self.left_out = Counter(left_out)
         self.n_bytes = sum(f.size for f in files)
@@ -155,8 +155,8 @@ class FileDocuments:
         where = str(files[0].path) if len(files) == 1 else f"the source of {len(files):,} files ({files[0].path}, ...)"
         self._make_budget = functools.partial(UnpackBudget, where, packed, max_unpacked_gb)
         self._budget = self._make_budget()
-        self.single = split_of is None and len(files) == 1 and self._is_one_text(files[0])
-        self.ends = not self.single
+        self.is_single = split_of is None and len(files) == 1 and self._has_one_text(files[0])
+        self.ends_with_eos = not self.is_single
 
     def identity(self) -> dict[str, Any]:
         digest = hashlib.sha256()  # a digest, because the list may have a million entries
@@ -180,10 +180,10 @@ class FileDocuments:
             for file in self._files:
                 if detect_format(file.name)[0] in ("jsonl", "parquet"):
                     next(self._file_parts(file, 0), None)
-        self._forget()
+        self._reset()
 
     def parts(self) -> Iterator[DocumentPart]:
-        self._forget()
+        self._reset()
         before, any_text = 0, False
         for file in self._files:
             for part in self._file_parts(file, before):
@@ -199,12 +199,12 @@ class FileDocuments:
         """Bytes unpacked in the last pass over the source."""
         return self._budget.n_bytes
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._budget = self._make_budget()
         self.left_out.clear()
-        self.left_out.update(self._left_out_before)
+        self.left_out.update(self._initial_left_out)
 
-    def _is_one_text(self, file: SourceFile) -> bool:
+    def _has_one_text(self, file: SourceFile) -> bool:
         kind, _ = detect_format(file.name)
         if kind != "zip":
             return kind == "text"
@@ -234,7 +234,7 @@ class FileDocuments:
                     )
 
     def _parquet_parts(self, file: SourceFile, before: int) -> Iterator[DocumentPart]:
-        with open_parquet(file.path, self._column) as table:
+        with open_text_column(file.path, self._column) as table:
             n_rows = table.metadata.num_rows
             for row, text in parquet_rows(table, self._column, self.left_out):
                 self._budget.spend(len(text))
@@ -263,13 +263,13 @@ class FileDocuments:
     def _unpacked(self, codec: str, raw: BinaryIO) -> BinaryIO:
         return count_bytes(decompress(codec, raw), self._budget) if codec else raw
 
-    def _document(self, name: str, pieces: Iterable[PartBytes], position: Callable[[], int]) -> Iterator[DocumentPart]:
+    def _document(self, name: str, parts: Iterable[PartBytes], position: Callable[[], int]) -> Iterator[DocumentPart]:
         split = self._split_of(name) if self._split_of else None
         if self._split_of and split is None:
             self.left_out["outside_splits"] += 1
             return
         name, empty = _printable(name), True
-        for data, first, last in pieces:
+        for data, first, last in parts:
             empty = False
             yield DocumentPart(name, data, first, last, split, position())
         if empty:
@@ -279,7 +279,7 @@ class FileDocuments:
 class HubDocuments:
     """A Hugging Face dataset: each row is a document, with the predefined splits."""
 
-    ends, single, n_bytes = True, False, None
+    ends_with_eos, is_single, n_bytes = True, False, None
 
     def __init__(self, hub: HubDataset) -> None:
         self._hub = hub
@@ -309,12 +309,11 @@ class HubDocuments:
 
 
 def _no_text(source: str, left_out: Counter[str]) -> UserError:
-    reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(left_out.items()))
     return invalid(
         "SOURCE",
         source,
-        f"a source with text in it (left out: {reasons or 'nothing'})",
-        "name files that hold text (a NUL byte in the first 8 KB counts as binary)",
+        f"a source with text in it (left out: {format_left_out(left_out) or 'nothing'})",
+        "name files that contain text (a NUL byte in the first 8 KB counts as binary)",
     )
 
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from linnet.core.errors import UserError
-from linnet.data.sources.files import reading
+from linnet.data.sources.files import reading, writing
 
 MAX_TRIES = 5
 """Maximum attempts without a single new byte; attempts that make progress are not limited."""
 PAUSE_SECONDS = 1.0
 TIMEOUT_SECONDS = 60.0
 BLOCK_BYTES = 1 << 20
+WRITE_FIX = "free some space there, or give the file with --from PATH"
 TRANSIENT = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 Progress = Callable[[int, int | None], None]
@@ -43,26 +44,26 @@ def download_file(
     """Download `url` to `path`. An existing file is verified and kept; `path`.part is resumed."""
     checksum = ("sha256", sha256) if sha256 else ("md5", md5) if md5 else None
     if path.exists():
-        if wrong := _find_mismatch(path, checksum, size):
-            raise UserError(f"{path} is not the file from {url}: {wrong}. Fix: remove it to download it again.")
+        if mismatch := _find_mismatch(path, checksum, size):
+            raise UserError(f"{path} is not the file from {url}: {mismatch}. Fix: remove it to download it again.")
         return path
     part = path.with_name(path.name + ".part")
-    with _writing(part):
+    with writing(part, WRITE_FIX):
         path.parent.mkdir(parents=True, exist_ok=True)
     resumed = part.exists()
     _download(url, path, part, size, progress)
-    wrong = _find_mismatch(part, checksum, size)
-    if wrong and resumed:  # the existing part may belong to another file
+    mismatch = _find_mismatch(part, checksum, size)
+    if mismatch and resumed:  # the existing part may belong to another file
         part.unlink()
         _download(url, path, part, size, progress)
-        wrong = _find_mismatch(part, checksum, size)
-    if wrong:
+        mismatch = _find_mismatch(part, checksum, size)
+    if mismatch:
         part.unlink()
         raise UserError(
-            f"{url} did not return the expected file: {wrong}. Fix: try again later, or give the right file "
+            f"{url} did not return the expected file: {mismatch}. Fix: try again later, or give the right file "
             "with --from PATH."
         )
-    with _writing(path):
+    with writing(path, WRITE_FIX):
         part.replace(path)
     return path
 
@@ -72,8 +73,8 @@ def read_url(url: str, instead: str) -> bytes:
     attempt = 0
     while True:
         try:
-            with _open(url, 0) as answer:
-                return answer.read()
+            with _open(url, 0) as response:
+                return response.read()
         except (OSError, http.client.HTTPException) as error:
             attempt += 1
             if attempt >= MAX_TRIES or not _is_transient(error):
@@ -90,8 +91,8 @@ def _download(url: str, path: Path, part: Path, size: int | None, progress: Prog
             _stream(url, part, before, size, progress)
             return
         except _ConnectionLost as dropped:
-            got_on = part.exists() and part.stat().st_size > before
-            failures = 1 if got_on else failures + 1
+            has_progress = part.exists() and part.stat().st_size > before
+            failures = 1 if has_progress else failures + 1
             if failures >= MAX_TRIES:
                 raise _unreachable(url, path, str(dropped)) from None
         except urllib.error.HTTPError as error:
@@ -102,10 +103,10 @@ def _download(url: str, path: Path, part: Path, size: int | None, progress: Prog
 def _stream(url: str, part: Path, offset: int, size: int | None, progress: Progress | None) -> None:
     """Append to `part` what the server sends from `offset` on, over one connection."""
     try:
-        answer = _open(url, offset)
+        response = _open(url, offset)
     except urllib.error.HTTPError as error:
         if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and offset:
-            if _total_of(error.headers) == offset:
+            if _range_total(error.headers) == offset:
                 return  # it was complete, but not yet renamed
             part.unlink()
             raise _ConnectionLost("the part downloaded before is longer than the file") from None
@@ -114,33 +115,33 @@ def _stream(url: str, part: Path, offset: int, size: int | None, progress: Progr
         raise
     except (OSError, http.client.HTTPException) as error:
         raise _ConnectionLost(_reason(error)) from None
-    with answer:
-        if answer.status != HTTPStatus.PARTIAL_CONTENT or _start_of(answer.headers) != offset:
-            if answer.status == HTTPStatus.PARTIAL_CONTENT and _start_of(answer.headers) != 0:
+    with response:
+        if response.status != HTTPStatus.PARTIAL_CONTENT or _range_start(response.headers) != offset:
+            if response.status == HTTPStatus.PARTIAL_CONTENT and _range_start(response.headers) != 0:
                 part.unlink(missing_ok=True)
                 raise _ConnectionLost("the server sent another range than requested")
             offset = 0  # the server does not support ranges: restart from the beginning
-        length = answer.headers.get("Content-Length")
+        length = response.headers.get("Content-Length")
         total = offset + int(length) if length else size
-        with _writing(part):
+        with writing(part, WRITE_FIX):
             file = open(part, "ab" if offset else "wb")  # noqa: SIM115 (closed below, apart from the network's errors)
         with file:
             done = offset
-            while data := _next_block(answer):
-                with _writing(part):
+            while data := _next_block(response):
+                with writing(part, WRITE_FIX):
                     file.write(data)
                 done += len(data)
                 if progress:
                     progress(done, total)
-            with _writing(part):
+            with writing(part, WRITE_FIX):
                 file.flush()
     if total is not None and done < total:
         raise _ConnectionLost(f"the connection ended after {done:,} of {total:,} bytes")
 
 
-def _next_block(answer: http.client.HTTPResponse) -> bytes:
+def _next_block(response: http.client.HTTPResponse) -> bytes:
     try:
-        return answer.read1(BLOCK_BYTES)
+        return response.read1(BLOCK_BYTES)
     except (OSError, http.client.HTTPException) as error:
         raise _ConnectionLost(_reason(error)) from None
 
@@ -156,12 +157,12 @@ def _open(url: str, offset: int) -> Any:
         raise
 
 
-def _start_of(headers: Any) -> int | None:
+def _range_start(headers: Any) -> int | None:
     match = re.match(r"bytes (\d+)-", headers.get("Content-Range", ""))
     return int(match[1]) if match else None
 
 
-def _total_of(headers: Any) -> int | None:
+def _range_total(headers: Any) -> int | None:
     match = re.search(r"/(\d+)$", headers.get("Content-Range", ""))
     return int(match[1]) if match else None
 
@@ -187,9 +188,9 @@ def _unreachable(url: str, path: Path, reason: str) -> UserError:
 
 def _find_mismatch(path: Path, checksum: tuple[str, str] | None, size: int | None) -> str | None:
     with reading(path):
-        found = path.stat().st_size
-    if size is not None and found != size:
-        return f"it has {found:,} bytes, not {size:,}"
+        actual_size = path.stat().st_size
+    if size is not None and actual_size != size:
+        return f"it has {actual_size:,} bytes, not {size:,}"
     if checksum:
         algorithm, expected = checksum
         with reading(path), open(path, "rb") as file:
@@ -197,19 +198,3 @@ def _find_mismatch(path: Path, checksum: tuple[str, str] | None, size: int | Non
         if actual != expected:
             return f"its {algorithm} is {actual}, not {expected}"
     return None
-
-
-class _writing:
-    """Converts disk errors to a `UserError`, as opposed to network errors, because retrying would not help."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise UserError(
-                f"{self._path} cannot be written ({error.strerror or error}). Fix: free some space there, or give the file "
-                "with --from PATH."
-            ) from None

@@ -46,8 +46,8 @@ def open_emoji(size: int) -> tuple[UInt8[np.ndarray, "n size size 3"], list[str]
     with Image.open(FOLDER / f"{size}.png") as image:
         sheet = np.asarray(image)
     cells = sheet.reshape(-1, size, SHEET_COLUMNS, size, 3).swapaxes(1, 2).reshape(-1, size, size, 3)
-    pictures = cells[: len(captions)]  # the last row of the sheet is not full
-    return pictures, captions, assign_splits(captions, pictures)
+    images = cells[: len(captions)]  # the last row of the sheet is not full
+    return images, captions, assign_splits(captions, images)
 
 
 def find_concept(caption: str) -> str:
@@ -61,16 +61,16 @@ def find_concept(caption: str) -> str:
     return " ".join(" ".join(words).split()) or "person"
 
 
-def assign_splits(captions: Sequence[str], pictures: UInt8[np.ndarray, "n h w 3"]) -> list[str]:
+def assign_splits(captions: Sequence[str], images: UInt8[np.ndarray, "n h w 3"]) -> list[str]:
     """Return the split of each image, by a hash of its concept.
 
     Concepts with the same image (the flags of France and of Clipperton Island) count as one.
     """
     concepts = [find_concept(caption) for caption in captions]
-    first_of_picture: dict[bytes, str] = {}
+    first_concept: dict[bytes, str] = {}
     same_as: dict[str, str] = {}
-    for name, picture in zip(concepts, pictures, strict=True):
-        first = _root(first_of_picture.setdefault(picture.tobytes(), name), same_as)
+    for name, image in zip(concepts, images, strict=True):
+        first = _root(first_concept.setdefault(image.tobytes(), name), same_as)
         if _root(name, same_as) != first:
             same_as[_root(name, same_as)] = first
     return [_split(_root(name, same_as)) for name in concepts]
@@ -84,8 +84,8 @@ def _root(name: str, same_as: dict[str, str]) -> str:
 
 def _split(name: str) -> str:
     percent = int.from_bytes(hashlib.sha256((SALT + name).encode()).digest()[:8], "big") % 100
-    for split, share in HELD_OUT.items():
-        if percent < share:
+    for split, held_out in HELD_OUT.items():
+        if percent < held_out:
             return split
-        percent -= share
+        percent -= held_out
     return "train"

@@ -11,7 +11,7 @@ import os
 import stat
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,17 +62,31 @@ def find_files(source: str, field: str = "data.source", packed: tuple[str, ...] 
 
 def find_held_out(patterns: Sequence[str], below: Path, field: str) -> SourceFiles:
     """Return the files of several patterns, each once. A pattern is resolved as given, then below the root of the source."""
-    parts: list[SourceFiles] = []
+    groups: list[SourceFiles] = []
     for pattern in patterns:
         paths = match_files(pattern, field=field)
         if paths is None or not paths.paths:
             paths = match_files(pattern, below) or paths
         if paths is None:
             raise invalid(field, pattern, "existing files, folders or globs", _suggest_name(pattern, "data.source"))
-        parts.append(_check_not_empty(_select_text(paths.root, paths.paths, left_out=paths.left_out), field, pattern))
-    files = {f.identity: f for part in parts for f in part.files}
-    left_out = sum((Counter(part.left_out) for part in parts), Counter[str]())
+        groups.append(_check_not_empty(_select_text(paths.root, paths.paths, left_out=paths.left_out), field, pattern))
+    files = {f.identity: f for group in groups for f in group.files}
+    left_out = sum((Counter(group.left_out) for group in groups), Counter[str]())
     return SourceFiles(root=below, files=tuple(files.values()), left_out=dict(left_out))
+
+
+def format_left_out(left_out: Mapping[str, int]) -> str:
+    """List counts of skipped items by reason, as in "2 binary, 1 empty"."""
+    return ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(left_out.items()))
+
+
+@contextlib.contextmanager
+def writing(path: Path, fix: str) -> Iterator[None]:
+    """Convert an OSError to a `UserError` that names the path and a way to solve it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror or error}). Fix: {fix}.") from None
 
 
 @contextlib.contextmanager
@@ -121,19 +135,19 @@ def match_files(pattern: str, below: Path = Path(), *, field: str = "SOURCE") ->
     check_local(field, pattern)
     pattern = os.path.expanduser(pattern)
     path = below / pattern
-    kind = _file_mode(path) if pattern else None
-    if kind is None:
+    mode = _file_mode(path) if pattern else None
+    if mode is None:
         # A name that exists is meant literally, so wildcards are only expanded if it does not.
-        return _globbed(pattern, below) if _has_magic(pattern) else None
-    if stat.S_ISDIR(kind):
+        return _expand_glob(pattern, below) if _has_magic(pattern) else None
+    if stat.S_ISDIR(mode):
         left_out = Counter[str]()
         return MatchedFiles(path, list(_walk(path, left_out=left_out)), left_out)
-    if stat.S_ISREG(kind):
+    if stat.S_ISREG(mode):
         return MatchedFiles(path.parent, [path], Counter())
     raise UserError(f"{path} is neither a file nor a folder. Fix: name a regular file, a folder or a glob.")
 
 
-def _globbed(pattern: str, below: Path) -> MatchedFiles:
+def _expand_glob(pattern: str, below: Path) -> MatchedFiles:
     literal = itertools.takewhile(lambda part: not _has_magic(part), Path(pattern).parts)
     matches = [below / match for match in glob.glob(pattern, root_dir=below, recursive=True)]
     root, files = below.joinpath(*literal), [match for match in matches if not os.path.isdir(match)]
@@ -170,25 +184,25 @@ def _walk(root: Path, skip: frozenset[str] = frozenset(), *, left_out: Counter[s
     instead of followed.
     """
 
-    def stays(path: str) -> bool:
+    def is_inside(path: str) -> bool:
         if left_out is None or not os.path.islink(path) or not leaves_root(Path(path), root):
             return True
         left_out[OUTSIDE_LINKS] += 1
         return False
 
-    def stop(error: OSError) -> None:
+    def fail(error: OSError) -> None:
         raise _unreadable(error, str(error.filename))
 
     seen = {os.path.realpath(root)}
-    for folder, folders, names in os.walk(root, followlinks=True, onerror=stop):
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=fail):
         wanted = [(f, os.path.realpath(os.path.join(folder, f))) for f in sorted(folders) if not f.startswith(".")]
         wanted = [
-            (f, real) for f, real in wanted if f not in skip and real not in seen and stays(os.path.join(folder, f))
+            (f, real) for f, real in wanted if f not in skip and real not in seen and is_inside(os.path.join(folder, f))
         ]
         folders[:] = [f for f, _ in wanted]
         seen.update(real for _, real in wanted)
         yield from (
-            Path(folder, name) for name in names if not name.startswith(".") and stays(os.path.join(folder, name))
+            Path(folder, name) for name in names if not name.startswith(".") and is_inside(os.path.join(folder, name))
         )
 
 
@@ -200,8 +214,8 @@ def _select_text(
     files: dict[FileId, SourceFile] = {}
     left_out = Counter(left_out)
     for name, path in named:
-        kind = _file_mode(path)
-        if kind is None or not stat.S_ISREG(kind):
+        mode = _file_mode(path)
+        if mode is None or not stat.S_ISREG(mode):
             left_out["not_regular"] += 1
             continue
         with reading(path), open(path, "rb") as file:
@@ -221,11 +235,10 @@ def _check_not_empty(found: SourceFiles, field: str, source: str) -> SourceFiles
         return found
     if not found.left_out:
         raise invalid(field, source, "a name that matches at least one file", _suggest_pattern(source))
-    reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(found.left_out.items()))
     raise invalid(
         field,
         source,
-        f"a source with text in it (left out: {reasons})",
+        f"a source with text in it (left out: {format_left_out(found.left_out)})",
         "name text; for archives, parquet and images run `linnet data prepare` first and name its folder; save UTF-16 as UTF-8 "
         "(a NUL byte in the first 8 KB counts as binary)"
         if OUTSIDE_LINKS not in found.left_out
@@ -245,8 +258,8 @@ def _suggest_name(name: str, field: str) -> str:
     parent = next(p for p in (*path.parents, Path()) if os.path.isdir(p))
     wanted = path.relative_to(parent).parts[0]
     with reading(parent):
-        beside = sorted(os.listdir(parent))
-    near = difflib.get_close_matches(wanted, [*beside, EMBEDDED_CORPUS], n=1, cutoff=0.7)
+        siblings = sorted(os.listdir(parent))
+    near = difflib.get_close_matches(wanted, [*siblings, EMBEDDED_CORPUS], n=1, cutoff=0.7)
     if not near:
         how = f"with --{field}" if "." in field else f"as {field}"
         return f"give its path {how} ({str(parent.absolute())!r} is the nearest folder that exists)"

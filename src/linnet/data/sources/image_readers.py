@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import tarfile
 from array import array
@@ -12,11 +11,10 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from linnet.core.errors import UserError, invalid
-from linnet.data.sources.archives import DAMAGE, is_disk_error, open_zip, zip_files
+from linnet.data.sources.archives import DAMAGE, is_disk_error, open_parquet, open_zip, zip_files
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"})
 DEFAULT_COLUMN = "image"
@@ -96,8 +94,8 @@ def _read_tar(file: InputFile, column: str | None, left_out: Counter[str]) -> It
     for info in tar_members(file.path):
         if info.isdir():
             continue
-        in_one_piece = info.isreg() and info.sparse is None
-        reason = skip_reason(info.name, info.size) if in_one_piece else "not_regular"
+        is_contiguous = info.isreg() and info.sparse is None
+        reason = skip_reason(info.name, info.size) if is_contiguous else "not_regular"
         if reason:
             left_out[reason] += 1
         else:
@@ -153,24 +151,8 @@ def _read_parquet(file: InputFile, column: str | None, left_out: Counter[str]) -
                     yield ImageMember(f"{file.name}:{row - 1:09}", encoded, file.size * row // n_rows)
 
 
-@contextlib.contextmanager
-def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a parquet file; damage found while reading is also an error that names it."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        # Without `pre_buffer` pages are read as needed, not a complete row group at once.
-        with pq.ParquetFile(path, pre_buffer=False) as parquet:
-            yield parquet
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        if is_disk_error(error):
-            raise
-        raise _damage_error(path, error) from None
-
-
 def check_column(path: Path, schema: pa.Schema, column: str) -> None:
-    usable = [field.name for field in schema if _holds_bytes(field.type)]
+    usable = [field.name for field in schema if _is_bytes(field.type)]
     if column not in usable:
         names = ", ".join(usable) or f"none of its columns ({', '.join(schema.names)})"
         raise invalid("--column", column, f"a column of encoded images; in {path} that is {names}", "name one of them")
@@ -178,7 +160,7 @@ def check_column(path: Path, schema: pa.Schema, column: str) -> None:
 
 def has_images(schema: pa.Schema) -> bool:
     """Guess whether a parquet file contains images: bytes under another name may be anything."""
-    return any(_holds_bytes(f.type) and (f.name == DEFAULT_COLUMN or _is_struct(f.type)) for f in schema)
+    return any(_is_bytes(f.type) and (f.name == DEFAULT_COLUMN or _is_struct(f.type)) for f in schema)
 
 
 def _is_struct(kind: pa.DataType) -> bool:
@@ -187,12 +169,12 @@ def _is_struct(kind: pa.DataType) -> bool:
     return pa.types.is_struct(kind)
 
 
-def _holds_bytes(kind: pa.DataType) -> bool:
+def _is_bytes(kind: pa.DataType) -> bool:
     """Return whether a column is bytes, or the struct of `bytes` and `path` that Hugging Face writes."""
     import pyarrow as pa
 
     if isinstance(kind, pa.StructType):
-        return any(field.name == "bytes" and _holds_bytes(field.type) for field in kind)
+        return any(field.name == "bytes" and _is_bytes(field.type) for field in kind)
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from linnet.core.errors import UserError, invalid
-from linnet.data.sources.archives import open_zip, zip_files
-from linnet.data.sources.files import match_files as match_files
-from linnet.data.sources.files import reading
+from linnet.data.sources.archives import open_parquet, open_zip, zip_files
+from linnet.data.sources.files import format_left_out, match_files, reading
 from linnet.data.sources.image_readers import (
     DEFAULT_COLUMN,
     IMAGE_SUFFIXES,
@@ -27,7 +26,6 @@ from linnet.data.sources.image_readers import (
     InputFile,
     check_column,
     has_images,
-    open_parquet,
     skip_reason,
 )
 from linnet.data.sources.unpack_budget import UnpackBudget
@@ -62,7 +60,7 @@ class ImageSource(Protocol):
         """Return plain values that change when the input or an option does."""
         ...
 
-    def pictures(self) -> Iterator[EncodedImage]:
+    def images(self) -> Iterator[EncodedImage]:
         """Yield images in name order, in bounded memory."""
         ...
 
@@ -74,7 +72,7 @@ class ImageFiles:
         self,
         source: str,
         files: tuple[InputFile, ...],
-        found_left_out: Counter[str],
+        initial_left_out: Counter[str],
         column: str | None,
         max_unpacked_gb: float | None = None,
     ) -> None:
@@ -82,8 +80,8 @@ class ImageFiles:
         self._make_budget = functools.partial(UnpackBudget, source, packed, max_unpacked_gb)
         self._budget = self._make_budget()
         self.n_bytes = sum(file.size for file in files)
-        self.left_out = Counter(found_left_out)
-        self._source, self._files, self._found_left_out, self._column = source, files, found_left_out, column
+        self.left_out = Counter(initial_left_out)
+        self._source, self._files, self._initial_left_out, self._column = source, files, initial_left_out, column
 
     def identity(self) -> dict[str, Any]:
         digest = hashlib.sha256()
@@ -103,10 +101,10 @@ class ImageFiles:
         """Bytes unpacked in the last pass over the source."""
         return self._budget.n_bytes
 
-    def pictures(self) -> Iterator[EncodedImage]:
+    def images(self) -> Iterator[EncodedImage]:
         # The counts restart with each pass.
         self.left_out.clear()
-        self.left_out.update(self._found_left_out)
+        self.left_out.update(self._initial_left_out)
         start, n = 0, 0
         self._budget = self._make_budget()
         for file in self._files:
@@ -128,11 +126,11 @@ def open_images(source: str, *, column: str | None = None, max_unpacked_gb: floa
     """
     if source.lower().endswith(COMPRESSED_TARS):
         raise invalid("SOURCE", source, "an uncompressed tar, for random access", "decompress it to a .tar")
-    found = match_files(source)
-    if found is None:
+    matched = match_files(source)
+    if matched is None:
         raise invalid("SOURCE", source, "an existing image, zip, tar, parquet, folder or glob", "correct the path")
-    files, left_out = _select_files(found.root, found.paths)
-    left_out += found.left_out
+    files, left_out = _select_files(matched.root, matched.paths)
+    left_out += matched.left_out
     if not files:
         raise _no_images(source, left_out)
     parquets = [file for file in files if file.path.suffix.lower() == ".parquet"]
@@ -146,11 +144,10 @@ def open_images(source: str, *, column: str | None = None, max_unpacked_gb: floa
 
 
 def _no_images(source: str, left_out: Counter[str]) -> UserError:
-    reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in sorted(left_out.items())) or "nothing"
     return invalid(
         "SOURCE",
         source,
-        f"a source with images in it (left out: {reasons})",
+        f"a source with images in it (left out: {format_left_out(left_out) or 'nothing'})",
         f"name images ({' '.join(sorted(IMAGE_SUFFIXES))}), or a .zip, .tar or .parquet of them",
     )
 
@@ -162,15 +159,15 @@ def contains_images(source: str) -> bool:
     """
     if source.lower().endswith(COMPRESSED_TARS):
         return True  # `open_images` reports the fix; as text it would be noise
-    found = match_files(source)
-    paths = found.paths if found else []
+    matched = match_files(source)
+    paths = matched.paths if matched else []
     by_suffix: dict[str, list[Path]] = {}
     for path in paths:
         by_suffix.setdefault(path.suffix.lower(), []).append(path)
-    pictures = [path for suffix, group in by_suffix.items() if _has_images(suffix, group[0]) for path in group]
-    stems, chosen = {path.with_suffix("") for path in pictures}, set(pictures)
+    images = [path for suffix, group in by_suffix.items() if _has_images(suffix, group[0]) for path in group]
+    stems, chosen = {path.with_suffix("") for path in images}, set(images)
     others = sum(path not in chosen and path.with_suffix("") not in stems for path in paths)
-    return len(pictures) > others
+    return len(images) > others
 
 
 def _has_images(suffix: str, path: Path) -> bool:

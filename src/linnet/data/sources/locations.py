@@ -48,26 +48,26 @@ def without_local_paths(cfg: RunConfig) -> RunConfig:
 def rebase_changed(cfg: RunConfig, before: RunConfig) -> RunConfig:
     """Make paths that were changed by flags relative to the working directory; unchanged paths keep the `base` of `before`."""
     old, new = before.data, cfg.data
-    named = [name for name in FIELDS if hasattr(new, name)]
-    changed = [name for name in named if getattr(new, name) != getattr(old, name, None)]
+    fields = [name for name in FIELDS if hasattr(new, name)]
+    changed = [name for name in fields if getattr(new, name) != getattr(old, name, None)]
     if old.base is None or new.base != old.base or not changed:
         return cfg
-    kept = resolve_paths(old)
-    values = {name: getattr(kept, name) for name in named if name not in changed}
+    resolved = resolve_paths(old)
+    values = {name: getattr(resolved, name) for name in fields if name not in changed}
     return dataclasses.replace(cfg, data=dataclasses.replace(new, base=None, **values))
 
 
 def absolute_paths(cfg: DataConfig | PairsConfig) -> dict[str, str | list[str]]:
     """Return the absolute form of every setting that names files, for `data.json`."""
-    base, found = cfg.base or os.getcwd(), resolve_paths(cfg)
-    shown: dict[str, str | list[str]] = {}
+    base, resolved = cfg.base or os.getcwd(), resolve_paths(cfg)
+    result: dict[str, str | list[str]] = {}
     for name in FIELDS:
-        value = getattr(found, name, None)
+        value = getattr(resolved, name, None)
         paths = list(value) if isinstance(value, tuple) else [value] if value else []
         absolute = [_absolute(base, path) for path in paths if not _is_embedded(path)]
         if absolute:
-            shown[name] = absolute if isinstance(value, tuple) else absolute[0]
-    return shown
+            result[name] = absolute if isinstance(value, tuple) else absolute[0]
+    return result
 
 
 def _map_paths(cfg: Config, change: Callable[[str], str]) -> Config:
@@ -96,5 +96,4 @@ def _exists(base: str, path: str) -> bool:
     """Return whether a relative path or glob matches something below `base`."""
     if _is_embedded(path) or os.path.isabs(os.path.expanduser(path)) or "\0" in path:
         return False
-    place = Path(base, path)
-    return place.exists() or any(True for _ in glob.iglob(path, root_dir=base, recursive=True))
+    return Path(base, path).exists() or any(True for _ in glob.iglob(path, root_dir=base, recursive=True))

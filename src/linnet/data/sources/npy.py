@@ -55,36 +55,39 @@ def read_npy_header(file: IO[bytes], where: str) -> NpyHeader:
     text = file.read(size)
     if len(text) < size:
         raise _invalid(where, "it is truncated")
-    return _parsed(text.decode("latin-1"), where, 8 + width + size)
+    return _parse_header(text.decode("latin-1"), where, 8 + width + size)
 
 
-def _parsed(text: str, where: str, offset: int) -> NpyHeader:
-    found = _HEADER.fullmatch(text)
-    if not found:
+def _parse_header(text: str, where: str, offset: int) -> NpyHeader:
+    match = _HEADER.fullmatch(text)
+    if not match:
         raise _invalid(where, "its header is damaged, or it is not a plain array")
     entries: dict[str, tuple[str, str]] = {}
     for i in range(3):
-        key = found[f"k{i}"] or found[f"q{i}"]
-        kind = next(kind for kind in "tubs" if found[f"{kind}{i}"] is not None)
-        entries[key] = (kind, found[f"{kind}{i}"])
+        key = match[f"k{i}"] or match[f"q{i}"]
+        kind = next(kind for kind in "tubs" if match[f"{kind}{i}"] is not None)
+        entries[key] = (kind, match[f"{kind}{i}"])
     descr, order, shape = (entries.get(name, ("", "")) for name in ("descr", "fortran_order", "shape"))
     if descr[0] not in ("t", "u") or order[0] != "b" or shape[0] != "s":
         raise _invalid(where, "its header is damaged, or it is not a plain array")
     return NpyHeader(
-        shape=_shape(shape[1], where), fortran_order=order[1] == "True", dtype=_dtype(descr[1], where), offset=offset
+        shape=_parse_shape(shape[1], where),
+        fortran_order=order[1] == "True",
+        dtype=_parse_dtype(descr[1], where),
+        offset=offset,
     )
 
 
-def _shape(text: str, where: str) -> tuple[int, ...]:
-    words = [word.strip().removesuffix("L") for word in text.split(",")]
-    if words[-1] == "":  # after a trailing comma, or an empty tuple
-        words.pop()
-    if len(words) > MAX_AXES or not all(word.isascii() and word.isdigit() and len(word) <= 18 for word in words):
+def _parse_shape(text: str, where: str) -> tuple[int, ...]:
+    sizes = [word.strip().removesuffix("L") for word in text.split(",")]
+    if sizes[-1] == "":  # after a trailing comma, or an empty tuple
+        sizes.pop()
+    if len(sizes) > MAX_AXES or not all(size.isascii() and size.isdigit() and len(size) <= 18 for size in sizes):
         raise _invalid(where, "its shape is damaged")
-    return tuple(int(word) for word in words)
+    return tuple(int(size) for size in sizes)
 
 
-def _dtype(name: str, where: str) -> np.dtype:
+def _parse_dtype(name: str, where: str) -> np.dtype:
     try:
         dtype = np.dtype(name) if _DTYPE.fullmatch(name) else None
     except (TypeError, ValueError):
@@ -129,7 +132,7 @@ def check_size(header: NpyHeader, n_bytes: int, where: str) -> None:
         )
 
 
-def _invalid(where: str, why: str) -> UserError:
+def _invalid(where: str, reason: str) -> UserError:
     return UserError(
-        f"{where} is not an .npy array of numbers ({why}). Fix: create or download it again, or leave it out."
+        f"{where} is not an .npy array of numbers ({reason}). Fix: create or download it again, or leave it out."
     )

@@ -12,6 +12,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from linnet.core.errors import UserError, invalid
+from linnet.data.sources.archives import open_parquet
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -26,8 +27,8 @@ HUB = "hf:"
 SPLIT_NAMES = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 
 
-def missing_column(where: str, column: str, there: Iterable[str]) -> UserError:
-    names = ", ".join(sorted(there)) or "none"
+def missing_column(where: str, column: str, existing: Iterable[str]) -> UserError:
+    names = ", ".join(sorted(existing)) or "none"
     return invalid("--column", column, f"a column of {where} (it has: {names})", "name one of those with --column")
 
 
@@ -108,30 +109,19 @@ def _encoded(text: str) -> bytes:
 
 
 @contextlib.contextmanager
-def open_parquet(path: str | PathLike[str], column: str) -> Iterator[pq.ParquetFile]:
-    """Open a file that has the column as text; damage found now or while reading is an error that names the file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path, memory_map=True) as file:
-            names = file.schema_arrow.names
-            if column not in names:
-                raise missing_column(str(path), column, names)
-            kind = str(file.schema_arrow.field(column).type)
-            if not re.search("string|binary|null", kind) or re.search("list|struct|map", kind):
-                raise invalid("--column", column, f"text, but in {path} it is {kind}", "name a column of text")
-            groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-            if sum(groups) != file.metadata.num_rows or min(groups, default=0) < 0:
-                raise OSError("its parts have another number of rows than the whole")
-            yield file
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last from a broken column name
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        reason = str(error).splitlines()[0].rstrip(". ") if str(error) else type(error).__name__
-        raise UserError(
-            f"{path} is not a complete parquet file ({reason}). Fix: it is truncated or corrupt; download it again, or leave it out."
-        ) from None
+def open_text_column(path: str | PathLike[str], column: str) -> Iterator[pq.ParquetFile]:
+    """Open a parquet file and check that it has the column, as text, and consistent row counts."""
+    with open_parquet(path, memory_map=True) as file:
+        names = file.schema_arrow.names
+        if column not in names:
+            raise missing_column(str(path), column, names)
+        kind = str(file.schema_arrow.field(column).type)
+        if not re.search("string|binary|null", kind) or re.search("list|struct|map", kind):
+            raise invalid("--column", column, f"text, but in {path} it is {kind}", "name a column of text")
+        groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        if sum(groups) != file.metadata.num_rows or min(groups, default=0) < 0:
+            raise OSError("the row counts of its row groups do not add up")
+        yield file
 
 
 def parquet_rows(file: pq.ParquetFile, column: str, left_out: Counter[str]) -> Iterator[tuple[int, bytes]]:
@@ -152,13 +142,13 @@ def parquet_rows(file: pq.ParquetFile, column: str, left_out: Counter[str]) -> I
                 if (text := _text(cell.as_py(), left_out)) is not None:
                     yield number, text
     if number != file.metadata.num_rows:
-        raise OSError(f"it holds {number:,} rows and should contain {file.metadata.num_rows:,}")
+        raise OSError(f"it has {number:,} rows and should have {file.metadata.num_rows:,}")
 
 
 def _rows_per_batch(file: pq.ParquetFile, group: int) -> int:
     # By the size of complete rows: querying the size of one column in a broken footer can crash the process.
-    about = file.metadata.row_group(group)
-    return max(1, min(4096, BATCH_BYTES * about.num_rows // max(about.total_byte_size, 1)))
+    metadata = file.metadata.row_group(group)
+    return max(1, min(4096, BATCH_BYTES * metadata.num_rows // max(metadata.total_byte_size, 1)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,7 +166,7 @@ class HubDataset:
         rows = iter(self.splits[split])
         number = 0
         while True:
-            with _reading_hub(self.name):
+            with _hub_errors(self.name):
                 row = next(rows, None)
             if row is None:
                 return
@@ -204,27 +194,27 @@ def open_hub(source: str, column: str) -> HubDataset:
             "readable by the package 'datasets', which is missing",
             "pip install 'linnet-lm[datasets]'",
         ) from None
-    with _reading_hub(name):
-        found: dict[str, Any] = dict(datasets.load_dataset(name, config, streaming=True))
-    splits, left_out = _map_splits(found)
+    with _hub_errors(name):
+        dataset: dict[str, Any] = dict(datasets.load_dataset(name, config, streaming=True))
+    splits, left_out = _map_splits(dataset)
     if not splits:
         raise invalid(
             "SOURCE",
             source,
-            f"a dataset with the splits train, validation or test (it has: {', '.join(found)})",
+            f"a dataset with the splits train, validation or test (it has: {', '.join(dataset)})",
             "name another configuration with hf:OWNER/NAME:CONFIG, or download its files and name them",
         )
     return HubDataset(name=name, config=config, column=column, splits=splits, left_out=left_out)
 
 
-def _map_splits(found: dict[str, Any]) -> tuple[dict[str | None, Iterable[dict[str, Any]]], Counter[str]]:
+def _map_splits(dataset: dict[str, Any]) -> tuple[dict[str | None, Iterable[dict[str, Any]]], Counter[str]]:
     """Return the splits under our names, and counts of those that have no such name or are duplicates."""
     splits: dict[str | None, Iterable[dict[str, Any]]] = {}
-    if len(found) == 1:
-        splits[None] = next(iter(found.values()))
+    if len(dataset) == 1:
+        splits[None] = next(iter(dataset.values()))
         return splits, Counter()
     left_out: Counter[str] = Counter()
-    for theirs, rows in found.items():
+    for theirs, rows in dataset.items():
         ours = SPLIT_NAMES.get(theirs)
         if ours is None or ours in splits:
             left_out[f"split_{theirs}"] += 1
@@ -234,7 +224,7 @@ def _map_splits(found: dict[str, Any]) -> tuple[dict[str | None, Iterable[dict[s
 
 
 @contextlib.contextmanager
-def _reading_hub(name: str) -> Iterator[None]:
+def _hub_errors(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the package and its dependencies raise arbitrary exceptions

@@ -31,7 +31,7 @@ class UnpackBudget:
         """
         if limit_gb is not None and not 0 < limit_gb < 1e9:
             raise invalid(flag or FLAG, limit_gb, "a positive number of gigabytes", "use 10")
-        self._where, self._packed, self._flag, self._given = where, packed_bytes, flag, limit_gb is not None
+        self._where, self._packed, self._flag, self._is_explicit = where, packed_bytes, flag, limit_gb is not None
         self.limit = max(FLOOR_BYTES, RATIO * packed_bytes) if limit_gb is None else int(limit_gb * 1e9)
         self.n_bytes = 0
 
@@ -46,7 +46,11 @@ class UnpackBudget:
             raise self._exceeded()
 
     def _exceeded(self) -> UserError:
-        rule = f"what {self._flag} allows" if self._given else f"{RATIO} times its packed size ({self._packed:,} bytes)"
+        rule = (
+            f"what {self._flag} allows"
+            if self._is_explicit
+            else f"{RATIO} times its packed size ({self._packed:,} bytes)"
+        )
         allow = f", or, if you trust it, allow more with {self._flag} GIGABYTES" if self._flag else ""
         return UserError(
             f"{self._where} unpacks to more than {self.limit:,} bytes, which is more than {rule}; it may be a decompression bomb. "

@@ -101,8 +101,8 @@ class ServedPrior:
         captions = found.captions[0] if found.captions else [None] * found.rows.shape[1]
         images = (
             [None] * len(captions)
-            if found.pictures is None
-            else [_png(one.tobytes(), one.shape) for one in found.pictures[0]]
+            if found.images is None
+            else [_png(one.tobytes(), one.shape) for one in found.images[0]]
         )
         return [
             Neighbor(row=int(row), cosine=float(cosine), caption=caption, image=image)
@@ -149,7 +149,7 @@ def serve_prior(
         engine=engine.start(),
         encoder=encoder,
         gallery=gallery,
-        has_images=gallery is not None and gallery.nearest(anywhere, 1).pictures is not None,
+        has_images=gallery is not None and gallery.nearest(anywhere, 1).images is not None,
         created=int(time.time()),
     )
 
