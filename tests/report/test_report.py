@@ -462,7 +462,9 @@ def test_recorded_environment_has_no_personal_data() -> None:
 
 def test_memory_is_measured() -> None:
     before = environment.rss_bytes()
-    with mmap.mmap(-1, 64 << 20) as pages:  # malloc may give memory that is already resident (`environment.keep_memory`)
+    with mmap.mmap(
+        -1, 64 << 20
+    ) as pages:  # malloc may give memory that is already resident (`environment.keep_memory`)
         pages.write(b"x" * len(pages))
         assert environment.rss_bytes() - before > 32 << 20
         assert environment.peak_rss_bytes() >= environment.rss_bytes() - (8 << 20)
