@@ -31,21 +31,21 @@ types: setup
 	$(BIN)/basedpyright
 
 unit: setup browser
-	$(BIN)/pytest -n 2 -q --quickly --limit 60 --durations 25 -m 'not slow and not trial'
-	$(BIN)/pytest -n 2 -q --limit 60 --durations 25 -m 'optimized and not slow and not trial'
+	$(BIN)/pytest -n 3 --dist worksteal -q --quickly --limit 60 --durations 25 -m 'not slow and not trial'
+	$(BIN)/pytest -n 2 --dist worksteal -q --limit 60 --durations 25 -m 'optimized and not slow and not trial'
 
 # Tests that compile no model: less than 90 s.
 test-fast: setup
-	$(BIN)/pytest -n 2 -q --quickly --fast --durations 10 -m 'not slow and not trial'
+	$(BIN)/pytest -n 2 --dist worksteal -q --quickly --fast --durations 10 -m 'not slow and not trial'
 
 # The slow tests: exactness over more settings, meshes, several processes, fresh installs.
 test-slow: setup browser
-	$(BIN)/pytest -n 2 -q --quickly --durations 25 -m 'slow and not trial'
-	$(BIN)/pytest -n 2 -q --durations 25 -m 'slow and optimized and not trial'
+	$(BIN)/pytest -n 2 --dist worksteal -q --quickly --durations 25 -m 'slow and not trial'
+	$(BIN)/pytest -n 2 --dist worksteal -q --durations 25 -m 'slow and optimized and not trial'
 
 # Coverage of the quick tests: a table here, a page per file in .coverage-html/. Only code that the tests' own processes run is counted.
 coverage: setup browser
-	$(BIN)/pytest -n 2 -q --quickly -m 'not slow and not trial' --cov --cov-report=term --cov-report=html
+	$(BIN)/pytest -n 2 --dist worksteal -q --quickly -m 'not slow and not trial' --cov --cov-report=term --cov-report=html
 
 # Tests of the playground need Chromium, and one example needs curl. CI installs both; elsewhere the tests are skipped if one is missing.
 browser:

@@ -33,7 +33,7 @@ def runs() -> dict[str, linnet.Run]:
     return {name: linnet.load(MADE / name) for name in ("vq", "moe")}
 
 
-@pytest.fixture(params=["vq", "moe"])
+@pytest.fixture(params=["vq", pytest.param("moe", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, runs: dict[str, linnet.Run]) -> linnet.Run:
     return runs[request.param]
 
@@ -155,7 +155,7 @@ def test_long_text_is_scored_in_segments(runs: dict[str, linnet.Run]) -> None:
         runs["moe"].score(text)
 
 
-@pytest.mark.parametrize("name", ["vq", "moe", "moe-int8"])
+@pytest.mark.parametrize("name", ["vq", "moe", pytest.param("moe-int8", marks=pytest.mark.slow)])
 def test_export_is_the_run(name: str) -> None:
     run = linnet.load(MADE / name)
     export = linnet.load(MADE / "exports" / f"{name}.safetensors", tokenizer=None if name == "vq" else MADE / "moe")

@@ -20,7 +20,7 @@ def runs() -> dict[str, linnet.Run]:
     return {name: linnet.load(MADE / name) for name in ("vq", "moe")}
 
 
-@pytest.fixture(params=["vq", "moe"])
+@pytest.fixture(params=["vq", pytest.param("moe", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, runs: dict[str, linnet.Run]) -> linnet.Run:
     return runs[request.param]
 
@@ -97,7 +97,7 @@ def test_session_restored_in_another_process_equals_one_that_never_stopped(run: 
     assert json.loads(done.stdout) == list(session.generate(" and", max_tokens=16, seed=6).token_ids)
 
 
-@pytest.mark.parametrize("name", ["vq", "moe"])
+@pytest.mark.parametrize("name", ["vq", pytest.param("moe", marks=pytest.mark.slow)])
 def test_server_states_continue_in_the_python_api(runs: dict[str, linnet.Run], name: str) -> None:
     """Those that the server of 0.1 saved after two turns."""
     (file,) = (MADE / "states").glob(f"{name}*")

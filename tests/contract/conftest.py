@@ -23,7 +23,11 @@ def toy_family() -> Iterator[None]:
     del registry.FAMILIES["toy"]
 
 
-@pytest.fixture(scope="module", params=subjects.NAMES)
+PARAMS = [pytest.param(name, marks=[pytest.mark.slow] if name == "vq-moe" else []) for name in subjects.NAMES]
+"""`vq` with experts is tested by `make test-slow`: its parts are those of `vq` and `moe`, and it takes longest to compile."""
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def subject(request: pytest.FixtureRequest) -> str:
     return request.param
 

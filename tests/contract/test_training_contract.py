@@ -35,6 +35,8 @@ from linnet.train.task import Task
 
 SLOW = [pytest.param(name, marks=pytest.mark.trial) for name in ("moe", "vq-moe")]
 """Where compiling takes longer than the test is worth every time."""
+REST = ("moe", "vq-moe", "prior")
+"""Left to `make test-slow` where the training step is the same code for every family."""
 
 
 def parts(folder: Path, name: str, **changes: Any) -> tuple[RunConfig, ModelFamily, Any, TrainState, Task]:
@@ -83,6 +85,7 @@ def test_config_of_a_run_is_read_back_whole(subject: str, folder: Path, uninterr
 # One update
 
 
+@pytest.mark.parametrize("subject", ["vq", "toy", *[pytest.param(name, marks=pytest.mark.slow) for name in REST]])
 def test_seed_settles_every_bit(subject: str, folder: Path) -> None:
     cfg, fam, rule, _, _ = parts(folder, subject)
     step = make_step(fam, cfg, rule)
@@ -101,7 +104,7 @@ def test_seed_settles_every_bit(subject: str, folder: Path) -> None:
     assert all(a != b for a, b in zip(losses, other, strict=True))
 
 
-@pytest.mark.parametrize("subject", ["vq", "toy", "prior", *SLOW])
+@pytest.mark.parametrize("subject", ["toy", "prior", pytest.param("vq", marks=pytest.mark.slow), *SLOW])
 def test_accumulation_changes_nothing(subject: str, folder: Path) -> None:
     """Dropout included: a row draws by its place in the whole batch. What may differ is switched off: candidates for dead codes,
     and the balance loss, which is a product of two means and so each micro-batch's own (a test of moe says which)."""

@@ -17,6 +17,7 @@ PORT = "8123"
 """The port in the notebooks; a free one takes its place."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(
     path: Path, image_runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

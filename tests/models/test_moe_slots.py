@@ -182,6 +182,7 @@ def test_extracted_state_contains_nothing_of_an_earlier_request() -> None:
     )
 
 
+@pytest.mark.slow
 def test_decode_samples_the_same_tokens_for_any_dispatch_and_any_neighbours() -> None:
     cfg, params = make("int8")
 

@@ -124,6 +124,7 @@ def test_frozen_weights_are_not_in_the_optimizer_state(source: Path, tmp_path: P
     assert n_bytes(adapted.base) == weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["vq", pytest.param("moe", marks=pytest.mark.trial)])
 def test_run_with_adapters_resumes_exactly_and_is_complete_by_itself(
     family: Name, source: Path, tmp_path: Path

@@ -68,7 +68,7 @@ def arm_after_evaluation(patch: pytest.MonkeyPatch, killer: Killer) -> None:
         patch.setattr(task, "evaluate", evaluate)
 
 
-@pytest.mark.parametrize("family", ["vq", "prior"])
+@pytest.mark.parametrize("family", ["vq", pytest.param("prior", marks=pytest.mark.slow)])
 def test_killed_at_every_point_of_an_evaluation(family: str, source: Path, tmp_path: Path) -> None:
     def config(eval_every: int, run: Path) -> RunConfig:
         if family == "prior":
