@@ -173,16 +173,18 @@ def _numbered(links: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _differences(optim: OptimConfig) -> list[str]:
     """Return what the official code would do differently when it resumes training."""
-    said = []
+    differences = []
     if optim.name == "muon":
-        said.append("The official code has no muon.")
+        differences.append("The official code has no muon.")
     if optim.decay and (optim.decay_by_lr or optim.decay_vectors):
-        said.append("The official code does not scale weight decay, and never applies it to vectors.")
+        differences.append("The official code does not scale weight decay, and never applies it to vectors.")
     if optim.name == "adamw" and any(getattr(optim, name) != value for name, value in BETAS.items()):
-        said.append(f"The official code's adamw has b1 {BETAS['b1']}, b2 {BETAS['b2']} and eps {BETAS['eps']:g}.")
+        differences.append(
+            f"The official code's adamw has b1 {BETAS['b1']}, b2 {BETAS['b2']} and eps {BETAS['eps']:g}."
+        )
     if optim.name == "lion" and optim.momentum_dtype != "bfloat16":
-        said.append("The official code keeps lion's momentum in bfloat16: it is rounded in the file.")
-    return said
+        differences.append("The official code keeps lion's momentum in bfloat16: it is rounded in the file.")
+    return differences
 
 
 def _collect_states(state: Any) -> dict[str, Any]:

@@ -54,12 +54,12 @@ def optim_values(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     nested = settings.get("opt", {})
     if not isinstance(nested, dict):
         raise UserError(f"{where}: its 'opt' is not an object of settings. Fix: write it again.")
-    said = {**settings, **nested}
-    values = {ours: said[theirs] for theirs, ours in OPTIM.items() if theirs in said}
+    stored = {**settings, **nested}
+    values = {ours: stored[theirs] for theirs, ours in OPTIM.items() if theirs in stored}
     if "clip" in values:
         values["clip"] = values["clip"] or None
-    if GROUPED in said:
-        values["decay_vectors"] = not said[GROUPED]
+    if GROUPED in stored:
+        values["decay_vectors"] = not stored[GROUPED]
     if values.get("name") == "lion":
         values["momentum_dtype"] = "bfloat16"
     return values

@@ -61,13 +61,13 @@ def _diffusion(prior: Prior) -> dict[str, Any]:
     }
 
 
-def import_settings(prior: Prior, said: Mapping[str, Any]) -> dict[str, Any]:
+def import_settings(prior: Prior, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that a checkpoint's weights do not determine, and those that they do determine if the file states them."""
-    whole = dataclasses.asdict(model_config(prior))
-    told = {ours for theirs, ours in SET_BY_WEIGHTS.items() if theirs in said}
-    told |= {ours for theirs, ours in NETWORK.items() if said["net"].get(theirs) is not None}
-    told |= {"p_drop_attention", "p_drop_ff", "self_cond"} | (set(_diffusion(prior)) - set(SET_BY_WEIGHTS.values()))
-    return {name: whole[name] for name in told}
+    model = dataclasses.asdict(model_config(prior))
+    names = {ours for theirs, ours in SET_BY_WEIGHTS.items() if theirs in settings}
+    names |= {ours for theirs, ours in NETWORK.items() if settings["net"].get(theirs) is not None}
+    names |= {"p_drop_attention", "p_drop_ff", "self_cond"} | (set(_diffusion(prior)) - set(SET_BY_WEIGHTS.values()))
+    return {name: model[name] for name in names}
 
 
 def optim_config(train: Train, steps: int) -> OptimConfig:

@@ -32,15 +32,15 @@ OPENAI = {
 """The reference's names of OpenAI's models, and open_clip's."""
 
 
-def complete_config(parts: DallE2Config, asked: RunConfig) -> tuple[RunConfig, list[str]]:
+def complete_config(parts: DallE2Config, requested: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the requested run with its paths resolved and its length set, and remarks for the user.
 
-    `asked` is `run_config(parts)` changed by flags. Nothing is written.
+    `requested` is `run_config(parts)` changed by flags. Nothing is written.
     """
-    base, said = run_config(parts), list(remarks(parts))
-    data, found = _resolve_paths(parts, asked.pairs, base.pairs)
-    pairs = open_pairs(data, asked.seed, encodings=asked.prior.text_encodings)
-    if asked.prior.text_encodings and pairs.text_len is None:
+    base, messages = run_config(parts), list(remarks(parts))
+    data, found = _resolve_paths(parts, requested.pairs, base.pairs)
+    pairs = open_pairs(data, requested.seed, encodings=requested.prior.text_encodings)
+    if requested.prior.text_encodings and pairs.text_len is None:
         raise invalid(
             "prior.condition_on_text_encodings",
             True,
@@ -48,21 +48,21 @@ def complete_config(parts: DallE2Config, asked: RunConfig) -> tuple[RunConfig, l
             "make the pairs with `linnet data embed`, which writes them, or add --model.no-text-encodings --model.max-text-len 0 to "
             "train on the embeddings alone",
         )
-    said += found
-    optim = asked.optim
+    messages += found
+    optim = requested.optim
     if (optim.steps, optim.extra_steps) == (base.optim.steps, base.optim.extra_steps):
         steps, words = _training_steps(
             parts, {name: pairs.n_rows(name) for name in ("train", "validation", "test")}, data
         )
-        said += words
+        messages += words
         made = optim_config(parts.train, steps)
         optim = dataclasses.replace(optim, steps=made.steps, extra_steps=made.extra_steps)
         if optim.warmup_steps > steps:
-            said.append(
+            messages.append(
                 f"train.warmup_steps is {optim.warmup_steps:,}, more than the {steps:,} updates that the pairs give: the learning "
                 "rate does not reach train.lr, as in the reference."
             )
-    return dataclasses.replace(asked, data=data, optim=optim), said
+    return dataclasses.replace(requested, data=data, optim=optim), messages
 
 
 def _training_steps(parts: DallE2Config, rows: dict[str, int], data: PairsConfig) -> tuple[int, list[str]]:
@@ -84,35 +84,37 @@ def _ceil_batches(n_pairs: int, data: PairsConfig) -> int:
     return max(1, -(-n_pairs // data.batch_size))
 
 
-def _resolve_paths(parts: DallE2Config, asked: PairsConfig, base: PairsConfig) -> tuple[PairsConfig, list[str]]:
+def _resolve_paths(parts: DallE2Config, requested: PairsConfig, base: PairsConfig) -> tuple[PairsConfig, list[str]]:
     """Return the data config with paths that can be opened. A flag that names a source overrides all paths of the file."""
-    if asked.source != base.source or (asked.images is None and base.images is not None):
+    if requested.source != base.source or (requested.images is None and base.images is not None):
         words = []
-        kept = {name: None for name in PATH_FIELDS if getattr(asked, name) == getattr(base, name)}
-        asked = dataclasses.replace(asked, **kept)
-        if asked.source == EMOJI_PAIRS:
+        kept = {name: None for name in PATH_FIELDS if getattr(requested, name) == getattr(base, name)}
+        requested = dataclasses.replace(requested, **kept)
+        if requested.source == EMOJI_PAIRS:
             defaults = PairsConfig()
             shares = {name: getattr(defaults, name) for name in ("validation_fraction", "test_fraction")}
-            asked = dataclasses.replace(asked, **shares)
+            requested = dataclasses.replace(requested, **shares)
             words = [f"data.splits is ignored: {EMOJI_PAIRS} is split by what its images show."]
-        return asked, words
-    assert asked.images is not None
-    _check_is_local("data.image_url", asked.images)
+        return requested, words
+    assert requested.images is not None
+    _check_is_local("data.image_url", requested.images)
     # If a flag names the images, other paths of the file are dropped if they are placeholders or remote.
-    left = [name for name in ("texts", "metadata") if asked.images != base.images and _is_unusable(getattr(base, name))]
-    left = [name for name in left if getattr(asked, name) == getattr(base, name)]
-    asked = dataclasses.replace(asked, **dict.fromkeys(left))
-    for field, value in (("data.text_url", asked.texts), ("data.meta_url", asked.metadata)):
+    left = [
+        name for name in ("texts", "metadata") if requested.images != base.images and _is_unusable(getattr(base, name))
+    ]
+    left = [name for name in left if getattr(requested, name) == getattr(base, name)]
+    requested = dataclasses.replace(requested, **dict.fromkeys(left))
+    for field, value in (("data.text_url", requested.texts), ("data.meta_url", requested.metadata)):
         if value is not None:
             _check_is_local(field, value)
-    root = _find_layout(asked)
+    root = _find_layout(requested)
     if root is not None:
         words = [f"Text embeddings (and captions, if any) are read from beside the image embeddings, in {root}."]
-        return dataclasses.replace(asked, source=str(root), images=None, metadata=None), words
-    if asked.texts is None:
-        raise _captions_only(asked, parts.prior.clip)
-    said = f"data.meta_url ({base.metadata}) is not a local path, so no captions can be shown. To show them: --data.metadata PATH."
-    return asked, [said] if "metadata" in left else []
+        return dataclasses.replace(requested, source=str(root), images=None, metadata=None), words
+    if requested.texts is None:
+        raise _captions_only(requested, parts.prior.clip)
+    remark = f"data.meta_url ({base.metadata}) is not a local path, so no captions can be shown. To show them: --data.metadata PATH."
+    return requested, [remark] if "metadata" in left else []
 
 
 def _find_layout(data: PairsConfig) -> Path | None:

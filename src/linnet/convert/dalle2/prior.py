@@ -118,11 +118,11 @@ def _has_network(state: Mapping[Any, Any]) -> bool:
 
 def _network_weights(state: Mapping[str, Any], path: Path) -> dict[str, np.ndarray]:
     """Return the network's weights, without those of CLIP if they were saved together."""
-    whole = QUERY in state
+    is_complete = QUERY in state
     found = {
-        name.removeprefix("" if whole else NETWORK): x
+        name.removeprefix("" if is_complete else NETWORK): x
         for name, x in state.items()
-        if isinstance(name, str) and (whole or name.startswith(NETWORK))
+        if isinstance(name, str) and (is_complete or name.startswith(NETWORK))
     }
     size, total = path.stat().st_size, 0
     for name, value in found.items():

@@ -139,16 +139,16 @@ def shard_slices(
     label: str, shape: tuple[int, ...], shards: Sequence[tuple[int, ...]], splits: tuple[ShardAxis, ...]
 ) -> list[Slices]:
     """Return the slices of each shard in the full tensor. Copies have the same slices."""
-    whole = tuple(slice(0, n) for n in shape)
+    full = tuple(slice(0, n) for n in shape)
     if any(len(shard) != len(shape) for shard in shards):
         raise _shape_error(label, shape, shards)
     divided = [axis for axis, n in enumerate(shape) if any(shard[axis] != n for shard in shards)]
     if not divided:
-        return [whole] * len(shards)
+        return [full] * len(shards)
     if len(divided) == 1 and sum(shard[divided[0]] for shard in shards) == shape[divided[0]]:
         ends = np.cumsum([shard[divided[0]] for shard in shards]).tolist()
         return [
-            _replace_axes(whole, {divided[0]: (end - s[divided[0]], end)}) for end, s in zip(ends, shards, strict=True)
+            _replace_axes(full, {divided[0]: (end - s[divided[0]], end)}) for end, s in zip(ends, shards, strict=True)
         ]
     if len(set(shards)) > 1 or any(n % m for n, m in zip(shape, shards[0], strict=True)):
         raise _shape_error(label, shape, shards)
@@ -163,14 +163,14 @@ def shard_slices(
         sizes = {axis: shards[0][axis] for axis in divided}
         found.append(
             _replace_axes(
-                whole, {a: (part[str(splits[a])] * n, (part[str(splits[a])] + 1) * n) for a, n in sizes.items()}
+                full, {a: (part[str(splits[a])] * n, (part[str(splits[a])] + 1) * n) for a, n in sizes.items()}
             )
         )
     return found
 
 
-def _replace_axes(whole: Slices, bounds: dict[int, tuple[int, int]]) -> Slices:
-    return tuple(slice(*bounds[axis]) if axis in bounds else s for axis, s in enumerate(whole))
+def _replace_axes(full: Slices, bounds: dict[int, tuple[int, int]]) -> Slices:
+    return tuple(slice(*bounds[axis]) if axis in bounds else s for axis, s in enumerate(full))
 
 
 def _shape_error(label: str, shape: tuple[int, ...], shards: Sequence[tuple[int, ...]]) -> UserError:

@@ -147,9 +147,9 @@ def export_conversion(params: Any, cfg: MoEConfig, out: Path, largest: int = MAX
 
 
 def _leaves(params: Any, cfg: MoEConfig) -> Iterator[Leaf]:
-    held = dict(named_leaves(params, is_leaf=quant.is_quantized))
+    leaves = dict(named_leaves(params, is_leaf=quant.is_quantized))
     for weight in WEIGHTS:
-        value, transposed = held[weight.leaf], weight.kind in ("matrix", "experts")
+        value, transposed = leaves[weight.leaf], weight.kind in ("matrix", "experts")
         for layer in range(cfg.n_layer) if weight.in_layer else [None]:
             for expert in range(cfg.n_expert) if weight.kind == "experts" else [None]:
                 index = tuple(i for i in (layer, expert) if i is not None)
