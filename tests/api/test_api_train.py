@@ -1,4 +1,4 @@
-"""`linnet.train` is `linnet train`, bit for bit, and tells a program what it does."""
+"""`linnet.train` is `linnet train`, bit for bit, and reports its steps to a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`linnet bench`: what is measured and how, what is refused, and how results are shown."""
+"""`linnet bench`: what is measured and how, what is rejected, and how results are shown."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_preset_is_measured_on_the_embedded_corpus_at_its_own_size() -> None:
 
 
 class Script:
-    """Stands for `time_call`: runs what it is given, remembers the order, and tells scripted times."""
+    """Stands for `time_call`: runs what it is given, remembers the order, and returns scripted times."""
 
     def __init__(self, run_seconds: list[float]) -> None:
         self.run_seconds, self.order = list(run_seconds), []

@@ -1,4 +1,4 @@
-"""`linnet bench serve`: how its figures are taken, what they are held to, and what is refused."""
+"""`linnet bench serve`: how its figures are taken, what they are held to, and what is rejected."""
 
 from __future__ import annotations
 

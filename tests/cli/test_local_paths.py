@@ -1,4 +1,4 @@
-"""URLs are refused by every flag that may be a path, of every command, before anything is read or written."""
+"""URLs are rejected by every flag that may be a path, of every command, before anything is read or written."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def command_lines() -> Iterator[tuple[list[str], str]]:
             shown = flag.upper() if is_positional(hint) else flag_name(flag, hint)
             yield [*words, *arguments(hints, required, flag, hint)], shown
         for flag in config_flags(config):
-            # Settings that are refused alone, for a reason of their own.
+            # Settings that are rejected alone, for a reason of their own.
             beside = ["--data.images", "x"] if flag in ("--data.texts", "--data.metadata", "--data.encodings") else []
             beside += ["--data.texts", "x"] if flag == "--data.encodings" else []
             yield [*words, *arguments(hints, required, "", None), *beside, flag, URL], flag

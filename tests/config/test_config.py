@@ -1,4 +1,4 @@
-"""Configs: checked when made, written and read back whole, unknown settings refused with the fix."""
+"""Configs: checked when made, written and read back whole, unknown settings rejected with the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings, for every family: whole through their file, flags of the family's own, wrong ones refused with what would do."""
+"""Settings, for every family: whole through their file, flags of the family's own, wrong ones rejected with what would do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings files of the reference's prior: each field is honoured, refused or remarked on, and flags come before paths."""
+"""Settings files of the reference's prior: each field is honoured, rejected or remarked on, and flags come before paths."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_malicious_file_is_rejected_and_not_executed(tmp_path: Path, name: str, 
 
 
 def test_parts_of_those_files_are_good_ones(tmp_path: Path) -> None:
-    """Else they would be refused for another reason than the one that is tried."""
+    """Else they would be rejected for another reason than the one that is tried."""
     (tmp_path / "file").write_bytes(full(array()))
     found = read_pickle(tmp_path / "file")
     assert isinstance(found, StoredArray)

@@ -1,4 +1,4 @@
-"""Weights in and out: the official checkpoint (npz and Flax msgpack) and safetensors; damaged files are refused by name."""
+"""Weights in and out: the official checkpoint (npz and Flax msgpack) and safetensors; damaged files are rejected by name."""
 
 from __future__ import annotations
 

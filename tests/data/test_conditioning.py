@@ -1,4 +1,4 @@
-"""Pictures with their embeddings: each row gets its own, and what does not fit is refused before anything starts."""
+"""Images with their embeddings: each row gets its own, and what does not fit is rejected before anything starts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def written(path: Path, rows: Any) -> Path:
 
 
 def test_every_image_has_its_own_row_in_training_and_evaluation(folder: Path, tmp_path: Path) -> None:
-    """The row of picture i is made of its first three pixels' values, so it can be told from the ids."""
+    """The row of image i is made of its first three pixels' values, so it can be told from the ids."""
     plain = opened(folder, None)
     first = np.concatenate([plain.split(name).content(0, 10**6).reshape(-1, LEN)[:, :9] for name in _splits()])
     data = opened(folder, written(tmp_path / "rows.npy", first.astype(np.float64)))

@@ -1,4 +1,4 @@
-"""Sources of text that are cut, altered, locked or empty: refused in words that name the file, never with a traceback."""
+"""Sources of text that are cut, altered, locked or empty: rejected in words that name the file, never with a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures from every kind of source, in order and complete, with what is bad counted or refused."""
+"""Images from every kind of source, in order and complete, with what is bad counted or rejected."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_identity_changes_with_the_input(tmp_path: Path) -> None:
     assert open_images(str(root)).identity() != touched
 
 
-# What is left out, and what is refused
+# What is left out, and what is rejected
 
 
 def test_folder_counts_what_it_leaves_out(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""From encoded pictures to pixels and back: exact where it can be, and broken where it says so."""
+"""From encoded images to pixels and back: exact where it can be, and broken where it says so."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def test_other_files_are_reported_as_no_image(encoded: bytes, reason: str) -> No
 
 def test_image_that_claims_to_be_huge_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("linnet.data.images.MAX_PIXELS", 99)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60)  # beyond it Pillow only warns; twice that it refuses
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60)  # beyond it Pillow only warns; twice that it rejects
     assert decode_pixels(png(0, 9), 8).shape == (8, 8, 3)
-    for limit in (None, 30):  # Pillow's own limit refuses even earlier
+    for limit in (None, 30):  # Pillow's own limit rejects even earlier
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         with pytest.raises(BrokenImage, match="too_large"):
             decode_pixels(png(0, 10), 8)
@@ -134,7 +134,7 @@ def test_any_corruption_gives_pixels_or_a_corrupt_image(
         assert decode_pixels(damaged[: int(keep * len(damaged))], 8).shape == (8, 8, 3)
 
 
-# Back to pictures
+# Back to images
 
 
 def test_contact_sheet_shows_each_image_in_order() -> None:

@@ -1,4 +1,4 @@
-"""Preparing data: every token and picture once, the same from any attempt and any number of workers."""
+"""Preparing data: every token and image once, the same from any attempt and any number of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepared data: damage is found, what does not fit is refused, and hosts together read the same batch."""
+"""Prepared data: damage is found, what does not fit is rejected, and hosts together read the same batch."""
 
 from __future__ import annotations
 

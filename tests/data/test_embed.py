@@ -1,4 +1,4 @@
-"""`linnet data embed`: pictures and captions of every kind become pairs, once, and a killed run continues exactly."""
+"""`linnet data embed`: images and captions of every kind become pairs, once, and a killed run continues exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded emoji: the right pictures under the right captions, and no variant of a held-out one in training."""
+"""The embedded emoji: the right images under the right captions, and no variant of a held-out one in training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_emoji_has_a_caption_a_split_and_an_image(size: int) -> None:
 def test_sizes_show_the_same() -> None:
     large, small = (open_emoji(size)[0].astype(float) for size in SIZES)
     halved = large.reshape(-1, 16, 2, 16, 2, 3).mean(axis=(2, 4))
-    # Both were rounded once, from the same larger picture.
+    # Both were rounded once, from the same larger image.
     assert np.abs(halved - small).max() <= 1
 
 
@@ -79,7 +79,7 @@ def test_same_image_joins_concepts_even_through_a_third() -> None:
     names = [f"thing {i}" for i in range(60)]
     alone = assign_splits(names, np.arange(60, dtype=np.uint8).reshape(60, 1, 1, 1).repeat(3, axis=3))
     assert len(set(alone)) == 3, "60 names of which none is held out would test nothing"
-    # Each name stands once with picture a and once with picture b, so all are one.
+    # Each name stands once with image a and once with image b, so all are one.
     assert len(set(assign_splits([*names, *names], np.stack([a] * 60 + [b] * 60)))) == 1
 
 
@@ -111,7 +111,7 @@ def test_package_carries_the_licence_and_stays_small() -> None:
 
 def test_sheets_can_be_made_again(tmp_path: Path) -> None:
     pack = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "pack_emoji.py"))["pack"]
-    cells = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 64, 3), np.uint8)  # 2 rows of 64 pictures
+    cells = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 64, 3), np.uint8)  # 2 rows of 64 images
     Image.fromarray(cells.swapaxes(1, 2).reshape(128, 4096, 3)).save(tmp_path / "sheet.png")
     (tmp_path / "captions.json").write_text(json.dumps(["a caption"] * 100))
     pack(tmp_path / "sheet.png", tmp_path / "captions.json", tmp_path / "out")

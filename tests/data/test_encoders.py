@@ -1,4 +1,4 @@
-"""The built-in encoder pair, the emoji as pairs, and finding the nearest pictures."""
+"""The built-in encoder pair, the emoji as pairs, and finding the nearest images."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_emoji_splits_are_pinned(settings: dict[str, str | float]) -> None:
         open_pairs(PairsConfig(**settings), seed=0)  # pyright: ignore[reportArgumentType]
 
 
-# Nearest pictures
+# Nearest images
 
 
 def test_nearest_are_those_of_the_largest_cosine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Data from the command line: prepare, look, check, train on tokens and pictures, evaluate, sample."""
+"""Data from the command line: prepare, look, check, train on tokens and images, evaluate, sample."""
 
 from __future__ import annotations
 

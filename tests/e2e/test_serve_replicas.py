@@ -51,7 +51,7 @@ class Fleet:
         until = time.monotonic() + 120
         while f"linnet_replicas_ready {n}.0" not in httpx.get(f"{self.address}/metrics", timeout=30).text:
             assert time.monotonic() < until, "a replica did not come"
-            time.sleep(0.5)  # not often: each is a line in a log that nobody reads
+            time.sleep(0.5)  # not often: each is a line in a log that no one reads
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A prior beside simple predictors: each is what it says, and nobody finds more than is there."""
+"""A prior beside simple predictors: each is what it says, and no one finds more than is there."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_texts_all_alike_leave_the_mean(tmp_path: Path) -> None:
 def test_recall_is_the_gallerys_copies_and_ties_included(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(retrieval, "BLOCK", block)
     images = normal(0, 40, 6)
-    images[30:] = images[:10]  # ten pictures are there twice
+    images[30:] = images[:10]  # ten images are there twice
     close, alike = images + 0.5 * normal(1, 40, 6), np.ones_like(images)
     rows = {row.name: row for row in retrieval.compare({"close": close, "alike": alike, "exact": images}, images)}
     assert list(rows) == ["close", "alike", "exact"]

@@ -1,4 +1,4 @@
-"""`linnet imagine`: from words to pixels, the same for the same seed, and runs that do not go together are refused."""
+"""`linnet imagine`: from words to pixels, the same for the same seed, and runs that do not go together are rejected."""
 
 from __future__ import annotations
 

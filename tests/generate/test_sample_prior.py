@@ -1,4 +1,4 @@
-"""`linnet sample` with a prior: text or vectors in, the nearest pictures out, and only flags that mean something."""
+"""`linnet sample` with a prior: text or vectors in, the nearest images out, and only flags that mean something."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def emoji(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """On pairs that nobody knows the encoder of."""
+    """On pairs that no one knows the encoder of."""
     root = tmp_path_factory.mktemp("small")
     pairs = embedding_files.folder(
         root / "pairs", embedding_files.vectors(width=16), embedding_files.vectors(width=16, seed=3)

@@ -1,4 +1,4 @@
-"""The prior's network: text read once is the whole network, wherever the batch is cut; settings that cannot be are refused."""
+"""The prior's network: text read once is the whole network, wherever the batch is cut; settings that cannot be are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`linnet verify` itself: it must see a wrong number, say what it did not check, and refuse what it cannot read."""
+"""`linnet verify` itself: it must see a wrong number, say what it did not check, and reject what it cannot read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md names files that exist, and its picture and CONTRIBUTING.md have every package."""
+"""docs/architecture.md names files that exist, and its image and CONTRIBUTING.md have every package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat template of a run: what it makes of a conversation, how its stop strings end an answer, and what is refused."""
+"""The chat template of a run: what it makes of a conversation, how its stop strings end an answer, and what is rejected."""
 
 from __future__ import annotations
 

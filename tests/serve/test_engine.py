@@ -207,7 +207,7 @@ def test_prompt_top_logprobs_equal_the_models(engine: Engine) -> None:
     bare = read(dataclasses.replace(requested, sampling=dataclasses.replace(requested.sampling, top_logprobs=0)))
     reported = read(requested)
     assert bare.top == ()
-    assert bare.logprobs == reported.logprobs  # the same bits, whether or not somebody asked for more
+    assert bare.logprobs == reported.logprobs  # the same bits, whether or not someone asked for more
     assert len(reported.top) == len(requested.prompt)
     for row in reported.top:
         assert len(row) == 5

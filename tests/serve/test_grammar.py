@@ -136,7 +136,7 @@ def test_walks_end_in_matching_text(opened: dict[str, Tokenizer], name: str) -> 
 
 @pytest.mark.parametrize("name", INEXACT)
 def test_vocabulary_that_does_not_cover_every_byte(opened: dict[str, Tokenizer], name: str) -> None:
-    """Every step is right, also where the tokenizer would have changed the text; what cannot be spelled is refused."""
+    """Every step is right, also where the tokenizer would have changed the text; what cannot be spelled is rejected."""
     tokenizer = opened[name]
     grammars = Grammars(tokenizer)
     draw = random.Random(name)

@@ -1,4 +1,4 @@
-"""Constraints that cannot be read, are too large, or were made to be slow: refused at once, in words, within bounds."""
+"""Constraints that cannot be read, are too large, or were made to be slow: rejected at once, in words, within bounds."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_any_schema_is_accepted_or_rejected(kind: Kind, data: st.DataObject) -> 
     ],
 )
 def test_work_is_bounded(kind: Kind, grammar: Any) -> None:
-    """Made to be slow: it may be refused at any step, but no step takes long."""
+    """Made to be slow: it may be rejected at any step, but no step takes long."""
     begin = time.thread_time()
     matcher = compiled(kind, grammar if isinstance(grammar, str) else json.dumps(grammar))
     assert time.thread_time() - begin < 2

@@ -125,7 +125,7 @@ def test_concurrent_calls_per_key_are_limited() -> None:
         calls = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(3)]
         await asyncio.wait(
             calls, return_when=asyncio.FIRST_COMPLETED
-        )  # the one that is refused: the model holds the others
+        )  # the one that is rejected: the model holds the others
         model.gate.set()
         first = sorted(response.status_code for response in await asyncio.gather(*calls))
         return [*first, (await client.post("/v1/completions", json=ASK)).status_code]

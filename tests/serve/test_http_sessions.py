@@ -73,7 +73,7 @@ def test_session_allows_one_call_at_a_time() -> None:
         calls = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)]
         await asyncio.wait(
             calls, return_when=asyncio.FIRST_COMPLETED
-        )  # the one that is refused: the model holds the other
+        )  # the one that is rejected: the model holds the other
         model.gate.set()
         return sorted(response.status_code for response in await asyncio.gather(*calls))
 

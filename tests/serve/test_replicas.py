@@ -210,7 +210,7 @@ def test_front_checks_keys_hosts_and_limits() -> None:
         calls = [asyncio.create_task(client.post("/v1/completions", json=ASK, headers=known)) for _ in range(3)]
         await asyncio.wait(
             calls, return_when=asyncio.FIRST_COMPLETED
-        )  # the one that is refused: the models hold the others
+        )  # the one that is rejected: the models hold the others
         for model in slow:
             model.gate.set()
         statuses = sorted(answer.status_code for answer in await asyncio.gather(*calls))

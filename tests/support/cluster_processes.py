@@ -29,7 +29,7 @@ LOST_SECONDS = 4.0
 
 
 class Processes:
-    """`cluster_program.py`, so many times, with nobody above them."""
+    """`cluster_program.py`, so many times, with no one above them."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ def quickly_compiled() -> dict[str, str]:
 
 
 class Launched:
-    """`linnet launch ... train`, and its words in a file: a pipe that nobody reads would stop it."""
+    """`linnet launch ... train`, and its words in a file: a pipe that no one reads would stop it."""
 
     def __init__(self, config: Path, run: Path, processes: int, restarts: int) -> None:
         self.run, self.n, self._said = run, processes, run.with_suffix(".said")

@@ -111,7 +111,7 @@ def ask(engine: Engine, prompt: str | bytes = "", **changes: Any) -> Answer:
 
 
 def assert_altered_is_rejected(engine: Engine, state: State) -> None:
-    """A state's file with one bit changed, cut short, or of another model is refused."""
+    """A state's file with one bit changed, cut short, or of another model is rejected."""
     saved, like = states.to_bytes(state), engine.backend.abstract_state
     for at in (4, 100, len(saved) // 2, len(saved) - 1):
         altered = bytearray(saved)

@@ -153,7 +153,7 @@ def read_documents(path: Path) -> None:
         assert part.data
 
 
-# Pictures.
+# Images.
 
 
 def picture_seeds(folder: Path) -> list[Seed]:

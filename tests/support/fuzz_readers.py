@@ -121,7 +121,7 @@ def _fuzz_reader(reader: Reader, name: str, root: Path, seed: int, numbers: rang
     (root / "seeds").mkdir()
     seeds = reader.seeds(root / "seeds")
     done = {"n_seeds": len(seeds), "n_refused": 0, "worst_seconds": 0.0, "worst_bytes": 0}
-    for one in seeds:  # a seed that is refused tests nothing; this also loads all that is imported late
+    for one in seeds:  # a seed that is rejected tests nothing; this also loads all that is imported late
         _place(root / "file", one.name, one.wrap(one.content) if one.wrap else one.content)
         reader.read(root / "file" / one.name)
     contents = [one.content for one in seeds]
@@ -146,7 +146,7 @@ def _fuzz_reader(reader: Reader, name: str, root: Path, seed: int, numbers: rang
 
 
 def _read_one(reader: Reader, path: Path) -> tuple[str | None, bool]:
-    """What went wrong, and whether the file was refused."""
+    """What went wrong, and whether the file was rejected."""
     from linnet.core.errors import UserError
 
     try:

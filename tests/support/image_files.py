@@ -1,4 +1,4 @@
-"""Pictures of noise, and every kind of source that holds them, for the tests of `linnet.data.sources.images` and `pixels`."""
+"""Images of noise, and every kind of source that holds them, for the tests of `linnet.data.sources.images` and `pixels`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import dataclasses
 from linnet.serve.scheduler import Plan, Scheduler
 
 NEVER = 1e9
-"""As `age_seconds`: nobody's level rises."""
+"""As `age_seconds`: no one's level rises."""
 
 
 @dataclasses.dataclass
@@ -31,7 +31,7 @@ class FakeRequest:
 
 
 class Backend:
-    """Does what plans say, as an engine would, and refuses what cannot be done. A step is a plan and a tick: one second."""
+    """Does what plans say, as an engine would, and rejects what cannot be done. A step is a plan and a tick: one second."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Backend:
             )
 
     def _check_turn(self, id: str) -> None:
-        """First come first served: nobody older, of the same kind, still hopes for its first slot."""
+        """First come first served: no one older, of the same kind, still hopes for its first slot."""
         mine = self.asked[id]
         for other in self.alive - set(self.loaded) - {id}:
             asked = self.asked[other]

@@ -1,4 +1,4 @@
-"""Tokenizers: every byte string comes back, no text becomes a control id, and what cannot be used is refused in words."""
+"""Tokenizers: every byte string comes back, no text becomes a control id, and what cannot be used is rejected in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer: resumed equals uninterrupted bit for bit, what does not fit is refused (tests/contract: what every family promises)."""
+"""The trainer: resumed equals uninterrupted bit for bit, misfits are rejected (tests/contract: what every family promises)."""
 
 from __future__ import annotations
 

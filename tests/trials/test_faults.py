@@ -1,6 +1,6 @@
-"""One process of several is killed, stopped or slow: the others say who, stop within the bound, and go on exactly after a restart.
+"""One process of several is killed, stopped or slow: the others say who, stop within the bound, and continue exactly after a restart.
 
-The processes of the first tests are started by hand, without `linnet launch`, as on machines of a real cluster: nobody but they
+The processes of the first tests are started by hand, without `linnet launch`, as on machines of a real cluster: no one but they
 themselves can find out that one is gone.
 """
 

@@ -1,4 +1,4 @@
-"""Schemas, regular expressions and grammars that are malformed or made to be slow, sent to an engine at work: each is refused at once
+"""Schemas, regular expressions and grammars that are malformed or made to be slow, sent to an engine at work: each is rejected at once
 or bounded in its work, and a neighbour that runs all the while has the bits it has alone."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from linnet.serve.grammar import MAX_GRAMMAR_BYTES
 from linnet.serve.request import Constraint
 
 SECONDS = 1.0
-"""To refuse one, at the most; on a busy machine."""
+"""To reject one, at the most; on a busy machine."""
 
 GOOD_SCHEMA = json.dumps(
     {"type": "object", "properties": {"name": {"type": "string", "pattern": "[a-z]+"}, "n": {"enum": [1, 2.5, None]}}}

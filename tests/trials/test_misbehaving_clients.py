@@ -1,4 +1,4 @@
-"""Clients that leave, dawdle, trickle or ask for the impossible: they are let go or refused, and nobody else notices."""
+"""Clients that leave, dawdle, trickle or ask for the impossible: they are let go or rejected, and no one else notices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trial_server import Client, Server, asking, head, shared_server, text_of
 
 MB = 1 << 20
 LONG = 60_000
-"""Tokens, of an answer that nobody waits for."""
+"""Tokens, of an answer that no one waits for."""
 
 
 @pytest.fixture(scope="module")

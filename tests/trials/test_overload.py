@@ -62,7 +62,7 @@ def _n_produced(server: Server) -> float:
 
 
 def _check(server: Server, flood: Flood, n: int, n_tokens: int) -> None:
-    """Everyone got one answer: the right one, or a refusal that says when to come again."""
+    """Everyone got one answer: the right one, or a rejection that says when to come again."""
     assert sorted(flood.answers) == list(range(n))
     assert set(flood.statuses) <= {200, 429}, flood.statuses
     for answer in flood.answers.values():

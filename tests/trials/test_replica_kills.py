@@ -1,5 +1,5 @@
 """Conversations through two replicas of which one is killed again and again, or replaced, or whose front is killed: every answer that
-comes, and every state in the end, is the one of a server that nobody disturbs."""
+comes, and every state in the end, is the one of a server that no one disturbs."""
 
 from __future__ import annotations
 
