@@ -32,7 +32,7 @@ types: setup
 
 unit: setup browser
 	$(BIN)/pytest -n 3 --dist worksteal -q --quickly --limit 60 --durations 25 -m 'not slow and not trial'
-	$(BIN)/pytest -n 3 --dist worksteal -q --limit 60 --durations 25 -m 'optimized and not slow and not trial'
+	$(BIN)/pytest -n 2 --dist worksteal -q --limit 60 --durations 25 -m 'optimized and not slow and not trial'
 
 # Tests that compile no model: less than 90 s.
 test-fast: setup

@@ -24,7 +24,7 @@ CHROMIUM = Path("/usr/bin/chromium")
 DOCS = Path(__file__).parent.parent / "docs"
 MAX_BYTES = 150_000
 WIDE, TALL, PHONE = (ViewportSize(width=w, height=h) for w, h in ((1120, 760), (1120, 880), (390, 780)))
-PROMPT = "The '''common linnet''' is a small "
+PROMPT, TURNS = "class Linnet:\n", ("\n    def sing(self, ", "\n    def build_nest(self, ")  # for the run of `linnet quickstart`
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def shoot(page: Page, address: str) -> None:
     page.click("#session-new")
     expect(page.locator("#run")).to_have_text("Continue")
     page.set_viewport_size(TALL)
-    for i, prompt in enumerate((PROMPT, "\n== Song ==\n", "\n== Nest ==\n")):
+    for i, prompt in enumerate((PROMPT, *TURNS)):
         run(page, prompt, 150, i)
     page.evaluate("scrollTo(0, 0)")
     save_screenshot(page, "meter")
