@@ -24,7 +24,10 @@ CHROMIUM = Path("/usr/bin/chromium")
 DOCS = Path(__file__).parent.parent / "docs"
 MAX_BYTES = 150_000
 WIDE, TALL, PHONE = (ViewportSize(width=w, height=h) for w, h in ((1120, 760), (1120, 880), (390, 780)))
-PROMPT, TURNS = "class Linnet:\n", ("\n    def sing(self, ", "\n    def build_nest(self, ")  # for the run of `linnet quickstart`
+PROMPT, TURNS = (
+    "class Linnet:\n",
+    ("\n    def sing(self, ", "\n    def build_nest(self, "),
+)  # for the run of `linnet quickstart`
 
 
 @contextlib.contextmanager
